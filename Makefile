@@ -1,0 +1,57 @@
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+BIN := $(VENV)/bin
+EVALUATE := examples/evaluate.py
+# One thread a rank: as torchrun does it, and the same sums on 1, 2 and 3 ranks.
+ranks = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test coverage lint format docs bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.test ## evaluate a classifier on 1, 2 and 3 ranks
+	OMP_NUM_THREADS=1 $(BIN)/python $(EVALUATE)
+	$(ranks) 2 $(EVALUATE)
+	$(ranks) 3 $(EVALUATE)
+
+test: $(VENV)/.test ## run the tests; ARGS="-k gather -x" goes to pytest
+	$(BIN)/python -m pytest $(ARGS)
+
+coverage: $(VENV)/.test ## run the tests and list the lines they miss
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest $(ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
+lint: $(VENV)/.lint ## formatting, lint, docstrings, types; changes nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/.lint ## format the code and fix what ruff can fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.docs ## build build/docs and execute its examples
+	$(BIN)/sphinx-build -W --keep-going -q -d build/doctrees -b html docs build/docs
+	$(BIN)/sphinx-build -W --keep-going -q -d build/doctrees -b doctest docs build/doctest
+
+bench: $(VENV)/.bench ## compare with the peers, ratios in one run
+	$(BIN)/python benchmarks/nested.py $(ARGS)
+
+clean: ## remove what was built, not $(VENV)
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
+	find easydist tests examples docs -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# $(VENV)/.test stands for the extra `test`, and so on; a stamp is renewed when the requirements change.
+$(VENV)/.%: setup.cfg setup.py constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$*]'
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "easydist needs Python 3.10 or newer: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)

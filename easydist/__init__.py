@@ -1,0 +1,82 @@
+"""Nested data between the processes of a distributed PyTorch program: one call, any structure."""
+
+from easydist import comms, tree
+from easydist.collectives import all_to_all, broadcast, copy_tensor_to_devices, gather, scatter
+from easydist.errors import DisagreementError, EasydistError, RemoteError
+from easydist.objects import broadcast_object_list, gather_object, scatter_object_list
+from easydist.padding import CannotPadNestedTensorWarning, pad_across_processes, unpad
+from easydist.parameters import GatheredParameters
+from easydist.precision import convert_outputs_to_fp32, convert_to_fp32
+from easydist.random import set_seed, synchronize_rng_states
+from easydist.reduction import reduce
+from easydist.state import DistributedType, ProcessState, wait_for_everyone
+from easydist.structure import (
+    TensorInformation,
+    concatenate,
+    find_batch_size,
+    find_device,
+    get_data_structure,
+    honor_type,
+    initialize_tensors,
+    is_tensor_information,
+    is_torch_tensor,
+    listify,
+    pad_input_tensors,
+    recursively_apply,
+    send_to_device,
+    slice_tensors,
+)
+from easydist.tree import is_namedtuple
+
+PartialState = ProcessState
+"""accelerate's name."""
+
+DistributedOperationException = DisagreementError
+"""accelerate's name."""
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "CannotPadNestedTensorWarning",
+    "DisagreementError",
+    "DistributedOperationException",
+    "DistributedType",
+    "EasydistError",
+    "GatheredParameters",
+    "PartialState",
+    "ProcessState",
+    "RemoteError",
+    "TensorInformation",
+    "all_to_all",
+    "broadcast",
+    "broadcast_object_list",
+    "comms",
+    "concatenate",
+    "convert_outputs_to_fp32",
+    "convert_to_fp32",
+    "copy_tensor_to_devices",
+    "find_batch_size",
+    "find_device",
+    "gather",
+    "gather_object",
+    "get_data_structure",
+    "honor_type",
+    "initialize_tensors",
+    "is_namedtuple",
+    "is_tensor_information",
+    "is_torch_tensor",
+    "listify",
+    "pad_across_processes",
+    "pad_input_tensors",
+    "recursively_apply",
+    "reduce",
+    "scatter",
+    "scatter_object_list",
+    "send_to_device",
+    "set_seed",
+    "slice_tensors",
+    "synchronize_rng_states",
+    "tree",
+    "unpad",
+    "wait_for_everyone",
+]

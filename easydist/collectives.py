@@ -1,0 +1,329 @@
+"""The verbs for trees of tensors.
+
+Each one resolves the communicators, agrees with the other ranks, moves packed bytes, and rebuilds the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from easydist import codec, wire
+from easydist.agree import Agreement, Call, agree
+from easydist.comms import Communicators, TorchComm
+from easydist.exchange import by_comm, dims_of, empty_like_packed, join, resized, sizes_along
+from easydist.leaves import Leaves, as_array
+from easydist.plan import split_bounds
+from easydist.state import communicators
+from easydist.structure import get_data_structure, initialize_tensors
+from easydist.typing import Group, Tree
+
+__all__ = ["all_to_all", "broadcast", "copy_tensor_to_devices", "gather", "scatter"]
+
+
+def _pad_first(dim: int) -> str:
+    return f"Only dim {dim} may differ between ranks; pad the other dims first: pad_across_processes(x, dim={{dim}})"
+
+
+def gather(tensor: Tree, *, dst: int | None = None, dim: int = 0, group: Group = None) -> Tree:
+    """Concatenate every rank's tree, leaf by leaf.
+
+    Law: ``gather(x, dim=d) == torch.cat([x of rank 0, …, x of rank W-1], dim=d)`` for every leaf; a leaf without dimensions
+    counts as one of shape ``(1,)``. Holds at W = 1 as well. The sizes along ``dim`` may differ between ranks.
+
+    Example:
+        >>> import torch, easydist
+        >>> easydist.gather({"loss": torch.tensor(0.5), "ids": ["a", torch.arange(2)]})
+        {'loss': tensor([0.5000]), 'ids': ['a', tensor([0, 1])]}
+
+    Args:
+        tensor: Any tree. Leaves of any dtype, strides and device; NumPy arrays stay arrays; Python numbers become tensors of
+            float64, int64, complex128 or bool. What is not a leaf (str, None, …) stays as it is on each rank.
+        dst: The only rank that gets the result; None is all of them.
+        dim: Along which dimension.
+        group: The ranks that take part.
+
+    Returns:
+        A new tree of the same structure, detached from autograd; one tensor that stood at several places is one tensor again.
+        On ranks other than ``dst``: None.
+
+    Raises:
+        DisagreementError: Paths, dtypes or shapes apart from ``dim`` differ between ranks.
+        RemoteError: Another rank's data could not travel.
+        ValueError: A leaf has no dimension ``dim``; ``dst`` is not a rank of the group.
+        TypeError: A leaf is no dense tensor (sparse, DTensor, NumPy strings, …).
+
+    Cost: one header exchange, one exchange of W × the tree's bytes; where sizes differ, 8 bytes per leaf more.
+
+    Source: accelerate's ``gather``.
+    """
+    comms = communicators(group)
+
+    def prepare() -> Call:
+        _check_rank(comms, "dst", dst)
+        leaves = Leaves(tensor)
+        dims = dims_of(leaves, dim, "gather", scalars=True)
+        return Call("gather", {"dst": dst, "dim": dim}, leaves, dims, advice=_pad_first(dim))
+
+    call, agreement = agree(comms, prepare)
+    leaves, dims = call.leaves, call.free
+    assert leaves is not None and dims is not None
+    tensors, uniform = leaves.tensors, agreement.uniform
+    shapes = [[list(t.shape) for t in tensors]] * comms.size
+    if not uniform:
+        sizes = sizes_along(comms, tensors, dims)
+        shapes = [[resized(t.shape, d, n) for t, d, n in zip(tensors, dims, row, strict=True)] for row in sizes]
+    results: dict[int, torch.Tensor] = {}
+    for comm, indices in by_comm(comms, tensors, leaves.travelling(tied=uniform)):
+        dtypes = [tensors[i].dtype for i in indices]
+        theirs = [[row[i] for i in indices] for row in shapes]
+        buffers = _collect(comm, wire.pack([tensors[i] for i in indices], comm.get_device()), dtypes, theirs, dst)
+        if buffers is not None:
+            joined = join(buffers, dtypes, theirs, [dims[i] for i in indices])
+            results |= {i: result.to(tensors[i].device) for i, result in zip(indices, joined, strict=True)}
+    return None if dst not in (None, comms.rank) else leaves.rebuild(results, uniform, as_array)
+
+
+def _collect(
+    comm: TorchComm, packed: torch.Tensor, dtypes: Sequence[torch.dtype], shapes: Any, dst: int | None
+) -> list[torch.Tensor] | None:
+    """Every rank's packed bytes, or None on a rank that gets nothing."""
+    if dst not in (None, comm.get_rank()):
+        comm.gather([], packed, dst, async_op=False)
+        return None
+    buffers = [empty_like_packed(comm, dtypes, row) for row in shapes]
+    if dst is None:
+        comm.all_gather_v(buffers, packed, async_op=False)
+    else:
+        comm.gather(buffers, packed, dst, async_op=False)
+    return buffers
+
+
+def _check_rank(comms: Communicators, name: str, rank: int | None) -> None:
+    if rank is not None and not 0 <= rank < comms.size:
+        raise ValueError(f"{name}={rank} is not a rank of the group: it has {comms.size}, counted from 0")
+
+
+def broadcast(tensor: Tree, from_process: int = 0, *, group: Group = None) -> Tree:
+    """Give every rank the source's values.
+
+    Law: ``broadcast(x, from_process=s) == x of rank s`` for every leaf. Tensors and arrays are written in place, so that the
+    caller's own are filled; Python numbers and NumPy scalars are in the returned tree only.
+
+    Example:
+        >>> import torch, easydist
+        >>> easydist.broadcast({"w": torch.ones(2), "lr": 0.1})
+        {'w': tensor([1., 1.]), 'lr': 0.1}
+
+    Args:
+        tensor: Any tree; on ranks other than the source also None: they get new tensors.
+        from_process: The source, a rank inside the group.
+        group: The ranks that take part.
+
+    Returns:
+        The tree with the same tensors and arrays, now equal on all ranks.
+
+    Raises:
+        DisagreementError: Paths, dtypes or shapes differ between ranks; nothing was written.
+        RemoteError: One rank's tree could not be sent or written (read-only arrays, expanded tensors, …).
+        ValueError: ``from_process`` is not a rank of the group; its tree is None and another rank's is not.
+
+    Cost: one header exchange, one broadcast of the tree's bytes; where some ranks pass None, two small ones more.
+
+    Source: accelerate's ``broadcast``.
+    """
+    comms = communicators(group)
+
+    def prepare() -> Call:
+        _check_rank(comms, "from_process", from_process)
+        leaves = Leaves(tensor)
+        if comms.rank != from_process:
+            leaves.check_writable()
+        return Call("broadcast", {"from_process": from_process}, leaves, absent=tensor is None)
+
+    call, agreement = agree(comms, prepare)
+    return _broadcast(comms, tensor, call, agreement, from_process)
+
+
+def copy_tensor_to_devices(tensor: Tree = None, *, group: Group = None) -> Tree:
+    """Give every rank the tree that exactly one of them holds; the others pass None.
+
+    Law: ``copy_tensor_to_devices(x if rank == s else None) == x of rank s``, for any one s.
+
+    Args:
+        tensor: The tree on one rank, None elsewhere.
+        group: The ranks that take part.
+
+    Returns:
+        The tree; new tensors on the ranks that passed None.
+
+    Raises:
+        ValueError: No rank or more than one rank has a tree.
+
+    Cost: one header exchange, two small broadcasts, one broadcast of the tree's bytes.
+
+    Source: accelerate's ``copy_tensor_to_devices``.
+    """
+    comms = communicators(group)
+    call, agreement = agree(comms, lambda: Call("copy_tensor_to_devices", leaves=Leaves(tensor), absent=tensor is None))
+    holders = [rank for rank in range(comms.size) if rank not in agreement.absent]
+    if len(holders) != 1:
+        raise ValueError(f"copy_tensor_to_devices: exactly one rank has to hold the tensor, but ranks {holders} do")
+    return _broadcast(comms, tensor, call, agreement, holders[0])
+
+
+def _broadcast(comms: Communicators, tensor: Tree, call: Call, agreement: Agreement, source: int) -> Tree:
+    if len(agreement.absent) == comms.size or comms.size == 1:
+        return tensor
+    if source in agreement.absent:
+        raise ValueError(f"{call.operation}: rank {source} is the source, but its tree is None")
+    leaves = call.leaves
+    if agreement.absent:
+        structure = _send_structure(comms, tensor, source)
+        leaves = Leaves(initialize_tensors(structure)) if call.absent else leaves
+    assert leaves is not None
+    tied = agreement.uniform
+    landed: dict[int, torch.Tensor] = {}
+    for comm, indices in by_comm(comms, leaves.tensors, leaves.travelling(tied)):
+        targets = [leaves.tensors[i] for i in indices]
+        buffer = wire.pack(targets, comm.get_device()) if comms.rank == source else _landing(comm, targets)
+        comm.broadcast(buffer, source, async_op=False)
+        views = wire.unpack(buffer, [t.dtype for t in targets], [t.shape for t in targets])
+        landed |= dict(zip(indices, views, strict=True))
+    return tensor if comms.rank == source else leaves.write(landed, tied)
+
+
+def _landing(comm: TorchComm, targets: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Where a broadcast arrives: the target itself where there is one, contiguous and in the right place."""
+    if len(targets) == 1 and targets[0].is_contiguous() and targets[0].device.type == comm.get_device().type:
+        return wire.as_bytes(targets[0])
+    return empty_like_packed(comm, [t.dtype for t in targets], [t.shape for t in targets])
+
+
+def _send_structure(comms: Communicators, tree: Tree, source: int) -> Tree:
+    """The source's tree without its data, on every rank."""
+    encoded = codec.encode(get_data_structure(tree)) if comms.rank == source else None
+    size = torch.tensor([0 if encoded is None else encoded.numel()])
+    comms.control.broadcast(size, source, async_op=False)
+    buffer = torch.empty(int(size), dtype=torch.uint8) if encoded is None else encoded
+    comms.control.broadcast(buffer, source, async_op=False)
+    return codec.decode(buffer)
+
+
+def scatter(tensor: Tree, from_process: int = 0, *, dim: int = 0, group: Group = None) -> Tree:
+    """Cut the source's tree into one part per rank.
+
+    Law: ``scatter(x, from_process=s, dim=d) == torch.tensor_split(x of rank s, W, dim=d)[rank]`` for every leaf, so that
+    ``gather(scatter(x)) == x``. The first ranks get one more where W does not divide the size.
+
+    Example:
+        >>> import torch, easydist
+        >>> easydist.scatter({"x": torch.arange(3)})
+        {'x': tensor([0, 1, 2])}
+
+    Args:
+        tensor: Any tree on the source; the other ranks may pass None, what they pass is not looked at.
+        from_process: The source, a rank inside the group.
+        dim: Along which dimension.
+        group: The ranks that take part.
+
+    Returns:
+        A new tree with this rank's part.
+
+    Raises:
+        RemoteError: The source's tree could not be sent.
+        ValueError: A leaf has no dimension ``dim``; ``from_process`` is not a rank of the group.
+
+    Cost: one header exchange, two small broadcasts for the structure, one scatter of the tree's bytes.
+    """
+    comms = communicators(group)
+    is_source = comms.rank == from_process
+
+    def prepare() -> Call:
+        _check_rank(comms, "from_process", from_process)
+        leaves = Leaves(tensor if is_source else None)
+        dims = dims_of(leaves, dim, "scatter")
+        return Call("scatter", {"from_process": from_process, "dim": dim}, leaves, dims, absent=not is_source)
+
+    call, _ = agree(comms, prepare)
+    leaves = call.leaves
+    if comms.size > 1:
+        structure = _send_structure(comms, tensor, from_process)
+        leaves = leaves if is_source else Leaves(initialize_tensors(structure, hollow=True))
+    assert leaves is not None
+    tensors = leaves.tensors
+    results: dict[int, torch.Tensor] = {}
+    for comm, indices in by_comm(comms, tensors, leaves.travelling(tied=True)):
+        parts = [_parts(tensors[i], comms.size, dim) for i in indices]
+        mine = [column[comms.rank] for column in parts]
+        buffer = empty_like_packed(comm, [t.dtype for t in mine], [t.shape for t in mine])
+        packed = [wire.pack(list(row), comm.get_device()) for row in zip(*parts, strict=True)] if is_source else []
+        comm.scatter(buffer, packed, from_process, async_op=False)
+        views = wire.unpack(buffer, [t.dtype for t in mine], [t.shape for t in mine])
+        results |= {i: view.to(tensors[i].device) for i, view in zip(indices, views, strict=True)}
+    return leaves.rebuild(results, True, as_array)
+
+
+def _parts(tensor: torch.Tensor, size: int, dim: int) -> list[torch.Tensor]:
+    """What each rank gets of a tensor."""
+    bounds = [split_bounds(tensor.shape[dim], size, rank) for rank in range(size)]
+    return [tensor.narrow(dim, start, stop - start) for start, stop in bounds]
+
+
+def all_to_all(tensor: Tree, *, dim: int = 0, group: Group = None) -> Tree:
+    """Cut every rank's tree into one part per rank, and give part r of all of them to rank r.
+
+    Law: ``all_to_all(x, dim=d) == torch.cat([torch.tensor_split(x of rank s, W, dim=d)[rank] for s in ranks], dim=d)`` for
+    every leaf. The sizes along ``dim`` may differ between ranks.
+
+    Example:
+        >>> import torch, easydist
+        >>> easydist.all_to_all({"x": torch.arange(3)})
+        {'x': tensor([0, 1, 2])}
+
+    Args:
+        tensor: Any tree.
+        dim: Along which dimension.
+        group: The ranks that take part.
+
+    Returns:
+        A new tree of the same structure.
+
+    Raises:
+        DisagreementError: Paths, dtypes or shapes apart from ``dim`` differ between ranks.
+        RemoteError: Another rank's tree could not be sent.
+        ValueError: A leaf has no dimension ``dim``.
+
+    Cost: one header exchange, one exchange of the tree's bytes; where sizes differ, 8 bytes per leaf more.
+    """
+    comms = communicators(group)
+
+    def prepare() -> Call:
+        leaves = Leaves(tensor)
+        return Call("all_to_all", {"dim": dim}, leaves, dims_of(leaves, dim, "all_to_all"), advice=_pad_first(dim))
+
+    call, agreement = agree(comms, prepare)
+    leaves, dims = call.leaves, call.free
+    assert leaves is not None and dims is not None
+    tensors, uniform = leaves.tensors, agreement.uniform
+    sizes = [[t.shape[d] for t, d in zip(tensors, dims, strict=True)]] * comms.size
+    if not uniform:
+        sizes = sizes_along(comms, tensors, dims)
+    results: dict[int, torch.Tensor] = {}
+    for comm, indices in by_comm(comms, tensors, leaves.travelling(tied=uniform)):
+        dtypes = [tensors[i].dtype for i in indices]
+        shapes = [[_share_shape(tensors[i].shape, dims[i], row[i], comms) for i in indices] for row in sizes]
+        outputs = [empty_like_packed(comm, dtypes, row) for row in shapes]
+        parts = zip(*[_parts(tensors[i], comms.size, dims[i]) for i in indices], strict=True)
+        comm.all_to_all(outputs, [wire.pack(row, comm.get_device()) for row in parts], async_op=False)
+        joined = join(outputs, dtypes, shapes, [dims[i] for i in indices])
+        results |= {i: result.to(tensors[i].device) for i, result in zip(indices, joined, strict=True)}
+    return leaves.rebuild(results, uniform, as_array)
+
+
+def _share_shape(shape: Sequence[int], dim: int, size: int, comms: Communicators) -> list[int]:
+    """The shape of this rank's part of a tensor that has ``size`` along ``dim``."""
+    start, stop = split_bounds(size, comms.size, comms.rank)
+    return resized(shape, dim, stop - start)

@@ -1,0 +1,65 @@
+"""What a backend has to be able to do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from easydist.comms.reduce_op import ReduceOp
+from easydist.comms.work import TorchWork
+
+
+class Backend(ABC):
+    """Moves flat, contiguous, detached tensors between the ranks of one group.
+
+    ``TorchComm`` checks every argument first, so that a backend only moves data: every tensor has one dimension, ranks are in
+    range, the sizes fit. Where data only moves, the dtype is uint8. An operation may return before it has ended.
+
+    Attributes:
+        name: ``"gloo"``, ``"nccl"``, ``"solo"``, …
+        device: Where the tensors are.
+        rank: This process in the group.
+        size: How many processes the group has.
+    """
+
+    name: str
+    device: torch.device
+    rank: int
+    size: int
+
+    @abstractmethod
+    def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> TorchWork:
+        """Law: ``output = cat([data of rank 0, …])``; all of one size."""
+
+    @abstractmethod
+    def all_gather_v(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> TorchWork:
+        """Law: ``outputs[r] = data of rank r``; sizes may differ."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
+        """Law: ``tensor = op(tensor of rank 0, tensor of rank 1, …)``, the same bits on every rank."""
+
+    @abstractmethod
+    def all_to_all_v(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> TorchWork:
+        """Law: ``outputs[s] = inputs[rank] of rank s``; sizes may differ."""
+
+    @abstractmethod
+    def barrier(self) -> TorchWork:
+        """Ends after every rank has begun it."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, root: int) -> TorchWork:
+        """Law: ``tensor = tensor of root``."""
+
+    @abstractmethod
+    def gather(self, outputs: Sequence[torch.Tensor], data: torch.Tensor, root: int) -> TorchWork:
+        """Law, on ``root``: ``outputs[r] = data of rank r``; sizes may differ; elsewhere ``outputs`` is empty."""
+
+    @abstractmethod
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> TorchWork:
+        """Law: ``output = inputs[rank] of root``; sizes may differ; elsewhere ``inputs`` is empty."""
+
+    def close(self) -> None:  # noqa: B027 - most backends own nothing
+        """Give back what the backend itself has created."""

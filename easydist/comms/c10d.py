@@ -1,0 +1,163 @@
+"""Backends over a ``torch.distributed`` process group, also one that somebody else made.
+
+``Gloo`` builds every collective from messages between pairs of ranks, all posted at once: each takes any size, needs no
+staging copy, and at four ranks on two cores ends in a third of the time of gloo's own ring (which takes 2 (W - 1) turns). A
+reduction has every rank reduce one chunk of all ranks' data in rank order, so that all ranks get the same bits in every run.
+``Native`` (nccl, xccl, mpi, …) uses the group's own collectives.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from easydist.comms.backend import Backend
+from easydist.comms.reduce_op import RedOpType, ReduceOp, combine
+from easydist.comms.work import Pending, TorchWork
+from easydist.plan import split_sizes
+from easydist.typing import Device
+
+_TAG = 0xEA51
+"""Keeps easydist's messages apart from the caller's own send and recv on the same group."""
+
+Message = tuple[torch.Tensor, int]
+"""A flat tensor and the rank it goes to or comes from."""
+
+
+def over(group: dist.ProcessGroup, device: Device = "cpu") -> Backend | None:
+    """The backend for tensors on ``device`` in ``group``, or None where the group cannot move them.
+
+    Args:
+        group: Any process group that this process belongs to.
+        device: A device or its type.
+    """
+    device = torch.device(device)
+    try:
+        name = group._get_backend(device).name()
+    except RuntimeError:  # "No backend type associated with device type …"
+        return None
+    if name == "gloo":
+        return Gloo(group, device, name) if device.type == "cpu" else None
+    return Native(group, device, name)
+
+
+class _Group(Backend):
+    """What both backends share: collectives that are messages between pairs."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, name: str) -> None:
+        self.name, self.device = name, device
+        self.rank, self.size = group.rank(), group.size()
+        self._group = group
+
+    @abstractmethod
+    def _exchange(self, sends: Iterable[Message], recvs: Iterable[Message]) -> list[Pending]:
+        """Post all messages at once; none is empty, none goes to this rank itself."""
+
+    def _swap(self, sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor]) -> TorchWork:
+        """Send ``sends[r]`` to each rank r and receive ``recvs[r]`` from it; empty ones do not travel."""
+        if recvs and sends:
+            recvs[self.rank].copy_(sends[self.rank])
+        return TorchWork(self._exchange(self._others(sends), self._others(recvs)), keep=(*sends, *recvs))
+
+    def _others(self, tensors: Sequence[torch.Tensor]) -> Iterable[Message]:
+        return [(tensor, r) for r, tensor in enumerate(tensors) if r != self.rank and tensor.numel()]
+
+    def all_gather_v(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> TorchWork:
+        return self._swap([data] * self.size, outputs)
+
+    def all_to_all_v(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> TorchWork:
+        return self._swap(inputs, outputs)
+
+    def gather(self, outputs: Sequence[torch.Tensor], data: torch.Tensor, root: int) -> TorchWork:
+        if self.rank == root:
+            outputs[root].copy_(data)
+            return TorchWork(self._exchange([], self._others(outputs)), keep=outputs)
+        return TorchWork(self._exchange([(data, root)] if data.numel() else [], []), keep=[data])
+
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> TorchWork:
+        if self.rank == root:
+            output.copy_(inputs[root])
+            return TorchWork(self._exchange(self._others(inputs), []), keep=inputs)
+        return TorchWork(self._exchange([], [(output, root)] if output.numel() else []), keep=[output])
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> TorchWork:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        return TorchWork([self._group.broadcast([tensor], options)], keep=[tensor])
+
+
+class Gloo(_Group):
+    """Tensors on the CPU over a gloo group."""
+
+    def _exchange(self, sends: Iterable[Message], recvs: Iterable[Message]) -> list[Pending]:
+        posted: list[Pending] = [self._group.recv([tensor], peer, _TAG) for tensor, peer in recvs]
+        return posted + [self._group.send([tensor], peer, _TAG) for tensor, peer in sends]
+
+    def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> TorchWork:
+        return self._swap([data] * self.size, output.chunk(self.size) if output.numel() else [output] * self.size)
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
+        chunks = tensor.split(split_sizes(tensor.numel(), self.size))
+        mine = chunks[self.rank]
+        parts = tensor.new_empty(self.size, mine.numel()).unbind()
+        first = self._swap([_bits(chunk) for chunk in chunks], [_bits(part) for part in parts])
+
+        def reduce_and_share() -> Sequence[Pending]:
+            mine.copy_(combine(op, parts))
+            return self._exchange(self._others([_bits(mine)] * self.size), self._others([_bits(c) for c in chunks]))
+
+        return first.followed_by(reduce_and_share)
+
+    def barrier(self) -> TorchWork:
+        tokens = torch.zeros(self.size + 1, dtype=torch.uint8).split(1)
+        return self._swap([tokens[-1]] * self.size, tokens[:-1])
+
+
+_NATIVE_OPS = {
+    RedOpType.SUM: dist.ReduceOp.SUM,
+    RedOpType.PRODUCT: dist.ReduceOp.PRODUCT,
+    RedOpType.MIN: dist.ReduceOp.MIN,
+    RedOpType.MAX: dist.ReduceOp.MAX,
+}
+_NATIVE_DTYPES = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
+)
+
+
+class Native(_Group):
+    """Tensors on the device of a group that has good collectives of its own."""
+
+    def _exchange(self, sends: Iterable[Message], recvs: Iterable[Message]) -> list[Pending]:
+        ops = [dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=peer) for tensor, peer in recvs]
+        ops += [dist.P2POp(dist.isend, tensor, group=self._group, group_peer=peer) for tensor, peer in sends]
+        return dist.batch_isend_irecv(ops) if ops else []
+
+    def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> TorchWork:
+        return TorchWork([self._group._allgather_base(output, data)], keep=[output, data])
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
+        if tensor.dtype not in _NATIVE_DTYPES:
+            return self._gather_and_reduce(tensor, op)
+        options = dist.AllreduceOptions()
+        options.reduceOp = _NATIVE_OPS[op.type]
+        return TorchWork([self._group.allreduce([tensor], options)], keep=[tensor])
+
+    def _gather_and_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
+        """For dtypes that the library below cannot add: W times the bytes, any dtype."""
+        parts = tensor.new_empty(self.size, tensor.numel())
+
+        def reduce_here() -> Sequence[Pending]:
+            tensor.copy_(combine(op, parts.unbind()))
+            return ()
+
+        return self.all_gather_single(_bits(parts.view(-1)), _bits(tensor)).followed_by(reduce_here)
+
+    def barrier(self) -> TorchWork:
+        return self.all_reduce(torch.zeros(1, dtype=torch.int32, device=self.device), ReduceOp.SUM)
+
+
+def _bits(flat: torch.Tensor) -> torch.Tensor:
+    return flat.view(torch.uint8)

@@ -1,0 +1,257 @@
+"""The communicator: the one object that talks to other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import SupportsInt
+
+import torch
+
+from easydist.comms.backend import Backend
+from easydist.comms.reduce_op import ReduceOp
+from easydist.comms.work import TorchWork
+
+Hints = Mapping[str, str] | None
+
+
+class TorchComm:
+    """Collectives over the tensors of one group, with torchcomms' names and signatures.
+
+    Every method checks its arguments before anything is sent and raises ``RuntimeError`` where they do not fit. Tensors have
+    to be contiguous and on the communicator's device; dtypes are free (data moves as bytes, reductions in the tensor's own
+    dtype). With ``async_op=True`` an operation returns at once, and its result may be used after ``wait()``. ``hints`` are
+    accepted and not used. ``timeout`` limits each wait; None or zero is the group's own.
+
+    Example:
+        >>> from easydist.comms import ReduceOp, Solo, TorchComm
+        >>> comm = TorchComm(Solo(), "main")
+        >>> tensor = torch.ones(2)
+        >>> comm.all_reduce(tensor, ReduceOp.SUM, async_op=False).wait()
+        >>> tensor
+        tensor([1., 1.])
+
+    Source: the torchcomms API.
+    """
+
+    def __init__(self, backend: Backend, name: str = "") -> None:
+        self._backend = backend
+        self._name = name
+
+    def __repr__(self) -> str:
+        return (
+            f"TorchComm({self._name!r}, backend={self.get_backend()!r}, rank={self.get_rank()}, "
+            f"size={self.get_size()}, device={self.get_device()})"
+        )
+
+    def get_backend(self) -> str:
+        """The backend's name: ``"gloo"``, ``"nccl"``, ``"solo"``, …"""
+        return self._backend.name
+
+    def get_device(self) -> torch.device:
+        """Where the tensors have to be."""
+        return self._backend.device
+
+    def get_name(self) -> str:
+        """The name given when the communicator was made."""
+        return self._name
+
+    def get_rank(self) -> int:
+        """This process in the group."""
+        return self._backend.rank
+
+    def get_size(self) -> int:
+        """How many processes the group has."""
+        return self._backend.size
+
+    def all_gather_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        async_op: bool,
+        hints: Hints = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Law: ``output.flatten() == cat([input.flatten() of rank 0, …, of rank W-1])``.
+
+        Args:
+            output: ``W * input.numel()`` elements of the same dtype.
+            input: As many elements on every rank.
+        """
+        name = "all_gather_single"
+        self._same_dtype(name, output, input)
+        _demand(output.numel() == input.numel() * self.get_size(), name, "output must have comm_size * input elements")
+        return self._run(self._backend.all_gather_single(_flat(output), _flat(input)), async_op, timeout)
+
+    def all_gather_v(
+        self,
+        tensor_list: Sequence[torch.Tensor],
+        tensor: torch.Tensor,
+        async_op: bool,
+        hints: Hints = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Law: ``tensor_list[r] == tensor of rank r``; the ranks' sizes may differ.
+
+        Args:
+            tensor_list: One tensor per rank, each with as many elements as that rank sends.
+            tensor: What this rank sends.
+        """
+        name = "all_gather_v"
+        self._one_per_rank(name, "tensor_list", tensor_list)
+        self._same_dtype(name, *tensor_list, tensor)
+        _demand(tensor_list[self.get_rank()].numel() == tensor.numel(), name, "own entry must fit the input")
+        return self._run(self._backend.all_gather_v(_flats(tensor_list), _flat(tensor)), async_op, timeout)
+
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp,
+        async_op: bool,
+        hints: Hints = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Law, in place: ``tensor == op(op(tensor of rank 0, tensor of rank 1), …)``; the same bits on every rank."""
+        self._check("all_reduce", tensor)
+        if not isinstance(op, ReduceOp):
+            raise TypeError(f"all_reduce(): op must be a ReduceOp, got {op!r}")
+        flat = tensor.detach().reshape(-1)
+        return self._run(self._backend.all_reduce(flat, op), async_op, timeout)
+
+    def all_to_all(
+        self,
+        output_tensor_list: Sequence[torch.Tensor],
+        input_tensor_list: Sequence[torch.Tensor],
+        async_op: bool,
+        hints: Hints = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Law: ``output_tensor_list[s] == input_tensor_list[rank] of rank s``; the sizes may differ.
+
+        Args:
+            output_tensor_list: One tensor per rank, for what comes from it.
+            input_tensor_list: One tensor per rank, for what goes to it.
+        """
+        name, rank = "all_to_all", self.get_rank()
+        self._one_per_rank(name, "output_tensor_list", output_tensor_list)
+        self._one_per_rank(name, "input_tensor_list", input_tensor_list)
+        self._same_dtype(name, *output_tensor_list, *input_tensor_list)
+        own = output_tensor_list[rank].numel() == input_tensor_list[rank].numel()
+        _demand(own, name, "own output must fit the own input")
+        return self._run(
+            self._backend.all_to_all_v(_flats(output_tensor_list), _flats(input_tensor_list)), async_op, timeout
+        )
+
+    def barrier(self, async_op: bool, hints: Hints = None, timeout: timedelta | None = None) -> TorchWork:
+        """Block until every rank has reached this call."""
+        return self._run(self._backend.barrier(), async_op, timeout)
+
+    def broadcast(
+        self,
+        tensor: torch.Tensor,
+        root: SupportsInt,
+        async_op: bool,
+        hints: Hints = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Law, in place: ``tensor == tensor of root``."""
+        rank = self._rank("root", root)
+        self._check("broadcast", tensor)
+        return self._run(self._backend.broadcast(_flat(tensor), rank), async_op, timeout)
+
+    def gather(
+        self,
+        output_tensor_list: Sequence[torch.Tensor],
+        input_tensor: torch.Tensor,
+        root: SupportsInt,
+        async_op: bool,
+        hints: Hints = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Law, on ``root``: ``output_tensor_list[r] == input_tensor of rank r``; the ranks' sizes may differ.
+
+        Args:
+            output_tensor_list: On ``root`` one tensor per rank; not looked at elsewhere.
+            input_tensor: What this rank sends.
+            root: The receiving rank.
+        """
+        rank = self._rank("root", root)
+        outputs = output_tensor_list if rank == self.get_rank() else []
+        if rank == self.get_rank():
+            self._one_per_rank("gather", "output_tensor_list", outputs)
+            _demand(outputs[rank].numel() == input_tensor.numel(), "gather", "own entry must fit the input")
+        self._same_dtype("gather", *outputs, input_tensor)
+        return self._run(self._backend.gather(_flats(outputs), _flat(input_tensor), rank), async_op, timeout)
+
+    def scatter(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor_list: Sequence[torch.Tensor],
+        root: SupportsInt,
+        async_op: bool,
+        hints: Hints = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Law: ``output_tensor == input_tensor_list[rank] of root``; the sizes may differ.
+
+        Args:
+            output_tensor: What this rank gets.
+            input_tensor_list: On ``root`` one tensor per rank; not looked at elsewhere.
+            root: The sending rank.
+        """
+        rank = self._rank("root", root)
+        inputs = input_tensor_list if rank == self.get_rank() else []
+        if rank == self.get_rank():
+            self._one_per_rank("scatter", "input_tensor_list", inputs)
+            _demand(inputs[rank].numel() == output_tensor.numel(), "scatter", "own entry must fit the output")
+        self._same_dtype("scatter", output_tensor, *inputs)
+        return self._run(self._backend.scatter(_flat(output_tensor), _flats(inputs), rank), async_op, timeout)
+
+    def finalize(self) -> None:
+        """Give back what the communicator itself has created; a process group that it was put on stays."""
+        self._backend.close()
+
+    def _run(self, work: TorchWork, async_op: bool, timeout: timedelta | None) -> TorchWork:
+        work.within(timeout)
+        if not async_op:
+            work.wait()
+        return work
+
+    def _rank(self, what: str, rank: SupportsInt) -> int:
+        value, size = int(rank), self.get_size()
+        if not 0 <= value < size:
+            raise RuntimeError(f"{what} must be in range [0, {size}), but got {value}")
+        return value
+
+    def _check(self, name: str, *tensors: torch.Tensor) -> None:
+        for tensor in tensors:
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{name}() takes tensors, got {type(tensor).__name__}")
+            _demand(tensor.is_contiguous(), name, "tensor must be contiguous")
+            _demand(
+                tensor.device.type == self.get_device().type,
+                name,
+                f"tensor is on {tensor.device}, the communicator on {self.get_device()}",
+            )
+
+    def _same_dtype(self, name: str, *tensors: torch.Tensor) -> None:
+        self._check(name, *tensors)
+        dtypes = {tensor.dtype for tensor in tensors}
+        _demand(len(dtypes) == 1, name, f"all tensors must have one dtype, got {sorted(map(str, dtypes))}")
+
+    def _one_per_rank(self, name: str, what: str, tensors: Sequence[torch.Tensor]) -> None:
+        _demand(len(tensors) == self.get_size(), name, f"{what} size must equal comm_size")
+
+
+def _demand(condition: bool, name: str, text: str) -> None:
+    if not condition:
+        raise RuntimeError(f"{name}: {text}")
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _flats(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [_flat(tensor) for tensor in tensors]

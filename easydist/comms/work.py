@@ -1,0 +1,79 @@
+"""Operations under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+
+
+class Pending(Protocol):
+    """What a backend hands out for one message or native collective (``torch.distributed``'s own ``Work`` is one)."""
+
+    def wait(self, timeout: timedelta = ...) -> object:
+        """Wait for the end, or raise."""
+
+    def is_completed(self) -> bool:
+        """Whether ``wait`` would return at once."""
+
+
+class TorchWork:
+    """Tells when an operation has completed.
+
+    Args:
+        pending: The messages that have to end, in the order in which they are waited for.
+        keep: Tensors that have to live until the end.
+        timeout: For each message; None is the communicator's own.
+    """
+
+    def __init__(
+        self,
+        pending: Sequence[Pending] = (),
+        keep: Sequence[torch.Tensor] = (),
+        timeout: timedelta | None = None,
+    ) -> None:
+        self._pending = pending
+        self._then: Callable[[], Sequence[Pending]] | None = None
+        self._keep = keep
+        self._timeout = timeout
+        self._error: BaseException | None = None
+
+    def followed_by(self, step: Callable[[], Sequence[Pending]]) -> TorchWork:
+        """The same work with a second step: ``step`` runs inside ``wait`` and returns the messages to wait for then."""
+        self._then = step
+        return self
+
+    def within(self, timeout: timedelta | None) -> TorchWork:
+        """The same work with another time limit for each message; zero means the communicator's own."""
+        self._timeout = timeout or None
+        return self
+
+    def wait(self) -> None:
+        """Block until the operation has completed; on a GPU, make the current stream wait for it.
+
+        Raises:
+            RuntimeError: The operation failed; every further ``wait`` raises the same error again.
+        """
+        if self._error is not None:
+            raise self._error
+        try:
+            self._drain()
+            if self._then is not None:
+                step, self._then = self._then, None
+                self._pending = step()
+                self._drain()
+        except BaseException as error:
+            self._error = error
+            raise
+        self._keep = ()
+
+    def _drain(self) -> None:
+        for pending in self._pending:
+            pending.wait() if self._timeout is None else pending.wait(self._timeout)
+        self._pending = ()
+
+    def is_completed(self) -> bool:
+        """Whether the operation has completed; an operation of several steps moves on inside ``wait`` only."""
+        return self._error is None and self._then is None and all(p.is_completed() for p in self._pending)

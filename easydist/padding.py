@@ -1,0 +1,174 @@
+"""Ranks' tensors made equally long, and short again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from easydist import tree
+from easydist.agree import Call, agree
+from easydist.exchange import dims_of, resized, sizes_along
+from easydist.leaves import Leaves, as_array
+from easydist.state import communicators
+from easydist.structure import TensorInformation
+from easydist.typing import Group, Tree
+
+__all__ = ["CannotPadNestedTensorWarning", "pad_across_processes", "unpad"]
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor was left as it is, because it has no one size to pad to."""
+
+
+def pad_across_processes(
+    tensor: Tree, dim: int = 0, pad_index: float = 0, pad_first: bool = False, *, group: Group = None
+) -> Tree:
+    """Lengthen every leaf along ``dim`` to the longest rank's size.
+
+    Law: along ``dim`` leaf p has the size ``max(size of leaf p on rank r for all r)``; the old values stand first (last with
+    ``pad_first``), the rest is ``pad_index``. The dtype stays. ``gather`` needs this only where dimensions other than its own
+    differ.
+
+    Example:
+        >>> import torch, easydist
+        >>> easydist.pad_across_processes(torch.arange(3))
+        tensor([0, 1, 2])
+
+    Args:
+        tensor: Any tree.
+        dim: Along which dimension; counted from the end where negative.
+        pad_index: What to fill with.
+        pad_first: Fill before the old values.
+        group: The ranks that take part.
+
+    Returns:
+        A tree of the same structure; leaves that are the longest already come back as they are.
+
+    Raises:
+        ValueError: A leaf has no dimension ``dim``, or its dtype cannot hold ``pad_index``.
+        DisagreementError: Paths, dtypes or shapes apart from ``dim`` differ between ranks.
+        RemoteError: Another rank's tree could not be padded.
+
+    Cost: one header exchange; where sizes differ, one exchange of 8 bytes per leaf.
+
+    Source: accelerate's ``pad_across_processes``.
+    """
+    comms = communicators(group)
+    tensor, reveal = _hide_nested(tensor)
+
+    def prepare() -> Call:
+        leaves = Leaves(tensor)
+        dims = dims_of(leaves, dim, "pad_across_processes")
+        for path, leaf in zip(leaves.paths, leaves.tensors, strict=True):
+            _check_fits(pad_index, leaf.dtype, path)
+        arguments = {"dim": dim, "pad_index": pad_index, "pad_first": pad_first}
+        return Call("pad_across_processes", arguments, leaves, dims, advice=f"Only dim {dim} may differ between ranks.")
+
+    call, agreement = agree(comms, prepare)
+    leaves, dims = call.leaves, call.free
+    assert leaves is not None and dims is not None
+    if agreement.uniform:
+        return reveal(tensor)
+    longest = [max(column) for column in zip(*sizes_along(comms, leaves.tensors, dims), strict=True)]
+    targets = zip(leaves.tensors, dims, longest, strict=True)
+    padded = {i: _pad(t, d, size, pad_index, pad_first) for i, (t, d, size) in enumerate(targets)}
+    result = leaves.rebuild(padded, False, lambda result, value: value if result is None else as_array(result, value))
+    return reveal(result)
+
+
+def _hide_nested(data: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
+    """The tree with nested tensors out of sight, and what brings them back."""
+
+    def is_nested(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.is_nested
+
+    if not any(is_nested(value) for value in tree.leaves(data)):
+        return data, lambda result: result
+    warnings.warn(
+        "nested tensors have no one size to pad to; they stay as they are", CannotPadNestedTensorWarning, stacklevel=3
+    )
+    hidden = tree.map(_Hidden, data, is_nested)
+    return hidden, lambda result: tree.map(lambda box: box.tensor, result, lambda value: isinstance(value, _Hidden))
+
+
+class _Hidden:
+    """Keeps a nested tensor out of sight."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def _check_fits(pad_index: float, dtype: torch.dtype, path: str) -> None:
+    """A fill value must not change on its way into the tensor."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return
+    low, high = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    if pad_index != int(pad_index) or not low <= pad_index <= high:
+        raise ValueError(
+            f"pad_across_processes: {path or 'the tensor'} is {dtype}, which cannot hold pad_index={pad_index!r}"
+        )
+
+
+def _pad(tensor: torch.Tensor, dim: int, size: int, pad_index: float, pad_first: bool) -> torch.Tensor | None:
+    """The longer tensor, or None where it is long enough."""
+    missing = size - tensor.shape[dim]
+    if not missing:
+        return None
+    filling = torch.full((), pad_index, device=tensor.device).to(tensor.dtype)
+    result = filling.expand(resized(tensor.shape, dim, size)).clone()
+    result.narrow(dim, missing if pad_first else 0, tensor.shape[dim]).copy_(tensor)
+    return result
+
+
+def unpad(tensor: Tree, like: Tree, dim: int = 0, pad_first: bool = False) -> Tree:
+    """Take the padding off again.
+
+    Law: ``unpad(pad_across_processes(x, dim, pad_first=f), x, dim, pad_first=f) == x``.
+
+    Example:
+        >>> import torch, easydist
+        >>> easydist.unpad(torch.tensor([1, 2, 0, 0]), like=2)
+        tensor([1, 2])
+
+    Args:
+        tensor: A padded tree, or what a model made of one.
+        like: How long it was: the tree before it was padded, or one of ``TensorInformation`` (``get_data_structure``), or one
+            size for all leaves.
+        dim: The dimension that was padded.
+        pad_first: Whether the padding stands first.
+
+    Returns:
+        A tree of views.
+
+    Raises:
+        ValueError: ``like`` has other leaves, or a leaf is shorter than it should become, or has no dimension ``dim``.
+
+    Cost: no exchange.
+    """
+    values, spec = tree.flatten(tensor)
+    sizes = [like] * len(values) if isinstance(like, int) else _sizes(like, dim, spec.paths)
+    return spec.rebuild(
+        [_cut(value, path, dim, size, pad_first) for value, path, size in zip(values, spec.paths, sizes, strict=True)]
+    )
+
+
+def _sizes(like: Tree, dim: int, paths: list[str]) -> list[int]:
+    values, spec = tree.flatten(like, lambda value: isinstance(value, TensorInformation) or tree.is_leaf(value))
+    by_path = dict(zip(spec.paths, values, strict=True))
+    if differing := by_path.keys() ^ set(paths):
+        raise ValueError(f"unpad: the trees differ in {', '.join(sorted(path or 'the root' for path in differing))}")
+    return [by_path[path].shape[dim] for path in paths]
+
+
+def _cut(value: Any, path: str, dim: int, size: int, pad_first: bool) -> Any:
+    if not -value.ndim <= dim < value.ndim or not 0 <= size <= value.shape[dim]:
+        raise ValueError(
+            f"unpad: {path or 'the tensor'} of shape {tuple(value.shape)} has no {size} elements along dim {dim}"
+        )
+    start = value.shape[dim] - size if pad_first else 0
+    index = [slice(None)] * value.ndim
+    index[dim] = slice(start, start + size)
+    return value[tuple(index)]

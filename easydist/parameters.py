@@ -1,0 +1,151 @@
+"""Parameters that are spread over ranks, whole for a while."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from easydist import agree
+from easydist.collectives import broadcast
+from easydist.state import communicators
+
+__all__ = ["GatheredParameters"]
+
+
+@contextmanager
+def GatheredParameters(  # noqa: N802 - DeepSpeed's and accelerate's name
+    params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
+) -> Iterator[None]:
+    """Inside the body the parameters are whole on every rank; a change made on ``modifier_rank`` reaches every shard.
+
+    Takes FSDP2 parameters (``DTensor``, any placement), FSDP1 modules, DeepSpeed ZeRO-3 parameters where DeepSpeed is
+    installed, and plain parameters, which are whole already (``modifier_rank``'s values are then given to all).
+
+    Args:
+        params: A parameter, several, or a module (all its parameters).
+        modifier_rank: The rank whose changes count; None means that changes are thrown away.
+        fwd_module: For DeepSpeed: the module whose forward needs the parameters.
+        enabled: Do nothing if False.
+
+    Raises:
+        RemoteError: The body raised on another rank; no shard was changed. Where it raised, its own exception goes on.
+
+    Example:
+        >>> import torch, easydist
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> with easydist.GatheredParameters(layer.weight, modifier_rank=0):
+        ...     _ = torch.nn.init.zeros_(layer.weight)
+
+    Cost: one all-gather per parameter; with ``modifier_rank`` one broadcast of all of them.
+
+    Source: DeepSpeed's and accelerate's ``GatheredParameters``.
+    """
+    if not enabled:
+        yield
+        return
+    modules, parameters = _sort(params)
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(_summoned(module, modifier_rank))
+        sharded = [p for p in parameters if hasattr(p, "ds_id")]
+        if sharded:
+            stack.enter_context(_deepspeed(sharded, modifier_rank, fwd_module))
+        stack.enter_context(_whole([p for p in parameters if not hasattr(p, "ds_id")], modifier_rank))
+        yield
+
+
+def _sort(params: Any) -> tuple[list[nn.Module], list[nn.Parameter]]:
+    """FSDP1 modules, and single parameters, each once."""
+    items = [params] if isinstance(params, torch.Tensor | nn.Module) else list(params)
+    modules = [item for item in items if isinstance(item, nn.Module) and _is_fsdp1(item)]
+    rest = [item for item in items if not any(item is module for module in modules)]
+    found: list[nn.Parameter] = []
+    for item in rest:
+        found += item.parameters() if isinstance(item, nn.Module) else [item]
+    return modules, list({id(parameter): parameter for parameter in found}.values())
+
+
+def _is_fsdp1(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # a module can be one only if somebody imported the class
+    return fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in module.modules())
+
+
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    dtensor = sys.modules.get("torch.distributed.tensor")
+    return dtensor is not None and isinstance(parameter, dtensor.DTensor)
+
+
+@contextmanager
+def _summoned(module: nn.Module, modifier_rank: int | None) -> Iterator[None]:
+    """The parameters of an FSDP1 module; ``summon_full_params`` writes each rank's shard back."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with FullyShardedDataParallel.summon_full_params(module, writeback=True):
+        with _kept(list(module.parameters()), modifier_rank):
+            yield
+
+
+@contextmanager
+def _whole(params: list[nn.Parameter], modifier_rank: int | None) -> Iterator[None]:
+    """Plain parameters, and DTensors, which trade places with their full tensors."""
+    sharded = [parameter for parameter in params if _is_sharded(parameter)]
+    others = [nn.Parameter(_full(parameter), parameter.requires_grad) for parameter in sharded]
+    _trade(sharded, others)
+    try:
+        with _kept(params, modifier_rank):
+            yield
+    finally:
+        _trade(sharded, others)
+    for parameter, full in zip(sharded, others, strict=True):
+        _write_shard(parameter, full)
+
+
+@contextmanager
+def _kept(params: list[nn.Parameter], modifier_rank: int | None) -> Iterator[None]:
+    """Whole parameters that end as ``modifier_rank`` leaves them, or as they were: without one, or where a body raised."""
+    before = [parameter.detach().clone() for parameter in params]
+    comms = communicators()
+    try:
+        try:
+            yield
+        except BaseException as error:
+            with suppress(Exception):  # the others raise RemoteError; here the body's own exception goes on
+                agree.report(comms, "GatheredParameters", error)
+            raise
+        agree.report(comms, "GatheredParameters")
+        if modifier_rank is not None:
+            broadcast([parameter.data for parameter in params], modifier_rank)
+            before = [parameter.detach() for parameter in params]
+    finally:
+        for parameter, values in zip(params, before, strict=True):
+            parameter.data.copy_(values)
+
+
+def _full(parameter: Any) -> torch.Tensor:
+    return parameter.detach().full_tensor().clone()
+
+
+def _trade(first: list[nn.Parameter], second: list[nn.Parameter]) -> None:
+    for one, other in zip(first, second, strict=True):
+        torch.utils.swap_tensors(one, other)
+
+
+def _write_shard(parameter: Any, full: torch.Tensor) -> None:
+    """Each rank cuts its own shard out of the full tensor; nothing is sent."""
+    from torch.distributed.tensor import distribute_tensor
+
+    shard = distribute_tensor(full.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.to_local().detach().copy_(shard.to_local())
+
+
+def _deepspeed(
+    params: list[nn.Parameter], modifier_rank: int | None, fwd_module: nn.Module | None
+) -> AbstractContextManager[Any]:
+    import deepspeed  # a parameter has ds_id only where DeepSpeed made it
+
+    return deepspeed.zero.GatheredParameters(params, modifier_rank=modifier_rank, fwd_module=fwd_module)

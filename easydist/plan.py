@@ -1,0 +1,26 @@
+"""Pure arithmetic: who gets which part."""
+
+from __future__ import annotations
+
+
+def split_sizes(length: int, parts: int) -> list[int]:
+    """Sizes of ``parts`` nearly equal parts; the first ``length % parts`` have one more, as in ``torch.tensor_split``.
+
+    Example:
+        >>> split_sizes(7, 3), split_sizes(1, 3)
+        ([3, 2, 2], [1, 0, 0])
+    """
+    share, extra = divmod(length, parts)
+    return [share + (part < extra) for part in range(parts)]
+
+
+def split_bounds(length: int, parts: int, part: int) -> tuple[int, int]:
+    """Where one of ``parts`` nearly equal parts starts and stops.
+
+    Example:
+        >>> [split_bounds(7, 3, part) for part in range(3)]
+        [(0, 3), (3, 5), (5, 7)]
+    """
+    share, extra = divmod(length, parts)
+    start = part * share + min(part, extra)
+    return start, start + share + (part < extra)

@@ -1,0 +1,416 @@
+"""Who am I, and with whom do I talk: the process-state singleton."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import enum
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from easydist import agree, comms
+from easydist.comms import SOLO, Communicators, TorchComm
+from easydist.environment import World, launched
+from easydist.split import split
+from easydist.typing import Group, Timeout, Tree
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class DistributedType(str, enum.Enum):
+    """What kind of world this is; the values are accelerate's, and compare equal to them."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_HPU = "MULTI_HPU"
+
+
+class ProcessState:
+    """What this process knows about itself and the others; every instance is the same one.
+
+    It adopts, in this order: the default process group of ``torch.distributed``, if there is one; what torchrun, accelerate
+    launch, Open MPI, Intel MPI, MPICH, MVAPICH or SLURM wrote into the environment; else a world of one. Nothing is created
+    before the first exchange (or ``process_group``). What easydist created it takes down at exit; a group that somebody else
+    made stays.
+
+    Args:
+        cpu: Stay on the CPU although there is an accelerator (also ``ACCELERATE_USE_CPU=1``).
+        backend: For the process group that easydist will create, as in ``init_process_group``. Default: gloo for the CPU,
+            with the accelerator's own library beside it where there is one (``"cpu:gloo,cuda:nccl"``).
+        timeout: How long a collective of that group may take: a timedelta, or seconds. Default: torch's (30 minutes for gloo).
+
+    Raises:
+        ValueError: ``cpu``, ``backend`` or ``timeout`` come too late: the group exists already and was made otherwise.
+
+    Example:
+        >>> from easydist import ProcessState
+        >>> state = ProcessState()
+        >>> state.process_index, state.num_processes, state.is_main_process
+        (0, 1, True)
+
+    Source: accelerate's ``PartialState``, of which it has the attributes and methods.
+    """
+
+    _shared: dict[str, Any] = {}
+
+    def __init__(self, cpu: bool = False, *, backend: str | None = None, timeout: Timeout | None = None) -> None:
+        self.__dict__ = self._shared
+        if not self._shared:
+            self._forget()
+        self._set("backend", backend)
+        self._set("timeout", timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout)
+        self._set("cpu", cpu or None)
+        self._adopt()
+
+    def _forget(self) -> None:
+        """Begin anew, as in a fresh process."""
+        self.debug = os.environ.get("ACCELERATE_DEBUG_MODE", "").lower() in ("1", "true", "yes", "on", "y", "t")
+        self._options: dict[str, Any] = {}
+        self._group: dist.ProcessGroup | None = None
+        self._owned: dist.ProcessGroup | None = None
+        self._world: World | None = None
+        self._device: torch.device | None = None
+
+    def _set(self, name: str, value: Any) -> None:
+        """Take an option, unless it would come too late to have an effect."""
+        if value is None or self._options.get(name) == value:
+            return
+        existing = _default_group()
+        if existing is not None and not (name == "backend" and dist.get_backend() == value) and name != "cpu":
+            raise ValueError(
+                f"ProcessState({name}={value!r}) comes too late: the process group exists already"
+                f" (backend {dist.get_backend()!r}); give it before the first exchange"
+            )
+        if name == "cpu" and self._device is not None and self._device.type != "cpu":
+            raise ValueError(f"ProcessState(cpu=True) comes too late: the state is on {self._device} already")
+        self._options[name] = value
+
+    def _adopt(self) -> World:
+        """The world as it is now: the default group wherever somebody has made one, else what the launcher said."""
+        group = _default_group()
+        if self._world is None or group is not self._group:
+            self._group, self._device = group, None
+            self._world = launched() if group is None else _world_of(group)
+            self._device = self._choose_device(self._world)
+        return self._world
+
+    def _choose_device(self, world: World) -> torch.device:
+        if named := os.environ.get("ACCELERATE_TORCH_DEVICE"):
+            return torch.device(named)
+        device = None if self._stays_on_cpu() else torch.accelerator.current_accelerator(check_available=True)
+        if device is None or device.type == "mps":
+            return device or torch.device("cpu")
+        if self._group is not None and not os.environ.get("LOCAL_RANK"):
+            return torch.device(device.type, torch.accelerator.current_device_index())  # its owner has chosen
+        index = world.local_rank % torch.accelerator.device_count()
+        if world.size > 1:
+            torch.accelerator.set_device_index(index)
+        return torch.device(device.type, index)
+
+    def _stays_on_cpu(self) -> bool:
+        asked = self._options.get("cpu") or os.environ.get("ACCELERATE_USE_CPU", "").lower() in (
+            "1",
+            "true",
+            "yes",
+            "on",
+        )
+        gloo_only = self._group is not None and dist.get_backend() == "gloo"
+        return bool(asked or gloo_only or self._options.get("backend") == "gloo")
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The default process group, created now if the launcher started several ranks and nobody has made one.
+
+        Every rank has to ask; a world of one without a group has None. For what takes a group itself, as
+        ``DistributedDataParallel`` does.
+        """
+        world = self._adopt()
+        if self._group is None and world.size > 1:
+            self._create(world)
+        return self._group
+
+    def _create(self, world: World) -> None:
+        options = {"timeout": self._options["timeout"]} if "timeout" in self._options else {}
+        method = "env://" if _has_rendezvous(world) else f"tcp://{world.address}:{world.port}"
+        dist.init_process_group(
+            self._planned_backend(), init_method=method, rank=world.rank, world_size=world.size, **options
+        )
+        self._group = self._owned = _default_group()
+        atexit.register(self._take_down, self._owned)
+
+    def _planned_backend(self) -> str:
+        device = self.device.type
+        native = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "mlu": "cncl", "hpu": "hccl"}.get(device)
+        default = f"cpu:gloo,{device}:{native}" if native else "gloo"
+        return self._options.get("backend") or default
+
+    def _take_down(self, group: dist.ProcessGroup) -> None:
+        if _default_group() is group:
+            dist.destroy_process_group()
+
+    def communicators(self, group: Group = None) -> Communicators:
+        """The communicators of ``group``; None is the default group, created now if need be.
+
+        Raises:
+            ValueError: This process is not in the group, or the ``DeviceMesh`` has more than one dimension.
+            TypeError: ``group`` is none of these.
+        """
+        if group is None:
+            default = self.process_group
+            return SOLO if default is None else comms.of_group(default)
+        if isinstance(group, dist.ProcessGroup):
+            return comms.of_group(group)
+        if isinstance(group, TorchComm):
+            return comms.of_comm(group)
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(f"rank {self.process_index} is not in this group: only its members may call")
+        if hasattr(group, "get_group") and hasattr(group, "ndim"):
+            if group.ndim != 1:
+                raise ValueError(f"a DeviceMesh of {group.ndim} dimensions is not one group: pass mesh[name]")
+            return comms.of_group(group.get_group())
+        raise TypeError(
+            f"group= takes None, a ProcessGroup, a one-dimensional DeviceMesh or a TorchComm, got {type(group).__name__}"
+        )
+
+    @property
+    def process_index(self) -> int:
+        """This process among all, from 0 (``RANK``)."""
+        return self._adopt().rank
+
+    @property
+    def local_process_index(self) -> int:
+        """This process among those on its host, from 0 (``LOCAL_RANK``)."""
+        return self._adopt().local_rank
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes there are (``WORLD_SIZE``)."""
+        return self._adopt().size
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        self._adopt()
+        assert self._device is not None
+        return self._device
+
+    @device.setter
+    def device(self, value: torch.device) -> None:
+        self._adopt()
+        self._device = torch.device(value)
+
+    @property
+    def backend(self) -> str | None:
+        """The backend for data on ``device``: ``"gloo"``, ``"nccl"``, …; None in a world of one."""
+        if self._adopt().size == 1 and self._group is None:
+            return None
+        planned = dist.get_backend_config() if self._group is not None else self._planned_backend()
+        by_device = dict(item.split(":") for item in planned.split(",") if ":" in item)
+        return by_device.get(self.device.type, by_device.get("cpu", planned))
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """What kind of world this is."""
+        if not self.use_distributed:
+            return DistributedType.NO
+        kind = {"cuda": "GPU"}.get(self.device.type, self.device.type.upper())
+        return DistributedType(f"MULTI_{kind}")
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self._adopt().size > 1
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the state is known; always true of an instance."""
+        return bool(self._shared)
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is process 0."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is process 0 of its host."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last process."""
+        return self.process_index == self.num_processes - 1
+
+    def wait_for_everyone(self) -> None:
+        """Block until every process has come here.
+
+        Raises:
+            DisagreementError: Another process called something else.
+
+        Cost: one header exchange.
+        """
+        agree.report(self.communicators(), "wait_for_everyone")
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Run the body on the main process, then on the others.
+
+        Raises:
+            RemoteError: The body raised on another process (where it raised, its own exception goes on). If it was the main
+                process, the others do not run theirs.
+
+        Cost: two header exchanges; all processes leave together.
+        """
+        return self._first(self.is_main_process, "main_process_first")
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Run the body on process 0 of each host, then on the others; else as ``main_process_first``."""
+        return self._first(self.is_local_main_process, "local_main_process_first")
+
+    def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Decorate a function to run on the main process only; it returns None elsewhere.
+
+        Example:
+            >>> state = ProcessState()
+            >>> @state.on_main_process
+            ... def announce():
+            ...     print("ready")
+            >>> announce()
+            ready
+        """
+        return self._only(function, lambda: self.is_main_process)
+
+    def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Decorate a function to run on process 0 of each host only."""
+        return self._only(function, lambda: self.is_local_main_process)
+
+    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Decorate a function to run on the last process only."""
+        return self._only(function, lambda: self.is_last_process)
+
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
+        """Decorate a function to run on one process only: ``@state.on_process(process_index=2)``."""
+        if function is None:
+            return functools.partial(self.on_process, process_index=process_index)
+        return self._only(function, lambda: self.process_index == process_index)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Any:
+        """Decorate a function to run on one process of each host only."""
+        if function is None:
+            return functools.partial(self.on_local_process, local_process_index=local_process_index)
+        return self._only(function, lambda: self.local_process_index == local_process_index)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Tree, apply_padding: bool = False) -> Iterator[Tree]:
+        """This process's share of ``inputs``, which stay as they are.
+
+        Lists, tuples, strings, tensors and arrays are cut along dim 0, dicts value by value (at every depth); the first
+        processes get one more where the length does not divide.
+
+        Args:
+            inputs: What to share out; the same on every process.
+            apply_padding: Repeat the last element until all shares have the same length.
+
+        Raises:
+            ValueError: The values of a dict differ in length.
+
+        Cost: no exchange.
+
+        Example:
+            >>> with ProcessState().split_between_processes(["a", "b"]) as share:
+            ...     share
+            ['a', 'b']
+        """
+        yield split(inputs, self.num_processes, self.process_index, apply_padding)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the main process of each host only."""
+        if self.is_local_main_process:
+            builtins.print(*args, **kwargs)
+
+    def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
+        """Take down ``group``, by default the default process group, whoever made it."""
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def _first(self, goes_first: bool, operation: str) -> Iterator[None]:
+        """Two meetings: after the bodies of those that go first, and after those of the others."""
+        group = self.communicators()
+
+        def meet(fault: BaseException | None = None) -> None:
+            agree.report(group, operation, fault)
+
+        if not goes_first:
+            meet()
+        try:
+            yield
+        except BaseException as error:
+            with suppress(Exception):  # the others raise RemoteError; here the body's own exception goes on
+                meet(error)
+            raise
+        meet()
+        if goes_first:
+            meet()
+
+    def _only(self, function: Callable[P, R], here: Callable[[], bool]) -> Callable[P, R | None]:
+        @functools.wraps(function)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            return function(*args, **kwargs) if here() else None
+
+        return wrapper
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget everything, as accelerate's tests do between cases; a process group stays."""
+        ProcessState._shared.clear()
+
+    def __repr__(self) -> str:
+        backend = f"  Backend: {self.backend}" if self.backend else ""
+        return (
+            f"Distributed environment: {self.distributed_type}{backend}\n"
+            f"Num processes: {self.num_processes}\nProcess index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\nDevice: {self.device}\n"
+        )
+
+
+def _default_group() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def _world_of(group: dist.ProcessGroup) -> World:
+    """The world of a group that exists; where LOCAL_RANK and its like are unset, all ranks count as one host's."""
+    rank, size = group.rank(), group.size()
+    told = launched()
+    if (told.rank, told.size) == (rank, size):
+        return told
+    return World("adopted", rank, size, int(os.environ.get("LOCAL_RANK", rank)), size)
+
+
+def _has_rendezvous(world: World) -> bool:
+    """Whether ``env://`` works; it shares the store of torchrun's agent."""
+    return world.launcher == "torchrun" and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
+
+
+def communicators(group: Group = None) -> Communicators:
+    """The communicators of ``group``; see ``ProcessState.communicators``."""
+    return ProcessState().communicators(group)
+
+
+def wait_for_everyone() -> None:
+    """Block until every process has come here; see ``ProcessState.wait_for_everyone``."""
+    ProcessState().wait_for_everyone()

@@ -1,0 +1,55 @@
+"""Tests whose body runs on every rank."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from easydist.testing.pool import default_pool
+
+
+def distributed(world_size: int | Sequence[int] = 2, *, timeout: float | None = None) -> Callable[..., Any]:
+    """Decorate a test function to run on every rank of a fresh gloo group.
+
+    The function may take ``rank`` and ``world_size``; all its other parameters are pytest's (fixtures, ``parametrize``), or
+    hypothesis' (``@given`` goes above ``@distributed``, so that all ranks see the same example), and have to be picklable.
+
+    Args:
+        world_size: How many ranks; several numbers make as many tests.
+        timeout: Seconds; None is the pool's.
+
+    Example:
+        >>> import torch, easydist
+        >>> @distributed(world_size=4)
+        ... def test_gather_concatenates_in_rank_order(rank):
+        ...     assert easydist.gather(torch.tensor([rank])).tolist() == [0, 1, 2, 3]
+    """
+
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def wrapper(**kwargs: Any) -> None:
+            size = kwargs.pop("world_size", world_size)
+            default_pool().run(wrapper, size, timeout=timeout, **kwargs)
+
+        wrapper.each_rank = fn  # type: ignore[attr-defined]
+        del wrapper.__wrapped__  # pytest would take the signature of what is inside
+        wrapper.__signature__ = _outer_signature(fn, several=not isinstance(world_size, int))  # type: ignore[attr-defined]
+        return wrapper if isinstance(world_size, int) else _parametrized(wrapper, world_size)
+
+    return decorate
+
+
+def _outer_signature(fn: Callable[..., Any], several: bool) -> inspect.Signature:
+    signature = inspect.signature(fn)
+    outer = [p for name, p in signature.parameters.items() if name not in ("rank", "world_size")]
+    if several:
+        outer.append(inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY))
+    return signature.replace(parameters=outer)
+
+
+def _parametrized(wrapper: Callable[..., Any], world_sizes: Sequence[int]) -> Callable[..., Any]:
+    import pytest
+
+    return pytest.mark.parametrize("world_size", world_sizes, ids="W={}".format)(wrapper)

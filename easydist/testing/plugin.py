@@ -1,0 +1,21 @@
+"""The pytest plugin: ``pytest_plugins = ["easydist.testing.plugin"]`` in ``conftest.py``.
+
+It gives the fixture ``ranks``, and ends the pool with the session.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from easydist.testing.pool import Pool, close_default_pool, default_pool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Pool:
+    """The session's pool: ``ranks.run(fn, world_size, *args)`` calls ``fn`` on every rank and returns what each returned."""
+    return default_pool()
+
+
+def pytest_sessionfinish() -> None:
+    """End the workers."""
+    close_default_pool()

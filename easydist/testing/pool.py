@@ -1,0 +1,217 @@
+"""A pool of worker processes that plays the ranks of a distributed program.
+
+The workers are started once, from a fork server that has torch loaded, and stay. Each run gives some of them a fresh process
+group on a store of its own, so that one run leaves nothing behind for the next.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+from easydist.testing.worker import Failure, Reference, Task, work
+
+if sys.version_info < (3, 11):
+    from exceptiongroup import ExceptionGroup
+
+GRACE = 2.0
+"""Seconds that the other ranks get after the first one has failed."""
+
+
+class Stuck(Exception):
+    """A rank did not end in time; its stacks are in the notes."""
+
+
+class Died(Exception):
+    """A rank's process ended in the middle of a run."""
+
+
+class Pool:
+    """Worker processes for as many ranks as have been asked for.
+
+    Args:
+        timeout: Seconds that a run may take.
+
+    Example:
+        >>> import os
+        >>> with Pool() as pool:
+        ...     len(set(pool.run(os.getpid, 2)))
+        2
+    """
+
+    def __init__(self, timeout: float = 60.0) -> None:
+        self.timeout = timeout
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["easydist.testing.worker"])
+        self._workers: list[_Worker] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="easydist-testing-")
+        self._runs = 0
+        self._owner = os.getpid()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def run(
+        self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Call ``fn(*args, **kwargs)`` on every rank of a fresh gloo group of ``world_size`` ranks.
+
+        Args:
+            fn: A function that the workers can import: of a module, not of a function's body.
+            world_size: How many ranks.
+            *args: For ``fn``; have to be picklable.
+            timeout: Seconds; None is the pool's.
+            **kwargs: For ``fn``. ``rank`` and ``world_size`` are filled in where ``fn`` has parameters of these names.
+
+        Returns:
+            What ``fn`` returned on each rank.
+
+        Raises:
+            ExceptionGroup: What the ranks raised, the first failure first, each with its rank and traceback in its notes.
+                Once one rank has failed, the others get two seconds; one that is stuck then is a ``Stuck`` with its stacks, and
+                the pool's workers are replaced.
+        """
+        self._grow(world_size)
+        workers = self._workers[:world_size]
+        store = self._next_store()
+        for rank, worker in enumerate(workers):
+            task = Task(Reference.of(fn), args, kwargs, rank, world_size, store, list(sys.path), _filters())
+            worker.pipe.send(task)
+        outcomes = self._collect(workers, timeout or self.timeout)
+        Path(store).unlink(missing_ok=True)
+        failures = [(rank, outcome) for rank, outcome in outcomes if isinstance(outcome, Failure)]
+        if any(failure.fatal for _, failure in failures):
+            self._restart()
+        if failures:
+            _raise(failures, world_size)
+        return [value for _, value in sorted(outcomes, key=lambda outcome: outcome[0])]
+
+    def _next_store(self) -> str:
+        self._runs += 1
+        return str(Path(self._folder.name) / f"store-{self._runs}")
+
+    def _grow(self, world_size: int) -> None:
+        while len(self._workers) < world_size:
+            self._workers.append(_Worker(self._context, self._folder.name))
+
+    def _collect(self, workers: list[_Worker], timeout: float) -> list[tuple[int, Any]]:
+        """Outcomes in the order in which they come."""
+        outcomes: list[tuple[int, Any]] = []
+        waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
+        deadline = time.monotonic() + timeout
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for ready in connection.wait(list(waiting), left):
+                rank = waiting.pop(ready)  # type: ignore[call-overload]
+                outcomes.append((rank, workers[rank].receive()))
+                if isinstance(outcomes[-1][1], Failure):
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        stuck = [(rank, workers[rank]) for rank in waiting.values()]
+        return outcomes + [
+            (rank, Failure(Stuck(f"rank {rank} did not end"), worker.stacks(), True)) for rank, worker in stuck
+        ]
+
+    def _restart(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+        self._workers.clear()
+
+    def close(self) -> None:
+        """End the workers."""
+        if os.getpid() == self._owner:
+            for worker in self._workers:
+                worker.end()
+            self._workers.clear()
+            self._folder.cleanup()
+
+
+class _Worker:
+    """One worker process and the pipe to it."""
+
+    def __init__(self, context: Any, folder: str) -> None:
+        self.pipe, theirs = context.Pipe()
+        self._stacks = tempfile.NamedTemporaryFile(dir=folder, suffix=".stacks", delete=False)  # noqa: SIM115
+        self._process = context.Process(target=work, args=(theirs, self._stacks.name), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def receive(self) -> Any:
+        try:
+            return self.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join(GRACE)
+            return Failure(Died(f"the process ended with exit code {self._process.exitcode}"), "", True)
+
+    def stacks(self) -> str:
+        """The stacks of all its threads, now."""
+        path = Path(self._stacks.name)
+        before = path.stat().st_size
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + GRACE
+        while path.stat().st_size == before and time.monotonic() < deadline:
+            self._process.join(0.01)
+        return path.read_text()[before:]
+
+    def end(self) -> None:
+        with contextlib.suppress(OSError):
+            self.pipe.send(None)
+        self._process.join(GRACE)
+        self.kill()
+
+    def kill(self) -> None:
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()
+        self.pipe.close()
+        self._stacks.close()
+
+
+def _filters() -> list[tuple[Any, ...]]:
+    """The caller's warning filters, so that what is an error here is one in the workers."""
+    return [
+        (action, getattr(message, "pattern", message) or "", category, getattr(module, "pattern", module) or "", lineno)
+        for action, message, category, module, lineno in warnings.filters
+    ]
+
+
+def _raise(failures: list[tuple[int, Failure]], world_size: int) -> None:
+    for rank, failure in failures:
+        if failure.skipped:
+            raise failure.error
+        note = f"on rank {rank} of {world_size}:\n{failure.traceback}"
+        failure.error.__notes__ = [*getattr(failure.error, "__notes__", []), note]
+    raise ExceptionGroup(f"{len(failures)} of {world_size} ranks failed", [failure.error for _, failure in failures])
+
+
+_default: Pool | None = None
+
+
+def default_pool() -> Pool:
+    """The pool of this process, started at the first call and ended at exit."""
+    global _default
+    if _default is None or _default._owner != os.getpid():
+        _default = Pool()
+        atexit.register(_default.close)
+    return _default
+
+
+def close_default_pool() -> None:
+    """End the pool of this process, if there is one."""
+    global _default
+    if _default is not None:
+        _default.close()
+        _default = None

@@ -1,0 +1,141 @@
+"""What runs in a worker process of the pool."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import inspect
+import os
+import pickle
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from easydist.state import ProcessState
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A function by name, so that the worker imports it itself; a wrapped one means the body inside."""
+
+    module: str
+    name: str
+
+    @classmethod
+    def of(cls, fn: Callable[..., Any]) -> Reference:
+        """The reference to a function of a module.
+
+        Raises:
+            ValueError: The function is not to be found by its name.
+        """
+        name = getattr(fn, "__qualname__", fn.__name__)
+        if "<" in name:
+            raise ValueError(f"{name} cannot be imported by other processes: define it at the top of its module")
+        return cls(fn.__module__, name)
+
+    def load(self) -> Callable[..., Any]:
+        """The function itself."""
+        value: Any = importlib.import_module(self.module)
+        for part in self.name.split("."):
+            value = getattr(value, part)
+        return getattr(value, "each_rank", value)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A call for one rank."""
+
+    fn: Reference
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rank: int
+    world_size: int
+    store: str
+    path: list[str]
+    filters: list[tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank raised."""
+
+    error: Exception
+    traceback: str
+    fatal: bool = False
+    skipped: bool = False
+
+
+def work(pipe: Connection, stacks: str) -> None:
+    """Run tasks until there are no more."""
+    with open(stacks, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        torch.set_num_threads(1)
+        while (task := pipe.recv()) is not None:
+            pipe.send(_outcome(task))
+
+
+def _outcome(task: Task) -> Any:
+    sys.path[:] = task.path
+    try:
+        with warnings.catch_warnings():
+            _apply(task.filters)
+            value = _run(task)
+        pickle.dumps(value)
+        return value
+    except BaseException as error:
+        return Failure(_portable(error), _trace(error), skipped=type(error).__name__ == "Skipped")
+
+
+def _apply(filters: list[tuple[Any, ...]]) -> None:
+    warnings.resetwarnings()
+    for action, message, category, module, lineno in reversed(filters):
+        warnings.filterwarnings(action, message, category, module, lineno)
+
+
+def _run(task: Task) -> Any:
+    fn = task.fn.load()
+    given = {"rank": task.rank, "world_size": task.world_size}
+    wanted = _parameters(fn)
+    store = dist.FileStore(task.store, task.world_size)
+    dist.init_process_group(
+        "gloo", store=store, rank=task.rank, world_size=task.world_size, timeout=timedelta(seconds=60)
+    )
+    try:
+        return fn(*task.args, **task.kwargs, **{name: given[name] for name in given if name in wanted})
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        ProcessState._reset_state()
+
+
+def _parameters(fn: Callable[..., Any]) -> set[str]:
+    try:
+        return set(inspect.signature(fn).parameters)
+    except ValueError:  # some built-in functions have none
+        return set()
+
+
+def _portable(error: BaseException) -> Exception:
+    """The error itself where it can travel, else its text."""
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+    except Exception:
+        copy = None
+    return copy if isinstance(copy, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _trace(error: BaseException) -> str:
+    """The traceback; where a bare assertion failed, with the values of the names in it."""
+    bare = isinstance(error, AssertionError) and not str(error)
+    lines = traceback.TracebackException.from_exception(error, capture_locals=bare).format()
+    return "".join(lines)

@@ -1,0 +1,297 @@
+"""Nested data, taken apart and put together again.
+
+A *tree* is any nesting of dict, list, tuple, namedtuple, dataclass, ``Mapping``, ``torch.return_types``, ``torch.Size`` and
+classes registered with ``torch.utils._pytree``. Its *leaves* are tensors, NumPy arrays and scalars, and Python numbers.
+Everything else (str, None, other objects) belongs to the structure and comes back as the very same object.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils import _pytree
+
+from easydist.typing import Tree
+
+__all__ = ["Spec", "flatten", "is_container", "is_leaf", "is_namedtuple", "is_registered", "leaves", "map", "register"]
+
+_LEAVES = (torch.Tensor, np.ndarray, int, float, complex, np.number, np.bool_)
+
+
+def is_leaf(value: object) -> bool:
+    """Whether ``value`` is data that travels: a tensor, a NumPy array or scalar, a Python number.
+
+    Example:
+        >>> is_leaf(torch.ones(2)), is_leaf(3.5), is_leaf("three"), is_leaf([1])
+        (True, True, False, False)
+    """
+    return isinstance(value, _LEAVES) and not isinstance(value, enum.Enum)
+
+
+def is_container(data: object) -> bool:
+    """Whether ``flatten`` opens this.
+
+    Example:
+        >>> is_container([]), is_container("text"), is_container(torch.ones(1))
+        (True, False, False)
+    """
+    return _kind_of(data) is not None
+
+
+def is_registered(data: object) -> bool:
+    """Whether the class of ``data`` is registered with ``torch.utils._pytree``."""
+    return type(data) in _pytree.SUPPORTED_NODES
+
+
+def is_namedtuple(data: object) -> bool:
+    """Whether ``data`` is an instance of a namedtuple class.
+
+    Example:
+        >>> from collections import namedtuple
+        >>> is_namedtuple(namedtuple("Point", "x y")(1, 2)), is_namedtuple((1, 2))
+        (True, False)
+    """
+    return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
+
+
+class _Kind(NamedTuple):
+    """How one sort of container opens into (names, children, context) and closes again."""
+
+    open: Callable[[Any], tuple[list[str], list[Any], Any]]
+    close: Callable[[Any, list[Any]], Any]
+
+
+def _keyed(data: Mapping[Any, Any]) -> list[str]:
+    return [f"[{key!r}]" for key in data]
+
+
+def _indexed(data: Any) -> list[str]:
+    return [f"[{i}]" for i in range(len(data))]
+
+
+def _close_mapping(template: Mapping[Any, Any], children: list[Any]) -> Mapping[Any, Any]:
+    items = zip(template, children, strict=True)
+    if not isinstance(template, dict | UserDict):
+        return type(template)(dict(items))  # type: ignore[call-arg]
+    clone = copy.copy(template)  # keeps a default factory and other attributes
+    for key, child in items:
+        clone[key] = child
+    return clone
+
+
+def _close_size(_: None, children: list[Any]) -> tuple[Any, ...]:
+    return torch.Size(children) if all(type(child) is int for child in children) else tuple(children)
+
+
+def _open_dataclass(data: Any) -> tuple[list[str], list[Any], Any]:
+    names = [field.name for field in dataclasses.fields(data) if hasattr(data, field.name)]
+    return [f".{name}" for name in names], [getattr(data, name) for name in names], (data, names)
+
+
+def _close_dataclass(context: tuple[Any, list[str]], children: list[Any]) -> Any:
+    template, names = context
+    clone = copy.copy(template)  # keeps fields with init=False and does not run __post_init__ again
+    for name, child in zip(names, children, strict=True):
+        object.__setattr__(clone, name, child)
+    return clone
+
+
+def _close_list(template: list[Any], children: list[Any]) -> list[Any]:
+    clone = copy.copy(template)
+    clone[:] = children
+    return clone
+
+
+_DICT = _Kind(lambda d: (_keyed(d), list(d.values()), list(d)), lambda keys, c: dict(zip(keys, c, strict=True)))
+_LIST = _Kind(lambda d: (_indexed(d), d, None), lambda _, children: children)
+_TUPLE = _Kind(lambda d: (_indexed(d), d, None), lambda _, children: tuple(children))
+_SIZE = _Kind(lambda d: (_indexed(d), d, None), _close_size)
+_NAMEDTUPLE = _Kind(lambda d: ([f".{f}" for f in d._fields], d, type(d)), lambda cls, children: cls(*children))
+_TUPLE_SUBCLASS = _Kind(lambda d: (_indexed(d), d, type(d)), lambda cls, children: cls(children))
+_LIST_SUBCLASS = _Kind(lambda d: (_indexed(d), d, d), _close_list)
+_MAPPING = _Kind(lambda d: (_keyed(d), [d[key] for key in d], d), _close_mapping)
+_DATACLASS = _Kind(_open_dataclass, _close_dataclass)
+
+_BUILTIN: dict[type, _Kind] = {
+    dict: _DICT,
+    list: _LIST,
+    tuple: _TUPLE,
+    torch.Size: _SIZE,
+    OrderedDict: _MAPPING,
+    defaultdict: _MAPPING,
+}
+
+
+def _registered(node: Any) -> _Kind:
+    """The kind of a class registered with torch.utils._pytree."""
+
+    def open_(data: Any) -> tuple[list[str], list[Any], Any]:
+        if node.flatten_with_keys_fn is not None:
+            pairs, context = node.flatten_with_keys_fn(data)
+            return [str(key) for key, _ in pairs], [child for _, child in pairs], context
+        children, context = node.flatten_fn(data)
+        return _indexed(children), list(children), context
+
+    return _Kind(open_, lambda context, children: node.unflatten_fn(children, context))
+
+
+def _kind_of(data: Any) -> _Kind | None:
+    """How ``data`` opens, or None where it is not a container."""
+    cls = type(data)
+    if (kind := _BUILTIN.get(cls)) is not None:
+        return kind
+    if (node := _pytree.SUPPORTED_NODES.get(cls)) is not None:
+        return _registered(node)
+    if isinstance(data, tuple):
+        return _NAMEDTUPLE if is_namedtuple(data) else _TUPLE_SUBCLASS
+    if isinstance(data, list):
+        return _LIST_SUBCLASS
+    if isinstance(data, Mapping):
+        return _MAPPING
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        return _DATACLASS
+    return None
+
+
+def register(cls: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any, Any], Any]) -> None:
+    """Make instances of ``cls`` containers, here and in all of ``torch.utils._pytree``.
+
+    Args:
+        cls: The class.
+        flatten: Takes an instance, returns (list of children, context).
+        unflatten: Takes (children, context), returns an instance.
+
+    Raises:
+        ValueError: ``cls`` is registered already.
+    """
+    _pytree.register_pytree_node(cls, flatten, unflatten)
+
+
+class _Static(NamedTuple):
+    """Something that is not a leaf and holds none: it comes back as it is."""
+
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spec:
+    """The structure of a tree without its leaves.
+
+    Attributes:
+        paths: One readable path per leaf, as Python would write the access: ``['batch']['ids'][0]``, ``.loss``. The path
+            of a tree that is a leaf itself is the empty string.
+    """
+
+    paths: list[str]
+    _root: Any
+
+    def rebuild(self, leaves: list[Any]) -> Tree:
+        """Put ``leaves`` into the structure; law: ``spec.rebuild(leaves)`` equals the tree that was flattened.
+
+        Args:
+            leaves: As many as there are paths, in the same order.
+
+        Raises:
+            ValueError: There are more or fewer leaves than paths.
+        """
+        if len(leaves) != len(self.paths):
+            raise ValueError(f"the tree has {len(self.paths)} leaves, got {len(leaves)}")
+        return _close(self._root, leaves)
+
+
+def _close(node: Any, leaves: list[Any]) -> Tree:
+    if type(node) is int:
+        return leaves[node]
+    if type(node) is _Static:
+        return node.value
+    close, context, children = node
+    return close(context, [_close(child, leaves) for child in children])
+
+
+def flatten(
+    data: Tree, is_leaf: Callable[[Any], bool] = is_leaf, skip: Set[str] = frozenset()
+) -> tuple[list[Any], Spec]:
+    """Take a tree apart: ``(leaves, spec)`` with ``spec.rebuild(leaves)`` equal to ``data``.
+
+    Example:
+        >>> values, spec = flatten({"loss": 0.5, "ids": ["a", (1, 2)]})
+        >>> values, spec.paths
+        ([0.5, 1, 2], ["['loss']", "['ids'][1][0]", "['ids'][1][1]"])
+        >>> spec.rebuild([10 * value for value in values])
+        {'loss': 5.0, 'ids': ['a', (10, 20)]}
+
+    Args:
+        data: The tree.
+        is_leaf: Decides before containers are opened; by default tensors, NumPy arrays and scalars, Python numbers.
+        skip: Steps of a path (``"['name']"``, ``".name"``) whose values belong to the structure whatever they are.
+
+    Returns:
+        The leaves, in the order in which the containers hold them, and the structure.
+
+    Raises:
+        ValueError: A container holds itself, or the tree is nested deeper than Python's recursion limit.
+    """
+    values: list[Any] = []
+    paths: list[str] = []
+
+    def walk(node: Any, path: str) -> Any:
+        if is_leaf(node):
+            values.append(node)
+            paths.append(path)
+            return len(values) - 1
+        kind = _kind_of(node)
+        if kind is None:
+            return _Static(node)
+        names, children, context = kind.open(node)
+        steps = zip(names, children, strict=True)
+        return kind.close, context, [_Static(c) if name in skip else walk(c, path + name) for name, c in steps]
+
+    try:
+        root = walk(data, "")
+    except RecursionError:
+        raise ValueError(_too_deep(data)) from None
+    return values, Spec(paths, root)
+
+
+def _too_deep(data: Tree) -> str:
+    """Why ``data`` cannot be walked: it holds itself, or it is nested too deeply."""
+    stack: list[tuple[Any, str, dict[int, str]]] = [(data, "", {})]
+    while stack:
+        node, path, above = stack.pop()
+        if id(node) in above:
+            return f"the tree has a cycle: {path or 'the root'} is {above[id(node)] or 'the root'} again"
+        if not is_leaf(node) and (kind := _kind_of(node)) is not None and len(above) < 2000:
+            names, children, _ = kind.open(node)
+            inside = {**above, id(node): path}
+            stack += [(child, path + name, inside) for name, child in zip(names, children, strict=True)]
+    return "the tree is nested deeper than Python's recursion limit"
+
+
+def leaves(data: Tree) -> Iterator[Any]:
+    """The leaves of ``data`` in order.
+
+    Example:
+        >>> list(leaves({"a": 1, "b": [2, "x"]}))
+        [1, 2]
+    """
+    return iter(flatten(data)[0])
+
+
+def map(
+    fn: Callable[[Any], Any], data: Tree, is_leaf: Callable[[Any], bool] = is_leaf, skip: Set[str] = frozenset()
+) -> Tree:
+    """The tree with ``fn(leaf)`` in place of every leaf; ``is_leaf`` and ``skip`` as in ``flatten``.
+
+    Example:
+        >>> map(lambda x: x + 1, {"a": 1, "b": (2, None)})
+        {'a': 2, 'b': (3, None)}
+    """
+    values, spec = flatten(data, is_leaf, skip)
+    return spec.rebuild([fn(value) for value in values])

@@ -1,0 +1,102 @@
+"""Leaves as bytes: one buffer for a list of tensors, without holes.
+
+Tensors lie in the order given; whoever calls puts large items first, so that every tensor starts at a multiple of its
+item size: 16-byte items, then 8, 4, 2, 1 (``sort_key``). Items of one size are packed by a single ``torch.cat``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from easydist.typing import Device
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype without its module.
+
+    Example:
+        >>> dtype_name(torch.bfloat16)
+        'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+def sort_key(dtype: torch.dtype) -> tuple[int, str]:
+    """Sorts dtypes by falling item size, so that a buffer needs no padding.
+
+    Example:
+        >>> sorted([torch.bool, torch.float32, torch.float64, torch.int32], key=sort_key)
+        [torch.float64, torch.float32, torch.int32, torch.bool]
+    """
+    return -dtype.itemsize, str(dtype)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat uint8 view of a contiguous tensor, of any dtype and shape.
+
+    Example:
+        >>> as_bytes(torch.tensor([1, 256], dtype=torch.int16))
+        tensor([1, 0, 0, 1], dtype=torch.uint8)
+    """
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def nbytes(tensors: Sequence[torch.Tensor]) -> int:
+    """The bytes that ``pack`` needs.
+
+    Example:
+        >>> nbytes([torch.zeros(3), torch.zeros(2, dtype=torch.bool)])
+        14
+    """
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""A dtype of each item size that every copy kernel knows; bits do not change under it."""
+
+
+def pack(tensors: Sequence[torch.Tensor], device: Device = "cpu") -> torch.Tensor:
+    """Tensors, sorted by ``sort_key``, as one uint8 buffer: a new one, or a view of a single contiguous tensor.
+
+    Law: ``unpack(pack(ts), [t.dtype for t in ts], [t.shape for t in ts])`` equals ``ts`` bit for bit.
+
+    Args:
+        tensors: Any shapes and strides; copied to ``device`` where they are elsewhere.
+        device: Where the buffer shall be.
+
+    Cost: one ``torch.cat`` per item size.
+    """
+    if len(tensors) == 1:
+        return as_bytes(tensors[0].to(device))
+    buffer = torch.empty(nbytes(tensors), dtype=torch.uint8, device=device)
+    start = 0
+    for itemsize, run in itertools.groupby(tensors, key=torch.Tensor.element_size):
+        flat = [tensor.reshape(-1).view(BITS[itemsize]).to(buffer.device) for tensor in run]
+        stop = start + sum(tensor.numel() for tensor in flat) * itemsize
+        torch.cat(flat, out=buffer[start:stop].view(BITS[itemsize]))
+        start = stop
+    return buffer
+
+
+def unpack(buffer: torch.Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Views of ``buffer`` with the given dtypes and shapes: the inverse of ``pack``.
+
+    Args:
+        buffer: uint8, contiguous, of at least the bytes that the shapes need.
+        dtypes: In the order in which the tensors were packed.
+        shapes: Likewise.
+    """
+    numels = [torch.Size(shape).numel() for shape in shapes]
+    views: list[torch.Tensor] = []
+    start = 0
+    for dtype, run in itertools.groupby(range(len(dtypes)), key=dtypes.__getitem__):
+        members = list(run)
+        sizes = [numels[i] for i in members]
+        stop = start + sum(sizes) * dtype.itemsize
+        flat = buffer[start:stop].view(dtype).split(sizes)
+        views += [piece.view(tuple(shapes[i])) for piece, i in zip(flat, members, strict=True)]
+        start = stop
+    return views
