@@ -1,9 +1,9 @@
 """One exchange of headers before the data: do all ranks make the same call, and is every rank well?
 
-Each rank sends five 64-bit numbers: its status; fingerprints of its call (operation and arguments), of the structure that has
-to be equal (paths, dtypes, shapes without their free dimension) and of what may differ (full shapes, which leaves are the same
-object); the bytes that it is going to send. Where fingerprints differ that must not, or a rank reports a fault, descriptions are
-exchanged, and every rank raises the same error before any data has moved.
+Each rank sends five 64-bit numbers: its status; fingerprints of its call (operation and arguments), of the structure
+that has to be equal (paths, dtypes, shapes without their free dimension) and of what may differ (full shapes, which
+leaves are the same object); the bytes that it is going to send. Where fingerprints differ that must not, or a rank
+reports a fault, descriptions are exchanged, and every rank raises the same error before any data has moved.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def agree(comms: Communicators, prepare: Callable[[], Call]) -> tuple[Call, Agre
 
     Raises:
         DisagreementError: The calls do not match; the same text on every rank.
-        RemoteError: ``prepare`` raised on some ranks; the same text on every rank. Where it raised the same error on every
-            rank, that error itself.
+        RemoteError: ``prepare`` raised on some ranks; the same text on every rank. Where it raised the same error on
+            every rank, that error itself.
 
     Cost: one all-gather of 40 bytes per rank.
     """

@@ -28,4 +28,4 @@ def decode(buffer: torch.Tensor) -> Any:
         >>> decode(encode({"a": [1, None]}))
         {'a': [1, None]}
     """
-    return pickle.loads(buffer.numpy())
+    return pickle.loads(buffer.numpy().data)

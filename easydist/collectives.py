@@ -30,7 +30,8 @@ def _pad_first(dim: int) -> str:
 def gather(tensor: Tree, *, dst: int | None = None, dim: int = 0, group: Group = None) -> Tree:
     """Concatenate every rank's tree, leaf by leaf.
 
-    Law: ``gather(x, dim=d) == torch.cat([x of rank 0, …, x of rank W-1], dim=d)`` for every leaf; a leaf without dimensions
+    Law: ``gather(x, dim=d) == torch.cat([x of rank 0, …, x of rank W-1], dim=d)`` for every leaf; a leaf without
+        dimensions
     counts as one of shape ``(1,)``. Holds at W = 1 as well. The sizes along ``dim`` may differ between ranks.
 
     Example:
@@ -39,15 +40,16 @@ def gather(tensor: Tree, *, dst: int | None = None, dim: int = 0, group: Group =
         {'loss': tensor([0.5000]), 'ids': ['a', tensor([0, 1])]}
 
     Args:
-        tensor: Any tree. Leaves of any dtype, strides and device; NumPy arrays stay arrays; Python numbers become tensors of
-            float64, int64, complex128 or bool. What is not a leaf (str, None, …) stays as it is on each rank.
+        tensor: Any tree. Leaves of any dtype, strides and device; NumPy arrays stay arrays; Python numbers become
+            tensors of float64, int64, complex128 or bool. What is not a leaf (str, None, …) stays as it is on each
+            rank.
         dst: The only rank that gets the result; None is all of them.
         dim: Along which dimension.
         group: The ranks that take part.
 
     Returns:
-        A new tree of the same structure, detached from autograd; one tensor that stood at several places is one tensor again.
-        On ranks other than ``dst``: None.
+        A new tree of the same structure, detached from autograd; one tensor that stood at several places is one tensor
+        again. On ranks other than ``dst``: None.
 
     Raises:
         DisagreementError: Paths, dtypes or shapes apart from ``dim`` differ between ranks.
@@ -69,7 +71,8 @@ def gather(tensor: Tree, *, dst: int | None = None, dim: int = 0, group: Group =
 
     call, agreement = agree(comms, prepare)
     leaves, dims = call.leaves, call.free
-    assert leaves is not None and dims is not None
+    assert leaves is not None
+    assert dims is not None
     tensors, uniform = leaves.tensors, agreement.uniform
     shapes = [[list(t.shape) for t in tensors]] * comms.size
     if not uniform:
@@ -109,7 +112,8 @@ def _check_rank(comms: Communicators, name: str, rank: int | None) -> None:
 def broadcast(tensor: Tree, from_process: int = 0, *, group: Group = None) -> Tree:
     """Give every rank the source's values.
 
-    Law: ``broadcast(x, from_process=s) == x of rank s`` for every leaf. Tensors and arrays are written in place, so that the
+    Law: ``broadcast(x, from_process=s) == x of rank s`` for every leaf. Tensors and arrays are written in place, so
+        that the
     caller's own are filled; Python numbers and NumPy scalars are in the returned tree only.
 
     Example:
@@ -215,7 +219,8 @@ def _send_structure(comms: Communicators, tree: Tree, source: int) -> Tree:
 def scatter(tensor: Tree, from_process: int = 0, *, dim: int = 0, group: Group = None) -> Tree:
     """Cut the source's tree into one part per rank.
 
-    Law: ``scatter(x, from_process=s, dim=d) == torch.tensor_split(x of rank s, W, dim=d)[rank]`` for every leaf, so that
+    Law: ``scatter(x, from_process=s, dim=d) == torch.tensor_split(x of rank s, W, dim=d)[rank]`` for every leaf, so
+        that
     ``gather(scatter(x)) == x``. The first ranks get one more where W does not divide the size.
 
     Example:
@@ -275,7 +280,8 @@ def _parts(tensor: torch.Tensor, size: int, dim: int) -> list[torch.Tensor]:
 def all_to_all(tensor: Tree, *, dim: int = 0, group: Group = None) -> Tree:
     """Cut every rank's tree into one part per rank, and give part r of all of them to rank r.
 
-    Law: ``all_to_all(x, dim=d) == torch.cat([torch.tensor_split(x of rank s, W, dim=d)[rank] for s in ranks], dim=d)`` for
+    Law: ``all_to_all(x, dim=d) == torch.cat([torch.tensor_split(x of rank s, W, dim=d)[rank] for s in ranks], dim=d)``
+        for
     every leaf. The sizes along ``dim`` may differ between ranks.
 
     Example:
@@ -306,7 +312,8 @@ def all_to_all(tensor: Tree, *, dim: int = 0, group: Group = None) -> Tree:
 
     call, agreement = agree(comms, prepare)
     leaves, dims = call.leaves, call.free
-    assert leaves is not None and dims is not None
+    assert leaves is not None
+    assert dims is not None
     tensors, uniform = leaves.tensors, agreement.uniform
     sizes = [[t.shape[d] for t, d in zip(tensors, dims, strict=True)]] * comms.size
     if not uniform:

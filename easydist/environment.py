@@ -42,16 +42,17 @@ _MPI = (
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 _MPI_JOB = ("PMIX_NAMESPACE", "I_MPI_HYDRA_UUID")
 _ACCELERATE_ALONE = (
-    "accelerate launch started one process although it was asked for several: on the CPU it starts more only through mpirun "
-    "(a MULTI_CPU configuration with mpirun_config). This process works alone; or launch with torchrun --nproc-per-node N"
+    "accelerate launch started one process although it was asked for several: on the CPU it starts more only through "
+    "mpirun (a MULTI_CPU configuration with mpirun_config). This process works alone; to have N, launch with "
+    "torchrun --nproc-per-node N"
 )
 
 
 def launched(env: Mapping[str, str] = os.environ) -> World:
     """The world that the launcher describes; a world of one where there is none.
 
-    Torchrun's variables (``RANK`` and ``WORLD_SIZE``, which accelerate launch sets as well) come before those of Open MPI,
-    Intel MPI, MPICH and MVAPICH, and these before SLURM's, which count inside a job step only (``SLURM_STEP_ID``).
+    Torchrun's variables (``RANK`` and ``WORLD_SIZE``, which accelerate launch sets as well) come before those of Open
+    MPI, Intel MPI, MPICH and MVAPICH, and these before SLURM's, which count inside a job step only (``SLURM_STEP_ID``).
 
     Example:
         >>> launched({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_PORT": "1234"}).size
@@ -105,8 +106,8 @@ def _int(env: Mapping[str, str], name: str, default: int | None = None) -> int:
 def _only_host(launcher: str, size: int, local_size: int) -> str:
     if size != local_size:
         raise ValueError(
-            f"{size} ranks were launched by {launcher} on several hosts, but MASTER_ADDR is not set: export it with the "
-            "host name of rank 0 (mpirun -x MASTER_ADDR=… with Open MPI, -genv MASTER_ADDR … with Intel MPI and MPICH)"
+            f"{size} ranks were launched by {launcher} on several hosts, but MASTER_ADDR is not set: export it with "
+            "the host name of rank 0 (mpirun -x MASTER_ADDR=… with Open MPI, -genv MASTER_ADDR … with Intel MPI, MPICH)"
         )
     return "127.0.0.1"
 

@@ -4,8 +4,8 @@
     ├── DisagreementError   ranks called different operations, or with trees that do not match
     └── RemoteError         another rank failed before the exchange; its text is inside
 
-Both are raised on every rank of the group, with the same text, before any of the call's data has moved; the next call on
-the group works. Misuse that every rank commits alike stays a plain ``TypeError`` or ``ValueError``.
+Both are raised on every rank of the group, with the same text, before any of the call's data has moved; the next call
+on the group works. Misuse that every rank commits alike stays a plain ``TypeError`` or ``ValueError``.
 """
 
 from __future__ import annotations

@@ -28,9 +28,10 @@ def pad_across_processes(
 ) -> Tree:
     """Lengthen every leaf along ``dim`` to the longest rank's size.
 
-    Law: along ``dim`` leaf p has the size ``max(size of leaf p on rank r for all r)``; the old values stand first (last with
-    ``pad_first``), the rest is ``pad_index``. The dtype stays. ``gather`` needs this only where dimensions other than its own
-    differ.
+    Law: along ``dim`` leaf p has the size ``max(size of leaf p on rank r for all r)``; the old values stand first (last
+        with
+    ``pad_first``), the rest is ``pad_index``. The dtype stays. ``gather`` needs this only where dimensions other than
+    its own differ.
 
     Example:
         >>> import torch, easydist
@@ -69,7 +70,8 @@ def pad_across_processes(
 
     call, agreement = agree(comms, prepare)
     leaves, dims = call.leaves, call.free
-    assert leaves is not None and dims is not None
+    assert leaves is not None
+    assert dims is not None
     if agreement.uniform:
         return reveal(tensor)
     longest = [max(column) for column in zip(*sizes_along(comms, leaves.tensors, dims), strict=True)]
@@ -135,8 +137,8 @@ def unpad(tensor: Tree, like: Tree, dim: int = 0, pad_first: bool = False) -> Tr
 
     Args:
         tensor: A padded tree, or what a model made of one.
-        like: How long it was: the tree before it was padded, or one of ``TensorInformation`` (``get_data_structure``), or one
-            size for all leaves.
+        like: How long it was: the tree before it was padded, or one of ``TensorInformation`` (``get_data_structure``),
+            or one size for all leaves.
         dim: The dimension that was padded.
         pad_first: Whether the padding stands first.
 

@@ -61,7 +61,7 @@ def GatheredParameters(  # noqa: N802 - DeepSpeed's and accelerate's name
 
 def _sort(params: Any) -> tuple[list[nn.Module], list[nn.Parameter]]:
     """FSDP1 modules, and single parameters, each once."""
-    items = [params] if isinstance(params, torch.Tensor | nn.Module) else list(params)
+    items: list[Any] = [params] if isinstance(params, torch.Tensor | nn.Module) else list(params)
     modules = [item for item in items if isinstance(item, nn.Module) and _is_fsdp1(item)]
     rest = [item for item in items if not any(item is module for module in modules)]
     found: list[nn.Parameter] = []
@@ -85,9 +85,9 @@ def _summoned(module: nn.Module, modifier_rank: int | None) -> Iterator[None]:
     """The parameters of an FSDP1 module; ``summon_full_params`` writes each rank's shard back."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    with FullyShardedDataParallel.summon_full_params(module, writeback=True):
-        with _kept(list(module.parameters()), modifier_rank):
-            yield
+    whole = FullyShardedDataParallel.summon_full_params(module, writeback=True)
+    with whole, _kept(list(module.parameters()), modifier_rank):
+        yield
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def _whole(params: list[nn.Parameter], modifier_rank: int | None) -> Iterator[No
 
 @contextmanager
 def _kept(params: list[nn.Parameter], modifier_rank: int | None) -> Iterator[None]:
-    """Whole parameters that end as ``modifier_rank`` leaves them, or as they were: without one, or where a body raised."""
+    """Whole parameters that end as ``modifier_rank`` leaves them; as they were without one, or where a body raised."""
     before = [parameter.detach().clone() for parameter in params]
     comms = communicators()
     try:
@@ -127,7 +127,8 @@ def _kept(params: list[nn.Parameter], modifier_rank: int | None) -> Iterator[Non
 
 
 def _full(parameter: Any) -> torch.Tensor:
-    return parameter.detach().full_tensor().clone()
+    full: torch.Tensor = parameter.detach().full_tensor()
+    return full.clone()
 
 
 def _trade(first: list[nn.Parameter], second: list[nn.Parameter]) -> None:
@@ -148,4 +149,5 @@ def _deepspeed(
 ) -> AbstractContextManager[Any]:
     import deepspeed  # a parameter has ds_id only where DeepSpeed made it
 
-    return deepspeed.zero.GatheredParameters(params, modifier_rank=modifier_rank, fwd_module=fwd_module)
+    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(params, modifier_rank, fwd_module)
+    return context

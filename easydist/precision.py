@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 from collections.abc import Callable
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -49,7 +49,9 @@ class _ConvertOutputs:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function so that its float16 and bfloat16 outputs become float32; ``__name__`` and ``__wrapped__`` are kept.
+    """Wrap a function so that its float16 and bfloat16 outputs become float32.
+
+    ``__name__``, ``__doc__`` and the like are those of the function, which ``__wrapped__`` leads to.
 
     Example:
         >>> convert_outputs_to_fp32(lambda: torch.ones(1, dtype=torch.float16))().dtype
@@ -59,7 +61,7 @@ def convert_outputs_to_fp32(model_forward: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(model_forward)
     def forward(*args: P.args, **kwargs: P.kwargs) -> R:
-        return convert(*args, **kwargs)
+        return cast(R, convert(*args, **kwargs))
 
-    forward.__wrapped__ = convert  # type: ignore[attr-defined]
+    forward.__wrapped__ = convert
     return forward

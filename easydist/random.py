@@ -73,8 +73,8 @@ def synchronize_rng_states(
     """Give every process the random number generator states of rank 0.
 
     Args:
-        rng_types: Of ``"torch"``, ``"cuda"``, ``"xpu"``, ``"npu"``, ``"numpy"``, ``"python"``, ``"generator"``; None means all
-            that this process has.
+        rng_types: Of ``"torch"``, ``"cuda"``, ``"xpu"``, ``"npu"``, ``"numpy"``, ``"python"``, ``"generator"``; None
+            means all that this process has.
         generator: The one that ``"generator"`` means.
         group: The ranks that take part.
 

@@ -28,12 +28,13 @@ _OPS = {
 def reduce(tensor: Tree, reduction: str = "mean", scale: float = 1.0, *, group: Group = None) -> Tree:
     """Combine the ranks' trees, leaf by leaf, in rank order; every rank gets the same bits.
 
-    Law: ``reduce(x, "sum") == (x of rank 0 + x of rank 1) + …``, likewise ``"prod"``, ``"max"``, ``"min"`` (which pass NaN on);
+    Law: ``reduce(x, "sum") == (x of rank 0 + x of rank 1) + …``, likewise ``"prod"``, ``"max"``, ``"min"`` (which pass
+        NaN on);
     ``"mean"`` is the sum over W; ``"none"`` is this rank's own ``x``. The result is multiplied by ``scale``.
 
     Dtypes follow ``torch.sum``: ``"sum"`` and ``"prod"`` of integers and bools are int64, so that nothing wraps; their
-    ``"mean"``, and any of them times a ``scale`` other than 1, has the default float dtype; everything else keeps its dtype. Floats of 16 and 8 bits are accumulated in float32 and
-    rounded once.
+    ``"mean"``, and any of them times a ``scale`` other than 1, has the default float dtype; everything else keeps its
+    dtype. Floats of 16 and 8 bits are accumulated in float32 and rounded once.
 
     Example:
         >>> import torch, easydist

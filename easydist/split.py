@@ -16,8 +16,8 @@ from easydist.typing import Tree
 def split(inputs: Tree, parts: int, part: int, apply_padding: bool = False) -> Tree:
     """One of ``parts`` shares of ``inputs``: the first ``length % parts`` shares have one element more.
 
-    Lists, tuples, ranges, tensors, arrays and datasets with ``select`` are cut along dim 0; mappings and namedtuples value by
-    value; anything else comes back as it is.
+    Lists, tuples, ranges, tensors, arrays and datasets with ``select`` are cut along dim 0; mappings and namedtuples
+    value by value; anything else comes back as it is.
 
     Args:
         inputs: What to share out.

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,16 +40,17 @@ class DistributedType(str, enum.Enum):
 class ProcessState:
     """What this process knows about itself and the others; every instance is the same one.
 
-    It adopts, in this order: the default process group of ``torch.distributed``, if there is one; what torchrun, accelerate
-    launch, Open MPI, Intel MPI, MPICH, MVAPICH or SLURM wrote into the environment; else a world of one. Nothing is created
-    before the first exchange (or ``process_group``). What easydist created it takes down at exit; a group that somebody else
-    made stays.
+    It adopts, in this order: the default process group of ``torch.distributed``, if there is one; what torchrun,
+    accelerate launch, Open MPI, Intel MPI, MPICH, MVAPICH or SLURM wrote into the environment; else a world of one.
+    Nothing is created before the first exchange (or ``process_group``). What easydist created it takes down at exit; a
+    group that somebody else made stays.
 
     Args:
         cpu: Stay on the CPU although there is an accelerator (also ``ACCELERATE_USE_CPU=1``).
-        backend: For the process group that easydist will create, as in ``init_process_group``. Default: gloo for the CPU,
-            with the accelerator's own library beside it where there is one (``"cpu:gloo,cuda:nccl"``).
-        timeout: How long a collective of that group may take: a timedelta, or seconds. Default: torch's (30 minutes for gloo).
+        backend: For the process group that easydist will create, as in ``init_process_group``. Default: gloo for the
+            CPU, with the accelerator's own library beside it where there is one (``"cpu:gloo,cuda:nccl"``).
+        timeout: How long a collective of that group may take: a timedelta, or seconds. Default: torch's (30 minutes for
+            gloo).
 
     Raises:
         ValueError: ``cpu``, ``backend`` or ``timeout`` come too late: the group exists already and was made otherwise.
@@ -63,7 +64,7 @@ class ProcessState:
     Source: accelerate's ``PartialState``, of which it has the attributes and methods.
     """
 
-    _shared: dict[str, Any] = {}
+    _shared: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, cpu: bool = False, *, backend: str | None = None, timeout: Timeout | None = None) -> None:
         self.__dict__ = self._shared
@@ -79,7 +80,6 @@ class ProcessState:
         self.debug = os.environ.get("ACCELERATE_DEBUG_MODE", "").lower() in ("1", "true", "yes", "on", "y", "t")
         self._options: dict[str, Any] = {}
         self._group: dist.ProcessGroup | None = None
-        self._owned: dist.ProcessGroup | None = None
         self._world: World | None = None
         self._device: torch.device | None = None
 
@@ -147,18 +147,14 @@ class ProcessState:
         dist.init_process_group(
             self._planned_backend(), init_method=method, rank=world.rank, world_size=world.size, **options
         )
-        self._group = self._owned = _default_group()
-        atexit.register(self._take_down, self._owned)
+        self._group = dist.group.WORLD
+        atexit.register(_take_down, self._group)
 
     def _planned_backend(self) -> str:
         device = self.device.type
         native = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "mlu": "cncl", "hpu": "hccl"}.get(device)
         default = f"cpu:gloo,{device}:{native}" if native else "gloo"
         return self._options.get("backend") or default
-
-    def _take_down(self, group: dist.ProcessGroup) -> None:
-        if _default_group() is group:
-            dist.destroy_process_group()
 
     def communicators(self, group: Group = None) -> Communicators:
         """The communicators of ``group``; None is the default group, created now if need be.
@@ -174,14 +170,15 @@ class ProcessState:
             return comms.of_group(group)
         if isinstance(group, TorchComm):
             return comms.of_comm(group)
-        if group is dist.GroupMember.NON_GROUP_MEMBER:
+        if group is dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
             raise ValueError(f"rank {self.process_index} is not in this group: only its members may call")
         if hasattr(group, "get_group") and hasattr(group, "ndim"):
             if group.ndim != 1:
                 raise ValueError(f"a DeviceMesh of {group.ndim} dimensions is not one group: pass mesh[name]")
             return comms.of_group(group.get_group())
         raise TypeError(
-            f"group= takes None, a ProcessGroup, a one-dimensional DeviceMesh or a TorchComm, got {type(group).__name__}"
+            "group= takes None, a ProcessGroup, a one-dimensional DeviceMesh or a TorchComm, "
+            f"got {type(group).__name__}"
         )
 
     @property
@@ -268,8 +265,8 @@ class ProcessState:
         """Run the body on the main process, then on the others.
 
         Raises:
-            RemoteError: The body raised on another process (where it raised, its own exception goes on). If it was the main
-                process, the others do not run theirs.
+            RemoteError: The body raised on another process (where it raised, its own exception goes on). If it was the
+                main process, the others do not run theirs.
 
         Cost: two header exchanges; all processes leave together.
         """
@@ -386,6 +383,12 @@ class ProcessState:
             f"Num processes: {self.num_processes}\nProcess index: {self.process_index}\n"
             f"Local process index: {self.local_process_index}\nDevice: {self.device}\n"
         )
+
+
+def _take_down(group: dist.ProcessGroup | None) -> None:
+    """End the process group that easydist made, unless somebody else has done so."""
+    if _default_group() is group:
+        dist.destroy_process_group()
 
 
 def _default_group() -> dist.ProcessGroup | None:

@@ -111,10 +111,9 @@ def recursively_apply(
     tests = [test_type(value) for value in values]
     if error_on_other_type and not all(tests):
         other = tests.index(False)
-        raise TypeError(
-            f"{getattr(func, '__name__', func)}: {spec.paths[other] or 'the value'} is a {type(values[other]).__name__}; only "
-            f"objects that satisfy {getattr(test_type, '__name__', test_type)} are taken, and containers of them"
-        )
+        name, test = (getattr(f, "__name__", f) for f in (func, test_type))
+        where, what = spec.paths[other] or "the value", type(values[other]).__name__
+        raise TypeError(f"{name}: {where} is a {what}; only what satisfies {test} is taken, and containers of it")
     return spec.rebuild(
         [func(value, *args, **kwargs) if test else value for value, test in zip(values, tests, strict=True)]
     )
@@ -258,9 +257,10 @@ def slice_tensors(
 
 
 def concatenate(data: Sequence[Tree], dim: int = 0) -> Tree:
-    """Concatenate the trees of a list leaf by leaf; law: leaf p is ``torch.cat([item's leaf p for item in data], dim)``.
+    """Concatenate the trees of a list, leaf by leaf.
 
-    Leaves are matched by path. What is not a tensor or array comes from the first item and has to be equal in all.
+    Law: leaf p is ``torch.cat([leaf p of item for item in data], dim)``. Leaves are matched by path. What is not a
+    tensor or array comes from the first item and has to be equal in all.
 
     Args:
         data: Trees of one structure, at least one.
@@ -277,7 +277,7 @@ def concatenate(data: Sequence[Tree], dim: int = 0) -> Tree:
     if not data:
         raise ValueError("concatenate needs at least one item")
     flat = [tree.flatten(item, lambda value: not tree.is_container(value)) for item in data]
-    values, spec = flat[0]
+    spec = flat[0][1]
     columns = [dict(zip(item.paths, leaves, strict=True)) for leaves, item in flat]
     for index, column in enumerate(columns):
         if differing := column.keys() ^ columns[0].keys():

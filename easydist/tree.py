@@ -1,8 +1,8 @@
 """Nested data, taken apart and put together again.
 
-A *tree* is any nesting of dict, list, tuple, namedtuple, dataclass, ``Mapping``, ``torch.return_types``, ``torch.Size`` and
-classes registered with ``torch.utils._pytree``. Its *leaves* are tensors, NumPy arrays and scalars, and Python numbers.
-Everything else (str, None, other objects) belongs to the structure and comes back as the very same object.
+A *tree* is any nesting of dict, list, tuple, namedtuple, dataclass, ``Mapping``, ``torch.return_types``, ``torch.Size``
+and classes registered with ``torch.utils._pytree``. Its *leaves* are tensors, NumPy arrays and scalars, and Python
+numbers. Everything else (str, None, other objects) belongs to the structure and comes back as the very same object.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ class Spec:
     """The structure of a tree without its leaves.
 
     Attributes:
-        paths: One readable path per leaf, as Python would write the access: ``['batch']['ids'][0]``, ``.loss``. The path
-            of a tree that is a leaf itself is the empty string.
+        paths: One readable path per leaf, as Python would write the access: ``['batch']['ids'][0]``, ``.loss``. The
+            path of a tree that is a leaf itself is the empty string.
     """
 
     paths: list[str]

@@ -1,9 +1,9 @@
 """Backends over a ``torch.distributed`` process group, also one that somebody else made.
 
 ``Gloo`` builds every collective from messages between pairs of ranks, all posted at once: each takes any size, needs no
-staging copy, and at four ranks on two cores ends in a third of the time of gloo's own ring (which takes 2 (W - 1) turns). A
-reduction has every rank reduce one chunk of all ranks' data in rank order, so that all ranks get the same bits in every run.
-``Native`` (nccl, xccl, mpi, …) uses the group's own collectives.
+staging copy, and at four ranks on two cores ends in a third of the time of gloo's own ring (which takes 2 (W - 1)
+turns). A reduction has every rank reduce one chunk of all ranks' data in rank order, so that all ranks get the same
+bits in every run. ``Native`` (nccl, xccl, mpi, …) uses the group's own collectives.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Group(Backend):
         self._group = group
 
     @abstractmethod
-    def _exchange(self, sends: Iterable[Message], recvs: Iterable[Message]) -> list[Pending]:
+    def _exchange(self, sends: Iterable[Message], recvs: Iterable[Message]) -> Sequence[Pending]:
         """Post all messages at once; none is empty, none goes to this rank itself."""
 
     def _swap(self, sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor]) -> TorchWork:
@@ -92,7 +92,7 @@ class _Group(Backend):
 class Gloo(_Group):
     """Tensors on the CPU over a gloo group."""
 
-    def _exchange(self, sends: Iterable[Message], recvs: Iterable[Message]) -> list[Pending]:
+    def _exchange(self, sends: Iterable[Message], recvs: Iterable[Message]) -> Sequence[Pending]:
         posted: list[Pending] = [self._group.recv([tensor], peer, _TAG) for tensor, peer in recvs]
         return posted + [self._group.send([tensor], peer, _TAG) for tensor, peer in sends]
 
@@ -130,7 +130,7 @@ _NATIVE_DTYPES = frozenset(
 class Native(_Group):
     """Tensors on the device of a group that has good collectives of its own."""
 
-    def _exchange(self, sends: Iterable[Message], recvs: Iterable[Message]) -> list[Pending]:
+    def _exchange(self, sends: Iterable[Message], recvs: Iterable[Message]) -> Sequence[Pending]:
         ops = [dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=peer) for tensor, peer in recvs]
         ops += [dist.P2POp(dist.isend, tensor, group=self._group, group_peer=peer) for tensor, peer in sends]
         return dist.batch_isend_irecv(ops) if ops else []
@@ -142,7 +142,7 @@ class Native(_Group):
         if tensor.dtype not in _NATIVE_DTYPES:
             return self._gather_and_reduce(tensor, op)
         options = dist.AllreduceOptions()
-        options.reduceOp = _NATIVE_OPS[op.type]
+        options.reduceOp = dist.ReduceOp(_NATIVE_OPS[op.type])
         return TorchWork([self._group.allreduce([tensor], options)], keep=[tensor])
 
     def _gather_and_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:

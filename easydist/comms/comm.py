@@ -18,10 +18,10 @@ Hints = Mapping[str, str] | None
 class TorchComm:
     """Collectives over the tensors of one group, with torchcomms' names and signatures.
 
-    Every method checks its arguments before anything is sent and raises ``RuntimeError`` where they do not fit. Tensors have
-    to be contiguous and on the communicator's device; dtypes are free (data moves as bytes, reductions in the tensor's own
-    dtype). With ``async_op=True`` an operation returns at once, and its result may be used after ``wait()``. ``hints`` are
-    accepted and not used. ``timeout`` limits each wait; None or zero is the group's own.
+    Every method checks its arguments before anything is sent and raises ``RuntimeError`` where they do not fit. Tensors
+    have to be contiguous and on the communicator's device; dtypes are free (data moves as bytes, reductions in the
+    tensor's own dtype). With ``async_op=True`` an operation returns at once, and its result may be used after
+    ``wait()``. ``hints`` are accepted and not used. ``timeout`` limits each wait; None or zero is the group's own.
 
     Example:
         >>> from easydist.comms import ReduceOp, Solo, TorchComm
@@ -45,7 +45,7 @@ class TorchComm:
         )
 
     def get_backend(self) -> str:
-        """The backend's name: ``"gloo"``, ``"nccl"``, ``"solo"``, …"""
+        """The backend's name, such as ``"gloo"``, ``"nccl"``, ``"solo"``."""
         return self._backend.name
 
     def get_device(self) -> torch.device:

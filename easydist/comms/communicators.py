@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from easydist.comms.c10d import Gloo, over
 from easydist.comms.comm import TorchComm
@@ -63,7 +65,6 @@ def of_comm(comm: TorchComm) -> Communicators:
 
 def _gloo_beside(group: dist.ProcessGroup) -> Gloo:
     """A gloo group with the members of ``group``, which has none of its own."""
-    store = dist.PrefixStore("easydist/control", group.get_group_store())
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_default_device()]
-    return Gloo(dist.ProcessGroupGloo(store, group.rank(), group.size(), options), torch.device("cpu"), "gloo")
+    store = PrefixStore("easydist/control", group.get_group_store())
+    gloo: Any = ProcessGroupGloo(store, group.rank(), group.size(), dist.distributed_c10d.default_pg_timeout)
+    return Gloo(gloo, torch.device("cpu"), "gloo")

@@ -55,8 +55,8 @@ def check_comm(make: Callable[[int, int], TorchComm], world_sizes: Sequence[int]
     """Run the battery over communicators made by ``make``.
 
     Args:
-        make: Takes (rank, world size), called on each rank inside a fresh gloo default group; returns the communicator to check.
-            Has to be importable by other processes.
+        make: Takes (rank, world size), called on each rank inside a fresh gloo default group; returns the communicator
+            to check. Has to be importable by other processes.
         world_sizes: For each of them all operations are checked.
 
     Raises:
@@ -142,7 +142,7 @@ def _all_gather_v(comm: TorchComm) -> None:
             _expect(output, sample(r, _uneven(r, numel), dtype), "all_gather_v", dtype, numel, "from", r)
 
 
-_ORACLE = {
+_ORACLE: dict[str, Callable[..., torch.Tensor]] = {
     "SUM": torch.add,
     "PRODUCT": torch.mul,
     "MIN": torch.minimum,

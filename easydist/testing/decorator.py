@@ -13,8 +13,9 @@ from easydist.testing.pool import default_pool
 def distributed(world_size: int | Sequence[int] = 2, *, timeout: float | None = None) -> Callable[..., Any]:
     """Decorate a test function to run on every rank of a fresh gloo group.
 
-    The function may take ``rank`` and ``world_size``; all its other parameters are pytest's (fixtures, ``parametrize``), or
-    hypothesis' (``@given`` goes above ``@distributed``, so that all ranks see the same example), and have to be picklable.
+    The function may take ``rank`` and ``world_size``; all its other parameters are pytest's (fixtures,
+    ``parametrize``), or hypothesis' (``@given`` goes above ``@distributed``, so that all ranks see the same example),
+    and have to be picklable.
 
     Args:
         world_size: How many ranks; several numbers make as many tests.
@@ -52,4 +53,5 @@ def _outer_signature(fn: Callable[..., Any], several: bool) -> inspect.Signature
 def _parametrized(wrapper: Callable[..., Any], world_sizes: Sequence[int]) -> Callable[..., Any]:
     import pytest
 
-    return pytest.mark.parametrize("world_size", world_sizes, ids="W={}".format)(wrapper)
+    test: Callable[..., Any] = pytest.mark.parametrize("world_size", world_sizes, ids="W={}".format)(wrapper)
+    return test

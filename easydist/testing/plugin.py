@@ -12,7 +12,7 @@ from easydist.testing.pool import Pool, close_default_pool, default_pool
 
 @pytest.fixture(scope="session")
 def ranks() -> Pool:
-    """The session's pool: ``ranks.run(fn, world_size, *args)`` calls ``fn`` on every rank and returns what each returned."""
+    """The session's pool: ``ranks.run(fn, world_size, *args)`` calls ``fn`` on every rank."""
     return default_pool()
 
 

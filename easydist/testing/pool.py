@@ -1,7 +1,7 @@
 """A pool of worker processes that plays the ranks of a distributed program.
 
-The workers are started once, from a fork server that has torch loaded, and stay. Each run gives some of them a fresh process
-group on a store of its own, so that one run leaves nothing behind for the next.
+The workers are started once, from a fork server that has torch loaded, and stay. Each run gives some of them a fresh
+process group on a store of its own, so that one run leaves nothing behind for the next.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class Pool:
             What ``fn`` returned on each rank.
 
         Raises:
-            ExceptionGroup: What the ranks raised, the first failure first, each with its rank and traceback in its notes.
-                Once one rank has failed, the others get two seconds; one that is stuck then is a ``Stuck`` with its stacks, and
-                the pool's workers are replaced.
+            ExceptionGroup: What the ranks raised, the first failure first, each with its rank and traceback in its
+                notes. Once one rank has failed, the others get two seconds; one that is stuck then is a ``Stuck`` with
+                its stacks, and the pool's workers are replaced.
         """
         self._grow(world_size)
         workers = self._workers[:world_size]
@@ -115,7 +115,7 @@ class Pool:
         deadline = time.monotonic() + timeout
         while waiting and (left := deadline - time.monotonic()) > 0:
             for ready in connection.wait(list(waiting), left):
-                rank = waiting.pop(ready)  # type: ignore[call-overload]
+                rank = waiting.pop(ready)
                 outcomes.append((rank, workers[rank].receive()))
                 if isinstance(outcomes[-1][1], Failure):
                     deadline = min(deadline, time.monotonic() + GRACE)
@@ -193,7 +193,8 @@ def _raise(failures: list[tuple[int, Failure]], world_size: int) -> None:
         if failure.skipped:
             raise failure.error
         note = f"on rank {rank} of {world_size}:\n{failure.traceback}"
-        failure.error.__notes__ = [*getattr(failure.error, "__notes__", []), note]
+        notes = [*getattr(failure.error, "__notes__", []), note]
+        failure.error.__notes__ = notes  # type: ignore[attr-defined]  # add_note is new in Python 3.11
     raise ExceptionGroup(f"{len(failures)} of {world_size} ranks failed", [failure.error for _, failure in failures])
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from easydist.state import ProcessState
 
@@ -106,7 +107,7 @@ def _run(task: Task) -> Any:
     fn = task.fn.load()
     given = {"rank": task.rank, "world_size": task.world_size}
     wanted = _parameters(fn)
-    store = dist.FileStore(task.store, task.world_size)
+    store = FileStore(task.store, task.world_size)
     dist.init_process_group(
         "gloo", store=store, rank=task.rank, world_size=task.world_size, timeout=timedelta(seconds=60)
     )
