@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -94,7 +95,7 @@ def _summoned(module: nn.Module, modifier_rank: int | None) -> Iterator[None]:
 def _whole(params: list[nn.Parameter], modifier_rank: int | None) -> Iterator[None]:
     """Plain parameters, and DTensors, which trade places with their full tensors."""
     sharded = [parameter for parameter in params if _is_sharded(parameter)]
-    others = [nn.Parameter(_full(parameter), parameter.requires_grad) for parameter in sharded]
+    others = [_full(parameter) for parameter in sharded]
     _trade(sharded, others)
     try:
         with _kept(params, modifier_rank):
@@ -127,11 +128,21 @@ def _kept(params: list[nn.Parameter], modifier_rank: int | None) -> Iterator[Non
 
 
 def _full(parameter: Any) -> torch.Tensor:
-    full: torch.Tensor = parameter.detach().full_tensor()
-    return full.clone()
+    """The full tensor, as a parameter with which the sharded one can trade places."""
+    full = parameter.detach().full_tensor().clone().as_subclass(_whole_type(type(parameter)))
+    full._is_param = True  # what makes isinstance(…, nn.Parameter) true
+    return cast(torch.Tensor, full.requires_grad_(parameter.requires_grad))
 
 
-def _trade(first: list[nn.Parameter], second: list[nn.Parameter]) -> None:
+@functools.cache
+def _whole_type(dtensor: type) -> type:
+    """A plain tensor laid out as a DTensor is in memory: ``swap_tensors`` asks for equal slots."""
+    body = {"__slots__": dtensor.__dict__["__slots__"], "__torch_function__": torch._C._disabled_torch_function_impl}
+    return type("WholeParameter", (torch.Tensor,), body)
+
+
+def _trade(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> None:
+    """Every reference to one of the first becomes a reference to its partner, and the other way round."""
     for one, other in zip(first, second, strict=True):
         torch.utils.swap_tensors(one, other)
 
@@ -140,7 +151,7 @@ def _write_shard(parameter: Any, full: torch.Tensor) -> None:
     """Each rank cuts its own shard out of the full tensor; nothing is sent."""
     from torch.distributed.tensor import distribute_tensor
 
-    shard = distribute_tensor(full.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
+    shard = distribute_tensor(full.detach().as_subclass(torch.Tensor), parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.to_local().detach().copy_(shard.to_local())
 
 
