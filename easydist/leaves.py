@@ -40,7 +40,7 @@ def as_tensor(leaf: Any, path: str = "") -> torch.Tensor:
     dtype = next(dtype for cls, dtype in _PYTHON_DTYPES.items() if isinstance(leaf, cls))
     try:
         return torch.tensor(leaf, dtype=dtype)
-    except (OverflowError, RuntimeError) as error:
+    except (OverflowError, RuntimeError, ValueError) as error:
         raise ValueError(f"{_at(path)} {leaf} does not fit {dtype}: use gather_object for such numbers") from error
 
 

@@ -41,7 +41,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
         >>> as_bytes(torch.tensor([1, 256], dtype=torch.int16))
         tensor([1, 0, 0, 1], dtype=torch.uint8)
     """
-    return tensor.reshape(-1).view(torch.uint8)
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # a single element may have any stride
+    return flat.view(torch.uint8)
 
 
 def nbytes(tensors: Sequence[torch.Tensor]) -> int:
@@ -70,7 +71,7 @@ def pack(tensors: Sequence[torch.Tensor], device: Device = "cpu") -> torch.Tenso
     Cost: one ``torch.cat`` per item size.
     """
     if len(tensors) == 1:
-        return as_bytes(tensors[0].to(device))
+        return as_bytes(tensors[0].to(device).contiguous())
     buffer = torch.empty(nbytes(tensors), dtype=torch.uint8, device=device)
     start = 0
     for itemsize, run in itertools.groupby(tensors, key=torch.Tensor.element_size):

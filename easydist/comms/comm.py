@@ -11,6 +11,7 @@ import torch
 from easydist.comms.backend import Backend
 from easydist.comms.reduce_op import ReduceOp
 from easydist.comms.work import TorchWork
+from easydist.wire import as_bytes
 
 Hints = Mapping[str, str] | None
 
@@ -81,7 +82,7 @@ class TorchComm:
         name = "all_gather_single"
         self._same_dtype(name, output, input)
         _demand(output.numel() == input.numel() * self.get_size(), name, "output must have comm_size * input elements")
-        return self._run(self._backend.all_gather_single(_flat(output), _flat(input)), async_op, timeout)
+        return self._run(self._backend.all_gather_single(as_bytes(output), as_bytes(input)), async_op, timeout)
 
     def all_gather_v(
         self,
@@ -101,7 +102,7 @@ class TorchComm:
         self._one_per_rank(name, "tensor_list", tensor_list)
         self._same_dtype(name, *tensor_list, tensor)
         _demand(tensor_list[self.get_rank()].numel() == tensor.numel(), name, "own entry must fit the input")
-        return self._run(self._backend.all_gather_v(_flats(tensor_list), _flat(tensor)), async_op, timeout)
+        return self._run(self._backend.all_gather_v(_flats(tensor_list), as_bytes(tensor)), async_op, timeout)
 
     def all_reduce(
         self,
@@ -157,7 +158,7 @@ class TorchComm:
         """Law, in place: ``tensor == tensor of root``."""
         rank = self._rank("root", root)
         self._check("broadcast", tensor)
-        return self._run(self._backend.broadcast(_flat(tensor), rank), async_op, timeout)
+        return self._run(self._backend.broadcast(as_bytes(tensor), rank), async_op, timeout)
 
     def gather(
         self,
@@ -181,7 +182,7 @@ class TorchComm:
             self._one_per_rank("gather", "output_tensor_list", outputs)
             _demand(outputs[rank].numel() == input_tensor.numel(), "gather", "own entry must fit the input")
         self._same_dtype("gather", *outputs, input_tensor)
-        return self._run(self._backend.gather(_flats(outputs), _flat(input_tensor), rank), async_op, timeout)
+        return self._run(self._backend.gather(_flats(outputs), as_bytes(input_tensor), rank), async_op, timeout)
 
     def scatter(
         self,
@@ -205,7 +206,7 @@ class TorchComm:
             self._one_per_rank("scatter", "input_tensor_list", inputs)
             _demand(inputs[rank].numel() == output_tensor.numel(), "scatter", "own entry must fit the output")
         self._same_dtype("scatter", output_tensor, *inputs)
-        return self._run(self._backend.scatter(_flat(output_tensor), _flats(inputs), rank), async_op, timeout)
+        return self._run(self._backend.scatter(as_bytes(output_tensor), _flats(inputs), rank), async_op, timeout)
 
     def finalize(self) -> None:
         """Give back what the communicator itself has created; a process group that it was put on stays."""
@@ -248,10 +249,5 @@ def _demand(condition: bool, name: str, text: str) -> None:
         raise RuntimeError(f"{name}: {text}")
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
-
-
 def _flats(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [_flat(tensor) for tensor in tensors]
+    return [as_bytes(tensor) for tensor in tensors]

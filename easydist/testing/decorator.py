@@ -29,14 +29,17 @@ def distributed(world_size: int | Sequence[int] = 2, *, timeout: float | None = 
     """
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        signature = _outer_signature(fn, several=not isinstance(world_size, int))
+
         @functools.wraps(fn)
-        def wrapper(**kwargs: Any) -> None:
-            size = kwargs.pop("world_size", world_size)
-            default_pool().run(wrapper, size, timeout=timeout, **kwargs)
+        def wrapper(*args: Any, **kwargs: Any) -> None:
+            given = signature.bind(*args, **kwargs).arguments
+            size = given.pop("world_size", world_size)
+            default_pool().run(wrapper, size, timeout=timeout, **given)
 
         wrapper.each_rank = fn  # type: ignore[attr-defined]
         del wrapper.__wrapped__  # pytest would take the signature of what is inside
-        wrapper.__signature__ = _outer_signature(fn, several=not isinstance(world_size, int))  # type: ignore[attr-defined]
+        wrapper.__signature__ = signature  # type: ignore[attr-defined]
         return wrapper if isinstance(world_size, int) else _parametrized(wrapper, world_size)
 
     return decorate

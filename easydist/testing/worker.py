@@ -138,5 +138,7 @@ def _portable(error: BaseException) -> Exception:
 def _trace(error: BaseException) -> str:
     """The traceback; where a bare assertion failed, with the values of the names in it."""
     bare = isinstance(error, AssertionError) and not str(error)
-    lines = traceback.TracebackException.from_exception(error, capture_locals=bare).format()
-    return "".join(lines)
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return "".join(traceback.TracebackException(type(error), error, frames, capture_locals=bare).format())

@@ -1,0 +1,101 @@
+"""Train a small classifier on scikit-learn's digits, then evaluate it on every rank and gather the nested results.
+
+python examples/evaluate.py
+torchrun --standalone --nproc-per-node 2 examples/evaluate.py
+accelerate launch --config_file examples/accelerate_cpu.yaml examples/evaluate.py   # needs mpirun, see docs/launching.md
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+import easydist
+
+
+class Confidence(NamedTuple):
+    """How sure the classifier is of its answers."""
+
+    top: torch.Tensor
+    margin: torch.Tensor
+
+
+def load() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """1797 images of 8 × 8 pixels: every third one is for the test."""
+    digits = load_digits()
+    images = torch.tensor(digits.data, dtype=torch.float64) / 16
+    labels = torch.tensor(digits.target)
+    test = torch.arange(len(images)) % 3 == 0
+    return (images[~test], labels[~test]), (images[test], labels[test])
+
+
+def train(images: torch.Tensor, labels: torch.Tensor, epochs: int = 12) -> nn.Module:
+    """A network with one hidden layer, trained with Adam."""
+    easydist.set_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(epochs):
+        for batch in torch.randperm(len(images)).split(64):
+            loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return model
+
+
+@torch.no_grad()
+def predict(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, numbers: list[int]) -> dict[str, object]:
+    """What an evaluation loop collects: tensors, strings, a namedtuple. One image at a time, so that the sums are too."""
+    logits = torch.cat([model(image[None]) for image in images]) if len(images) else images.new_zeros(0, 10)
+    top, second = logits.softmax(-1).topk(2).values.unbind(-1)
+    return {
+        "logits": logits,
+        "labels": labels,
+        "ids": [f"digit-{number:04d}" for number in numbers],
+        "confidence": Confidence(top, top - second),
+    }
+
+
+def summarize(outputs: dict[str, object]) -> str:
+    """Accuracy, a line per class, and the image of which the classifier was surest although it was wrong."""
+    predictions, labels = outputs["logits"].argmax(-1), outputs["labels"]
+    right = predictions == labels
+    confidence, ids = outputs["confidence"], outputs["ids"]
+    worst = max((i for i in range(len(ids)) if not right[i]), key=lambda i: confidence.margin[i].item())
+    lines = [f"accuracy {right.double().mean().item():.17g} of {len(labels)} images", "class  images  recall  precision"]
+    for digit in range(10):
+        is_digit, said = labels == digit, predictions == digit
+        recall, precision = right[is_digit].double().mean().item(), right[said].double().mean().item()
+        lines.append(f"{digit:5d}  {int(is_digit.sum()):6d}  {recall:.4f}  {precision:9.4f}")
+    mistake = f"{int(predictions[worst])} for {int(labels[worst])}, margin {confidence.margin[worst].item():.17g}"
+    return "\n".join([*lines, f"surest mistake: {ids[worst]}: {mistake}"])
+
+
+def main() -> None:
+    """Evaluate on every rank, and once more in one process, which has to give the same to the last digit."""
+    state = easydist.ProcessState(cpu=True)
+    training, (images, labels) = load()
+    with state.main_process_first():  # one rank trains, the others take its weights
+        model = train(*training) if state.is_main_process else train(*training, epochs=0)
+    easydist.broadcast(dict(model.named_parameters()))
+
+    numbers = list(range(len(images)))
+    with state.split_between_processes({"images": images, "labels": labels, "numbers": numbers}) as shard:
+        mine = predict(model, **shard)
+    outputs = easydist.gather(mine)  # the shards have 599 / W images each, rounded up on the first ranks
+    outputs["ids"] = easydist.gather_object(mine["ids"])
+
+    state.print(f"{state.num_processes} ranks, {easydist.gather(torch.tensor(len(mine['ids']))).tolist()} images each")
+    state.print(summarize(outputs))
+    if state.is_main_process:
+        alone = predict(model, images, labels, numbers)
+        assert summarize(outputs) == summarize(alone)
+        assert torch.equal(outputs["logits"], alone["logits"])
+        print("equal to the single-process run, to the last digit")
+
+
+if __name__ == "__main__":
+    main()

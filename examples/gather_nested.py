@@ -1,0 +1,27 @@
+"""Every rank has some nested results; the main process prints them all.
+
+python examples/gather_nested.py
+torchrun --standalone --nproc-per-node 2 examples/gather_nested.py
+"""
+
+from __future__ import annotations
+
+import torch
+
+import easydist
+
+state = easydist.ProcessState()
+rank = state.process_index
+
+results = {
+    "loss": torch.tensor(0.5 + rank),
+    "scores": [torch.full((1 + rank, 2), float(rank))],  # another length on each rank
+    "correct": 3,
+}
+everything = easydist.gather(results)
+total = easydist.reduce(results["correct"], "sum")
+names = easydist.gather_object([f"sample-{rank}"])
+
+state.print(f"{state.num_processes} rank(s), names {names}, correct {total}")
+for path, value in zip(easydist.tree.flatten(everything)[1].paths, easydist.tree.leaves(everything), strict=True):
+    state.print(path, value.tolist())

@@ -1,0 +1,100 @@
+"""pad_across_processes makes all ranks' leaves as long as the longest; unpad undoes it."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import easydist
+from easydist import CannotPadNestedTensorWarning, DisagreementError
+from easydist.testing import distributed
+from easydist.testing.conformance import MOVED, sample
+
+ALL = (1, 2, 3, 4)
+
+
+@distributed(world_size=ALL)
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("pad_first", [False, True])
+def test_pads_to_the_longest_rank(rank, world_size, dim, pad_first):
+    shape = [3, 4, 5]
+    shape[dim] = rank + 1
+    x = torch.arange(float(np.prod(shape))).view(shape)
+    got = easydist.pad_across_processes({"x": x, "s": "text"}, dim, -7, pad_first)["x"]
+    assert got.shape[dim] == world_size
+    start = world_size - rank - 1 if pad_first else 0
+    assert torch.equal(got.narrow(dim, start, rank + 1), x)
+    assert (got == -7).sum() == got.numel() - x.numel()
+    assert torch.equal(easydist.unpad(got, x, dim, pad_first), x)
+
+
+@distributed(world_size=(2, 3))
+def test_every_dtype_is_kept_and_bits_survive(rank, world_size):
+    mine = {str(dtype): sample(rank, rank + 2, dtype) for dtype in MOVED}
+    padded = easydist.pad_across_processes(mine)
+    everyone = easydist.gather(padded)
+    for dtype in MOVED:
+        assert padded[str(dtype)].dtype == dtype
+        assert everyone[str(dtype)].shape == (world_size * (world_size + 1),)
+        got = easydist.unpad(padded, mine)[str(dtype)]
+        assert got.contiguous().view(torch.uint8).tolist() == mine[str(dtype)].view(torch.uint8).tolist()
+
+
+@distributed(world_size=2)
+def test_bool_stays_bool_through_pad_and_gather(rank):
+    padded = easydist.pad_across_processes(torch.ones(rank + 1, dtype=torch.bool))
+    assert easydist.gather(padded).tolist() == [True, False, True, True]
+
+
+@distributed(world_size=2)
+def test_leaves_pad_on_their_own_and_equal_ones_stay_the_same_object(rank):
+    data = {"same": torch.ones(2), "ragged": torch.ones(1 + rank), "array": np.ones(2 - rank, np.int16)}
+    got = easydist.pad_across_processes(data)
+    assert got["same"] is data["same"]
+    assert got["ragged"].tolist() == [1.0, float(rank)]
+    assert got["array"].tolist() == [1, 1 - rank]
+    assert got["array"].dtype == np.int16
+
+
+@distributed(world_size=(1, 2))
+def test_a_dim_that_does_not_exist_is_an_error(rank):
+    with pytest.raises(ValueError, match=r"pad_across_processes: the tensor of shape \(2, 2\) has no dim 3"):
+        easydist.pad_across_processes(torch.ones(2, 2), dim=3)
+    with pytest.raises(ValueError, match=r"\['loss'\] of shape \(\) has no dim 0"):
+        easydist.pad_across_processes({"loss": torch.tensor(1.0)})
+
+
+@distributed(world_size=2)
+def test_a_filling_that_the_dtype_cannot_hold_is_an_error(rank):
+    for dtype, filling in ((torch.uint8, -100), (torch.bool, 2), (torch.int64, 0.5)):
+        with pytest.raises(ValueError, match=f"cannot hold pad_index={filling}"):
+            easydist.pad_across_processes(torch.ones(rank + 1, dtype=dtype), pad_index=filling)
+
+
+@distributed(world_size=2)
+def test_other_dims_have_to_agree(rank):
+    with pytest.raises(DisagreementError, match=r"rank 0: float32 \(1, 3\)   rank 1: float32 \(2, 4\)"):
+        easydist.pad_across_processes(torch.ones(rank + 1, 3 + rank))
+
+
+@distributed(world_size=2)
+def test_nested_tensors_stay_and_warn(rank):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.warns(CannotPadNestedTensorWarning, match="nested tensors have no one size to pad to"):
+        got = easydist.pad_across_processes({"nested": nested, "x": torch.ones(rank + 1)})
+    assert got["nested"] is nested
+    assert got["x"].tolist() == [1.0, float(rank)]
+
+
+def test_unpad_takes_sizes_trees_and_structures():
+    x = torch.arange(6).view(2, 3)
+    assert easydist.unpad(x, 2, dim=1).tolist() == [[0, 1], [3, 4]]
+    like = easydist.get_data_structure({"x": torch.ones(1, 3)})
+    assert easydist.unpad({"x": x}, like)["x"].tolist() == [[0, 1, 2]]
+    with pytest.raises(ValueError, match=r"the tensor of shape \(2, 3\) has no 4 elements along dim 0"):
+        easydist.unpad(x, 4)
+    with pytest.raises(ValueError, match=r"unpad: the trees differ in \['x'\], \['y'\]"):
+        easydist.unpad({"x": x}, {"y": x})

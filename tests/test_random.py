@@ -1,0 +1,69 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import easydist
+from easydist import RemoteError
+from easydist.testing import distributed
+
+
+def draw():
+    return torch.rand(1).item(), float(np.random.rand()), random.random()
+
+
+@distributed(world_size=(1, 2, 3))
+def test_one_seed_gives_all_ranks_the_same_numbers(rank, world_size):
+    easydist.set_seed(5)
+    assert easydist.gather_object(draw()) == [easydist.gather_object(None) and draw_after(5)] * world_size
+
+
+def draw_after(seed):
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    return draw()
+
+
+@distributed(world_size=3)
+def test_device_specific_seeds_differ_by_the_rank(rank, world_size):
+    easydist.set_seed(5, device_specific=True)
+    assert draw() == draw_after(5 + rank)
+
+
+@distributed(world_size=1)
+def test_deterministic_algorithms_can_be_asked_for(rank):
+    try:
+        easydist.set_seed(1, deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@distributed(world_size=(1, 2, 3))
+def test_states_become_those_of_rank_0(rank, world_size):
+    easydist.set_seed(rank)
+    easydist.synchronize_rng_states()
+    assert len(set(easydist.gather_object(draw()))) == 1
+
+
+@distributed(world_size=2)
+def test_only_the_named_generators_change(rank):
+    generator = torch.Generator().manual_seed(rank)
+    easydist.set_seed(rank)
+    easydist.synchronize_rng_states(["generator", "numpy"], generator)
+    torch_numbers, numpy_numbers, _ = zip(*easydist.gather_object(draw()), strict=True)
+    assert len(set(torch_numbers)) == 2
+    assert len(set(numpy_numbers)) == 1
+    assert len(set(easydist.gather_object(torch.rand(1, generator=generator).item()))) == 1
+
+
+@distributed(world_size=2)
+def test_an_unknown_generator_is_an_error_for_all_and_changes_nothing(rank):
+    easydist.set_seed(rank)
+    with pytest.raises(ValueError, match="no xla here; there is torch, numpy, python"):
+        easydist.synchronize_rng_states(["torch", "xla"])
+    with pytest.raises(RemoteError, match="rank 1: ValueError: .*no generator here.*pass generator= as well"):
+        easydist.synchronize_rng_states(["generator"], torch.Generator() if rank == 0 else None)
+    assert len(set(easydist.gather_object(draw()))) == 2

@@ -1,0 +1,102 @@
+"""scatter gives each rank its part of one rank's tree; all_to_all each rank its part of every rank's."""
+
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+
+import easydist
+from easydist import DisagreementError, RemoteError
+from easydist.testing import distributed
+from easydist.testing.conformance import MOVED, sample
+
+ALL = (1, 2, 3, 4)
+Point = namedtuple("Point", "x y")
+
+
+def tree_of(rank, rows):
+    grid = torch.arange(rows * 6).view(rows, 2, 3) + 1000 * rank
+    return {
+        "p": Point(grid, grid.transpose(1, 2).float()),
+        "a": np.arange(rows) + rank,
+        "s": "text",
+        "b": [grid[:, 0, 0] > 3],
+    }
+
+
+def parts_of(tree, world_size):
+    """What each rank should get, by one process."""
+    values, spec = easydist.tree.flatten(tree)
+    columns = [torch.tensor_split(torch.as_tensor(value), world_size) for value in values]
+    return [spec.rebuild([column[r] for column in columns]) for r in range(world_size)]
+
+
+def assert_equal(got, want):
+    got, want = easydist.tree.flatten(got)[0], easydist.tree.flatten(want)[0]
+    for one, other in zip(got, want, strict=True):
+        assert torch.as_tensor(one).dtype == torch.as_tensor(other).dtype
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+
+
+@distributed(world_size=ALL)
+@pytest.mark.parametrize("rows", [0, 1, 5, 8])
+def test_scatter_is_tensor_split_and_gather_undoes_it(rank, world_size, rows):
+    for source in range(world_size):
+        data = tree_of(source, rows)
+        got = easydist.scatter(data if rank == source else None, source)
+        assert_equal(got, parts_of(data, world_size)[rank])
+        assert isinstance(got["p"], Point)
+        assert isinstance(got["a"], np.ndarray)
+        assert got["s"] == "text"
+        assert_equal(easydist.gather(got), data)
+
+
+@distributed(world_size=(2, 3))
+def test_scatter_along_another_dim_in_every_dtype(rank, world_size):
+    data = {str(dtype): sample(0, 20, dtype).view(4, 5) for dtype in MOVED}
+    got = easydist.scatter(data if rank == 0 else "not looked at", dim=1)
+    for dtype in MOVED:
+        want = torch.tensor_split(data[str(dtype)].view(torch.uint8).view(4, 5, -1), world_size, dim=1)[rank]
+        assert torch.equal(got[str(dtype)].contiguous().view(torch.uint8).flatten(), want.flatten())
+
+
+@distributed(world_size=2)
+def test_scatter_keeps_ties(rank):
+    tied = torch.arange(4)
+    got = easydist.scatter([tied, tied] if rank == 0 else None)
+    assert got[0] is got[1]
+    assert got[0].tolist() == [2 * rank, 2 * rank + 1]
+
+
+@distributed(world_size=2)
+def test_scatter_of_what_cannot_be_cut_is_an_error_for_all(rank):
+    with pytest.raises(RemoteError, match=r"ValueError: scatter: \['x'\] of shape \(\) has no dim 0"):
+        easydist.scatter({"x": torch.tensor(1)} if rank == 0 else None)
+    with pytest.raises(ValueError, match="from_process=-1 is not a rank"):
+        easydist.scatter(torch.ones(2), -1)
+    assert easydist.scatter(torch.arange(2) if rank == 0 else None).tolist() == [rank]
+
+
+@distributed(world_size=ALL)
+def test_all_to_all_is_the_transpose_of_the_parts(rank, world_size):
+    for rows in (lambda r: 5, lambda r: 2 * r, lambda r: 1):
+        got = easydist.all_to_all(tree_of(rank, rows(rank)))
+        columns = [parts_of(tree_of(s, rows(s)), world_size)[rank] for s in range(world_size)]
+        assert_equal(got, easydist.concatenate(columns))
+
+
+@distributed(world_size=3)
+def test_all_to_all_along_another_dim(rank, world_size):
+    grids = [torch.arange(2 * 7).view(2, 7) + 100 * s for s in range(world_size)]
+    got = easydist.all_to_all(grids[rank], dim=-1)
+    want = torch.cat([torch.tensor_split(grid, world_size, dim=-1)[rank] for grid in grids], dim=-1)
+    assert torch.equal(got, want)
+
+
+@distributed(world_size=2)
+def test_all_to_all_of_other_shapes_is_an_error(rank):
+    with pytest.raises(
+        DisagreementError, match=r"Only dim 0 may differ between ranks; pad the other dims first: .*dim=1\)"
+    ):
+        easydist.all_to_all(torch.ones(2, 3 + rank))
