@@ -45,7 +45,6 @@ class Call:
     """What one rank is about to do.
 
     Attributes:
-        operation: The verb.
         arguments: Those that every rank has to give alike, by name.
         leaves: The data.
         free: For each leaf the dimension whose size may differ between ranks; None where there is no such dimension.
@@ -54,7 +53,6 @@ class Call:
         advice: What to do where shapes differ; ``{dim}`` stands for the first dimension in which they do.
     """
 
-    operation: str
     arguments: dict[str, Any] = field(default_factory=dict)
     leaves: Leaves | None = None
     free: Sequence[int] | None = None
@@ -67,9 +65,9 @@ class Call:
         """The leaves in canonical order."""
         return self.leaves.tensors if self.leaves else []
 
-    def title(self) -> str:
+    def title(self, operation: str) -> str:
         """The call as it would be written: ``gather(dst=None, dim=0)``."""
-        return f"{self.operation}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
+        return f"{operation}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
 
     def rows(self) -> list[Row]:
         """The leaves as (path, dtype, shape)."""
@@ -102,11 +100,12 @@ class Agreement:
     absent: list[int]
 
 
-def agree(comms: Communicators, prepare: Callable[[], Call]) -> tuple[Call, Agreement]:
+def agree(comms: Communicators, operation: str, prepare: Callable[[], Call]) -> tuple[Call, Agreement]:
     """Make this rank's call known to all ranks, learn theirs, and compare.
 
     Args:
         comms: The group.
+        operation: The verb.
         prepare: Checks and describes this rank's call; what it raises reaches all ranks.
 
     Returns:
@@ -125,15 +124,15 @@ def agree(comms: Communicators, prepare: Callable[[], Call]) -> tuple[Call, Agre
     try:
         call, fault = prepare(), None
     except Exception as error:
-        call, fault = Call(""), error
-    headers = _exchange_headers(comms, call, fault)
+        call, fault = Call(), error
+    headers = _exchange_headers(comms, operation, call, fault)
     present = [header for header in headers if header.status == _WELL]
     if (
         any(header.status == _FAULT for header in headers)
         or len({header.call for header in headers}) > 1
         or len({header.structure for header in present}) > 1
     ):
-        _raise_together(comms, call, fault)
+        _raise_together(comms, operation, call, fault)
     absent = [rank for rank, header in enumerate(headers) if header.status == _ABSENT]
     uniform = len({header.variations for header in present}) == 1
     return call, Agreement([header.nbytes for header in headers], uniform, absent)
@@ -150,9 +149,9 @@ def report(comms: Communicators, operation: str, fault: BaseException | None = N
     def prepare() -> Call:
         if fault is not None:
             raise _Reported(_text(fault)) from fault
-        return Call(operation)
+        return Call()
 
-    agree(comms, prepare)
+    agree(comms, operation, prepare)
 
 
 class _Reported(Exception):
@@ -167,9 +166,9 @@ class _Header(NamedTuple):
     nbytes: int
 
 
-def _exchange_headers(comms: Communicators, call: Call, fault: Exception | None) -> list[_Header]:
+def _exchange_headers(comms: Communicators, operation: str, call: Call, fault: Exception | None) -> list[_Header]:
     status = _FAULT if fault else _ABSENT if call.absent else _WELL
-    mine = _Header(status, _hash(call.title()), _hash(call.structure()), _hash(call.variations()), call.nbytes)
+    mine = _Header(status, _hash(call.title(operation)), _hash(call.structure()), _hash(call.variations()), call.nbytes)
     output = torch.empty((comms.size, len(mine)), dtype=torch.int64)
     comms.control.all_gather_single(output, torch.tensor(mine), async_op=False)
     return [_Header(*row) for row in output.tolist()]
@@ -181,12 +180,13 @@ def _hash(value: object) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _raise_together(comms: Communicators, call: Call, fault: Exception | None) -> NoReturn:
+def _raise_together(comms: Communicators, operation: str, call: Call, fault: Exception | None) -> NoReturn:
     """Exchange the descriptions and raise the same error on every rank."""
     mine = {
         "fault": _text(fault) if fault else None,
-        "title": call.title(),
-        "operation": call.operation,
+        "title": call.title(operation),
+        "operation": operation,
+        "in_body": isinstance(fault, _Reported),
         "rows": call.rows(),
         "structure": call.structure(),
         "absent": call.absent,
@@ -219,12 +219,13 @@ def _text(error: BaseException) -> str:
 
 
 def _fault_text(every: list[dict[str, Any]], faults: dict[int, str]) -> str:
-    operation = next((one["operation"] for one in every if one["operation"]), "")
-    ranks = ", ".join(map(str, faults))
-    where = f"{operation}: " if operation else ""
-    lines = [f"{where}{'rank' if len(faults) == 1 else 'ranks'} {ranks} failed before the exchange"]
-    lines += [f"  rank {rank}: {text}" for rank, text in faults.items()]
-    return "\n".join([*lines, "No data has moved; mend that rank, the group works on."])
+    first = every[min(faults)]
+    ranks = f"{'rank' if len(faults) == 1 else 'ranks'} {', '.join(map(str, faults))}"
+    lines = [f"  rank {rank}: {text}" for rank, text in faults.items()]
+    if first["in_body"]:
+        return "\n".join([f"{first['operation']}: the body raised on {ranks}", *lines])
+    advice = "No data has moved; mend that rank, the group works on."
+    return "\n".join([f"{first['operation']}: {ranks} failed before the exchange", *lines, advice])
 
 
 def _calls_text(every: list[dict[str, Any]]) -> str:

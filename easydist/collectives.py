@@ -31,7 +31,7 @@ def gather(tensor: Tree, *, dst: int | None = None, dim: int = 0, group: Group =
     """Concatenate every rank's tree, leaf by leaf.
 
     Law: ``gather(x, dim=d) == torch.cat([x of rank 0, …, x of rank W-1], dim=d)`` for every leaf; a leaf without
-        dimensions
+    dimensions
     counts as one of shape ``(1,)``. Holds at W = 1 as well. The sizes along ``dim`` may differ between ranks.
 
     Example:
@@ -67,9 +67,9 @@ def gather(tensor: Tree, *, dst: int | None = None, dim: int = 0, group: Group =
         _check_rank(comms, "dst", dst)
         leaves = Leaves(tensor)
         dims = dims_of(leaves, dim, "gather", scalars=True)
-        return Call("gather", {"dst": dst, "dim": dim}, leaves, dims, advice=_pad_first(dim))
+        return Call({"dst": dst, "dim": dim}, leaves, dims, advice=_pad_first(dim))
 
-    call, agreement = agree(comms, prepare)
+    call, agreement = agree(comms, "gather", prepare)
     leaves, dims = call.leaves, call.free
     assert leaves is not None
     assert dims is not None
@@ -113,7 +113,7 @@ def broadcast(tensor: Tree, from_process: int = 0, *, group: Group = None) -> Tr
     """Give every rank the source's values.
 
     Law: ``broadcast(x, from_process=s) == x of rank s`` for every leaf. Tensors and arrays are written in place, so
-        that the
+    that the
     caller's own are filled; Python numbers and NumPy scalars are in the returned tree only.
 
     Example:
@@ -145,9 +145,9 @@ def broadcast(tensor: Tree, from_process: int = 0, *, group: Group = None) -> Tr
         leaves = Leaves(tensor)
         if comms.rank != from_process:
             leaves.check_writable()
-        return Call("broadcast", {"from_process": from_process}, leaves, absent=tensor is None)
+        return Call({"from_process": from_process}, leaves, absent=tensor is None)
 
-    call, agreement = agree(comms, prepare)
+    call, agreement = agree(comms, "broadcast", prepare)
     return _broadcast(comms, tensor, call, agreement, from_process)
 
 
@@ -171,7 +171,7 @@ def copy_tensor_to_devices(tensor: Tree = None, *, group: Group = None) -> Tree:
     Source: accelerate's ``copy_tensor_to_devices``.
     """
     comms = communicators(group)
-    call, agreement = agree(comms, lambda: Call("copy_tensor_to_devices", leaves=Leaves(tensor), absent=tensor is None))
+    call, agreement = agree(comms, "copy_tensor_to_devices", lambda: Call(leaves=Leaves(tensor), absent=tensor is None))
     holders = [rank for rank in range(comms.size) if rank not in agreement.absent]
     if len(holders) != 1:
         raise ValueError(f"copy_tensor_to_devices: exactly one rank has to hold the tensor, but ranks {holders} do")
@@ -182,7 +182,7 @@ def _broadcast(comms: Communicators, tensor: Tree, call: Call, agreement: Agreem
     if len(agreement.absent) == comms.size or comms.size == 1:
         return tensor
     if source in agreement.absent:
-        raise ValueError(f"{call.operation}: rank {source} is the source, but its tree is None")
+        raise ValueError(f"broadcast: rank {source} is the source, but its tree is None")
     leaves = call.leaves
     if agreement.absent:
         structure = _send_structure(comms, tensor, source)
@@ -220,7 +220,7 @@ def scatter(tensor: Tree, from_process: int = 0, *, dim: int = 0, group: Group =
     """Cut the source's tree into one part per rank.
 
     Law: ``scatter(x, from_process=s, dim=d) == torch.tensor_split(x of rank s, W, dim=d)[rank]`` for every leaf, so
-        that
+    that
     ``gather(scatter(x)) == x``. The first ranks get one more where W does not divide the size.
 
     Example:
@@ -250,9 +250,9 @@ def scatter(tensor: Tree, from_process: int = 0, *, dim: int = 0, group: Group =
         _check_rank(comms, "from_process", from_process)
         leaves = Leaves(tensor if is_source else None)
         dims = dims_of(leaves, dim, "scatter")
-        return Call("scatter", {"from_process": from_process, "dim": dim}, leaves, dims, absent=not is_source)
+        return Call({"from_process": from_process, "dim": dim}, leaves, dims, absent=not is_source)
 
-    call, _ = agree(comms, prepare)
+    call, _ = agree(comms, "scatter", prepare)
     leaves = call.leaves
     if comms.size > 1:
         structure = _send_structure(comms, tensor, from_process)
@@ -281,7 +281,7 @@ def all_to_all(tensor: Tree, *, dim: int = 0, group: Group = None) -> Tree:
     """Cut every rank's tree into one part per rank, and give part r of all of them to rank r.
 
     Law: ``all_to_all(x, dim=d) == torch.cat([torch.tensor_split(x of rank s, W, dim=d)[rank] for s in ranks], dim=d)``
-        for
+    for
     every leaf. The sizes along ``dim`` may differ between ranks.
 
     Example:
@@ -308,9 +308,9 @@ def all_to_all(tensor: Tree, *, dim: int = 0, group: Group = None) -> Tree:
 
     def prepare() -> Call:
         leaves = Leaves(tensor)
-        return Call("all_to_all", {"dim": dim}, leaves, dims_of(leaves, dim, "all_to_all"), advice=_pad_first(dim))
+        return Call({"dim": dim}, leaves, dims_of(leaves, dim, "all_to_all"), advice=_pad_first(dim))
 
-    call, agreement = agree(comms, prepare)
+    call, agreement = agree(comms, "all_to_all", prepare)
     leaves, dims = call.leaves, call.free
     assert leaves is not None
     assert dims is not None

@@ -65,10 +65,11 @@ def launched(env: Mapping[str, str] = os.environ) -> World:
     """
     if _has(env, "RANK", "WORLD_SIZE"):
         return _world(env, "torchrun", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "127.0.0.1", 29500)
+    in_step = _has(env, "SLURM_STEP_ID", *_SLURM[:2])
     for names in _MPI:
-        if _has(env, *names[:2]):
+        if _has(env, *names[: 3 if in_step else 2]):  # srun sets PMI_RANK too, but no rank on the host
             return _world(env, "mpi", names, None, _port(env, _MPI_JOB) or _port_of_parent())
-    if _has(env, "SLURM_STEP_ID", *_SLURM[:2]):
+    if in_step:
         address = first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or "127.0.0.1")
         return _world(env, "slurm", _SLURM, address, _port(env, ("SLURM_JOB_ID", "SLURM_STEP_ID")))
     if _has(env, "ACCELERATE_USE_CPU", "MASTER_ADDR", "MASTER_PORT"):  # set for more than one process only
@@ -87,20 +88,28 @@ def _world(
     if not 0 <= rank < size:
         raise ValueError(f"{names[0]}={rank} is outside the world of {names[1]}={size}")
     local_rank = _int(env, names[2], rank)
-    local_size = _int(env, names[3], size)
+    local_size = _tasks_here(env, names[3]) if launcher == "slurm" and env.get(names[3]) else _int(env, names[3], size)
     address = env.get("MASTER_ADDR") or address or _only_host(launcher, size, local_size)
     return World(launcher, rank, size, local_rank, local_size, address, _int(env, "MASTER_PORT", 0) or port)
 
 
 def _int(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """A number; of SLURM's ``4(x2),3`` the first."""
     text = env.get(name)
     if not text and default is not None:
         return default
-    match = re.match(r"\s*(\d+)", text or "")
-    if match is None:
+    if not re.fullmatch(r"\s*\d+\s*", text or ""):
         raise ValueError(f"{name}={text!r} is not a number")
-    return int(match[1])
+    return int(text or "")
+
+
+def _tasks_here(env: Mapping[str, str], name: str) -> int:
+    """How many tasks SLURM started on this host, from ``4(x2),3``: 4 on two hosts, 3 on the third."""
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", env[name])
+    counts = [int(count) for count, times in runs for _ in range(int(times or 1))]
+    node = _int(env, "SLURM_NODEID", 0)
+    if node >= len(counts):
+        raise ValueError(f"{name}={env[name]!r} does not say how many tasks are on host {node}")
+    return counts[node]
 
 
 def _only_host(launcher: str, size: int, local_size: int) -> str:
@@ -132,8 +141,5 @@ def first_host(nodelist: str) -> str:
         >>> first_host("a1,b2")
         'a1'
     """
-    match = re.match(r"([^\[,]+)(?:\[([^\]]*)\]([^,]*))?", nodelist)
-    if match is None:
-        return nodelist
-    prefix, numbers, suffix = match[1], match[2], match[3] or ""
-    return prefix + (re.split(r"[,-]", numbers)[0] if numbers else "") + suffix
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)  # up to a comma outside brackets
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else nodelist)

@@ -36,16 +36,18 @@ def as_tensor(leaf: Any, path: str = "") -> torch.Tensor:
     if isinstance(leaf, torch.Tensor):
         return _dense(leaf, path)
     if isinstance(leaf, np.ndarray | np.generic):
-        return _from_numpy(np.asarray(leaf), path)
+        return _from_numpy(np.asanyarray(leaf), path)
     dtype = next(dtype for cls, dtype in _PYTHON_DTYPES.items() if isinstance(leaf, cls))
     try:
         return torch.tensor(leaf, dtype=dtype)
     except (OverflowError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{_at(path)} {leaf} does not fit {dtype}: use gather_object for such numbers") from error
+        raise ValueError(
+            f"{_at(path)} is an int that does not fit 64 bits; use gather_object for such numbers"
+        ) from error
 
 
 def _at(path: str) -> str:
-    return f"leaf {path}:" if path else "the value"
+    return f"leaf {path}" if path else "the value"
 
 
 def _dense(leaf: torch.Tensor, path: str) -> torch.Tensor:
@@ -59,16 +61,32 @@ def _dense(leaf: torch.Tensor, path: str) -> torch.Tensor:
 
 
 def _from_numpy(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{_at(path)} is a masked array, whose mask would be lost; send .data and .mask")
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
-    if not native.flags.writeable or any(stride < 0 for stride in native.strides):
+    if not native.flags.writeable or any(stride < 0 or stride % native.itemsize for stride in native.strides):
         native = native.copy()
     try:
-        return torch.from_numpy(native)
+        return torch.from_numpy(native.view(np.ndarray))
     except TypeError:
         raise TypeError(
             f"{_at(path)} is a NumPy array of {array.dtype}, which no tensor can hold; use gather_object or "
             "broadcast_object_list"
         ) from None
+
+
+def is_numeric(array: np.ndarray[Any, Any]) -> bool:
+    """Whether a tensor can hold the array.
+
+    Example:
+        >>> is_numeric(np.ones(1)), is_numeric(np.array(["text"]))
+        (True, False)
+    """
+    try:
+        _from_numpy(array[:0] if array.ndim else array, "")
+    except TypeError:
+        return False
+    return True
 
 
 def as_array(tensor: torch.Tensor, like: Any) -> Any:

@@ -46,9 +46,9 @@ def gather_object(object: Any, *, group: Group = None) -> list[Any]:
     encoded = _Encoded()
 
     def prepare() -> Call:
-        return Call("gather_object", {"is_list": is_list}, nbytes=encoded.fill(object))
+        return Call({"is_list": is_list}, nbytes=encoded.fill(object))
 
-    _, agreement = agree(comms, prepare)
+    _, agreement = agree(comms, "gather_object", prepare)
     outputs = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in agreement.nbytes]
     comms.control.all_gather_v(outputs, encoded.data, async_op=False)
     values = [codec.decode(output) for output in outputs]
@@ -89,9 +89,9 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0, *, grou
         _check_list("broadcast_object_list", "object_list", object_list)
         _check_source(comms, "from_process", from_process)
         nbytes = encoded.fill(object_list) if comms.rank == from_process and object_list else 0
-        return Call("broadcast_object_list", {"from_process": from_process, "length": len(object_list)}, nbytes=nbytes)
+        return Call({"from_process": from_process, "length": len(object_list)}, nbytes=nbytes)
 
-    _, agreement = agree(comms, prepare)
+    _, agreement = agree(comms, "broadcast_object_list", prepare)
     if comms.size > 1 and object_list:
         buffer = _received(comms, encoded, agreement, from_process)
         comms.control.broadcast(buffer, from_process, async_op=False)
@@ -148,9 +148,9 @@ def scatter_object_list(
                     f"got {len(scatter_object_input_list or ())}"
                 )
             parts.extend(codec.encode(value) for value in scatter_object_input_list or ())
-        return Call("scatter_object_list", {"src": src})
+        return Call({"src": src})
 
-    agree(comms, prepare)
+    agree(comms, "scatter_object_list", prepare)
     sizes = torch.tensor([part.numel() for part in parts] or [0] * comms.size)
     comms.control.broadcast(sizes, src, async_op=False)
     output = torch.empty(int(sizes[comms.rank]), dtype=torch.uint8)

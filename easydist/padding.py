@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from easydist import tree
@@ -29,7 +30,7 @@ def pad_across_processes(
     """Lengthen every leaf along ``dim`` to the longest rank's size.
 
     Law: along ``dim`` leaf p has the size ``max(size of leaf p on rank r for all r)``; the old values stand first (last
-        with
+    with
     ``pad_first``), the rest is ``pad_index``. The dtype stays. ``gather`` needs this only where dimensions other than
     its own differ.
 
@@ -66,9 +67,9 @@ def pad_across_processes(
         for path, leaf in zip(leaves.paths, leaves.tensors, strict=True):
             _check_fits(pad_index, leaf.dtype, path)
         arguments = {"dim": dim, "pad_index": pad_index, "pad_first": pad_first}
-        return Call("pad_across_processes", arguments, leaves, dims, advice=f"Only dim {dim} may differ between ranks.")
+        return Call(arguments, leaves, dims, advice=f"Only dim {dim} may differ between ranks.")
 
-    call, agreement = agree(comms, prepare)
+    call, agreement = agree(comms, "pad_across_processes", prepare)
     leaves, dims = call.leaves, call.free
     assert leaves is not None
     assert dims is not None
@@ -150,7 +151,7 @@ def unpad(tensor: Tree, like: Tree, dim: int = 0, pad_first: bool = False) -> Tr
 
     Cost: no exchange.
     """
-    values, spec = tree.flatten(tensor)
+    values, spec = tree.flatten(tensor, lambda value: isinstance(value, torch.Tensor | np.ndarray))
     sizes = [like] * len(values) if isinstance(like, int) else _sizes(like, dim, spec.paths)
     return spec.rebuild(
         [_cut(value, path, dim, size, pad_first) for value, path, size in zip(values, spec.paths, sizes, strict=True)]
@@ -158,10 +159,13 @@ def unpad(tensor: Tree, like: Tree, dim: int = 0, pad_first: bool = False) -> Tr
 
 
 def _sizes(like: Tree, dim: int, paths: list[str]) -> list[int]:
-    values, spec = tree.flatten(like, lambda value: isinstance(value, TensorInformation) or tree.is_leaf(value))
+    values, spec = tree.flatten(like, lambda value: isinstance(value, TensorInformation | torch.Tensor | np.ndarray))
     by_path = dict(zip(spec.paths, values, strict=True))
     if differing := by_path.keys() ^ set(paths):
         raise ValueError(f"unpad: the trees differ in {', '.join(sorted(path or 'the root' for path in differing))}")
+    short = [path for path in paths if not -len(by_path[path].shape) <= dim < len(by_path[path].shape)]
+    if short:
+        raise ValueError(f"unpad: {short[0] or 'the tensor'} of like has no dim {dim}")
     return [by_path[path].shape[dim] for path in paths]
 
 

@@ -129,14 +129,14 @@ def _kept(params: list[nn.Parameter], modifier_rank: int | None) -> Iterator[Non
 
 def _full(parameter: Any) -> torch.Tensor:
     """The full tensor, as a parameter with which the sharded one can trade places."""
-    full = parameter.detach().full_tensor().clone().as_subclass(_whole_type(type(parameter)))
+    full = parameter.detach().full_tensor().clone().as_subclass(_whole_type(cast(Any, type(parameter))))
     full._is_param = True  # what makes isinstance(…, nn.Parameter) true
     return cast(torch.Tensor, full.requires_grad_(parameter.requires_grad))
 
 
 @functools.cache
-def _whole_type(dtensor: type) -> type:
-    """A plain tensor laid out as a DTensor is in memory: ``swap_tensors`` asks for equal slots."""
+def _whole_type(dtensor: Any) -> Any:
+    """A plain tensor class, laid out as DTensor is in memory: ``swap_tensors`` asks for equal slots."""
     body = {"__slots__": dtensor.__dict__["__slots__"], "__torch_function__": torch._C._disabled_torch_function_impl}
     return type("WholeParameter", (torch.Tensor,), body)
 
@@ -151,7 +151,9 @@ def _write_shard(parameter: Any, full: torch.Tensor) -> None:
     """Each rank cuts its own shard out of the full tensor; nothing is sent."""
     from torch.distributed.tensor import distribute_tensor
 
-    shard = distribute_tensor(full.detach().as_subclass(torch.Tensor), parameter.device_mesh, parameter.placements, src_data_rank=None)
+    shard = distribute_tensor(
+        full.detach().as_subclass(torch.Tensor), parameter.device_mesh, parameter.placements, src_data_rank=None
+    )
     parameter.to_local().detach().copy_(shard.to_local())
 
 

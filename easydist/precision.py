@@ -36,8 +36,8 @@ class _ConvertOutputs:
     """A forward function whose outputs are converted; it refuses to be pickled, as the model around it cannot be."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
-        self._forward = forward
         functools.update_wrapper(self, forward)
+        self._forward = forward  # after: update_wrapper copies the __dict__ of a callable object
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return convert_to_fp32(self._forward(*args, **kwargs))

@@ -27,10 +27,10 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Example:
         >>> import torch, easydist
-        >>> easydist.set_seed(1)
-        ... first = torch.rand(1)
-        >>> easydist.set_seed(1)
-        ... bool(first == torch.rand(1))
+        >>> def draw(seed):
+        ...     easydist.set_seed(seed)
+        ...     return torch.rand(1)
+        >>> bool(draw(1) == draw(1))
         True
 
     Source: accelerate's ``set_seed``.
@@ -96,9 +96,9 @@ def synchronize_rng_states(
         if missing := [name for name in names if name not in known]:
             hint = "; pass generator= as well" if missing == ["generator"] else ""
             raise ValueError(f"synchronize_rng_states: no {', '.join(missing)} here; there is {', '.join(known)}{hint}")
-        return Call("synchronize_rng_states", {"rng_types": names})
+        return Call({"rng_types": names})
 
-    agree(communicators(group), prepare)
+    agree(communicators(group), "synchronize_rng_states", prepare)
     states = broadcast_object_list([known[name].read() for name in names], group=group)
     for name, state in zip(names, states, strict=True):
         known[name].write(state)

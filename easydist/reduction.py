@@ -29,7 +29,7 @@ def reduce(tensor: Tree, reduction: str = "mean", scale: float = 1.0, *, group: 
     """Combine the ranks' trees, leaf by leaf, in rank order; every rank gets the same bits.
 
     Law: ``reduce(x, "sum") == (x of rank 0 + x of rank 1) + …``, likewise ``"prod"``, ``"max"``, ``"min"`` (which pass
-        NaN on);
+    NaN on);
     ``"mean"`` is the sum over W; ``"none"`` is this rank's own ``x``. The result is multiplied by ``scale``.
 
     Dtypes follow ``torch.sum``: ``"sum"`` and ``"prod"`` of integers and bools are int64, so that nothing wraps; their
@@ -69,9 +69,9 @@ def reduce(tensor: Tree, reduction: str = "mean", scale: float = 1.0, *, group: 
         for path, leaf in zip(leaves.paths, leaves.tensors, strict=True):
             if leaf.is_complex() and reduction in ("max", "min"):
                 raise TypeError(f"reduce: {path or 'the tensor'} is complex, and complex numbers have no {reduction}")
-        return Call("reduce", {"reduction": reduction, "scale": scale}, leaves)
+        return Call({"reduction": reduction, "scale": scale}, leaves)
 
-    call, agreement = agree(comms, prepare)
+    call, agreement = agree(comms, "reduce", prepare)
     leaves, op = call.leaves, _OPS[reduction]
     assert leaves is not None
     sums: dict[int, torch.Tensor] = {}

@@ -40,14 +40,14 @@ def split(inputs: Tree, parts: int, part: int, apply_padding: bool = False) -> T
         raise ValueError(f"all values must have the same length to be split between processes, got {listed}")
     length = next(iter(lengths.values()), 0)
     start, stop = split_bounds(length, parts, part)
-    padding = -(-length // parts) - (stop - start) if apply_padding and length else 0
+    padding = -(-length // parts) - (stop - start) if apply_padding else None
     return _map(lambda value: _cut(value, start, stop, padding), inputs)
 
 
 def _lengths(value: Tree, path: str) -> Iterator[tuple[str, int]]:
     if (items := _items(value)) is not None:
         for key, item in items:
-            yield from _lengths(item, f"{path}[{key!r}]")
+            yield from _lengths(item, f"{path}.{key}" if tree.is_namedtuple(value) else f"{path}[{key!r}]")
     elif _is_cuttable(value):
         yield path, len(value)
 
@@ -67,21 +67,24 @@ def _items(value: Any) -> Any:
 def _is_cuttable(value: Any) -> bool:
     if isinstance(value, torch.Tensor | np.ndarray):
         return value.ndim > 0
-    return isinstance(value, list | tuple | range) or (hasattr(value, "select") and hasattr(value, "__len__"))
+    return isinstance(value, list | tuple | range) or _is_dataset(value)
 
 
-def _cut(value: Any, start: int, stop: int, padding: int) -> Any:
-    if hasattr(value, "select") and not isinstance(value, torch.Tensor):
-        return value.select([*range(start, stop), *[len(value) - 1] * padding])
+def _is_dataset(value: Any) -> bool:
+    """A ``datasets.Dataset``, whose ``select`` takes row numbers."""
+    return hasattr(value, "select") and hasattr(value, "column_names")
+
+
+def _cut(value: Any, start: int, stop: int, padding: int | None) -> Any:
+    """Elements from ``start`` to ``stop``, then the last one ``padding`` times; None is a plain slice."""
+    if _is_dataset(value):
+        return value.select([*range(start, stop), *[len(value) - 1] * (padding or 0)])
     share, last = value[start:stop], value[-1:]
-    if not padding:
+    if padding is None:
         return share
     if isinstance(value, torch.Tensor):
         return torch.cat([share, *[last] * padding])
     if isinstance(value, np.ndarray):
         return np.concatenate([share, *[last] * padding])
-    return (
-        type(value)([*share, *list(last) * padding])
-        if isinstance(value, list | tuple)
-        else [*share, *list(last) * padding]
-    )
+    padded = [*share, *list(last) * padding]
+    return tuple(padded) if isinstance(value, tuple) else padded

@@ -33,8 +33,16 @@ class DistributedType(str, enum.Enum):
     MULTI_GPU = "MULTI_GPU"
     MULTI_NPU = "MULTI_NPU"
     MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
     MULTI_XPU = "MULTI_XPU"
     MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+    # never the kind of a ProcessState; for scripts that ask
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    XLA = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
 
 
 class ProcessState:
@@ -71,7 +79,7 @@ class ProcessState:
         if not self._shared:
             self._forget()
         self._set("backend", backend)
-        self._set("timeout", timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout)
+        self._set("timeout", timeout)
         self._set("cpu", cpu or None)
         self._adopt()
 
@@ -142,10 +150,12 @@ class ProcessState:
         return self._group
 
     def _create(self, world: World) -> None:
-        options = {"timeout": self._options["timeout"]} if "timeout" in self._options else {}
+        timeout = self._options.get("timeout")
+        if isinstance(timeout, int | float):
+            timeout = timedelta(seconds=timeout)
         method = "env://" if _has_rendezvous(world) else f"tcp://{world.address}:{world.port}"
         dist.init_process_group(
-            self._planned_backend(), init_method=method, rank=world.rank, world_size=world.size, **options
+            self._planned_backend(), init_method=method, rank=world.rank, world_size=world.size, timeout=timeout
         )
         self._group = dist.group.WORLD
         atexit.register(_take_down, self._group)
@@ -171,15 +181,20 @@ class ProcessState:
         if isinstance(group, TorchComm):
             return comms.of_comm(group)
         if group is dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
-            raise ValueError(f"rank {self.process_index} is not in this group: only its members may call")
+            raise ValueError(self._not_a_member())
         if hasattr(group, "get_group") and hasattr(group, "ndim"):
             if group.ndim != 1:
                 raise ValueError(f"a DeviceMesh of {group.ndim} dimensions is not one group: pass mesh[name]")
+            if group.get_coordinate() is None:
+                raise ValueError(self._not_a_member())
             return comms.of_group(group.get_group())
         raise TypeError(
             "group= takes None, a ProcessGroup, a one-dimensional DeviceMesh or a TorchComm, "
             f"got {type(group).__name__}"
         )
+
+    def _not_a_member(self) -> str:
+        return f"rank {self.process_index} is not in this group: only its members may call"
 
     @property
     def process_index(self) -> int:
@@ -316,8 +331,9 @@ class ProcessState:
     def split_between_processes(self, inputs: Tree, apply_padding: bool = False) -> Iterator[Tree]:
         """This process's share of ``inputs``, which stay as they are.
 
-        Lists, tuples, strings, tensors and arrays are cut along dim 0, dicts value by value (at every depth); the first
-        processes get one more where the length does not divide.
+        Lists, tuples, ranges, tensors, arrays and datasets are cut along dim 0, dicts and namedtuples value by value
+        (at every depth), anything else is the same everywhere; the first processes get one more where the length does
+        not divide.
 
         Args:
             inputs: What to share out; the same on every process.

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from easydist import tree
+from easydist.leaves import as_tensor, is_numeric
 from easydist.tree import is_namedtuple
 from easydist.typing import Device, Tree
 
@@ -70,6 +71,11 @@ def is_tensor_information(tensor_info: object) -> bool:
 
 def _is_array_leaf(value: object) -> bool:
     return isinstance(value, torch.Tensor | np.ndarray)
+
+
+def _is_numeric_leaf(value: object) -> bool:
+    """Whether this is a tensor, or an array that a tensor can hold (arrays of strings and objects stay as they are)."""
+    return isinstance(value, torch.Tensor) or (isinstance(value, np.ndarray) and is_numeric(value))
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
@@ -142,13 +148,13 @@ def send_to_device(
 
     def move(value: Any) -> Any:
         if isinstance(value, np.ndarray):
-            return torch.as_tensor(value, device=device) if value.dtype.kind in "biufc" else value
+            return as_tensor(value).to(device, non_blocking=non_blocking)
         try:
             return value.to(device, non_blocking=non_blocking)
         except TypeError:  # a .to() of its own, without non_blocking
             return value.to(device)
 
-    return tree.map(move, tensor, lambda value: _is_array_leaf(value) or _moves_itself(value, bool(skip)), skip)
+    return tree.map(move, tensor, lambda value: _is_numeric_leaf(value) or _moves_itself(value, bool(skip)), skip)
 
 
 def _moves_itself(value: Any, skipping: bool) -> bool:
@@ -171,11 +177,10 @@ def get_data_structure(data: Tree) -> Tree:
 
     def describe(value: Any) -> TensorInformation:
         if isinstance(value, np.ndarray):
-            dtype = torch.from_numpy(np.empty(0, value.dtype)).dtype
-            return TensorInformation(torch.Size(value.shape), dtype, is_array=True)
+            return TensorInformation(torch.Size(value.shape), as_tensor(value).dtype, is_array=True)
         return TensorInformation(value.shape, value.dtype, value.device.type)
 
-    return tree.map(lambda value: known.setdefault(id(value), describe(value)), data, _is_array_leaf)
+    return tree.map(lambda value: known.setdefault(id(value), describe(value)), data, _is_numeric_leaf)
 
 
 def initialize_tensors(data_structure: Tree, *, hollow: bool = False) -> Tree:
@@ -281,24 +286,35 @@ def concatenate(data: Sequence[Tree], dim: int = 0) -> Tree:
     columns = [dict(zip(item.paths, leaves, strict=True)) for leaves, item in flat]
     for index, column in enumerate(columns):
         if differing := column.keys() ^ columns[0].keys():
-            raise ValueError(f"concatenate: item {index} and item 0 differ in {', '.join(sorted(differing))}")
+            raise ValueError(f"concatenate: item {index} and item 0 differ in {_listed(differing)}")
     return spec.rebuild([_join([column[path] for column in columns], path, dim) for path in spec.paths])
+
+
+def _listed(paths: Iterable[str]) -> str:
+    return ", ".join(path or "the root" for path in sorted(paths))
 
 
 def _join(parts: list[Any], path: str, dim: int) -> Any:
     first = parts[0]
-    if all(isinstance(part, torch.Tensor) for part in parts):
-        return torch.cat(parts, dim=dim)
-    if all(isinstance(part, np.ndarray) for part in parts):
-        return np.concatenate(parts, axis=dim)
+    for cls, join in ((torch.Tensor, torch.cat), (np.ndarray, np.concatenate)):
+        if all(isinstance(part, cls) for part in parts):
+            return _fitting(join, parts, path, dim)
     if all(
-        part is first or (not _is_array_leaf(part) and not _is_array_leaf(first) and part == first) for part in parts
+        part is first or (type(part) is type(first) and not _is_array_leaf(part) and part == first) for part in parts
     ):
         return first
     kinds = ", ".join(sorted({type(part).__name__ for part in parts}))
     raise TypeError(
         f"concatenate: {path or 'the items'}: can only concatenate tensors and arrays, got {kinds} that differ"
     )
+
+
+def _fitting(join: Callable[..., Any], parts: list[Any], path: str, dim: int) -> Any:
+    try:
+        return join(parts, dim)
+    except (RuntimeError, IndexError, ValueError) as error:
+        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+        raise ValueError(f"concatenate: {path or 'the items'}: shapes {shapes} do not fit along dim {dim}") from error
 
 
 def pad_input_tensors(tensor: Tree, batch_size: int, num_processes: int, dim: int = 0) -> Tree:

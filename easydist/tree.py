@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
-from collections import OrderedDict, UserDict, defaultdict
+from collections import Counter, OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
@@ -113,7 +113,7 @@ _DICT = _Kind(lambda d: (_keyed(d), list(d.values()), list(d)), lambda keys, c: 
 _LIST = _Kind(lambda d: (_indexed(d), d, None), lambda _, children: children)
 _TUPLE = _Kind(lambda d: (_indexed(d), d, None), lambda _, children: tuple(children))
 _SIZE = _Kind(lambda d: (_indexed(d), d, None), _close_size)
-_NAMEDTUPLE = _Kind(lambda d: ([f".{f}" for f in d._fields], d, type(d)), lambda cls, children: cls(*children))
+_NAMEDTUPLE = _Kind(lambda d: ([f".{f}" for f in d._fields], d, type(d)), lambda cls, children: cls._make(children))
 _TUPLE_SUBCLASS = _Kind(lambda d: (_indexed(d), d, type(d)), lambda cls, children: cls(children))
 _LIST_SUBCLASS = _Kind(lambda d: (_indexed(d), d, d), _close_list)
 _MAPPING = _Kind(lambda d: (_keyed(d), [d[key] for key in d], d), _close_mapping)
@@ -257,19 +257,31 @@ def flatten(
         root = walk(data, "")
     except RecursionError:
         raise ValueError(_too_deep(data)) from None
-    return values, Spec(paths, root)
+    return values, Spec(_unique(paths), root)
+
+
+def _unique(paths: list[str]) -> list[str]:
+    """The paths, told apart where keys have one and the same repr."""
+    if len(set(paths)) == len(paths):
+        return paths
+    seen: Counter[str] = Counter()
+    result = []
+    for path in paths:
+        seen[path] += 1
+        result.append(path if seen[path] == 1 else f"{path}#{seen[path]}")
+    return result
 
 
 def _too_deep(data: Tree) -> str:
     """Why ``data`` cannot be walked: it holds itself, or it is nested too deeply."""
-    stack: list[tuple[Any, str, dict[int, str]]] = [(data, "", {})]
+    stack: list[tuple[Any, str, dict[int, tuple[str, Any]]]] = [(data, "", {})]
     while stack:
         node, path, above = stack.pop()
         if id(node) in above:
-            return f"the tree has a cycle: {path or 'the root'} is {above[id(node)] or 'the root'} again"
+            return f"the tree has a cycle: {path or 'the root'} is {above[id(node)][0] or 'the root'} again"
         if not is_leaf(node) and (kind := _kind_of(node)) is not None and len(above) < 2000:
             names, children, _ = kind.open(node)
-            inside = {**above, id(node): path}
+            inside = {**above, id(node): (path, node)}  # holds the node, so that its id stays its own
             stack += [(child, path + name, inside) for name, child in zip(names, children, strict=True)]
     return "the tree is nested deeper than Python's recursion limit"
 

@@ -2,7 +2,7 @@
 
 python examples/evaluate.py
 torchrun --standalone --nproc-per-node 2 examples/evaluate.py
-accelerate launch --config_file examples/accelerate_cpu.yaml examples/evaluate.py   # needs mpirun, see docs/launching.md
+accelerate launch --config_file examples/accelerate_cpu.yaml examples/evaluate.py  # needs mpirun: docs/launching.md
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def train(images: torch.Tensor, labels: torch.Tensor, epochs: int = 12) -> nn.Mo
 
 @torch.no_grad()
 def predict(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, numbers: list[int]) -> dict[str, object]:
-    """What an evaluation loop collects: tensors, strings, a namedtuple. One image at a time, so that the sums are too."""
+    """What an evaluation loop collects, one image at a time, so that no sum depends on the size of a batch."""
     logits = torch.cat([model(image[None]) for image in images]) if len(images) else images.new_zeros(0, 10)
     top, second = logits.softmax(-1).topk(2).values.unbind(-1)
     return {
@@ -60,12 +60,13 @@ def predict(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, number
 
 
 def summarize(outputs: dict[str, object]) -> str:
-    """Accuracy, a line per class, and the image of which the classifier was surest although it was wrong."""
+    """Accuracy, a line per class, and the mistake of which the classifier was surest."""
     predictions, labels = outputs["logits"].argmax(-1), outputs["labels"]
     right = predictions == labels
     confidence, ids = outputs["confidence"], outputs["ids"]
     worst = max((i for i in range(len(ids)) if not right[i]), key=lambda i: confidence.margin[i].item())
-    lines = [f"accuracy {right.double().mean().item():.17g} of {len(labels)} images", "class  images  recall  precision"]
+    accuracy = right.double().mean().item()
+    lines = [f"accuracy {accuracy:.17g} of {len(labels)} images", "class  images  recall  precision"]
     for digit in range(10):
         is_digit, said = labels == digit, predictions == digit
         recall, precision = right[is_digit].double().mean().item(), right[said].double().mean().item()

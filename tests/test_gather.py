@@ -7,8 +7,7 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from transformers import BatchEncoding
 from transformers.modeling_outputs import SequenceClassifierOutput
 
@@ -249,7 +248,7 @@ def build(plan, rank, rows):
     return sample(rank, int(np.prod(shape)), dtype).view(shape)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(plan=trees, rows=st.lists(st.integers(0, 3), min_size=3, max_size=3))
 @distributed(world_size=3)
 def test_law_holds_for_any_tree(rank, world_size, plan, rows):

@@ -100,7 +100,7 @@ def test_scatter_refuses_wrong_lists_on_all_ranks(rank):
     with pytest.raises(RemoteError, match="needs one object per rank, 2, got 1"):
         easydist.scatter_object_list([None], ["one"] if rank == 0 else None)
     with pytest.raises(
-        RemoteError, match="rank 1: ValueError: .*scatter_object_output_list needs at least one element"
+        RemoteError, match=r"rank 1: ValueError: .*scatter_object_output_list needs at least one element"
     ):
         easydist.scatter_object_list([None] if rank == 0 else [], ["a", "b"] if rank == 0 else None)
     output = [None]

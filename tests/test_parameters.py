@@ -85,13 +85,15 @@ def test_training_goes_on_before_and_after(rank, world_size):
 def test_an_exception_in_the_body_reaches_all_and_changes_nothing(rank, world_size):
     net = sharded(world_size)
     before = full(net)
-    with (
-        pytest.raises(KeyError if rank else RemoteError, match="broken"),
-        easydist.GatheredParameters(net, modifier_rank=1),
-    ):
-        net[0].weight.data.zero_()
-        if rank == 1:
-            raise KeyError("broken")
+
+    def change():
+        with easydist.GatheredParameters(net, modifier_rank=1):
+            net[0].weight.data.zero_()
+            if rank == 1:
+                raise KeyError("broken")
+
+    with pytest.raises(KeyError if rank else RemoteError, match="broken"):
+        change()
     assert all(torch.equal(one, other) for one, other in zip(before, full(net), strict=True))
 
 

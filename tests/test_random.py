@@ -64,6 +64,6 @@ def test_an_unknown_generator_is_an_error_for_all_and_changes_nothing(rank):
     easydist.set_seed(rank)
     with pytest.raises(ValueError, match="no xla here; there is torch, numpy, python"):
         easydist.synchronize_rng_states(["torch", "xla"])
-    with pytest.raises(RemoteError, match="rank 1: ValueError: .*no generator here.*pass generator= as well"):
+    with pytest.raises(RemoteError, match=r"rank 1: ValueError: .*no generator here.*pass generator= as well"):
         easydist.synchronize_rng_states(["generator"], torch.Generator() if rank == 0 else None)
     assert len(set(easydist.gather_object(draw()))) == 2

@@ -48,7 +48,7 @@ def of_group(group: dist.ProcessGroup) -> Communicators:
     found = _CACHE.get(group)
     if found is None:
         name = group.group_name
-        found = _CACHE[group] = Communicators(TorchComm(over(group) or _gloo_beside(group), name), group)
+        found = _CACHE[group] = Communicators(TorchComm(over(group) or gloo_beside(group), name), group)
     return found
 
 
@@ -63,7 +63,7 @@ def of_comm(comm: TorchComm) -> Communicators:
     return Communicators(comm)
 
 
-def _gloo_beside(group: dist.ProcessGroup) -> Gloo:
+def gloo_beside(group: dist.ProcessGroup) -> Gloo:
     """A gloo group with the members of ``group``, which has none of its own."""
     store = PrefixStore("easydist/control", group.get_group_store())
     gloo: Any = ProcessGroupGloo(store, group.rank(), group.size(), dist.distributed_c10d.default_pg_timeout)

@@ -18,9 +18,9 @@ import warnings
 from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from easydist.testing.worker import Failure, Reference, Task, work
+from easydist.testing.worker import Failure, Reference, Skip, Task, work
 
 if sys.version_info < (3, 11):
     from exceptiongroup import ExceptionGroup
@@ -190,12 +190,18 @@ def _filters() -> list[tuple[Any, ...]]:
 
 def _raise(failures: list[tuple[int, Failure]], world_size: int) -> None:
     for rank, failure in failures:
-        if failure.skipped:
-            raise failure.error
+        if isinstance(failure.error, Skip):
+            _skip(str(failure.error))
         note = f"on rank {rank} of {world_size}:\n{failure.traceback}"
         notes = [*getattr(failure.error, "__notes__", []), note]
         failure.error.__notes__ = notes  # type: ignore[attr-defined]  # add_note is new in Python 3.11
     raise ExceptionGroup(f"{len(failures)} of {world_size} ranks failed", [failure.error for _, failure in failures])
+
+
+def _skip(reason: str) -> NoReturn:
+    import pytest
+
+    pytest.skip(reason)
 
 
 _default: Pool | None = None

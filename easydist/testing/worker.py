@@ -23,6 +23,8 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from easydist.state import ProcessState
 
+_TIMEOUT = timedelta(seconds=60)
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -38,7 +40,7 @@ class Reference:
         Raises:
             ValueError: The function is not to be found by its name.
         """
-        name = getattr(fn, "__qualname__", fn.__name__)
+        name = getattr(fn, "__qualname__", "<nameless>")
         if "<" in name:
             raise ValueError(f"{name} cannot be imported by other processes: define it at the top of its module")
         return cls(fn.__module__, name)
@@ -72,7 +74,6 @@ class Failure:
     error: Exception
     traceback: str
     fatal: bool = False
-    skipped: bool = False
 
 
 def work(pipe: Connection, stacks: str) -> None:
@@ -80,21 +81,34 @@ def work(pipe: Connection, stacks: str) -> None:
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        os.environ["TORCH_DIST_INIT_BARRIER"] = (
+            "1"  # a rank that has nothing to say must not leave while others connect
+        )
         torch.set_num_threads(1)
         while (task := pipe.recv()) is not None:
+            sys.path[:] = task.path
             pipe.send(_outcome(task))
+            if dist.is_initialized():  # after the report: the others fail when the group ends
+                dist.destroy_process_group()
+            ProcessState._reset_state()
 
 
 def _outcome(task: Task) -> Any:
-    sys.path[:] = task.path
+    dist.distributed_c10d._world.group_count = 0  # groups are named by it; a failed one would leave a gap
+    try:
+        store = FileStore(task.store, task.world_size)
+        dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world_size, timeout=_TIMEOUT)
+    except Exception as error:  # this process counts its groups; after a failed one it counts otherwise than its peers
+        return Failure(_portable(error), _trace(error), fatal=True)
     try:
         with warnings.catch_warnings():
             _apply(task.filters)
-            value = _run(task)
+            args, kwargs = _arguments(fn := task.fn.load(), task)
+            value = fn(*args, **kwargs)
         pickle.dumps(value)
         return value
     except BaseException as error:
-        return Failure(_portable(error), _trace(error), skipped=type(error).__name__ == "Skipped")
+        return Failure(_portable(error), _trace(error))
 
 
 def _apply(filters: list[tuple[Any, ...]]) -> None:
@@ -103,31 +117,28 @@ def _apply(filters: list[tuple[Any, ...]]) -> None:
         warnings.filterwarnings(action, message, category, module, lineno)
 
 
-def _run(task: Task) -> Any:
-    fn = task.fn.load()
+def _arguments(fn: Callable[..., Any], task: Task) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The task's arguments, with the rank and the world size where ``fn`` has parameters of these names."""
     given = {"rank": task.rank, "world_size": task.world_size}
-    wanted = _parameters(fn)
-    store = FileStore(task.store, task.world_size)
-    dist.init_process_group(
-        "gloo", store=store, rank=task.rank, world_size=task.world_size, timeout=timedelta(seconds=60)
-    )
     try:
-        return fn(*task.args, **task.kwargs, **{name: given[name] for name in given if name in wanted})
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        ProcessState._reset_state()
+        names = list(inspect.signature(fn).parameters)
+    except ValueError:  # some built-in functions have no signature
+        names = []
+    wanted = {name: value for name, value in given.items() if name in names}
+    if not wanted:
+        return task.args, task.kwargs
+    others = [name for name in names if name not in wanted]
+    return (), {**dict(zip(others, task.args, strict=False)), **task.kwargs, **wanted}
 
 
-def _parameters(fn: Callable[..., Any]) -> set[str]:
-    try:
-        return set(inspect.signature(fn).parameters)
-    except ValueError:  # some built-in functions have none
-        return set()
+class Skip(Exception):
+    """Stands for pytest's Skipped, which cannot be pickled."""
 
 
 def _portable(error: BaseException) -> Exception:
     """The error itself where it can travel, else its text."""
+    if type(error).__name__ == "Skipped":
+        return Skip(getattr(error, "msg", ""))
     try:
         copy = pickle.loads(pickle.dumps(error))
     except Exception:

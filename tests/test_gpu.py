@@ -1,0 +1,51 @@
+"""What needs an accelerator."""
+
+import pytest
+import torch
+
+import easydist
+from easydist.testing import distributed
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; there is none here"),
+]
+
+
+@distributed(world_size=2)
+def test_gloo_moves_cuda_tensors_through_the_host(rank):
+    x = {"gpu": torch.full((3,), rank, device="cuda"), "cpu": torch.tensor([rank])}
+    got = easydist.gather(x)
+    assert got["gpu"].is_cuda
+    assert got["gpu"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert got["cpu"].tolist() == [0, 1]
+    assert easydist.reduce(x, "sum")["gpu"].tolist() == [1, 1, 1]
+    assert easydist.broadcast(x, 1)["gpu"].tolist() == [1, 1, 1]
+    assert easydist.scatter(x if rank == 0 else None)["gpu"].is_cuda
+
+
+def on_nccl(rank, world_size):
+    """Every verb over an NCCL group that has no CPU backend: headers travel on a gloo group beside it."""
+    torch.distributed.destroy_process_group()
+    torch.cuda.set_device(rank)
+    store = torch.distributed.TCPStore("127.0.0.1", 29611, world_size, rank == 0)
+    torch.distributed.init_process_group("nccl", store=store, rank=rank, world_size=world_size)
+    x = {
+        "a": torch.full((2 + rank, 3), float(rank), device="cuda"),
+        "b": torch.tensor([rank], device="cuda", dtype=torch.int16),
+    }
+    got = easydist.gather(x)
+    assert got["a"].shape == (sum(2 + r for r in range(world_size)), 3)
+    assert got["b"].tolist() == list(range(world_size))
+    total = world_size * (world_size - 1) // 2
+    assert easydist.reduce(x["b"], "sum").tolist() == [total]
+    assert easydist.reduce(x["b"], "max").tolist() == [world_size - 1]
+    assert easydist.broadcast(x["b"], world_size - 1).tolist() == [world_size - 1]
+    assert easydist.all_to_all(torch.arange(world_size, device="cuda")).tolist() == [rank] * world_size
+    assert easydist.gather_object(rank) == list(range(world_size))
+    assert easydist.gather(torch.tensor([rank])).tolist() == list(range(world_size))
+    easydist.wait_for_everyone()
+
+
+def test_verbs_over_nccl(ranks):
+    ranks.run(on_nccl, torch.cuda.device_count())

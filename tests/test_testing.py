@@ -1,0 +1,379 @@
+"""The pool, the decorator and the battery: they tell the truth about what is broken, and go on working."""
+
+import os
+import signal
+import sys
+import threading
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings, strategies as st
+
+import easydist
+from easydist.comms import Gloo, ReduceOp, TorchComm, TorchWork
+from easydist.testing import Died, Pool, Stuck, check_comm, default_pool, distributed
+
+if sys.version_info < (3, 11):
+    from exceptiongroup import ExceptionGroup
+
+
+class Odd(Exception):
+    """Does not travel."""
+
+    def __init__(self, text):
+        super().__init__(text)
+        self.text = lambda: text
+
+
+def failures(world_size, fn, *args, **kwargs):
+    """What the ranks raised, in order."""
+    with pytest.raises(ExceptionGroup) as caught:
+        default_pool().run(fn, world_size, *args, **kwargs)
+    errors = caught.value.exceptions
+    assert caught.value.message == f"{len(errors)} of {world_size} ranks failed"
+    return errors
+
+
+def rank_and_size(rank, world_size):
+    return rank, world_size, dist.get_rank(), dist.get_world_size()
+
+
+def fail_on(where, error, rank):
+    if rank in where:
+        raise error
+    return rank
+
+
+def fail_while_others_wait(rank):
+    if rank == 1:
+        raise ValueError("the cause")
+    easydist.wait_for_everyone()
+
+
+def block_each_other(end, rank):
+    """Ranks 0 and 2 wait for each other, and do not notice how rank 1 ends."""
+    if rank == 1:
+        end()
+    dist.recv(torch.zeros(1), src=2 - rank)
+
+
+def raise_value_error():
+    raise ValueError("boom")
+
+
+def block():
+    threading.Event().wait()
+
+
+def exit_without_a_word():
+    os._exit(3)
+
+
+def kill_itself():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_with_a_bare_assertion(rank):
+    answer = 40 + rank
+    assert answer < 41
+
+
+def return_a_lambda():
+    return lambda: 0
+
+
+def skip_on(where, rank):
+    if rank == where:
+        pytest.skip("no such thing here")
+
+
+def warn():
+    warnings.warn("be careful", UserWarning, stacklevel=1)
+
+
+def break_the_group(rank):
+    """Leave rank 0 without a group, as a failed ``init_process_group`` does."""
+    if rank == 0:
+        dist.destroy_process_group()
+        with pytest.raises(RuntimeError):
+            dist.init_process_group(
+                "gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=timedelta(seconds=0.1)
+            )
+
+
+def do_nothing():
+    pass
+
+
+def works(world_size=3):
+    return default_pool().run(rank_and_size, world_size) == [(r, world_size, r, world_size) for r in range(world_size)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_run_returns_what_each_rank_returned(ranks, world_size):
+    assert ranks is default_pool()
+    assert works(world_size)
+
+
+def test_workers_stay():
+    assert default_pool().run(os.getpid, 3) == default_pool().run(os.getpid, 3)
+
+
+@pytest.mark.slow
+def test_two_pools_share_nothing():
+    with Pool() as pool:
+        assert not set(pool.run(os.getpid, 2)) & set(default_pool().run(os.getpid, 2))
+
+
+def test_a_failure_carries_its_rank_and_traceback():
+    (error,) = failures(3, fail_on, [1], ValueError("boom"))
+    assert isinstance(error, ValueError)
+    assert str(error) == "boom"
+    assert error.__notes__[-1].startswith("on rank 1 of 3:\nTraceback")
+    assert "in fail_on\n    raise error" in error.__notes__[-1]
+    assert works()
+
+
+def test_all_failures_are_raised_together():
+    errors = failures(4, fail_on, [0, 2, 3], KeyError("k"))
+    assert sorted(error.__notes__[-1][:12] for error in errors) == ["on rank 0 of", "on rank 2 of", "on rank 3 of"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_cause_comes_before_what_follows_from_it(world_size):
+    for _ in range(10):
+        assert str(failures(world_size, fail_while_others_wait)[0]) == "the cause"
+    assert works()
+
+
+@pytest.mark.slow
+def test_ranks_that_never_talk_do_not_disturb_each_other():
+    for _ in range(100):
+        default_pool().run(do_nothing, 4)
+
+
+@pytest.mark.slow
+def test_a_group_that_was_not_made_leaves_no_trace():
+    default_pool().run(break_the_group, 2)
+    assert default_pool().run(rank_and_size, 2, timeout=5) == [(0, 2, 0, 2), (1, 2, 1, 2)]
+
+
+def test_a_bare_assertion_shows_the_values_in_it():
+    (error,) = failures(2, fail_with_a_bare_assertion)
+    assert "answer = 41" in error.__notes__[-1]
+
+
+@pytest.mark.slow
+def test_stuck_ranks_are_shown_with_their_stacks():
+    first, *others = failures(3, block_each_other, raise_value_error)
+    assert str(first) == "boom"
+    assert [type(error) for error in others] == [Stuck, Stuck]
+    assert sorted(map(str, others)) == ["rank 0 did not end", "rank 2 did not end"]
+    assert all("in block_each_other" in error.__notes__[-1] for error in others)
+    assert works()
+
+
+@pytest.mark.slow
+def test_ranks_get_the_time_that_the_caller_says():
+    errors = failures(3, block_each_other, block, timeout=0.5)
+    assert [type(error) for error in errors] == [Stuck, Stuck, Stuck]
+    assert works()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("end", "code"), [(exit_without_a_word, 3), (kill_itself, -signal.SIGKILL)])
+def test_a_rank_that_dies_is_named(end, code):
+    first, *others = failures(3, block_each_other, end)
+    assert isinstance(first, Died)
+    assert str(first) == f"the process ended with exit code {code}"
+    assert first.__notes__[-1].startswith("on rank 1 of 3:")
+    assert [type(error) for error in others] == [Stuck, Stuck]
+    assert works()
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_among_ranks_that_end_is_the_only_failure():
+    (error,) = failures(1, exit_without_a_word)
+    assert isinstance(error, Died)
+    assert works()
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_skip_on_a_rank_is_a_skip(where):
+    with pytest.raises(pytest.skip.Exception, match="no such thing here"):
+        default_pool().run(skip_on, 2, where)
+    assert works()
+
+
+def test_warning_filters_travel():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        default_pool().run(warn, 2)
+        warnings.filterwarnings("error", message="be care", category=UserWarning)
+        assert [type(error) for error in failures(2, warn)] == [UserWarning, UserWarning]
+
+
+def test_what_does_not_travel_comes_as_text():
+    (error,) = failures(2, raise_odd)
+    assert isinstance(error, RuntimeError)
+    assert str(error) == "Odd: strange"
+    assert len(failures(2, return_a_lambda)) == 2
+    assert len(failures(2, raise_system_exit)) == 2
+    assert works()
+
+
+def raise_odd(rank):
+    if rank == 0:
+        raise Odd("strange")
+
+
+def raise_system_exit():
+    raise SystemExit(2)
+
+
+def test_a_local_function_is_refused():
+    def local():
+        pass
+
+    text = "local cannot be imported by other processes: define it at the top of its module"
+    with pytest.raises(ValueError, match=text):
+        default_pool().run(local, 2)
+    with pytest.raises(ValueError, match="cannot be imported by other processes"):
+        default_pool().run(lambda: None, 2)
+    assert works()
+
+
+def test_arguments_that_do_not_travel_leave_the_pool_working():
+    with pytest.raises(Exception, match="pickle"):
+        default_pool().run(fail_on, 2, [], lambda: None)
+    assert works()
+
+
+@distributed(world_size=(1, 2))
+def test_the_body_runs_on_every_rank(rank, world_size):
+    assert easydist.gather_object([rank]) == list(range(world_size))
+
+
+@pytest.mark.parametrize("factor", [2, 3])
+@distributed(world_size=(2, 3))
+def test_fixtures_and_parameters_reach_every_rank(rank, world_size, factor, tmp_path):
+    (tmp_path / str(rank)).write_text(str(factor * rank))
+    easydist.wait_for_everyone()
+    assert [(tmp_path / str(r)).read_text() for r in range(world_size)] == [str(factor * r) for r in range(world_size)]
+
+
+@settings(max_examples=10, deadline=None)
+@given(value=st.lists(st.integers()))
+@distributed(world_size=2)
+def test_all_ranks_see_the_same_example(value):
+    assert easydist.gather_object((value,)) == [(value,)] * 2
+
+
+@pytest.mark.slow
+def test_a_property_that_does_not_hold_is_shrunk():
+    with pytest.raises(ExceptionGroup) as caught:
+        small_numbers_only()
+    assert "number=10" in "\n".join(caught.value.__notes__)
+
+
+@settings(max_examples=50, deadline=None, database=None, derandomize=True)
+@given(number=st.integers(0, 1000))
+@distributed(world_size=2)
+def small_numbers_only(rank, number):
+    assert number < 10 or rank == 0
+
+
+class Swapped(Gloo):
+    """Gives the chunks in the opposite order."""
+
+    def all_gather_single(self, output, data):
+        return super().all_gather_single(output, data).followed_by(lambda: self._swap_chunks(output))
+
+    def _swap_chunks(self, output):
+        output.copy_(torch.cat(output.chunk(self.size)[::-1]) if output.numel() else output)
+        return ()
+
+
+class WrongRoot(Gloo):
+    """Broadcasts from the rank after the root."""
+
+    def broadcast(self, tensor, root):
+        return super().broadcast(tensor, (root + 1) % self.size)
+
+
+class Truncating(Gloo):
+    """Loses the last byte of what is scattered."""
+
+    def scatter(self, output, inputs, root):
+        super().scatter(output, inputs, root).wait()
+        output[-1:].zero_()
+        return TorchWork()
+
+
+class SumOnly(Gloo):
+    """Sums whatever it is asked for."""
+
+    def all_reduce(self, tensor, op):
+        return super().all_reduce(tensor, ReduceOp.SUM)
+
+
+class Lenient(TorchComm):
+    """Does not look whether a root exists."""
+
+    def _rank(self, what, rank):
+        return int(rank) % self.get_size()
+
+
+def over_gloo(backend, comm=TorchComm):
+    return comm(backend(dist.group.WORLD, torch.device("cpu"), "gloo"), backend.__name__)
+
+
+def right(rank, world_size):
+    return over_gloo(Gloo)
+
+
+def swapped(rank, world_size):
+    return over_gloo(Swapped)
+
+
+def wrong_root(rank, world_size):
+    return over_gloo(WrongRoot)
+
+
+def truncating(rank, world_size):
+    return over_gloo(Truncating)
+
+
+def sum_only(rank, world_size):
+    return over_gloo(SumOnly)
+
+
+def lenient(rank, world_size):
+    return over_gloo(Gloo, Lenient)
+
+
+@pytest.mark.slow
+def test_the_battery_passes_a_right_communicator():
+    check_comm(right, [2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "operation"),
+    [
+        (swapped, "all_gather_single"),
+        (wrong_root, "broadcast"),
+        (truncating, "scatter"),
+        (sum_only, "all_reduce"),
+        (lenient, "misuse 5 was not refused"),
+    ],
+)
+def test_the_battery_catches_a_broken_one(make, operation):
+    with pytest.raises(ExceptionGroup) as caught:
+        check_comm(make, [2])
+    assert any(isinstance(e, AssertionError) and str(e).startswith(operation) for e in caught.value.exceptions)
+    assert works()

@@ -1,0 +1,137 @@
+"""Laws of packing tensors into bytes."""
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from trees import DTYPES, assert_same, bits, tensors
+
+from easydist import wire
+
+PROPERTY = settings(max_examples=80, deadline=None)
+
+
+def by_sort_key(values):
+    return sorted(values, key=lambda t: wire.sort_key(t.dtype))
+
+
+def round_trip(values):
+    return wire.unpack(wire.pack(values), [t.dtype for t in values], [t.shape for t in values])
+
+
+sorted_lists = st.lists(tensors(), max_size=6).map(by_sort_key)
+
+
+@PROPERTY
+@given(sorted_lists)
+def test_unpack_is_the_inverse_of_pack_bit_for_bit(values):
+    assert_same(round_trip(values), [t.detach() for t in values])
+
+
+@PROPERTY
+@given(sorted_lists)
+def test_packed_bytes_are_the_tensors_bytes_one_after_the_other(values):
+    buffer = wire.pack(values)
+    assert (buffer.dtype, buffer.ndim) == (torch.uint8, 1)
+    assert bits(buffer) == b"".join(bits(t) for t in values)
+    assert buffer.numel() == wire.nbytes(values)
+
+
+@PROPERTY
+@given(sorted_lists)
+def test_every_tensor_lies_at_a_multiple_of_its_item_size(values):
+    for view in round_trip(values):
+        assert view.storage_offset() * view.element_size() % view.dtype.itemsize == 0
+        assert view.data_ptr() % view.dtype.itemsize == 0
+
+
+@PROPERTY
+@given(sorted_lists)
+def test_unpack_copies_nothing(values):
+    buffer = wire.pack(values).clone()
+    before = [t.clone() for t in wire.unpack(buffer, [t.dtype for t in values], [t.shape for t in values])]
+    views = wire.unpack(buffer, [t.dtype for t in values], [t.shape for t in values])
+    assert_same(views, before)
+    buffer.zero_()
+    assert not any(any(bits(view)) for view in views)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_every_dtype_round_trips(dtype, count):
+    values = [torch.tensor([0, 1, 1]).to(dtype) for _ in range(count)]
+    assert_same(round_trip(values), values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_nan_payloads_survive(dtype):
+    ones = torch.full((4 * dtype.itemsize,), 255, dtype=torch.uint8).view(dtype)
+    quiet = torch.arange(4 * dtype.itemsize, dtype=torch.uint8).bitwise_or(0x7F).view(dtype)
+    assert_same(round_trip([ones, quiet]), [ones, quiet])
+
+
+def test_no_tensors_make_an_empty_buffer():
+    assert wire.pack([]).tolist() == []
+    assert wire.unpack(torch.empty(0, dtype=torch.uint8), [], []) == []
+    assert wire.nbytes([]) == 0
+
+
+def test_empty_tensors_take_no_bytes_and_keep_their_shapes():
+    values = [torch.empty(2, 0, 3, dtype=torch.float64), torch.empty(0), torch.empty(0, 1, dtype=torch.bool)]
+    assert wire.pack(values).numel() == 0
+    assert_same(round_trip(values), values)
+
+
+def test_a_single_contiguous_tensor_is_not_copied():
+    value = torch.arange(6.0).view(2, 3)
+    assert wire.pack([value]).data_ptr() == value.data_ptr()
+
+
+def test_packing_several_tensors_copies_them():
+    values = [torch.ones(2), torch.ones(3)]
+    buffer = wire.pack(values)
+    values[0].zero_()
+    assert wire.unpack(buffer, [torch.float32] * 2, [(2,), (3,)])[0].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    "value",
+    [torch.arange(6).view(2, 3).t(), torch.arange(10)[1::3], torch.arange(3).expand(2, 3), torch.tensor(7)],
+    ids=["transposed", "strided", "expanded", "0-dim"],
+)
+def test_strides_do_not_change_the_order_of_elements(value, count):
+    values = [value] * count
+    assert [t.tolist() for t in round_trip(values)] == [value.tolist()] * count
+
+
+def test_sort_key_puts_larger_items_first_and_keeps_dtypes_together():
+    order = sorted(DTYPES, key=wire.sort_key)
+    sizes = [dtype.itemsize for dtype in order]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len({wire.sort_key(dtype) for dtype in DTYPES}) == len(DTYPES)
+
+
+@pytest.mark.parametrize("size", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_stride_of_none_or_one_element_means_nothing(dtype, size):
+    value = torch.zeros(2 * size, 3).to(dtype)[:, 0][::2]
+    assert_same(round_trip([value]), [value])
+    assert_same(round_trip([value, value]), [value, value])
+
+
+def test_as_bytes_is_a_view_of_any_dtype_and_shape():
+    assert wire.as_bytes(torch.tensor(True)).tolist() == [1]
+    assert wire.as_bytes(torch.tensor([[1.0]], dtype=torch.float32)).tolist() == [0, 0, 128, 63]
+    value = torch.zeros(2, 2)
+    wire.as_bytes(value).fill_(0)
+    wire.as_bytes(value)[3] = 64
+    assert value.tolist() == [[2, 0], [0, 0]]
+
+
+def test_a_longer_buffer_than_needed_is_fine():
+    buffer = torch.cat([wire.as_bytes(torch.tensor([1, 2])), torch.zeros(5, dtype=torch.uint8)])
+    assert wire.unpack(buffer, [torch.int64], [(2,)])[0].tolist() == [1, 2]
+
+
+def test_dtype_name_is_the_name_in_torch():
+    assert all(getattr(torch, wire.dtype_name(dtype)) is dtype for dtype in DTYPES)
