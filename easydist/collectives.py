@@ -5,15 +5,15 @@ Each one resolves the communicators, agrees with the other ranks, moves packed b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 
 from easydist import codec, wire
 from easydist.agree import Agreement, Call, agree
 from easydist.comms import Communicators, TorchComm
-from easydist.exchange import by_comm, dims_of, empty_like_packed, join, resized, sizes_along
+from easydist.exchange import buckets, by_comm, dims_of, every_shape, join, packed_like, resized
 from easydist.leaves import Leaves, as_array
 from easydist.plan import split_bounds
 from easydist.state import communicators
@@ -31,8 +31,8 @@ def gather(tensor: Tree, *, dst: int | None = None, dim: int = 0, group: Group =
     """Concatenate every rank's tree, leaf by leaf.
 
     Law: ``gather(x, dim=d) == torch.cat([x of rank 0, …, x of rank W-1], dim=d)`` for every leaf; a leaf without
-    dimensions
-    counts as one of shape ``(1,)``. Holds at W = 1 as well. The sizes along ``dim`` may differ between ranks.
+    dimensions counts as one of shape ``(1,)``. Holds at W = 1 as well. The sizes along ``dim`` may differ between
+    ranks.
 
     Example:
         >>> import torch, easydist
@@ -73,35 +73,49 @@ def gather(tensor: Tree, *, dst: int | None = None, dim: int = 0, group: Group =
     leaves, dims = call.leaves, call.free
     assert leaves is not None
     assert dims is not None
-    tensors, uniform = leaves.tensors, agreement.uniform
-    shapes = [[list(t.shape) for t in tensors]] * comms.size
-    if not uniform:
-        sizes = sizes_along(comms, tensors, dims)
-        shapes = [[resized(t.shape, d, n) for t, d, n in zip(tensors, dims, row, strict=True)] for row in sizes]
-    results: dict[int, torch.Tensor] = {}
-    for comm, indices in by_comm(comms, tensors, leaves.travelling(tied=uniform)):
-        dtypes = [tensors[i].dtype for i in indices]
+    shapes = every_shape(comms, call, agreement)
+    nbytes = [min(math.prod(row[i]) for row in shapes) * t.element_size() for i, t in enumerate(leaves.tensors)]
+    arrivals: list[_Arrival] = []
+    for comm, indices in buckets(comms, leaves.tensors, leaves.travelling(agreement.uniform), nbytes):
+        tensors = [leaves.tensors[i] for i in indices]
         theirs = [[row[i] for i in indices] for row in shapes]
-        buffers = _collect(comm, wire.pack([tensors[i] for i in indices], comm.get_device()), dtypes, theirs, dst)
-        if buffers is not None:
-            joined = join(buffers, dtypes, theirs, [dims[i] for i in indices])
-            results |= {i: result.to(tensors[i].device) for i, result in zip(indices, joined, strict=True)}
-    return None if dst not in (None, comms.rank) else leaves.rebuild(results, uniform, as_array)
+        arrivals.append((indices, _gather(comm, tensors, theirs, [dims[i] for i in indices], dst)))
+    results = {i: result for indices, finish in arrivals for i, result in zip(indices, finish(), strict=False)}
+    return None if dst not in (None, comms.rank) else leaves.rebuild(results, agreement.uniform, as_array)
 
 
-def _collect(
-    comm: TorchComm, packed: torch.Tensor, dtypes: Sequence[torch.dtype], shapes: Any, dst: int | None
-) -> list[torch.Tensor] | None:
-    """Every rank's packed bytes, or None on a rank that gets nothing."""
-    if dst not in (None, comm.get_rank()):
-        comm.gather([], packed, dst, async_op=False)
-        return None
-    buffers = [empty_like_packed(comm, dtypes, row) for row in shapes]
+_Arrival = tuple[list[int], Callable[[], list[torch.Tensor]]]
+"""Leaves on their way, and what waits for them."""
+
+
+def _gather(
+    comm: TorchComm, tensors: list[torch.Tensor], shapes: list[list[list[int]]], dims: list[int], dst: int | None
+) -> Callable[[], list[torch.Tensor]]:
+    """Begin to gather the leaves of one bucket; a single one, along dim 0, arrives in its place in the result."""
+    first, device = tensors[0], tensors[0].device
+    buffers: Sequence[torch.Tensor] = []
+    whole: torch.Tensor | None = None
+    if dst in (None, comm.get_rank()):
+        if len(tensors) == 1 and dims[0] == 0:
+            rows = [row[0][0] for row in shapes]
+            whole = first.new_empty([sum(rows), *first.shape[1:]], device=comm.get_device())
+            buffers = [wire.as_bytes(part) for part in whole.split(rows)]
+        else:
+            buffers = [packed_like(comm, [t.dtype for t in tensors], row) for row in shapes]
+    packed = wire.pack(tensors, comm.get_device())
     if dst is None:
-        comm.all_gather_v(buffers, packed, async_op=False)
+        work = comm.all_gather_v(buffers, packed, async_op=True)
     else:
-        comm.gather(buffers, packed, dst, async_op=False)
-    return buffers
+        work = comm.gather(buffers, packed, dst, async_op=True)
+
+    def finish() -> list[torch.Tensor]:
+        work.wait()
+        if not buffers:
+            return []
+        joined = [whole] if whole is not None else join(buffers, [t.dtype for t in tensors], shapes, dims)
+        return [result.to(device) for result in joined]
+
+    return finish
 
 
 def _check_rank(comms: Communicators, name: str, rank: int | None) -> None:
@@ -113,8 +127,7 @@ def broadcast(tensor: Tree, from_process: int = 0, *, group: Group = None) -> Tr
     """Give every rank the source's values.
 
     Law: ``broadcast(x, from_process=s) == x of rank s`` for every leaf. Tensors and arrays are written in place, so
-    that the
-    caller's own are filled; Python numbers and NumPy scalars are in the returned tree only.
+    that the caller's own are filled; Python numbers and NumPy scalars are in the returned tree only.
 
     Example:
         >>> import torch, easydist
@@ -190,12 +203,17 @@ def _broadcast(comms: Communicators, tensor: Tree, call: Call, agreement: Agreem
     assert leaves is not None
     tied = agreement.uniform
     landed: dict[int, torch.Tensor] = {}
-    for comm, indices in by_comm(comms, leaves.tensors, leaves.travelling(tied)):
+    works = []
+    for comm, indices in buckets(
+        comms, leaves.tensors, leaves.travelling(tied), list(map(wire.nbytes, leaves.tensors))
+    ):
         targets = [leaves.tensors[i] for i in indices]
         buffer = wire.pack(targets, comm.get_device()) if comms.rank == source else _landing(comm, targets)
-        comm.broadcast(buffer, source, async_op=False)
+        works.append(comm.broadcast(buffer, source, async_op=True))
         views = wire.unpack(buffer, [t.dtype for t in targets], [t.shape for t in targets])
         landed |= dict(zip(indices, views, strict=True))
+    for work in works:
+        work.wait()
     return tensor if comms.rank == source else leaves.write(landed, tied)
 
 
@@ -203,7 +221,7 @@ def _landing(comm: TorchComm, targets: Sequence[torch.Tensor]) -> torch.Tensor:
     """Where a broadcast arrives: the target itself where there is one, contiguous and in the right place."""
     if len(targets) == 1 and targets[0].is_contiguous() and targets[0].device.type == comm.get_device().type:
         return wire.as_bytes(targets[0])
-    return empty_like_packed(comm, [t.dtype for t in targets], [t.shape for t in targets])
+    return packed_like(comm, [t.dtype for t in targets], [t.shape for t in targets])
 
 
 def _send_structure(comms: Communicators, tree: Tree, source: int) -> Tree:
@@ -220,8 +238,7 @@ def scatter(tensor: Tree, from_process: int = 0, *, dim: int = 0, group: Group =
     """Cut the source's tree into one part per rank.
 
     Law: ``scatter(x, from_process=s, dim=d) == torch.tensor_split(x of rank s, W, dim=d)[rank]`` for every leaf, so
-    that
-    ``gather(scatter(x)) == x``. The first ranks get one more where W does not divide the size.
+    that ``gather(scatter(x)) == x``. The first ranks get one more where W does not divide the size.
 
     Example:
         >>> import torch, easydist
@@ -263,7 +280,7 @@ def scatter(tensor: Tree, from_process: int = 0, *, dim: int = 0, group: Group =
     for comm, indices in by_comm(comms, tensors, leaves.travelling(tied=True)):
         parts = [_parts(tensors[i], comms.size, dim) for i in indices]
         mine = [column[comms.rank] for column in parts]
-        buffer = empty_like_packed(comm, [t.dtype for t in mine], [t.shape for t in mine])
+        buffer = packed_like(comm, [t.dtype for t in mine], [t.shape for t in mine])
         packed = [wire.pack(list(row), comm.get_device()) for row in zip(*parts, strict=True)] if is_source else []
         comm.scatter(buffer, packed, from_process, async_op=False)
         views = wire.unpack(buffer, [t.dtype for t in mine], [t.shape for t in mine])
@@ -281,8 +298,7 @@ def all_to_all(tensor: Tree, *, dim: int = 0, group: Group = None) -> Tree:
     """Cut every rank's tree into one part per rank, and give part r of all of them to rank r.
 
     Law: ``all_to_all(x, dim=d) == torch.cat([torch.tensor_split(x of rank s, W, dim=d)[rank] for s in ranks], dim=d)``
-    for
-    every leaf. The sizes along ``dim`` may differ between ranks.
+    for every leaf. The sizes along ``dim`` may differ between ranks.
 
     Example:
         >>> import torch, easydist
@@ -315,14 +331,12 @@ def all_to_all(tensor: Tree, *, dim: int = 0, group: Group = None) -> Tree:
     assert leaves is not None
     assert dims is not None
     tensors, uniform = leaves.tensors, agreement.uniform
-    sizes = [[t.shape[d] for t, d in zip(tensors, dims, strict=True)]] * comms.size
-    if not uniform:
-        sizes = sizes_along(comms, tensors, dims)
+    every = every_shape(comms, call, agreement)
     results: dict[int, torch.Tensor] = {}
     for comm, indices in by_comm(comms, tensors, leaves.travelling(tied=uniform)):
         dtypes = [tensors[i].dtype for i in indices]
-        shapes = [[_share_shape(tensors[i].shape, dims[i], row[i], comms) for i in indices] for row in sizes]
-        outputs = [empty_like_packed(comm, dtypes, row) for row in shapes]
+        shapes = [[_share_shape(row[i], dims[i], comms) for i in indices] for row in every]
+        outputs = [packed_like(comm, dtypes, row) for row in shapes]
         parts = zip(*[_parts(tensors[i], comms.size, dims[i]) for i in indices], strict=True)
         comm.all_to_all(outputs, [wire.pack(row, comm.get_device()) for row in parts], async_op=False)
         joined = join(outputs, dtypes, shapes, [dims[i] for i in indices])
@@ -330,7 +344,7 @@ def all_to_all(tensor: Tree, *, dim: int = 0, group: Group = None) -> Tree:
     return leaves.rebuild(results, uniform, as_array)
 
 
-def _share_shape(shape: Sequence[int], dim: int, size: int, comms: Communicators) -> list[int]:
-    """The shape of this rank's part of a tensor that has ``size`` along ``dim``."""
-    start, stop = split_bounds(size, comms.size, comms.rank)
+def _share_shape(shape: Sequence[int], dim: int, comms: Communicators) -> list[int]:
+    """The shape of this rank's part of a tensor."""
+    start, stop = split_bounds(shape[dim], comms.size, comms.rank)
     return resized(shape, dim, stop - start)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from easydist import wire
+from easydist.agree import Agreement, Call
 from easydist.comms import Communicators, TorchComm
 from easydist.leaves import Leaves
+
+LARGE = 1 << 18
+"""Bytes from which a leaf travels alone: by then copying it into a packed buffer costs more than a message."""
 
 
 def dims_of(leaves: Leaves, dim: int, operation: str, scalars: bool = False) -> list[int]:
@@ -52,10 +57,19 @@ def resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
     return [*shape[:dim], size, *shape[dim + 1 :]]
 
 
+def every_shape(comms: Communicators, call: Call, agreement: Agreement) -> list[list[list[int]]]:
+    """``[r][i]``: the shape of rank r's leaf i; the sizes are asked for only where they are known to differ."""
+    if agreement.uniform:
+        return [[list(tensor.shape) for tensor in call.tensors]] * comms.size
+    dims = call.free or ()
+    sizes = sizes_along(comms, call.tensors, dims)
+    return [[resized(t.shape, d, n) for t, d, n in zip(call.tensors, dims, row, strict=True)] for row in sizes]
+
+
 def by_comm(
     comms: Communicators, tensors: Sequence[torch.Tensor], indices: Sequence[int]
 ) -> Iterator[tuple[TorchComm, list[int]]]:
-    """The leaves that travel together: those whose devices share a communicator."""
+    """The leaves that share a communicator."""
     groups: dict[int, tuple[TorchComm, list[int]]] = {}
     for i in indices:
         comm = comms.data(tensors[i].device)
@@ -63,9 +77,27 @@ def by_comm(
     return iter(groups.values())
 
 
-def empty_like_packed(comm: TorchComm, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> torch.Tensor:
+def buckets(
+    comms: Communicators, tensors: Sequence[torch.Tensor], indices: Sequence[int], nbytes: Sequence[int]
+) -> Iterator[tuple[TorchComm, list[int]]]:
+    """The leaves that travel as one message: large ones alone, so that they need not be packed; the others together.
+
+    Args:
+        comms: The group.
+        tensors: The leaves.
+        indices: Those of them that travel.
+        nbytes: Of each leaf a size on which all ranks agree, so that they make the same buckets.
+    """
+    for comm, members in by_comm(comms, tensors, indices):
+        small = [i for i in members if nbytes[i] < LARGE]
+        yield from ((comm, [i]) for i in members if nbytes[i] >= LARGE)
+        if small:
+            yield comm, small
+
+
+def packed_like(comm: TorchComm, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> torch.Tensor:
     """A buffer for tensors of these dtypes and shapes, where ``comm`` wants it."""
-    nbytes = sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in zip(dtypes, shapes, strict=True))
+    nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in zip(dtypes, shapes, strict=True))
     return torch.empty(nbytes, dtype=torch.uint8, device=comm.get_device())
 
 

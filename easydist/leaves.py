@@ -103,6 +103,11 @@ def as_value(tensor: torch.Tensor, like: Any) -> Any:
     return tensor.cpu().numpy() if isinstance(like, np.ndarray) else tensor.item()
 
 
+def _may_be_tied(value: Any) -> bool:
+    """Equal numbers are often one object, which means nothing."""
+    return isinstance(value, torch.Tensor | np.ndarray)
+
+
 class Leaves:
     """A tree made ready to travel.
 
@@ -124,7 +129,7 @@ class Leaves:
         self.values = [values[i] for i in self._order]
         self.tensors = [tensors[i] for i in self._order]
         first: dict[int, int] = {}
-        self.ties = [first.setdefault(id(value), i) for i, value in enumerate(self.values)]
+        self.ties = [first.setdefault(id(v), i) if _may_be_tied(v) else i for i, v in enumerate(self.values)]
 
     def travelling(self, tied: bool) -> list[int]:
         """The indices of the leaves to send: each object once where ``tied``, else all of them."""

@@ -30,9 +30,8 @@ def pad_across_processes(
     """Lengthen every leaf along ``dim`` to the longest rank's size.
 
     Law: along ``dim`` leaf p has the size ``max(size of leaf p on rank r for all r)``; the old values stand first (last
-    with
-    ``pad_first``), the rest is ``pad_index``. The dtype stays. ``gather`` needs this only where dimensions other than
-    its own differ.
+    with ``pad_first``), the rest is ``pad_index``. The dtype stays. ``gather`` needs this only where dimensions other
+    than its own differ.
 
     Example:
         >>> import torch, easydist

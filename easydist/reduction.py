@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 
@@ -29,8 +29,7 @@ def reduce(tensor: Tree, reduction: str = "mean", scale: float = 1.0, *, group: 
     """Combine the ranks' trees, leaf by leaf, in rank order; every rank gets the same bits.
 
     Law: ``reduce(x, "sum") == (x of rank 0 + x of rank 1) + …``, likewise ``"prod"``, ``"max"``, ``"min"`` (which pass
-    NaN on);
-    ``"mean"`` is the sum over W; ``"none"`` is this rank's own ``x``. The result is multiplied by ``scale``.
+    NaN on); ``"mean"`` is the sum over W; ``"none"`` is this rank's own ``x``. The result is multiplied by ``scale``.
 
     Dtypes follow ``torch.sum``: ``"sum"`` and ``"prod"`` of integers and bools are int64, so that nothing wraps; their
     ``"mean"``, and any of them times a ``scale`` other than 1, has the default float dtype; everything else keeps its
@@ -72,24 +71,32 @@ def reduce(tensor: Tree, reduction: str = "mean", scale: float = 1.0, *, group: 
         return Call({"reduction": reduction, "scale": scale}, leaves)
 
     call, agreement = agree(comms, "reduce", prepare)
-    leaves, op = call.leaves, _OPS[reduction]
+    leaves = call.leaves
     assert leaves is not None
-    sums: dict[int, torch.Tensor] = {}
+    results: dict[int, torch.Tensor] = {}
     for comm, indices in by_comm(comms, leaves.tensors, leaves.travelling(agreement.uniform)):
-        for dtype in dict.fromkeys(_kept_in(leaves.tensors[i].dtype, reduction) for i in indices):
-            members = [i for i in indices if _kept_in(leaves.tensors[i].dtype, reduction) == dtype]
-            flat = _flatten([leaves.tensors[i] for i in members], dtype, comm.get_device())
-            if op is not None:
+        for dtype, members in _by_dtype(leaves, indices, reduction).items():
+            tensors = [leaves.tensors[i] for i in members]
+            flat = torch.cat([tensor.reshape(-1).to(comm.get_device(), dtype) for tensor in tensors])
+            if (op := _OPS[reduction]) is not None:
                 comm.all_reduce(flat, op, async_op=False)
-            pieces = flat.split([leaves.tensors[i].numel() for i in members])
-            sums |= dict(zip(members, pieces, strict=True))
-    finish = _finish(reduction, scale, comms.size)
-    results = {i: finish(total, leaves.tensors[i]) for i, total in sums.items()}
+            pieces = _finish(flat, reduction, scale, comms.size).split([tensor.numel() for tensor in tensors])
+            results |= dict(zip(members, pieces, strict=True))
+    for i, piece in results.items():
+        leaf = leaves.tensors[i]
+        results[i] = piece.to(leaf.device, _result_dtype(leaf.dtype, reduction, scale)).view(leaf.shape)
     return leaves.rebuild(results, agreement.uniform, as_value)
 
 
-def _kept_in(dtype: torch.dtype, reduction: str) -> torch.dtype:
-    """The dtype in which values are accumulated."""
+def _by_dtype(leaves: Leaves, indices: Sequence[int], reduction: str) -> dict[torch.dtype, list[int]]:
+    """The leaves that are reduced together, by the dtype in which their values are accumulated."""
+    groups: dict[torch.dtype, list[int]] = {}
+    for i in indices:
+        groups.setdefault(_accumulated_in(leaves.tensors[i].dtype, reduction), []).append(i)
+    return groups
+
+
+def _accumulated_in(dtype: torch.dtype, reduction: str) -> torch.dtype:
     if reduction in ("max", "min", "none"):
         return dtype
     if dtype.is_complex or dtype.is_floating_point:
@@ -97,22 +104,14 @@ def _kept_in(dtype: torch.dtype, reduction: str) -> torch.dtype:
     return torch.float64 if reduction == "mean" and dtype is torch.uint64 else torch.int64
 
 
-def _flatten(tensors: list[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A new flat tensor with all values."""
-    return torch.cat([tensor.reshape(-1).to(device, dtype) for tensor in tensors])
-
-
-def _finish(reduction: str, scale: float, size: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Makes an accumulated flat piece into the result for a leaf."""
-
-    def finish(total: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-        if reduction == "mean":
-            total = (total.double() if total.dtype is torch.int64 else total) / size
-        if scale != 1.0:
-            total = total * scale
-        return total.to(_result_dtype(leaf.dtype, reduction, scale)).view(leaf.shape).to(leaf.device)
-
-    return finish
+def _finish(total: torch.Tensor, reduction: str, scale: float, size: int) -> torch.Tensor:
+    """The mean and the scale, in place where the dtype allows it."""
+    if reduction == "mean":
+        total = total.double() if total.dtype is torch.int64 else total
+        total /= size
+    if scale != 1.0:
+        total = total.mul_(scale) if total.is_floating_point() or total.is_complex() else total * scale
+    return total
 
 
 def _result_dtype(dtype: torch.dtype, reduction: str, scale: float) -> torch.dtype:

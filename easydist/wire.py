@@ -45,14 +45,14 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
-def nbytes(tensors: Sequence[torch.Tensor]) -> int:
-    """The bytes that ``pack`` needs.
+def nbytes(tensor: torch.Tensor) -> int:
+    """The bytes that a tensor needs in a buffer, whatever its strides.
 
     Example:
-        >>> nbytes([torch.zeros(3), torch.zeros(2, dtype=torch.bool)])
-        14
+        >>> nbytes(torch.zeros(1).expand(3))
+        12
     """
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return tensor.numel() * tensor.element_size()
 
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -72,7 +72,7 @@ def pack(tensors: Sequence[torch.Tensor], device: Device = "cpu") -> torch.Tenso
     """
     if len(tensors) == 1:
         return as_bytes(tensors[0].to(device).contiguous())
-    buffer = torch.empty(nbytes(tensors), dtype=torch.uint8, device=device)
+    buffer = torch.empty(sum(map(nbytes, tensors)), dtype=torch.uint8, device=device)
     start = 0
     for itemsize, run in itertools.groupby(tensors, key=torch.Tensor.element_size):
         flat = [tensor.reshape(-1).view(BITS[itemsize]).to(buffer.device) for tensor in run]
