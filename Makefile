@@ -17,6 +17,8 @@ demo: $(VENV)/.test ## evaluate a classifier on 1, 2 and 3 ranks
 	OMP_NUM_THREADS=1 $(BIN)/python $(EVALUATE)
 	$(ranks) 2 $(EVALUATE)
 	$(ranks) 3 $(EVALUATE)
+	@export PATH="$(abspath $(BIN)):$$PATH"; command -v mpirun >/dev/null || { echo "no mpirun here: accelerate launch starts no ranks on the CPU"; exit 0; }; \
+	set -x; OMP_NUM_THREADS=1 accelerate launch --config_file examples/accelerate_cpu.yaml --main_process_port $$((20000 + $$$$ % 10000)) $(EVALUATE)
 
 test: $(VENV)/.test ## run the tests; ARGS="-k gather -x" goes to pytest
 	$(BIN)/python -m pytest $(ARGS)

@@ -123,3 +123,26 @@ def test_disabled_does_nothing(rank, world_size):
     net = sharded(world_size)
     with easydist.GatheredParameters(net, modifier_rank=0, enabled=False):
         assert hasattr(net[0].weight, "full_tensor")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # DeepSpeed's own
+@distributed(world_size=2)
+def test_deepspeed_zero_3(rank):
+    deepspeed = pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", str(rank))
+        check_zero_3(deepspeed, rank)
+
+
+def check_zero_3(deepspeed, rank):
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    with deepspeed.zero.Init(config_dict_or_path={"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}):
+        layer = nn.Linear(4, 6)
+    with easydist.GatheredParameters(layer, modifier_rank=1):
+        assert layer.weight.shape == (6, 4)
+        nn.init.constant_(layer.weight, rank + 1.0)
+    assert layer.weight.shape == (0,)
+    with easydist.GatheredParameters(layer.weight):
+        assert layer.weight.unique().tolist() == [2.0]
