@@ -8,9 +8,8 @@ reports a fault, descriptions are exchanged, and every rank raises the same erro
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
@@ -18,26 +17,12 @@ import torch
 
 from easydist.comms import Communicators
 from easydist.errors import DisagreementError, RemoteError
-from easydist.leaves import Leaves
-from easydist.wire import dtype_name
+from easydist.leaves import Leaves, Row
+from easydist.plan import fingerprint
 
 _WELL, _ABSENT, _FAULT = range(3)
 _SHOWN = 10
 _SAME = "Pass the same structure, dtypes and shapes on every rank."
-
-Row = tuple[str, str, list[int]]
-"""A leaf: path, dtype, shape."""
-
-
-def fixed(row: Row, dim: int) -> Row:
-    """The row with -1 for the size along ``dim``, which may differ.
-
-    Example:
-        >>> fixed(("['x']", "float32", [3, 4]), 0)
-        ("['x']", 'float32', [-1, 4])
-    """
-    path, dtype, shape = row
-    return path, dtype, [*shape[:dim], -1, *shape[dim + 1 :]]
 
 
 @dataclass(slots=True)
@@ -47,7 +32,7 @@ class Call:
     Attributes:
         arguments: Those that every rank has to give alike, by name.
         leaves: The data.
-        free: For each leaf the dimension whose size may differ between ranks; None where there is no such dimension.
+        dim: The dimension whose size may differ between ranks; None where there is no such dimension.
         nbytes: What this rank will send, where the others have to know.
         absent: This rank has no data of its own and takes what comes.
         advice: What to do where shapes differ; ``{dim}`` stands for the first dimension in which they do.
@@ -55,34 +40,32 @@ class Call:
 
     arguments: dict[str, Any] = field(default_factory=dict)
     leaves: Leaves | None = None
-    free: Sequence[int] | None = None
+    dim: int | None = None
     nbytes: int = 0
     absent: bool = False
     advice: str = _SAME
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The leaves in canonical order."""
-        return self.leaves.tensors if self.leaves else []
 
     def title(self, operation: str) -> str:
         """The call as it would be written: ``gather(dst=None, dim=0)``."""
         return f"{operation}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
 
-    def rows(self) -> list[Row]:
-        """The leaves as (path, dtype, shape)."""
+    def rows(self, dim: int | None = None) -> list[Row]:
+        """The leaves as (path, dtype, shape), with -1 for the size along ``dim``."""
+        return self.leaves.layout.rows(dim) if self.leaves else []
+
+    def structure(self) -> int:
+        """The fingerprint of what has to be equal on all ranks."""
         if self.leaves is None:
-            return []
-        return [(p, dtype_name(t.dtype), list(t.shape)) for p, t in zip(self.leaves.paths, self.tensors, strict=True)]
+            return 0
+        layout = self.leaves.layout
+        return layout.fingerprint if self.dim is None else layout.free(self.dim)[1]
 
-    def structure(self) -> list[Row]:
-        """The rows without the sizes that may differ."""
-        rows = self.rows()
-        return rows if self.free is None else [fixed(row, dim) for row, dim in zip(rows, self.free, strict=True)]
-
-    def variations(self) -> list[Any]:
-        """What may differ between ranks: all sizes, which leaves are the same object."""
-        return [[list(t.shape) for t in self.tensors], self.leaves.ties] if self.leaves else []
+    def variations(self) -> int:
+        """The fingerprint of what may differ: all sizes, which leaves are the same object."""
+        if self.leaves is None:
+            return 0
+        layout, ties = self.leaves.layout, self.leaves.ties
+        return layout.fingerprint if ties is None else fingerprint((layout.fingerprint, ties))
 
 
 @dataclass(slots=True, frozen=True)
@@ -168,16 +151,10 @@ class _Header(NamedTuple):
 
 def _exchange_headers(comms: Communicators, operation: str, call: Call, fault: Exception | None) -> list[_Header]:
     status = _FAULT if fault else _ABSENT if call.absent else _WELL
-    mine = _Header(status, _hash(call.title(operation)), _hash(call.structure()), _hash(call.variations()), call.nbytes)
+    mine = _Header(status, fingerprint(call.title(operation)), call.structure(), call.variations(), call.nbytes)
     output = torch.empty((comms.size, len(mine)), dtype=torch.int64)
     comms.control.all_gather_single(output, torch.tensor(mine), async_op=False)
     return [_Header(*row) for row in output.tolist()]
-
-
-def _hash(value: object) -> int:
-    """64 bits, the same in every process."""
-    digest = hashlib.blake2b(json.dumps(value).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
 
 
 def _raise_together(comms: Communicators, operation: str, call: Call, fault: Exception | None) -> NoReturn:
@@ -188,7 +165,7 @@ def _raise_together(comms: Communicators, operation: str, call: Call, fault: Exc
         "operation": operation,
         "in_body": isinstance(fault, _Reported),
         "rows": call.rows(),
-        "structure": call.structure(),
+        "fixed": call.rows(call.dim),
         "absent": call.absent,
         "advice": call.advice,
     }
@@ -236,7 +213,7 @@ def _calls_text(every: list[dict[str, Any]]) -> str:
 
 def _trees_text(present: list[tuple[int, dict[str, Any]]]) -> str:
     """The leaves that differ, one line each, with what every rank has there."""
-    fixed_rows = {rank: {path: row for path, *row in one["structure"]} for rank, one in present}
+    fixed_rows = {rank: {path: row for path, *row in one["fixed"]} for rank, one in present}
     full_rows = {rank: {path: row for path, *row in one["rows"]} for rank, one in present}
     paths = sorted(set().union(*fixed_rows.values()))
     differing = [

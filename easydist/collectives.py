@@ -5,15 +5,25 @@ Each one resolves the communicators, agrees with the other ranks, moves packed b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
 
 from easydist import codec, wire
 from easydist.agree import Agreement, Call, agree
-from easydist.comms import Communicators, TorchComm
-from easydist.exchange import buckets, by_comm, dims_of, every_shape, join, packed_like, resized
+from easydist.comms import Communicators, TorchComm, TorchWork
+from easydist.exchange import (
+    Landing,
+    Shapes,
+    buckets,
+    by_comm,
+    dims_of,
+    every_shape,
+    join,
+    packed_like,
+    resized,
+    smallest,
+)
 from easydist.leaves import Leaves, as_array
 from easydist.plan import split_bounds
 from easydist.state import communicators
@@ -65,16 +75,16 @@ def gather(tensor: Tree, *, dst: int | None = None, dim: int = 0, group: Group =
 
     def prepare() -> Call:
         _check_rank(comms, "dst", dst)
-        leaves = Leaves(tensor)
-        dims = dims_of(leaves, dim, "gather", scalars=True)
-        return Call({"dst": dst, "dim": dim}, leaves, dims, advice=_pad_first(dim))
+        leaves = Leaves(tensor, vectors=True)
+        dims_of(leaves, dim, "gather")
+        return Call({"dst": dst, "dim": dim}, leaves, dim, advice=_pad_first(dim))
 
     call, agreement = agree(comms, "gather", prepare)
-    leaves, dims = call.leaves, call.free
+    leaves = call.leaves
     assert leaves is not None
-    assert dims is not None
-    shapes = every_shape(comms, call, agreement)
-    nbytes = [min(math.prod(row[i]) for row in shapes) * t.element_size() for i, t in enumerate(leaves.tensors)]
+    dims = leaves.layout.free(dim)[0]
+    shapes = every_shape(comms, leaves, dims, agreement.uniform)
+    nbytes = smallest(shapes, leaves.layout.dtypes)
     arrivals: list[_Arrival] = []
     for comm, indices in buckets(comms, leaves.tensors, leaves.travelling(agreement.uniform), nbytes):
         tensors = [leaves.tensors[i] for i in indices]
@@ -84,36 +94,36 @@ def gather(tensor: Tree, *, dst: int | None = None, dim: int = 0, group: Group =
     return None if dst not in (None, comms.rank) else leaves.rebuild(results, agreement.uniform, as_array)
 
 
-_Arrival = tuple[list[int], Callable[[], list[torch.Tensor]]]
+_Arrival = tuple[Sequence[int], Callable[[], list[torch.Tensor]]]
 """Leaves on their way, and what waits for them."""
 
 
 def _gather(
-    comm: TorchComm, tensors: list[torch.Tensor], shapes: list[list[list[int]]], dims: list[int], dst: int | None
+    comm: TorchComm, tensors: list[torch.Tensor], shapes: Sequence[Shapes], dims: list[int], dst: int | None
 ) -> Callable[[], list[torch.Tensor]]:
-    """Begin to gather the leaves of one bucket; a single one, along dim 0, arrives in its place in the result."""
-    first, device = tensors[0], tensors[0].device
-    buffers: Sequence[torch.Tensor] = []
-    whole: torch.Tensor | None = None
-    if dst in (None, comm.get_rank()):
-        if len(tensors) == 1 and dims[0] == 0:
-            rows = [row[0][0] for row in shapes]
-            whole = first.new_empty([sum(rows), *first.shape[1:]], device=comm.get_device())
-            buffers = [wire.as_bytes(part) for part in whole.split(rows)]
-        else:
-            buffers = [packed_like(comm, [t.dtype for t in tensors], row) for row in shapes]
+    """Begin to gather the leaves of one bucket; returns what waits for them."""
     packed = wire.pack(tensors, comm.get_device())
+    if dst not in (None, comm.get_rank()):
+        return _sent(comm.gather([], packed, dst, async_op=True))
+    landing = Landing(comm, tensors, shapes, dims)
     if dst is None:
-        work = comm.all_gather_v(buffers, packed, async_op=True)
+        work = comm.all_gather_v(landing.buffers, packed, async_op=True)
     else:
-        work = comm.gather(buffers, packed, dst, async_op=True)
+        work = comm.gather(landing.buffers, packed, dst, async_op=True)
 
     def finish() -> list[torch.Tensor]:
         work.wait()
-        if not buffers:
-            return []
-        joined = [whole] if whole is not None else join(buffers, [t.dtype for t in tensors], shapes, dims)
-        return [result.to(device) for result in joined]
+        return [result.to(tensors[0].device) for result in landing.results()]
+
+    return finish
+
+
+def _sent(work: TorchWork) -> Callable[[], list[torch.Tensor]]:
+    """Waits for what goes away, and has no result."""
+
+    def finish() -> list[torch.Tensor]:
+        work.wait()
+        return []
 
     return finish
 
@@ -208,7 +218,7 @@ def _broadcast(comms: Communicators, tensor: Tree, call: Call, agreement: Agreem
         comms, leaves.tensors, leaves.travelling(tied), list(map(wire.nbytes, leaves.tensors))
     ):
         targets = [leaves.tensors[i] for i in indices]
-        buffer = wire.pack(targets, comm.get_device()) if comms.rank == source else _landing(comm, targets)
+        buffer = wire.pack(targets, comm.get_device()) if comms.rank == source else _target(comm, targets)
         works.append(comm.broadcast(buffer, source, async_op=True))
         views = wire.unpack(buffer, [t.dtype for t in targets], [t.shape for t in targets])
         landed |= dict(zip(indices, views, strict=True))
@@ -217,7 +227,7 @@ def _broadcast(comms: Communicators, tensor: Tree, call: Call, agreement: Agreem
     return tensor if comms.rank == source else leaves.write(landed, tied)
 
 
-def _landing(comm: TorchComm, targets: Sequence[torch.Tensor]) -> torch.Tensor:
+def _target(comm: TorchComm, targets: Sequence[torch.Tensor]) -> torch.Tensor:
     """Where a broadcast arrives: the target itself where there is one, contiguous and in the right place."""
     if len(targets) == 1 and targets[0].is_contiguous() and targets[0].device.type == comm.get_device().type:
         return wire.as_bytes(targets[0])
@@ -266,8 +276,8 @@ def scatter(tensor: Tree, from_process: int = 0, *, dim: int = 0, group: Group =
     def prepare() -> Call:
         _check_rank(comms, "from_process", from_process)
         leaves = Leaves(tensor if is_source else None)
-        dims = dims_of(leaves, dim, "scatter")
-        return Call({"from_process": from_process, "dim": dim}, leaves, dims, absent=not is_source)
+        dims_of(leaves, dim, "scatter")
+        return Call({"from_process": from_process, "dim": dim}, leaves, dim, absent=not is_source)
 
     call, _ = agree(comms, "scatter", prepare)
     leaves = call.leaves
@@ -324,14 +334,14 @@ def all_to_all(tensor: Tree, *, dim: int = 0, group: Group = None) -> Tree:
 
     def prepare() -> Call:
         leaves = Leaves(tensor)
-        return Call({"dim": dim}, leaves, dims_of(leaves, dim, "all_to_all"), advice=_pad_first(dim))
+        dims_of(leaves, dim, "all_to_all")
+        return Call({"dim": dim}, leaves, dim, advice=_pad_first(dim))
 
     call, agreement = agree(comms, "all_to_all", prepare)
-    leaves, dims = call.leaves, call.free
+    leaves, uniform = call.leaves, agreement.uniform
     assert leaves is not None
-    assert dims is not None
-    tensors, uniform = leaves.tensors, agreement.uniform
-    every = every_shape(comms, call, agreement)
+    tensors, dims = leaves.tensors, leaves.layout.free(dim)[0]
+    every = every_shape(comms, leaves, dims, uniform)
     results: dict[int, torch.Tensor] = {}
     for comm, indices in by_comm(comms, tensors, leaves.travelling(tied=uniform)):
         dtypes = [tensors[i].dtype for i in indices]

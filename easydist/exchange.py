@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
 from easydist import wire
-from easydist.agree import Agreement, Call
 from easydist.comms import Communicators, TorchComm
 from easydist.leaves import Leaves
+
+Shapes = Sequence[Sequence[int]]
+"""Of the leaves in one buffer."""
 
 LARGE = 1 << 18
 """Bytes from which a leaf travels alone: by then copying it into a packed buffer costs more than a message."""
 
 
-def dims_of(leaves: Leaves, dim: int, operation: str, scalars: bool = False) -> list[int]:
+def dims_of(leaves: Leaves, dim: int, operation: str) -> list[int]:
     """``dim`` as a non-negative index into each leaf's shape.
 
     Args:
         leaves: The tree.
         dim: Counted from the end where negative.
         operation: For the error.
-        scalars: Make leaves without dimensions into vectors of one element first.
 
     Raises:
         ValueError: A leaf has no such dimension.
     """
-    if scalars:
-        leaves.tensors = [t.reshape(1) if t.ndim == 0 else t for t in leaves.tensors]
-    for path, tensor in zip(leaves.paths, leaves.tensors, strict=True):
-        if not -tensor.ndim <= dim < tensor.ndim:
-            raise ValueError(f"{operation}: {path or 'the tensor'} of shape {tuple(tensor.shape)} has no dim {dim}")
-    return [dim % tensor.ndim for tensor in leaves.tensors]
+    try:
+        return leaves.layout.free(dim)[0]
+    except ValueError as error:
+        raise ValueError(f"{operation}: {error}") from None
 
 
 def sizes_along(comms: Communicators, tensors: Sequence[torch.Tensor], dims: Sequence[int]) -> list[list[int]]:
@@ -57,29 +56,31 @@ def resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
     return [*shape[:dim], size, *shape[dim + 1 :]]
 
 
-def every_shape(comms: Communicators, call: Call, agreement: Agreement) -> list[list[list[int]]]:
+def every_shape(comms: Communicators, leaves: Leaves, dims: Sequence[int], uniform: bool) -> list[Shapes]:
     """``[r][i]``: the shape of rank r's leaf i; the sizes are asked for only where they are known to differ."""
-    if agreement.uniform:
-        return [[list(tensor.shape) for tensor in call.tensors]] * comms.size
-    dims = call.free or ()
-    sizes = sizes_along(comms, call.tensors, dims)
-    return [[resized(t.shape, d, n) for t, d, n in zip(call.tensors, dims, row, strict=True)] for row in sizes]
+    shapes = leaves.layout.shapes
+    if uniform:
+        return [shapes] * comms.size
+    sizes = sizes_along(comms, leaves.tensors, dims)
+    return [[resized(shape, dim, n) for shape, dim, n in zip(shapes, dims, row, strict=True)] for row in sizes]
 
 
 def by_comm(
     comms: Communicators, tensors: Sequence[torch.Tensor], indices: Sequence[int]
-) -> Iterator[tuple[TorchComm, list[int]]]:
+) -> Iterable[tuple[TorchComm, Sequence[int]]]:
     """The leaves that share a communicator."""
+    if all(tensors[i].is_cpu for i in indices):
+        return [(comms.control, indices)] if indices else []
     groups: dict[int, tuple[TorchComm, list[int]]] = {}
     for i in indices:
         comm = comms.data(tensors[i].device)
         groups.setdefault(id(comm), (comm, []))[1].append(i)
-    return iter(groups.values())
+    return groups.values()
 
 
 def buckets(
     comms: Communicators, tensors: Sequence[torch.Tensor], indices: Sequence[int], nbytes: Sequence[int]
-) -> Iterator[tuple[TorchComm, list[int]]]:
+) -> Iterator[tuple[TorchComm, Sequence[int]]]:
     """The leaves that travel as one message: large ones alone, so that they need not be packed; the others together.
 
     Args:
@@ -95,16 +96,72 @@ def buckets(
             yield comm, small
 
 
-def packed_like(comm: TorchComm, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> torch.Tensor:
+def smallest(shapes: Sequence[Shapes], dtypes: Sequence[torch.dtype]) -> list[int]:
+    """Of each leaf the bytes on the rank that has least of it."""
+    rows = shapes[:1] if all(row is shapes[0] for row in shapes) else shapes
+    return [
+        min(map(math.prod, column)) * dtype.itemsize
+        for column, dtype in zip(zip(*rows, strict=True), dtypes, strict=True)
+    ]
+
+
+def packed_like(comm: TorchComm, dtypes: Sequence[torch.dtype], shapes: Shapes) -> torch.Tensor:
     """A buffer for tensors of these dtypes and shapes, where ``comm`` wants it."""
-    nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in zip(dtypes, shapes, strict=True))
-    return torch.empty(nbytes, dtype=torch.uint8, device=comm.get_device())
+    return torch.empty(packed_nbytes(dtypes, shapes), dtype=torch.uint8, device=comm.get_device())
+
+
+def packed_nbytes(dtypes: Sequence[torch.dtype], shapes: Shapes) -> int:
+    """The length of a packed buffer."""
+    return sum(math.prod(shape) * dtype.itemsize for dtype, shape in zip(dtypes, shapes, strict=True))
+
+
+class Landing:
+    """Where every rank's part of the leaves of one bucket arrives, and how the parts become results.
+
+    A single leaf along dim 0 arrives in its place in the result. Leaves of one size on all ranks, along dim 0, arrive
+    in rows of equal length and are copied once. Anything else is concatenated from one packed buffer per rank.
+
+    Attributes:
+        buffers: One per rank.
+    """
+
+    def __init__(
+        self, comm: TorchComm, tensors: Sequence[torch.Tensor], shapes: Sequence[Shapes], dims: Sequence[int]
+    ) -> None:
+        self._dtypes, self._shapes, self._dims = [t.dtype for t in tensors], shapes, dims
+        self.buffers: Sequence[torch.Tensor]
+        self.results: Callable[[], list[torch.Tensor]]
+        if any(dims):
+            self._in_parts(comm)
+        elif len(tensors) == 1:
+            self._in_place(comm)
+        elif all(row == shapes[0] for row in shapes):
+            self._in_rows(comm)
+        else:
+            self._in_parts(comm)
+
+    def _in_place(self, comm: TorchComm) -> None:
+        rows = [shape[0] for (shape,) in self._shapes]
+        whole = torch.empty(resized(self._shapes[0][0], 0, sum(rows)), dtype=self._dtypes[0], device=comm.get_device())
+        self.buffers = [wire.as_bytes(part) for part in whole.split(rows)]
+        self.results = lambda: [whole]
+
+    def _in_rows(self, comm: TorchComm) -> None:
+        nbytes = packed_nbytes(self._dtypes, self._shapes[0])
+        width = (nbytes // 16 + 1) * 16  # a multiple of every item size
+        rows = torch.empty((comm.get_size(), width), dtype=torch.uint8, device=comm.get_device())
+        self.buffers = rows[:, :nbytes].unbind()
+        self.results = lambda: wire.unpack_rows(rows, self._dtypes, self._shapes[0])
+
+    def _in_parts(self, comm: TorchComm) -> None:
+        self.buffers = [packed_like(comm, self._dtypes, row) for row in self._shapes]
+        self.results = lambda: join(self.buffers, self._dtypes, self._shapes, self._dims)
 
 
 def join(
     buffers: Sequence[torch.Tensor],
     dtypes: Sequence[torch.dtype],
-    shapes: Sequence[Sequence[Sequence[int]]],
+    shapes: Sequence[Shapes],
     dims: Sequence[int],
 ) -> list[torch.Tensor]:
     """Concatenate what came from every rank, leaf by leaf.
@@ -114,11 +171,15 @@ def join(
         dtypes: Of the leaves.
         shapes: ``[r][i]``: the shape of leaf i in buffer r.
         dims: Along which dimension each leaf is concatenated.
+
+    Cost: one copy per leaf.
     """
     parts = [wire.unpack(buffer, dtypes, shape) for buffer, shape in zip(buffers, shapes, strict=True)]
     return [_cat(column, dim) for column, dim in zip(zip(*parts, strict=True), dims, strict=True)]
 
 
-def _cat(column: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    bits = wire.BITS[column[0].element_size()]
-    return torch.cat([part.view(bits) for part in column], dim).view(column[0].dtype)
+def _cat(column: tuple[torch.Tensor, ...], dim: int) -> torch.Tensor:
+    dtype = column[0].dtype
+    if wire.is_copyable(dtype):
+        return torch.cat(column, dim)
+    return torch.cat([part.view(wire.BITS[dtype.itemsize]) for part in column], dim).view(dtype)

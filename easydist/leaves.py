@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from easydist import tree
+from easydist.plan import fingerprint
 from easydist.typing import Tree
-from easydist.wire import sort_key
+from easydist.wire import dtype_name, sort_key
 
 _PYTHON_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
@@ -57,7 +59,8 @@ def _dense(leaf: torch.Tensor, path: str) -> torch.Tensor:
     if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized or leaf.is_meta:
         kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else f"{leaf.layout} on {leaf.device}"
         raise TypeError(f"{_at(path)} is not a dense tensor ({kind}); pass its dense parts")
-    return leaf.detach().resolve_conj().resolve_neg()
+    plain = leaf.detach() if leaf.requires_grad or type(leaf) is not torch.Tensor else leaf
+    return plain.resolve_conj().resolve_neg() if leaf.is_conj() or leaf.is_neg() else plain
 
 
 def _from_numpy(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:
@@ -103,37 +106,95 @@ def as_value(tensor: torch.Tensor, like: Any) -> Any:
     return tensor.cpu().numpy() if isinstance(like, np.ndarray) else tensor.item()
 
 
-def _may_be_tied(value: Any) -> bool:
-    """Equal numbers are often one object, which means nothing."""
-    return isinstance(value, torch.Tensor | np.ndarray)
+def _ties(values: Sequence[Any]) -> list[int] | None:
+    """Which tensors and arrays are one object; that equal numbers are one means nothing."""
+    if len({id(value) for value in values}) == len(values):
+        return None
+    first: dict[int, int] = {}
+    arrays = [isinstance(value, torch.Tensor | np.ndarray) for value in values]
+    ties = [first.setdefault(id(v), i) if array else i for i, (v, array) in enumerate(zip(values, arrays, strict=True))]
+    return None if ties == list(range(len(values))) else ties
+
+
+Row = tuple[str, str, list[int]]
+"""A leaf: path, dtype, shape."""
+
+
+class Layout:
+    """The order of the leaves of one structure, and what else follows from paths, dtypes and shapes alone.
+
+    The order is by falling item size, then dtype, then path: the same on all ranks however their dicts were filled, and
+    without holes in a packed buffer.
+
+    Attributes:
+        order: Positions in the tree.
+        paths: In that order, as all below.
+        dtypes: Likewise.
+        shapes: Likewise.
+        fingerprint: Of all of it, 64 bits.
+    """
+
+    def __init__(self, paths: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Sequence[torch.Size]) -> None:
+        self.order = sorted(range(len(paths)), key=lambda i: (sort_key(dtypes[i]), paths[i]))
+        self.paths = [paths[i] for i in self.order]
+        self.dtypes = [dtypes[i] for i in self.order]
+        self.shapes = [shapes[i] for i in self.order]
+        self.fingerprint = fingerprint(self.rows())
+        self._free: dict[int, tuple[list[int], int]] = {}
+
+    def rows(self, dim: int | None = None) -> list[Row]:
+        """The leaves as (path, dtype, shape), with -1 for the size along ``dim``."""
+        rows = [(p, dtype_name(d), list(s)) for p, d, s in zip(self.paths, self.dtypes, self.shapes, strict=True)]
+        if dim is not None:
+            for _, _, shape in rows:
+                shape[dim] = -1
+        return rows
+
+    def free(self, dim: int) -> tuple[list[int], int]:
+        """``dim`` as a non-negative index into each shape, and the fingerprint of all but the sizes along it.
+
+        Raises:
+            ValueError: A leaf has no such dimension.
+        """
+        if dim not in self._free:
+            for path, shape in zip(self.paths, self.shapes, strict=True):
+                if not -len(shape) <= dim < len(shape):
+                    raise ValueError(f"{path or 'the tensor'} of shape {tuple(shape)} has no dim {dim}")
+            self._free[dim] = [dim % len(shape) for shape in self.shapes], fingerprint(self.rows(dim))
+        return self._free[dim]
+
+
+layout = functools.lru_cache(maxsize=256)(Layout)
+"""The layout of a structure that was seen before costs a look-up."""
 
 
 class Leaves:
     """A tree made ready to travel.
 
-    The order is by falling item size, then dtype, then path: the same on all ranks however their dicts were filled.
-
     Attributes:
-        paths: One per leaf, in that order.
-        values: The leaves themselves.
+        layout: The order of the leaves.
+        values: The leaves themselves, in that order.
         tensors: The leaves as detached tensors, of any strides.
-        ties: For each leaf the index of the first leaf that is the same object.
+        ties: For each leaf the index of the first leaf that is the same object; None where all are different.
     """
 
-    def __init__(self, data: Tree) -> None:
+    def __init__(self, data: Tree, vectors: bool = False) -> None:
+        """Take ``data`` apart; with ``vectors`` a leaf without dimensions counts as one of a single element."""
         values, self._spec = tree.flatten(data)
         tensors = [as_tensor(value, path) for value, path in zip(values, self._spec.paths, strict=True)]
-        paths = self._spec.paths
-        self._order = sorted(range(len(values)), key=lambda i: (sort_key(tensors[i].dtype), paths[i]))
-        self.paths = [paths[i] for i in self._order]
-        self.values = [values[i] for i in self._order]
-        self.tensors = [tensors[i] for i in self._order]
-        first: dict[int, int] = {}
-        self.ties = [first.setdefault(id(v), i) if _may_be_tied(v) else i for i, v in enumerate(self.values)]
+        if vectors:
+            tensors = [tensor if tensor.ndim else tensor.reshape(1) for tensor in tensors]
+        dtypes, shapes = tuple([t.dtype for t in tensors]), tuple([t.shape for t in tensors])
+        self.layout = layout(tuple(self._spec.paths), dtypes, shapes)
+        self.values = [values[i] for i in self.layout.order]
+        self.tensors = [tensors[i] for i in self.layout.order]
+        self.ties = _ties(self.values)
 
-    def travelling(self, tied: bool) -> list[int]:
+    def travelling(self, tied: bool) -> Sequence[int]:
         """The indices of the leaves to send: each object once where ``tied``, else all of them."""
-        return [i for i, tie in enumerate(self.ties) if not tied or tie == i]
+        if self.ties is None or not tied:
+            return range(len(self.values))
+        return [i for i, tie in enumerate(self.ties) if tie == i]
 
     def rebuild(self, results: Mapping[int, Any], tied: bool, convert: Callable[[Any, Any], Any]) -> Tree:
         """The tree with a result in place of every leaf.
@@ -145,8 +206,8 @@ class Leaves:
         """
         done = {i: convert(result, self.values[i]) for i, result in results.items()}
         local: list[Any] = [None] * len(self.values)
-        for i, position in enumerate(self._order):
-            local[position] = done[self.ties[i] if tied else i]
+        for i, position in enumerate(self.layout.order):
+            local[position] = done[self.ties[i] if tied and self.ties else i]
         return self._spec.rebuild(local)
 
     def check_writable(self) -> None:
@@ -155,7 +216,7 @@ class Leaves:
         Raises:
             ValueError: A leaf is a read-only array, an expanded tensor, or an inference tensor outside inference mode.
         """
-        for path, value in zip(self.paths, self.values, strict=True):
+        for path, value in zip(self.layout.paths, self.values, strict=True):
             if reason := _unwritable(value):
                 raise ValueError(f"{_at(path)} {reason}, so it cannot be written in place")
 

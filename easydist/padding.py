@@ -62,18 +62,18 @@ def pad_across_processes(
 
     def prepare() -> Call:
         leaves = Leaves(tensor)
-        dims = dims_of(leaves, dim, "pad_across_processes")
-        for path, leaf in zip(leaves.paths, leaves.tensors, strict=True):
-            _check_fits(pad_index, leaf.dtype, path)
+        dims_of(leaves, dim, "pad_across_processes")
+        for path, dtype in zip(leaves.layout.paths, leaves.layout.dtypes, strict=True):
+            _check_fits(pad_index, dtype, path)
         arguments = {"dim": dim, "pad_index": pad_index, "pad_first": pad_first}
-        return Call(arguments, leaves, dims, advice=f"Only dim {dim} may differ between ranks.")
+        return Call(arguments, leaves, dim, advice=f"Only dim {dim} may differ between ranks.")
 
     call, agreement = agree(comms, "pad_across_processes", prepare)
-    leaves, dims = call.leaves, call.free
+    leaves = call.leaves
     assert leaves is not None
-    assert dims is not None
     if agreement.uniform:
         return reveal(tensor)
+    dims = leaves.layout.free(dim)[0]
     longest = [max(column) for column in zip(*sizes_along(comms, leaves.tensors, dims), strict=True)]
     targets = zip(leaves.tensors, dims, longest, strict=True)
     padded = {i: _pad(t, d, size, pad_index, pad_first) for i, (t, d, size) in enumerate(targets)}

@@ -65,8 +65,8 @@ def reduce(tensor: Tree, reduction: str = "mean", scale: float = 1.0, *, group: 
         if reduction not in _OPS:
             raise ValueError(f"reduce: there is no reduction {reduction!r}; choose from {', '.join(map(repr, _OPS))}")
         leaves = Leaves(tensor)
-        for path, leaf in zip(leaves.paths, leaves.tensors, strict=True):
-            if leaf.is_complex() and reduction in ("max", "min"):
+        for path, dtype in zip(leaves.layout.paths, leaves.layout.dtypes, strict=True):
+            if dtype.is_complex and reduction in ("max", "min"):
                 raise TypeError(f"reduce: {path or 'the tensor'} is complex, and complex numbers have no {reduction}")
         return Call({"reduction": reduction, "scale": scale}, leaves)
 

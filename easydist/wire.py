@@ -7,7 +7,8 @@ item size: 16-byte items, then 8, 4, 2, 1 (``sort_key``). Items of one size are 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -75,11 +76,21 @@ def pack(tensors: Sequence[torch.Tensor], device: Device = "cpu") -> torch.Tenso
     buffer = torch.empty(sum(map(nbytes, tensors)), dtype=torch.uint8, device=device)
     start = 0
     for itemsize, run in itertools.groupby(tensors, key=torch.Tensor.element_size):
-        flat = [tensor.reshape(-1).view(BITS[itemsize]).to(buffer.device) for tensor in run]
-        stop = start + sum(tensor.numel() for tensor in flat) * itemsize
-        torch.cat(flat, out=buffer[start:stop].view(BITS[itemsize]))
+        flat = [tensor.reshape(-1) for tensor in run]
+        dtype = flat[0].dtype
+        if not is_copyable(dtype) or any(tensor.dtype is not dtype for tensor in flat):
+            flat, dtype = [tensor.view(BITS[itemsize]) for tensor in flat], BITS[itemsize]
+        if any(tensor.device != buffer.device for tensor in flat):
+            flat = [tensor.to(buffer.device) for tensor in flat]
+        stop = start + sum(map(torch.Tensor.numel, flat)) * itemsize
+        torch.cat(flat, out=buffer[start:stop].view(dtype))
         start = stop
     return buffer
+
+
+def is_copyable(dtype: torch.dtype) -> bool:
+    """Whether ``torch.cat`` knows the dtype; it does not know floats of one byte."""
+    return not (dtype.itemsize == 1 and dtype.is_floating_point)
 
 
 def unpack(buffer: torch.Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -90,14 +101,41 @@ def unpack(buffer: torch.Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence
         dtypes: In the order in which the tensors were packed.
         shapes: Likewise.
     """
-    numels = [torch.Size(shape).numel() for shape in shapes]
     views: list[torch.Tensor] = []
-    start = 0
-    for dtype, run in itertools.groupby(range(len(dtypes)), key=dtypes.__getitem__):
-        members = list(run)
-        sizes = [numels[i] for i in members]
-        stop = start + sum(sizes) * dtype.itemsize
-        flat = buffer[start:stop].view(dtype).split(sizes)
-        views += [piece.view(tuple(shapes[i])) for piece, i in zip(flat, members, strict=True)]
-        start = stop
+    for run, flat in _runs(buffer, dtypes, shapes):
+        views += [piece.view(tuple(shapes[i])) for i, piece in zip(run, flat, strict=True)]
     return views
+
+
+def unpack_rows(
+    rows: torch.Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
+    """Concatenate along dim 0 what the rows hold; law, leaf by leaf: ``torch.cat([unpack(row) for row in rows])``.
+
+    Args:
+        rows: uint8, contiguous; a row has a multiple of 16 bytes, at least those that the shapes need.
+        dtypes: In the order in which the tensors were packed.
+        shapes: Of the leaves in one row.
+
+    Cost: one copy per leaf.
+    """
+    results: list[torch.Tensor] = []
+    for run, flat in _runs(rows, dtypes, shapes):
+        for i, piece in zip(run, flat, strict=True):
+            dtype, (first, *rest) = dtypes[i], shapes[i]
+            bits = piece if is_copyable(dtype) else piece.view(BITS[1])
+            results.append(bits.reshape(len(rows) * first, *rest).view(dtype))
+    return results
+
+
+def _runs(
+    buffer: torch.Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]
+) -> Iterator[tuple[list[int], Sequence[torch.Tensor]]]:
+    """The leaves of each dtype in turn, and their flat pieces along the last dim of ``buffer``."""
+    start = 0
+    for dtype, group in itertools.groupby(range(len(dtypes)), key=dtypes.__getitem__):
+        run = list(group)
+        sizes = [math.prod(shapes[i]) for i in run]
+        stop = start + sum(sizes) * dtype.itemsize
+        yield run, buffer[..., start:stop].view(dtype).split(sizes, dim=-1)
+        start = stop

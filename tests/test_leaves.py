@@ -145,9 +145,9 @@ def test_an_int_too_long_to_print_is_the_same_error():
 @given(trees())
 def test_leaves_are_sorted_by_item_size_dtype_and_path(data):
     leaves = Leaves(data)
-    keys = [(sort_key(t.dtype), path) for t, path in zip(leaves.tensors, leaves.paths, strict=True)]
+    keys = [(sort_key(t.dtype), path) for t, path in zip(leaves.tensors, leaves.layout.paths, strict=True)]
     assert keys == sorted(keys)
-    assert sorted(leaves.paths) == sorted(tree.flatten(data)[1].paths)
+    assert sorted(leaves.layout.paths) == sorted(tree.flatten(data)[1].paths)
 
 
 @PROPERTY
@@ -156,7 +156,7 @@ def test_the_order_in_which_dicts_were_filled_does_not_matter(data, random):
     items = list(data.items())
     random.shuffle(items)
     one, other = Leaves(data), Leaves(dict(items))
-    assert one.paths == other.paths
+    assert one.layout.paths == other.layout.paths
     assert [bits(t) for t in one.tensors] == [bits(t) for t in other.tensors]
 
 
@@ -170,14 +170,14 @@ def test_rebuild_with_the_own_values_is_the_identity(data, tied):
 
 def test_rebuild_keeps_the_local_order_of_keys():
     leaves = Leaves({"b": 1, "a": torch.ones(1, dtype=torch.int8), "c": 2.0})
-    results = {i: leaves.paths[i] for i in leaves.travelling(False)}
+    results = {i: leaves.layout.paths[i] for i in leaves.travelling(False)}
     rebuilt = leaves.rebuild(results, False, lambda result, _: result)
     assert list(rebuilt.items()) == [("b", "['b']"), ("a", "['a']"), ("c", "['c']")]
 
 
 def test_one_tensor_in_two_places_travels_once_and_arrives_as_one():
     leaves = Leaves(tied())
-    assert [leaves.paths[i] for i in leaves.travelling(True)] == ["['decoder'][0]", "['other']"]
+    assert [leaves.layout.paths[i] for i in leaves.travelling(True)] == ["['decoder'][0]", "['other']"]
     assert len(leaves.travelling(False)) == 3
     got = leaves.rebuild({i: torch.zeros(1) for i in leaves.travelling(True)}, True, lambda result, _: result)
     assert got["encoder"] is got["decoder"][0]
@@ -199,7 +199,7 @@ def test_write_fills_tensors_and_arrays_in_place_and_makes_new_numbers():
     }
     kept = dict(data)
     leaves = Leaves(data)
-    new = {i: torch.ones_like(leaves.tensors[i]) * (0 if leaves.paths[i] == "['flag']" else 1) for i in range(9)}
+    new = {i: torch.ones_like(leaves.tensors[i]) * (0 if leaves.layout.paths[i] == "['flag']" else 1) for i in range(9)}
     got = leaves.write({i: value.to(leaves.tensors[i].dtype) for i, value in new.items()}, False)
     in_place = ["strided", "conj", "grad", "array", "big-endian", "backwards", "name"]
     assert all(got[key] is kept[key] for key in in_place)
