@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from easydist.comms import Communicators
-from easydist.errors import DisagreementError, RemoteError
+from easydist.errors import DisagreementError, EasydistError, RemoteError
 from easydist.leaves import Leaves, Row
 from easydist.plan import fingerprint
 
@@ -104,11 +104,13 @@ def agree(comms: Communicators, operation: str, prepare: Callable[[], Call]) -> 
     if comms.size == 1:
         call = prepare()
         return call, Agreement([call.nbytes], True, [0] if call.absent else [])
+    fault: Exception | None = None
     try:
-        call, fault = prepare(), None
+        call = prepare()
+        mine = _header(operation, call)
     except Exception as error:
-        call, fault = Call(), error
-    headers = _exchange_headers(comms, operation, call, fault)
+        call, fault, mine = Call(), error, _Header(_FAULT, 0, 0, 0, 0)
+    headers = _exchange_headers(comms, mine)
     present = [header for header in headers if header.status == _WELL]
     if (
         any(header.status == _FAULT for header in headers)
@@ -128,6 +130,8 @@ def report(comms: Communicators, operation: str, fault: BaseException | None = N
         RemoteError: A rank reported a fault.
         DisagreementError: A rank called something else.
     """
+    if isinstance(fault, EasydistError) and fault.raised_in is comms:
+        raise fault  # the others have it already
 
     def prepare() -> Call:
         if fault is not None:
@@ -149,11 +153,14 @@ class _Header(NamedTuple):
     nbytes: int
 
 
-def _exchange_headers(comms: Communicators, operation: str, call: Call, fault: Exception | None) -> list[_Header]:
-    status = _FAULT if fault else _ABSENT if call.absent else _WELL
-    mine = _Header(status, fingerprint(call.title(operation)), call.structure(), call.variations(), call.nbytes)
-    output = torch.empty((comms.size, len(mine)), dtype=torch.int64)
-    comms.control.all_gather_single(output, torch.tensor(mine), async_op=False)
+def _header(operation: str, call: Call) -> _Header:
+    status = _ABSENT if call.absent else _WELL
+    return _Header(status, fingerprint(call.title(operation)), call.structure(), call.variations(), call.nbytes)
+
+
+def _exchange_headers(comms: Communicators, mine: _Header) -> list[_Header]:
+    output = torch.empty((comms.size, len(mine)), dtype=torch.int64, device="cpu")
+    comms.control.all_gather_single(output, torch.tensor(mine, device="cpu"), async_op=False)
     return [_Header(*row) for row in output.tolist()]
 
 
@@ -161,7 +168,7 @@ def _raise_together(comms: Communicators, operation: str, call: Call, fault: Exc
     """Exchange the descriptions and raise the same error on every rank."""
     mine = {
         "fault": _text(fault) if fault else None,
-        "title": call.title(operation),
+        "title": "" if fault else call.title(operation),
         "operation": operation,
         "in_body": isinstance(fault, _Reported),
         "rows": call.rows(),
@@ -173,26 +180,34 @@ def _raise_together(comms: Communicators, operation: str, call: Call, fault: Exc
     faults = {rank: one["fault"] for rank, one in enumerate(every) if one["fault"]}
     if fault is not None and len(faults) == comms.size and len(set(faults.values())) == 1:
         raise fault
+    error: EasydistError
     if faults:
-        raise RemoteError(_fault_text(every, faults)) from fault
-    if len({one["title"] for one in every}) > 1:
-        raise DisagreementError(_calls_text(every))
-    raise DisagreementError(_trees_text([(rank, one) for rank, one in enumerate(every) if not one["absent"]]))
+        error = RemoteError(_fault_text(every, faults))
+    elif len({one["title"] for one in every}) > 1:
+        error = DisagreementError(_calls_text(every))
+    else:
+        error = DisagreementError(_trees_text([(rank, one) for rank, one in enumerate(every) if not one["absent"]]))
+    error.raised_in = comms
+    raise error from fault
 
 
 def _exchange_json(comms: Communicators, value: dict[str, Any]) -> list[dict[str, Any]]:
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = torch.empty(comms.size, dtype=torch.int64)
-    comms.control.all_gather_single(sizes, torch.tensor([data.numel()]), async_op=False)
-    outputs = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
+    sizes = torch.empty(comms.size, dtype=torch.int64, device="cpu")
+    comms.control.all_gather_single(sizes, torch.tensor([data.numel()], device="cpu"), async_op=False)
+    outputs = [torch.empty(int(size), dtype=torch.uint8, device="cpu") for size in sizes]
     comms.control.all_gather_v(outputs, data, async_op=False)
     return [json.loads(bytes(output.numpy())) for output in outputs]
 
 
 def _text(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception:
+        text = ""
     if isinstance(error, _Reported):
-        return str(error)
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _fault_text(every: list[dict[str, Any]], faults: dict[int, str]) -> str:

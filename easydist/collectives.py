@@ -6,6 +6,7 @@ Each one resolves the communicators, agrees with the other ranks, moves packed b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import index
 
 import torch
 
@@ -77,7 +78,7 @@ def gather(tensor: Tree, *, dst: int | None = None, dim: int = 0, group: Group =
         _check_rank(comms, "dst", dst)
         leaves = Leaves(tensor, vectors=True)
         dims_of(leaves, dim, "gather")
-        return Call({"dst": dst, "dim": dim}, leaves, dim, advice=_pad_first(dim))
+        return Call({"dst": dst if dst is None else index(dst), "dim": index(dim)}, leaves, dim, advice=_pad_first(dim))
 
     call, agreement = agree(comms, "gather", prepare)
     leaves = call.leaves
@@ -157,7 +158,8 @@ def broadcast(tensor: Tree, from_process: int = 0, *, group: Group = None) -> Tr
         RemoteError: One rank's tree could not be sent or written (read-only arrays, expanded tensors, …).
         ValueError: ``from_process`` is not a rank of the group; its tree is None and another rank's is not.
 
-    Cost: one header exchange, one broadcast of the tree's bytes; where some ranks pass None, two small ones more.
+    Cost: one header exchange, one broadcast of the tree's bytes; where some ranks pass None, one header exchange and
+    one small broadcast more.
 
     Source: accelerate's ``broadcast``.
     """
@@ -168,7 +170,7 @@ def broadcast(tensor: Tree, from_process: int = 0, *, group: Group = None) -> Tr
         leaves = Leaves(tensor)
         if comms.rank != from_process:
             leaves.check_writable()
-        return Call({"from_process": from_process}, leaves, absent=tensor is None)
+        return Call({"from_process": index(from_process)}, leaves, absent=tensor is None)
 
     call, agreement = agree(comms, "broadcast", prepare)
     return _broadcast(comms, tensor, call, agreement, from_process)
@@ -189,7 +191,7 @@ def copy_tensor_to_devices(tensor: Tree = None, *, group: Group = None) -> Tree:
     Raises:
         ValueError: No rank or more than one rank has a tree.
 
-    Cost: one header exchange, two small broadcasts, one broadcast of the tree's bytes.
+    Cost: two header exchanges, one small broadcast, one broadcast of the tree's bytes.
 
     Source: accelerate's ``copy_tensor_to_devices``.
     """
@@ -208,7 +210,7 @@ def _broadcast(comms: Communicators, tensor: Tree, call: Call, agreement: Agreem
         raise ValueError(f"broadcast: rank {source} is the source, but its tree is None")
     leaves = call.leaves
     if agreement.absent:
-        structure = _send_structure(comms, tensor, source)
+        structure = _send_structure(comms, "broadcast", tensor, source)
         leaves = Leaves(initialize_tensors(structure)) if call.absent else leaves
     assert leaves is not None
     tied = agreement.uniform
@@ -234,12 +236,18 @@ def _target(comm: TorchComm, targets: Sequence[torch.Tensor]) -> torch.Tensor:
     return packed_like(comm, [t.dtype for t in targets], [t.shape for t in targets])
 
 
-def _send_structure(comms: Communicators, tree: Tree, source: int) -> Tree:
-    """The source's tree without its data, on every rank."""
-    encoded = codec.encode(get_data_structure(tree)) if comms.rank == source else None
-    size = torch.tensor([0 if encoded is None else encoded.numel()])
-    comms.control.broadcast(size, source, async_op=False)
-    buffer = torch.empty(int(size), dtype=torch.uint8) if encoded is None else encoded
+def _send_structure(comms: Communicators, operation: str, tree: Tree, source: int) -> Tree:
+    """The source's tree without its data, on every rank; what is no leaf is pickled."""
+    encoded: torch.Tensor | None = None
+
+    def prepare() -> Call:
+        nonlocal encoded
+        if comms.rank == source:
+            encoded = codec.encode(get_data_structure(tree))
+        return Call(nbytes=0 if encoded is None else encoded.numel())
+
+    _, agreement = agree(comms, f"{operation} structure", prepare)
+    buffer = torch.empty(agreement.nbytes[source], dtype=torch.uint8, device="cpu") if encoded is None else encoded
     comms.control.broadcast(buffer, source, async_op=False)
     return codec.decode(buffer)
 
@@ -268,7 +276,7 @@ def scatter(tensor: Tree, from_process: int = 0, *, dim: int = 0, group: Group =
         RemoteError: The source's tree could not be sent.
         ValueError: A leaf has no dimension ``dim``; ``from_process`` is not a rank of the group.
 
-    Cost: one header exchange, two small broadcasts for the structure, one scatter of the tree's bytes.
+    Cost: two header exchanges, one small broadcast for the structure, one scatter of the tree's bytes.
     """
     comms = communicators(group)
     is_source = comms.rank == from_process
@@ -277,12 +285,12 @@ def scatter(tensor: Tree, from_process: int = 0, *, dim: int = 0, group: Group =
         _check_rank(comms, "from_process", from_process)
         leaves = Leaves(tensor if is_source else None)
         dims_of(leaves, dim, "scatter")
-        return Call({"from_process": from_process, "dim": dim}, leaves, dim, absent=not is_source)
+        return Call({"from_process": index(from_process), "dim": index(dim)}, leaves, dim, absent=not is_source)
 
     call, _ = agree(comms, "scatter", prepare)
     leaves = call.leaves
     if comms.size > 1:
-        structure = _send_structure(comms, tensor, from_process)
+        structure = _send_structure(comms, "scatter", tensor, from_process)
         leaves = leaves if is_source else Leaves(initialize_tensors(structure, hollow=True))
     assert leaves is not None
     tensors = leaves.tensors
@@ -294,7 +302,7 @@ def scatter(tensor: Tree, from_process: int = 0, *, dim: int = 0, group: Group =
         packed = [wire.pack(list(row), comm.get_device()) for row in zip(*parts, strict=True)] if is_source else []
         comm.scatter(buffer, packed, from_process, async_op=False)
         views = wire.unpack(buffer, [t.dtype for t in mine], [t.shape for t in mine])
-        results |= {i: view.to(tensors[i].device) for i, view in zip(indices, views, strict=True)}
+        results |= {i: view.clone().to(tensors[i].device) for i, view in zip(indices, views, strict=True)}
     return leaves.rebuild(results, True, as_array)
 
 
@@ -335,7 +343,7 @@ def all_to_all(tensor: Tree, *, dim: int = 0, group: Group = None) -> Tree:
     def prepare() -> Call:
         leaves = Leaves(tensor)
         dims_of(leaves, dim, "all_to_all")
-        return Call({"dim": dim}, leaves, dim, advice=_pad_first(dim))
+        return Call({"dim": index(dim)}, leaves, dim, advice=_pad_first(dim))
 
     call, agreement = agree(comms, "all_to_all", prepare)
     leaves, uniform = call.leaves, agreement.uniform

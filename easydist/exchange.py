@@ -40,8 +40,9 @@ def sizes_along(comms: Communicators, tensors: Sequence[torch.Tensor], dims: Seq
 
     Cost: one all-gather of 8 bytes per tensor.
     """
-    mine = torch.tensor([tensor.shape[dim] for tensor, dim in zip(tensors, dims, strict=True)], dtype=torch.int64)
-    output = torch.empty((comms.size, len(mine)), dtype=torch.int64)
+    lengths = [tensor.shape[dim] for tensor, dim in zip(tensors, dims, strict=True)]
+    mine = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+    output = torch.empty((comms.size, len(mine)), dtype=torch.int64, device="cpu")
     comms.control.all_gather_single(output, mine, async_op=False)
     return output.tolist()
 

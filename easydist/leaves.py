@@ -41,7 +41,7 @@ def as_tensor(leaf: Any, path: str = "") -> torch.Tensor:
         return _from_numpy(np.asanyarray(leaf), path)
     dtype = next(dtype for cls, dtype in _PYTHON_DTYPES.items() if isinstance(leaf, cls))
     try:
-        return torch.tensor(leaf, dtype=dtype)
+        return torch.tensor(leaf, dtype=dtype, device="cpu")
     except (OverflowError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"{_at(path)} is an int that does not fit 64 bits; use gather_object for such numbers"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -58,14 +60,19 @@ def pad_across_processes(
     Source: accelerate's ``pad_across_processes``.
     """
     comms = communicators(group)
-    tensor, reveal = _hide_nested(tensor)
+    fillings: list[torch.Tensor] = []
+    reveal: Callable[[Tree], Tree] = _identity
 
     def prepare() -> Call:
+        nonlocal tensor, reveal
+        tensor, reveal = _hide_nested(tensor)
         leaves = Leaves(tensor)
         dims_of(leaves, dim, "pad_across_processes")
-        for path, dtype in zip(leaves.layout.paths, leaves.layout.dtypes, strict=True):
-            _check_fits(pad_index, dtype, path)
-        arguments = {"dim": dim, "pad_index": pad_index, "pad_first": pad_first}
+        fillings.extend(
+            _filling(pad_index, t, path) for t, path in zip(leaves.tensors, leaves.layout.paths, strict=True)
+        )
+        number = int(pad_index) if float(pad_index).is_integer() else float(pad_index)
+        arguments = {"dim": index(dim), "pad_index": number, "pad_first": bool(pad_first)}
         return Call(arguments, leaves, dim, advice=f"Only dim {dim} may differ between ranks.")
 
     call, agreement = agree(comms, "pad_across_processes", prepare)
@@ -75,10 +82,14 @@ def pad_across_processes(
         return reveal(tensor)
     dims = leaves.layout.free(dim)[0]
     longest = [max(column) for column in zip(*sizes_along(comms, leaves.tensors, dims), strict=True)]
-    targets = zip(leaves.tensors, dims, longest, strict=True)
-    padded = {i: _pad(t, d, size, pad_index, pad_first) for i, (t, d, size) in enumerate(targets)}
+    targets = zip(leaves.tensors, dims, longest, fillings, strict=True)
+    padded = {i: _pad(*target, pad_first) for i, target in enumerate(targets)}
     result = leaves.rebuild(padded, False, lambda result, value: value if result is None else as_array(result, value))
     return reveal(result)
+
+
+def _identity(data: Tree) -> Tree:
+    return data
 
 
 def _hide_nested(data: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
@@ -88,7 +99,7 @@ def _hide_nested(data: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
         return isinstance(value, torch.Tensor) and value.is_nested
 
     if not any(is_nested(value) for value in tree.leaves(data)):
-        return data, lambda result: result
+        return data, _identity
     warnings.warn(
         "nested tensors have no one size to pad to; they stay as they are", CannotPadNestedTensorWarning, stacklevel=3
     )
@@ -103,23 +114,30 @@ class _Hidden:
         self.tensor = tensor
 
 
-def _check_fits(pad_index: float, dtype: torch.dtype, path: str) -> None:
-    """A fill value must not change on its way into the tensor."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return
-    low, high = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    if pad_index != int(pad_index) or not low <= pad_index <= high:
+def _filling(pad_index: float, leaf: torch.Tensor, path: str) -> torch.Tensor:
+    """What to fill a leaf with, in its own dtype; a float may be rounded, nothing else may change."""
+    try:
+        filling = leaf.new_full((), pad_index)
+    except (RuntimeError, TypeError, ValueError, OverflowError):
+        filling = None
+    if filling is None or not _is_close(filling, pad_index):
         raise ValueError(
-            f"pad_across_processes: {path or 'the tensor'} is {dtype}, which cannot hold pad_index={pad_index!r}"
+            f"pad_across_processes: {path or 'the tensor'} is {leaf.dtype}, which cannot hold pad_index={pad_index!r}"
         )
+    return filling
 
 
-def _pad(tensor: torch.Tensor, dim: int, size: int, pad_index: float, pad_first: bool) -> torch.Tensor | None:
+def _is_close(filling: torch.Tensor, pad_index: float) -> bool:
+    if filling.dtype.is_floating_point or filling.dtype.is_complex:
+        return math.isinf(pad_index) or not filling.to(torch.complex128).abs().isinf().item()
+    return bool(filling.item() == pad_index)
+
+
+def _pad(tensor: torch.Tensor, dim: int, size: int, filling: torch.Tensor, pad_first: bool) -> torch.Tensor | None:
     """The longer tensor, or None where it is long enough."""
     missing = size - tensor.shape[dim]
     if not missing:
         return None
-    filling = torch.full((), pad_index, device=tensor.device).to(tensor.dtype)
     result = filling.expand(resized(tensor.shape, dim, size)).clone()
     result.narrow(dim, missing if pad_first else 0, tensor.shape[dim]).copy_(tensor)
     return result

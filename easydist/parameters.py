@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from easydist import agree
+from easydist.agree import Call, agree, report
 from easydist.collectives import broadcast
 from easydist.state import communicators
 
@@ -35,6 +35,8 @@ def GatheredParameters(  # noqa: N802 - DeepSpeed's and accelerate's name
 
     Raises:
         RemoteError: The body raised on another rank; no shard was changed. Where it raised, its own exception goes on.
+        TypeError: Something is no parameter, or a parameter of an FSDP1 module was passed instead of the module.
+        RuntimeError: A parameter cannot be made whole, because a weak reference to it exists.
 
     Example:
         >>> import torch, easydist
@@ -42,33 +44,49 @@ def GatheredParameters(  # noqa: N802 - DeepSpeed's and accelerate's name
         >>> with easydist.GatheredParameters(layer.weight, modifier_rank=0):
         ...     _ = torch.nn.init.zeros_(layer.weight)
 
-    Cost: one all-gather per parameter; with ``modifier_rank`` one broadcast of all of them.
+    Cost: three header exchanges; one all-gather per parameter; with ``modifier_rank`` one broadcast of all of them.
 
     Source: DeepSpeed's and accelerate's ``GatheredParameters``.
     """
     if not enabled:
         yield
         return
-    modules, parameters = _sort(params)
+    comms = communicators()
+    modules: list[nn.Module] = []
+    parameters: list[nn.Parameter] = []
+
+    def prepare() -> Call:
+        if modifier_rank is not None and not 0 <= modifier_rank < comms.size:
+            raise ValueError(f"modifier_rank={modifier_rank} is not a rank: there are {comms.size}, counted from 0")
+        _sort(params, modules, parameters)
+        return Call({"modifier_rank": modifier_rank, "modules": len(modules), "parameters": len(parameters)})
+
+    agree(comms, "GatheredParameters", prepare)
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(_summoned(module, modifier_rank))
-        sharded = [p for p in parameters if hasattr(p, "ds_id")]
-        if sharded:
-            stack.enter_context(_deepspeed(sharded, modifier_rank, fwd_module))
+        zero = [p for p in parameters if hasattr(p, "ds_id")]
+        if zero:
+            stack.enter_context(_deepspeed(zero, modifier_rank, fwd_module))
         stack.enter_context(_whole([p for p in parameters if not hasattr(p, "ds_id")], modifier_rank))
         yield
 
 
-def _sort(params: Any) -> tuple[list[nn.Module], list[nn.Parameter]]:
+def _sort(params: Any, modules: list[nn.Module], parameters: list[nn.Parameter]) -> None:
     """FSDP1 modules, and single parameters, each once."""
     items: list[Any] = [params] if isinstance(params, torch.Tensor | nn.Module) else list(params)
-    modules = [item for item in items if isinstance(item, nn.Module) and _is_fsdp1(item)]
-    rest = [item for item in items if not any(item is module for module in modules)]
     found: list[nn.Parameter] = []
-    for item in rest:
-        found += item.parameters() if isinstance(item, nn.Module) else [item]
-    return modules, list({id(parameter): parameter for parameter in found}.values())
+    for item in items:
+        if isinstance(item, nn.Module) and _is_fsdp1(item):
+            modules.append(item)
+        else:
+            found += item.parameters() if isinstance(item, nn.Module) else [item]
+    for item in found:
+        if not isinstance(item, torch.Tensor):
+            raise TypeError(f"GatheredParameters takes parameters and modules, got {type(item).__name__}")
+        if getattr(item, "_is_flat_param", False) or getattr(item, "_fsdp_flattened", False):
+            raise TypeError("GatheredParameters: a parameter of an FSDP1 module is a part of a shard; pass the module")
+    parameters += {id(parameter): parameter for parameter in found}.values()
 
 
 def _is_fsdp1(module: nn.Module) -> bool:
@@ -96,7 +114,17 @@ def _whole(params: list[nn.Parameter], modifier_rank: int | None) -> Iterator[No
     """Plain parameters, and DTensors, which trade places with their full tensors."""
     sharded = [parameter for parameter in params if _is_sharded(parameter)]
     others = [_full(parameter) for parameter in sharded]
-    _trade(sharded, others)
+    fault: Exception | None = None
+    try:
+        _trade(sharded, others)
+    except RuntimeError as error:  # somebody holds a weak reference, or the parameter's place in a graph
+        fault = error
+    try:
+        report(communicators(), "GatheredParameters", fault)
+    except Exception:
+        if fault is None:
+            _trade(sharded, others)
+        raise
     try:
         with _kept(params, modifier_rank):
             yield
@@ -116,9 +144,9 @@ def _kept(params: list[nn.Parameter], modifier_rank: int | None) -> Iterator[Non
             yield
         except BaseException as error:
             with suppress(Exception):  # the others raise RemoteError; here the body's own exception goes on
-                agree.report(comms, "GatheredParameters", error)
+                report(comms, "GatheredParameters", error)
             raise
-        agree.report(comms, "GatheredParameters")
+        report(comms, "GatheredParameters")
         if modifier_rank is not None:
             broadcast([parameter.data for parameter in params], modifier_rank)
             before = [parameter.detach() for parameter in params]
@@ -137,14 +165,31 @@ def _full(parameter: Any) -> torch.Tensor:
 @functools.cache
 def _whole_type(dtensor: Any) -> Any:
     """A plain tensor class, laid out as DTensor is in memory: ``swap_tensors`` asks for equal slots."""
-    body = {"__slots__": dtensor.__dict__["__slots__"], "__torch_function__": torch._C._disabled_torch_function_impl}
+    body = {
+        "__slots__": dtensor.__dict__["__slots__"],
+        "__torch_function__": torch._C._disabled_torch_function_impl,
+        "__deepcopy__": lambda self, memo: _plain(self, self.clone()),
+        "__reduce_ex__": lambda self, protocol: _plain(self, self).__reduce_ex__(protocol),
+    }
     return type("WholeParameter", (torch.Tensor,), body)
 
 
+def _plain(parameter: torch.Tensor, values: torch.Tensor) -> nn.Parameter:
+    """An ordinary parameter, for copies that live on after the body."""
+    return nn.Parameter(values.detach().as_subclass(torch.Tensor), parameter.requires_grad)
+
+
 def _trade(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> None:
-    """Every reference to one of the first becomes a reference to its partner, and the other way round."""
-    for one, other in zip(first, second, strict=True):
-        torch.utils.swap_tensors(one, other)
+    """Every reference to one of the first becomes a reference to its partner, and the other way round; all or none."""
+    done: list[tuple[torch.Tensor, torch.Tensor]] = []
+    try:
+        for one, other in zip(first, second, strict=True):
+            torch.utils.swap_tensors(one, other)
+            done.append((one, other))
+    except RuntimeError:
+        for one, other in done:
+            torch.utils.swap_tensors(one, other)
+        raise
 
 
 def _write_shard(parameter: Any, full: torch.Tensor) -> None:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from easydist import wire
 from easydist.agree import Call, agree
 from easydist.comms import ReduceOp
-from easydist.exchange import by_comm
+from easydist.exchange import buckets
 from easydist.leaves import Leaves, as_value
 from easydist.state import communicators
 from easydist.typing import Group, Tree
@@ -31,9 +32,10 @@ def reduce(tensor: Tree, reduction: str = "mean", scale: float = 1.0, *, group: 
     Law: ``reduce(x, "sum") == (x of rank 0 + x of rank 1) + …``, likewise ``"prod"``, ``"max"``, ``"min"`` (which pass
     NaN on); ``"mean"`` is the sum over W; ``"none"`` is this rank's own ``x``. The result is multiplied by ``scale``.
 
-    Dtypes follow ``torch.sum``: ``"sum"`` and ``"prod"`` of integers and bools are int64, so that nothing wraps; their
-    ``"mean"``, and any of them times a ``scale`` other than 1, has the default float dtype; everything else keeps its
-    dtype. Floats of 16 and 8 bits are accumulated in float32 and rounded once.
+    Dtypes follow ``torch.sum``: ``"sum"`` and ``"prod"`` of integers and bools are int64, so that small ones do not
+    wrap (beyond 64 bits they do, as there); their ``"mean"``, and any of them times a ``scale`` other than 1, has the
+    default float dtype (float64 for arrays and Python numbers); everything else keeps its dtype. Floats of 16 and 8
+    bits are accumulated in float32, means of integers in float64, and rounded once.
 
     Example:
         >>> import torch, easydist
@@ -68,24 +70,32 @@ def reduce(tensor: Tree, reduction: str = "mean", scale: float = 1.0, *, group: 
         for path, dtype in zip(leaves.layout.paths, leaves.layout.dtypes, strict=True):
             if dtype.is_complex and reduction in ("max", "min"):
                 raise TypeError(f"reduce: {path or 'the tensor'} is complex, and complex numbers have no {reduction}")
-        return Call({"reduction": reduction, "scale": scale}, leaves)
+        return Call({"reduction": reduction, "scale": float(scale)}, leaves)
 
     call, agreement = agree(comms, "reduce", prepare)
     leaves = call.leaves
     assert leaves is not None
     results: dict[int, torch.Tensor] = {}
-    for comm, indices in by_comm(comms, leaves.tensors, leaves.travelling(agreement.uniform)):
+    nbytes = [wire.nbytes(leaf) for leaf in leaves.tensors]
+    for comm, indices in buckets(comms, leaves.tensors, leaves.travelling(agreement.uniform), nbytes):
         for dtype, members in _by_dtype(leaves, indices, reduction).items():
             tensors = [leaves.tensors[i] for i in members]
             flat = torch.cat([tensor.reshape(-1).to(comm.get_device(), dtype) for tensor in tensors])
             if (op := _OPS[reduction]) is not None:
                 comm.all_reduce(flat, op, async_op=False)
-            pieces = _finish(flat, reduction, scale, comms.size).split([tensor.numel() for tensor in tensors])
-            results |= dict(zip(members, pieces, strict=True))
+            results |= zip(members, _pieces(_finish(flat, reduction, scale, comms.size), tensors), strict=True)
     for i, piece in results.items():
         leaf = leaves.tensors[i]
-        results[i] = piece.to(leaf.device, _result_dtype(leaf.dtype, reduction, scale)).view(leaf.shape)
+        dtype = _result_dtype(leaf.dtype, reduction, scale, is_tensor=isinstance(leaves.values[i], torch.Tensor))
+        results[i] = piece.to(leaf.device, dtype).view(leaf.shape)
     return leaves.rebuild(results, agreement.uniform, as_value)
+
+
+def _pieces(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Each leaf's own part: a copy, unless the leaf was alone."""
+    if len(tensors) == 1:
+        return [flat]
+    return [piece.clone() for piece in flat.split([tensor.numel() for tensor in tensors])]
 
 
 def _by_dtype(leaves: Leaves, indices: Sequence[int], reduction: str) -> dict[torch.dtype, list[int]]:
@@ -101,24 +111,25 @@ def _accumulated_in(dtype: torch.dtype, reduction: str) -> torch.dtype:
         return dtype
     if dtype.is_complex or dtype.is_floating_point:
         return torch.promote_types(dtype, torch.float32) if dtype.itemsize >= 2 else torch.float32
-    return torch.float64 if reduction == "mean" and dtype is torch.uint64 else torch.int64
+    return torch.float64 if reduction == "mean" else torch.uint64 if dtype is torch.uint64 else torch.int64
 
 
 def _finish(total: torch.Tensor, reduction: str, scale: float, size: int) -> torch.Tensor:
     """The mean and the scale, in place where the dtype allows it."""
     if reduction == "mean":
-        total = total.double() if total.dtype is torch.int64 else total
         total /= size
-    if scale != 1.0:
-        total = total.mul_(scale) if total.is_floating_point() or total.is_complex() else total * scale
-    return total
+    if scale == 1.0:
+        return total
+    if total.is_complex() or (total.is_floating_point() and total.element_size() > 1):
+        return total.mul_(scale)
+    return total.to(torch.float64) * scale
 
 
-def _result_dtype(dtype: torch.dtype, reduction: str, scale: float) -> torch.dtype:
+def _result_dtype(dtype: torch.dtype, reduction: str, scale: float, is_tensor: bool) -> torch.dtype:
     if dtype.is_floating_point or dtype.is_complex:
         return dtype
     if reduction == "mean" or scale != 1.0:
-        return torch.get_default_dtype()
+        return torch.get_default_dtype() if is_tensor else torch.float64
     if reduction in ("sum", "prod"):
         return torch.uint64 if dtype is torch.uint64 else torch.int64
     return dtype

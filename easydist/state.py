@@ -14,6 +14,7 @@ from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from easydist import agree, comms
 from easydist.comms import SOLO, Communicators, TorchComm
@@ -107,6 +108,8 @@ class ProcessState:
 
     def _adopt(self) -> World:
         """The world as it is now: the default group wherever somebody has made one, else what the launcher said."""
+        if not self._shared:
+            self._forget()
         group = _default_group()
         if self._world is None or group is not self._group:
             self._group, self._device = group, None
@@ -153,10 +156,11 @@ class ProcessState:
         timeout = self._options.get("timeout")
         if isinstance(timeout, int | float):
             timeout = timedelta(seconds=timeout)
-        method = "env://" if _has_rendezvous(world) else f"tcp://{world.address}:{world.port}"
+        store = PrefixStore(f"easydist/{len(_made)}", _store(world))  # a second group must not meet traces of the first
         dist.init_process_group(
-            self._planned_backend(), init_method=method, rank=world.rank, world_size=world.size, timeout=timeout
+            self._planned_backend(), store=store, rank=world.rank, world_size=world.size, timeout=timeout
         )
+        _made.append(world)
         self._group = dist.group.WORLD
         atexit.register(_take_down, self._group)
 
@@ -285,12 +289,12 @@ class ProcessState:
 
         Cost: two header exchanges; all processes leave together.
         """
-        return self._first(self.is_main_process, "main_process_first")
+        return self._first(self.is_main_process)
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
         """Run the body on process 0 of each host, then on the others; else as ``main_process_first``."""
-        return self._first(self.is_local_main_process, "local_main_process_first")
+        return self._first(self.is_local_main_process)
 
     def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """Decorate a function to run on the main process only; it returns None elsewhere.
@@ -361,12 +365,12 @@ class ProcessState:
         if dist.is_initialized():
             dist.destroy_process_group(group)
 
-    def _first(self, goes_first: bool, operation: str) -> Iterator[None]:
+    def _first(self, goes_first: bool) -> Iterator[None]:
         """Two meetings: after the bodies of those that go first, and after those of the others."""
         group = self.communicators()
 
         def meet(fault: BaseException | None = None) -> None:
-            agree.report(group, operation, fault)
+            agree.report(group, "main_process_first", fault)
 
         if not goes_first:
             meet()
@@ -383,7 +387,7 @@ class ProcessState:
     def _only(self, function: Callable[P, R], here: Callable[[], bool]) -> Callable[P, R | None]:
         @functools.wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
-            return function(*args, **kwargs) if here() else None
+            return function(*args, **kwargs) if here() or not self.use_distributed else None
 
         return wrapper
 
@@ -417,12 +421,20 @@ def _world_of(group: dist.ProcessGroup) -> World:
     told = launched()
     if (told.rank, told.size) == (rank, size):
         return told
-    return World("adopted", rank, size, int(os.environ.get("LOCAL_RANK", rank)), size)
+    return World("adopted", rank, size, int(os.environ.get("LOCAL_RANK") or rank), size)
 
 
-def _has_rendezvous(world: World) -> bool:
-    """Whether ``env://`` works; it shares the store of torchrun's agent."""
-    return world.launcher == "torchrun" and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
+_made: list[World] = []
+"""One entry per process group that easydist has made in this process."""
+
+
+@functools.cache
+def _store(world: World) -> Store:
+    """Where the ranks meet; under torchrun the store of its agent, else rank 0 has it."""
+    has_agent = world.launcher == "torchrun" and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
+    url = "env://" if has_agent else f"tcp://{world.address}:{world.port}"
+    store: Store = next(rendezvous(url, world.rank, world.size))[0]
+    return store
 
 
 def communicators(group: Group = None) -> Communicators:

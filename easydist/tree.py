@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import functools
 from collections import Counter, OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
@@ -78,7 +79,7 @@ def _indexed(data: Any) -> list[str]:
 
 def _close_mapping(template: Mapping[Any, Any], children: list[Any]) -> Mapping[Any, Any]:
     items = zip(template, children, strict=True)
-    if not isinstance(template, dict | UserDict):
+    if not isinstance(template, dict | UserDict) or getattr(template, "__dict__", None) is template:
         return type(template)(dict(items))  # type: ignore[call-arg]
     clone = copy.copy(template)  # keeps a default factory and other attributes
     for key, child in items:
@@ -98,9 +99,16 @@ def _open_dataclass(data: Any) -> tuple[list[str], list[Any], Any]:
 def _close_dataclass(context: tuple[Any, list[str]], children: list[Any]) -> Any:
     template, names = context
     clone = copy.copy(template)  # keeps fields with init=False and does not run __post_init__ again
+    for name in [name for name in getattr(clone, "__dict__", ()) if _is_computed(clone, name)]:
+        del clone.__dict__[name]
     for name, child in zip(names, children, strict=True):
         object.__setattr__(clone, name, child)
     return clone
+
+
+def _is_computed(data: object, name: str) -> bool:
+    """Whether an attribute is the remembered result of a ``cached_property``."""
+    return isinstance(getattr(type(data), name, None), functools.cached_property)
 
 
 def _close_list(template: list[Any], children: list[Any]) -> list[Any]:
@@ -274,15 +282,20 @@ def _unique(paths: list[str]) -> list[str]:
 
 def _too_deep(data: Tree) -> str:
     """Why ``data`` cannot be walked: it holds itself, or it is nested too deeply."""
-    stack: list[tuple[Any, str, dict[int, tuple[str, Any]]]] = [(data, "", {})]
+    above: dict[int, tuple[str, Any]] = {}
+    done: dict[int, Any] = {}  # holds the nodes, so that their ids stay their own
+    stack: list[tuple[Any, str, bool]] = [(data, "", False)]
     while stack:
-        node, path, above = stack.pop()
-        if id(node) in above:
+        node, path, leaving = stack.pop()
+        if leaving:
+            del above[id(node)]
+            done[id(node)] = node
+        elif id(node) in above:
             return f"the tree has a cycle: {path or 'the root'} is {above[id(node)][0] or 'the root'} again"
-        if not is_leaf(node) and (kind := _kind_of(node)) is not None and len(above) < 2000:
+        elif id(node) not in done and not is_leaf(node) and (kind := _kind_of(node)) is not None and len(above) < 2000:
             names, children, _ = kind.open(node)
-            inside = {**above, id(node): (path, node)}  # holds the node, so that its id stays its own
-            stack += [(child, path + name, inside) for name, child in zip(names, children, strict=True)]
+            above[id(node)] = path, node
+            stack += [(node, path, True), *((c, path + name, False) for name, c in zip(names, children, strict=True))]
     return "the tree is nested deeper than Python's recursion limit"
 
 

@@ -124,7 +124,8 @@ def unpack_rows(
         for i, piece in zip(run, flat, strict=True):
             dtype, (first, *rest) = dtypes[i], shapes[i]
             bits = piece if is_copyable(dtype) else piece.view(BITS[1])
-            results.append(bits.reshape(len(rows) * first, *rest).view(dtype))
+            own = bits.clone() if len(rows) == 1 else bits  # else reshape copies
+            results.append(own.reshape(len(rows) * first, *rest).view(dtype))
     return results
 
 

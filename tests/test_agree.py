@@ -131,3 +131,31 @@ def test_one_header_exchange_and_one_data_exchange(rank):
             calls.clear()
             verb(data)
             assert calls == ["all_gather_single", moved]
+
+
+class Odd(float):
+    def __repr__(self):
+        raise KeyError("no text")
+
+
+@distributed(world_size=2)
+def test_an_argument_without_a_text_is_an_error_for_all(rank):
+    assert "rank 1: " in message(lambda: easydist.gather({Odd(1) if rank else "x": 1}))
+
+
+@distributed(world_size=2)
+def test_a_default_device_does_not_matter(rank):
+    """The tensors of the exchange itself are on the CPU, also where one rank has another default."""
+    x = torch.tensor([rank])
+    with torch.device("meta" if rank else "cpu"):
+        assert easydist.gather({"x": x, "n": rank})["n"].tolist() == [0, 1]
+        assert easydist.reduce({"x": x, "n": rank}, "sum")["n"] == 1
+        assert easydist.gather_object(rank) == [0, 1]
+        assert easydist.scatter(torch.arange(2, device="cpu") if rank == 0 else None).tolist() == [rank]
+        assert easydist.broadcast(x if rank == 0 else None).tolist() == [0]
+        assert easydist.pad_across_processes(torch.ones(rank + 1, device="cpu")).shape == (2,)
+        assert easydist.all_to_all(torch.arange(2, device="cpu")).tolist() == [rank, rank]
+        output = [None]
+        easydist.scatter_object_list(output, ["a", "b"] if rank == 0 else None)
+        easydist.wait_for_everyone()
+    assert output == ["ab"[rank]]

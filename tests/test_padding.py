@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import easydist
-from easydist import CannotPadNestedTensorWarning, DisagreementError
+from easydist import CannotPadNestedTensorWarning, DisagreementError, RemoteError
 from easydist.testing import distributed
 from easydist.testing.conformance import MOVED, sample
 
@@ -98,3 +98,23 @@ def test_unpad_takes_sizes_trees_and_structures():
         easydist.unpad(x, 4)
     with pytest.raises(ValueError, match=r"unpad: the trees differ in \['x'\], \['y'\]"):
         easydist.unpad({"x": x}, {"y": x})
+
+
+@distributed(world_size=2)
+def test_the_filling_is_exact_where_the_dtype_allows_it(rank):
+    got = easydist.pad_across_processes(torch.ones(rank + 1, dtype=torch.float64), pad_index=0.1)
+    assert got.tolist() == [1.0, 1.0 if rank else 0.1]
+    huge = easydist.pad_across_processes(torch.ones(rank + 1, dtype=torch.uint64), pad_index=2**64 - 1)
+    assert huge.tolist() == [1, 1 if rank else 2**64 - 1]
+    with pytest.raises(ValueError, match=r"float16, which cannot hold pad_index=1000000\.0"):
+        easydist.pad_across_processes(torch.ones(1, dtype=torch.float16), pad_index=1e6)
+    assert easydist.pad_across_processes(torch.ones(1), pad_index=1 if rank else 1.0).tolist() == [1.0]
+
+
+@distributed(world_size=2)
+def test_a_cycle_on_one_rank_is_an_error_for_all(rank):
+    data = [torch.ones(2)]
+    if rank == 0:
+        data.append(data)
+    with pytest.raises(RemoteError, match="rank 0: ValueError: the tree has a cycle"):
+        easydist.pad_across_processes(data)

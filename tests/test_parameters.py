@@ -1,5 +1,9 @@
 """GatheredParameters: whole inside, and a change made on one rank reaches every shard."""
 
+import copy
+import pickle
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -146,3 +150,56 @@ def check_zero_3(deepspeed, rank):
     assert layer.weight.shape == (0,)
     with easydist.GatheredParameters(layer.weight):
         assert layer.weight.unique().tolist() == [2.0]
+
+
+@distributed(world_size=2)
+def test_copies_made_in_the_body_are_ordinary_parameters(rank, world_size):
+    net = sharded(world_size)
+    with easydist.GatheredParameters(net):
+        copies = [copy.deepcopy(net[0].weight), pickle.loads(pickle.dumps(net[0].weight))]
+    for one in copies:
+        assert type(one) is nn.Parameter
+        assert torch.equal(one, model()[0].weight)
+
+
+@distributed(world_size=2)
+def test_a_parameter_that_cannot_trade_places_is_an_error_for_all_and_none_does(rank, world_size):
+    net = sharded(world_size)
+    reference = weakref.ref(net[0].weight) if rank == 0 else None
+    with pytest.raises(RemoteError, match="rank 0: RuntimeError: Cannot swap"), easydist.GatheredParameters(net):
+        pass
+    assert all(hasattr(parameter, "full_tensor") for parameter in net.parameters())
+    del reference
+    with easydist.GatheredParameters(net):
+        pass
+
+
+@distributed(world_size=2)
+def test_misuse_is_an_error_for_all_before_anything_happens(rank, world_size):
+    net = sharded(world_size)
+    with pytest.raises(ValueError, match="modifier_rank=17 is not a rank: there are 2"):
+        easydist.GatheredParameters(net, 17).__enter__()
+    with pytest.raises(
+        RemoteError, match="rank 1: TypeError: GatheredParameters takes parameters and modules, got int"
+    ):
+        easydist.GatheredParameters([net[0].weight, 5] if rank else net).__enter__()
+
+    def collective_inside():
+        with easydist.GatheredParameters(net, 0):
+            if rank == 0:
+                raise KeyError("broken")
+            easydist.gather(torch.ones(1))
+
+    with pytest.raises((KeyError, RemoteError), match="broken"):
+        collective_inside()
+    assert easydist.gather(rank).tolist() == [0, 1]
+
+
+@distributed(world_size=2)
+def test_parameters_of_an_fsdp1_module_have_to_be_passed_as_the_module(rank):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for use_orig_params in (False, True):
+        net = FullyShardedDataParallel(model(), device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+        with pytest.raises(TypeError, match="pass the module"):
+            easydist.GatheredParameters(list(net.parameters())).__enter__()

@@ -159,3 +159,37 @@ def test_a_typo_is_an_error_on_every_rank(rank):
 def test_empty_trees_and_tensors(rank):
     assert easydist.reduce({}) == {}
     assert easydist.reduce({"x": torch.empty(0, 3)}, "sum")["x"].shape == (0, 3)
+
+
+@distributed(world_size=(1, 2))
+def test_results_are_tensors_of_their_own(rank):
+    weight = torch.ones(2, requires_grad=True)
+    got = easydist.reduce({"a": torch.ones(2), "b": torch.ones(2), "big": torch.ones(100_000)})
+    assert got["a"].untyped_storage().nbytes() == 8
+    loss = (got["a"] * weight).sum()
+    got["b"] += weight.detach()
+    got["a"] = got["a"] + weight
+    loss.backward()
+    assert weight.grad.tolist() == [1.0, 1.0]
+
+
+@distributed(world_size=2)
+def test_whole_numbers_are_averaged_in_double_precision(rank):
+    assert easydist.reduce(16_777_217) == 16_777_217.0
+    assert easydist.reduce(np.int64(16_777_217)).dtype == np.float64
+    assert easydist.reduce(torch.tensor([2**62])).tolist() == [float(2**62)]
+
+
+@distributed(world_size=2)
+def test_unsigned_64_bits_are_compared_as_such(rank):
+    x = torch.tensor([2**63 if rank == 0 else 1], dtype=torch.uint64)
+    assert easydist.reduce(x, "max").tolist() == [2**63]
+    assert easydist.reduce(x, "min").tolist() == [1]
+    assert easydist.reduce(x, "sum").tolist() == [2**63 + 1]
+
+
+@distributed(world_size=2)
+def test_scale_of_float8_and_of_equal_numbers_written_otherwise(rank):
+    low = torch.tensor([2.0]).to(torch.float8_e4m3fn)
+    assert easydist.reduce(low, "max", 0.5).float().tolist() == [1.0]
+    assert easydist.reduce(1.0, "sum", 1 if rank else 1.0) == 2.0

@@ -1,5 +1,6 @@
 """scatter gives each rank its part of one rank's tree; all_to_all each rank its part of every rank's."""
 
+import threading
 from collections import namedtuple
 
 import numpy as np
@@ -100,3 +101,18 @@ def test_all_to_all_of_other_shapes_is_an_error(rank):
         DisagreementError, match=r"Only dim 0 may differ between ranks; pad the other dims first: .*dim=1\)"
     ):
         easydist.all_to_all(torch.ones(2, 3 + rank))
+
+
+@distributed(world_size=2)
+def test_a_structure_that_cannot_be_pickled_is_an_error_for_all(rank):
+    data = {"x": torch.arange(4), "lock": threading.Lock()} if rank == 0 else None
+    for verb in (easydist.scatter, easydist.broadcast, easydist.copy_tensor_to_devices):
+        with pytest.raises(RemoteError, match=r"rank 0: TypeError: .*cannot"):
+            verb(data)
+    assert easydist.gather(rank).tolist() == [0, 1]
+
+
+@distributed(world_size=2)
+def test_parts_do_not_share_memory(rank):
+    got = easydist.scatter([torch.ones(2), torch.ones(2)] if rank == 0 else None)
+    assert [part.untyped_storage().nbytes() for part in got] == [4, 4]

@@ -286,7 +286,7 @@ def test_when_the_main_process_raises_the_others_do_not_begin(rank, world_size, 
         raise error
     assert ran == ([0] if rank == 0 else [])
     if rank:
-        text = f"{method}: the body raised on rank 0\n  rank 0: {type(error).__name__}: {error}"
+        text = f"main_process_first: the body raised on rank 0\n  rank 0: {type(error).__name__}: {error}"
         assert str(caught.value) == text
     else:
         assert caught.value is error
@@ -303,7 +303,7 @@ def test_when_another_process_raises_everybody_hears(rank, world_size, method):
             raise ValueError("no space")
     assert ran == [rank]
     assert str(caught.value) == (
-        "no space" if rank == 1 else f"{method}: the body raised on rank 1\n  rank 1: ValueError: no space"
+        "no space" if rank == 1 else "main_process_first: the body raised on rank 1\n  rank 1: ValueError: no space"
     )
     assert everyone() == list(range(world_size))
 
@@ -375,3 +375,44 @@ def test_debug_follows_the_environment():
             ProcessState._reset_state()
             assert ProcessState().debug is debug
     assert "ACCELERATE_DEBUG_MODE" not in os.environ
+
+
+@distributed(world_size=(2, 3))
+def test_a_collective_inside_the_first_body_is_an_error_for_all(rank, world_size):
+    with pytest.raises(DisagreementError, match="ranks made different calls"), ProcessState().main_process_first():
+        easydist.gather(torch.ones(1))
+    assert everyone() == list(range(world_size))
+
+
+@distributed(world_size=3)
+def test_contexts_may_be_nested(rank, world_size):
+    state, ran = ProcessState(), []
+    with state.main_process_first(), state.local_main_process_first(), state.main_process_first():
+        ran.append(rank)
+    assert ran == [rank]
+    assert everyone() == list(range(world_size))
+
+
+def test_on_process_runs_in_a_world_of_one_whatever_the_number():
+    state = ProcessState()
+    assert state.on_process(process_index=3)(lambda: "ran")() == "ran"
+    assert state.on_local_process(local_process_index=3)(lambda: "ran")() == "ran"
+
+
+@distributed(world_size=2)
+def test_an_older_instance_works_after_a_reset(rank):
+    state = ProcessState()
+    ProcessState._reset_state()
+    assert (state.process_index, state.num_processes) == (rank, 2)
+
+
+@distributed(world_size=2)
+def test_destroyed_groups_are_forgotten(rank):
+    from easydist.comms import communicators
+
+    for _ in range(5):
+        group = torch.distributed.new_group([0, 1])
+        assert easydist.gather(rank, group=group).tolist() == [0, 1]
+        torch.distributed.destroy_process_group(group)
+    assert easydist.gather(rank, group=torch.distributed.new_group([0, 1])).tolist() == [0, 1]
+    assert len(communicators._CACHE) == 1

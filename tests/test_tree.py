@@ -1,5 +1,7 @@
 """Laws of flatten, rebuild and map."""
 
+import dataclasses
+import functools
 import re
 import sys
 from collections import OrderedDict, UserDict, defaultdict
@@ -301,3 +303,39 @@ def test_is_namedtuple_knows_subclasses_and_no_plain_tuples():
     assert not tree.is_namedtuple((1, 2))
     assert not tree.is_namedtuple([1])
     assert not tree.is_namedtuple(Point)
+
+
+class AttrDict(dict):
+    """The idiom in which keys and attributes are the same thing."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+@dataclasses.dataclass
+class Square:
+    side: int
+
+    @functools.cached_property
+    def area(self):
+        return self.side**2
+
+
+def test_a_dict_that_is_its_own_attributes_stays_so():
+    got = tree.map(lambda x: x + 1, AttrDict(x=1))
+    assert (type(got), got["x"], got.x) == (AttrDict, 2, 2)
+
+
+def test_remembered_results_are_computed_anew():
+    square = Square(1)
+    assert square.area == 1
+    assert tree.map(lambda x: x + 1, square).area == 4
+
+
+def test_a_deep_tree_that_shares_its_nodes_is_refused_at_once():
+    deep = [1]
+    for _ in range(1200):
+        deep = [deep, deep]
+    with pytest.raises(ValueError, match="nested deeper than Python's recursion limit"):
+        tree.flatten(deep)

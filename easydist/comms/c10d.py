@@ -112,7 +112,7 @@ class Gloo(_Group):
         return first.followed_by(reduce_and_share)
 
     def barrier(self) -> TorchWork:
-        tokens = torch.zeros(self.size + 1, dtype=torch.uint8).split(1)
+        tokens = torch.zeros(self.size + 1, dtype=torch.uint8, device="cpu").split(1)
         return self._swap([tokens[-1]] * self.size, tokens[:-1])
 
 

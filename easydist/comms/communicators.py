@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -38,7 +37,7 @@ class Communicators:
         return comm
 
 
-_CACHE: WeakKeyDictionary[dist.ProcessGroup, Communicators] = WeakKeyDictionary()
+_CACHE: dict[dist.ProcessGroup, Communicators] = {}
 SOLO = Communicators(TorchComm(Solo(), "solo"))
 """The communicators of a process that is alone."""
 
@@ -47,6 +46,8 @@ def of_group(group: dist.ProcessGroup) -> Communicators:
     """The communicators of ``group``, made at the first call; on every rank of the group in the same order."""
     found = _CACHE.get(group)
     if found is None:
+        for gone in [known for known in _CACHE if known not in dist.distributed_c10d._world.pg_map]:
+            del _CACHE[gone]  # a destroyed group would hold its connections as long as it is known here
         name = group.group_name
         found = _CACHE[group] = Communicators(TorchComm(over(group) or gloo_beside(group), name), group)
     return found

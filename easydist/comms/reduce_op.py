@@ -53,7 +53,7 @@ _COMBINE: dict[RedOpType, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] 
     RedOpType.MIN: torch.minimum,
     RedOpType.MAX: torch.maximum,
 }
-_WIDE = {torch.uint16: torch.int64, torch.uint32: torch.int64, torch.uint64: torch.int64}
+_WIDE = {torch.uint16: torch.int64, torch.uint32: torch.int64}
 
 
 def combine(op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -66,5 +66,14 @@ def combine(op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         tensor([3, 5])
     """
     dtype = parts[0].dtype
+    if dtype is torch.uint64:
+        return _combine_uint64(op, parts)
     wide = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else _WIDE.get(dtype, dtype)
     return fold(_COMBINE[op.type], (part.to(wide) for part in parts)).to(dtype)
+
+
+def _combine_uint64(op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """As int64: sums and products have the same bits; for an order, the sign bit is turned over."""
+    signs = torch.iinfo(torch.int64).min if op.type in (RedOpType.MIN, RedOpType.MAX) else 0
+    combined = fold(_COMBINE[op.type], (part.view(torch.int64) ^ signs for part in parts))
+    return (combined ^ signs).view(torch.uint64)
