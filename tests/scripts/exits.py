@@ -51,5 +51,5 @@ def work(rank: int, others: int | None) -> None:
 
 gc.collect()
 gc.freeze()  # what was loaded before the fork need not be copied to be collected: an exit takes a third of the time
-if __name__ == "__main__" and not any(launch(last) for last in [None] * 20 + [0, 3] * 3):
+if __name__ == "__main__" and not any(launch(last) for last in [None] * 14 + [0, 3] * 3):
     sys.exit()
