@@ -1,8 +1,10 @@
 """Nested data between the processes of a distributed PyTorch program: one call, any structure."""
 
 from easydist import comms, tree
+from easydist.codec import allow_pickle
 from easydist.collectives import all_to_all, broadcast, copy_tensor_to_devices, gather, scatter
-from easydist.errors import DisagreementError, EasydistError, RemoteError
+from easydist.errors import DisagreementError, EasydistError, RemoteError, UnsafeObjectError, WireError
+from easydist.files import load, load_metadata, save
 from easydist.objects import broadcast_object_list, gather_object, scatter_object_list
 from easydist.padding import CannotPadNestedTensorWarning, pad_across_processes, unpad
 from easydist.parameters import GatheredParameters
@@ -47,7 +49,10 @@ __all__ = [
     "ProcessState",
     "RemoteError",
     "TensorInformation",
+    "UnsafeObjectError",
+    "WireError",
     "all_to_all",
+    "allow_pickle",
     "broadcast",
     "broadcast_object_list",
     "comms",
@@ -66,10 +71,13 @@ __all__ = [
     "is_tensor_information",
     "is_torch_tensor",
     "listify",
+    "load",
+    "load_metadata",
     "pad_across_processes",
     "pad_input_tensors",
     "recursively_apply",
     "reduce",
+    "save",
     "scatter",
     "scatter_object_list",
     "send_to_device",

@@ -1,4 +1,8 @@
-"""The verbs for any Python value. They use pickle: call them only between processes that trust each other."""
+"""The verbs for any Python value.
+
+They use pickle, which can run code on the receiver, unless ``weights_only`` is set. What a sender's own decoder would
+refuse then never leaves it: all ranks raise, before any data has moved.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import Any
 import torch
 
 from easydist import codec
-from easydist.agree import Agreement, Call, agree
+from easydist.agree import Call, agree
 from easydist.comms import Communicators
 from easydist.state import communicators
 from easydist.typing import Group
@@ -15,7 +19,7 @@ from easydist.typing import Group
 __all__ = ["broadcast_object_list", "gather_object", "scatter_object_list"]
 
 
-def gather_object(object: Any, *, group: Group = None) -> list[Any]:
+def gather_object(object: Any, *, weights_only: bool = False, group: Group = None) -> list[Any]:
     """Collect every rank's value.
 
     Law: for lists ``gather_object(x) == x of rank 0 + … + x of rank W-1``; for anything else
@@ -28,34 +32,42 @@ def gather_object(object: Any, *, group: Group = None) -> list[Any]:
 
     Args:
         object: Anything that can be pickled; on all ranks a list, or on none.
+        weights_only: Decode nothing but containers, numbers, text, dates, tensors, arrays, and what was allowed by
+            ``torch.serialization.add_safe_globals``; the same on all ranks.
         group: The ranks that take part.
 
     Returns:
         The list, on every rank; copies, also of this rank's own value.
 
     Raises:
-        RemoteError: A rank's value cannot be pickled.
+        RemoteError: A rank's value cannot be pickled, or is not allow-listed (``weights_only``).
+        UnsafeObjectError: ``weights_only`` is False and pickle is denied; a value is not allow-listed.
         DisagreementError: Some ranks gave a list and some did not.
 
-    Cost: one header exchange; one exchange in which every rank sends just its own bytes.
+    Cost: one header exchange; one exchange in which every rank sends just its own bytes. Tensors and arrays are copied
+    once, into the message; those that arrive share its memory.
 
     Source: accelerate's ``gather_object``.
     """
     comms = communicators(group)
     is_list = isinstance(object, list)
-    encoded = _Encoded()
+    mine = _Message(weights_only)
 
     def prepare() -> Call:
-        return Call({"is_list": is_list}, nbytes=encoded.fill(object))
+        arguments = {"is_list": is_list, **_arguments(weights_only)}
+        return Call(arguments, nbytes=mine.fill(object))
 
     _, agreement = agree(comms, "gather_object", prepare)
-    outputs = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in agreement.nbytes]
-    comms.control.all_gather_v(outputs, encoded.data, async_op=False)
-    values = [codec.decode(output) for output in outputs]
+    messages = [torch.empty(nbytes, dtype=torch.uint8, device="cpu") for nbytes in agreement.nbytes]
+    messages[comms.rank] = mine.data
+    comms.control.all_gather_v(messages, mine.data, async_op=False)
+    values = [mine.decoded(message) for message in messages]
     return [item for value in values for item in value] if is_list else values
 
 
-def broadcast_object_list(object_list: list[Any], from_process: int = 0, *, group: Group = None) -> list[Any]:
+def broadcast_object_list(
+    object_list: list[Any], from_process: int = 0, *, weights_only: bool = False, group: Group = None
+) -> list[Any]:
     """Give every rank the source's objects, in place.
 
     Law: ``object_list == object_list of rank from_process``, element by element. An empty list is a no-op.
@@ -68,6 +80,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0, *, grou
     Args:
         object_list: Lists of one length on all ranks; what the other ranks' hold is replaced.
         from_process: The source, a rank inside the group.
+        weights_only: As in ``gather_object``.
         group: The ranks that take part.
 
     Returns:
@@ -75,7 +88,8 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0, *, grou
 
     Raises:
         DisagreementError: The lists differ in length.
-        RemoteError: The source's objects cannot be pickled; a rank gave no list.
+        RemoteError: The source's objects cannot be pickled, or are not allow-listed; a rank gave no list.
+        UnsafeObjectError: As in ``gather_object``.
         ValueError: ``from_process`` is not a rank of the group.
 
     Cost: one header exchange, one broadcast of the pickled bytes.
@@ -83,20 +97,23 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0, *, grou
     Source: accelerate's ``broadcast_object_list``.
     """
     comms = communicators(group)
-    encoded = _Encoded()
+    is_source = comms.rank == from_process
+    mine = _Message(weights_only)
 
     def prepare() -> Call:
         _check_list("broadcast_object_list", "object_list", object_list)
         _check_source(comms, "from_process", from_process)
-        nbytes = encoded.fill(object_list) if comms.rank == from_process and object_list else 0
-        return Call({"from_process": from_process, "length": len(object_list)}, nbytes=nbytes)
+        arguments = {"from_process": from_process, "length": len(object_list), **_arguments(weights_only)}
+        return Call(arguments, nbytes=mine.fill(object_list) if is_source and object_list else 0)
 
     _, agreement = agree(comms, "broadcast_object_list", prepare)
     if comms.size > 1 and object_list:
-        buffer = _received(comms, encoded, agreement, from_process)
-        comms.control.broadcast(buffer, from_process, async_op=False)
-        if comms.rank != from_process:
-            object_list[:] = codec.decode(buffer)
+        message = (
+            mine.data if is_source else torch.empty(agreement.nbytes[from_process], dtype=torch.uint8, device="cpu")
+        )
+        comms.control.broadcast(message, from_process, async_op=False)
+        if not is_source:
+            object_list[:] = mine.decoded(message)
     return object_list
 
 
@@ -105,6 +122,7 @@ def scatter_object_list(
     scatter_object_input_list: list[Any] | None = None,
     src: int = 0,
     *,
+    weights_only: bool = False,
     group: Group = None,
 ) -> None:
     """Give each rank one of the source's objects.
@@ -122,55 +140,74 @@ def scatter_object_list(
         scatter_object_output_list: A list of at least one element; the first is replaced.
         scatter_object_input_list: On the source one object per rank; not looked at elsewhere.
         src: The source, a rank inside the group.
+        weights_only: As in ``gather_object``.
         group: The ranks that take part.
 
     Raises:
         ValueError: A list is missing or has the wrong length, or ``src`` is not a rank of the group.
-        RemoteError: That happened on another rank; an object cannot be pickled.
+        RemoteError: That happened on another rank; an object cannot be pickled, or is not allow-listed.
+        UnsafeObjectError: As in ``gather_object``. Raised by this rank alone where it allows less than the source does.
 
     Cost: one header exchange, one exchange of sizes, one scatter in which each rank gets just its own bytes.
 
     Source: ``torch.distributed.scatter_object_list``.
     """
     comms = communicators(group)
-    parts: list[torch.Tensor] = []
+    messages = [_Message(weights_only) for _ in range(comms.size)]
 
     def prepare() -> Call:
         _check_list("scatter_object_list", "scatter_object_output_list", scatter_object_output_list)
         _check_source(comms, "src", src)
         if not scatter_object_output_list:
             raise ValueError("scatter_object_list: scatter_object_output_list needs at least one element")
-        if comms.rank == src:
-            _check_list("scatter_object_list", "scatter_object_input_list", scatter_object_input_list)
-            if len(scatter_object_input_list or ()) != comms.size:
-                raise ValueError(
-                    f"scatter_object_list: scatter_object_input_list needs one object per rank, {comms.size}, "
-                    f"got {len(scatter_object_input_list or ())}"
-                )
-            parts.extend(codec.encode(value) for value in scatter_object_input_list or ())
-        return Call({"src": src})
+        arguments = {"src": src, **_arguments(weights_only)}
+        values = _to_scatter(comms, scatter_object_input_list) if comms.rank == src else []
+        for message, value in zip(messages, values, strict=False):
+            message.fill(value)
+        return Call(arguments)
 
     agree(comms, "scatter_object_list", prepare)
-    sizes = torch.tensor([part.numel() for part in parts] or [0] * comms.size)
+    parts = [message.data for message in messages]
+    sizes = torch.tensor([part.numel() for part in parts], device="cpu")
     comms.control.broadcast(sizes, src, async_op=False)
-    output = torch.empty(int(sizes[comms.rank]), dtype=torch.uint8)
+    output = torch.empty(int(sizes[comms.rank]), dtype=torch.uint8, device="cpu")
     comms.control.scatter(output, parts, src, async_op=False)
-    scatter_object_output_list[0] = codec.decode(output)
+    scatter_object_output_list[0] = messages[comms.rank].decoded(output)
 
 
-class _Encoded:
+def _to_scatter(comms: Communicators, values: list[Any] | None) -> list[Any]:
+    _check_list("scatter_object_list", "scatter_object_input_list", values)
+    if len(values or ()) != comms.size:
+        raise ValueError(
+            f"scatter_object_list: scatter_object_input_list needs one object per rank, {comms.size}, "
+            f"got {len(values or ())}"
+        )
+    return values or []
+
+
+def _arguments(weights_only: bool) -> dict[str, Any]:
+    """What the ranks have to agree on; a fault where it is denied."""
+    if not weights_only:
+        codec.demand_pickle()
+    return {"weights_only": True} if weights_only else {}
+
+
+class _Message:
     """A value's bytes, made inside the agreed preparation and sent after it."""
 
-    data = torch.empty(0, dtype=torch.uint8)
+    def __init__(self, weights_only: bool) -> None:
+        self.data = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._weights_only = weights_only
 
     def fill(self, value: Any) -> int:
+        """Encode; refuse here what all receivers would refuse."""
         self.data = codec.encode(value)
+        if self._weights_only:
+            self.decoded(self.data)
         return self.data.numel()
 
-
-def _received(comms: Communicators, encoded: _Encoded, agreement: Agreement, source: int) -> torch.Tensor:
-    """The source's bytes, or on other ranks the place for them."""
-    return encoded.data if comms.rank == source else torch.empty(agreement.nbytes[source], dtype=torch.uint8)
+    def decoded(self, message: torch.Tensor) -> Any:
+        return codec.decode(message, weights_only=self._weights_only)
 
 
 def _check_list(operation: str, name: str, value: object) -> None:

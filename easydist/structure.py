@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from easydist import tree
+from easydist.allowlist import plain_data
 from easydist.leaves import as_tensor, is_numeric
 from easydist.tree import is_namedtuple
 from easydist.typing import Device, Tree
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 
+@plain_data
 @dataclass(frozen=True)
 class TensorInformation:
     """What has to be known of a tensor to make one like it.

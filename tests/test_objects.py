@@ -2,12 +2,15 @@
 
 import threading
 from collections import namedtuple
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import trees
 
 import easydist
-from easydist import DisagreementError, RemoteError
+from easydist import DisagreementError, RemoteError, UnsafeObjectError
 from easydist.testing import distributed
 
 ALL = (1, 2, 3, 4)
@@ -106,3 +109,147 @@ def test_scatter_refuses_wrong_lists_on_all_ranks(rank):
     output = [None]
     easydist.scatter_object_list(output, ["a", "b"] if rank == 0 else None)
     assert output == ["ab"[rank]]
+
+
+# --- tensors and arrays inside objects
+
+
+@distributed(world_size=(1, 2, 3))
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_tensors_and_arrays_inside_objects_arrive_bit_for_bit(rank, world_size, weights_only):
+    def make(r):
+        big = torch.arange(3000, dtype=torch.bfloat16) + r
+        return {"tied": (big, big), "array": np.arange(5000.0)[::-1] * r, "of rank": r, "none": torch.empty(0, r)}
+
+    want = [make(r) for r in range(world_size)]
+    got = easydist.gather_object(make(rank), weights_only=weights_only)
+    trees.assert_same(got, want)
+    assert all(item["tied"][0] is item["tied"][1] for item in got)
+    trees.assert_same(
+        easydist.broadcast_object_list([make(rank)], world_size - 1, weights_only=weights_only), want[-1:]
+    )
+    output = [None]
+    easydist.scatter_object_list(output, want if rank == 0 else None, weights_only=weights_only)
+    trees.assert_same(output, [want[rank]])
+
+
+@distributed(world_size=(1, 2))
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_what_arrives_is_the_callers_own(rank, weights_only):
+    mine = {"t": torch.ones(5000), "a": np.ones(5000)}
+    for item in easydist.gather_object(mine, weights_only=weights_only):
+        item["t"].zero_()
+        item["a"][:] = 0
+    assert mine["t"].sum() == mine["a"].sum() == 5000
+
+
+def peak_above(call):
+    """The result of ``call``, and how many bytes of memory this process used at its peak beyond what it used before."""
+
+    def read(field):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is used now
+    before = read("VmRSS")
+    result = call()
+    return result, read("VmHWM") - before
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak cannot be measured here")
+@distributed(world_size=2)
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_gathering_100_mb_inside_objects_peaks_below_1_2_times_the_result(rank, weights_only):
+    nbytes = 50_000_000
+    mine = {"tensors": [torch.full((nbytes // 40,), rank) for _ in range(4)], "array": np.full(nbytes // 40, rank)}
+    got, peak = peak_above(lambda: easydist.gather_object(mine, weights_only=weights_only))
+    assert [int(item["tensors"][3][-1]) + int(item["array"][-1]) for item in got] == [0, 2]
+    assert 2 * nbytes < peak < 1.2 * 2 * nbytes
+
+
+# --- safety
+
+
+@distributed(world_size=(1, 2, 3))
+def test_what_is_not_allow_listed_is_refused_on_all_ranks_before_it_travels(rank, world_size):
+    bad, error = trees.Color.RED, UnsafeObjectError if world_size == 1 else RemoteError
+    last = rank == world_size - 1
+    for call in (
+        lambda: easydist.gather_object(bad if last else 1, weights_only=True),
+        lambda: easydist.broadcast_object_list([bad if last else 1], world_size - 1, weights_only=True),
+        lambda: easydist.scatter_object_list([None], [1] * rank + [bad], world_size - 1, weights_only=True),
+    ):
+        with pytest.raises(error, match=r"asks for trees\.Color, which is not allow-listed"):
+            call()
+    with torch.serialization.safe_globals([trees.Color]):
+        assert easydist.gather_object(bad, weights_only=True) == [bad] * world_size
+    assert easydist.gather_object(rank) == list(range(world_size))
+
+
+@distributed(world_size=2)
+def test_a_receiver_that_allows_less_raises_after_the_exchange_and_the_group_works_on(rank):
+    allowed = [trees.Color] if rank == 0 else []
+    with torch.serialization.safe_globals(allowed):
+        output = ["kept"]
+        if rank == 0:
+            easydist.scatter_object_list(output, [1, trees.Color.RED], weights_only=True)
+            easydist.broadcast_object_list([trees.Color.RED], weights_only=True)
+        else:
+            with pytest.raises(UnsafeObjectError, match=r"trees\.Color"):
+                easydist.scatter_object_list(output, weights_only=True)
+            with pytest.raises(UnsafeObjectError, match=r"trees\.Color"):
+                easydist.broadcast_object_list(["kept"], weights_only=True)
+            assert output == ["kept"]
+    assert easydist.gather_object(rank) == [0, 1]
+
+
+@distributed(world_size=2)
+def test_ranks_have_to_agree_on_weights_only(rank):
+    with pytest.raises(DisagreementError, match=r"rank 1: gather_object\(is_list=False, weights_only=True\)"):
+        easydist.gather_object(1, weights_only=rank == 1)
+
+
+def call_while_denied(call, allowed=False):
+    easydist.allow_pickle(allowed)
+    try:
+        return call()
+    finally:
+        easydist.allow_pickle(True)
+
+
+OBJECT_VERBS = {
+    "gather_object": lambda **kwargs: easydist.gather_object(1, **kwargs),
+    "broadcast_object_list": lambda **kwargs: easydist.broadcast_object_list([1], **kwargs),
+    "scatter_object_list": lambda **kwargs: easydist.scatter_object_list([None], [1, 2], **kwargs),
+}
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("verb", OBJECT_VERBS)
+def test_denied_pickle_is_an_error_on_all_ranks(rank, verb):
+    call = OBJECT_VERBS[verb]
+    with pytest.raises(UnsafeObjectError, match="pickle is denied in this process"):
+        call_while_denied(call)
+    with pytest.raises(RemoteError, match=rf"{verb}: rank 1 failed .*\n  rank 1: UnsafeObjectError: pickle is denied"):
+        call_while_denied(call, allowed=rank == 0)
+    call_while_denied(lambda: call(weights_only=True))
+    call()
+
+
+@distributed(world_size=2)
+def test_structure_travels_where_pickle_is_denied(rank):
+    data = {"a": torch.ones(2), "b": [np.arange(3), "text"]}
+    got = call_while_denied(lambda: easydist.broadcast(data if rank == 0 else None))
+    trees.assert_same(got, data)
+    got = call_while_denied(lambda: easydist.scatter({"x": torch.arange(4)} if rank == 0 else None))
+    assert got["x"].tolist() == [[0, 1], [2, 3]][rank]
+
+
+@distributed(world_size=2)
+def test_containers_of_ones_own_need_permission_where_pickle_is_denied(rank):
+    data = trees.Point(torch.ones(2), "y")
+    with pytest.raises(UnsafeObjectError, match=r"trees\.Point"):
+        call_while_denied(lambda: easydist.broadcast(data if rank == 0 else None))
+    with torch.serialization.safe_globals([trees.Point]):
+        trees.assert_same(call_while_denied(lambda: easydist.broadcast(data if rank == 0 else None)), data)

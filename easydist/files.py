@@ -1,0 +1,228 @@
+"""Nested data on disk, as safetensors files."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+from easydist import header, outline, tree
+from easydist.errors import WireError
+from easydist.leaves import Leaves, as_tensor, as_value
+from easydist.typing import Device, Tree
+from easydist.wire import dtype_name
+
+__all__ = ["load", "load_metadata", "save"]
+
+STRUCTURE = "easydist.tree"
+"""The key in ``__metadata__`` under which the structure stands, as ``outline`` writes it."""
+
+
+def save(tree: Tree, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a tree as a safetensors file.
+
+    Law: after ``save(x, path)``, ``load(path)`` equals ``x`` bit for bit. Each tensor and array is stored under its
+    path (``['layer']['weight']``), the structure as JSON beside them; nothing is pickled. What is one tensor in several
+    places, or tensors that are the same elements in the same memory, such as tied weights, is stored once and comes
+    back as one.
+
+    JSON cannot name classes, and a file that could would not be safe. So these come back plainer: a dataclass or
+    namedtuple as a dict of its fields, other mappings as dict, subclasses of list and a deque as list, of tuple as
+    tuple, parameters as tensors without ``requires_grad``, arrays in native byte order. ``into=`` of ``load`` fills
+    the original classes.
+
+    The file appears whole or not at all: it is written beside ``path`` under another name, synchronised with the disk,
+    then renamed.
+
+    Args:
+        tree: Tensors, arrays, numbers, text, bytes, None, dtypes and devices in containers nested at most 100 deep.
+        path: The file; one that is there is replaced, tensors loaded from it keep their values.
+        metadata: Further text for ``load_metadata`` and other readers. Keys that begin with ``easydist.`` are taken.
+
+    Raises:
+        TypeError: The tree holds something else (the text has its path), or the metadata is not text.
+        ValueError: The tree is nested too deeply, has more than 100 000 tensors, or the metadata uses a taken key.
+        OSError: The file cannot be written; what was at ``path`` is still there.
+
+    Cost: one write of the data; at most one tensor at a time is copied, where it is not contiguous or not on the CPU.
+
+    Example:
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp() + "/step.safetensors"
+        >>> save({"weight": torch.ones(2), "step": 3}, path)
+        >>> load(path)
+        {'weight': tensor([1., 1.]), 'step': 3}
+
+    Source: https://huggingface.co/docs/safetensors/index#format
+    """
+    if taken := [key for key in metadata or () if str(key).startswith("easydist.")]:
+        raise ValueError(f"save: metadata keys that begin with 'easydist.' are taken: {taken[0]!r}")
+    text, tensors = outline.encode(tree)
+    with _replacing(path) as file:
+        for chunk in header.chunks(tensors, {**(metadata or {}), STRUCTURE: text}):
+            file.write(chunk)
+
+
+@contextlib.contextmanager
+def _replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A file that takes the place of ``path`` when all of it is on the disk."""
+    target = os.path.realpath(path)  # what a link points to, not the link
+    folder = os.path.dirname(target)
+    temporary = os.path.join(folder, f".{secrets.token_hex(8)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    _synchronise(folder)
+
+
+def _synchronise(folder: str) -> None:
+    """Make the new name outlast a power cut; not every system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def load(path: str | os.PathLike[str], *, device: Device = "cpu", into: Tree = None) -> Tree:
+    """Read a safetensors file, of ``save`` or of any other writer.
+
+    Law: ``load(path)`` is the tree that was saved; of a file that easydist did not write it is ``{name: tensor}``.
+
+    On the CPU the file is mapped, not read: pages come when they are used, and tensors may be written without changing
+    the file. Do not truncate or overwrite a file in place while its tensors are in use; ``save`` never does.
+
+    Args:
+        path: The file.
+        device: Where tensors shall be; arrays stay on the CPU.
+        into: A tree whose tensors and arrays, on whatever devices, are written in place. Its leaves are matched by path
+            and must have the dtypes and shapes of the file's, which is checked before the first is written.
+
+    Returns:
+        The tree; with ``into`` that tree, with new values where its leaves are numbers.
+
+    Raises:
+        WireError: The file is not a valid safetensors file. Nothing is allocated for its data.
+        ValueError: ``into`` does not fit the file, or cannot be written; it is untouched.
+        OSError: The file cannot be read.
+
+    Cost: reads the header; data when it is used. With ``into`` or another device one copy.
+
+    Example:
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp() + "/model.safetensors"
+        >>> model = torch.nn.Linear(2, 1)
+        >>> save(model.state_dict(), path)
+        >>> model.load_state_dict(load(path))
+        <All keys matched successfully>
+
+    Source: https://huggingface.co/docs/safetensors/index#format
+    """
+    with _naming(path):
+        buffer, head = _open(path)
+        tensors = head.tensors(buffer)
+        if (text := head.metadata.get(STRUCTURE)) is not None:
+            data, leaves = outline.decode(text, tensors, "cpu" if into is not None else device)
+        else:
+            data = {name: tensor if into is not None else tensor.to(device) for name, tensor in tensors.items()}
+            leaves = {f"[{name!r}]": tensor for name, tensor in tensors.items()}
+    return data if into is None else _write_into(into, leaves, os.fspath(path))
+
+
+def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
+    """The ``metadata`` that ``save`` was given, or that another writer put into the file.
+
+    Raises:
+        WireError: The file is not a valid safetensors file.
+        OSError: The file cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp() + "/model.safetensors"
+        >>> save({}, path, {"format": "pt"})
+        >>> load_metadata(path)
+        {'format': 'pt'}
+    """
+    with _naming(path):
+        metadata = _open(path)[1].metadata
+    return {key: text for key, text in metadata.items() if key != STRUCTURE}
+
+
+@contextlib.contextmanager
+def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    try:
+        yield
+    except WireError as error:
+        raise WireError(f"{os.fspath(path)}: {error}") from None
+
+
+def _open(path: str | os.PathLike[str]) -> tuple[Any, header.Header]:
+    """The file as private memory, and its header; tensors keep the memory alive."""
+    with open(path, "rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return b"", header.decode(b"")
+        buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return buffer, header.decode(buffer)
+
+
+def _write_into(into: Tree, leaves: Mapping[str, Any], path: str) -> Tree:
+    values, spec = tree.flatten(into)
+    targets = dict(zip(spec.paths, values, strict=True))
+    rows = [(name, _describe(leaves, name), _describe(targets, name)) for name in leaves.keys() | targets.keys()]
+    differing = sorted(row for row in rows if row[1] != row[2])
+    if differing:
+        lines = [f"  {name or 'the root'}  file: {there}   into: {here}" for name, there, here in differing[:10]]
+        raise ValueError(
+            "\n".join([f"load: {path} and into= differ in {len(differing)} of {len(rows)} leaves", *lines])
+            + "\nPass the structure, dtypes and shapes of the file, or load without into=."
+        )
+    Leaves(tree.map(lambda value: value if _is_array(value) else 0, into)).check_writable()
+    _check_ties(targets, leaves)
+    return spec.rebuild([_write(value, leaves[name]) for name, value in targets.items()])
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | np.ndarray)
+
+
+def _describe(leaves: Mapping[str, Any], path: str) -> str:
+    if path not in leaves:
+        return "missing"
+    value = leaves[path]
+    if not isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        return type(value).__name__
+    tensor = as_tensor(value, path)
+    return f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
+
+
+def _check_ties(targets: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
+    """What is one tensor in the target has to be one in the file, else one of its two values would be lost."""
+    first: dict[Any, str] = {}
+    for path, value in targets.items():
+        other = first.setdefault(outline.memory_of(value), path)
+        if leaves[other] is not leaves[path]:
+            raise ValueError(f"load: {other} and {path} are one tensor in into=, but two in the file")
+
+
+def _write(target: Any, value: Any) -> Any:
+    if isinstance(target, torch.Tensor):
+        target.detach().copy_(as_tensor(value))
+    elif isinstance(target, np.ndarray):
+        np.copyto(target, as_tensor(value).numpy())
+    else:
+        return value if not isinstance(target, np.generic) else as_value(as_tensor(value), target)
+    return target

@@ -1,0 +1,603 @@
+"""Laws of the codec, and what restricted decoding refuses: hostile pickles, random bytes, mutated messages."""
+
+import builtins
+import codecs
+import contextlib
+import copyreg
+import datetime
+import decimal
+import fractions
+import functools
+import importlib
+import io
+import operator
+import os
+import pathlib
+import pickle
+import struct
+import subprocess
+import sys
+import uuid
+from collections import Counter, OrderedDict, defaultdict, deque
+
+import numpy as np
+import pytest
+import torch
+import trees
+from hypothesis import given, settings, strategies as st
+from trees import CASES, LEAVES, Batch, Box, Color, Items, Point, assert_same, tensors
+
+import easydist
+from easydist import UnsafeObjectError, WireError, codec
+
+PROPERTY = settings(max_examples=60, deadline=None)
+UNPICKLABLE = {"object", "statics", "namedtuple with its own __new__", "mapping proxy", "BatchEncoding"}
+PLAIN = {
+    **{name: make for name, make in CASES.items() if name in LEAVES},
+    **{name: CASES[name] for name in ("None", "str", "bytes", "dtype", "device", "set", "nest of empties", "odd keys")},
+    **{name: CASES[name] for name in ("return type", "size", "ordered dict", "default dict", "counter", "user dict")},
+    **{name: CASES[name] for name in ("deque", "tied", "empty UserDict", "empty deque")},
+    "frozenset": lambda: {frozenset({1, (2, "a")}), ()},
+    "bytearray": lambda: [bytearray(b"abc"), bytearray(100_000)],
+    "slices and ranges": lambda: [slice(1, None, 2), range(0, 9, 3), ..., NotImplemented],
+    "dates": lambda: [
+        datetime.datetime(2024, 2, 29, 12, tzinfo=datetime.timezone(datetime.timedelta(hours=1), "CET")),
+        datetime.date(1, 1, 1),
+        datetime.time(23, 59),
+        datetime.timedelta(days=-1, microseconds=5),
+        datetime.timezone.utc,
+    ],
+    "numbers": lambda: [decimal.Decimal("-1.50"), fractions.Fraction(1, 3), 2**1000, -(2**1000), uuid.UUID(int=7)],
+    "paths": lambda: [pathlib.PurePosixPath("/a/b"), pathlib.PureWindowsPath("c:/x"), pathlib.Path("c")],
+    "factories": lambda: [defaultdict(f, {1: f()}) for f in (list, dict, set, int, float, str, Counter, OrderedDict)],
+    "big text": lambda: ["ä" * 100_000, b"\0" * 100_000, "\ud800"],
+    "many": lambda: [str(i) for i in range(1000)] + [tuple(range(300))],
+    "records": lambda: np.array([(1, [2.5, 3], "ab")], dtype=[("a", "i1"), ("b", ">f4", (2,)), ("c", "U3")]),
+    "times": lambda: np.array(["2024-01-01", "NaT"], "M8[ns]"),
+    "strings": lambda: [np.array(["a", "bcd"]), np.array([b"a"]), np.str_("x"), np.empty(2, "U0")],
+    "objects": lambda: [np.array([None, "a", [1]], object), np.empty((2, 0), object)],
+    "scalars": lambda: [np.float64(1), np.datetime64("2024"), np.bool_(True), np.zeros(1, "i4,f8")[0]],
+    "dtypes": lambda: [np.dtype("f4"), np.dtype(">i2"), np.dtype([("a", "u1")]), torch.bfloat16],
+    "large": lambda: [torch.arange(5000.0), np.arange(5000), torch.ones(3000, dtype=torch.bfloat16)],
+    "large and odd": lambda: [torch.arange(6000).view(2, 3000).t(), np.asfortranarray(np.ones((900, 9)))[::-1]],
+}
+
+
+def round_trip(value, weights_only=None):
+    return codec.decode(codec.encode(value), weights_only=weights_only)
+
+
+# --- laws
+
+
+@pytest.mark.parametrize("name", CASES.keys() - UNPICKLABLE)
+def test_decode_is_the_inverse_of_encode(name):
+    assert_same(round_trip(CASES[name]()), CASES[name]())
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_data_needs_no_permission(name, weights_only):
+    assert_same(round_trip(PLAIN[name](), weights_only), PLAIN[name]())
+
+
+@PROPERTY
+@given(trees.nested(tensors() | trees.arrays() | trees.numbers() | st.text(max_size=3)))
+def test_any_tree_round_trips(data):
+    assert_same(round_trip(data), data)
+    with torch.serialization.safe_globals(
+        [Point, Batch, Items, trees.Pair, trees.FrozenMapping, Box, trees.FrozenSlotted]
+    ):
+        assert_same(round_trip(data, weights_only=True), data)
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_one_object_stays_one_object_and_views_part(weights_only):
+    base, array = torch.arange(4000), np.arange(4000)
+    data = [base, base, base[:3000], array, array, {"deep": base}]
+    same, again, view, *_, arrays, deep = *(got := round_trip(data, weights_only))[:3], got[3], got[5]
+    assert same is again is deep["deep"]
+    assert got[3] is got[4] is arrays
+    view.zero_()
+    assert same.tolist() == list(range(4000))
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_parameters_flags_and_attributes_arrive_and_the_graph_does_not(weights_only):
+    frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    weight = torch.nn.Parameter(torch.ones(2000))
+    weight.sum().backward()
+    weight.tag = {"layer": 1}
+    got = round_trip([frozen, weight, weight * 2, weight.detach()], weights_only)
+    assert [type(t).__name__ for t in got] == ["Parameter", "Parameter", "Tensor", "Tensor"]
+    assert [t.requires_grad for t in got] == [False, True, True, False]
+    assert all(t.is_leaf and t.grad is None for t in got)
+    assert got[1].tag == {"layer": 1}
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_list_that_holds_itself(weights_only):
+    data = [1]
+    data += [data, (data, {"again": data})]
+    got = round_trip(data, weights_only)
+    assert got[1] is got[2][0] is got[2][1]["again"] is got
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_large_data_shares_the_message_aligned_and_writable(weights_only):
+    message = codec.encode([torch.ones(5001, dtype=torch.uint8), np.ones(5001, np.int8), torch.ones(5001)])
+    assert message.numel() < 3 * 5001 * 2 + 1000
+    start, stop = message.data_ptr(), message.data_ptr() + message.numel()
+    first, array, last = codec.decode(message, weights_only=weights_only)
+    for place in (first.data_ptr(), array.ctypes.data, last.data_ptr()):
+        assert start < place < stop
+        assert (place - start) % 64 == 0
+    first.zero_()
+    array[:] = 0
+    assert last.sum() == 5001
+    assert last.untyped_storage().nbytes() == last.nbytes  # torch.save writes no more than that
+
+
+def test_small_data_does_not_keep_the_message():
+    message = codec.encode([torch.ones(3), torch.ones(5000)])
+    small, _ = codec.decode(message)
+    message.zero_()
+    assert small.tolist() == [1, 1, 1]
+
+
+def test_a_read_only_array_stays_read_only():
+    for size in (3, 5000):
+        array = np.arange(size)
+        array.flags.writeable = False
+        assert not round_trip(array, weights_only=True).flags.writeable
+
+
+class Blob:
+    """Writes its bytes out of band."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __reduce_ex__(self, protocol):
+        return Blob, (pickle.PickleBuffer(self.data),)
+
+
+@pytest.mark.parametrize("size", [10, 10_000])
+def test_buffers_of_other_classes_travel_out_of_band(size):
+    assert bytes(round_trip(Blob(bytearray(b"x" * size))).data) == b"x" * size
+    assert bytes(round_trip(Blob(b"x" * size)).data) == b"x" * size
+    with torch.serialization.safe_globals([Blob]):
+        assert bytes(round_trip(Blob(b"x" * size), weights_only=True).data) == b"x" * size
+
+
+def test_what_torch_pickles_its_own_way_needs_trust():
+    sparse = torch.eye(3).to_sparse()
+    assert round_trip(sparse).to_dense().equal(torch.eye(3))
+    with pytest.raises(UnsafeObjectError, match="torch"):
+        round_trip(sparse, weights_only=True)
+
+
+# --- permissions
+
+
+def test_the_error_names_the_global_and_says_how_to_allow_it():
+    with pytest.raises(UnsafeObjectError) as caught:
+        round_trip({"c": Color.RED}, weights_only=True)
+    assert str(caught.value) == (
+        "the message asks for trees.Color, which is not allow-listed. If you trust its sender, allow the class with "
+        "torch.serialization.add_safe_globals on every rank, or decode with weights_only=False"
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["namedtuple", "dataclass", "frozen dataclass with slots", "list subclass", "dict subclass", "enum", "deep"]
+)
+def test_registered_classes_are_decoded(name):
+    allowed = [Point, Batch, trees.FrozenSlotted, Items, trees.Registry, Color]
+    with torch.serialization.safe_globals(allowed):
+        assert_same(round_trip(CASES[name](), weights_only=True), CASES[name]())
+    with torch.serialization.safe_globals([(Point, "trees.Point"), Batch]):
+        assert_same(round_trip(CASES["deep"](), weights_only=True), CASES["deep"]())
+
+
+@pytest.fixture
+def denied():
+    easydist.allow_pickle(False)
+    yield
+    easydist.allow_pickle(True)
+
+
+@pytest.mark.usefixtures("denied")
+def test_the_switch_denies_pickle_everywhere():
+    message = codec.encode(Color.RED)
+    with pytest.raises(UnsafeObjectError, match=r"trees\.Color"):
+        codec.decode(message)
+    with pytest.raises(UnsafeObjectError, match=r"pickle is denied in this process .* pass weights_only=True"):
+        codec.decode(message, weights_only=False)
+    for call in (
+        lambda: easydist.gather_object(1),
+        lambda: easydist.broadcast_object_list([1]),
+        lambda: easydist.scatter_object_list([None], [1]),
+    ):
+        with pytest.raises(UnsafeObjectError, match="pickle is denied"):
+            call()
+    assert easydist.gather_object({"a": 1}, weights_only=True) == [{"a": 1}]
+
+
+@pytest.mark.slow
+def test_the_environment_denies_pickle():
+    code = "import easydist; print(easydist.codec.is_pickle_allowed())"
+    env = {**os.environ, "EASYDIST_PICKLE": "0"}
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert run.stdout.strip() == "False", run.stderr
+    assert codec.is_pickle_allowed()
+
+
+# --- hostile pickles
+
+
+class Calls:
+    """Pickles as a call."""
+
+    def __init__(self, function, *args, state=None):
+        self.reduced = (function, args) if state is None else (function, args, state)
+
+    def __reduce__(self):
+        return self.reduced
+
+
+def message(skeleton, *buffers):
+    """A message around any bytes."""
+    head = struct.pack(f"<{2 + len(buffers)}Q", len(buffers), len(skeleton), *map(len, buffers))
+    data = head + skeleton
+    for buffer in buffers:
+        data += bytes(-len(data) % 64) + buffer
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def named(module, name):
+    """The bytes that push a global."""
+    return b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name)) + b"\x93"
+
+
+def refused(skeleton, *buffers):
+    with pytest.raises((UnsafeObjectError, WireError)) as caught:
+        codec.decode(message(skeleton, *buffers), weights_only=True)
+    return str(caught.value)
+
+
+SENTINEL = "easydist_was_here"
+CODE = f"import builtins; builtins.{SENTINEL} = True"
+CALLS = {
+    "os.system": lambda: Calls(os.system, f"touch {SENTINEL}"),
+    "posix.remove": lambda: Calls(os.remove, "x"),
+    "subprocess": lambda: Calls(subprocess.Popen, ["touch", SENTINEL]),
+    "check_output": lambda: Calls(subprocess.check_output, ["touch", SENTINEL]),
+    "eval": lambda: Calls(eval, "1"),
+    "exec": lambda: Calls(exec, CODE),
+    "compile": lambda: Calls(compile, CODE, "x", "exec"),
+    "getattr": lambda: Calls(getattr, {}, "keys"),
+    "setattr": lambda: Calls(setattr, {}, "x", 1),
+    "import": lambda: Calls(__import__, "os"),
+    "open": lambda: Calls(open, SENTINEL, "w"),
+    "print": lambda: Calls(print, "x"),
+    "input": lambda: Calls(input),
+    "import_module": lambda: Calls(importlib.import_module, "os"),
+    "attrgetter": lambda: Calls(operator.attrgetter("system"), os.path),
+    "attrgetter alone": lambda: operator.attrgetter("__class__"),
+    "methodcaller": lambda: operator.methodcaller("clear"),
+    "itemgetter": lambda: operator.itemgetter(0),
+    "partial": lambda: functools.partial(exec, CODE),
+    "call of a partial": lambda: Calls(functools.partial(exec, CODE)),
+    "reduce": lambda: Calls(functools.reduce, operator.add, [1]),
+    "map": lambda: Calls(map, eval, ["1"]),
+    "codecs.encode": lambda: Calls(codecs.encode, "x", "rot13"),
+    "codecs.decode": lambda: Calls(codecs.decode, b"x", "zip"),
+    "reconstructor": lambda: Calls(copyreg._reconstructor, Batch, object, None),
+    "add_extension": lambda: Calls(copyreg.add_extension, "os", "system", 77),
+    "bytes": lambda: Calls(bytes, 10**12),
+    "bytearray": lambda: Calls(bytearray, 10**12),
+    "list of a range": lambda: Calls(list, range(10**12)),
+    "set of a range": lambda: Calls(set, range(10**12)),
+    "deque of a range": lambda: Calls(deque, range(10**12)),
+    "counter of a range": lambda: Calls(Counter, range(10**12)),
+    "fraction of text": lambda: Calls(fractions.Fraction, "1e999999999"),
+    "type": lambda: Calls(type, "X", (), {}),
+    "type of none": lambda: type(None),
+    "object": lambda: object(),
+    "path reads": lambda: Calls(pathlib.Path.read_text, pathlib.Path("/etc/hostname")),
+    "bound method": lambda: pathlib.Path("x").unlink,
+    "torch.load": lambda: Calls(torch.load, SENTINEL),
+    "torch.hub": lambda: Calls(torch.hub.load, "x", "y"),
+    "load_from_bytes": lambda: Calls(torch.storage._load_from_bytes, b""),
+    "rebuild": lambda: Calls(torch._utils._rebuild_tensor_v2, 1, 2, 3, 4, 5, 6),
+    "jit": lambda: Calls(torch.jit.load, SENTINEL),
+    "cpp_extension": lambda: Calls(torch.utils._pytree.tree_map, eval, ["1"]),
+    "torch.compile": lambda: Calls(torch.zeros, 10**12),
+    "storage": lambda: torch.ones(2).untyped_storage(),
+    "module": lambda: torch.nn.Linear(1, 1),
+    "generator": lambda: Calls(torch.Generator),
+    "numpy reconstruct": lambda: Calls(np._core.multiarray._reconstruct, np.ndarray, (10**12,), b"b"),
+    "numpy load": lambda: Calls(np.load, SENTINEL, None, True),
+    "numpy fromfile": lambda: Calls(np.fromfile, "/etc/hostname"),
+    "numpy structured objects": lambda: np.zeros(1, [("a", object)]),
+    "memmap": lambda: Calls(np.memmap, SENTINEL, "u1", "w+", 0, 4),
+    "namedtuple": lambda: Calls(Point, 1, 2),
+    "nested": lambda: [{"a": (1, {"b": deque([Calls(exec, CODE)])})}],
+    "as a key": lambda: {Calls(exec, CODE): 1},
+    "as a factory": lambda: Calls(defaultdict, eval),
+    "chain": lambda: Calls(Calls(Calls(getattr, os, "system"), "true"), "x"),
+    "state": lambda: Calls(OrderedDict, state={"keys": 1}),
+    "state of a set": lambda: Calls(Counter, state={"update": 1}),
+    "pickle itself": lambda: Calls(pickle.loads, pickle.dumps(1)),
+    "unpickler": lambda: Calls(pickle.Unpickler, io.BytesIO()),
+    "our own codec": lambda: Calls(codec.decode, 1),
+    "our switch": lambda: Calls(codec.allow_pickle, True),
+}
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4, 5])
+@pytest.mark.parametrize("name", CALLS)
+def test_hostile_pickles_are_refused_and_run_nothing(name, protocol, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        skeleton = pickle.dumps(CALLS[name](), protocol)
+    except (TypeError, pickle.PicklingError):  # cannot be written: nothing to refuse
+        return
+    refused(skeleton)
+    assert not list(tmp_path.iterdir())
+    assert not hasattr(builtins, SENTINEL)
+
+
+def test_the_list_of_hostile_pickles_would_run_without_restriction(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("os.system", "exec", "nested"):
+        codec.decode(message(pickle.dumps(CALLS[name](), 5)), weights_only=False)
+    assert hasattr(builtins, SENTINEL)
+    assert (tmp_path / SENTINEL).exists()
+    delattr(builtins, SENTINEL)
+
+
+ORDERED, UUID_, TENSOR = named("collections", "OrderedDict"), named("uuid", "UUID"), named("torch", "Tensor")
+BYTES = {
+    "persistent id": b"\x80\x05PX\n.",
+    "binary persistent id": b"\x80\x05K\x01Q.",
+    "nested persistent id": b"\x80\x05K\x01QQ.",
+    "persistent id of a list": b"\x80\x05]Q.",
+    "persistent id far out": b"\x80\x05\x8a\x05\xff\xff\xff\xff\x7fQ.",
+    "extension 1": b"\x80\x05\x82\x4d.",
+    "extension 2": b"\x80\x05\x83\x4d\x00.",
+    "extension 4": b"\x80\x05\x84\x4d\x00\x00\x00.",
+    "instance": b"(S'x'\nios\nsystem\n.",
+    "object": b"(cos\nsystem\nS'x'\no.",
+    "global by text": b"ccollections\nOrderedDict\n.",
+    "dotted global": b"\x80\x05" + named("collections", "OrderedDict.fromkeys") + b".",
+    "dunder global": b"\x80\x05" + named("collections", "__builtins__") + b".",
+    "attribute of a function": b"\x80\x05" + named("easydist.parts", "make_tensor.__globals__") + b".",
+    "module as a name": b"\x80\x05" + named("easydist", "codec") + b".",
+    "name that is no text": b"\x80\x05K\x01K\x02\x93.",
+    "put far out": b"\x80\x05]r\xff\xff\xff\x7f.",
+    "put": b"\x80\x05]q\x00.",
+    "text put": b"\x80\x05]p99999999999\n.",
+    "get far out": b"\x80\x05j\xff\xff\xff\x7f.",
+    "huge bytes": b"\x80\x05\x8e" + b"\xff" * 7 + b"\x7f.",
+    "huge text": b"\x80\x05\x8d" + b"\xff" * 7 + b"\x7f.",
+    "huge bytearray": b"\x80\x05\x96" + b"\xff" * 7 + b"\x7f.",
+    "huge long": b"\x80\x05\x8b\xff\xff\xff\x7f.",
+    "negative long": b"\x80\x05\x8b\xff\xff\xff\xff.",
+    "huge frame": b"\x80\x05\x95" + b"\xff" * 8,
+    "no stop": b"\x80\x05N",
+    "two values": b"\x80\x05NN.",
+    "open mark": b"\x80\x05(N.",
+    "something after the end": b"\x80\x05N.N",
+    "empty": b"",
+    "pop of nothing": b"\x80\x050.",
+    "call of a number": b"\x80\x05K\x01)R.",
+    "call with a list": b"\x80\x05" + ORDERED + b"]R.",
+    "call of a tuple": b"\x80\x05))R.",
+    "call of an allowed value": b"\x80\x05" + named("builtins", "list") + b")R.",
+    "making of a class": b"\x80\x05" + ORDERED + b")\x81.",
+    "making with keywords": b"\x80\x05" + ORDERED + b")}\x92.",
+    "making of a tensor": b"\x80\x05" + named("torch.nn.parameter", "Parameter") + b")\x81.",
+    "state of a class": b"\x80\x05" + UUID_ + b"N}\x8c\x01xK\x01s\x86b.",
+    "state of a class by dict": b"\x80\x05" + UUID_ + b"}\x8c\x01xK\x01sb.",
+    "state of a function": b"\x80\x05" + named("easydist.parts", "make_tensor") + b"}\x8c\x01xK\x01sb.",
+    "state of a list": b"\x80\x05]}b.",
+    "append to a dict": b"\x80\x05}K\x01a.",
+    "append to a number": b"\x80\x05K\x01K\x01a.",
+    "item of a list": b"\x80\x05]K\x00K\x01s.",
+    "item of a class": b"\x80\x05" + ORDERED + b"K\x00K\x01s.",
+    "odd number of items": b"\x80\x05}(K\x00u.",
+    "add to a list": b"\x80\x05](K\x00\x90.",
+    "list as a key": b"\x80\x05}]K\x01s.",
+    "no such buffer": b"\x80\x05\x97.",
+    "read-only number": b"\x80\x05K\x01\x98.",
+    "unknown opcode": b"\x80\x05\xff.",
+    "bad utf-8": b"\x80\x05\x8c\x01\xff.",
+    "tensor class": b"\x80\x05" + TENSOR + b")R.",
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_hostile_bytes_are_refused(name):
+    refused(BYTES[name])
+
+
+def test_extensions_are_refused_even_where_pickle_has_cached_them():
+    copyreg.add_extension("posix", "getpid", 77)
+    try:
+        assert pickle.loads(b"\x80\x05\x82\x4d)R.") == os.getpid()
+        assert "EXT1 has no place" in refused(b"\x80\x05\x82\x4d)R.")
+    finally:
+        copyreg.remove_extension("posix", "getpid", 77)
+
+
+def made(function, *args):
+    """The pickle of a call of one of the functions that make tensors and arrays."""
+    return pickle.dumps(Calls(getattr(easydist.parts, function), *args), 5)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ("make_tensor", bytearray(b"1234"), torch.float32, (2,), "cpu", False),
+        ("make_tensor", bytearray(b"1234"), torch.float32, (10**12,), "cpu", False),
+        ("make_tensor", bytearray(b""), torch.float32, (10**12,), "cpu", False),
+        ("make_tensor", bytearray(b"123"), torch.float32, (1,), "cpu", False),
+        ("make_tensor", bytearray(b"1234"), torch.int32, (1,), "cpu", True),
+        ("make_tensor", bytearray(b"1234"), "float32", (1,), "cpu", False),
+        ("make_tensor", bytearray(b"1234"), torch.float32, "x", "cpu", False),
+        ("make_tensor", bytearray(b"1234"), torch.float32, (1,), "nowhere", False),
+        ("make_tensor", b"1234", torch.float32, (1,), "cpu", False),
+        ("make_tensor", 1000, torch.float32, (1,), "cpu", False),
+        ("make_tensor", [1], torch.uint8, (1,), "cpu", False),
+        ("make_parameter", bytearray(b"1234"), torch.int32, (1,), "cpu", True),
+        ("make_array", b"12345678", "|O8", (1,), "C"),
+        ("make_array", b"12345678", "O", (1,), "C"),
+        ("make_array", b"12345678", [["a", "|O8"]], (1,), "C"),
+        ("make_array", b"12345678", "<f4", (10**12,), "C"),
+        ("make_array", b"12345678", "<f4", (-2,), "C"),
+        ("make_array", b"12345678", "<f4", (1,), "C"),
+        ("make_array", b"12345678", "f4,f4", (1,), "C"),
+        ("make_array", b"12345678", "<f4", (2,), "X"),
+        ("make_array", b"12345678", {"names": ["a"], "formats": ["O"], "offsets": [0]}, (1,), "C"),
+        ("make_array", b"12345678", functools.reduce(lambda inner, _: [["a", inner]], range(50), "<f8"), (1,), "C"),
+        ("make_dtype", "|O"),
+        ("make_dtype", range(10**12)),
+        ("make_dtype", [range(10**12)]),
+        ("make_dtype", [["a", "<f8", range(10**12)]]),
+        ("make_dtype", [["a", range(10**12)]]),
+        ("make_array", b"12345678", "<f8", range(10**12), "C"),
+        ("make_tensor", bytearray(8), torch.uint8, range(10**12), "cpu", False),
+        ("make_object_array", range(10**12), (1,)),
+        ("make_object_array", [1], range(10**12)),
+        ("make_dtype", "M8[" + "1" * 100 + "s]"),
+        ("make_dtype", None),
+        ("make_scalar", b"12345678", "|O8"),
+        ("make_scalar", b"1", "<f8"),
+        ("make_object_array", [1, 2], (3,)),
+        ("make_object_array", 10**12, (3,)),
+    ],
+    ids=lambda call: f"{call[0]} {call[1:]!r:.60}",
+)
+def test_makers_check_what_they_get(call):
+    refused(made(*call))
+
+
+def test_attributes_of_tensors_cannot_hide_methods():
+    tensor = torch.ones(2)
+    tensor.numpy = "not me"
+    assert "attribute numpy of a Tensor" in refused(pickle.dumps(tensor_with(vars(tensor)), 5))
+    memory = {"__array_interface__": {"data": (4096, False), "shape": (8,), "typestr": "<u1", "version": 3}}
+    assert "attribute __array_interface__ of a Tensor" in refused(pickle.dumps(tensor_with(memory), 5))
+    assert "attributes of a list" in refused(pickle.dumps(Calls(easydist.parts.set_attributes, [], {"x": 1}), 5))
+    assert "the state of a Tensor" in refused(pickle.dumps(Calls(*tensor_call(), state={"x": 1}), 5))
+
+
+def tensor_with(attributes):
+    return Calls(easydist.parts.set_attributes, Calls(*tensor_call()), attributes)
+
+
+def tensor_call():
+    return easydist.parts.make_tensor, bytearray(8), torch.float32, (2,), "cpu", False
+
+
+# --- bounded work
+
+
+def test_a_key_that_would_hash_for_ever_is_refused():
+    assert "far more work" in refused(b"\x80\x05})" + bomb(60))
+    wide = b"(" + b"N" * 20_000 + b"t\x94"
+    assert "far more work" in refused(b"\x80\x05}" + wide + b"0(" + b"h\x00" * 20_000 + b"tNs.")
+
+
+def bomb(levels):
+    """Steps that make a tuple of a tuple of … with 2 ** levels ends, and use it as a key."""
+    steps = b"".join(b"\x94" + (b"h" + bytes([i])) + b"\x86" for i in range(levels))
+    return steps + b"Ns."
+
+
+def test_a_key_too_deep_to_hash_is_refused():
+    assert "nested deeper" in refused(b"\x80\x05})" + b"\x85" * 20_000 + b"Ns.")
+    assert "nested deeper" in refused(b"\x80\x05\x8f()" + b"\x85" * 20_000 + b"\x90.")
+    assert "nested deeper" in refused(b"\x80\x05()" + b"\x85" * 20_000 + b"\x91.")
+
+
+def test_depth_alone_is_no_fault():
+    depth, got = 0, codec.decode(message(b"\x80\x05" + b"]" * 100_000 + b"a" * 99_999 + b"."), weights_only=True)
+    while got:
+        got, depth = got[0], depth + 1
+    assert depth == 99_999
+
+
+def test_copying_one_thing_again_and_again_is_refused():
+    size = 20_000
+    copies = b"".join(b"h\x01h\x00\x85R" for _ in range(5000))
+    big = b"(" + b"K\x01" * size + b"t\x94" + named("torch", "Size") + b"\x940"
+    assert "far more work" in refused(b"\x80\x05" + big + b"0]" + b"(" + copies + b"e.")
+
+
+@pytest.mark.parametrize(
+    "head", [(0, 0), (1, 2**63), (2**61, 1), (2**64 - 1, 2**64 - 1), (1, 1, 2**64 - 1), (3, 1, 0, 0), (0, 5)]
+)
+def test_a_header_that_lies_is_refused(head):
+    data = struct.pack(f"<{len(head)}Q", *head) + b"N."
+    for weights_only in (False, True):
+        with pytest.raises(WireError, match="an object message of"):
+            codec.decode(torch.frombuffer(bytearray(data), dtype=torch.uint8), weights_only=weights_only)
+    with pytest.raises(WireError, match="an object message of 0 bytes is truncated"):
+        codec.decode(torch.empty(0, dtype=torch.uint8))
+
+
+# --- fuzz
+
+
+def try_to_decode(data):
+    with contextlib.suppress(UnsafeObjectError, WireError):
+        codec.decode(torch.frombuffer(bytearray(data), dtype=torch.uint8), weights_only=True)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(min_size=1, max_size=200))
+def test_random_bytes_are_decoded_or_refused(data):
+    try_to_decode(data)
+    try_to_decode(bytes(message(b"\x80\x05" + data + b".").numpy()))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.sampled_from(sorted(easydist.unpickler.OPCODES)).map(lambda c: bytes([c])) | st.binary(max_size=3)))
+def test_random_programs_are_decoded_or_refused(steps):
+    program = b"".join(steps)
+    for prefix in (b"", named("collections", "OrderedDict") + b")R", made("make_tensor", *tensor_call()[1:])[2:-1]):
+        try_to_decode(bytes(message(prefix + program + b".", b"12345678").numpy()))
+
+
+VALID = [bytes(codec.encode(make()).numpy()) for name, make in PLAIN.items() if name not in ("bytearray", "big text")]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(VALID), st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 255)), min_size=1, max_size=4))
+def test_mutated_messages_are_decoded_or_refused(valid, changes):
+    data = bytearray(valid)
+    for at, byte in changes:
+        data[at % len(data)] = byte
+    try_to_decode(data)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(VALID), st.integers(0, 2**16), st.binary(max_size=4))
+def test_truncated_and_extended_messages_are_refused(valid, at, more):
+    cut = valid[: at % len(valid)]
+    with pytest.raises(WireError):
+        codec.decode(torch.frombuffer(bytearray(cut or b"\0"), dtype=torch.uint8), weights_only=True)
+    if more:
+        with pytest.raises(WireError):
+            codec.decode(torch.frombuffer(bytearray(valid + more), dtype=torch.uint8), weights_only=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tensors_of_a_device_arrive_on_the_current_one():
+    got = round_trip([torch.arange(3000, device="cuda"), torch.ones(2, device="cuda")], weights_only=True)
+    assert [t.device for t in got] == [torch.device("cuda", torch.cuda.current_device())] * 2
+    assert got[0].tolist() == list(range(3000))
