@@ -158,7 +158,7 @@ def broadcast(tensor: Tree, from_process: int = 0, *, group: Group = None) -> Tr
         RemoteError: One rank's tree could not be sent or written (read-only arrays, expanded tensors, …).
         ValueError: ``from_process`` is not a rank of the group; its tree is None and another rank's is not.
 
-    Cost: one header exchange, one broadcast of the tree's bytes; where some ranks pass None, one header exchange and
+    Cost: one header exchange, one broadcast of the tree's bytes; where some ranks pass None, two header exchanges and
     one small broadcast more.
 
     Source: accelerate's ``broadcast``.
@@ -191,7 +191,7 @@ def copy_tensor_to_devices(tensor: Tree = None, *, group: Group = None) -> Tree:
     Raises:
         ValueError: No rank or more than one rank has a tree.
 
-    Cost: two header exchanges, one small broadcast, one broadcast of the tree's bytes.
+    Cost: three header exchanges, one small broadcast, one broadcast of the tree's bytes.
 
     Source: accelerate's ``copy_tensor_to_devices``.
     """
@@ -210,15 +210,14 @@ def _broadcast(comms: Communicators, tensor: Tree, call: Call, agreement: Agreem
         raise ValueError(f"broadcast: rank {source} is the source, but its tree is None")
     leaves = call.leaves
     if agreement.absent:
-        structure = _send_structure(comms, "broadcast", tensor, source)
-        leaves = Leaves(initialize_tensors(structure)) if call.absent else leaves
+        shared = _shared_structure(comms, "broadcast", tensor, source)
+        leaves = shared if call.absent else leaves
     assert leaves is not None
     tied = agreement.uniform
     landed: dict[int, torch.Tensor] = {}
     works = []
-    for comm, indices in buckets(
-        comms, leaves.tensors, leaves.travelling(tied), list(map(wire.nbytes, leaves.tensors))
-    ):
+    nbytes = [wire.nbytes(tensor) for tensor in leaves.tensors]
+    for comm, indices in buckets(comms, leaves.tensors, leaves.travelling(tied), nbytes):
         targets = [leaves.tensors[i] for i in indices]
         buffer = wire.pack(targets, comm.get_device()) if comms.rank == source else _target(comm, targets)
         works.append(comm.broadcast(buffer, source, async_op=True))
@@ -236,20 +235,30 @@ def _target(comm: TorchComm, targets: Sequence[torch.Tensor]) -> torch.Tensor:
     return packed_like(comm, [t.dtype for t in targets], [t.shape for t in targets])
 
 
-def _send_structure(comms: Communicators, operation: str, tree: Tree, source: int) -> Tree:
-    """The source's tree without its data, on every rank; what is no leaf is pickled."""
+def _shared_structure(comms: Communicators, operation: str, data: Tree, source: int, hollow: bool = False) -> Leaves:
+    """Leaves like the source's on every rank, and on the source its own; what is no leaf is pickled."""
     encoded: torch.Tensor | None = None
+    leaves: Leaves | None = None
 
-    def prepare() -> Call:
+    def encode() -> Call:
         nonlocal encoded
         if comms.rank == source:
-            encoded = codec.encode(get_data_structure(tree))
+            encoded = codec.encode(get_data_structure(data))
         return Call(nbytes=0 if encoded is None else encoded.numel())
 
-    _, agreement = agree(comms, f"{operation} structure", prepare)
+    _, agreement = agree(comms, operation, encode)
     buffer = torch.empty(agreement.nbytes[source], dtype=torch.uint8, device="cpu") if encoded is None else encoded
     comms.control.broadcast(buffer, source, async_op=False)
-    return codec.decode(buffer)
+
+    def decode() -> Call:
+        nonlocal leaves
+        mine = comms.rank == source
+        leaves = Leaves(data if mine else initialize_tensors(codec.decode(buffer), hollow=hollow))
+        return Call()
+
+    agree(comms, operation, decode)  # a class that one receiver does not have must not stop the others
+    assert leaves is not None
+    return leaves
 
 
 def scatter(tensor: Tree, from_process: int = 0, *, dim: int = 0, group: Group = None) -> Tree:
@@ -276,7 +285,7 @@ def scatter(tensor: Tree, from_process: int = 0, *, dim: int = 0, group: Group =
         RemoteError: The source's tree could not be sent.
         ValueError: A leaf has no dimension ``dim``; ``from_process`` is not a rank of the group.
 
-    Cost: two header exchanges, one small broadcast for the structure, one scatter of the tree's bytes.
+    Cost: three header exchanges, one small broadcast for the structure, one scatter of the tree's bytes.
     """
     comms = communicators(group)
     is_source = comms.rank == from_process
@@ -290,8 +299,7 @@ def scatter(tensor: Tree, from_process: int = 0, *, dim: int = 0, group: Group =
     call, _ = agree(comms, "scatter", prepare)
     leaves = call.leaves
     if comms.size > 1:
-        structure = _send_structure(comms, "scatter", tensor, from_process)
-        leaves = leaves if is_source else Leaves(initialize_tensors(structure, hollow=True))
+        leaves = _shared_structure(comms, "scatter", tensor, from_process, hollow=True)
     assert leaves is not None
     tensors = leaves.tensors
     results: dict[int, torch.Tensor] = {}

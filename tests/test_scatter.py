@@ -116,3 +116,25 @@ def test_a_structure_that_cannot_be_pickled_is_an_error_for_all(rank):
 def test_parts_do_not_share_memory(rank):
     got = easydist.scatter([torch.ones(2), torch.ones(2)] if rank == 0 else None)
     assert [part.untyped_storage().nbytes() for part in got] == [4, 4]
+
+
+class OnRank0Only:
+    """Can be unpickled where it was made, and nowhere else."""
+
+    def __reduce__(self):
+        return make_on_rank_0, ()
+
+
+def make_on_rank_0():
+    if torch.distributed.get_rank():
+        raise LookupError("not here")
+    return OnRank0Only()
+
+
+@distributed(world_size=3)
+def test_a_structure_that_one_receiver_cannot_make_is_an_error_for_all(rank):
+    data = {"x": torch.arange(3), "odd": OnRank0Only()} if rank == 0 else None
+    for verb in (easydist.scatter, easydist.broadcast):
+        with pytest.raises(RemoteError, match="ranks 1, 2 failed before the exchange\n  rank 1: LookupError: not here"):
+            verb(data)
+    assert easydist.gather(rank).tolist() == [0, 1, 2]
