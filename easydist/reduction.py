@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from easydist import wire
 from easydist.agree import Call, agree
 from easydist.comms import ReduceOp
-from easydist.exchange import buckets
+from easydist.exchange import by_comm
 from easydist.leaves import Leaves, as_value
 from easydist.state import communicators
 from easydist.typing import Group, Tree
@@ -76,8 +75,7 @@ def reduce(tensor: Tree, reduction: str = "mean", scale: float = 1.0, *, group: 
     leaves = call.leaves
     assert leaves is not None
     results: dict[int, torch.Tensor] = {}
-    nbytes = [wire.nbytes(leaf) for leaf in leaves.tensors]
-    for comm, indices in buckets(comms, leaves.tensors, leaves.travelling(agreement.uniform), nbytes):
+    for comm, indices in by_comm(comms, leaves.tensors, leaves.travelling(agreement.uniform)):
         for dtype, members in _by_dtype(leaves, indices, reduction).items():
             tensors = [leaves.tensors[i] for i in members]
             flat = torch.cat([tensor.reshape(-1).to(comm.get_device(), dtype) for tensor in tensors])
