@@ -18,6 +18,7 @@ from easydist.exchange import (
     Shapes,
     buckets,
     by_comm,
+    check_rank,
     dims_of,
     every_shape,
     join,
@@ -75,7 +76,7 @@ def gather(tensor: Tree, *, dst: int | None = None, dim: int = 0, group: Group =
     comms = communicators(group)
 
     def prepare() -> Call:
-        _check_rank(comms, "dst", dst)
+        check_rank(comms, "dst", dst)
         leaves = Leaves(tensor, vectors=True)
         dims_of(leaves, dim, "gather")
         return Call({"dst": dst if dst is None else index(dst), "dim": index(dim)}, leaves, dim, advice=_pad_first(dim))
@@ -129,11 +130,6 @@ def _sent(work: TorchWork) -> Callable[[], list[torch.Tensor]]:
     return finish
 
 
-def _check_rank(comms: Communicators, name: str, rank: int | None) -> None:
-    if rank is not None and not 0 <= rank < comms.size:
-        raise ValueError(f"{name}={rank} is not a rank of the group: it has {comms.size}, counted from 0")
-
-
 def broadcast(tensor: Tree, from_process: int = 0, *, group: Group = None) -> Tree:
     """Give every rank the source's values.
 
@@ -166,7 +162,7 @@ def broadcast(tensor: Tree, from_process: int = 0, *, group: Group = None) -> Tr
     comms = communicators(group)
 
     def prepare() -> Call:
-        _check_rank(comms, "from_process", from_process)
+        check_rank(comms, "from_process", from_process)
         leaves = Leaves(tensor)
         if comms.rank != from_process:
             leaves.check_writable()
@@ -291,7 +287,7 @@ def scatter(tensor: Tree, from_process: int = 0, *, dim: int = 0, group: Group =
     is_source = comms.rank == from_process
 
     def prepare() -> Call:
-        _check_rank(comms, "from_process", from_process)
+        check_rank(comms, "from_process", from_process)
         leaves = Leaves(tensor if is_source else None)
         dims_of(leaves, dim, "scatter")
         return Call({"from_process": index(from_process), "dim": index(dim)}, leaves, dim, absent=not is_source)

@@ -18,6 +18,16 @@ LARGE = 1 << 18
 """Bytes from which a leaf travels alone: by then copying it into a packed buffer costs more than a message."""
 
 
+def check_rank(comms: Communicators, name: str, rank: int | None) -> None:
+    """Make sure that an argument is a rank of the group, or None.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if rank is not None and not 0 <= rank < comms.size:
+        raise ValueError(f"{name}={rank} is not a rank of the group: it has {comms.size}, counted from 0")
+
+
 def dims_of(leaves: Leaves, dim: int, operation: str) -> list[int]:
     """``dim`` as a non-negative index into each leaf's shape.
 

@@ -13,6 +13,7 @@ import torch
 from easydist import codec
 from easydist.agree import Call, agree
 from easydist.comms import Communicators
+from easydist.exchange import check_rank
 from easydist.state import communicators
 from easydist.typing import Group
 
@@ -102,7 +103,7 @@ def broadcast_object_list(
 
     def prepare() -> Call:
         _check_list("broadcast_object_list", "object_list", object_list)
-        _check_source(comms, "from_process", from_process)
+        check_rank(comms, "from_process", from_process)
         arguments = {"from_process": from_process, "length": len(object_list), **_arguments(weights_only)}
         return Call(arguments, nbytes=mine.fill(object_list) if is_source and object_list else 0)
 
@@ -157,7 +158,7 @@ def scatter_object_list(
 
     def prepare() -> Call:
         _check_list("scatter_object_list", "scatter_object_output_list", scatter_object_output_list)
-        _check_source(comms, "src", src)
+        check_rank(comms, "src", src)
         if not scatter_object_output_list:
             raise ValueError("scatter_object_list: scatter_object_output_list needs at least one element")
         arguments = {"src": src, **_arguments(weights_only)}
@@ -213,8 +214,3 @@ class _Message:
 def _check_list(operation: str, name: str, value: object) -> None:
     if not isinstance(value, list):
         raise TypeError(f"{operation}: {name} has to be a list, got {type(value).__name__}")
-
-
-def _check_source(comms: Communicators, name: str, rank: int) -> None:
-    if not 0 <= rank < comms.size:
-        raise ValueError(f"{name}={rank} is not a rank of the group: it has {comms.size}, counted from 0")
