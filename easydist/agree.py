@@ -203,7 +203,7 @@ def _exchange_json(comms: Communicators, value: dict[str, Any]) -> list[dict[str
 def _text(error: BaseException) -> str:
     try:
         text = str(error)
-    except Exception:
+    except Exception:  # an error without a text must not keep this rank from the others
         text = ""
     if isinstance(error, _Reported):
         return text

@@ -193,3 +193,10 @@ def test_scale_of_float8_and_of_equal_numbers_written_otherwise(rank):
     low = torch.tensor([2.0]).to(torch.float8_e4m3fn)
     assert easydist.reduce(low, "max", 0.5).float().tolist() == [1.0]
     assert easydist.reduce(1.0, "sum", 1 if rank else 1.0) == 2.0
+
+
+@distributed(world_size=2)
+def test_leaves_are_matched_by_key_whatever_the_order(rank):
+    data = {"a": torch.tensor([1.0]), "b": torch.tensor([10.0])}
+    got = easydist.reduce(data if rank == 0 else dict(reversed(data.items())), "sum")
+    assert (got["a"].item(), got["b"].item()) == (2.0, 20.0)

@@ -416,3 +416,11 @@ def test_destroyed_groups_are_forgotten(rank):
         torch.distributed.destroy_process_group(group)
     assert easydist.gather(rank, group=torch.distributed.new_group([0, 1])).tolist() == [0, 1]
     assert len(communicators._CACHE) == 1
+
+
+@distributed(world_size=2)
+def test_an_empty_local_rank_is_an_unset_one(rank):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", "")
+        ProcessState._reset_state()
+        assert ProcessState().local_process_index == rank

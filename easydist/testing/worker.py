@@ -141,7 +141,7 @@ def _portable(error: BaseException) -> Exception:
         return Skip(getattr(error, "msg", ""))
     try:
         copy = pickle.loads(pickle.dumps(error))
-    except Exception:
+    except Exception:  # whatever a class of the test's own may raise
         copy = None
     return copy if isinstance(copy, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
 
