@@ -3,7 +3,15 @@
 from easydist import comms, tree
 from easydist.codec import allow_pickle
 from easydist.collectives import all_to_all, broadcast, copy_tensor_to_devices, gather, scatter
-from easydist.errors import DisagreementError, EasydistError, RemoteError, UnsafeObjectError, WireError
+from easydist.errors import (
+    CollectiveTimeout,
+    DisagreementError,
+    EasydistError,
+    PeerLostError,
+    RemoteError,
+    UnsafeObjectError,
+    WireError,
+)
 from easydist.files import load, load_metadata, save
 from easydist.objects import broadcast_object_list, gather_object, scatter_object_list
 from easydist.padding import CannotPadNestedTensorWarning, pad_across_processes, unpad
@@ -11,7 +19,7 @@ from easydist.parameters import GatheredParameters
 from easydist.precision import convert_outputs_to_fp32, convert_to_fp32
 from easydist.random import set_seed, synchronize_rng_states
 from easydist.reduction import reduce
-from easydist.state import DistributedType, ProcessState, wait_for_everyone
+from easydist.state import DistributedType, ProcessState, together, wait_for_everyone
 from easydist.structure import (
     TensorInformation,
     concatenate,
@@ -28,6 +36,7 @@ from easydist.structure import (
     send_to_device,
     slice_tensors,
 )
+from easydist.transfer import broadcast_tensor_dict, recv_tensor_dict, send_tensor_dict
 from easydist.tree import is_namedtuple
 
 PartialState = ProcessState
@@ -40,12 +49,14 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "CannotPadNestedTensorWarning",
+    "CollectiveTimeout",
     "DisagreementError",
     "DistributedOperationException",
     "DistributedType",
     "EasydistError",
     "GatheredParameters",
     "PartialState",
+    "PeerLostError",
     "ProcessState",
     "RemoteError",
     "TensorInformation",
@@ -55,6 +66,7 @@ __all__ = [
     "allow_pickle",
     "broadcast",
     "broadcast_object_list",
+    "broadcast_tensor_dict",
     "comms",
     "concatenate",
     "convert_outputs_to_fp32",
@@ -76,14 +88,17 @@ __all__ = [
     "pad_across_processes",
     "pad_input_tensors",
     "recursively_apply",
+    "recv_tensor_dict",
     "reduce",
     "save",
     "scatter",
     "scatter_object_list",
+    "send_tensor_dict",
     "send_to_device",
     "set_seed",
     "slice_tensors",
     "synchronize_rng_states",
+    "together",
     "tree",
     "unpad",
     "wait_for_everyone",

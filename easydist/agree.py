@@ -1,28 +1,105 @@
-"""One exchange of headers before the data: do all ranks make the same call, and is every rank well?
+"""One exchange of frames before the data: do all ranks make the same call, and is every rank well?
 
-Each rank sends five 64-bit numbers: its status; fingerprints of its call (operation and arguments), of the structure
-that has to be equal (paths, dtypes, shapes without their free dimension) and of what may differ (full shapes, which
-leaves are the same object); the bytes that it is going to send. Where fingerprints differ that must not, or a rank
-reports a fault, descriptions are exchanged, and every rank raises the same error before any data has moved.
+A frame is eight 64-bit numbers, sizes, and a payload. The numbers: status; fingerprints of the call (operation and
+arguments), of the structure that has to be equal (paths, dtypes, shapes without their free dimension) and of what may
+differ (full shapes, which leaves are the same object); the bytes that this rank is going to send; when it came; how
+many sizes and how many bytes of payload follow. The sizes are those along the free dimension. The payload is what the
+rank sends, where it is small: then the frames are the only exchange of the call. A rank that fails sends the text of
+its fault instead. Where fingerprints differ that must not, descriptions are exchanged. In both cases every rank raises
+the same error before any data has moved.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
-from collections.abc import Callable
+import os
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
+from types import CodeType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from easydist import wire
 from easydist.comms import Communicators
 from easydist.errors import DisagreementError, EasydistError, RemoteError
-from easydist.leaves import Leaves, Row
+from easydist.leaves import Layout, Leaves, Row
 from easydist.plan import fingerprint
+from easydist.typing import Timeout
 
 _WELL, _ABSENT, _FAULT = range(3)
 _SHOWN = 10
 _SAME = "Pass the same structure, dtypes and shapes on every rank."
+_NUMBERS = struct.Struct("<8q")
+_LATE = 50_000_000  # nanoseconds
+CHECKED = os.environ.get("EASYDIST_CHECK", "1") != "0"
+"""Whether calls are compared unless they say otherwise; the same on all ranks."""
+
+_fingerprint = functools.lru_cache(maxsize=256)(fingerprint)
+
+
+class calling:  # noqa: N801 - a context manager, read as a phrase
+    """One call of a verb: while it lasts, the group's watch knows which it is, and when its time is over.
+
+    Args:
+        comms: The group; what the context manager gives.
+        operation: The verb's name.
+        timeout: How long the call may take; None is the group's.
+        peer: The only other rank that takes part; None: all do.
+    """
+
+    __slots__ = ("_comms", "_operation", "_peer", "_signals", "_timeout")
+
+    def __init__(
+        self, comms: Communicators, operation: str, timeout: Timeout | None = None, peer: int | None = None
+    ) -> None:
+        self._comms, self._operation, self._peer = comms, operation, peer
+        self._timeout = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+
+    def __enter__(self) -> Communicators:
+        comms = self._comms
+        if comms.size > 1:
+            comms.watch.begin(self._operation, _site(), self._timeout, self._peer)
+            self._signals = comms.hears_signals()
+            self._signals.__enter__()
+            if comms.watch.broken is not None:
+                comms.connect_anew()
+        return comms
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._comms.size > 1:
+            if error is not None and not isinstance(error, Exception):
+                self._comms.watch.interrupted(error)
+            self._signals.__exit__(kind, error, trace)
+            self._comms.watch.end(error is None or getattr(error, "raised_in", None) is self._comms)
+
+
+def _site() -> str:
+    """File and line of the caller outside of easydist."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame = frame.f_back
+    return _site_text(frame.f_code, frame.f_lineno)
+
+
+_INSIDE = (os.path.dirname(__file__) + os.sep, contextlib.__file__)
+
+
+@functools.lru_cache(maxsize=1024)
+def _site_text(code: CodeType, line: int) -> str:
+    path = code.co_filename
+    with contextlib.suppress(OSError, ValueError):
+        relative = os.path.relpath(path)
+        path = path if relative.startswith("..") else relative
+    return f"{path}:{line}"
 
 
 @dataclass(slots=True)
@@ -34,6 +111,7 @@ class Call:
         leaves: The data.
         dim: The dimension whose size may differ between ranks; None where there is no such dimension.
         nbytes: What this rank will send, where the others have to know.
+        payload: What this rank will send, ``nbytes`` in all; it travels with the header if it is small.
         absent: This rank has no data of its own and takes what comes.
         advice: What to do where shapes differ; ``{dim}`` stands for the first dimension in which they do.
     """
@@ -42,12 +120,13 @@ class Call:
     leaves: Leaves | None = None
     dim: int | None = None
     nbytes: int = 0
+    payload: Sequence[torch.Tensor] = ()
     absent: bool = False
     advice: str = _SAME
 
     def title(self, operation: str) -> str:
         """The call as it would be written: ``gather(dst=None, dim=0)``."""
-        return f"{operation}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
+        return f"{operation}({', '.join([f'{name}={value!r}' for name, value in self.arguments.items()])})"
 
     def rows(self, dim: int | None = None) -> list[Row]:
         """The leaves as (path, dtype, shape), with -1 for the size along ``dim``."""
@@ -67,29 +146,83 @@ class Call:
         layout, ties = self.leaves.layout, self.leaves.ties
         return layout.fingerprint if ties is None else fingerprint((layout.fingerprint, ties))
 
+    def sizes(self) -> list[int]:
+        """Of each leaf the size along the free dimension."""
+        if self.leaves is None or self.dim is None:
+            return []
+        return _sizes(self.leaves.layout, self.dim)
 
-@dataclass(slots=True, frozen=True)
+
+@functools.lru_cache(maxsize=256)
+def _sizes(layout: Layout, dim: int) -> list[int]:
+    return [shape[dim] for shape, dim in zip(layout.shapes, layout.free(dim)[0], strict=True)]
+
+
+class _Header(NamedTuple):
+    status: int
+    call: int
+    structure: int
+    variations: int
+    nbytes: int
+    came: int
+    sizes: int
+    payload: int
+
+
 class Agreement:
-    """What the ranks told each other.
+    """What the ranks told each other; what arrived with it is there until the next agreement of the group.
 
     Attributes:
         nbytes: What each rank will send.
         uniform: All ranks that have data have the same shapes and the same leaves tied.
         absent: The ranks that have no data of their own.
+        has_payload: The data of all ranks came with the headers.
     """
 
-    nbytes: list[int]
-    uniform: bool
-    absent: list[int]
+    def __init__(self, headers: Sequence[_Header], rows: torch.Tensor | None = None) -> None:
+        self.nbytes = [header.nbytes for header in headers]
+        self.absent = [rank for rank, header in enumerate(headers) if header.status == _ABSENT]
+        self.uniform = len({header.variations for header in headers if header.status == _WELL}) <= 1
+        self.has_payload = rows is not None and all(header.nbytes == header.payload for header in headers)
+        self._headers, self._rows = headers, rows
+
+    def payload(self, rank: int) -> torch.Tensor:
+        """What a rank sent along, as bytes that start at a multiple of 16."""
+        assert self._rows is not None
+        start = _start(self._headers[rank].sizes)
+        return self._rows[rank, start : start + self._headers[rank].payload]
+
+    def payloads(self) -> torch.Tensor:
+        """What all ranks sent along, one row each; all of one length."""
+        assert self._rows is not None
+        start = _start(self._headers[0].sizes)
+        return self._rows[:, start : start + self._headers[0].payload]
+
+    def sizes(self) -> list[list[int]] | None:
+        """``[r][i]``: the size of rank r's leaf i along the free dimension; None where they did not come along."""
+        if self._rows is None or not all(header.sizes for header in self._headers):
+            return None
+        return [
+            row[_NUMBERS.size : _NUMBERS.size + 8 * header.sizes].view(torch.int64).tolist()
+            for row, header in zip(self._rows, self._headers, strict=True)
+        ]
 
 
-def agree(comms: Communicators, operation: str, prepare: Callable[[], Call]) -> tuple[Call, Agreement]:
+def _start(sizes: int) -> int:
+    """Where the payload begins: at a multiple of 16."""
+    return _NUMBERS.size + 8 * (sizes + sizes % 2)
+
+
+def agree(
+    comms: Communicators, operation: str, prepare: Callable[[], Call], check: bool | None = None
+) -> tuple[Call, Agreement]:
     """Make this rank's call known to all ranks, learn theirs, and compare.
 
     Args:
         comms: The group.
-        operation: The verb.
-        prepare: Checks and describes this rank's call; what it raises reaches all ranks.
+        operation: The verb's name.
+        prepare: Makes the call; what it raises is made known too.
+        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says.
 
     Returns:
         This rank's call, and what the ranks told each other.
@@ -99,28 +232,41 @@ def agree(comms: Communicators, operation: str, prepare: Callable[[], Call]) -> 
         RemoteError: ``prepare`` raised on some ranks; the same text on every rank. Where it raised the same error on
             every rank, that error itself.
 
-    Cost: one all-gather of 40 bytes per rank.
+    Cost: one all-gather of 64 bytes per rank, sizes and small payloads included; nothing in a world of one.
     """
     if comms.size == 1:
-        call = prepare()
-        return call, Agreement([call.nbytes], True, [0] if call.absent else [])
-    fault: Exception | None = None
+        return alone(prepare)
     try:
         call = prepare()
+        sizes = call.sizes()
         mine = _header(operation, call)
-    except Exception as error:
-        call, fault, mine = Call(), error, _Header(_FAULT, 0, 0, 0, 0)
-    headers = _exchange_headers(comms, mine)
-    present = [header for header in headers if header.status == _WELL]
-    if (
-        any(header.status == _FAULT for header in headers)
-        or len({header.call for header in headers}) > 1
-        or len({header.structure for header in present}) > 1
+    except Exception as fault:
+        _raise_together(comms, _exchange_faults(comms, operation, fault), fault)
+    headers = _exchange_frames(comms, mine, sizes, call)
+    if any(header.status == _FAULT for header in headers):
+        _raise_together(comms, _faults(comms, headers), None)
+    if (CHECKED if check is None else check) and (
+        len({header.call for header in headers}) > 1
+        or len({header.structure for header in headers if header.status == _WELL}) > 1
     ):
-        _raise_together(comms, operation, call, fault)
-    absent = [rank for rank, header in enumerate(headers) if header.status == _ABSENT]
-    uniform = len({header.variations for header in present}) == 1
-    return call, Agreement([header.nbytes for header in headers], uniform, absent)
+        _disagree(comms, operation, call)
+    return call, Agreement(headers, comms.frames.rows)
+
+
+def trust(comms: Communicators, prepare: Callable[[], Call], check: bool | None) -> tuple[Call, Agreement] | None:
+    """What ``agree`` gives, without an exchange, where calls shall not be compared; else None."""
+    if comms.size > 1 and (CHECKED if check is None else check):
+        return None
+    call, agreement = alone(prepare)
+    if call.absent and comms.size > 1:
+        raise ValueError("with check=False every rank has to pass its own tree, not None")
+    return call, agreement
+
+
+def alone(prepare: Callable[[], Call]) -> tuple[Call, Agreement]:
+    """What ``agree`` gives where there is nobody to agree with."""
+    call = prepare()
+    return call, Agreement([_Header(_ABSENT if call.absent else _WELL, 0, 0, 0, call.nbytes, 0, 0, 0)])
 
 
 def report(comms: Communicators, operation: str, fault: BaseException | None = None) -> None:
@@ -138,57 +284,90 @@ def report(comms: Communicators, operation: str, fault: BaseException | None = N
             raise _Reported(_text(fault)) from fault
         return Call()
 
-    agree(comms, operation, prepare)
+    with calling(comms, operation):
+        agree(comms, operation, prepare)
 
 
 class _Reported(Exception):
     """Carries the text of an exception that is not an ``Exception`` (SystemExit, KeyboardInterrupt) to all ranks."""
 
 
-class _Header(NamedTuple):
-    status: int
-    call: int
-    structure: int
-    variations: int
-    nbytes: int
-
-
 def _header(operation: str, call: Call) -> _Header:
     status = _ABSENT if call.absent else _WELL
-    return _Header(status, fingerprint(call.title(operation)), call.structure(), call.variations(), call.nbytes)
+    title = _fingerprint(call.title(operation))
+    return _Header(status, title, call.structure(), call.variations(), call.nbytes, time.time_ns(), 0, 0)
 
 
-def _exchange_headers(comms: Communicators, mine: _Header) -> list[_Header]:
-    output = torch.empty((comms.size, len(mine)), dtype=torch.int64, device="cpu")
-    comms.control.all_gather_single(output, torch.tensor(mine, device="cpu"), async_op=False)
-    return [_Header(*row) for row in output.tolist()]
+def _exchange_frames(comms: Communicators, mine: _Header, sizes: Sequence[int], call: Call) -> list[_Header]:
+    frames = comms.frames
+    at, room = comms.rank * frames.nbytes, frames.nbytes - _NUMBERS.size - 8
+    count = len(sizes) if 8 * len(sizes) <= room else 0
+    payload = call.nbytes if call.payload and call.nbytes <= frames.nbytes - _start(count) else 0
+    _NUMBERS.pack_into(frames.view, at, *mine[:6], count, payload)
+    if count:
+        struct.pack_into(f"<{count}q", frames.view, at + _NUMBERS.size, *sizes)
+    stop = _start(count) + payload
+    if payload:
+        wire.pack(call.payload, out=frames.rows[comms.rank, _start(count) : stop])
+    return _all_frames(comms, stop)
 
 
-def _raise_together(comms: Communicators, operation: str, call: Call, fault: Exception | None) -> NoReturn:
+def _all_frames(comms: Communicators, nbytes: int) -> list[_Header]:
+    frames = comms.frames
+    comms.control.all_gather_upto(frames.rows, nbytes, async_op=False)
+    headers = [_Header(*_NUMBERS.unpack_from(frames.view, r * frames.nbytes)) for r in range(comms.size)]
+    if headers[comms.rank].came > min([header.came for header in headers]) + _LATE:
+        comms.watch.hear()  # the others may have given up: what they sent before that is not a call
+    return headers
+
+
+def _exchange_faults(comms: Communicators, operation: str, fault: Exception) -> dict[int, dict[str, Any]]:
+    """Tell the others of a fault of this rank; gives the faults of all ranks."""
+    frames = comms.frames
+    in_body, site = isinstance(fault, _Reported), comms.watch.site
+    room = frames.nbytes - _NUMBERS.size - len(json.dumps([operation, in_body, site, ""]))
+    text = json.dumps([operation, in_body, site, _text(fault)[: room // 12]]).encode()  # a character has up to 12 bytes
+    at = comms.rank * frames.nbytes
+    _NUMBERS.pack_into(frames.view, at, _FAULT, 0, 0, 0, 0, time.time_ns(), 0, len(text))
+    frames.view[at + _NUMBERS.size : at + _NUMBERS.size + len(text)] = text
+    return _faults(comms, _all_frames(comms, _NUMBERS.size + len(text)))
+
+
+def _faults(comms: Communicators, headers: Sequence[_Header]) -> dict[int, dict[str, Any]]:
+    found = {}
+    for rank, header in enumerate(headers):
+        if header.status == _FAULT:
+            start = rank * comms.frames.nbytes + _NUMBERS.size
+            operation, in_body, site, text = json.loads(bytes(comms.frames.view[start : start + header.payload]))
+            found[rank] = {"operation": operation, "in_body": in_body, "site": site, "text": text}
+    return found
+
+
+def _raise_together(comms: Communicators, faults: dict[int, dict[str, Any]], mine: Exception | None) -> NoReturn:
+    """Raise the same error on every rank."""
+    if mine is not None and len(faults) == comms.size and len({one["text"] for one in faults.values()}) == 1:
+        raise mine
+    error = RemoteError(_fault_text(faults))
+    error.raised_in = comms
+    raise error from mine
+
+
+def _disagree(comms: Communicators, operation: str, call: Call) -> NoReturn:
     """Exchange the descriptions and raise the same error on every rank."""
     mine = {
-        "fault": _text(fault) if fault else None,
-        "title": "" if fault else call.title(operation),
+        "title": call.title(operation),
         "operation": operation,
-        "in_body": isinstance(fault, _Reported),
+        "site": comms.watch.site,
         "rows": call.rows(),
         "fixed": call.rows(call.dim),
         "absent": call.absent,
         "advice": call.advice,
     }
     every = _exchange_json(comms, mine)
-    faults = {rank: one["fault"] for rank, one in enumerate(every) if one["fault"]}
-    if fault is not None and len(faults) == comms.size and len(set(faults.values())) == 1:
-        raise fault
-    error: EasydistError
-    if faults:
-        error = RemoteError(_fault_text(every, faults))
-    elif len({one["title"] for one in every}) > 1:
-        error = DisagreementError(_calls_text(every))
-    else:
-        error = DisagreementError(_trees_text([(rank, one) for rank, one in enumerate(every) if not one["absent"]]))
+    same_call = len({one["title"] for one in every}) == 1
+    error = DisagreementError(_trees_text(every) if same_call else _calls_text(every))
     error.raised_in = comms
-    raise error from fault
+    raise error
 
 
 def _exchange_json(comms: Communicators, value: dict[str, Any]) -> list[dict[str, Any]]:
@@ -210,24 +389,41 @@ def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _fault_text(every: list[dict[str, Any]], faults: dict[int, str]) -> str:
-    first = every[min(faults)]
-    ranks = f"{'rank' if len(faults) == 1 else 'ranks'} {', '.join(map(str, faults))}"
-    lines = [f"  rank {rank}: {text}" for rank, text in faults.items()]
+def _fault_text(faults: dict[int, dict[str, Any]]) -> str:
+    first = faults[min(faults)]
+    lines = [f"  rank {rank}: {one['text']}" for rank, one in faults.items()]
     if first["in_body"]:
-        return "\n".join([f"{first['operation']}: the body raised on {ranks}", *lines])
+        return "\n".join([f"{first['operation']}: the body raised on {_ranks(faults)}", *lines])
+    sites = _sites_text({rank: one["site"] for rank, one in faults.items()})
     advice = "No data has moved; mend that rank, the group works on."
-    return "\n".join([f"{first['operation']}: {ranks} failed before the exchange", *lines, advice])
+    return "\n".join([f"{first['operation']}: {_ranks(faults)} failed before the exchange", *lines, sites, advice])
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """Ranks for people: ``rank 2``, ``ranks 0, 1``."""
+    names = list(map(str, ranks))
+    return f"{'rank' if len(names) == 1 else 'ranks'} {', '.join(names)}"
+
+
+def _sites_text(sites: dict[int, str]) -> str:
+    """Where the ranks made the call; which ranks, if not all at one place."""
+    by_site: dict[str, list[int]] = {}
+    for rank, site in sites.items():
+        by_site.setdefault(site, []).append(rank)
+    if len(by_site) == 1:
+        return f"Called at {next(iter(by_site))}"
+    return "Called at " + ", ".join(f"{site} ({_ranks(ranks)})" for site, ranks in by_site.items())
 
 
 def _calls_text(every: list[dict[str, Any]]) -> str:
-    lines = [f"  rank {rank}: {one['title']}" for rank, one in enumerate(every)]
+    lines = [f"  rank {rank}: {one['title']} at {one['site']}" for rank, one in enumerate(every)]
     advice = "Every rank of the group has to make the same calls in the same order."
     return "\n".join(["ranks made different calls", *lines, advice])
 
 
-def _trees_text(present: list[tuple[int, dict[str, Any]]]) -> str:
+def _trees_text(every: list[dict[str, Any]]) -> str:
     """The leaves that differ, one line each, with what every rank has there."""
+    present = [(rank, one) for rank, one in enumerate(every) if not one["absent"]]
     fixed_rows = {rank: {path: row for path, *row in one["fixed"]} for rank, one in present}
     full_rows = {rank: {path: row for path, *row in one["rows"]} for rank, one in present}
     paths = sorted(set().union(*fixed_rows.values()))
@@ -246,7 +442,8 @@ def _trees_text(present: list[tuple[int, dict[str, Any]]]) -> str:
     first = present[0][1]
     head = f"{first['operation']}: ranks disagree on {len(differing)} of {len(paths)} leaves"
     dim = _differing_dim([rows.get(differing[0]) for rows in fixed_rows.values()])
-    return "\n".join([head, *lines, _SAME if dim is None else first["advice"].format(dim=dim)])
+    sites = _sites_text({rank: one["site"] for rank, one in enumerate(every)})
+    return "\n".join([head, *lines, sites, _SAME if dim is None else first["advice"].format(dim=dim)])
 
 
 def _leaf_text(row: list[Any] | None) -> str:

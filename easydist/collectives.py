@@ -11,7 +11,7 @@ from operator import index
 import torch
 
 from easydist import codec, wire
-from easydist.agree import Agreement, Call, agree
+from easydist.agree import Agreement, Call, agree, calling, trust
 from easydist.comms import Communicators, TorchComm, TorchWork
 from easydist.exchange import (
     Landing,
@@ -21,16 +21,19 @@ from easydist.exchange import (
     check_rank,
     dims_of,
     every_shape,
+    from_payloads,
     join,
+    layout_nbytes,
     packed_like,
     resized,
+    small_payload,
     smallest,
 )
 from easydist.leaves import Leaves, as_array
 from easydist.plan import split_bounds
 from easydist.state import communicators
 from easydist.structure import get_data_structure, initialize_tensors
-from easydist.typing import Group, Tree
+from easydist.typing import Group, Timeout, Tree
 
 __all__ = ["all_to_all", "broadcast", "copy_tensor_to_devices", "gather", "scatter"]
 
@@ -39,7 +42,15 @@ def _pad_first(dim: int) -> str:
     return f"Only dim {dim} may differ between ranks; pad the other dims first: pad_across_processes(x, dim={{dim}})"
 
 
-def gather(tensor: Tree, *, dst: int | None = None, dim: int = 0, group: Group = None) -> Tree:
+def gather(
+    tensor: Tree,
+    *,
+    dst: int | None = None,
+    dim: int = 0,
+    group: Group = None,
+    check: bool | None = None,
+    timeout: Timeout | None = None,
+) -> Tree:
     """Concatenate every rank's tree, leaf by leaf.
 
     Law: ``gather(x, dim=d) == torch.cat([x of rank 0, …, x of rank W-1], dim=d)`` for every leaf; a leaf without
@@ -58,6 +69,8 @@ def gather(tensor: Tree, *, dst: int | None = None, dim: int = 0, group: Group =
         dst: The only rank that gets the result; None is all of them.
         dim: Along which dimension.
         group: The ranks that take part.
+        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
+        timeout: How long the call may take; None is the group's.
 
     Returns:
         A new tree of the same structure, detached from autograd; one tensor that stood at several places is one tensor
@@ -69,35 +82,48 @@ def gather(tensor: Tree, *, dst: int | None = None, dim: int = 0, group: Group =
         ValueError: A leaf has no dimension ``dim``; ``dst`` is not a rank of the group.
         TypeError: A leaf is no dense tensor (sparse, DTensor, NumPy strings, …).
 
-    Cost: one header exchange, one exchange of W × the tree's bytes; where sizes differ, 8 bytes per leaf more.
+    Cost: one header exchange, which carries a small tree (32 KiB in small groups) and the sizes, where they differ, of
+    some thousand leaves; for larger ones one exchange of W × the tree's bytes.
 
     Source: accelerate's ``gather``.
     """
-    comms = communicators(group)
+    with calling(communicators(group), "gather", timeout) as comms:
 
-    def prepare() -> Call:
-        check_rank(comms, "dst", dst)
-        leaves = Leaves(tensor, vectors=True)
-        dims_of(leaves, dim, "gather")
-        return Call({"dst": dst if dst is None else index(dst), "dim": index(dim)}, leaves, dim, advice=_pad_first(dim))
+        def prepare() -> Call:
+            check_rank(comms, "dst", dst)
+            leaves = Leaves(tensor, vectors=True)
+            dims_of(leaves, dim, "gather")
+            arguments = {"dst": dst if dst is None else index(dst), "dim": index(dim)}
+            nbytes, payload = layout_nbytes(leaves.layout), small_payload(comms, leaves)
+            return Call(arguments, leaves, dim, nbytes, payload, advice=_pad_first(dim))
 
-    call, agreement = agree(comms, "gather", prepare)
-    leaves = call.leaves
-    assert leaves is not None
-    dims = leaves.layout.free(dim)[0]
-    shapes = every_shape(comms, leaves, dims, agreement.uniform)
-    nbytes = smallest(shapes, leaves.layout.dtypes)
-    arrivals: list[_Arrival] = []
-    for comm, indices in buckets(comms, leaves.tensors, leaves.travelling(agreement.uniform), nbytes):
+        call, agreement = agree(comms, "gather", prepare, check)
+        leaves = call.leaves
+        assert leaves is not None
+        dims = leaves.layout.free(dim)[0]
+        shapes = every_shape(comms, leaves, dims, agreement)
+        if agreement.has_payload:
+            results = dict(enumerate(from_payloads(agreement, leaves, shapes, dims)))
+        else:
+            results = _gather_buckets(comms, leaves, shapes, dims, leaves.travelling(agreement.uniform), dst)
+        return None if dst not in (None, comms.rank) else leaves.rebuild(results, agreement.uniform, as_array)
+
+
+def _gather_buckets(
+    comms: Communicators,
+    leaves: Leaves,
+    shapes: Sequence[Shapes],
+    dims: Sequence[int],
+    travelling: Sequence[int],
+    dst: int | None,
+) -> dict[int, torch.Tensor]:
+    """Gather bucket by bucket, all of them under way at once."""
+    arrivals = []
+    for comm, indices in buckets(comms, leaves.tensors, travelling, smallest(shapes, leaves.layout.dtypes)):
         tensors = [leaves.tensors[i] for i in indices]
         theirs = [[row[i] for i in indices] for row in shapes]
         arrivals.append((indices, _gather(comm, tensors, theirs, [dims[i] for i in indices], dst)))
-    results = {i: result for indices, finish in arrivals for i, result in zip(indices, finish(), strict=False)}
-    return None if dst not in (None, comms.rank) else leaves.rebuild(results, agreement.uniform, as_array)
-
-
-_Arrival = tuple[Sequence[int], Callable[[], list[torch.Tensor]]]
-"""Leaves on their way, and what waits for them."""
+    return {i: result for indices, finish in arrivals for i, result in zip(indices, finish(), strict=False)}
 
 
 def _gather(
@@ -130,7 +156,14 @@ def _sent(work: TorchWork) -> Callable[[], list[torch.Tensor]]:
     return finish
 
 
-def broadcast(tensor: Tree, from_process: int = 0, *, group: Group = None) -> Tree:
+def broadcast(
+    tensor: Tree,
+    from_process: int = 0,
+    *,
+    group: Group = None,
+    check: bool | None = None,
+    timeout: Timeout | None = None,
+) -> Tree:
     """Give every rank the source's values.
 
     Law: ``broadcast(x, from_process=s) == x of rank s`` for every leaf. Tensors and arrays are written in place, so
@@ -145,6 +178,8 @@ def broadcast(tensor: Tree, from_process: int = 0, *, group: Group = None) -> Tr
         tensor: Any tree; on ranks other than the source also None: they get new tensors.
         from_process: The source, a rank inside the group.
         group: The ranks that take part.
+        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
+        timeout: How long the call may take; None is the group's.
 
     Returns:
         The tree with the same tensors and arrays, now equal on all ranks.
@@ -154,25 +189,30 @@ def broadcast(tensor: Tree, from_process: int = 0, *, group: Group = None) -> Tr
         RemoteError: One rank's tree could not be sent or written (read-only arrays, expanded tensors, …).
         ValueError: ``from_process`` is not a rank of the group; its tree is None and another rank's is not.
 
-    Cost: one header exchange, one broadcast of the tree's bytes; where some ranks pass None, two header exchanges and
-    one small broadcast more.
+    Cost: one header exchange, which carries a small tree (32 KiB in small groups); for a larger one a broadcast of the
+    tree's bytes. Where some ranks pass None, two header exchanges more.
 
     Source: accelerate's ``broadcast``.
     """
-    comms = communicators(group)
+    with calling(communicators(group), "broadcast", timeout) as comms:
 
-    def prepare() -> Call:
-        check_rank(comms, "from_process", from_process)
-        leaves = Leaves(tensor)
-        if comms.rank != from_process:
-            leaves.check_writable()
-        return Call({"from_process": index(from_process)}, leaves, absent=tensor is None)
+        def prepare() -> Call:
+            check_rank(comms, "from_process", from_process)
+            leaves = Leaves(tensor)
+            if comms.rank != from_process:
+                leaves.check_writable()
+            call = Call({"from_process": index(from_process)}, leaves, absent=tensor is None)
+            if comms.rank == from_process:
+                call.nbytes, call.payload = layout_nbytes(leaves.layout), small_payload(comms, leaves)
+            return call
 
-    call, agreement = agree(comms, "broadcast", prepare)
-    return _broadcast(comms, tensor, call, agreement, from_process)
+        call, agreement = trust(comms, prepare, check) or agree(comms, "broadcast", prepare)
+        return _broadcast(comms, tensor, call, agreement, from_process)
 
 
-def copy_tensor_to_devices(tensor: Tree = None, *, group: Group = None) -> Tree:
+def copy_tensor_to_devices(
+    tensor: Tree = None, *, group: Group = None, check: bool | None = None, timeout: Timeout | None = None
+) -> Tree:
     """Give every rank the tree that exactly one of them holds; the others pass None.
 
     Law: ``copy_tensor_to_devices(x if rank == s else None) == x of rank s``, for any one s.
@@ -180,6 +220,8 @@ def copy_tensor_to_devices(tensor: Tree = None, *, group: Group = None) -> Tree:
     Args:
         tensor: The tree on one rank, None elsewhere.
         group: The ranks that take part.
+        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
+        timeout: How long the call may take; None is the group's.
 
     Returns:
         The tree; new tensors on the ranks that passed None.
@@ -191,25 +233,36 @@ def copy_tensor_to_devices(tensor: Tree = None, *, group: Group = None) -> Tree:
 
     Source: accelerate's ``copy_tensor_to_devices``.
     """
-    comms = communicators(group)
-    call, agreement = agree(comms, "copy_tensor_to_devices", lambda: Call(leaves=Leaves(tensor), absent=tensor is None))
-    holders = [rank for rank in range(comms.size) if rank not in agreement.absent]
-    if len(holders) != 1:
-        raise ValueError(f"copy_tensor_to_devices: exactly one rank has to hold the tensor, but ranks {holders} do")
-    return _broadcast(comms, tensor, call, agreement, holders[0])
+    with calling(communicators(group), "copy_tensor_to_devices", timeout) as comms:
+        call, agreement = agree(
+            comms, "copy_tensor_to_devices", lambda: Call(leaves=Leaves(tensor), absent=tensor is None), check
+        )
+        holders = [rank for rank in range(comms.size) if rank not in agreement.absent]
+        if len(holders) != 1:
+            raise ValueError(f"copy_tensor_to_devices: exactly one rank has to hold the tensor, but ranks {holders} do")
+        return _broadcast(comms, tensor, call, agreement, holders[0])
 
 
 def _broadcast(comms: Communicators, tensor: Tree, call: Call, agreement: Agreement, source: int) -> Tree:
     if len(agreement.absent) == comms.size or comms.size == 1:
         return tensor
     if source in agreement.absent:
-        raise ValueError(f"broadcast: rank {source} is the source, but its tree is None")
+        raise ValueError(f"{comms.watch.operation}: rank {source} is the source, but its tree is None")
     leaves = call.leaves
-    if agreement.absent:
-        shared = _shared_structure(comms, "broadcast", tensor, source)
-        leaves = shared if call.absent else leaves
     assert leaves is not None
-    tied = agreement.uniform
+    if agreement.absent:
+        announced = agree(
+            comms, comms.watch.operation, lambda: _announce(Call(), tensor) if comms.rank == source else Call()
+        )
+        shared = _shared_structure(comms, tensor, source, announced)
+        leaves = shared if call.absent else leaves
+    elif agreement.has_payload:
+        views = wire.unpack(agreement.payload(source), leaves.layout.dtypes, leaves.layout.shapes)
+        return tensor if comms.rank == source else leaves.write(dict(enumerate(views)), False)
+    return _broadcast_buckets(comms, tensor, leaves, agreement.uniform, source)
+
+
+def _broadcast_buckets(comms: Communicators, tensor: Tree, leaves: Leaves, tied: bool, source: int) -> Tree:
     landed: dict[int, torch.Tensor] = {}
     works = []
     nbytes = [wire.nbytes(tensor) for tensor in leaves.tensors]
@@ -231,20 +284,25 @@ def _target(comm: TorchComm, targets: Sequence[torch.Tensor]) -> torch.Tensor:
     return packed_like(comm, [t.dtype for t in targets], [t.shape for t in targets])
 
 
-def _shared_structure(comms: Communicators, operation: str, data: Tree, source: int, hollow: bool = False) -> Leaves:
-    """Leaves like the source's on every rank, and on the source its own; what is no leaf is pickled."""
-    encoded: torch.Tensor | None = None
+def _announce(call: Call, data: Tree) -> Call:
+    """The source's call, with the structure of its tree as what it sends; what is no leaf is pickled."""
+    encoded = codec.encode(get_data_structure(data))
+    call.nbytes, call.payload = encoded.numel(), [encoded]
+    return call
+
+
+def _shared_structure(
+    comms: Communicators, data: Tree, source: int, announced: tuple[Call, Agreement], hollow: bool = False
+) -> Leaves:
+    """Leaves like the source's on every rank, and on the source its own."""
+    (call, agreement), operation = announced, comms.watch.operation
     leaves: Leaves | None = None
-
-    def encode() -> Call:
-        nonlocal encoded
-        if comms.rank == source:
-            encoded = codec.encode(get_data_structure(data))
-        return Call(nbytes=0 if encoded is None else encoded.numel())
-
-    _, agreement = agree(comms, operation, encode)
-    buffer = torch.empty(agreement.nbytes[source], dtype=torch.uint8, device="cpu") if encoded is None else encoded
-    comms.control.broadcast(buffer, source, async_op=False)
+    if agreement.has_payload:
+        buffer = agreement.payload(source).clone()
+    else:
+        buffer = torch.empty(agreement.nbytes[source], dtype=torch.uint8, device="cpu")
+        buffer = call.payload[0] if comms.rank == source else buffer
+        comms.control.broadcast(buffer, source, async_op=False)
 
     def decode() -> Call:
         nonlocal leaves
@@ -257,7 +315,15 @@ def _shared_structure(comms: Communicators, operation: str, data: Tree, source: 
     return leaves
 
 
-def scatter(tensor: Tree, from_process: int = 0, *, dim: int = 0, group: Group = None) -> Tree:
+def scatter(
+    tensor: Tree,
+    from_process: int = 0,
+    *,
+    dim: int = 0,
+    group: Group = None,
+    check: bool | None = None,
+    timeout: Timeout | None = None,
+) -> Tree:
     """Cut the source's tree into one part per rank.
 
     Law: ``scatter(x, from_process=s, dim=d) == torch.tensor_split(x of rank s, W, dim=d)[rank]`` for every leaf, so
@@ -273,6 +339,8 @@ def scatter(tensor: Tree, from_process: int = 0, *, dim: int = 0, group: Group =
         from_process: The source, a rank inside the group.
         dim: Along which dimension.
         group: The ranks that take part.
+        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
+        timeout: How long the call may take; None is the group's.
 
     Returns:
         A new tree with this rank's part.
@@ -281,33 +349,35 @@ def scatter(tensor: Tree, from_process: int = 0, *, dim: int = 0, group: Group =
         RemoteError: The source's tree could not be sent.
         ValueError: A leaf has no dimension ``dim``; ``from_process`` is not a rank of the group.
 
-    Cost: three header exchanges, one small broadcast for the structure, one scatter of the tree's bytes.
+    Cost: two header exchanges, of which the first carries the structure, one scatter of the tree's bytes.
     """
-    comms = communicators(group)
-    is_source = comms.rank == from_process
+    with calling(communicators(group), "scatter", timeout) as comms:
+        is_source = comms.rank == from_process
 
-    def prepare() -> Call:
-        check_rank(comms, "from_process", from_process)
-        leaves = Leaves(tensor if is_source else None)
-        dims_of(leaves, dim, "scatter")
-        return Call({"from_process": index(from_process), "dim": index(dim)}, leaves, dim, absent=not is_source)
+        def prepare() -> Call:
+            check_rank(comms, "from_process", from_process)
+            leaves = Leaves(tensor if is_source else None)
+            dims_of(leaves, dim, "scatter")
+            arguments = {"from_process": index(from_process), "dim": index(dim)}
+            call = Call(arguments, leaves, dim, absent=not is_source)
+            return _announce(call, tensor) if is_source and comms.size > 1 else call
 
-    call, _ = agree(comms, "scatter", prepare)
-    leaves = call.leaves
-    if comms.size > 1:
-        leaves = _shared_structure(comms, "scatter", tensor, from_process, hollow=True)
-    assert leaves is not None
-    tensors = leaves.tensors
-    results: dict[int, torch.Tensor] = {}
-    for comm, indices in by_comm(comms, tensors, leaves.travelling(tied=True)):
-        parts = [_parts(tensors[i], comms.size, dim) for i in indices]
-        mine = [column[comms.rank] for column in parts]
-        buffer = packed_like(comm, [t.dtype for t in mine], [t.shape for t in mine])
-        packed = [wire.pack(list(row), comm.get_device()) for row in zip(*parts, strict=True)] if is_source else []
-        comm.scatter(buffer, packed, from_process, async_op=False)
-        views = wire.unpack(buffer, [t.dtype for t in mine], [t.shape for t in mine])
-        results |= {i: view.clone().to(tensors[i].device) for i, view in zip(indices, views, strict=True)}
-    return leaves.rebuild(results, True, as_array)
+        announced = agree(comms, "scatter", prepare, check)
+        leaves = announced[0].leaves
+        if comms.size > 1:
+            leaves = _shared_structure(comms, tensor, from_process, announced, hollow=True)
+        assert leaves is not None
+        tensors = leaves.tensors
+        results: dict[int, torch.Tensor] = {}
+        for comm, indices in by_comm(comms, tensors, leaves.travelling(tied=True)):
+            parts = [_parts(tensors[i], comms.size, dim) for i in indices]
+            mine = [column[comms.rank] for column in parts]
+            buffer = packed_like(comm, [t.dtype for t in mine], [t.shape for t in mine])
+            packed = [wire.pack(list(row), comm.get_device()) for row in zip(*parts, strict=True)] if is_source else []
+            comm.scatter(buffer, packed, from_process, async_op=False)
+            views = wire.unpack(buffer, [t.dtype for t in mine], [t.shape for t in mine])
+            results |= {i: view.clone().to(tensors[i].device) for i, view in zip(indices, views, strict=True)}
+        return leaves.rebuild(results, True, as_array)
 
 
 def _parts(tensor: torch.Tensor, size: int, dim: int) -> list[torch.Tensor]:
@@ -316,7 +386,9 @@ def _parts(tensor: torch.Tensor, size: int, dim: int) -> list[torch.Tensor]:
     return [tensor.narrow(dim, start, stop - start) for start, stop in bounds]
 
 
-def all_to_all(tensor: Tree, *, dim: int = 0, group: Group = None) -> Tree:
+def all_to_all(
+    tensor: Tree, *, dim: int = 0, group: Group = None, check: bool | None = None, timeout: Timeout | None = None
+) -> Tree:
     """Cut every rank's tree into one part per rank, and give part r of all of them to rank r.
 
     Law: ``all_to_all(x, dim=d) == torch.cat([torch.tensor_split(x of rank s, W, dim=d)[rank] for s in ranks], dim=d)``
@@ -331,6 +403,8 @@ def all_to_all(tensor: Tree, *, dim: int = 0, group: Group = None) -> Tree:
         tensor: Any tree.
         dim: Along which dimension.
         group: The ranks that take part.
+        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
+        timeout: How long the call may take; None is the group's.
 
     Returns:
         A new tree of the same structure.
@@ -342,28 +416,28 @@ def all_to_all(tensor: Tree, *, dim: int = 0, group: Group = None) -> Tree:
 
     Cost: one header exchange, one exchange of the tree's bytes; where sizes differ, 8 bytes per leaf more.
     """
-    comms = communicators(group)
+    with calling(communicators(group), "all_to_all", timeout) as comms:
 
-    def prepare() -> Call:
-        leaves = Leaves(tensor)
-        dims_of(leaves, dim, "all_to_all")
-        return Call({"dim": index(dim)}, leaves, dim, advice=_pad_first(dim))
+        def prepare() -> Call:
+            leaves = Leaves(tensor)
+            dims_of(leaves, dim, "all_to_all")
+            return Call({"dim": index(dim)}, leaves, dim, advice=_pad_first(dim))
 
-    call, agreement = agree(comms, "all_to_all", prepare)
-    leaves, uniform = call.leaves, agreement.uniform
-    assert leaves is not None
-    tensors, dims = leaves.tensors, leaves.layout.free(dim)[0]
-    every = every_shape(comms, leaves, dims, uniform)
-    results: dict[int, torch.Tensor] = {}
-    for comm, indices in by_comm(comms, tensors, leaves.travelling(tied=uniform)):
-        dtypes = [tensors[i].dtype for i in indices]
-        shapes = [[_share_shape(row[i], dims[i], comms) for i in indices] for row in every]
-        outputs = [packed_like(comm, dtypes, row) for row in shapes]
-        parts = zip(*[_parts(tensors[i], comms.size, dims[i]) for i in indices], strict=True)
-        comm.all_to_all(outputs, [wire.pack(row, comm.get_device()) for row in parts], async_op=False)
-        joined = join(outputs, dtypes, shapes, [dims[i] for i in indices])
-        results |= {i: result.to(tensors[i].device) for i, result in zip(indices, joined, strict=True)}
-    return leaves.rebuild(results, uniform, as_array)
+        call, agreement = agree(comms, "all_to_all", prepare, check)
+        leaves, uniform = call.leaves, agreement.uniform
+        assert leaves is not None
+        tensors, dims = leaves.tensors, leaves.layout.free(dim)[0]
+        every = every_shape(comms, leaves, dims, agreement)
+        results: dict[int, torch.Tensor] = {}
+        for comm, indices in by_comm(comms, tensors, leaves.travelling(tied=uniform)):
+            dtypes = [tensors[i].dtype for i in indices]
+            shapes = [[_share_shape(row[i], dims[i], comms) for i in indices] for row in every]
+            outputs = [packed_like(comm, dtypes, row) for row in shapes]
+            parts = zip(*[_parts(tensors[i], comms.size, dims[i]) for i in indices], strict=True)
+            comm.all_to_all(outputs, [wire.pack(row, comm.get_device()) for row in parts], async_op=False)
+            joined = join(outputs, dtypes, shapes, [dims[i] for i in indices])
+            results |= {i: result.to(tensors[i].device) for i, result in zip(indices, joined, strict=True)}
+        return leaves.rebuild(results, uniform, as_array)
 
 
 def _share_shape(shape: Sequence[int], dim: int, comms: Communicators) -> list[int]:

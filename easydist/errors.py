@@ -3,11 +3,15 @@
     EasydistError
     ├── DisagreementError   ranks called different operations, or with trees that do not match
     ├── RemoteError         another rank failed before the exchange; its text is inside
+    ├── PeerLostError       a rank's process ended, or its connection broke, while others waited for it
+    ├── CollectiveTimeout   nobody died, but not all came in time: who is missing, where each rank was last seen
     ├── WireError           bytes that are not a valid message
     └── UnsafeObjectError   decoding met a global that is not allow-listed
 
 The first two are raised on every rank of the group, with the same text, before any of the call's data has moved; the
-next call on the group works. Misuse that every rank commits alike stays a plain ``TypeError`` or ``ValueError``.
+next call on the group works. The next two end what the group has under way, on every rank that waits or comes later;
+after a timeout the next call makes the connections anew. Misuse that every rank commits alike stays a plain
+``TypeError`` or ``ValueError``.
 """
 
 from __future__ import annotations
@@ -36,8 +40,35 @@ class DisagreementError(EasydistError):
 class RemoteError(EasydistError):
     """One rank failed before the exchange; every rank of the group raises this, with that rank's text.
 
-    On the rank that failed, ``__cause__`` is the original exception.
+    On the rank that failed, ``__cause__`` is the original exception. Also raised where a rank's process ended with an
+    exception, or was interrupted, while this one waited for it.
     """
+
+
+class PeerLostError(EasydistError, ConnectionError):
+    """A rank's process ended, or its connection broke, while this rank waited for it.
+
+    Attributes:
+        rank: The lost rank, in the group.
+        pid: Its process; None where that is not known.
+        host: Its host's name; None where that is not known.
+        exit_status: Negative for a signal; None where its parent has collected it before it could be read.
+    """
+
+    rank: int | None = None
+    pid: int | None = None
+    host: str | None = None
+    exit_status: int | None = None
+
+
+class CollectiveTimeout(EasydistError, TimeoutError):
+    """Not all ranks came in time; the text says who is missing, and where each rank was last seen.
+
+    Attributes:
+        missing: The ranks that had not begun the call, in the group.
+    """
+
+    missing: tuple[int, ...] = ()
 
 
 class WireError(EasydistError, ValueError):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
 from easydist import wire
+from easydist.agree import Agreement
 from easydist.comms import Communicators, TorchComm
-from easydist.leaves import Leaves
+from easydist.leaves import Layout, Leaves
 
 Shapes = Sequence[Sequence[int]]
 """Of the leaves in one buffer."""
@@ -67,12 +69,12 @@ def resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
     return [*shape[:dim], size, *shape[dim + 1 :]]
 
 
-def every_shape(comms: Communicators, leaves: Leaves, dims: Sequence[int], uniform: bool) -> list[Shapes]:
-    """``[r][i]``: the shape of rank r's leaf i; the sizes are asked for only where they are known to differ."""
+def every_shape(comms: Communicators, leaves: Leaves, dims: Sequence[int], agreement: Agreement) -> list[Shapes]:
+    """``[r][i]``: the shape of rank r's leaf i; sizes are asked for only where they differ and did not come along."""
     shapes = leaves.layout.shapes
-    if uniform:
+    if agreement.uniform:
         return [shapes] * comms.size
-    sizes = sizes_along(comms, leaves.tensors, dims)
+    sizes = agreement.sizes() or sizes_along(comms, leaves.tensors, dims)
     return [[resized(shape, dim, n) for shape, dim, n in zip(shapes, dims, row, strict=True)] for row in sizes]
 
 
@@ -114,6 +116,29 @@ def smallest(shapes: Sequence[Shapes], dtypes: Sequence[torch.dtype]) -> list[in
         min(map(math.prod, column)) * dtype.itemsize
         for column, dtype in zip(zip(*rows, strict=True), dtypes, strict=True)
     ]
+
+
+def small_payload(comms: Communicators, leaves: Leaves) -> Sequence[torch.Tensor]:
+    """The leaves, where they may travel with the header: small, on the CPU, and each a tensor of its own."""
+    if comms.size == 1 or leaves.ties is not None or layout_nbytes(leaves.layout) > comms.frames.nbytes:
+        return ()
+    return leaves.tensors if all(tensor.is_cpu for tensor in leaves.tensors) else ()
+
+
+def from_payloads(
+    agreement: Agreement, leaves: Leaves, shapes: Sequence[Shapes], dims: Sequence[int]
+) -> list[torch.Tensor]:
+    """The leaves that came with the headers, concatenated over ranks."""
+    dtypes = leaves.layout.dtypes
+    if agreement.uniform and not any(dims):
+        return wire.unpack_rows(agreement.payloads(), dtypes, shapes[0])
+    return join([agreement.payload(rank) for rank in range(len(shapes))], dtypes, shapes, dims)
+
+
+@functools.lru_cache(maxsize=256)
+def layout_nbytes(layout: Layout) -> int:
+    """The bytes of all leaves."""
+    return packed_nbytes(layout.dtypes, layout.shapes)
 
 
 def packed_like(comm: TorchComm, dtypes: Sequence[torch.dtype], shapes: Shapes) -> torch.Tensor:

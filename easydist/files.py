@@ -9,19 +9,12 @@ import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
-import numpy as np
-import torch
-
-from easydist import header, outline, tree
+from easydist import header, outline
 from easydist.errors import WireError
-from easydist.leaves import Leaves, as_tensor, as_value
+from easydist.targets import Targets
 from easydist.typing import Device, Tree
-from easydist.wire import dtype_name
 
 __all__ = ["load", "load_metadata", "save"]
-
-STRUCTURE = "easydist.tree"
-"""The key in ``__metadata__`` under which the structure stands, as ``outline`` writes it."""
 
 
 def save(tree: Tree, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
@@ -53,7 +46,7 @@ def save(tree: Tree, path: str | os.PathLike[str], metadata: Mapping[str, str] |
     Cost: one write of the data; at most one tensor at a time is copied, where it is not contiguous or not on the CPU.
 
     Example:
-        >>> import tempfile
+        >>> import tempfile, torch
         >>> path = tempfile.mkdtemp() + "/step.safetensors"
         >>> save({"weight": torch.ones(2), "step": 3}, path)
         >>> load(path)
@@ -65,7 +58,7 @@ def save(tree: Tree, path: str | os.PathLike[str], metadata: Mapping[str, str] |
         raise ValueError(f"save: metadata keys that begin with 'easydist.' are taken: {taken[0]!r}")
     text, tensors = outline.encode(tree)
     with _replacing(path) as file:
-        for chunk in header.chunks(tensors, {**(metadata or {}), STRUCTURE: text}):
+        for chunk in header.chunks(tensors, {**(metadata or {}), outline.METADATA: text}):
             file.write(chunk)
 
 
@@ -123,7 +116,7 @@ def load(path: str | os.PathLike[str], *, device: Device = "cpu", into: Tree = N
     Cost: reads the header; data when it is used. With ``into`` or another device one copy.
 
     Example:
-        >>> import tempfile
+        >>> import tempfile, torch
         >>> path = tempfile.mkdtemp() + "/model.safetensors"
         >>> model = torch.nn.Linear(2, 1)
         >>> save(model.state_dict(), path)
@@ -135,7 +128,7 @@ def load(path: str | os.PathLike[str], *, device: Device = "cpu", into: Tree = N
     with _naming(path):
         buffer, head = _open(path)
         tensors = head.tensors(buffer)
-        if (text := head.metadata.get(STRUCTURE)) is not None:
+        if (text := head.metadata.get(outline.METADATA)) is not None:
             data, leaves = outline.decode(text, tensors, "cpu" if into is not None else device)
         else:
             data = {name: tensor if into is not None else tensor.to(device) for name, tensor in tensors.items()}
@@ -151,7 +144,7 @@ def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
         OSError: The file cannot be read.
 
     Example:
-        >>> import tempfile
+        >>> import tempfile, torch
         >>> path = tempfile.mkdtemp() + "/model.safetensors"
         >>> save({}, path, {"format": "pt"})
         >>> load_metadata(path)
@@ -159,7 +152,7 @@ def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
     """
     with _naming(path):
         metadata = _open(path)[1].metadata
-    return {key: text for key, text in metadata.items() if key != STRUCTURE}
+    return {key: text for key, text in metadata.items() if key != outline.METADATA}
 
 
 @contextlib.contextmanager
@@ -180,49 +173,12 @@ def _open(path: str | os.PathLike[str]) -> tuple[Any, header.Header]:
 
 
 def _write_into(into: Tree, leaves: Mapping[str, Any], path: str) -> Tree:
-    values, spec = tree.flatten(into)
-    targets = dict(zip(spec.paths, values, strict=True))
-    rows = [(name, _describe(leaves, name), _describe(targets, name)) for name in leaves.keys() | targets.keys()]
-    differing = sorted(row for row in rows if row[1] != row[2])
-    if differing:
+    targets = Targets(into)
+    if differing := targets.differing(leaves):
         lines = [f"  {name or 'the root'}  file: {there}   into: {here}" for name, there, here in differing[:10]]
         raise ValueError(
-            "\n".join([f"load: {path} and into= differ in {len(differing)} of {len(rows)} leaves", *lines])
+            "\n".join([f"load: {path} and into= differ in {len(differing)} of {targets.count(leaves)} leaves", *lines])
             + "\nPass the structure, dtypes and shapes of the file, or load without into=."
         )
-    Leaves(tree.map(lambda value: value if _is_array(value) else 0, into)).check_writable()
-    _check_ties(targets, leaves)
-    return spec.rebuild([_write(value, leaves[name]) for name, value in targets.items()])
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, torch.Tensor | np.ndarray)
-
-
-def _describe(leaves: Mapping[str, Any], path: str) -> str:
-    if path not in leaves:
-        return "missing"
-    value = leaves[path]
-    if not isinstance(value, torch.Tensor | np.ndarray | np.generic):
-        return type(value).__name__
-    tensor = as_tensor(value, path)
-    return f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
-
-
-def _check_ties(targets: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
-    """What is one tensor in the target has to be one in the file, else one of its two values would be lost."""
-    first: dict[Any, str] = {}
-    for path, value in targets.items():
-        other = first.setdefault(outline.memory_of(value), path)
-        if leaves[other] is not leaves[path]:
-            raise ValueError(f"load: {other} and {path} are one tensor in into=, but two in the file")
-
-
-def _write(target: Any, value: Any) -> Any:
-    if isinstance(target, torch.Tensor):
-        target.detach().copy_(as_tensor(value))
-    elif isinstance(target, np.ndarray):
-        np.copyto(target, as_tensor(value).numpy())
-    else:
-        return value if not isinstance(target, np.generic) else as_value(as_tensor(value), target)
-    return target
+    targets.check_writable("load", "the file", leaves)
+    return targets.write(leaves)

@@ -132,17 +132,24 @@ def chunks(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | No
 
     Cost: a tensor that is not contiguous or not on the CPU is copied when its turn comes.
     """
-    order = sorted(tensors, key=lambda name: (sort_key(tensors[name].dtype), name))
-    yield _encode({name: tensors[name] for name in order}, metadata or {})
-    for name in order:
+    yield encode(tensors, metadata)
+    for name in order(tensors):
         if tensors[name].numel():
             yield as_bytes(tensors[name].cpu().contiguous()).numpy().data
 
 
-def _encode(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
+def order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names in the order in which the data lies."""
+    return sorted(tensors, key=lambda name: (sort_key(tensors[name].dtype), name))
+
+
+def encode(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The header of a message, for data that travels apart; arguments and errors as in ``chunks``."""
     header: dict[str, Any] = {}
+    metadata = metadata or {}
     stop = 0
-    for name, tensor in tensors.items():
+    for name in order(tensors):
+        tensor = tensors[name]
         start, stop = stop, stop + nbytes(tensor)
         header[name] = {**_coded(name, tensor), "data_offsets": [start, stop]}
     notes = {name: dtype_name(tensor.dtype) for name, tensor in tensors.items() if tensor.dtype in _PARTS}
@@ -171,11 +178,12 @@ def _coded(name: str, tensor: torch.Tensor) -> dict[str, Any]:
     return {"dtype": code, "shape": [*shape[:-1], 2 * shape[-1]] if code == "F4" else shape}
 
 
-def decode(buffer: Any) -> Header:
+def decode(buffer: Any, apart: bool = False) -> Header:
     """Read and check the header of a message; the data is not touched.
 
     Args:
         buffer: All of the message, as anything that has bytes.
+        apart: The buffer is the header alone; the data travels apart.
 
     Raises:
         WireError: It is not a valid message. The text names the entry and what is wrong.
@@ -194,7 +202,8 @@ def decode(buffer: Any) -> Header:
         raise WireError(f"{DTYPES} names {_short(min(unknown))}, which is no entry")
     entries = [_entry(name, value, notes.get(name)) for name, value in header.items()]
     entries.sort(key=lambda entry: (entry.start, entry.stop))
-    _check_cover(entries, len(view) - begin)
+    elsewhere = entries[-1].stop if apart and entries else 0
+    _check_cover(entries, len(view) - begin + elsewhere)
     return Header(entries, metadata, begin)
 
 

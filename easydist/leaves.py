@@ -16,6 +16,7 @@ from easydist.typing import Tree
 from easydist.wire import dtype_name, sort_key
 
 _PYTHON_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+_ARRAYS = (np.ndarray, np.generic)
 
 
 def as_tensor(leaf: Any, path: str = "") -> torch.Tensor:
@@ -35,9 +36,13 @@ def as_tensor(leaf: Any, path: str = "") -> torch.Tensor:
         >>> as_tensor(0.5)
         tensor(0.5000, dtype=torch.float64)
     """
+    if type(leaf) is torch.Tensor:  # asked here: a call costs as much as two of the answers
+        odd = leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized or leaf.is_meta
+        if not (odd or leaf.requires_grad or leaf.is_conj() or leaf.is_neg()):
+            return leaf
     if isinstance(leaf, torch.Tensor):
         return _dense(leaf, path)
-    if isinstance(leaf, np.ndarray | np.generic):
+    if isinstance(leaf, _ARRAYS):
         return _from_numpy(np.asanyarray(leaf), path)
     dtype = next(dtype for cls, dtype in _PYTHON_DTYPES.items() if isinstance(leaf, cls))
     try:
@@ -94,7 +99,7 @@ def is_numeric(array: np.ndarray[Any, Any]) -> bool:
 
 def as_array(tensor: torch.Tensor, like: Any) -> Any:
     """The result as a NumPy array where ``like`` was one, else the tensor itself."""
-    return tensor.cpu().numpy() if isinstance(like, np.ndarray | np.generic) else tensor
+    return tensor if isinstance(like, torch.Tensor) or not isinstance(like, _ARRAYS) else tensor.cpu().numpy()
 
 
 def as_value(tensor: torch.Tensor, like: Any) -> Any:
@@ -108,7 +113,7 @@ def as_value(tensor: torch.Tensor, like: Any) -> Any:
 
 def _ties(values: Sequence[Any]) -> list[int] | None:
     """Which tensors and arrays are one object; that equal numbers are one means nothing."""
-    if len({id(value) for value in values}) == len(values):
+    if len(set(map(id, values))) == len(values):
         return None
     first: dict[int, int] = {}
     arrays = [isinstance(value, torch.Tensor | np.ndarray) for value in values]
@@ -128,6 +133,7 @@ class Layout:
 
     Attributes:
         order: Positions in the tree.
+        places: Of each leaf in the tree its position in that order.
         paths: In that order, as all below.
         dtypes: Likewise.
         shapes: Likewise.
@@ -136,6 +142,7 @@ class Layout:
 
     def __init__(self, paths: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Sequence[torch.Size]) -> None:
         self.order = sorted(range(len(paths)), key=lambda i: (sort_key(dtypes[i]), paths[i]))
+        self.places = sorted(range(len(paths)), key=self.order.__getitem__)
         self.paths = [paths[i] for i in self.order]
         self.dtypes = [dtypes[i] for i in self.order]
         self.shapes = [shapes[i] for i in self.order]
@@ -181,7 +188,7 @@ class Leaves:
     def __init__(self, data: Tree, vectors: bool = False) -> None:
         """Take ``data`` apart; with ``vectors`` a leaf without dimensions counts as one of a single element."""
         values, self._spec = tree.flatten(data)
-        tensors = [as_tensor(value, path) for value, path in zip(values, self._spec.paths, strict=True)]
+        tensors = list(map(as_tensor, values, self._spec.paths))
         if vectors:
             tensors = [tensor if tensor.ndim else tensor.reshape(1) for tensor in tensors]
         dtypes, shapes = tuple([t.dtype for t in tensors]), tuple([t.shape for t in tensors])
@@ -204,11 +211,13 @@ class Leaves:
             tied: As there; leaves that were one object become one object again.
             convert: Makes ``(result, original leaf)`` into what the caller gets.
         """
-        done = {i: convert(result, self.values[i]) for i, result in results.items()}
-        local: list[Any] = [None] * len(self.values)
-        for i, position in enumerate(self.layout.order):
-            local[position] = done[self.ties[i] if tied and self.ties else i]
-        return self._spec.rebuild(local)
+        return self._rebuild({i: convert(result, self.values[i]) for i, result in results.items()}, tied)
+
+    def _rebuild(self, done: Mapping[int, Any], tied: bool) -> Tree:
+        places = self.layout.places
+        if tied and self.ties:
+            places = [self.ties[i] for i in places]
+        return self._spec.rebuild([done[i] for i in places])
 
     def check_writable(self) -> None:
         """Make sure that ``write`` will succeed.
@@ -227,17 +236,35 @@ class Leaves:
             arrived: For every index in ``travelling(tied)`` the values, of the leaf's dtype and shape.
             tied: As there.
         """
-        return self.rebuild(arrived, tied, _write)
+        done: dict[int, Any] = {}
+        targets, sources = [], []
+        for i, view in arrived.items():
+            done[i], tensor = self.values[i], self.tensors[i]
+            if tensor is not done[i] and not _is_detached(tensor, done[i]):
+                done[i] = _write(view, done[i])
+            elif tensor.data_ptr() != view.data_ptr():
+                targets.append(tensor)
+                sources.append(view)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return self._rebuild(done, tied)
 
 
 def _unwritable(value: Any) -> str:
-    if isinstance(value, np.ndarray):
-        return "" if value.flags.writeable else "is a read-only array"
-    if not isinstance(value, torch.Tensor):
-        return ""
-    if any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)):
-        return "is an expanded tensor whose elements share memory (pass .contiguous())"
-    return "is an inference tensor" if value.is_inference() and not torch.is_inference_mode_enabled() else ""
+    if isinstance(value, torch.Tensor):
+        if not value.is_contiguous() and _overlaps(value):
+            return "is an expanded tensor whose elements share memory (pass .contiguous())"
+        return "is an inference tensor" if value.is_inference() and not torch.is_inference_mode_enabled() else ""
+    return "is a read-only array" if isinstance(value, np.ndarray) and not value.flags.writeable else ""
+
+
+def _overlaps(value: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True))
+
+
+def _is_detached(tensor: torch.Tensor, value: Any) -> bool:
+    """Whether a leaf's tensor is the leaf itself but for autograd, so that writing the one writes the other."""
+    return isinstance(value, torch.Tensor) and type(tensor) is torch.Tensor and not (value.is_conj() or value.is_neg())
 
 
 def _write(view: torch.Tensor, value: Any) -> Any:
@@ -245,6 +272,6 @@ def _write(view: torch.Tensor, value: Any) -> Any:
         np.copyto(value, view.numpy())
     elif not isinstance(value, torch.Tensor):
         return as_value(view, value)
-    elif value.data_ptr() != view.data_ptr() or value.is_conj() or value.is_neg():
+    else:
         value.detach().copy_(view)
     return value

@@ -6,21 +6,29 @@ refuse then never leaves it: all ranks raise, before any data has moved.
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any
 
 import torch
 
 from easydist import codec
-from easydist.agree import Call, agree
+from easydist.agree import Agreement, Call, agree, calling
 from easydist.comms import Communicators
 from easydist.exchange import check_rank
 from easydist.state import communicators
-from easydist.typing import Group
+from easydist.typing import Group, Timeout
 
 __all__ = ["broadcast_object_list", "gather_object", "scatter_object_list"]
 
 
-def gather_object(object: Any, *, weights_only: bool = False, group: Group = None) -> list[Any]:
+def gather_object(
+    object: Any,
+    *,
+    weights_only: bool = False,
+    group: Group = None,
+    check: bool | None = None,
+    timeout: Timeout | None = None,
+) -> list[Any]:
     """Collect every rank's value.
 
     Law: for lists ``gather_object(x) == x of rank 0 + … + x of rank W-1``; for anything else
@@ -36,6 +44,8 @@ def gather_object(object: Any, *, weights_only: bool = False, group: Group = Non
         weights_only: Decode nothing but containers, numbers, text, dates, tensors, arrays, and what was allowed by
             ``torch.serialization.add_safe_globals``; the same on all ranks.
         group: The ranks that take part.
+        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
+        timeout: How long the call may take; None is the group's.
 
     Returns:
         The list, on every rank; copies, also of this rank's own value.
@@ -45,29 +55,41 @@ def gather_object(object: Any, *, weights_only: bool = False, group: Group = Non
         UnsafeObjectError: ``weights_only`` is False and pickle is denied; a value is not allow-listed.
         DisagreementError: Some ranks gave a list and some did not.
 
-    Cost: one header exchange; one exchange in which every rank sends just its own bytes. Tensors and arrays are copied
-    once, into the message; those that arrive share its memory.
+    Cost: one header exchange, which carries small objects (32 KiB in small groups); for larger ones an exchange in
+    which every rank sends just its own bytes. Tensors and arrays are copied once, into the message; those that arrive
+    share its memory.
 
     Source: accelerate's ``gather_object``.
     """
-    comms = communicators(group)
-    is_list = isinstance(object, list)
-    mine = _Message(weights_only)
+    with calling(communicators(group), "gather_object", timeout) as comms:
+        is_list = False
+        mine = _Message(weights_only)
 
-    def prepare() -> Call:
-        arguments = {"is_list": is_list, **_arguments(weights_only)}
-        return Call(arguments, nbytes=mine.fill(object))
+        def prepare() -> Call:
+            nonlocal is_list
+            is_list = isinstance(object, list)
+            arguments = {"is_list": is_list, **_arguments(weights_only)}
+            return Call(arguments, nbytes=mine.fill(object), payload=[mine.data])
 
-    _, agreement = agree(comms, "gather_object", prepare)
-    messages = [torch.empty(nbytes, dtype=torch.uint8, device="cpu") for nbytes in agreement.nbytes]
-    messages[comms.rank] = mine.data
-    comms.control.all_gather_v(messages, mine.data, async_op=False)
-    values = [mine.decoded(message) for message in messages]
-    return [item for value in values for item in value] if is_list else values
+        _, agreement = agree(comms, "gather_object", prepare, check)
+        if agreement.has_payload:
+            messages = [agreement.payload(rank).clone() for rank in range(comms.size)]
+        else:
+            messages = [torch.empty(nbytes, dtype=torch.uint8, device="cpu") for nbytes in agreement.nbytes]
+            messages[comms.rank] = mine.data
+            comms.control.all_gather_v(messages, mine.data, async_op=False)
+        values = [mine.decoded(message) for message in messages]
+        return [item for value in values for item in value] if is_list else values
 
 
 def broadcast_object_list(
-    object_list: list[Any], from_process: int = 0, *, weights_only: bool = False, group: Group = None
+    object_list: list[Any],
+    from_process: int = 0,
+    *,
+    weights_only: bool = False,
+    group: Group = None,
+    check: bool | None = None,
+    timeout: Timeout | None = None,
 ) -> list[Any]:
     """Give every rank the source's objects, in place.
 
@@ -83,6 +105,8 @@ def broadcast_object_list(
         from_process: The source, a rank inside the group.
         weights_only: As in ``gather_object``.
         group: The ranks that take part.
+        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
+        timeout: How long the call may take; None is the group's.
 
     Returns:
         The same list.
@@ -93,29 +117,28 @@ def broadcast_object_list(
         UnsafeObjectError: As in ``gather_object``.
         ValueError: ``from_process`` is not a rank of the group.
 
-    Cost: one header exchange, one broadcast of the pickled bytes.
+    Cost: one header exchange, which carries small objects (32 KiB in small groups); for larger ones a broadcast of the
+    pickled bytes.
 
     Source: accelerate's ``broadcast_object_list``.
     """
-    comms = communicators(group)
-    is_source = comms.rank == from_process
-    mine = _Message(weights_only)
+    with calling(communicators(group), "broadcast_object_list", timeout) as comms:
+        is_source = comms.rank == from_process
+        mine = _Message(weights_only)
 
-    def prepare() -> Call:
-        _check_list("broadcast_object_list", "object_list", object_list)
-        check_rank(comms, "from_process", from_process)
-        arguments = {"from_process": from_process, "length": len(object_list), **_arguments(weights_only)}
-        return Call(arguments, nbytes=mine.fill(object_list) if is_source and object_list else 0)
+        def prepare() -> Call:
+            _check_list("broadcast_object_list", "object_list", object_list)
+            check_rank(comms, "from_process", from_process)
+            arguments = {"from_process": index(from_process), "length": len(object_list), **_arguments(weights_only)}
+            nbytes = mine.fill(object_list) if is_source and object_list else 0
+            return Call(arguments, nbytes=nbytes, payload=[mine.data])
 
-    _, agreement = agree(comms, "broadcast_object_list", prepare)
-    if comms.size > 1 and object_list:
-        message = (
-            mine.data if is_source else torch.empty(agreement.nbytes[from_process], dtype=torch.uint8, device="cpu")
-        )
-        comms.control.broadcast(message, from_process, async_op=False)
-        if not is_source:
-            object_list[:] = mine.decoded(message)
-    return object_list
+        _, agreement = agree(comms, "broadcast_object_list", prepare, check)
+        if comms.size > 1 and object_list:
+            message = _sent_to_all(comms, mine.data, agreement, from_process)
+            if not is_source:
+                object_list[:] = mine.decoded(message)
+        return object_list
 
 
 def scatter_object_list(
@@ -125,6 +148,8 @@ def scatter_object_list(
     *,
     weights_only: bool = False,
     group: Group = None,
+    check: bool | None = None,
+    timeout: Timeout | None = None,
 ) -> None:
     """Give each rank one of the source's objects.
 
@@ -143,6 +168,8 @@ def scatter_object_list(
         src: The source, a rank inside the group.
         weights_only: As in ``gather_object``.
         group: The ranks that take part.
+        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
+        timeout: How long the call may take; None is the group's.
 
     Raises:
         ValueError: A list is missing or has the wrong length, or ``src`` is not a rank of the group.
@@ -153,27 +180,37 @@ def scatter_object_list(
 
     Source: ``torch.distributed.scatter_object_list``.
     """
-    comms = communicators(group)
-    messages = [_Message(weights_only) for _ in range(comms.size)]
+    with calling(communicators(group), "scatter_object_list", timeout) as comms:
+        messages = [_Message(weights_only) for _ in range(comms.size)]
 
-    def prepare() -> Call:
-        _check_list("scatter_object_list", "scatter_object_output_list", scatter_object_output_list)
-        check_rank(comms, "src", src)
-        if not scatter_object_output_list:
-            raise ValueError("scatter_object_list: scatter_object_output_list needs at least one element")
-        arguments = {"src": src, **_arguments(weights_only)}
-        values = _to_scatter(comms, scatter_object_input_list) if comms.rank == src else []
-        for message, value in zip(messages, values, strict=False):
-            message.fill(value)
-        return Call(arguments)
+        def prepare() -> Call:
+            _check_list("scatter_object_list", "scatter_object_output_list", scatter_object_output_list)
+            check_rank(comms, "src", src)
+            if not scatter_object_output_list:
+                raise ValueError("scatter_object_list: scatter_object_output_list needs at least one element")
+            arguments = {"src": index(src), **_arguments(weights_only)}
+            values = _to_scatter(comms, scatter_object_input_list) if comms.rank == src else []
+            for message, value in zip(messages, values, strict=False):
+                message.fill(value)
+            return Call(arguments)
 
-    agree(comms, "scatter_object_list", prepare)
-    parts = [message.data for message in messages]
-    sizes = torch.tensor([part.numel() for part in parts], device="cpu")
-    comms.control.broadcast(sizes, src, async_op=False)
-    output = torch.empty(int(sizes[comms.rank]), dtype=torch.uint8, device="cpu")
-    comms.control.scatter(output, parts, src, async_op=False)
-    scatter_object_output_list[0] = messages[comms.rank].decoded(output)
+        agree(comms, "scatter_object_list", prepare, check)
+        parts = [message.data for message in messages]
+        sizes = torch.tensor([part.numel() for part in parts], device="cpu")
+        comms.control.broadcast(sizes, src, async_op=False)
+        output = torch.empty(int(sizes[comms.rank]), dtype=torch.uint8, device="cpu")
+        comms.control.scatter(output, parts, src, async_op=False)
+        scatter_object_output_list[0] = messages[comms.rank].decoded(output)
+
+
+def _sent_to_all(comms: Communicators, mine: torch.Tensor, agreement: Agreement, source: int) -> torch.Tensor:
+    """The source's bytes, if they have not come with the headers."""
+    if agreement.has_payload:
+        return agreement.payload(source).clone()
+    nbytes = agreement.nbytes[source]
+    message = mine if comms.rank == source else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    comms.control.broadcast(message, source, async_op=False)
+    return message
 
 
 def _to_scatter(comms: Communicators, values: list[Any] | None) -> list[Any]:

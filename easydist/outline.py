@@ -38,24 +38,44 @@ from easydist.leaves import as_tensor, is_numeric
 from easydist.typing import Device, Tree
 from easydist.wire import dtype_name
 
+METADATA = "easydist.tree"
+"""The key of a header's ``__metadata__`` under which the structure stands."""
+
 MAX_DEPTH = 100
 """How deep containers may be nested."""
 
 
-def encode(data: Tree) -> tuple[str, dict[str, torch.Tensor]]:
+def encode(
+    data: Tree, holder: str = "a file", advice: str = "save its parts, or use torch.save"
+) -> tuple[str, dict[str, torch.Tensor]]:
     r"""The structure of a tree as text, and its tensors by path; tensors and arrays in the same memory once.
 
     Example:
         >>> encode({"a": torch.ones(1), "b": (2, None)})
         ('{"tree":{"dict":{"a":{"tensor":"[\'a\']"},"b":{"tuple":[2,null]}}}}', {"['a']": tensor([1.])})
 
+    Args:
+        data: The tree.
+        holder: For the error: what cannot hold the tree.
+        advice: For the error: what to do instead.
+
     Raises:
         TypeError: The tree holds something that JSON and tensors cannot; the text has its path.
         ValueError: It is nested deeper than ``MAX_DEPTH``, or holds itself.
     """
     writer = _Writer(iter(tree.flatten(data)[1].paths))
-    root = {"tree": writer.node(data, "", 0), **({"ties": writer.ties} if writer.ties else {})}
+    try:
+        root = {"tree": writer.node(data, "", 0), **({"ties": writer.ties} if writer.ties else {})}
+    except _Refused as refused:
+        raise TypeError(
+            f"{refused}; {holder} holds tensors, arrays, numbers, text, bytes, None and plain containers of them: "
+            f"{advice}"
+        ) from None
     return json.dumps(root, separators=(",", ":")), writer.tensors
+
+
+class _Refused(TypeError):
+    """Tells which part of the tree JSON cannot hold."""
 
 
 class _Writer:
@@ -99,11 +119,8 @@ def memory_of(value: Any) -> Any:
     return id(value) if isinstance(value, torch.Tensor | np.ndarray) else object()
 
 
-def _refused(path: str, what: str) -> TypeError:
-    return TypeError(
-        f"{path or 'the tree'} is {what}; a file holds tensors, arrays, numbers, text, bytes, None and plain "
-        "containers of them: save its parts, or use torch.save"
-    )
+def _refused(path: str, what: str) -> _Refused:
+    return _Refused(f"{path or 'the tree'} is {what}")
 
 
 def _container(data: Any, nodes: list[Any], steps: list[str], path: str) -> Any:
@@ -142,13 +159,15 @@ def _constant(value: Any, path: str) -> Any:
     raise _refused(path, f"a {type(value).__name__}")
 
 
-def decode(text: str, tensors: Mapping[str, torch.Tensor], device: Device = "cpu") -> tuple[Tree, dict[str, Any]]:
+def decode(
+    text: str, tensors: Mapping[str, torch.Tensor], device: Device | None = "cpu"
+) -> tuple[Tree, dict[str, Any]]:
     """The tree that ``encode`` took apart, and its leaves by path.
 
     Args:
         text: From ``encode``.
-        tensors: Likewise, on the CPU.
-        device: Where tensors shall be; arrays stay on the CPU.
+        tensors: Likewise; those of arrays are on the CPU.
+        device: Where tensors shall be; None leaves them where they are. Arrays stay on the CPU.
 
     Raises:
         WireError: ``text`` is not of that form, or does not fit the tensors.
@@ -167,7 +186,7 @@ def decode(text: str, tensors: Mapping[str, torch.Tensor], device: Device = "cpu
 
 
 class _Reader:
-    def __init__(self, tensors: Mapping[str, torch.Tensor], ties: Mapping[str, str], device: Device) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], ties: Mapping[str, str], device: Device | None) -> None:
         self._tensors, self._ties, self._device = tensors, ties, device
         self._done: dict[tuple[str, str], Any] = {}
         self.used: set[str] = set()
@@ -215,7 +234,7 @@ class _Reader:
 
     def _converted(self, kind: str, tensor: torch.Tensor, name: str) -> Any:
         if kind == "tensor":
-            return tensor.to(self._device)
+            return tensor if self._device is None else tensor.to(self._device)
         try:
             array = tensor.numpy()
         except TypeError:

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from easydist import tree
-from easydist.agree import Call, agree
+from easydist.agree import Call, agree, calling
 from easydist.exchange import dims_of, resized, sizes_along
 from easydist.leaves import Leaves, as_array
 from easydist.state import communicators
 from easydist.structure import TensorInformation
-from easydist.typing import Group, Tree
+from easydist.typing import Group, Timeout, Tree
 
 __all__ = ["CannotPadNestedTensorWarning", "pad_across_processes", "unpad"]
 
@@ -27,7 +27,14 @@ class CannotPadNestedTensorWarning(UserWarning):
 
 
 def pad_across_processes(
-    tensor: Tree, dim: int = 0, pad_index: float = 0, pad_first: bool = False, *, group: Group = None
+    tensor: Tree,
+    dim: int = 0,
+    pad_index: float = 0,
+    pad_first: bool = False,
+    *,
+    group: Group = None,
+    check: bool | None = None,
+    timeout: Timeout | None = None,
 ) -> Tree:
     """Lengthen every leaf along ``dim`` to the longest rank's size.
 
@@ -46,6 +53,8 @@ def pad_across_processes(
         pad_index: What to fill with.
         pad_first: Fill before the old values.
         group: The ranks that take part.
+        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
+        timeout: How long the call may take; None is the group's.
 
     Returns:
         A tree of the same structure; leaves that are the longest already come back as they are.
@@ -55,37 +64,38 @@ def pad_across_processes(
         DisagreementError: Paths, dtypes or shapes apart from ``dim`` differ between ranks.
         RemoteError: Another rank's tree could not be padded.
 
-    Cost: one header exchange; where sizes differ, one exchange of 8 bytes per leaf.
+    Cost: one header exchange, which carries the sizes of up to some thousand leaves; for more of them an exchange of 8
+    bytes per leaf, where sizes differ.
 
     Source: accelerate's ``pad_across_processes``.
     """
-    comms = communicators(group)
-    fillings: list[torch.Tensor] = []
-    reveal: Callable[[Tree], Tree] = _identity
+    with calling(communicators(group), "pad_across_processes", timeout) as comms:
+        fillings: list[torch.Tensor] = []
+        reveal: Callable[[Tree], Tree] = _identity
 
-    def prepare() -> Call:
-        nonlocal tensor, reveal
-        tensor, reveal = _hide_nested(tensor)
-        leaves = Leaves(tensor)
-        dims_of(leaves, dim, "pad_across_processes")
-        fillings.extend(
-            _filling(pad_index, t, path) for t, path in zip(leaves.tensors, leaves.layout.paths, strict=True)
-        )
-        number = int(pad_index) if float(pad_index).is_integer() else float(pad_index)
-        arguments = {"dim": index(dim), "pad_index": number, "pad_first": bool(pad_first)}
-        return Call(arguments, leaves, dim, advice=f"Only dim {dim} may differ between ranks.")
+        def prepare() -> Call:
+            nonlocal tensor, reveal
+            tensor, reveal = _hide_nested(tensor)
+            leaves = Leaves(tensor)
+            dims_of(leaves, dim, "pad_across_processes")
+            fillings.extend(
+                _filling(pad_index, t, path) for t, path in zip(leaves.tensors, leaves.layout.paths, strict=True)
+            )
+            number = int(pad_index) if float(pad_index).is_integer() else float(pad_index)
+            arguments = {"dim": index(dim), "pad_index": number, "pad_first": bool(pad_first)}
+            return Call(arguments, leaves, dim, advice=f"Only dim {dim} may differ between ranks.")
 
-    call, agreement = agree(comms, "pad_across_processes", prepare)
-    leaves = call.leaves
-    assert leaves is not None
-    if agreement.uniform:
-        return reveal(tensor)
-    dims = leaves.layout.free(dim)[0]
-    longest = [max(column) for column in zip(*sizes_along(comms, leaves.tensors, dims), strict=True)]
-    targets = zip(leaves.tensors, dims, longest, fillings, strict=True)
-    padded = {i: _pad(*target, pad_first) for i, target in enumerate(targets)}
-    result = leaves.rebuild(padded, False, lambda result, value: value if result is None else as_array(result, value))
-    return reveal(result)
+        call, agreement = agree(comms, "pad_across_processes", prepare, check)
+        leaves = call.leaves
+        assert leaves is not None
+        if agreement.uniform:
+            return reveal(tensor)
+        dims = leaves.layout.free(dim)[0]
+        sizes = agreement.sizes() or sizes_along(comms, leaves.tensors, dims)
+        longest = [max(column) for column in zip(*sizes, strict=True)]
+        targets = zip(leaves.tensors, dims, longest, fillings, strict=True)
+        padded = {i: _pad(*target, pad_first) for i, target in enumerate(targets)}
+        return reveal(leaves.rebuild(padded, False, lambda new, value: value if new is None else as_array(new, value)))
 
 
 def _identity(data: Tree) -> Tree:

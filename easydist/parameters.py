@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from easydist.agree import Call, agree, report
+from easydist.agree import Call, agree, calling, report
 from easydist.collectives import broadcast
 from easydist.state import communicators
 
@@ -61,7 +61,8 @@ def GatheredParameters(  # noqa: N802 - DeepSpeed's and accelerate's name
         _sort(params, modules, parameters)
         return Call({"modifier_rank": modifier_rank, "modules": len(modules), "parameters": len(parameters)})
 
-    agree(comms, "GatheredParameters", prepare)
+    with calling(comms, "GatheredParameters"):
+        agree(comms, "GatheredParameters", prepare)
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(_summoned(module, modifier_rank))

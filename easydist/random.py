@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from easydist.agree import Call, agree
+from easydist.agree import Call, agree, calling
 from easydist.objects import broadcast_object_list
 from easydist.state import ProcessState, communicators
 from easydist.typing import Group
@@ -89,16 +89,19 @@ def synchronize_rng_states(
 
     Source: accelerate's ``synchronize_rng_states``.
     """
-    known = _generators(generator)
-    names = list(known) if rng_types is None else [str(getattr(kind, "value", kind)) for kind in rng_types]
+    known: dict[str, _Generator] = {}
+    names: list[str] = []
 
     def prepare() -> Call:
+        known.update(_generators(generator))
+        names.extend(known if rng_types is None else [str(getattr(kind, "value", kind)) for kind in rng_types])
         if missing := [name for name in names if name not in known]:
             hint = "; pass generator= as well" if missing == ["generator"] else ""
             raise ValueError(f"synchronize_rng_states: no {', '.join(missing)} here; there is {', '.join(known)}{hint}")
         return Call({"rng_types": names})
 
-    agree(communicators(group), "synchronize_rng_states", prepare)
+    with calling(communicators(group), "synchronize_rng_states") as comms:
+        agree(comms, "synchronize_rng_states", prepare)
     states = broadcast_object_list([known[name].read() for name in names], group=group)
     for name, state in zip(names, states, strict=True):
         known[name].write(state)

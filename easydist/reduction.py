@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from easydist.agree import Call, agree
-from easydist.comms import ReduceOp
-from easydist.exchange import by_comm
+from easydist import wire
+from easydist.agree import Agreement, Call, agree, calling, trust
+from easydist.comms import Communicators, ReduceOp, combine
+from easydist.exchange import by_comm, layout_nbytes, small_payload
 from easydist.leaves import Leaves, as_value
 from easydist.state import communicators
-from easydist.typing import Group, Tree
+from easydist.typing import Group, Timeout, Tree
 
 __all__ = ["reduce"]
 
@@ -25,7 +26,15 @@ _OPS = {
 }
 
 
-def reduce(tensor: Tree, reduction: str = "mean", scale: float = 1.0, *, group: Group = None) -> Tree:
+def reduce(
+    tensor: Tree,
+    reduction: str = "mean",
+    scale: float = 1.0,
+    *,
+    group: Group = None,
+    check: bool | None = None,
+    timeout: Timeout | None = None,
+) -> Tree:
     """Combine the ranks' trees, leaf by leaf, in rank order; every rank gets the same bits.
 
     Law: ``reduce(x, "sum") == (x of rank 0 + x of rank 1) + …``, likewise ``"prod"``, ``"max"``, ``"min"`` (which pass
@@ -46,6 +55,8 @@ def reduce(tensor: Tree, reduction: str = "mean", scale: float = 1.0, *, group: 
         reduction: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, ``"prod"`` or ``"none"``.
         scale: A factor for the result.
         group: The ranks that take part.
+        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
+        timeout: How long the call may take; None is the group's.
 
     Returns:
         A new tree of the same structure, detached from autograd.
@@ -56,37 +67,72 @@ def reduce(tensor: Tree, reduction: str = "mean", scale: float = 1.0, *, group: 
         DisagreementError: Paths, dtypes, shapes, ``reduction`` or ``scale`` differ between ranks.
         RemoteError: Another rank's tree could not be reduced.
 
-    Cost: one header exchange, one all-reduce per dtype in which sums are kept.
+    Cost: one header exchange, which carries a small tree (32 KiB in small groups); for a larger one an all-reduce per
+    dtype in which sums are kept.
 
     Source: accelerate's ``reduce``.
     """
-    comms = communicators(group)
+    with calling(communicators(group), "reduce", timeout) as comms:
 
-    def prepare() -> Call:
-        if reduction not in _OPS:
-            raise ValueError(f"reduce: there is no reduction {reduction!r}; choose from {', '.join(map(repr, _OPS))}")
-        leaves = Leaves(tensor)
-        for path, dtype in zip(leaves.layout.paths, leaves.layout.dtypes, strict=True):
-            if dtype.is_complex and reduction in ("max", "min"):
-                raise TypeError(f"reduce: {path or 'the tensor'} is complex, and complex numbers have no {reduction}")
-        return Call({"reduction": reduction, "scale": float(scale)}, leaves)
+        def prepare() -> Call:
+            if reduction not in _OPS:
+                known = ", ".join(map(repr, _OPS))
+                raise ValueError(f"reduce: there is no reduction {reduction!r}; choose from {known}")
+            leaves = Leaves(tensor)
+            _check_ordered(leaves, reduction)
+            call = Call({"reduction": reduction, "scale": float(scale)}, leaves, nbytes=layout_nbytes(leaves.layout))
+            if small_payload(comms, leaves):
+                call.payload = [_flat(leaves, *run) for run in _by_dtype(leaves, leaves.travelling(True), reduction)]
+                call.nbytes = sum(map(wire.nbytes, call.payload))
+            return call
 
-    call, agreement = agree(comms, "reduce", prepare)
-    leaves = call.leaves
-    assert leaves is not None
-    results: dict[int, torch.Tensor] = {}
-    for comm, indices in by_comm(comms, leaves.tensors, leaves.travelling(agreement.uniform)):
-        for dtype, members in _by_dtype(leaves, indices, reduction).items():
+        call, agreement = trust(comms, prepare, check) or agree(comms, "reduce", prepare)
+        leaves = call.leaves
+        assert leaves is not None
+        results: dict[int, torch.Tensor] = {}
+        for members, flat in _totals(comms, leaves, call, agreement, reduction):
             tensors = [leaves.tensors[i] for i in members]
-            flat = torch.cat([tensor.reshape(-1).to(comm.get_device(), dtype) for tensor in tensors])
-            if (op := _OPS[reduction]) is not None:
-                comm.all_reduce(flat, op, async_op=False)
             results |= zip(members, _pieces(_finish(flat, reduction, scale, comms.size), tensors), strict=True)
-    for i, piece in results.items():
-        leaf = leaves.tensors[i]
-        dtype = _result_dtype(leaf.dtype, reduction, scale, is_tensor=isinstance(leaves.values[i], torch.Tensor))
-        results[i] = piece.to(leaf.device, dtype).view(leaf.shape)
-    return leaves.rebuild(results, agreement.uniform, as_value)
+        for i, piece in results.items():
+            leaf = leaves.tensors[i]
+            dtype = _result_dtype(leaf.dtype, reduction, scale, is_tensor=isinstance(leaves.values[i], torch.Tensor))
+            results[i] = piece.to(leaf.device, dtype).view(leaf.shape)
+        return leaves.rebuild(results, agreement.uniform, as_value)
+
+
+def _check_ordered(leaves: Leaves, reduction: str) -> None:
+    if reduction in ("max", "min"):
+        for path, dtype in zip(leaves.layout.paths, leaves.layout.dtypes, strict=True):
+            if dtype.is_complex:
+                raise TypeError(f"reduce: {path or 'the tensor'} is complex, and complex numbers have no {reduction}")
+
+
+_Run = tuple[torch.dtype, Sequence[int]]
+"""Leaves that are reduced together, and the dtype in which their values are accumulated."""
+
+
+def _totals(
+    comms: Communicators, leaves: Leaves, call: Call, agreement: Agreement, reduction: str
+) -> Iterator[tuple[Sequence[int], torch.Tensor]]:
+    """Leaves, and what they come to over all ranks."""
+    op, travelling = _OPS[reduction], leaves.travelling(agreement.uniform)
+    if agreement.has_payload and op is not None and call.payload:
+        dtypes, shapes = [flat.dtype for flat in call.payload], [flat.shape for flat in call.payload]
+        columns = zip(*[wire.unpack(agreement.payload(r), dtypes, shapes) for r in range(comms.size)], strict=True)
+        for (_, members), parts in zip(_by_dtype(leaves, travelling, reduction), columns, strict=True):
+            yield members, combine(op, parts)
+        return
+    for comm, indices in by_comm(comms, leaves.tensors, travelling):
+        for dtype, members in _by_dtype(leaves, indices, reduction):
+            flat = _flat(leaves, dtype, members).to(comm.get_device())
+            if op is not None:
+                comm.all_reduce(flat, op, async_op=False)
+            yield members, flat
+
+
+def _flat(leaves: Leaves, dtype: torch.dtype, members: Sequence[int]) -> torch.Tensor:
+    """Leaves one after another, in a new tensor."""
+    return torch.cat([leaves.tensors[i].reshape(-1).to(dtype) for i in members])
 
 
 def _pieces(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -96,12 +142,12 @@ def _pieces(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.T
     return [piece.clone() for piece in flat.split([tensor.numel() for tensor in tensors])]
 
 
-def _by_dtype(leaves: Leaves, indices: Sequence[int], reduction: str) -> dict[torch.dtype, list[int]]:
-    """The leaves that are reduced together, by the dtype in which their values are accumulated."""
+def _by_dtype(leaves: Leaves, indices: Sequence[int], reduction: str) -> list[_Run]:
+    """The leaves that are reduced together; large items first, as in a packed buffer."""
     groups: dict[torch.dtype, list[int]] = {}
     for i in indices:
         groups.setdefault(_accumulated_in(leaves.tensors[i].dtype, reduction), []).append(i)
-    return groups
+    return sorted(groups.items(), key=lambda run: wire.sort_key(run[0]))
 
 
 def _accumulated_in(dtype: torch.dtype, reduction: str) -> torch.dtype:

@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[att
 from easydist import agree, comms
 from easydist.comms import SOLO, Communicators, TorchComm
 from easydist.environment import World, launched
+from easydist.errors import EasydistError
 from easydist.split import split
 from easydist.typing import Group, Timeout, Tree
 
@@ -440,6 +441,38 @@ def _store(world: World) -> Store:
 def communicators(group: Group = None) -> Communicators:
     """The communicators of ``group``; see ``ProcessState.communicators``."""
     return ProcessState().communicators(group)
+
+
+@contextmanager
+def together(group: Group = None) -> Iterator[None]:
+    """Let an exception that the body raises on one rank reach all ranks, wherever they wait in it.
+
+    Law: either the body ends well on every rank, or every rank raises. A rank whose process ends with an exception is
+    reported to the others anyway; this is for programs that go on: in a notebook, or round a step that may fail.
+
+    Args:
+        group: The ranks that take part.
+
+    Raises:
+        RemoteError: The body raised on another rank; where it raised, its own exception goes on. The next call of the
+            group works.
+
+    Example:
+        >>> import easydist
+        >>> with easydist.together():
+        ...     easydist.gather(1.0)
+        tensor([1.], dtype=torch.float64)
+
+    Cost: one header exchange, at the end.
+    """
+    comms = communicators(group)
+    try:
+        yield
+    except BaseException as error:
+        with suppress(EasydistError):  # the others raise RemoteError; here the body's own exception goes on
+            agree.report(comms, "together", error)
+        raise
+    agree.report(comms, "together")
 
 
 def wait_for_everyone() -> None:

@@ -7,12 +7,13 @@ numbers. Everything else (str, None, other objects) belongs to the structure and
 
 from __future__ import annotations
 
+import builtins
 import copy
 import dataclasses
 import enum
 import functools
 from collections import Counter, OrderedDict, UserDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ def is_leaf(value: object) -> bool:
         >>> is_leaf(torch.ones(2)), is_leaf(3.5), is_leaf("three"), is_leaf([1])
         (True, True, False, False)
     """
-    return isinstance(value, _LEAVES) and not isinstance(value, enum.Enum)
+    return type(value) is torch.Tensor or (isinstance(value, _LEAVES) and not isinstance(value, enum.Enum))
 
 
 def is_container(data: object) -> bool:
@@ -65,16 +66,30 @@ def is_namedtuple(data: object) -> bool:
 class _Kind(NamedTuple):
     """How one sort of container opens into (names, children, context) and closes again."""
 
-    open: Callable[[Any], tuple[list[str], list[Any], Any]]
+    open: Callable[[Any], tuple[Sequence[str], list[Any], Any]]
     close: Callable[[Any, list[Any]], Any]
 
 
-def _keyed(data: Mapping[Any, Any]) -> list[str]:
-    return [f"[{key!r}]" for key in data]
+def _print(keys: Iterable[object]) -> tuple[str, ...]:
+    return tuple([f"[{key!r}]" for key in keys])
 
 
-def _indexed(data: Any) -> list[str]:
-    return [f"[{i}]" for i in range(len(data))]
+_remembered = functools.lru_cache(maxsize=256)(_print)
+_LONGEST = 4096
+"""Keys beyond which a container's are not remembered, for the sake of memory."""
+_PRINT_ALIKE = frozenset({str, int})
+"""Types whose equal keys print alike, unlike 1 and True or 0.0 and -0.0."""
+
+
+def _keyed(data: Mapping[Any, Any]) -> tuple[str, ...]:
+    keys = tuple(data)
+    known = len(keys) <= _LONGEST and _PRINT_ALIKE.issuperset(builtins.map(type, keys))
+    return _remembered(keys) if known else _print(keys)
+
+
+def _indexed(data: Any) -> tuple[str, ...]:
+    indices = range(len(data))
+    return _remembered(indices) if len(indices) <= _LONGEST else _print(indices)
 
 
 def _close_mapping(template: Mapping[Any, Any], children: list[Any]) -> Mapping[Any, Any]:
@@ -91,7 +106,7 @@ def _close_size(_: None, children: list[Any]) -> tuple[Any, ...]:
     return torch.Size(children) if all(type(child) is int for child in children) else tuple(children)
 
 
-def _open_dataclass(data: Any) -> tuple[list[str], list[Any], Any]:
+def _open_dataclass(data: Any) -> tuple[Sequence[str], list[Any], Any]:
     names = [field.name for field in dataclasses.fields(data) if hasattr(data, field.name)]
     return [f".{name}" for name in names], [getattr(data, name) for name in names], (data, names)
 
@@ -127,7 +142,9 @@ _LIST_SUBCLASS = _Kind(lambda d: (_indexed(d), d, d), _close_list)
 _MAPPING = _Kind(lambda d: (_keyed(d), [d[key] for key in d], d), _close_mapping)
 _DATACLASS = _Kind(_open_dataclass, _close_dataclass)
 
-_BUILTIN: dict[type, _Kind] = {
+_BUILTIN: dict[type, _Kind | None] = {
+    str: None,
+    type(None): None,
     dict: _DICT,
     list: _LIST,
     tuple: _TUPLE,
@@ -140,7 +157,7 @@ _BUILTIN: dict[type, _Kind] = {
 def _registered(node: Any) -> _Kind:
     """The kind of a class registered with torch.utils._pytree."""
 
-    def open_(data: Any) -> tuple[list[str], list[Any], Any]:
+    def open_(data: Any) -> tuple[Sequence[str], list[Any], Any]:
         if node.flatten_with_keys_fn is not None:
             pairs, context = node.flatten_with_keys_fn(data)
             return [str(key) for key, _ in pairs], [child for _, child in pairs], context
@@ -153,8 +170,8 @@ def _registered(node: Any) -> _Kind:
 def _kind_of(data: Any) -> _Kind | None:
     """How ``data`` opens, or None where it is not a container."""
     cls = type(data)
-    if (kind := _BUILTIN.get(cls)) is not None:
-        return kind
+    if cls in _BUILTIN:
+        return _BUILTIN[cls]
     if (node := _pytree.SUPPORTED_NODES.get(cls)) is not None:
         return _registered(node)
     if isinstance(data, tuple):
@@ -220,6 +237,8 @@ def _close(node: Any, leaves: list[Any]) -> Tree:
     if type(node) is _Static:
         return node.value
     close, context, children = node
+    if type(children) is slice:
+        return close(context, leaves[children])
     return close(context, [_close(child, leaves) for child in children])
 
 
@@ -258,6 +277,11 @@ def flatten(
         if kind is None:
             return _Static(node)
         names, children, context = kind.open(node)
+        if not skip and all(builtins.map(is_leaf, children)):
+            first = len(values)
+            values.extend(children)
+            paths.extend([path + name for name in names] if path else names)  # the same strings, whose hash is known
+            return kind.close, context, slice(first, len(values))
         steps = zip(names, children, strict=True)
         return kind.close, context, [_Static(c) if name in skip else walk(c, path + name) for name, c in steps]
 

@@ -1,14 +1,16 @@
 """Leaves as bytes: one buffer for a list of tensors, without holes.
 
 Tensors lie in the order given; whoever calls puts large items first, so that every tensor starts at a multiple of its
-item size: 16-byte items, then 8, 4, 2, 1 (``sort_key``). Items of one size are packed by a single ``torch.cat``.
+item size: 16-byte items, then 8, 4, 2, 1 (``sort_key``). Those of one dtype are packed by a single ``torch.cat``.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -60,32 +62,47 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torc
 """A dtype of each item size that every copy kernel knows; bits do not change under it."""
 
 
-def pack(tensors: Sequence[torch.Tensor], device: Device = "cpu") -> torch.Tensor:
+def pack(tensors: Sequence[torch.Tensor], device: Device = "cpu", *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Tensors, sorted by ``sort_key``, as one uint8 buffer: a new one, or a view of a single contiguous tensor.
 
     Law: ``unpack(pack(ts), [t.dtype for t in ts], [t.shape for t in ts])`` equals ``ts`` bit for bit.
 
     Args:
-        tensors: Any shapes and strides; copied to ``device`` where they are elsewhere.
-        device: Where the buffer shall be.
+        tensors: Any shapes and strides; copied to the buffer's device where they are elsewhere.
+        device: Where the buffer shall be; not looked at where ``out`` is given.
+        out: The buffer to pack into, always by copying: uint8, contiguous, of exactly the bytes that the tensors need,
+            starting at a multiple of 16 bytes of its storage.
 
-    Cost: one ``torch.cat`` per item size.
+    Raises:
+        RuntimeError: ``out`` has another length.
+
+    Cost: one ``torch.cat`` per dtype.
     """
-    if len(tensors) == 1:
+    if out is None and len(tensors) == 1:
         return as_bytes(tensors[0].to(device).contiguous())
-    buffer = torch.empty(sum(map(nbytes, tensors)), dtype=torch.uint8, device=device)
-    start = 0
-    for itemsize, run in itertools.groupby(tensors, key=torch.Tensor.element_size):
-        flat = [tensor.reshape(-1) for tensor in run]
-        dtype = flat[0].dtype
-        if not is_copyable(dtype) or any(tensor.dtype is not dtype for tensor in flat):
-            flat, dtype = [tensor.view(BITS[itemsize]) for tensor in flat], BITS[itemsize]
-        if any(tensor.device != buffer.device for tensor in flat):
-            flat = [tensor.to(buffer.device) for tensor in flat]
-        stop = start + sum(map(torch.Tensor.numel, flat)) * itemsize
-        torch.cat(flat, out=buffer[start:stop].view(dtype))
-        start = stop
+    runs = [list(run) for _, run in itertools.groupby(tensors, key=_dtype_of)]
+    lengths = [sum(map(torch.Tensor.numel, run)) * run[0].itemsize for run in runs]
+    buffer = torch.empty(sum(lengths), dtype=torch.uint8, device=device) if out is None else out
+    for run, part in zip(runs, buffer.split(lengths), strict=True):
+        _fill(part, run)
     return buffer
+
+
+_dtype_of = operator.attrgetter("dtype")
+
+
+def _fill(part: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy tensors of one dtype into their part of a buffer."""
+    dtype = tensors[0].dtype
+    if len(tensors) == 1:  # copied once whatever its strides and device; cat wants it flat and here
+        part.view(dtype).view(tensors[0].shape).copy_(tensors[0].detach())
+        return
+    flat = [tensor if tensor.ndim == 1 else tensor.reshape(-1) for tensor in tensors]
+    if not (part.is_cpu and all(tensor.is_cpu for tensor in flat)):
+        flat = [tensor.to(part.device) for tensor in flat]
+    if not is_copyable(dtype):
+        flat, dtype = [tensor.view(BITS[1]) for tensor in flat], BITS[1]
+    torch.cat(flat, out=part.view(dtype))
 
 
 def is_copyable(dtype: torch.dtype) -> bool:
@@ -102,8 +119,11 @@ def unpack(buffer: torch.Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence
         shapes: Likewise.
     """
     views: list[torch.Tensor] = []
-    for run, flat in _runs(buffer, dtypes, shapes):
-        views += [piece.view(tuple(shapes[i])) for i, piece in zip(run, flat, strict=True)]
+    for dtype, run, sizes, bits in _runs(buffer, dtypes, shapes):
+        flat = bits.view(dtype).split(sizes)
+        views += [
+            piece if len(shape) == 1 else piece.view(tuple(shape)) for piece, shape in zip(flat, run, strict=True)
+        ]
     return views
 
 
@@ -115,28 +135,47 @@ def unpack_rows(
     Args:
         rows: uint8, contiguous; a row has a multiple of 16 bytes, at least those that the shapes need.
         dtypes: In the order in which the tensors were packed.
-        shapes: Of the leaves in one row.
+        shapes: Of the leaves in one row; each has a dim 0.
 
-    Cost: one copy per leaf.
+    Cost: one copy per leaf; one more, of all together, where they are small and of one shape.
     """
     results: list[torch.Tensor] = []
-    for run, flat in _runs(rows, dtypes, shapes):
-        for i, piece in zip(run, flat, strict=True):
-            dtype, (first, *rest) = dtypes[i], shapes[i]
-            bits = piece if is_copyable(dtype) else piece.view(BITS[1])
-            own = bits.clone() if len(rows) == 1 else bits  # else reshape copies
-            results.append(own.reshape(len(rows) * first, *rest).view(dtype))
+    for dtype, run, sizes, bits in _runs(rows, dtypes, shapes):
+        if is_copyable(dtype):
+            results += _joined(bits.view(dtype), run, sizes)
+        else:
+            results += [joined.view(dtype) for joined in _joined(bits, run, sizes)]
     return results
+
+
+_SMALL = 256
+"""Items up to which one more copy costs less than a change of shape from Python."""
+
+
+_split_copy: Any = torch.split_with_sizes_copy  # torch's stubs say that these two return None
+_unbind_copy: Any = torch.unbind_copy
+
+
+def _joined(rows: torch.Tensor, shapes: Sequence[Sequence[int]], sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+    """The leaves that lie side by side in all rows, each concatenated in memory of its own."""
+    pieces: Sequence[torch.Tensor]
+    if sizes[0] <= _SMALL and shapes.count(shapes[0]) == len(shapes):
+        leaves = rows.unflatten(1, (len(shapes), *shapes[0])).transpose(0, 1)
+        pieces = _unbind_copy(leaves.flatten(1, 2))
+        return pieces
+    pieces, count = _split_copy(rows, sizes, dim=1), len(rows)
+    # They are new and contiguous, so that resize_ changes but the shape; view would make one more tensor of each.
+    return [piece.resize_(count * first, *rest) for piece, (first, *rest) in zip(pieces, shapes, strict=True)]
 
 
 def _runs(
     buffer: torch.Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]
-) -> Iterator[tuple[list[int], Sequence[torch.Tensor]]]:
-    """The leaves of each dtype in turn, and their flat pieces along the last dim of ``buffer``."""
-    start = 0
-    for dtype, group in itertools.groupby(range(len(dtypes)), key=dtypes.__getitem__):
-        run = list(group)
-        sizes = [math.prod(shapes[i]) for i in run]
-        stop = start + sum(sizes) * dtype.itemsize
-        yield run, buffer[..., start:stop].view(dtype).split(sizes, dim=-1)
-        start = stop
+) -> Iterator[tuple[torch.dtype, Sequence[Sequence[int]], list[int], torch.Tensor]]:
+    """Of each dtype in turn: the shapes of its leaves, their sizes, their bytes along the last dim of ``buffer``."""
+    sizes = [math.prod(shape) for shape in shapes]
+    first = start = 0
+    for dtype, group in itertools.groupby(dtypes):
+        last = first + sum(1 for _ in group)
+        nbytes = sum(sizes[first:last]) * dtype.itemsize
+        yield dtype, shapes[first:last], sizes[first:last], buffer.narrow(-1, start, nbytes)
+        first, start = last, start + nbytes

@@ -1,10 +1,13 @@
 """Ranks that do not make the same call: all of them get the same text, nothing moves, the next call works."""
 
+import contextlib
+import re
+
 import pytest
 import torch
 
 import easydist
-from easydist import DisagreementError, RemoteError
+from easydist import DisagreementError, RemoteError, leaves
 from easydist.testing import distributed
 
 
@@ -14,7 +17,7 @@ def message(call):
         call()
     texts = easydist.gather_object(str(caught.value))
     assert len(set(texts)) == 1
-    return texts[0]
+    return re.sub(r"test_agree.py:\d+", "test_agree.py:N", texts[0])
 
 
 @distributed(world_size=2)
@@ -24,6 +27,7 @@ def test_a_leaf_of_another_shape(rank):
     ) == (
         "gather: ranks disagree on 1 of 3 leaves\n"
         "  ['logits']  rank 0: float32 (8, 10)   rank 1: float32 (8, 12)\n"
+        "Called at tests/test_agree.py:N\n"
         "Only dim 0 may differ between ranks; pad the other dims first: pad_across_processes(x, dim=1)"
     )
 
@@ -33,6 +37,7 @@ def test_a_leaf_of_another_dtype(rank):
     assert message(lambda: easydist.gather([torch.ones(2, dtype=torch.int32 if rank == 1 else torch.float32)])) == (
         "gather: ranks disagree on 1 of 1 leaves\n"
         "  [0]  rank 0: float32 (2,)   rank 1: int32 (2,)   rank 2: float32 (2,)\n"
+        "Called at tests/test_agree.py:N\n"
         "Pass the same structure, dtypes and shapes on every rank."
     )
 
@@ -43,6 +48,7 @@ def test_other_keys(rank):
         "reduce: ranks disagree on 2 of 3 leaves\n"
         "  ['b']  rank 0: float64 ()   rank 1: missing\n"
         "  ['c']  rank 0: missing   rank 1: float64 ()\n"
+        "Called at tests/test_agree.py:N\n"
         "Pass the same structure, dtypes and shapes on every rank."
     )
 
@@ -52,7 +58,7 @@ def test_at_most_ten_leaves_are_shown(rank):
     text = message(lambda: easydist.broadcast({f"leaf{i:03d}": torch.ones(1 + rank) for i in range(25)}))
     lines = text.splitlines()
     assert lines[0] == "broadcast: ranks disagree on 25 of 25 leaves"
-    assert len(lines) == 13
+    assert len(lines) == 14
     assert lines[11] == "  … and 15 more"
 
 
@@ -60,8 +66,8 @@ def test_at_most_ten_leaves_are_shown(rank):
 def test_other_operations(rank):
     assert message(lambda: easydist.reduce(1, "sum") if rank else easydist.gather(1)) == (
         "ranks made different calls\n"
-        "  rank 0: gather(dst=None, dim=0)\n"
-        "  rank 1: reduce(reduction='sum', scale=1.0)\n"
+        "  rank 0: gather(dst=None, dim=0) at tests/test_agree.py:N\n"
+        "  rank 1: reduce(reduction='sum', scale=1.0) at tests/test_agree.py:N\n"
         "Every rank of the group has to make the same calls in the same order."
     )
 
@@ -94,6 +100,7 @@ def test_one_ranks_fault_reaches_all(rank):
     assert message(call) == (
         "gather: rank 2 failed before the exchange\n"
         "  rank 2: TypeError: leaf ['x'] is not a dense tensor (torch.sparse_coo on cpu); pass its dense parts\n"
+        "Called at tests/test_agree.py:N\n"
         "No data has moved; mend that rank, the group works on."
     )
 
@@ -113,24 +120,89 @@ def test_a_sub_group_disagrees_on_its_own(rank):
     assert easydist.gather(rank).tolist() == [0, 1]
 
 
-@distributed(world_size=2)
-def test_one_header_exchange_and_one_data_exchange(rank):
-    """Counted at the communicator: the number of leaves does not matter."""
-    comms = easydist.ProcessState().communicators()
-    calls = []
-    for name in ("all_gather_single", "all_gather_v", "all_reduce", "broadcast"):
-        inner = getattr(comms.control, name)
-        setattr(comms.control, name, lambda *a, _n=name, _i=inner, **k: calls.append(_n) or _i(*a, **k))
-    for count in (1, 10, 1000):
-        data = {str(i): torch.full((2,), float(rank)) for i in range(count)}
-        for verb, moved in (
-            (easydist.gather, "all_gather_v"),
-            (easydist.broadcast, "broadcast"),
-            (easydist.reduce, "all_reduce"),
-        ):
-            calls.clear()
+@contextlib.contextmanager
+def counted():
+    """The operations of the default group's control communicator, in order."""
+    control = easydist.ProcessState().communicators().control
+    names = [name for name in dir(type(control)) if name.startswith(("all_", "broad", "gather", "scatter", "barrier"))]
+    operations = []
+    for name in names:
+        inner = getattr(control, name)
+        setattr(control, name, lambda *a, _n=name, _i=inner, **k: operations.append(_n) or _i(*a, **k))
+    yield operations
+    for name in names:
+        delattr(control, name)
+
+
+@pytest.mark.parametrize("count", [1, 10, 1000])
+@pytest.mark.parametrize("numel", [2, 10_000])
+@distributed(world_size=[2, 4])
+def test_one_header_exchange_and_one_data_exchange(rank, count, numel):
+    """The number of leaves does not matter; what is small in all travels with the header."""
+    data = {str(i): torch.full((numel // count + 1,), float(rank)) for i in range(count)}
+    moved = {easydist.gather: "all_gather_v", easydist.broadcast: "broadcast", easydist.reduce: "all_reduce"}
+    for verb, name in moved.items():
+        with counted() as operations:
             verb(data)
-            assert calls == ["all_gather_single", moved]
+        assert operations == ["all_gather_upto"] + [name] * (numel > 2)
+
+
+@distributed(world_size=[2, 4])
+def test_sizes_that_differ_travel_with_the_header(rank):
+    ragged = {"large": torch.ones(20_000 + rank), "small": torch.ones(2 * rank)}
+    with counted() as operations:
+        easydist.gather(ragged)
+    assert operations == ["all_gather_upto", "all_gather_v"]
+    with counted() as operations:
+        easydist.pad_across_processes(ragged)
+    assert operations == ["all_gather_upto"]
+
+
+@distributed(world_size=2)
+def test_small_objects_travel_with_the_header(rank):
+    for call in (lambda: easydist.gather_object({"rank": rank}), lambda: easydist.broadcast_object_list([rank, "x"])):
+        with counted() as operations:
+            call()
+        assert operations == ["all_gather_upto"]
+
+
+@distributed(world_size=2)
+def test_without_the_check_nothing_travels_beside_the_data(rank):
+    x = torch.full((3,), float(rank))
+    for verb, name in {easydist.broadcast: "broadcast", easydist.reduce: "all_reduce"}.items():
+        with counted() as operations:
+            verb({"x": x}, check=False)
+        assert operations == [name]
+    assert easydist.gather(torch.ones(1 + rank), check=False).shape == (3,)
+    assert easydist.broadcast({"x": 1.0 + rank}, check=False) == {"x": 1.0}
+
+
+@distributed(world_size=2)
+def test_a_call_of_the_same_structure_is_not_planned_again(rank):
+    trees = [{"a": torch.ones(i % 2 + 2), "b": [torch.ones(2, 2), rank]} for i in range(6)]
+    for tree in trees[:2]:
+        easydist.gather(tree)
+        easydist.reduce(tree)
+    before = leaves.layout.cache_info().misses
+    for tree in trees[2:]:
+        easydist.gather(tree)
+        easydist.reduce(tree)
+    assert leaves.layout.cache_info().misses == before
+
+
+@distributed(world_size=3)
+def test_each_rank_is_named_with_the_place_of_its_call(rank):
+    def call():
+        if rank == 1:
+            easydist.reduce({"x": torch.ones(2)})
+        else:
+            easydist.reduce({"x": torch.ones(3)})
+
+    with pytest.raises(DisagreementError) as caught:
+        call()
+    first = call.__code__.co_firstlineno
+    here = "tests/test_agree.py"
+    assert f"Called at {here}:{first + 4} (ranks 0, 2), {here}:{first + 2} (rank 1)\n" in str(caught.value)
 
 
 class Odd(float):

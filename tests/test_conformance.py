@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore
 
 from easydist.comms import Native, TorchComm
 from easydist.comms.communicators import gloo_beside
@@ -15,7 +16,7 @@ def native(rank, world_size):
 
 def beside(rank, world_size):
     """The gloo group that carries headers for a group without a CPU backend."""
-    return TorchComm(gloo_beside(dist.group.WORLD))
+    return TorchComm(gloo_beside(dist.group.WORLD, PrefixStore("beside", dist.group.WORLD.get_group_store())))
 
 
 def sub_group(rank, world_size):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import easydist
+from easydist import is_torch_tensor as is_tensor, tree
 from easydist.testing import distributed
 
 pytestmark = [
@@ -24,6 +25,36 @@ def test_gloo_moves_cuda_tensors_through_the_host(rank):
     assert easydist.scatter(x if rank == 0 else None)["gpu"].is_cuda
 
 
+def weights():
+    """What travels alone, packed and not at all, on both devices."""
+    return {
+        "large": torch.arange(1 << 18, device="cuda").view(512, 512).t(),
+        "small": [torch.tensor([0.5, -0.0], device="cuda", dtype=torch.bfloat16), torch.ones(2)],
+        "empty": torch.empty(0, 2, device="cuda"),
+        "number": 3,
+    }
+
+
+def check_weights(got):
+    assert (got["large"].is_cuda, got["small"][0].is_cuda, got["small"][1].is_cuda) == (True, True, False)
+    assert torch.equal(got["large"], weights()["large"])
+    assert [part.tolist() for part in got["small"]] == [[0.5, -0.0], [1, 1]]
+    assert (got["empty"].shape, got["empty"].device.type, got["number"]) == ((0, 2), "cuda", 3)
+
+
+@distributed(world_size=2)
+def test_tensor_dicts_arrive_on_the_device_of_their_type(rank):
+    check_weights(easydist.broadcast_tensor_dict(weights() if rank == 0 else None))
+    on_the_cpu = tree.map(lambda leaf: torch.zeros_like(leaf, device="cpu") if is_tensor(leaf) else 0, weights())
+    if rank == 0:
+        easydist.send_tensor_dict(weights(), 1)
+        easydist.send_tensor_dict(weights(), 1)
+    else:
+        check_weights(easydist.recv_tensor_dict(0))
+        got = easydist.recv_tensor_dict(0, into=on_the_cpu)
+        assert torch.equal(got["large"], weights()["large"].cpu())
+
+
 def on_nccl(rank, world_size):
     """Every verb over an NCCL group that has no CPU backend: headers travel on a gloo group beside it."""
     torch.distributed.destroy_process_group()
@@ -42,6 +73,11 @@ def on_nccl(rank, world_size):
     assert easydist.reduce(x["b"], "max").tolist() == [world_size - 1]
     assert easydist.broadcast(x["b"], world_size - 1).tolist() == [world_size - 1]
     assert easydist.all_to_all(torch.arange(world_size, device="cuda")).tolist() == [rank] * world_size
+    check_weights(easydist.broadcast_tensor_dict(weights() if rank == 0 else None))
+    if rank == 0 and world_size > 1:
+        easydist.send_tensor_dict(weights(), 1)
+    elif rank == 1:
+        check_weights(easydist.recv_tensor_dict(0))
     assert easydist.gather_object(rank) == list(range(world_size))
     assert easydist.gather(torch.tensor([rank])).tolist() == list(range(world_size))
     easydist.wait_for_everyone()

@@ -209,6 +209,22 @@ def test_write_fills_tensors_and_arrays_in_place_and_makes_new_numbers():
     )
 
 
+def test_write_copies_nothing_onto_itself():
+    data = {"a": torch.ones(2), "b": torch.nn.Parameter(torch.ones(2))}
+    leaves = Leaves(data)
+    before = [value._version for value in data.values()]
+    leaves.write(dict(enumerate(leaves.tensors)), False)
+    assert [value._version for value in data.values()] == before
+
+
+def test_a_write_is_seen_by_autograd():
+    weight = torch.nn.Parameter(torch.ones(2))
+    loss = (weight * weight).sum()
+    Leaves(weight).write({0: torch.zeros(2)}, False)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 READ_ONLY = {
     "array": (read_only, "is a read-only array"),
     "expanded": (TENSORS["expanded"], "is an expanded tensor whose elements share memory (pass .contiguous())"),

@@ -139,6 +139,25 @@ def test_keys_that_print_alike_have_paths_of_their_own():
     assert len(set(paths)) == 2
 
 
+def test_equal_keys_of_other_types_keep_paths_of_their_own():
+    for key in (1, True, 1.0, 0.0, -0.0, Level.LOW, (1,), (True,)):
+        assert tree.flatten({key: 1, "a": 2})[1].paths == [f"[{key!r}]", "['a']"]
+
+
+def test_paths_follow_a_container_that_changes():
+    data = {"a": 1, "b": [2]}
+    tree.flatten(data)[1].paths.append("not ours")
+    data["c"] = data.pop("a")
+    data["b"] += [3]
+    assert tree.flatten(data)[1].paths == ["['b'][0]", "['b'][1]", "['c']"]
+
+
+def test_a_flat_tree_of_any_length_is_rebuilt():
+    for count in (0, 1, 4096, 4097):
+        data = {"list": list(range(count)), **{f"key {i}": i for i in range(count)}}
+        assert tree.map(lambda x: x, data) == data
+
+
 def test_default_dict_keeps_its_factory():
     data = defaultdict(list, a=1)
     rebuilt = tree.map(lambda x: x, data)

@@ -69,7 +69,64 @@ def test_nan_payloads_survive(dtype):
     assert_same(round_trip([ones, quiet]), [ones, quiet])
 
 
+@PROPERTY
+@given(sorted_lists)
+def test_packing_into_a_buffer_writes_the_same_bytes_there(values):
+    want = wire.pack(values)
+    out = torch.full((16 + want.numel(),), 255, dtype=torch.uint8)[16:]
+    assert wire.pack(values, out=out) is out
+    assert bits(out) == bits(want)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("extra", [-1, 1])
+def test_packing_into_a_buffer_of_another_length_is_an_error(count, extra):
+    out = torch.zeros(8 * count + extra, dtype=torch.uint8)
+    with pytest.raises(RuntimeError):
+        wire.pack([torch.ones(1, dtype=torch.int64)] * count, out=out)
+    assert not out.any()
+
+
+def rows_of(values, count):
+    """A buffer with a row of packed bytes per rank; every row has other bits."""
+    length = sum(map(wire.nbytes, values))
+    rows = torch.zeros((count, (length // 16 + 1) * 16), dtype=torch.uint8)
+    for rank, row in enumerate(rows):
+        row[:length] = wire.pack([wire.as_bytes(t.contiguous()) ^ rank for t in values])
+    return rows
+
+
+def check_rows(values, count):
+    rows = rows_of(values, count)
+    dtypes, shapes = [t.dtype for t in values], [t.shape for t in values]
+    got = wire.unpack_rows(rows, dtypes, shapes)
+    parts = [wire.unpack(row, dtypes, shapes) for row in rows]
+    want = [b"".join(map(bits, column)) for column in zip(*parts, strict=True)]
+    assert [(t.dtype, bits(t)) for t in got] == list(zip(dtypes, want, strict=True))
+    assert [t.shape for t in got] == [(count * first, *rest) for first, *rest in shapes]
+    assert all(t.is_contiguous() for t in got)
+    starts = [t.untyped_storage().data_ptr() for t in [rows, *got] if t.numel()]
+    assert len(set(starts)) == len(starts), "each result has memory of its own"
+
+
+vectors = tensors().map(lambda t: t if t.ndim else t.reshape(1))
+
+
+@PROPERTY
+@given(st.lists(vectors, max_size=6).map(by_sort_key), st.integers(1, 3))
+def test_rows_are_concatenated_into_memory_of_their_own(values, count):
+    check_rows(values, count)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 3), (1, 5), (3, 0), (257,), (1, 300)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_leaves_of_one_shape_are_concatenated_likewise(shape, dtype):
+    for count in (1, 2, 3):
+        check_rows([torch.ones(shape).to(dtype)] * 3, count)
+
+
 def test_no_tensors_make_an_empty_buffer():
+    assert wire.pack([], out=torch.empty(0, dtype=torch.uint8)).tolist() == []
     assert wire.pack([]).tolist() == []
     assert wire.unpack(torch.empty(0, dtype=torch.uint8), [], []) == []
     assert wire.nbytes(torch.empty(0)) == 0

@@ -4,7 +4,7 @@ from easydist.comms.backend import Backend
 from easydist.comms.c10d import Gloo, Native, over
 from easydist.comms.comm import TorchComm
 from easydist.comms.communicators import SOLO, Communicators, of_comm, of_group
-from easydist.comms.reduce_op import RedOpType, ReduceOp
+from easydist.comms.reduce_op import RedOpType, ReduceOp, combine
 from easydist.comms.solo import Solo
 from easydist.comms.work import TorchWork
 
@@ -21,5 +21,6 @@ __all__ = [
     "TorchWork",
     "of_comm",
     "of_group",
+    "combine",
     "over",
 ]

@@ -37,6 +37,17 @@ class Backend(ABC):
     def all_gather_v(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> TorchWork:
         """Law: ``outputs[r] = data of rank r``; sizes may differ."""
 
+    def all_gather_upto(self, rows: torch.Tensor, nbytes: int) -> TorchWork:
+        """Law: row r of ``rows`` begins with what the first ``nbytes`` of row r held on rank r.
+
+        The lengths of the others are not known beforehand; what stands behind them is undefined.
+
+        Args:
+            rows: uint8, contiguous, one row of the same length per rank; this rank's own row holds its message.
+            nbytes: Of this rank's message.
+        """
+        return self.all_gather_single(rows.view(-1), rows[self.rank].clone())
+
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
         """Law: ``tensor = op(tensor of rank 0, tensor of rank 1, …)``, the same bits on every rank."""
@@ -58,8 +69,16 @@ class Backend(ABC):
         """Law, on ``root``: ``outputs[r] = data of rank r``; sizes may differ; elsewhere ``outputs`` is empty."""
 
     @abstractmethod
+    def recv(self, tensor: torch.Tensor, src: int) -> TorchWork:
+        """Law: ``tensor = tensor that src sends``; the i-th ``recv`` from a rank meets its i-th ``send``."""
+
+    @abstractmethod
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> TorchWork:
         """Law: ``output = inputs[rank] of root``; sizes may differ; elsewhere ``inputs`` is empty."""
+
+    @abstractmethod
+    def send(self, tensor: torch.Tensor, dst: int) -> TorchWork:
+        """To another rank, which receives as many bytes; never meets a collective's messages."""
 
     def close(self) -> None:  # noqa: B027 - most backends own nothing
         """Give back what the backend itself has created."""

@@ -8,20 +8,29 @@ bits in every run. ``Native`` (nccl, xccl, mpi, …) uses the group's own collec
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from easydist.comms.backend import Backend
 from easydist.comms.reduce_op import RedOpType, ReduceOp, combine
+from easydist.comms.watch import Watch
 from easydist.comms.work import Pending, TorchWork
 from easydist.plan import split_sizes
 from easydist.typing import Device
 
 _TAG = 0xEA51
 """Keeps easydist's messages apart from the caller's own send and recv on the same group."""
+
+_SEND_TAG = _TAG + 1
+"""Keeps ``send`` and ``recv`` apart from the messages of collectives."""
+
+_NOBODYS_TAG = _TAG + 2
+_FOREVER = timedelta(days=365)
 
 Message = tuple[torch.Tensor, int]
 """A flat tensor and the rank it goes to or comes from."""
@@ -83,18 +92,105 @@ class _Group(Backend):
             return TorchWork(self._exchange(self._others(inputs), []), keep=inputs)
         return TorchWork(self._exchange([], [(output, root)] if output.numel() else []), keep=[output])
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> TorchWork:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
-        return TorchWork([self._group.broadcast([tensor], options)], keep=[tensor])
+    # Not by _exchange: in a batch, nccl lets all ranks make the connections of a group, not just the two that talk.
+    def send(self, tensor: torch.Tensor, dst: int) -> TorchWork:
+        return TorchWork([self._group.send([tensor], dst, _SEND_TAG)] if tensor.numel() else [], keep=[tensor])
+
+    def recv(self, tensor: torch.Tensor, src: int) -> TorchWork:
+        return TorchWork([self._group.recv([tensor], src, _SEND_TAG)] if tensor.numel() else [], keep=[tensor])
+
+
+class _Posted:
+    """A message under way; where its connection breaks, the group's watch knows why."""
+
+    __slots__ = ("_peer", "_watch", "_work")
+
+    def __init__(self, work: dist.Work, peer: int, watch: Watch | None) -> None:
+        self._work, self._peer, self._watch = work, peer, watch
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if (watch := self._watch) is None:
+            self._work.wait() if timeout is None else self._work.wait(timeout)
+            return
+        if timeout is None and watch.left is not None:
+            timeout = _FOREVER  # the sentry ends it when the call's time is over
+        watch.waits += 1
+        try:
+            self._work.wait() if timeout is None else self._work.wait(timeout)
+        except RuntimeError as error:
+            raise watch.explain(error, self._peer) from error
+        finally:
+            watch.waits += 1
+        if watch.broken is not None:  # the message came when this rank had given up already
+            watch.raise_if_broken()
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
 
 
 class Gloo(_Group):
-    """Tensors on the CPU over a gloo group."""
+    """Tensors on the CPU over a gloo group.
+
+    Attributes:
+        watch: Knows why a connection broke; None where nobody looks.
+    """
+
+    watch: Watch | None = None
 
     def _exchange(self, sends: Iterable[Message], recvs: Iterable[Message]) -> Sequence[Pending]:
-        posted: list[Pending] = [self._group.recv([tensor], peer, _TAG) for tensor, peer in recvs]
-        return posted + [self._group.send([tensor], peer, _TAG) for tensor, peer in sends]
+        posted = [self._recv(tensor, peer, _TAG) for tensor, peer in recvs]
+        return posted + [self._send(tensor, peer, _TAG) for tensor, peer in sends]
+
+    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> _Posted:
+        return _Posted(self._post(self._group.send, tensor, peer, tag), peer, self.watch)
+
+    def _recv(self, tensor: torch.Tensor, peer: int, tag: int) -> _Posted:
+        return _Posted(self._post(self._group.recv, tensor, peer, tag), peer, self.watch)
+
+    def _post(self, fn: Callable[..., dist.Work], tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        try:
+            return fn([tensor], peer, tag)
+        except RuntimeError as error:  # the connection broke before
+            if self.watch is None:
+                raise
+            raise self.watch.explain(error, peer) from error
+
+    def sever(self) -> None:
+        """Break all connections, so that whoever waits for this rank hears it.
+
+        A wait that times out makes gloo close them all; one on a connection that is broken already does not.
+        """
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+        for peer in range(self.size):
+            if peer != self.rank:
+                with contextlib.suppress(RuntimeError):
+                    self._group.recv([nothing], peer, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
+
+    def send(self, tensor: torch.Tensor, dst: int) -> TorchWork:
+        return TorchWork([self._send(tensor, dst, _SEND_TAG)] if tensor.numel() else [], keep=[tensor])
+
+    def recv(self, tensor: torch.Tensor, src: int) -> TorchWork:
+        return TorchWork([self._recv(tensor, src, _SEND_TAG)] if tensor.numel() else [], keep=[tensor])
+
+    def all_gather_upto(self, rows: torch.Tensor, nbytes: int) -> TorchWork:
+        every = rows.unbind()
+        sends = [(every[self.rank][:nbytes], peer) for peer in range(self.size) if peer != self.rank and nbytes]
+        return TorchWork(self._exchange(sends, self._others(every)), keep=[rows])
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> TorchWork:
+        """Along a binomial tree: rank p of it, counted from the root, gets the data from p without its lowest bit."""
+        place = (self.rank - root) % self.size
+        bits = [1 << k for k in range(self.size.bit_length()) if not place or 1 << k < place & -place]
+        children = [(place + bit + root) % self.size for bit in reversed(bits) if place + bit < self.size]
+
+        def pass_on() -> Sequence[Pending]:
+            return self._exchange([(tensor, child) for child in children if tensor.numel()], [])
+
+        if place == 0:
+            return TorchWork(pass_on(), keep=[tensor])
+        parent = ((place & (place - 1)) + root) % self.size
+        work = TorchWork(self._exchange([], [(tensor, parent)] if tensor.numel() else []), keep=[tensor])
+        return work.followed_by(pass_on) if children else work
 
     def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> TorchWork:
         return self._swap([data] * self.size, output.chunk(self.size) if output.numel() else [output] * self.size)
@@ -137,6 +233,11 @@ class Native(_Group):
 
     def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> TorchWork:
         return TorchWork([self._group._allgather_base(output, data)], keep=[output, data])
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> TorchWork:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        return TorchWork([self._group.broadcast([tensor], options)], keep=[tensor])
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
         if tensor.dtype not in _NATIVE_DTYPES:

@@ -32,18 +32,27 @@ class TorchComm:
         >>> tensor
         tensor([1., 1.])
 
+    Attributes:
+        communicators: What easydist's verbs know of the group, once it was given to one of them.
+
     Source: the torchcomms API.
     """
 
     def __init__(self, backend: Backend, name: str = "") -> None:
         self._backend = backend
         self._name = name
+        self.communicators: object = None
 
     def __repr__(self) -> str:
         return (
             f"TorchComm({self._name!r}, backend={self.get_backend()!r}, rank={self.get_rank()}, "
             f"size={self.get_size()}, device={self.get_device()})"
         )
+
+    @property
+    def backend(self) -> Backend:
+        """What moves the bytes."""
+        return self._backend
 
     def get_backend(self) -> str:
         """The backend's name, such as ``"gloo"``, ``"nccl"``, ``"solo"``."""
@@ -83,6 +92,29 @@ class TorchComm:
         self._same_dtype(name, output, input)
         _demand(output.numel() == input.numel() * self.get_size(), name, "output must have comm_size * input elements")
         return self._run(self._backend.all_gather_single(as_bytes(output), as_bytes(input)), async_op, timeout)
+
+    def all_gather_upto(
+        self,
+        rows: torch.Tensor,
+        nbytes: int,
+        async_op: bool,
+        hints: Hints = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Law, in place: ``rows[r][:n] == rows[r][:n] of rank r``, where n is the ``nbytes`` of rank r.
+
+        For short messages whose lengths the others do not know; they stand in the messages, or nobody needs them.
+
+        Args:
+            rows: uint8, one row per rank, all of one length; this rank's own row holds its message.
+            nbytes: The length of this rank's message.
+        """
+        name = "all_gather_upto"
+        self._check(name, rows)
+        shaped = rows.dtype is torch.uint8 and rows.ndim == 2 and len(rows) == self.get_size()
+        _demand(shaped, name, "rows must be uint8 of the shape (comm_size, length)")
+        _demand(0 <= nbytes <= rows.shape[1], name, "nbytes must fit a row")
+        return self._run(self._backend.all_gather_upto(rows, nbytes), async_op, timeout)
 
     def all_gather_v(
         self,
@@ -184,6 +216,25 @@ class TorchComm:
         self._same_dtype("gather", *outputs, input_tensor)
         return self._run(self._backend.gather(_flats(outputs), as_bytes(input_tensor), rank), async_op, timeout)
 
+    def recv(
+        self,
+        tensor: torch.Tensor,
+        src: SupportsInt,
+        async_op: bool,
+        hints: Hints = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Law: ``tensor == tensor that src sends``; the i-th ``recv`` from a rank meets its i-th ``send`` to this one.
+
+        Args:
+            tensor: As many bytes as are sent.
+            src: Another rank.
+        """
+        rank = self._rank("src", src)
+        self._check("recv", tensor)
+        _demand(rank != self.get_rank(), "recv", "Cannot recv from self")
+        return self._run(self._backend.recv(as_bytes(tensor), rank), async_op, timeout)
+
     def scatter(
         self,
         output_tensor: torch.Tensor,
@@ -207,6 +258,25 @@ class TorchComm:
             _demand(inputs[rank].numel() == output_tensor.numel(), "scatter", "own entry must fit the output")
         self._same_dtype("scatter", output_tensor, *inputs)
         return self._run(self._backend.scatter(as_bytes(output_tensor), _flats(inputs), rank), async_op, timeout)
+
+    def send(
+        self,
+        tensor: torch.Tensor,
+        dst: SupportsInt,
+        async_op: bool,
+        hints: Hints = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Give ``dst`` the tensor; see ``recv``. May wait until ``dst`` has begun to receive.
+
+        Args:
+            tensor: Not to be changed before the end.
+            dst: Another rank.
+        """
+        rank = self._rank("dst", dst)
+        self._check("send", tensor)
+        _demand(rank != self.get_rank(), "send", "Cannot send to self")
+        return self._run(self._backend.send(as_bytes(tensor), rank), async_op, timeout)
 
     def finalize(self) -> None:
         """Give back what the communicator itself has created; a process group that it was put on stays."""

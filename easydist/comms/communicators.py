@@ -2,15 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import time
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from easydist.comms.c10d import Gloo, over
 from easydist.comms.comm import TorchComm
+from easydist.comms.peer import RECORD_NBYTES, Peer, record
+from easydist.comms.sentry import sentry, signals_wake_sentry
 from easydist.comms.solo import Solo
+from easydist.comms.watch import Watch
+from easydist.shm import own_page
+
+_POLL = 0.01
+"""Seconds between two looks into a store."""
+
+
+_ALWAYS = nullcontext()
+"""Backends that wait in Python hear signals anyway."""
+
+
+class Frames:
+    """Where the headers of a call arrive: one row per rank, used again by every call.
+
+    Attributes:
+        nbytes: The length of a row: less in larger groups, where everybody's row goes to everybody.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.nbytes = max(1 << 12, min(1 << 15, (1 << 20) // size // 64 * 64))
+        self._size = size
+
+    @functools.cached_property
+    def rows(self) -> torch.Tensor:
+        """uint8, of the shape (group size, ``nbytes``)."""
+        return torch.empty((self._size, self.nbytes), dtype=torch.uint8, device="cpu")
+
+    @functools.cached_property
+    def view(self) -> memoryview:
+        """The same memory, for ``struct``."""
+        return self.rows.view(-1).numpy().data
 
 
 class Communicators:
@@ -20,13 +57,37 @@ class Communicators:
         control: Carries headers, sizes and objects; its tensors are on the CPU.
         rank: This process in the group.
         size: How many processes the group has.
+        watch: Looks after the waits of its calls.
+        frames: Where headers arrive.
     """
 
     def __init__(self, control: TorchComm, group: dist.ProcessGroup | None = None) -> None:
         self.control = control
         self.rank, self.size = control.get_rank(), control.get_size()
         self._group = group
+        self._store = None if group is None or self.size == 1 else PrefixStore("easydist", group.get_group_store())
         self._data = {control.get_device().type: control}
+        self.watch = Watch(self.rank, self.size, _timeout_of(group), self._store)
+        self.frames = Frames(self.size)
+        if self.size > 1:
+            self._watch_over()
+            self._meet()
+
+    def _watch_over(self) -> None:
+        """Have the waits of the control communicator looked after."""
+        backend = self.control.backend
+        if isinstance(backend, Gloo):
+            backend.watch, self.watch.sever = self.watch, backend.sever
+            sentry().add(self.watch)
+
+    def _meet(self) -> None:
+        """Learn which processes the other ranks are."""
+        rows = torch.empty((self.size, RECORD_NBYTES), dtype=torch.uint8, device="cpu")
+        mine = torch.frombuffer(bytearray(record(own_page(), self.watch.slot)), dtype=torch.uint8)
+        self.watch.begin("the first call of the group", "easydist")
+        self.control.all_gather_single(rows, mine, async_op=False)
+        self.watch.peers = {r: Peer(r, rows[r].numpy().tobytes()) for r in self.watch.peers}
+        self.watch.end()
 
     def data(self, device: torch.device) -> TorchComm:
         """The communicator for tensors on ``device``; the control communicator where the group has none for it."""
@@ -35,6 +96,55 @@ class Communicators:
             backend = None if self._group is None else over(self._group, device)
             comm = self._data[device.type] = TorchComm(backend, self.control.get_name()) if backend else self.control
         return comm
+
+    def hears_signals(self) -> AbstractContextManager[None]:
+        """While this lasts, Ctrl-C ends the waits of the group."""
+        return signals_wake_sentry() if isinstance(self.control.backend, Gloo) else _ALWAYS
+
+    def connect_anew(self) -> None:
+        """After a timeout or an interruption: new connections, once all ranks have come.
+
+        Raises:
+            EasydistError: What broke the old ones, where a process has ended or the group's store is not known; what
+                ``Watch.guard`` raises while ranks are missing.
+        """
+        watch = self.watch
+        if watch.is_final or self._group is None or self._store is None:
+            watch.raise_if_broken()
+        assert self._group is not None
+        assert self._store is not None
+        store = PrefixStore(f"{watch.phase | 1}", self._store)
+        before, watch.broken = watch.broken, None
+        watch.deaf_before, watch.phase = time.time(), watch.phase | 1
+        try:
+            self._await_all(store)
+        finally:
+            watch.mark_broken(before)
+        self._rebuild(gloo_beside(self._group, store, watch.left))
+
+    def _await_all(self, store: Store) -> None:
+        """Meet in the store, where one can look around while waiting: gloo itself cannot be interrupted."""
+        store.set(f"here/{self.rank}", "")
+        missing = list(self.watch.peers)
+        while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:
+            self.watch.guard(missing)
+            time.sleep(_POLL)
+
+    def _rebuild(self, backend: Gloo) -> None:
+        old, self.control = self.control, TorchComm(backend, self.control.get_name())
+        self._data = {kind: self.control if comm is old else comm for kind, comm in self._data.items()}
+        self.watch.broken, self.watch.deaf_before = None, 0.0
+        self.watch.phase += 1
+        self._watch_over()
+
+
+def _timeout_of(group: dist.ProcessGroup | None) -> float:
+    """Seconds that a call may take, as the group's maker has set it."""
+    try:
+        options: Any = group._get_backend(torch.device("cpu")).options  # type: ignore[union-attr]
+        return float(options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return float(dist.distributed_c10d.default_pg_timeout.total_seconds())
 
 
 _CACHE: dict[dist.ProcessGroup, Communicators] = {}
@@ -48,24 +158,27 @@ def of_group(group: dist.ProcessGroup) -> Communicators:
     if found is None:
         for gone in [known for known in _CACHE if known not in dist.distributed_c10d._world.pg_map]:
             del _CACHE[gone]  # a destroyed group would hold its connections as long as it is known here
-        name = group.group_name
-        found = _CACHE[group] = Communicators(TorchComm(over(group) or gloo_beside(group), name), group)
+        store = PrefixStore("easydist/control", group.get_group_store())
+        control = over(group) or gloo_beside(group, store)
+        found = _CACHE[group] = Communicators(TorchComm(control, group.group_name), group)
     return found
 
 
 def of_comm(comm: TorchComm) -> Communicators:
-    """The communicators of a group that is given by a communicator on the CPU.
+    """The communicators of a group that is given by a communicator on the CPU, made at the first call.
 
     Raises:
         ValueError: ``comm`` is not on the CPU, so that headers cannot travel on it.
     """
     if comm.get_device().type != "cpu":
         raise ValueError(f"group= needs a communicator on the CPU, or the ProcessGroup itself; got {comm!r}")
-    return Communicators(comm)
+    if comm.communicators is None:
+        comm.communicators = Communicators(comm)
+    return cast(Communicators, comm.communicators)
 
 
-def gloo_beside(group: dist.ProcessGroup) -> Gloo:
-    """A gloo group with the members of ``group``, which has none of its own."""
-    store = PrefixStore("easydist/control", group.get_group_store())
-    gloo: Any = ProcessGroupGloo(store, group.rank(), group.size(), dist.distributed_c10d.default_pg_timeout)
+def gloo_beside(group: dist.ProcessGroup, store: Store, timeout: float | None = None) -> Gloo:
+    """A gloo group with the members of ``group``, connected through ``store``, which no other group uses."""
+    limit = timedelta(seconds=_timeout_of(group) if timeout is None else timeout)
+    gloo: Any = ProcessGroupGloo(store, group.rank(), group.size(), limit)
     return Gloo(gloo, torch.device("cpu"), "gloo")

@@ -31,6 +31,9 @@ class Solo(Backend):
         output.copy_(data)
         return TorchWork()
 
+    def all_gather_upto(self, rows: torch.Tensor, nbytes: int) -> TorchWork:
+        return TorchWork()
+
     def all_gather_v(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> TorchWork:
         return self.all_gather_single(outputs[0], data)
 
@@ -51,3 +54,9 @@ class Solo(Backend):
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> TorchWork:
         return self.all_gather_single(output, inputs[0])
+
+    def send(self, tensor: torch.Tensor, dst: int) -> TorchWork:
+        raise RuntimeError("a world of one has nobody to send to")
+
+    def recv(self, tensor: torch.Tensor, src: int) -> TorchWork:
+        raise RuntimeError("a world of one has nobody to receive from")

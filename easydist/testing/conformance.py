@@ -88,8 +88,9 @@ def run_battery(make: Callable[[int, int], TorchComm], rank: int, world_size: in
     """All checks, on one rank."""
     comm = make(rank, world_size)
     assert (comm.get_rank(), comm.get_size()) == (rank, world_size)
-    for check in (_all_gather, _all_gather_v, _all_reduce, _all_to_all, _broadcast, _gather, _scatter):
+    for check in (_all_gather, _all_gather_v, _all_reduce, _all_to_all, _broadcast, _gather, _scatter, _send):
         check(comm)
+    _sends_in_flight(comm)
     _barrier(comm)
     _asynchronous(comm)
     _misuse(comm)
@@ -195,6 +196,37 @@ def _scatter(comm: TorchComm) -> None:
         _expect(output, sample(100 * root + rank, _uneven(rank, numel), dtype), "scatter", dtype, numel, "root", root)
 
 
+def _send(comm: TorchComm) -> None:
+    """Round a ring; even ranks send first, so that no send has to return before it has been received."""
+    rank, size = comm.get_rank(), comm.get_size()
+    last, next_ = (rank - 1) % size, (rank + 1) % size
+    for dtype, numel in _cases() if size > 1 else ():
+        output = torch.empty(_uneven(last, numel), dtype=dtype)
+        send = functools.partial(comm.send, sample(rank, _uneven(rank, numel), dtype), next_, async_op=False)
+        recv = functools.partial(comm.recv, output, last, async_op=False)
+        for step in (send, recv) if rank % 2 == 0 else (recv, send):
+            step()
+        _expect(output, sample(last, _uneven(last, numel), dtype), "send", dtype, numel, "from", last)
+
+
+def _sends_in_flight(comm: TorchComm) -> None:
+    """Messages from rank 0 to each other arrive in order, around a collective, and however they are waited for."""
+    rank, size = comm.get_rank(), comm.get_size()
+    outputs = [torch.empty(5, dtype=torch.int64) for _ in range(4)]
+    works = [
+        comm.send(torch.full((5,), 10 * i + r), r, async_op=True) if rank == 0 else comm.recv(output, 0, async_op=True)
+        for r in (range(1, size) if rank == 0 else [rank])
+        for i, output in enumerate(outputs)
+    ]
+    total = torch.ones(1)
+    comm.all_reduce(total, ReduceOp.SUM, async_op=False)
+    for work in reversed(works):
+        work.wait()
+    assert total.item() == size, f"a collective while messages are under way: got {total}"
+    for i, output in enumerate(outputs if rank else []):
+        assert output.tolist() == [10 * i + rank] * 5, f"message {i} under way: got {output}"
+
+
 def _barrier(comm: TorchComm) -> None:
     for _ in range(3):
         comm.barrier(async_op=False)
@@ -230,6 +262,12 @@ def _misuse(comm: TorchComm) -> None:
         lambda: comm.broadcast(grid, 0, async_op=False),
         lambda: comm.gather([one] * (size + 1), one, comm.get_rank(), async_op=False),
         lambda: comm.scatter(one, [one] * (size + 1), comm.get_rank(), async_op=False),
+        lambda: comm.send(one, size, async_op=False),
+        lambda: comm.send(one, comm.get_rank(), async_op=False),
+        lambda: comm.send(grid, (comm.get_rank() + 1) % size, async_op=False),
+        lambda: comm.recv(one, -1, async_op=False),
+        lambda: comm.recv(one, comm.get_rank(), async_op=False),
+        lambda: comm.recv(grid, (comm.get_rank() + 1) % size, async_op=False),
     ]
     for number, call in enumerate(calls):
         try:

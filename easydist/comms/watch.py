@@ -1,0 +1,326 @@
+"""Why a wait does not last for ever: lost, late and interrupted ranks of one group.
+
+While a call waits, ``guard`` looks every quarter of a second whether the ranks it waits for can still come. What ends
+the wait on one rank is said to all of them, on this process's page for its own host and in the store for others, so
+that every rank raises the same kind of error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from easydist.comms.peer import Peer, status_text
+from easydist.errors import CollectiveTimeout, EasydistError, PeerLostError, RemoteError
+from easydist.shm import own_page
+
+_log = logging.getLogger("easydist")
+WARN_AFTER = float(os.environ.get("EASYDIST_WARN_AFTER", "30"))
+"""Seconds after which a wait is mentioned in the log."""
+
+_GRACE = 1.0
+"""Seconds in which a process whose connection broke has to end or to leave its last words."""
+
+_ROWS = 32
+_KINDS: dict[str, type[EasydistError]] = {
+    "late": CollectiveTimeout,
+    "lost": PeerLostError,
+    "remote": RemoteError,
+    "interrupt": RemoteError,
+}
+_IDLE = 0.05
+"""Seconds without a call after which this process may have missed what its peers said."""
+_NEXT = {
+    CollectiveTimeout: "Bring every rank to this call, or give it more time (timeout=); the next call connects anew.",
+    PeerLostError: "The group cannot go on without it: start the job again, or make a group of those that are left.",
+}
+
+
+class Watch:
+    """What one group's calls know while they wait.
+
+    Args:
+        rank: This process in the group.
+        size: How many processes the group has.
+        timeout: Seconds that a call may take unless it says otherwise.
+        store: Where ranks of other hosts leave their last words.
+
+    Attributes:
+        peers: The other ranks.
+        number: Counts the calls of this group.
+        operation: The verb of the call that began last.
+        site: Where the call was made that began last.
+        broken: What ended the group's exchanges; None while all is well.
+        is_final: Whether the group cannot be connected anew.
+        sever: Breaks this process's connections of the group, so that nobody waits for it any more.
+        phase: Rises with every breach of the connections, to an odd number, and with every repair, to an even one.
+        deaf_before: Last words from before this time do not count (seconds, ``time.time``).
+        waits: Even outside of waits; rises with every beginning and end of one.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: float, store: Store | None = None) -> None:
+        self.rank, self.size, self.timeout = rank, size, timeout
+        self.peers = {r: Peer(r) for r in range(size) if r != rank}
+        self.number, self.phase, self.waits = 0, 0, 0
+        self.broken: EasydistError | None = None
+        self.is_final = False
+        self.sever: Callable[[], None] = _nothing
+        self._page = own_page() if size > 1 else None
+        self.slot = self._page.new_slot() if self._page else -1
+        self._store = store
+        self.operation, self.site, self._place = "", "", b""
+        self._limit, self._ended = timeout, 0.0
+        self._peer: int | None = None
+        self._seen_ended: set[int] = set()
+        self._end_of_time = self._deadline = self._warn_at = float("inf")
+        self._published = (0, b"")
+        self._lock = threading.Lock()
+        self.deaf_before = 0.0
+
+    def begin(self, operation: str, site: str, timeout: float | None = None, peer: int | None = None) -> None:
+        """A call begins.
+
+        Args:
+            operation: Its name.
+            site: The caller's file and line.
+            timeout: Seconds; None is the group's.
+            peer: The only other rank that takes part; such calls are not counted. None: all do.
+        """
+        self._peer, slot = peer, self.slot if peer is None else -1
+        self.number += peer is None
+        self._seen_ended.clear()
+        self.operation, self.site, self._place = operation, site, f"{operation}, call {self.number}, at {site}".encode()
+        now, self._limit = time.monotonic(), timeout or self.timeout
+        self._deadline, self._warn_at = now + self._limit, now + WARN_AFTER
+        if self._page is not None:
+            self._page.begin(slot, self.number, self._place)
+        if now - self._ended > _IDLE and self.broken is None:
+            self._miss_interruption()
+
+    def _miss_interruption(self) -> None:
+        """Others were interrupted in a call that this rank had not begun: nothing to raise, but to connect anew."""
+        for peer in self.peers.values():
+            words = peer.words()
+            if words is not None and words["kind"] == "interrupt" and (error := self._heard(peer)) is not None:
+                self.broken = error
+
+    def end(self, is_done: bool = True) -> None:
+        """The call has ended; unless ``is_done`` without having sent all that others wait for."""
+        self._deadline = self._warn_at = self._end_of_time
+        self._ended = time.monotonic()
+        if self._page is not None and is_done and self._peer is None:
+            self._page.end(self.slot)
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the call's time is over; None outside of calls."""
+        return None if self._deadline == self._end_of_time else max(0.0, self._deadline - time.monotonic())
+
+    def guard(self, awaited: Sequence[int], waited: float = 0.0) -> None:
+        """End the wait where it is in vain.
+
+        Args:
+            awaited: The ranks that have not come yet, as far as that is known.
+            waited: Seconds so far.
+
+        Raises:
+            PeerLostError: One of them has ended.
+            RemoteError: One of them has ended with an exception, or was interrupted.
+            CollectiveTimeout: The call's time is over.
+        """
+        self.raise_if_broken()
+        for peer in self._unfinished(awaited):
+            error = self._heard(peer)
+            if error is None and peer.has_ended():
+                if peer.rank not in self._seen_ended:  # what it sent before may have come since the caller looked
+                    self._seen_ended.add(peer.rank)
+                    continue
+                error = self._lost(peer)
+            if error is not None:
+                self.give_up(error)
+        now = time.monotonic()
+        if now >= self._deadline:
+            self.give_up(self._late(awaited, self._limit))
+        if now >= self._warn_at:
+            self._warn_at = now + WARN_AFTER
+            _log.warning("%s", self._late(awaited, now + self._limit - self._deadline, "Still waiting."))
+        self.raise_if_broken()
+
+    def hear(self) -> None:
+        """Listen once whether another rank has given the call up.
+
+        Raises:
+            EasydistError: What it said.
+        """
+        for peer in self.peers.values():
+            if (error := self._heard(peer)) is not None:
+                self.give_up(error)
+        self.raise_if_broken()
+
+    def raise_if_broken(self) -> None:
+        """Raise what ended the group's exchanges."""
+        if self.broken is not None:
+            raise again(self.broken)
+
+    def mark_broken(self, error: EasydistError | None) -> None:
+        """The exchanges have ended because of ``error``, unless that is known better already."""
+        self.broken = self.broken or error
+
+    def give_up(self, error: EasydistError, kind: str = "") -> None:
+        """This rank leaves the group's exchanges; all others hear why."""
+        with self._lock:  # the waiting thread and the sentry may find out together
+            if self.broken is not None:
+                return
+            self.is_final = isinstance(error, PeerLostError) or bool(getattr(error, "is_final", False))
+            self.broken = error
+            kind = kind or next(kind for kind, cls in _KINDS.items() if isinstance(error, cls))
+            self.say({"kind": kind, "text": str(error), "final": self.is_final, **vars(error), "raised_in": None})
+            self.sever()
+
+    def interrupted(self, error: BaseException) -> None:
+        """This rank leaves a call in the middle, because of Ctrl-C or the like."""
+        text = f"{self.operation}: rank {self.rank} was interrupted ({type(error).__name__})"
+        self.give_up(RemoteError(f"{text}\nThe next call of the group connects anew."), "interrupt")
+
+    def say(self, words: dict[str, Any]) -> None:
+        """Leave last words for the others."""
+        text = json.dumps({"slot": self.slot, "phase": self.phase, "time": time.time(), **words})
+        if self._page is not None:
+            self._page.say(text)
+        if self._store is not None and self._has_far_peers():
+            with contextlib.suppress(Exception):  # the store may have ended with rank 0
+                self._store.set(f"words/{self.phase}/{self.rank}", text)
+
+    def explain(self, error: Exception, rank: int) -> EasydistError:
+        """What really happened, where the connection to a rank broke."""
+        if self.broken is None:
+            self.give_up(self._cause(error, self.peers[rank]))
+        with self._lock:  # the sentry has done with its part
+            pass
+        assert self.broken is not None
+        return again(self.broken)
+
+    def _cause(self, error: Exception, broken: Peer) -> EasydistError:
+        if "imed out" in str(error):
+            return self._late(list(self.peers), self._limit)
+        deadline = time.monotonic() + _GRACE
+        while time.monotonic() < deadline:
+            for peer in [broken, *self.peers.values()]:
+                if cause := self._heard(peer, far=True):
+                    return cause
+                if peer.has_ended() and (peer is broken or peer in self._unfinished([peer.rank])):
+                    return self._heard(peer, far=True) or self._lost(peer)
+            time.sleep(0.005)
+        return self._lost(broken, "its connection broke")
+
+    def _unfinished(self, ranks: Iterable[int]) -> list[Peer]:
+        if self._peer is not None:
+            return [self.peers[self._peer]]
+        return [self.peers[r] for r in ranks if r in self.peers and not self.peers[r].has_finished(self.number)]
+
+    def _heard(self, peer: Peer, far: bool = False) -> EasydistError | None:
+        """What a peer has said about its end, or about the group's."""
+        words = peer.words()
+        if words is None and far and not peer.is_visible:
+            words = self._read(f"words/{self.phase}/{peer.rank}")
+        if words is None:
+            return None
+        if words["kind"] == "exception":
+            return self._ended_with(peer, words["text"])
+        is_stale = words["phase"] < self.phase or words["time"] < self.deaf_before
+        if is_stale or not peer.is_same_group(words["slot"]):
+            return None
+        error = _KINDS[words["kind"]](words["text"])
+        error.is_final = words["final"]  # type: ignore[attr-defined]
+        for name in ("rank", "pid", "host", "exit_status"):
+            if name in words:
+                setattr(error, name, words[name])
+        if isinstance(error, CollectiveTimeout):
+            error.missing = tuple(words.get("missing", ()))
+        return error
+
+    def _ended_with(self, peer: Peer, text: str) -> RemoteError:
+        head = f"{self.operation}: rank {peer.rank} ended with an exception while rank {self.rank} waited for it"
+        error = RemoteError("\n".join([head, f"  rank {peer.rank}: {text}", *self._last_seen(peer)]))
+        error.is_final = True  # type: ignore[attr-defined]
+        return error
+
+    def _lost(self, peer: Peer, what: str = "") -> PeerLostError:
+        status = peer.exit_status()
+        who = f"process {peer.pid} on {peer.host}" if peer.pid else "its process, of which nothing is known,"
+        what = what or f"ended ({status_text(status)})"
+        head = f"{self.operation}: rank {peer.rank} is lost: {who} {what}"
+        error = PeerLostError("\n".join([head, *self._last_seen(peer), _NEXT[PeerLostError]]))
+        error.rank, error.pid, error.host, error.exit_status = peer.rank, peer.pid, peer.host, status
+        return error
+
+    def _last_seen(self, peer: Peer) -> list[str]:
+        place = self._place_of(peer)
+        lines = [f"  rank {peer.rank} was last seen in {place}"] if place else []
+        return [*lines, f"  rank {self.rank} waited in {self._place.decode()}"]
+
+    def _late(
+        self, awaited: Sequence[int], seconds: float, advice: str = _NEXT[CollectiveTimeout]
+    ) -> CollectiveTimeout:
+        missing = [r for r in awaited if r in self.peers and (self._number_of(self.peers[r]) or 0) < self.number]
+        missing = missing if self._peer is None else [self._peer]
+        who = f"{len(missing)} of {self.size} ranks did not come" if missing else "all ranks came, but not their data,"
+        lines = [self._row(rank, rank in missing) for rank in range(self.size) if self.size <= _ROWS or rank in missing]
+        head = f"{self.operation}: {who} within {seconds:.3g} s"
+        error = CollectiveTimeout("\n".join([head, *lines[:_ROWS], advice]))
+        error.missing = tuple(missing)
+        return error
+
+    def _row(self, rank: int, is_missing: bool) -> str:
+        if rank == self.rank:
+            return f"  rank {rank}: waits in {self._place.decode()}"
+        peer = self.peers[rank]
+        place = self._place_of(peer)
+        state = f"came; {place or 'nothing more is known'}"
+        if is_missing:
+            state = f"missing; last seen in {place}" if place else "missing; not seen in this group yet"
+        condition = peer.condition(even_if_well=is_missing)
+        return f"  rank {rank}: {state}" + (f"; {condition}" if condition else "")
+
+    def publish(self) -> None:
+        """Tell ranks of other hosts where this one is, if it has been there for a while."""
+        now = (self.number, self._place)
+        if self._store is not None and now != self._published and self._has_far_peers():
+            self._published = now
+            with contextlib.suppress(Exception):
+                self._store.set(f"seen/{self.rank}", json.dumps([self.number, self._place.decode()]))
+
+    def _place_of(self, peer: Peer) -> str:
+        return peer.place() if peer.is_visible else (self._read(f"seen/{peer.rank}") or [0, ""])[1]
+
+    def _number_of(self, peer: Peer) -> int | None:
+        return peer.number() if peer.is_visible else (self._read(f"seen/{peer.rank}") or [None])[0]
+
+    def _read(self, key: str) -> Any:
+        if self._store is None or not self._has_far_peers():
+            return None
+        with contextlib.suppress(Exception):
+            return json.loads(self._store.get(key)) if self._store.check([key]) else None
+        return None
+
+    def _has_far_peers(self) -> bool:
+        return not all(peer.is_visible for peer in self.peers.values())
+
+
+def again(error: EasydistError) -> EasydistError:
+    """A copy, to be raised on its own."""
+    copy = type(error)(*error.args)
+    vars(copy).update(vars(error))
+    return copy
+
+
+def _nothing() -> None:
+    """Nobody is connected."""

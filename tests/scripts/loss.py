@@ -1,0 +1,147 @@
+"""Ranks that end, stop, come late or are interrupted while others wait; each rank prints what it met, as JSON.
+
+python tests/scripts/loss.py WORLD_SIZE SCENARIO…
+
+The ranks are forked, so that torch is loaded once. What a rank does to the others it does when all of them wait for it.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+
+import torch
+
+import easydist
+from easydist import EasydistError, ProcessState
+
+DEADLINE = 30.0
+TIMEOUT = {"stop": 1.0, "stop_inside": 1.0, "late": 1.0}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def others_wait() -> None:
+    """Return when every other rank is in the next call."""
+    watch = ProcessState().communicators().watch
+    deadline = time.monotonic() + DEADLINE
+    while not all((peer.number() or 0) > watch.number for peer in watch.peers.values()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.1)  # they have begun the call; now let them block in it
+
+
+def others_gave_up() -> None:
+    """Return when every other rank has left its call and said why."""
+    deadline = time.monotonic() + DEADLINE
+    while not all(peer.words() for peer in ProcessState().communicators().watch.peers.values()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def misbehave(scenario: str) -> None:
+    """What the last rank does instead of coming to the call at once."""
+    others_wait()
+    if scenario == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if scenario == "exit":
+        sys.exit(3)
+    if scenario == "raise":
+        raise ValueError("bad batch")
+    if scenario == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if scenario == "interrupt":
+        os.kill(os.getppid(), signal.SIGUSR1)  # the parent interrupts all
+        try:
+            time.sleep(DEADLINE)
+        finally:
+            others_gave_up()
+    if scenario == "late":
+        others_gave_up()
+
+
+def together(rank: int, world_size: int) -> None:
+    with easydist.together():
+        if rank == world_size - 1:
+            raise ValueError("bad batch")
+        easydist.gather(torch.ones(3))
+
+
+def data_exchange(rank: int, world_size: int, scenario: str) -> None:
+    """The last rank is away between the headers and the data."""
+    comms = ProcessState().communicators()
+    if rank == world_size - 1:
+        act = signal.SIGKILL if scenario == "kill_inside" else signal.SIGSTOP
+        comms.control.all_gather_v = lambda *args, **kwargs: os.kill(os.getpid(), act)
+    easydist.gather(torch.ones(100_000), timeout=TIMEOUT.get(scenario))
+
+
+def meet(scenario: str, rank: int, world_size: int) -> None:
+    """The call that the last rank spoils."""
+    if scenario == "together":
+        return together(rank, world_size)
+    if scenario.endswith("inside"):
+        return data_exchange(rank, world_size, scenario)
+    if rank == world_size - 1:
+        misbehave(scenario)
+    easydist.gather({"x": torch.ones(3)}, timeout=TIMEOUT.get(scenario))
+    return None
+
+
+def work(scenario: str, rank: int, world_size: int) -> None:
+    pids = easydist.gather(os.getpid()).tolist()
+    row = {"scenario": scenario, "rank": rank, "pids": pids, "type": None, "text": ""}
+    start = time.monotonic()
+    try:
+        meet(scenario, rank, world_size)
+    except (EasydistError, KeyboardInterrupt) as error:
+        fields = {name: value for name, value in vars(error).items() if name != "raised_in"}
+        row |= {"type": type(error).__name__, "text": str(error), "fields": fields}
+    except ValueError as error:
+        if scenario != "together":
+            raise
+        row |= {"type": "ValueError", "text": str(error)}
+    row["seconds"] = time.monotonic() - start
+    if scenario in ("late", "together", "interrupt"):
+        row["next"] = easydist.gather(rank).tolist()
+    elif row["type"] is not None:
+        try:
+            easydist.gather(rank, timeout=0.2)
+        except (EasydistError, KeyboardInterrupt) as error:
+            row["next"] = type(error).__name__
+    os.write(1, (json.dumps(row) + "\n").encode())
+
+
+def launch(scenario: str, world_size: int) -> bool:
+    """Fork the ranks and wait for them; True in a rank."""
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": world_size}
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    pids = []
+    for rank in range(world_size):
+        pid = os.fork()
+        if pid == 0:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+            for name, value in (variables | {"RANK": rank, "LOCAL_RANK": rank}).items():
+                os.environ[name] = str(value)
+            work(scenario, rank, world_size)
+            return True
+        pids.append(pid)
+    if scenario == "interrupt" and signal.sigtimedwait([signal.SIGUSR1], DEADLINE):
+        for pid in pids:
+            os.kill(pid, signal.SIGINT)
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids[:-1]]
+    if scenario.startswith("stop"):
+        os.kill(pids[-1], signal.SIGKILL)
+    statuses.append(os.waitstatus_to_exitcode(os.waitpid(pids[-1], 0)[1]))
+    os.write(1, (json.dumps({"scenario": scenario, "statuses": statuses}) + "\n").encode())
+    return False
+
+
+if __name__ == "__main__" and not any(launch(scenario, int(sys.argv[1])) for scenario in sys.argv[2:]):
+    sys.exit()

@@ -1,0 +1,123 @@
+"""Ranks that are killed, stopped, late, interrupted or raise while others wait: real processes, real signals."""
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "scripts" / "loss.py"
+SCENARIOS = ["kill", "exit", "raise", "stop", "late", "interrupt", "together", "kill_inside", "stop_inside"]
+CASES = [(3, name) for name in SCENARIOS] + [(size, name) for size in (2, 4) for name in ("kill", "late", "raise")]
+AT = r"at \S*loss.py:\d+"
+
+
+@functools.cache
+def launched(world_size):
+    """Of each scenario what every rank met, by rank, and how the ranks ended."""
+    names = [name for size, name in CASES if size == world_size]
+    command = [sys.executable, str(SCRIPT), str(world_size), *names]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    found = {name: ({}, []) for name in names}
+    for row in map(json.loads, done.stdout.splitlines()):
+        rows, statuses = found[row["scenario"]]
+        if "rank" in row:
+            rows[row["rank"]] = row
+        else:
+            statuses += row["statuses"]
+    assert done.returncode == 0, done.stderr
+    return found, done.stderr
+
+
+def survivors(world_size, scenario, kind):
+    """The rows of all ranks but the last, each of which raised ``kind`` and ended well."""
+    rows, statuses = launched(world_size)[0][scenario]
+    assert [rows[rank]["type"] for rank in range(world_size - 1)] == [kind] * (world_size - 1)
+    assert statuses[:-1] == [0] * (world_size - 1)
+    return [rows[rank] for rank in range(world_size - 1)], statuses[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "scenario"), [case for case in CASES if case[1] in ("kill", "exit", "kill_inside")]
+)
+def test_a_process_that_ends_is_named(world_size, scenario):
+    rows, status = survivors(world_size, scenario, "PeerLostError")
+    expected, how = (3, "exit status 3") if scenario == "exit" else (-9, "killed by SIGKILL")
+    assert status == expected
+    for rank, row in enumerate(rows):
+        lost = row["pids"][-1]
+        assert (row["fields"]["rank"], row["fields"]["pid"]) == (world_size - 1, lost)
+        assert row["fields"]["exit_status"] in (expected, None)  # None where its parent was faster
+        known = how if row["fields"]["exit_status"] is not None else "exit status not known"
+        assert re.fullmatch(
+            rf"gather: rank {world_size - 1} is lost: process {lost} on \S+ ended \({known}\)\n"
+            rf"  rank {world_size - 1} was last seen in gather, call [23], {AT}\n"
+            rf"  rank \d waited in gather, call 3, {AT}\n"
+            r"The group cannot go on without it: start the job again, or make a group of those that are left\.",
+            row["text"],
+        ), (rank, row["text"])
+        assert row["next"] == "PeerLostError"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_an_exception_that_ends_a_process_reaches_the_others(world_size):
+    rows, status = survivors(world_size, "raise", "RemoteError")
+    assert status == 1
+    for row in rows:
+        assert f"gather: rank {world_size - 1} ended with an exception while rank" in row["text"]
+        assert f"\n  rank {world_size - 1}: ValueError: bad batch\n" in row["text"]
+        assert row["next"] == "RemoteError"
+    assert "terminate called" not in launched(world_size)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", ["stop", "stop_inside"])
+def test_a_stopped_process_is_said_to_be_alive_and_stopped(scenario):
+    rows, status = survivors(3, scenario, "CollectiveTimeout")
+    assert status == -9  # the test's own end of it
+    for row in rows:
+        if scenario == "stop":
+            assert row["fields"]["missing"] == [2]
+            assert row["text"].startswith("gather: 1 of 3 ranks did not come within 1 s\n")
+            assert re.search(
+                rf"\n  rank 2: missing; last seen in gather, call 2, {AT}; process \d+ on \S+ is alive but stopped",
+                row["text"],
+            )
+        else:
+            assert row["text"].startswith("gather: all ranks came, but not their data, within 1 s\n")
+            assert re.search(
+                rf"\n  rank 2: came; gather, call 3, {AT}; process \d+ on \S+ is alive but stopped", row["text"]
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_who_comes_late_hears_that_the_others_gave_up_and_all_connect_anew(world_size):
+    rows = launched(world_size)[0]["late"][0]
+    assert [rows[rank]["type"] for rank in range(world_size)] == ["CollectiveTimeout"] * world_size
+    for row in rows.values():
+        assert f"\n  rank {world_size - 1}: missing; last seen in gather, call 2, " in row["text"]
+        assert row["next"] == list(range(world_size))
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_wait_on_every_rank_and_the_group_works_on():
+    rows, statuses = launched(3)[0]["interrupt"]
+    assert [rows[rank]["type"] for rank in range(3)] == ["KeyboardInterrupt"] * 3
+    assert [rows[rank]["next"] for rank in range(3)] == [[0, 1, 2]] * 3
+    assert statuses == [0, 0, 0]
+
+
+@pytest.mark.slow
+def test_together_tells_all_ranks_of_an_exception_and_the_group_works_on():
+    rows, status = survivors(3, "together", "RemoteError")
+    assert status == 0
+    assert [row["text"] for row in rows] == ["together: the body raised on rank 2\n  rank 2: ValueError: bad batch"] * 2
+    assert [row["next"] for row in rows] == [[0, 1, 2]] * 2
