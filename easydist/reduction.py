@@ -91,12 +91,7 @@ def reduce(
         assert leaves is not None
         results: dict[int, torch.Tensor] = {}
         for members, flat in _totals(comms, leaves, call, agreement, reduction):
-            tensors = [leaves.tensors[i] for i in members]
-            results |= zip(members, _pieces(_finish(flat, reduction, scale, comms.size), tensors), strict=True)
-        for i, piece in results.items():
-            leaf = leaves.tensors[i]
-            dtype = _result_dtype(leaf.dtype, reduction, scale, is_tensor=isinstance(leaves.values[i], torch.Tensor))
-            results[i] = piece.to(leaf.device, dtype).view(leaf.shape)
+            results |= _results(leaves, members, _finish(flat, reduction, scale, comms.size), reduction, scale)
         return leaves.rebuild(results, agreement.uniform, as_value)
 
 
@@ -132,21 +127,37 @@ def _totals(
 
 def _flat(leaves: Leaves, dtype: torch.dtype, members: Sequence[int]) -> torch.Tensor:
     """Leaves one after another, in a new tensor."""
-    return torch.cat([leaves.tensors[i].reshape(-1).to(dtype) for i in members])
+    tensors = [leaves.tensors[i] for i in members]
+    if any(tensor.dtype is not dtype for tensor in tensors):
+        tensors = [tensor.to(dtype) for tensor in tensors]
+    flat = torch.empty(sum(map(torch.Tensor.numel, tensors)), dtype=dtype, device=tensors[0].device)
+    wire.pack(tensors, out=wire.as_bytes(flat))
+    return flat
 
 
-def _pieces(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Each leaf's own part: a copy, unless the leaf was alone."""
-    if len(tensors) == 1:
-        return [flat]
-    return [piece.clone() for piece in flat.split([tensor.numel() for tensor in tensors])]
+def _results(
+    leaves: Leaves, members: Sequence[int], total: torch.Tensor, reduction: str, scale: float
+) -> dict[int, torch.Tensor]:
+    """Each leaf's part of the total, in its own dtype and on its own device."""
+    kinds = [
+        (leaf.device, _result_dtype(leaf.dtype, reduction, scale, isinstance(leaves.values[i], torch.Tensor)))
+        for i, leaf in ((i, leaves.tensors[i]) for i in members)
+    ]
+    shapes = [leaves.layout.shapes[i] for i in members]
+    found: dict[int, torch.Tensor] = {}
+    for kind in set(kinds):
+        pieces = wire.separate(total.to(*kind), shapes)
+        found |= {i: piece for i, piece, own in zip(members, pieces, kinds, strict=True) if own == kind}
+    return found
 
 
 def _by_dtype(leaves: Leaves, indices: Sequence[int], reduction: str) -> list[_Run]:
     """The leaves that are reduced together; large items first, as in a packed buffer."""
+    dtypes = leaves.layout.dtypes
+    accumulated = {dtype: _accumulated_in(dtype, reduction) for dtype in set(dtypes)}
     groups: dict[torch.dtype, list[int]] = {}
     for i in indices:
-        groups.setdefault(_accumulated_in(leaves.tensors[i].dtype, reduction), []).append(i)
+        groups.setdefault(accumulated[dtypes[i]], []).append(i)
     return sorted(groups.items(), key=lambda run: wire.sort_key(run[0]))
 
 

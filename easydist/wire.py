@@ -10,7 +10,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -146,6 +146,25 @@ def unpack_rows(
         else:
             results += [joined.view(dtype) for joined in _joined(bits, run, sizes)]
     return results
+
+
+def separate(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
+    """Tensors that lie one after another, each in memory of its own; one that is alone keeps its memory.
+
+    Args:
+        flat: Of one dimension.
+        shapes: Of the tensors; they fill ``flat``.
+
+    Cost: one copy.
+    """
+    if len(shapes) == 1:
+        return [flat.view(tuple(shapes[0]))]
+    if not is_copyable(flat.dtype):
+        return [piece.view(flat.dtype) for piece in separate(flat.view(BITS[1]), shapes)]
+    sizes = [math.prod(shape) for shape in shapes]
+    if sizes[0] <= _SMALL and shapes.count(shapes[0]) == len(shapes):
+        return cast(Sequence[torch.Tensor], _unbind_copy(flat.view(len(shapes), *shapes[0])))
+    return [piece.resize_(*shape) for piece, shape in zip(_split_copy(flat, sizes), shapes, strict=True)]
 
 
 _SMALL = 256
