@@ -17,6 +17,7 @@ import json
 import os
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
         peer: The only other rank that takes part; None: all do.
     """
 
-    __slots__ = ("_comms", "_operation", "_peer", "_signals", "_timeout")
+    __slots__ = ("_comms", "_notes", "_operation", "_peer", "_signals", "_timeout")
 
     def __init__(
         self, comms: Communicators, operation: str, timeout: Timeout | None = None, peer: int | None = None
@@ -64,13 +65,22 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
 
     def __enter__(self) -> Communicators:
         comms = self._comms
+        site = _site() if comms.size > 1 or listeners else ""
+        self._notes = Notes(comms, self._operation, self._peer, site) if listeners else None
         if comms.size > 1:
-            comms.watch.begin(self._operation, _site(), self._timeout, self._peer)
-            self._signals = comms.hears_signals()
+            comms.watch.begin(self._operation, site, self._timeout, self._peer)
+            self._signals = comms.hears_signals(self._peer is not None)
             self._signals.__enter__()
             if comms.watch.broken is not None:
-                comms.connect_anew()
+                self._connect_anew()
         return comms
+
+    def _connect_anew(self) -> None:
+        try:
+            self._comms.connect_anew()
+        except BaseException as error:  # Python does not call __exit__ where __enter__ has raised
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -80,6 +90,8 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
                 self._comms.watch.interrupted(error)
             self._signals.__exit__(kind, error, trace)
             self._comms.watch.end(error is None or getattr(error, "raised_in", None) is self._comms)
+        if self._notes is not None:
+            self._notes.tell(error)
 
 
 def _site() -> str:
@@ -100,6 +112,56 @@ def _site_text(code: CodeType, line: int) -> str:
         relative = os.path.relpath(path)
         path = path if relative.startswith("..") else relative
     return f"{path}:{line}"
+
+
+class Notes:
+    """What is noted of a call while somebody listens, told when the call ends.
+
+    Attributes:
+        comms: The group.
+        operation: The verb's name.
+        peer: The only other rank that takes part; None: all do.
+        site: The caller's file and line.
+        start: When it began (nanoseconds, ``time.time_ns``).
+        came: When each rank's header was ready (likewise, by its own clock), from the first agreement of the call;
+            empty where there was none.
+        call: What this rank was about to do in that agreement.
+        error: What the call raised.
+    """
+
+    __slots__ = ("_around", "call", "came", "comms", "error", "operation", "peer", "site", "start")
+
+    def __init__(self, comms: Communicators, operation: str, peer: int | None, site: str) -> None:
+        self.start = time.time_ns()
+        self.comms, self.operation, self.peer, self.site = comms, operation, peer, site
+        self.came: list[int] = []
+        self.call: Call | None = None
+        self.error: BaseException | None = None
+        self._around, _open.notes = _open.notes, self
+
+    def tell(self, error: BaseException | None) -> None:
+        """Tell all who listen that the call has ended."""
+        self.error, _open.notes = error, self._around
+        for listener in [*listeners]:  # another thread may be ending its trace
+            listener(self)
+
+
+class _Open(threading.local):
+    """The notes of the innermost call of this thread."""
+
+    notes: Notes | None = None
+
+
+_open = _Open()
+listeners: list[Callable[[Notes], None]] = []
+"""Who hears of every call when it ends; empty, unless somebody traces."""
+
+
+def _note(call: Call | None, came: list[int]) -> None:
+    """Keep what is known after the first agreement of a call."""
+    if (notes := _open.notes) is not None:
+        notes.call = notes.call or call
+        notes.came = notes.came or came
 
 
 @dataclass(slots=True)
@@ -238,6 +300,8 @@ def agree(
         return alone(prepare)
     try:
         call = prepare()
+        if listeners:
+            _note(call, [])
         sizes = call.sizes()
         mine = _header(operation, call)
     except Exception as fault:
@@ -266,6 +330,8 @@ def trust(comms: Communicators, prepare: Callable[[], Call], check: bool | None)
 def alone(prepare: Callable[[], Call]) -> tuple[Call, Agreement]:
     """What ``agree`` gives where there is nobody to agree with."""
     call = prepare()
+    if listeners:
+        _note(call, [])
     return call, Agreement([_Header(_ABSENT if call.absent else _WELL, 0, 0, 0, call.nbytes, 0, 0, 0)])
 
 
@@ -316,6 +382,8 @@ def _all_frames(comms: Communicators, nbytes: int) -> list[_Header]:
     frames = comms.frames
     comms.control.all_gather_upto(frames.rows, nbytes, async_op=False)
     headers = [_Header(*_NUMBERS.unpack_from(frames.view, r * frames.nbytes)) for r in range(comms.size)]
+    if listeners:
+        _note(None, [header.came for header in headers])
     if headers[comms.rank].came > min([header.came for header in headers]) + _LATE:
         comms.watch.hear()  # the others may have given up: what they sent before that is not a call
     return headers

@@ -369,7 +369,7 @@ def scatter(
         assert leaves is not None
         tensors = leaves.tensors
         results: dict[int, torch.Tensor] = {}
-        for comm, indices in by_comm(comms, tensors, leaves.travelling(tied=True)):
+        for comm, indices in by_comm(comms, tensors, leaves.travelling(tied=True), layout_nbytes(leaves.layout)):
             parts = [_parts(tensors[i], comms.size, dim) for i in indices]
             mine = [column[comms.rank] for column in parts]
             buffer = packed_like(comm, [t.dtype for t in mine], [t.shape for t in mine])
@@ -429,7 +429,8 @@ def all_to_all(
         tensors, dims = leaves.tensors, leaves.layout.free(dim)[0]
         every = every_shape(comms, leaves, dims, agreement)
         results: dict[int, torch.Tensor] = {}
-        for comm, indices in by_comm(comms, tensors, leaves.travelling(tied=uniform)):
+        total = sum(smallest(every, leaves.layout.dtypes))
+        for comm, indices in by_comm(comms, tensors, leaves.travelling(tied=uniform), total):
             dtypes = [tensors[i].dtype for i in indices]
             shapes = [[_share_shape(row[i], dims[i], comms) for i in indices] for row in every]
             outputs = [packed_like(comm, dtypes, row) for row in shapes]

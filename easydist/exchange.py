@@ -79,14 +79,21 @@ def every_shape(comms: Communicators, leaves: Leaves, dims: Sequence[int], agree
 
 
 def by_comm(
-    comms: Communicators, tensors: Sequence[torch.Tensor], indices: Sequence[int]
+    comms: Communicators, tensors: Sequence[torch.Tensor], indices: Sequence[int], total: int
 ) -> Iterable[tuple[TorchComm, Sequence[int]]]:
-    """The leaves that share a communicator."""
+    """The leaves that share a communicator.
+
+    Args:
+        comms: The group.
+        tensors: The leaves.
+        indices: Those of them that travel.
+        total: Their bytes, or another number on which all ranks agree.
+    """
     if all(tensors[i].is_cpu for i in indices):
-        return [(comms.control, indices)] if indices else []
+        return [(comms.cpu(total), indices)] if indices else []
     groups: dict[int, tuple[TorchComm, list[int]]] = {}
     for i in indices:
-        comm = comms.data(tensors[i].device)
+        comm = comms.cpu(total) if tensors[i].is_cpu else comms.data(tensors[i].device)
         groups.setdefault(id(comm), (comm, []))[1].append(i)
     return groups.values()
 
@@ -102,7 +109,7 @@ def buckets(
         indices: Those of them that travel.
         nbytes: Of each leaf a size on which all ranks agree, so that they make the same buckets.
     """
-    for comm, members in by_comm(comms, tensors, indices):
+    for comm, members in by_comm(comms, tensors, indices, sum(nbytes)):
         small = [i for i in members if nbytes[i] < LARGE]
         yield from ((comm, [i]) for i in members if nbytes[i] >= LARGE)
         if small:

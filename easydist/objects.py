@@ -77,7 +77,7 @@ def gather_object(
         else:
             messages = [torch.empty(nbytes, dtype=torch.uint8, device="cpu") for nbytes in agreement.nbytes]
             messages[comms.rank] = mine.data
-            comms.control.all_gather_v(messages, mine.data, async_op=False)
+            comms.cpu(sum(agreement.nbytes)).all_gather_v(messages, mine.data, async_op=False)
         values = [mine.decoded(message) for message in messages]
         return [item for value in values for item in value] if is_list else values
 
@@ -209,7 +209,7 @@ def _sent_to_all(comms: Communicators, mine: torch.Tensor, agreement: Agreement,
         return agreement.payload(source).clone()
     nbytes = agreement.nbytes[source]
     message = mine if comms.rank == source else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    comms.control.broadcast(message, source, async_op=False)
+    comms.cpu(nbytes).broadcast(message, source, async_op=False)
     return message
 
 

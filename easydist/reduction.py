@@ -117,7 +117,7 @@ def _totals(
         for (_, members), parts in zip(_by_dtype(leaves, travelling, reduction), columns, strict=True):
             yield members, combine(op, parts)
         return
-    for comm, indices in by_comm(comms, leaves.tensors, travelling):
+    for comm, indices in by_comm(comms, leaves.tensors, travelling, layout_nbytes(leaves.layout)):
         for dtype, members in _by_dtype(leaves, indices, reduction):
             flat = _flat(leaves, dtype, members).to(comm.get_device())
             if op is not None:

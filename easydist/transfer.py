@@ -70,7 +70,7 @@ def send_tensor_dict(tensor_dict: Tree, dst: int, *, group: Group = None, timeou
             pair.refuse(error)
         pair.tell(_WELL, outgoing.header)
         pair.hear()
-        _move(buffers, lambda comm, buffer: comm.send(buffer, dst, async_op=True))
+        _move(comms, buffers, comms.between_two, lambda comm, buffer: comm.send(buffer, dst, async_op=True))
 
 
 def recv_tensor_dict(src: int, *, into: Tree = None, group: Group = None, timeout: Timeout | None = None) -> Tree:
@@ -117,7 +117,7 @@ def recv_tensor_dict(src: int, *, into: Tree = None, group: Group = None, timeou
             pair.fail(DisagreementError(_disagreement("recv_tensor_dict", src, {comms.rank: misfit})))
         pair.tell(_WELL)
         pair.settle()
-        _move(incoming.buffers(), lambda comm, buffer: comm.recv(buffer, src, async_op=True))
+        _move(comms, incoming.buffers(), comms.between_two, lambda comm, buffer: comm.recv(buffer, src, async_op=True))
         return incoming.finish()
 
 
@@ -186,7 +186,7 @@ def broadcast_tensor_dict(
         comms.control.broadcast(encoded, src, async_op=False)
         incoming = _accepted(comms, src, None if outgoing else encoded, into)
         buffers = incoming.buffers() if incoming else buffers
-        _move(buffers, lambda comm, buffer: comm.broadcast(buffer, src, async_op=True))
+        _move(comms, buffers, comms.cpu, lambda comm, buffer: comm.broadcast(buffer, src, async_op=True))
         return incoming.finish() if incoming else tensor_dict
 
 
@@ -218,8 +218,15 @@ def _as_bytes(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(text.encode(errors="backslashreplace")), dtype=torch.uint8)
 
 
-def _move(buffers: Buffers, post: Callable[[TorchComm, torch.Tensor], TorchWork]) -> None:
-    works = [post(comm, buffer) for comm, buffer in buffers]
+def _move(
+    comms: Communicators,
+    buffers: Buffers,
+    choose: Callable[[int], TorchComm],
+    post: Callable[[TorchComm, torch.Tensor], TorchWork],
+) -> None:
+    """Exchange the data; ``choose`` gives the communicator for this much of it on the CPU."""
+    cpu = choose(sum(buffer.numel() for comm, buffer in buffers if comm is comms.control))
+    works = [post(cpu if comm is comms.control else comm, buffer) for comm, buffer in buffers]
     for work in works:
         work.wait()
 

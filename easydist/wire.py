@@ -164,7 +164,7 @@ def separate(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> Sequence[to
     sizes = [math.prod(shape) for shape in shapes]
     if sizes[0] <= _SMALL and shapes.count(shapes[0]) == len(shapes):
         return cast(Sequence[torch.Tensor], _unbind_copy(flat.view(len(shapes), *shapes[0])))
-    return [piece.resize_(*shape) for piece, shape in zip(_split_copy(flat, sizes), shapes, strict=True)]
+    return [piece.resize_(tuple(shape)) for piece, shape in zip(_split_copy(flat, sizes), shapes, strict=True)]
 
 
 _SMALL = 256

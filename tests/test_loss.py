@@ -12,16 +12,18 @@ import pytest
 
 SCRIPT = Path(__file__).parent / "scripts" / "loss.py"
 SCENARIOS = ["kill", "exit", "raise", "stop", "late", "interrupt", "together", "kill_inside", "stop_inside"]
-CASES = [(3, name) for name in SCENARIOS] + [(size, name) for size in (2, 4) for name in ("kill", "late", "raise")]
+CASES = [(3, "shm", name) for name in SCENARIOS]
+CASES += [(3, "gloo", name) for name in SCENARIOS]
+CASES += [(size, "shm", name) for size in (2, 4) for name in ("kill", "late", "raise")]
 AT = r"at \S*loss.py:\d+"
 
 
 @functools.cache
-def launched(world_size):
+def launched(world_size, backend):
     """Of each scenario what every rank met, by rank, and how the ranks ended."""
-    names = [name for size, name in CASES if size == world_size]
+    names = [name for size, kind, name in CASES if (size, kind) == (world_size, backend)]
     command = [sys.executable, str(SCRIPT), str(world_size), *names]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "EASYDIST_SHM": str(int(backend == "shm"))}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
     found = {name: ({}, []) for name in names}
     for row in map(json.loads, done.stdout.splitlines()):
@@ -34,20 +36,24 @@ def launched(world_size):
     return found, done.stderr
 
 
-def survivors(world_size, scenario, kind):
+def cases(*scenarios):
+    """Parametrizes a test over the runs of these scenarios."""
+    chosen = [case for case in CASES if case[2] in scenarios]
+    return pytest.mark.parametrize(("world_size", "backend", "scenario"), chosen)
+
+
+def survivors(world_size, backend, scenario, kind):
     """The rows of all ranks but the last, each of which raised ``kind`` and ended well."""
-    rows, statuses = launched(world_size)[0][scenario]
+    rows, statuses = launched(world_size, backend)[0][scenario]
     assert [rows[rank]["type"] for rank in range(world_size - 1)] == [kind] * (world_size - 1)
     assert statuses[:-1] == [0] * (world_size - 1)
     return [rows[rank] for rank in range(world_size - 1)], statuses[-1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world_size", "scenario"), [case for case in CASES if case[1] in ("kill", "exit", "kill_inside")]
-)
-def test_a_process_that_ends_is_named(world_size, scenario):
-    rows, status = survivors(world_size, scenario, "PeerLostError")
+@cases("kill", "exit", "kill_inside")
+def test_a_process_that_ends_is_named(world_size, backend, scenario):
+    rows, status = survivors(world_size, backend, scenario, "PeerLostError")
     expected, how = (3, "exit status 3") if scenario == "exit" else (-9, "killed by SIGKILL")
     assert status == expected
     for rank, row in enumerate(rows):
@@ -66,21 +72,21 @@ def test_a_process_that_ends_is_named(world_size, scenario):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_an_exception_that_ends_a_process_reaches_the_others(world_size):
-    rows, status = survivors(world_size, "raise", "RemoteError")
+@cases("raise")
+def test_an_exception_that_ends_a_process_reaches_the_others(world_size, backend, scenario):
+    rows, status = survivors(world_size, backend, scenario, "RemoteError")
     assert status == 1
     for row in rows:
         assert f"gather: rank {world_size - 1} ended with an exception while rank" in row["text"]
         assert f"\n  rank {world_size - 1}: ValueError: bad batch\n" in row["text"]
         assert row["next"] == "RemoteError"
-    assert "terminate called" not in launched(world_size)[1]
+    assert "terminate called" not in launched(world_size, backend)[1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", ["stop", "stop_inside"])
-def test_a_stopped_process_is_said_to_be_alive_and_stopped(scenario):
-    rows, status = survivors(3, scenario, "CollectiveTimeout")
+@cases("stop", "stop_inside")
+def test_a_stopped_process_is_said_to_be_alive_and_stopped(world_size, backend, scenario):
+    rows, status = survivors(world_size, backend, scenario, "CollectiveTimeout")
     assert status == -9  # the test's own end of it
     for row in rows:
         if scenario == "stop":
@@ -98,9 +104,9 @@ def test_a_stopped_process_is_said_to_be_alive_and_stopped(scenario):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_who_comes_late_hears_that_the_others_gave_up_and_all_connect_anew(world_size):
-    rows = launched(world_size)[0]["late"][0]
+@cases("late")
+def test_who_comes_late_hears_that_the_others_gave_up_and_all_connect_anew(world_size, backend, scenario):
+    rows = launched(world_size, backend)[0][scenario][0]
     assert [rows[rank]["type"] for rank in range(world_size)] == ["CollectiveTimeout"] * world_size
     for row in rows.values():
         assert f"\n  rank {world_size - 1}: missing; last seen in gather, call 2, " in row["text"]
@@ -108,16 +114,18 @@ def test_who_comes_late_hears_that_the_others_gave_up_and_all_connect_anew(world
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_wait_on_every_rank_and_the_group_works_on():
-    rows, statuses = launched(3)[0]["interrupt"]
+@cases("interrupt")
+def test_ctrl_c_ends_the_wait_on_every_rank_and_the_group_works_on(world_size, backend, scenario):
+    rows, statuses = launched(world_size, backend)[0][scenario]
     assert [rows[rank]["type"] for rank in range(3)] == ["KeyboardInterrupt"] * 3
     assert [rows[rank]["next"] for rank in range(3)] == [[0, 1, 2]] * 3
     assert statuses == [0, 0, 0]
 
 
 @pytest.mark.slow
-def test_together_tells_all_ranks_of_an_exception_and_the_group_works_on():
-    rows, status = survivors(3, "together", "RemoteError")
+@cases("together")
+def test_together_tells_all_ranks_of_an_exception_and_the_group_works_on(world_size, backend, scenario):
+    rows, status = survivors(world_size, backend, scenario, "RemoteError")
     assert status == 0
     assert [row["text"] for row in rows] == ["together: the body raised on rank 2\n  rank 2: ValueError: bad batch"] * 2
     assert [row["next"] for row in rows] == [[0, 1, 2]] * 2

@@ -14,11 +14,19 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: igno
 
 from easydist.comms.c10d import Gloo, over
 from easydist.comms.comm import TorchComm
-from easydist.comms.peer import RECORD_NBYTES, Peer, record
+from easydist.comms.peer import RECORD_NBYTES, Peer, may_share, record
 from easydist.comms.sentry import sentry, signals_wake_sentry
+from easydist.comms.sharing import is_wanted, share
 from easydist.comms.solo import Solo
 from easydist.comms.watch import Watch
 from easydist.shm import own_page
+
+_SLOT = 1 << 16
+"""Room for what a rank publishes at once: headers and small payloads."""
+
+_LARGE = 1 << 20
+_LARGE_SLOTS = (2 << 20, 1 << 19, 1 << 17)
+"""Large steps beat many small ones, as every step may cost context switches; 8 MB was slower again than 2."""
 
 _POLL = 0.01
 """Seconds between two looks into a store."""
@@ -65,13 +73,24 @@ class Communicators:
         self.control = control
         self.rank, self.size = control.get_rank(), control.get_size()
         self._group = group
+        self._bulk: TorchComm | None = None
+        self._first, self._may_share = control, False
         self._store = None if group is None or self.size == 1 else PrefixStore("easydist", group.get_group_store())
         self._data = {control.get_device().type: control}
         self.watch = Watch(self.rank, self.size, _timeout_of(group), self._store)
         self.frames = Frames(self.size)
         if self.size > 1:
-            self._watch_over()
-            self._meet()
+            self._begin()
+
+    def _begin(self) -> None:
+        """Learn who the others are, and share memory with them where that is possible."""
+        self._watch_over()
+        self.watch.begin("the first call of the group", "easydist")
+        self._meet()
+        if self._may_share and (shared := share(self.control, self.watch, [_SLOT])):
+            self._data["cpu"] = self.control = shared
+        self.watch.waits_in_memory = self.control.get_backend() == "shm"
+        self.watch.end()
 
     def _watch_over(self) -> None:
         """Have the waits of the control communicator looked after."""
@@ -83,11 +102,31 @@ class Communicators:
     def _meet(self) -> None:
         """Learn which processes the other ranks are."""
         rows = torch.empty((self.size, RECORD_NBYTES), dtype=torch.uint8, device="cpu")
-        mine = torch.frombuffer(bytearray(record(own_page(), self.watch.slot)), dtype=torch.uint8)
-        self.watch.begin("the first call of the group", "easydist")
-        self.control.all_gather_single(rows, mine, async_op=False)
-        self.watch.peers = {r: Peer(r, rows[r].numpy().tobytes()) for r in self.watch.peers}
-        self.watch.end()
+        mine = record(own_page(), self.watch.slot, isinstance(self.control.backend, Gloo) and is_wanted())
+        self.control.all_gather_single(rows, torch.frombuffer(bytearray(mine), dtype=torch.uint8), async_op=False)
+        told = [row.numpy().tobytes() for row in rows]
+        self.watch.peers = {r: Peer(r, told[r]) for r in self.watch.peers}
+        self._may_share = may_share(told)
+
+    def cpu(self, nbytes: int) -> TorchComm:
+        """The communicator for data on the CPU: on one host one with more room for large data, made when first needed.
+
+        Args:
+            nbytes: How much shall move, the same number on every rank.
+        """
+        if nbytes < _LARGE or not self._may_share or self.control.get_backend() != "shm":
+            return self.control
+        if self._bulk is None:
+            self._bulk = share(self.control, self.watch, _LARGE_SLOTS) or self.control
+        return self._bulk
+
+    def between_two(self, nbytes: int) -> TorchComm:
+        """The communicator for data on the CPU that only two ranks exchange: they cannot make one with more room.
+
+        Args:
+            nbytes: How much shall move, the same number on both.
+        """
+        return self.control if nbytes < _LARGE else self._bulk or self._first
 
     def data(self, device: torch.device) -> TorchComm:
         """The communicator for tensors on ``device``; the control communicator where the group has none for it."""
@@ -97,9 +136,9 @@ class Communicators:
             comm = self._data[device.type] = TorchComm(backend, self.control.get_name()) if backend else self.control
         return comm
 
-    def hears_signals(self) -> AbstractContextManager[None]:
+    def hears_signals(self, between_two: bool) -> AbstractContextManager[None]:
         """While this lasts, Ctrl-C ends the waits of the group."""
-        return signals_wake_sentry() if isinstance(self.control.backend, Gloo) else _ALWAYS
+        return signals_wake_sentry() if between_two or isinstance(self.control.backend, Gloo) else _ALWAYS
 
     def connect_anew(self) -> None:
         """After a timeout or an interruption: new connections, once all ranks have come.
@@ -132,10 +171,14 @@ class Communicators:
 
     def _rebuild(self, backend: Gloo) -> None:
         old, self.control = self.control, TorchComm(backend, self.control.get_name())
+        self._first = self.control
         self._data = {kind: self.control if comm is old else comm for kind, comm in self._data.items()}
+        self._bulk = None
         self.watch.broken, self.watch.deaf_before = None, 0.0
         self.watch.phase += 1
-        self._watch_over()
+        operation, site, left = self.watch.operation, self.watch.site, self.watch.left
+        self._begin()
+        self.watch.begin(operation, site, left)
 
 
 def _timeout_of(group: dist.ProcessGroup | None) -> float:

@@ -10,6 +10,7 @@ import select
 import signal
 import socket
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from easydist.shm import OwnPage, PeerPage
@@ -28,11 +29,17 @@ def host_id() -> str:
     return socket.gethostname()
 
 
-def record(page: OwnPage | None, slot: int) -> bytes:
-    """What this process tells its peers about itself."""
+def record(page: OwnPage | None, slot: int, shares: bool) -> bytes:
+    """What this process tells its peers about itself; ``shares``: it would use shared memory."""
     address = page.address if page else (os.getpid(), -1, "")
-    text = json.dumps([socket.gethostname()[:200], host_id()[:100], slot, *address])
+    text = json.dumps([socket.gethostname()[:200], host_id()[:100], shares, slot, *address])
     return text.encode().ljust(RECORD_NBYTES)
+
+
+def may_share(records: Sequence[bytes]) -> bool:
+    """Whether all processes say that they are on one host, and would use shared memory."""
+    told = [json.loads(record)[1:3] for record in records]
+    return all(shares and host == told[0][0] for host, shares in told)
 
 
 class Peer:
@@ -55,7 +62,7 @@ class Peer:
         self._slot, self._process = -1, -1
         self._page: PeerPage | None = None
         if told is not None:
-            self.host, host, self._slot, self.pid, *address = json.loads(told)
+            self.host, host, _, self._slot, self.pid, *address = json.loads(told)
             if host == host_id():
                 self._attach(*address)
 

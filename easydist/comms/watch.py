@@ -60,7 +60,8 @@ class Watch:
         site: Where the call was made that began last.
         broken: What ended the group's exchanges; None while all is well.
         is_final: Whether the group cannot be connected anew.
-        sever: Breaks this process's connections of the group, so that nobody waits for it any more.
+        sever: Breaks this process's connections of the group: who waits in C++ for this rank, or is this rank, returns.
+        waits_in_memory: Whether the group's ranks share memory, so that all of them look around while they wait.
         phase: Rises with every breach of the connections, to an odd number, and with every repair, to an even one.
         deaf_before: Last words from before this time do not count (seconds, ``time.time``).
         waits: Even outside of waits; rises with every beginning and end of one.
@@ -73,6 +74,7 @@ class Watch:
         self.broken: EasydistError | None = None
         self.is_final = False
         self.sever: Callable[[], None] = _nothing
+        self.waits_in_memory = False
         self._page = own_page() if size > 1 else None
         self.slot = self._page.new_slot() if self._page else -1
         self._store = store
@@ -183,7 +185,8 @@ class Watch:
             self.broken = error
             kind = kind or next(kind for kind, cls in _KINDS.items() if isinstance(error, cls))
             self.say({"kind": kind, "text": str(error), "final": self.is_final, **vars(error), "raised_in": None})
-            self.sever()
+            if self.waits % 2 or not self.waits_in_memory:
+                self.sever()
 
     def interrupted(self, error: BaseException) -> None:
         """This rank leaves a call in the middle, because of Ctrl-C or the like."""

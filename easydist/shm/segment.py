@@ -1,8 +1,8 @@
 """A piece of memory that processes of one host share.
 
-Who creates it names it with 128 random bits and gives the name to the others over a channel they have already. That a
-process can attach by this name proves that it sees the same memory: host names prove nothing, containers share them.
-Once all have attached, the name is taken away, so that nothing stays behind however the processes end.
+It is a file in ``/dev/shm`` without a name. The others open it through the process that made it (``/proc/<pid>/fd``),
+which only this user may do, and compare device and inode: that proves that both see the same memory. Host names prove
+nothing, containers share them. Without a name nothing can stay behind, however the processes end.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import secrets
-import stat
 
 FOLDER = "/dev/shm"
 """Files here are memory."""
@@ -29,7 +27,7 @@ class Segment:
         7
 
     Attributes:
-        name: Of the file; not known outside the processes that share the memory.
+        name: What another process needs to attach; of no use after ``unlink``.
         nbytes: How large it is.
         memory: The memory, zeros at first; it lives as long as anything refers to it.
     """
@@ -37,44 +35,55 @@ class Segment:
     def __init__(self, name: str, nbytes: int, descriptor: int) -> None:
         self.name, self.nbytes = name, nbytes
         self.memory = mmap.mmap(descriptor, nbytes)
+        self._descriptor = -1
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
         """A new segment, all of it backed by memory now: a full file system is an error here, not a SIGBUS later.
 
         Raises:
-            OSError: There is no room, or no such folder.
+            OSError: There is no room, or the system has no such files.
         """
-        name = f"easydist-{secrets.token_hex(16)}"
-        path = os.path.join(FOLDER, name)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        flag = getattr(os, "O_TMPFILE", None)
+        if flag is None or not os.path.isdir(FOLDER):
+            raise OSError(f"{FOLDER} has no files without a name on this system")
+        descriptor = os.open(FOLDER, os.O_RDWR | os.O_CLOEXEC | flag, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, nbytes)
-            return cls(name, nbytes, descriptor)
+            status = os.fstat(descriptor)
+            segment = cls(f"{os.getpid()}/{descriptor}/{status.st_dev}/{status.st_ino}", nbytes, descriptor)
         except BaseException:
-            os.unlink(path)
-            raise
-        finally:
             os.close(descriptor)
+            raise
+        segment._descriptor = descriptor
+        return segment
 
     @classmethod
     def attach(cls, name: str, nbytes: int) -> Segment:
-        """The segment that another process of this user has created.
+        """The segment that another process of this user has created, before that one has called ``unlink``.
 
         Raises:
             OSError: It is not to be seen from here: another host, another container, another user.
         """
-        path = os.path.join(FOLDER, os.path.basename(name))
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        pid, number, device, inode = map(int, name.split("/"))
+        path = f"/proc/{pid}/fd/{number}"
+        if not os.readlink(path).startswith(FOLDER):  # to open a stranger's pipe could block
+            raise PermissionError(f"{path} is not the segment that was announced")
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             status = os.fstat(descriptor)
-            if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o600 or status.st_size != nbytes:
+            if (status.st_dev, status.st_ino, status.st_size) != (device, inode, nbytes):
                 raise PermissionError(f"{path} is not the segment that was announced")
             return cls(name, nbytes, descriptor)
         finally:
             os.close(descriptor)
 
     def unlink(self) -> None:
-        """Take the name away; the memory stays with those that have attached."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(FOLDER, self.name))
+        """Let nobody else attach; the memory stays with those that have."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            self.unlink()

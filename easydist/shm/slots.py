@@ -1,0 +1,230 @@
+"""What lies where in the segment of one group, and who has announced what.
+
+    the bell                                  8 bytes on a cache line of its own
+    per rank, numbers of 8 bytes              three or more cache lines, written by that rank only:
+        step, length, length                  how far this rank has come; lengths of what its slots hold
+        asleep                                whether this rank has to be woken
+        posted, per channel and peer          chunks laid into the lane to that peer
+        taken, per channel and peer           chunks copied out of the lane from that peer
+    per rank, data                            two slots, and two chunks of a lane per channel and peer
+
+A *slot* is read by all other ranks. Its owner fills it for a step and publishes the step's number; the others wait for
+that number. A rank that has published step k has done all its reading up to step k - 1: so what is read in step k
+may be overwritten once all have published k + 1, and nobody sends acknowledgements.
+Whoever publishes wakes all that sleep: to leave that to the last of the ranks awaited spares context switches, but cost
+40 % more time on four ranks and two cores, because then all run at once.
+
+A *lane* leads from one rank to one other: its chunks are counted by both, and two may be on their way. There is one per
+*channel*, collectives and messages, and together a rank's lanes take as much room as four slots: a lane's chunk
+is a slot divided by W.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+
+import torch
+
+from easydist.shm.segment import Segment
+from easydist.shm.signal import Bell
+
+COLLECTIVES, MESSAGES = 0, 1
+_CHANNELS = 2
+_LINE = 8
+"""Numbers on a cache line of 64 bytes."""
+
+_STEP, _LENGTH, _ASLEEP = 0, 1, _LINE
+_PAGE = 4096
+_SLOTS_PER_RANK = 6
+"""Two slots, and the lanes."""
+
+NEVER = 1 << 62
+"""A step that nobody publishes."""
+
+Need = tuple[int, tuple[int, ...]]
+"""What a generator waits for: the step that these ranks have to publish, or ``NEVER`` and the peer of a lane."""
+
+_SMALL = 1 << 16
+"""Bytes that are copied without letting another thread have the interpreter."""
+
+_copy_at_once, _copy_aside = ctypes.PyDLL(None).memmove, ctypes.CDLL(None).memmove
+_copy_at_once.argtypes = _copy_aside.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_copy_at_once.restype = _copy_aside.restype = None
+
+
+def copy(target: int, source: int, nbytes: int) -> None:
+    """Copy memory between addresses: 256 bytes in a quarter of the time of ``Tensor.copy_``, 16 MB as fast."""
+    (_copy_at_once if nbytes <= _SMALL else _copy_aside)(target, source, nbytes)
+
+
+def _rounded(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+class Slots:
+    """One rank's view of the segment.
+
+    Args:
+        segment: Of ``Slots.nbytes(size, slot)`` bytes, zeros at first; the same on all ranks.
+        rank: This process in the group.
+        size: How many processes the group has.
+
+    Attributes:
+        slot: Bytes of a slot.
+        lane: Bytes of a lane's chunk.
+        others: All ranks but this one.
+        bell: On which the ranks sleep.
+    """
+
+    def __init__(self, segment: Segment, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.others = tuple(r for r in range(size) if r != rank)
+        self._block = _block(size)
+        self._data = _control(size)
+        self.slot = (segment.nbytes - self._data) // (_SLOTS_PER_RANK * size)
+        self.lane = self.slot // size
+        self.memory = torch.frombuffer(segment.memory, dtype=torch.uint8)
+        self._address = self.memory.data_ptr()
+        self._words = memoryview(segment.memory)[: self._data].cast("q")
+        self.bell = Bell(self._words, self._address, rank)
+        self._fence, self._release = self.bell.fence, self.bell.release
+        self._step_at = [self._cell(r, _STEP) for r in range(size)]
+        self._asleep_at = [(1 << r % 32, self._cell(r, _ASLEEP)) for r in self.others]
+
+    @staticmethod
+    def nbytes(size: int, slot: int) -> int:
+        """How large a segment has to be for slots of at least ``slot`` bytes."""
+        return _control(size) + _SLOTS_PER_RANK * size * _rounded(max(slot, 1), 8 * _LINE * size)
+
+    def _cell(self, rank: int, number: int) -> int:
+        return _LINE + rank * self._block + number
+
+    def slot_at(self, rank: int, half: int) -> int:
+        """The address of a slot."""
+        return self._address + self.slot_offset(rank, half)
+
+    def slot_offset(self, rank: int, half: int) -> int:
+        """Where in ``memory`` a slot begins."""
+        return self._data + (_SLOTS_PER_RANK * rank + half) * self.slot
+
+    def length(self, rank: int, half: int) -> int:
+        """What ``set_length`` has set there."""
+        length: int = self._words[self._step_at[rank] + _LENGTH + half]
+        return length
+
+    def read(self, cell: int) -> int:
+        """A number of the control block."""
+        number: int = self._words[cell]
+        return number
+
+    def has_published(self, rank: int, step: int) -> bool:
+        """Whether a rank has come as far as ``step``."""
+        return bool(self._words[self._step_at[rank]] >= step)
+
+    def set_length(self, half: int, length: int) -> None:
+        """To be published with the slot."""
+        self._words[self._step_at[self.rank] + _LENGTH + half] = length
+
+    def publish(self, step: int) -> None:
+        """Announce that this rank's slot is filled for ``step``, and that it has read all it needs of earlier steps."""
+        if self._release is not None:
+            self._release()
+        self._words[self._step_at[self.rank]] = step
+        self._fence()
+        asleep = 0
+        for bit, cell in self._asleep_at:
+            if self._words[cell]:
+                asleep |= bit
+        if asleep:
+            self.bell.ring(asleep)
+
+    def sleep(self, woken: Callable[[], bool], seconds: float) -> bool:
+        """Sleep until another rank has published, or changed a lane of this rank's.
+
+        Args:
+            woken: Looks whether anything has moved; called once the others can see that this rank sleeps, and after.
+            seconds: At most.
+
+        Returns:
+            What ``woken`` said last.
+        """
+        mine = self._cell(self.rank, _ASLEEP)
+        heard = self.bell.listen()
+        self._words[mine] = 1
+        self._fence()
+        try:
+            if woken():
+                return True
+            self.bell.sleep(heard, seconds)
+        finally:
+            self._words[mine] = 0
+        return woken()
+
+    def lane_to(self, channel: int, peer: int) -> Lane:
+        """The lane that this rank fills."""
+        return Lane(self, channel, self.rank, peer)
+
+    def lane_from(self, channel: int, peer: int) -> Lane:
+        """The lane that this rank empties."""
+        return Lane(self, channel, peer, self.rank)
+
+    def _lane(self, channel: int, src: int, dst: int) -> tuple[int, int, tuple[int, int]]:
+        """The cells of posted and taken, and the addresses of the two chunks."""
+        taken = 2 * _LINE + _rounded(_CHANNELS * self.size, _LINE)
+        first = self.slot_at(src, 2) + 2 * (channel * self.size + dst) * self.lane
+        return (
+            self._cell(src, 2 * _LINE + channel * self.size + dst),
+            self._cell(dst, taken + channel * self.size + src),
+            (first, first + self.lane),
+        )
+
+    def tell(self, cell: int, number: int, peer: int) -> None:
+        """Write a number of this rank's that ``peer`` may sleep for."""
+        if self._release is not None:
+            self._release()
+        self._words[cell] = number
+        self._fence()
+        if self._words[self._cell(peer, _ASLEEP)]:
+            self.bell.ring(1 << peer % 32)
+
+
+class Lane:
+    """The way from one rank to one other; ``put`` and ``take`` are generators that yield while the peer is awaited."""
+
+    def __init__(self, slots: Slots, channel: int, src: int, dst: int) -> None:
+        self._slots = slots
+        self._posted, self._taken, self._chunks = slots._lane(channel, src, dst)
+        self._src, self._dst = src, dst
+
+    def put(self, address: int, nbytes: int) -> Iterator[Need]:
+        """Lay ``nbytes`` at ``address`` into the lane; ends when the last chunk is in it."""
+        slots, need = self._slots, (NEVER, (self._dst,))
+        posted = slots.read(self._posted)
+        for offset in range(0, nbytes, slots.lane):
+            while posted - slots.read(self._taken) >= 2:
+                yield need
+            copy(self._chunks[posted % 2], address + offset, min(slots.lane, nbytes - offset))
+            posted += 1
+            slots.tell(self._posted, posted, self._dst)
+
+    def take(self, address: int, nbytes: int) -> Iterator[Need]:
+        """Copy the next ``nbytes`` of the lane to ``address``."""
+        slots, need = self._slots, (NEVER, (self._src,))
+        taken = slots.read(self._taken)
+        for offset in range(0, nbytes, slots.lane):
+            while slots.read(self._posted) <= taken:
+                yield need
+            copy(address + offset, self._chunks[taken % 2], min(slots.lane, nbytes - offset))
+            taken += 1
+            slots.tell(self._taken, taken, self._src)
+
+
+def _block(size: int) -> int:
+    """Numbers per rank in the control block."""
+    return 2 * _LINE + 2 * _rounded(_CHANNELS * size, _LINE)
+
+
+def _control(size: int) -> int:
+    """Bytes before the data, whole pages."""
+    return _rounded(8 * (_LINE + size * _block(size)), _PAGE)

@@ -1,0 +1,131 @@
+"""Collectives that all ranks read, as generators over the slots: each yields where it has to wait for other ranks.
+
+All ranks run the same generators in the same order, so that the steps and the turns of the slots need no agreement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+
+from easydist.shm.slots import Need, Slots, copy
+
+Place = tuple[int, int]
+"""An address and a number of bytes."""
+
+
+class Steps:
+    """One rank's way through the steps.
+
+    Args:
+        slots: The memory.
+    """
+
+    def __init__(self, slots: Slots) -> None:
+        self.slots = slots
+        self._step = 0
+        self._reached_by_all = 0
+        self._half = 0
+        self._read_in = [-1, -1]
+
+    def publish(self, half: int | None = None) -> int:
+        """Take the next step and return its number; the others read slot ``half`` in it."""
+        self._step += 1
+        if half is not None:
+            self._read_in[half] = self._step
+        self.slots.publish(self._step)
+        return self._step
+
+    def all_reach(self, step: int) -> Iterator[Need]:
+        """Wait until all ranks have published ``step``."""
+        if step <= self._reached_by_all:
+            return
+        slots, need = self.slots, (step, self.slots.others)
+        for rank in slots.others:
+            while not slots.has_published(rank, step):
+                yield need
+        self._reached_by_all = step
+
+    def next_half(self) -> int:
+        """Whose turn it is: the slots alternate, on all ranks alike."""
+        self._half ^= 1
+        return self._half
+
+    def own_slot(self, half: int) -> Generator[Need, None, int]:
+        """Wait until nobody reads this rank's slot any more; returns its address."""
+        if self._read_in[half] >= self._reached_by_all:
+            yield from self.all_reach(self._read_in[half] + 1)
+        return self.slots.slot_at(self.slots.rank, half)
+
+    def share(self, address: int, rows: Sequence[Place], begin: int = 0) -> Iterator[Need]:
+        """Fill ``rows[r]`` with what rank r has at ``address``.
+
+        Args:
+            address: Of as many bytes as ``rows[rank]``; may be the row itself.
+            rows: Where the ranks' data goes; the sizes may differ, and are the same on all ranks.
+            begin: Bytes of each row that are there already.
+        """
+        slots, nbytes = self.slots, rows[self.slots.rank][1]
+        for offset in range(begin, max(n for _, n in rows), slots.slot):
+            slot = yield from self.own_slot(half := self.next_half())
+            if (length := min(slots.slot, nbytes - offset)) > 0:
+                copy(slot, address + offset, length)
+            step = self.publish(half)
+            if length > 0 and address != rows[slots.rank][0]:
+                copy(rows[slots.rank][0] + offset, address + offset, length)
+            yield from self._collect(half, step, rows, offset)
+
+    def _collect(self, half: int, step: int, rows: Sequence[Place], offset: int) -> Iterator[Need]:
+        slots, need = self.slots, (step, self.slots.others)
+        for rank in slots.others:
+            while not slots.has_published(rank, step):
+                yield need
+            row, nbytes = rows[rank]
+            if nbytes > offset:
+                copy(row + offset, slots.slot_at(rank, half), min(slots.slot, nbytes - offset))
+        self._reached_by_all = step
+
+    def share_upto(self, rows: Sequence[int], nbytes: int) -> Iterator[Need]:
+        """Fill ``rows[r]`` with the message of rank r; this rank's own lies in ``rows[rank]``, ``nbytes`` long.
+
+        The first step carries the lengths too; there are more only if one of them is larger than a slot.
+        """
+        slots = self.slots
+        slot = yield from self.own_slot(half := self.next_half())
+        copy(slot, rows[slots.rank], min(slots.slot, nbytes))
+        slots.set_length(half, nbytes)
+        step = self.publish(half)
+        need, lengths = (step, slots.others), [nbytes] * slots.size
+        for rank in slots.others:
+            while not slots.has_published(rank, step):
+                yield need
+            lengths[rank] = length = slots.length(rank, half)
+            copy(rows[rank], slots.slot_at(rank, half), min(slots.slot, length))
+        self._reached_by_all = step
+        if max(lengths) > slots.slot:
+            yield from self.share(rows[slots.rank], list(zip(rows, lengths, strict=True)), slots.slot)
+
+    def spread(self, place: Place, root: int) -> Iterator[Need]:
+        """Copy what ``root`` has at ``place`` to all others."""
+        slots, (address, nbytes) = self.slots, place
+        for offset in range(0, nbytes, slots.slot):
+            half, length = self.next_half(), min(slots.slot, nbytes - offset)
+            if slots.rank == root:
+                copy((yield from self.own_slot(half)), address + offset, length)
+                self.publish(half)
+            else:
+                yield from self._fetch(root, half, address + offset, length)
+
+    def _fetch(self, root: int, half: int, address: int, length: int) -> Iterator[Need]:
+        slots, step = self.slots, self.publish()  # what this rank has read so far may be overwritten
+        need = (step, (root,))
+        while not slots.has_published(root, step):
+            yield need
+        copy(address, slots.slot_at(root, half), length)
+
+    def meet(self) -> Iterator[Need]:
+        """Go on once all ranks have come here."""
+        yield from self.all_reach(self.publish())
+
+    def close(self) -> None:
+        """Let go of the memory; a generator that runs in another thread keeps it until it stops."""
+        del self.slots
