@@ -123,16 +123,17 @@ class Notes:
         peer: The only other rank that takes part; None: all do.
         site: The caller's file and line.
         start: When it began (nanoseconds, ``time.time_ns``).
-        came: When each rank's header was ready (likewise, by its own clock), from the first agreement of the call;
-            empty where there was none.
+        end: When it ended.
+        came: When each rank's header was ready, by its own clock, in the first agreement of the call; empty where there
+            was none.
         call: What this rank was about to do in that agreement.
         error: What the call raised.
     """
 
-    __slots__ = ("_around", "call", "came", "comms", "error", "operation", "peer", "site", "start")
+    __slots__ = ("_around", "call", "came", "comms", "end", "error", "operation", "peer", "site", "start")
 
     def __init__(self, comms: Communicators, operation: str, peer: int | None, site: str) -> None:
-        self.start = time.time_ns()
+        self.start = self.end = time.time_ns()
         self.comms, self.operation, self.peer, self.site = comms, operation, peer, site
         self.came: list[int] = []
         self.call: Call | None = None
@@ -141,7 +142,7 @@ class Notes:
 
     def tell(self, error: BaseException | None) -> None:
         """Tell all who listen that the call has ended."""
-        self.error, _open.notes = error, self._around
+        self.end, self.error, _open.notes = time.time_ns(), error, self._around
         for listener in [*listeners]:  # another thread may be ending its trace
             listener(self)
 
@@ -374,8 +375,15 @@ def _exchange_frames(comms: Communicators, mine: _Header, sizes: Sequence[int], 
         struct.pack_into(f"<{count}q", frames.view, at + _NUMBERS.size, *sizes)
     stop = _start(count) + payload
     if payload:
-        wire.pack(call.payload, out=frames.rows[comms.rank, _start(count) : stop])
+        _pack(call, frames.rows[comms.rank, _start(count) : stop])
     return _all_frames(comms, stop)
+
+
+def _pack(call: Call, out: torch.Tensor) -> None:
+    if call.leaves is not None and call.payload is call.leaves.tensors:
+        call.leaves.layout.packing.pack(call.payload, out)
+    else:
+        wire.pack(call.payload, out=out)
 
 
 def _all_frames(comms: Communicators, nbytes: int) -> list[_Header]:

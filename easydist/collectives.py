@@ -23,7 +23,6 @@ from easydist.exchange import (
     every_shape,
     from_payloads,
     join,
-    layout_nbytes,
     packed_like,
     resized,
     small_payload,
@@ -94,7 +93,7 @@ def gather(
             leaves = Leaves(tensor, vectors=True)
             dims_of(leaves, dim, "gather")
             arguments = {"dst": dst if dst is None else index(dst), "dim": index(dim)}
-            nbytes, payload = layout_nbytes(leaves.layout), small_payload(comms, leaves)
+            nbytes, payload = leaves.layout.packing.nbytes, small_payload(comms, leaves)
             return Call(arguments, leaves, dim, nbytes, payload, advice=_pad_first(dim))
 
         call, agreement = agree(comms, "gather", prepare, check)
@@ -203,7 +202,7 @@ def broadcast(
                 leaves.check_writable()
             call = Call({"from_process": index(from_process)}, leaves, absent=tensor is None)
             if comms.rank == from_process:
-                call.nbytes, call.payload = layout_nbytes(leaves.layout), small_payload(comms, leaves)
+                call.nbytes, call.payload = leaves.layout.packing.nbytes, small_payload(comms, leaves)
             return call
 
         call, agreement = trust(comms, prepare, check) or agree(comms, "broadcast", prepare)
@@ -257,7 +256,7 @@ def _broadcast(comms: Communicators, tensor: Tree, call: Call, agreement: Agreem
         shared = _shared_structure(comms, tensor, source, announced)
         leaves = shared if call.absent else leaves
     elif agreement.has_payload:
-        views = wire.unpack(agreement.payload(source), leaves.layout.dtypes, leaves.layout.shapes)
+        views = leaves.layout.packing.unpack(agreement.payload(source))
         return tensor if comms.rank == source else leaves.write(dict(enumerate(views)), False)
     return _broadcast_buckets(comms, tensor, leaves, agreement.uniform, source)
 
@@ -369,7 +368,7 @@ def scatter(
         assert leaves is not None
         tensors = leaves.tensors
         results: dict[int, torch.Tensor] = {}
-        for comm, indices in by_comm(comms, tensors, leaves.travelling(tied=True), layout_nbytes(leaves.layout)):
+        for comm, indices in by_comm(comms, tensors, leaves.travelling(tied=True), leaves.layout.packing.nbytes):
             parts = [_parts(tensors[i], comms.size, dim) for i in indices]
             mine = [column[comms.rank] for column in parts]
             buffer = packed_like(comm, [t.dtype for t in mine], [t.shape for t in mine])

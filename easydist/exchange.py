@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -11,7 +10,7 @@ import torch
 from easydist import wire
 from easydist.agree import Agreement
 from easydist.comms import Communicators, TorchComm
-from easydist.leaves import Layout, Leaves
+from easydist.leaves import Leaves
 
 Shapes = Sequence[Sequence[int]]
 """Of the leaves in one buffer."""
@@ -127,7 +126,7 @@ def smallest(shapes: Sequence[Shapes], dtypes: Sequence[torch.dtype]) -> list[in
 
 def small_payload(comms: Communicators, leaves: Leaves) -> Sequence[torch.Tensor]:
     """The leaves, where they may travel with the header: small, on the CPU, and each a tensor of its own."""
-    if comms.size == 1 or leaves.ties is not None or layout_nbytes(leaves.layout) > comms.frames.nbytes:
+    if comms.size == 1 or leaves.ties is not None or leaves.layout.packing.nbytes > comms.frames.nbytes:
         return ()
     return leaves.tensors if all(tensor.is_cpu for tensor in leaves.tensors) else ()
 
@@ -136,16 +135,9 @@ def from_payloads(
     agreement: Agreement, leaves: Leaves, shapes: Sequence[Shapes], dims: Sequence[int]
 ) -> list[torch.Tensor]:
     """The leaves that came with the headers, concatenated over ranks."""
-    dtypes = leaves.layout.dtypes
     if agreement.uniform and not any(dims):
-        return wire.unpack_rows(agreement.payloads(), dtypes, shapes[0])
-    return join([agreement.payload(rank) for rank in range(len(shapes))], dtypes, shapes, dims)
-
-
-@functools.lru_cache(maxsize=256)
-def layout_nbytes(layout: Layout) -> int:
-    """The bytes of all leaves."""
-    return packed_nbytes(layout.dtypes, layout.shapes)
+        return leaves.layout.packing.unpack_rows(agreement.payloads())
+    return join([agreement.payload(rank) for rank in range(len(shapes))], leaves.layout.dtypes, shapes, dims)
 
 
 def packed_like(comm: TorchComm, dtypes: Sequence[torch.dtype], shapes: Shapes) -> torch.Tensor:

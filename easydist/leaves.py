@@ -13,7 +13,7 @@ import torch
 from easydist import tree
 from easydist.plan import fingerprint
 from easydist.typing import Tree
-from easydist.wire import dtype_name, sort_key
+from easydist.wire import Packing, dtype_name, sort_key
 
 _PYTHON_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 _ARRAYS = (np.ndarray, np.generic)
@@ -138,6 +138,7 @@ class Layout:
         dtypes: Likewise.
         shapes: Likewise.
         fingerprint: Of all of it, 64 bits.
+        packing: How the leaves lie in a buffer.
     """
 
     def __init__(self, paths: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Sequence[torch.Size]) -> None:
@@ -146,6 +147,7 @@ class Layout:
         self.paths = [paths[i] for i in self.order]
         self.dtypes = [dtypes[i] for i in self.order]
         self.shapes = [shapes[i] for i in self.order]
+        self.packing = Packing(self.dtypes, self.shapes)
         self.fingerprint = fingerprint(self.rows())
         self._free: dict[int, tuple[list[int], int]] = {}
 

@@ -9,7 +9,7 @@ import torch
 from easydist import wire
 from easydist.agree import Agreement, Call, agree, calling, trust
 from easydist.comms import Communicators, ReduceOp, combine
-from easydist.exchange import by_comm, layout_nbytes, small_payload
+from easydist.exchange import by_comm, small_payload
 from easydist.leaves import Leaves, as_value
 from easydist.state import communicators
 from easydist.typing import Group, Timeout, Tree
@@ -80,7 +80,7 @@ def reduce(
                 raise ValueError(f"reduce: there is no reduction {reduction!r}; choose from {known}")
             leaves = Leaves(tensor)
             _check_ordered(leaves, reduction)
-            call = Call({"reduction": reduction, "scale": float(scale)}, leaves, nbytes=layout_nbytes(leaves.layout))
+            call = Call({"reduction": reduction, "scale": float(scale)}, leaves, nbytes=leaves.layout.packing.nbytes)
             if small_payload(comms, leaves):
                 call.payload = [_flat(leaves, *run) for run in _by_dtype(leaves, leaves.travelling(True), reduction)]
                 call.nbytes = sum(map(wire.nbytes, call.payload))
@@ -117,7 +117,7 @@ def _totals(
         for (_, members), parts in zip(_by_dtype(leaves, travelling, reduction), columns, strict=True):
             yield members, combine(op, parts)
         return
-    for comm, indices in by_comm(comms, leaves.tensors, travelling, layout_nbytes(leaves.layout)):
+    for comm, indices in by_comm(comms, leaves.tensors, travelling, leaves.layout.packing.nbytes):
         for dtype, members in _by_dtype(leaves, indices, reduction):
             flat = _flat(leaves, dtype, members).to(comm.get_device())
             if op is not None:

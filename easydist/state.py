@@ -440,6 +440,8 @@ def _store(world: World) -> Store:
 
 def communicators(group: Group = None) -> Communicators:
     """The communicators of ``group``; see ``ProcessState.communicators``."""
+    if group is None and (default := _default_group()) is not None:
+        return comms.of_group(default)  # adopted by the state when somebody asks it
     return ProcessState().communicators(group)
 
 

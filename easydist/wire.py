@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -110,6 +110,14 @@ def is_copyable(dtype: torch.dtype) -> bool:
     return not (dtype.itemsize == 1 and dtype.is_floating_point)
 
 
+_SMALL = 256
+"""Items up to which one more copy costs less than a change of shape from Python."""
+
+
+_split_copy: Any = torch.split_with_sizes_copy  # torch's stubs say that these two return None
+_unbind_copy: Any = torch.unbind_copy
+
+
 def unpack(buffer: torch.Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Views of ``buffer`` with the given dtypes and shapes: the inverse of ``pack``.
 
@@ -118,13 +126,7 @@ def unpack(buffer: torch.Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence
         dtypes: In the order in which the tensors were packed.
         shapes: Likewise.
     """
-    views: list[torch.Tensor] = []
-    for dtype, run, sizes, bits in _runs(buffer, dtypes, shapes):
-        flat = bits.view(dtype).split(sizes)
-        views += [
-            piece if len(shape) == 1 else piece.view(tuple(shape)) for piece, shape in zip(flat, run, strict=True)
-        ]
-    return views
+    return Packing(dtypes, shapes).unpack(buffer)
 
 
 def unpack_rows(
@@ -133,19 +135,74 @@ def unpack_rows(
     """Concatenate along dim 0 what the rows hold; law, leaf by leaf: ``torch.cat([unpack(row) for row in rows])``.
 
     Args:
-        rows: uint8, contiguous; a row has a multiple of 16 bytes, at least those that the shapes need.
+        rows: uint8; a row has a multiple of 16 bytes, at least those that the shapes need.
         dtypes: In the order in which the tensors were packed.
         shapes: Of the leaves in one row; each has a dim 0.
 
     Cost: one copy per leaf; one more, of all together, where they are small and of one shape.
     """
-    results: list[torch.Tensor] = []
-    for dtype, run, sizes, bits in _runs(rows, dtypes, shapes):
-        if is_copyable(dtype):
-            results += _joined(bits.view(dtype), run, sizes)
-        else:
-            results += [joined.view(dtype) for joined in _joined(bits, run, sizes)]
-    return results
+    return Packing(dtypes, shapes).unpack_rows(rows)
+
+
+class _Run(NamedTuple):
+    """Leaves of one dtype, which lie side by side."""
+
+    dtype: torch.dtype
+    leaves: slice
+    shapes: list[tuple[int, ...]]
+    sizes: list[int]
+    start: int
+    nbytes: int
+    is_flat: bool
+    is_uniform: bool
+
+
+class Packing:
+    """How tensors of certain dtypes and shapes lie in a buffer: worked out once, used again by every call.
+
+    Args:
+        dtypes: Sorted by ``sort_key``.
+        shapes: In the same order.
+
+    Attributes:
+        nbytes: The length of the buffer.
+    """
+
+    def __init__(self, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> None:
+        self._runs: list[_Run] = []
+        first = self.nbytes = 0
+        for dtype, group in itertools.groupby(dtypes):
+            last = first + sum(1 for _ in group)
+            run = list(map(tuple, shapes[first:last]))
+            sizes = list(map(math.prod, run))
+            nbytes = sum(sizes) * dtype.itemsize
+            is_flat, is_uniform = all(len(s) == 1 for s in run), sizes[0] <= _SMALL and run.count(run[0]) == len(run)
+            self._runs.append(_Run(dtype, slice(first, last), run, sizes, self.nbytes, nbytes, is_flat, is_uniform))
+            first, self.nbytes = last, self.nbytes + nbytes
+
+    def pack(self, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Copy tensors of these dtypes and shapes, all on the CPU, into ``out``."""
+        for run in self._runs:
+            _fill(out.narrow(0, run.start, run.nbytes), tensors[run.leaves])
+
+    def unpack(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """See ``unpack``."""
+        views: list[torch.Tensor] = []
+        for run in self._runs:
+            flat = buffer.narrow(0, run.start, run.nbytes).view(run.dtype).split_with_sizes(run.sizes)
+            views += flat if run.is_flat else [p.view(shape) for p, shape in zip(flat, run.shapes, strict=True)]
+        return views
+
+    def unpack_rows(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """See ``unpack_rows``."""
+        results: list[torch.Tensor] = []
+        for run in self._runs:
+            bits = rows.narrow(1, run.start, run.nbytes)
+            if is_copyable(run.dtype):
+                results += _joined(bits.view(run.dtype), run)
+            else:
+                results += [joined.view(run.dtype) for joined in _joined(bits, run)]
+        return results
 
 
 def separate(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
@@ -167,34 +224,11 @@ def separate(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> Sequence[to
     return [piece.resize_(tuple(shape)) for piece, shape in zip(_split_copy(flat, sizes), shapes, strict=True)]
 
 
-_SMALL = 256
-"""Items up to which one more copy costs less than a change of shape from Python."""
-
-
-_split_copy: Any = torch.split_with_sizes_copy  # torch's stubs say that these two return None
-_unbind_copy: Any = torch.unbind_copy
-
-
-def _joined(rows: torch.Tensor, shapes: Sequence[Sequence[int]], sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+def _joined(rows: torch.Tensor, run: _Run) -> Sequence[torch.Tensor]:
     """The leaves that lie side by side in all rows, each concatenated in memory of its own."""
-    pieces: Sequence[torch.Tensor]
-    if sizes[0] <= _SMALL and shapes.count(shapes[0]) == len(shapes):
-        leaves = rows.unflatten(1, (len(shapes), *shapes[0])).transpose(0, 1)
-        pieces = _unbind_copy(leaves.flatten(1, 2))
-        return pieces
-    pieces, count = _split_copy(rows, sizes, dim=1), len(rows)
+    if run.is_uniform:
+        leaves = rows.view(len(rows), len(run.shapes), *run.shapes[0]).transpose(0, 1)
+        return cast(Sequence[torch.Tensor], _unbind_copy(leaves.flatten(1, 2)))
+    pieces, count = _split_copy(rows, run.sizes, dim=1), len(rows)
     # They are new and contiguous, so that resize_ changes but the shape; view would make one more tensor of each.
-    return [piece.resize_(count * first, *rest) for piece, (first, *rest) in zip(pieces, shapes, strict=True)]
-
-
-def _runs(
-    buffer: torch.Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]
-) -> Iterator[tuple[torch.dtype, Sequence[Sequence[int]], list[int], torch.Tensor]]:
-    """Of each dtype in turn: the shapes of its leaves, their sizes, their bytes along the last dim of ``buffer``."""
-    sizes = [math.prod(shape) for shape in shapes]
-    first = start = 0
-    for dtype, group in itertools.groupby(dtypes):
-        last = first + sum(1 for _ in group)
-        nbytes = sum(sizes[first:last]) * dtype.itemsize
-        yield dtype, shapes[first:last], sizes[first:last], buffer.narrow(-1, start, nbytes)
-        first, start = last, start + nbytes
+    return [piece.resize_(count * first, *rest) for piece, (first, *rest) in zip(pieces, run.shapes, strict=True)]
