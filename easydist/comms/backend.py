@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from easydist.comms.reduce_op import ReduceOp
-from easydist.comms.work import TorchWork
+from easydist.comms.reduce_op import ReduceOp, combine
+from easydist.comms.work import Pending, TorchWork
 
 
 class Backend(ABC):
@@ -72,6 +72,20 @@ class Backend(ABC):
     def recv(self, tensor: torch.Tensor, src: int) -> TorchWork:
         """Law: ``tensor = tensor that src sends``; the i-th ``recv`` from a rank meets its i-th ``send``."""
 
+    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp) -> TorchWork:
+        """Law, on ``root``: ``tensor = op(tensor of rank 0, tensor of rank 1, …)``; elsewhere ``tensor`` stays."""
+        if self.rank != root:
+            return self.gather([], tensor.view(torch.uint8), root)
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        work = self.gather([part.view(torch.uint8) for part in parts], tensor.view(torch.uint8), root)
+        return work.followed_by(lambda: _set(tensor, combine(op, parts)))
+
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp) -> TorchWork:
+        """Law: ``output = op(inputs[rank] of rank 0, inputs[rank] of rank 1, …)``; sizes may differ."""
+        parts = [torch.empty_like(output) for _ in range(self.size)]
+        work = self.all_to_all_v([part.view(torch.uint8) for part in parts], [i.view(torch.uint8) for i in inputs])
+        return work.followed_by(lambda: _set(output, combine(op, parts)))
+
     @abstractmethod
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> TorchWork:
         """Law: ``output = inputs[rank] of root``; sizes may differ; elsewhere ``inputs`` is empty."""
@@ -82,3 +96,9 @@ class Backend(ABC):
 
     def close(self) -> None:  # noqa: B027 - most backends own nothing
         """Give back what the backend itself has created."""
+
+
+def _set(target: torch.Tensor, value: torch.Tensor) -> Sequence[Pending]:
+    """The last step of a reduction."""
+    target.copy_(value)
+    return ()

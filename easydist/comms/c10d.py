@@ -9,6 +9,7 @@ bits in every run. ``Native`` (nccl, xccl, mpi, …) uses the group's own collec
 from __future__ import annotations
 
 import contextlib
+import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -30,6 +31,9 @@ _SEND_TAG = _TAG + 1
 """Keeps ``send`` and ``recv`` apart from the messages of collectives."""
 
 _NOBODYS_TAG = _TAG + 2
+_TAGS = 4
+"""How far the tags of one channel are from those of the next."""
+
 _FOREVER = timedelta(days=365)
 
 Message = tuple[torch.Tensor, int]
@@ -137,19 +141,36 @@ class Gloo(_Group):
 
     watch: Watch | None = None
 
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, name: str) -> None:
+        super().__init__(group, device, name)
+        self._members: Sequence[int] = range(self.size)
+        self._channel = 0
+
+    def among(self, ranks: Sequence[int], channel: int) -> Gloo:
+        """Some of the ranks, over the same connections.
+
+        Args:
+            ranks: Who takes part, this rank too; the others need not know.
+            channel: Not zero; what is sent on one channel never meets what is sent on another.
+        """
+        part = copy.copy(self)
+        part._members, part._channel = list(ranks), channel
+        part.rank, part.size = part._members.index(self.rank), len(ranks)
+        return part
+
     def _exchange(self, sends: Iterable[Message], recvs: Iterable[Message]) -> Sequence[Pending]:
         posted = [self._recv(tensor, peer, _TAG) for tensor, peer in recvs]
         return posted + [self._send(tensor, peer, _TAG) for tensor, peer in sends]
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> _Posted:
-        return _Posted(self._post(self._group.send, tensor, peer, tag), peer, self.watch)
+        return self._post(self._group.send, tensor, self._members[peer], tag)
 
     def _recv(self, tensor: torch.Tensor, peer: int, tag: int) -> _Posted:
-        return _Posted(self._post(self._group.recv, tensor, peer, tag), peer, self.watch)
+        return self._post(self._group.recv, tensor, self._members[peer], tag)
 
-    def _post(self, fn: Callable[..., dist.Work], tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+    def _post(self, fn: Callable[..., dist.Work], tensor: torch.Tensor, peer: int, tag: int) -> _Posted:
         try:
-            return fn([tensor], peer, tag)
+            return _Posted(fn([tensor], peer, tag + _TAGS * self._channel), peer, self.watch)
         except RuntimeError as error:  # the connection broke before
             if self.watch is None:
                 raise
@@ -174,8 +195,8 @@ class Gloo(_Group):
 
     def all_gather_upto(self, rows: torch.Tensor, nbytes: int) -> TorchWork:
         every = rows.unbind()
-        sends = [(every[self.rank][:nbytes], peer) for peer in range(self.size) if peer != self.rank and nbytes]
-        return TorchWork(self._exchange(sends, self._others(every)), keep=[rows])
+        mine = every[self.rank][: max(1, nbytes)]  # the others cannot know that there is nothing, and wait for it
+        return TorchWork(self._exchange(self._others([mine] * self.size), self._others(every)), keep=[rows])
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> TorchWork:
         """Along a binomial tree: rank p of it, counted from the root, gets the data from p without its lowest bit."""

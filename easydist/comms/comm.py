@@ -146,8 +146,7 @@ class TorchComm:
     ) -> TorchWork:
         """Law, in place: ``tensor == op(op(tensor of rank 0, tensor of rank 1), …)``; the same bits on every rank."""
         self._check("all_reduce", tensor)
-        if not isinstance(op, ReduceOp):
-            raise TypeError(f"all_reduce(): op must be a ReduceOp, got {op!r}")
+        _check_op("all_reduce", op)
         flat = tensor.detach().reshape(-1)
         return self._run(self._backend.all_reduce(flat, op), async_op, timeout)
 
@@ -235,6 +234,67 @@ class TorchComm:
         _demand(rank != self.get_rank(), "recv", "Cannot recv from self")
         return self._run(self._backend.recv(as_bytes(tensor), rank), async_op, timeout)
 
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        root: SupportsInt,
+        op: ReduceOp,
+        async_op: bool,
+        hints: Hints = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Law, in place on ``root``: ``tensor == op(op(tensor of rank 0, tensor of rank 1), …)``; elsewhere it stays."""
+        rank = self._rank("root", root)
+        self._check("reduce", tensor)
+        _check_op("reduce", op)
+        return self._run(self._backend.reduce(tensor.detach().reshape(-1), rank, op), async_op, timeout)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input_list: Sequence[torch.Tensor],
+        op: ReduceOp,
+        async_op: bool,
+        hints: Hints = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Law: ``output == op(op(input_list[rank] of rank 0, input_list[rank] of rank 1), …)``; the sizes may differ.
+
+        Args:
+            output: As many elements as ``input_list[rank]`` of every rank.
+            input_list: One tensor per rank.
+            op: The reduction.
+        """
+        name = "reduce_scatter"
+        self._one_per_rank(name, "input_list", input_list)
+        self._same_dtype(name, output, *input_list)
+        _check_op(name, op)
+        _demand(input_list[self.get_rank()].numel() == output.numel(), name, "own entry must fit the output")
+        inputs = [tensor.detach().reshape(-1) for tensor in input_list]
+        return self._run(self._backend.reduce_scatter(output.detach().reshape(-1), inputs, op), async_op, timeout)
+
+    def reduce_scatter_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: ReduceOp,
+        async_op: bool,
+        hints: Hints = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Law: ``reduce_scatter`` of the W equal parts of ``input``.
+
+        Args:
+            output: As many elements on every rank.
+            input: ``W * output.numel()`` elements of the same dtype.
+            op: The reduction.
+        """
+        name = "reduce_scatter_single"
+        self._check(name, input)
+        _demand(input.numel() == output.numel() * self.get_size(), name, "input must have comm_size * output elements")
+        parts = input.detach().reshape(self.get_size(), -1).unbind()
+        return self.reduce_scatter(output, parts, op, async_op, hints, timeout)
+
     def scatter(
         self,
         output_tensor: torch.Tensor,
@@ -312,6 +372,11 @@ class TorchComm:
 
     def _one_per_rank(self, name: str, what: str, tensors: Sequence[torch.Tensor]) -> None:
         _demand(len(tensors) == self.get_size(), name, f"{what} size must equal comm_size")
+
+
+def _check_op(name: str, op: object) -> None:
+    if not isinstance(op, ReduceOp):
+        raise TypeError(f"{name}(): op must be a ReduceOp, got {op!r}")
 
 
 def _demand(condition: bool, name: str, text: str) -> None:

@@ -35,14 +35,14 @@ class TorchWork:
         timeout: timedelta | None = None,
     ) -> None:
         self._pending = pending
-        self._then: Callable[[], Sequence[Pending]] | None = None
+        self._steps: list[Callable[[], Sequence[Pending]]] = []
         self._keep = keep
         self._timeout = timeout
         self._error: BaseException | None = None
 
     def followed_by(self, step: Callable[[], Sequence[Pending]]) -> TorchWork:
-        """The same work with a second step: ``step`` runs inside ``wait`` and returns the messages to wait for then."""
-        self._then = step
+        """The same work with one more step: ``step`` runs inside ``wait`` and returns the messages to wait for then."""
+        self._steps.append(step)
         return self
 
     def within(self, timeout: timedelta | None) -> TorchWork:
@@ -60,9 +60,8 @@ class TorchWork:
             raise self._error
         try:
             self._drain()
-            if self._then is not None:
-                step, self._then = self._then, None
-                self._pending = step()
+            while self._steps:
+                self._pending = self._steps.pop(0)()
                 self._drain()
         except BaseException as error:
             self._error = error
@@ -76,4 +75,4 @@ class TorchWork:
 
     def is_completed(self) -> bool:
         """Whether the operation has completed; an operation of several steps moves on inside ``wait`` only."""
-        return self._error is None and self._then is None and all(p.is_completed() for p in self._pending)
+        return self._error is None and not self._steps and all(p.is_completed() for p in self._pending)

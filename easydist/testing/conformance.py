@@ -88,7 +88,19 @@ def run_battery(make: Callable[[int, int], TorchComm], rank: int, world_size: in
     """All checks, on one rank."""
     comm = make(rank, world_size)
     assert (comm.get_rank(), comm.get_size()) == (rank, world_size)
-    for check in (_all_gather, _all_gather_v, _all_reduce, _all_to_all, _broadcast, _gather, _scatter, _send):
+    for check in (
+        _all_gather,
+        _all_gather_upto,
+        _all_gather_v,
+        _all_reduce,
+        _reduce,
+        _reduce_scatter,
+        _all_to_all,
+        _broadcast,
+        _gather,
+        _scatter,
+        _send,
+    ):
         check(comm)
     _sends_in_flight(comm)
     _barrier(comm)
@@ -157,6 +169,48 @@ def _all_reduce(comm: TorchComm) -> None:
         comm.all_reduce(tensor, op, async_op=False)
         every = [_small(r, numel, dtype) for r in range(comm.get_size())]
         _expect(tensor, functools.reduce(_ORACLE[op.type.name], every), "all_reduce", op, dtype, numel)
+
+
+def _reductions() -> Iterator[tuple[torch.dtype, int, ReduceOp]]:
+    """Every dtype with every operation, and every size."""
+    yield from itertools.product(REDUCED, SIZES[:-1], OPS)
+    yield torch.float32, SIZES[-1], ReduceOp.SUM
+
+
+def _reduce(comm: TorchComm) -> None:
+    for dtype, numel, op in _reductions():
+        every = [_small(r, numel, dtype) for r in range(comm.get_size())]
+        root = numel % comm.get_size()
+        tensor = every[comm.get_rank()].clone()
+        comm.reduce(tensor, root, op, async_op=False)
+        want = functools.reduce(_ORACLE[op.type.name], every) if comm.get_rank() == root else every[comm.get_rank()]
+        _expect(tensor, want, "reduce", op, dtype, numel, "root", root)
+
+
+def _reduce_scatter(comm: TorchComm) -> None:
+    rank, size = comm.get_rank(), comm.get_size()
+    for dtype, numel, op in _reductions():
+        inputs = [[_small(100 * s + r, _uneven(r, numel), dtype) for r in range(size)] for s in range(size)]
+        output = torch.empty(_uneven(rank, numel), dtype=dtype)
+        comm.reduce_scatter(output, inputs[rank], op, async_op=False)
+        want = functools.reduce(_ORACLE[op.type.name], [row[rank] for row in inputs])
+        _expect(output, want, "reduce_scatter", op, dtype, numel)
+        even = torch.empty(numel, dtype=dtype)
+        comm.reduce_scatter_single(even, _small(rank, numel * size, dtype), op, async_op=False)
+        parts = [_small(s, numel * size, dtype)[numel * rank : numel * (rank + 1)] for s in range(size)]
+        _expect(even, functools.reduce(_ORACLE[op.type.name], parts), "reduce_scatter_single", op, dtype, numel)
+
+
+def _all_gather_upto(comm: TorchComm) -> None:
+    rank, size = comm.get_rank(), comm.get_size()
+    for numel in SIZES:
+        rows = torch.zeros((size, numel + size), dtype=torch.uint8)
+        mine = sample(rank, _uneven(rank, numel), torch.uint8)
+        rows[rank, : len(mine)] = mine
+        comm.all_gather_upto(rows, len(mine), async_op=False)
+        for r in range(size):
+            want = sample(r, _uneven(r, numel), torch.uint8)
+            _expect(rows[r, : len(want)], want, "all_gather_upto", numel, "from", r)
 
 
 def _all_to_all(comm: TorchComm) -> None:
