@@ -1,9 +1,10 @@
-"""easydist beside accelerate, on gloo, in one run: the same data, the same ranks, turn by turn.
+"""easydist beside its peers in one run: the same data, the same ranks, turn by turn.
 
-python benchmarks/nested.py [--ranks 2 4] [--seconds 0.5]
+python benchmarks/nested.py [--ranks 2 4] [--seconds 0.5] [--only TEXT]
 
-Prints for each piece of work the median time of both, and accelerate's time over easydist's: median, min and max of
-the rounds.
+Prints for each piece of work the median time of both, and the peer's time over easydist's: median, min and max of the
+rounds. The peer is accelerate on gloo, gloo itself, or the copies in memory that the work needs at least.
+EASYDIST_SHM=0 shows easydist on gloo.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import easydist
+from easydist.comms import ReduceOp
 from easydist.testing import Pool
 
 
@@ -28,6 +30,7 @@ class Work(NamedTuple):
     name: str
     ours: Callable[[], Any]
     theirs: Callable[[], Any]
+    peer: str = "accelerate"
 
 
 def trees(rank: int) -> dict[str, Any]:
@@ -67,7 +70,35 @@ def table(rank: int) -> Iterator[Work]:
         )
 
 
-def measure(rank: int, world_size: int, seconds: float) -> list[tuple[str, list[tuple[float, float]]]]:
+def primitives(world_size: int) -> Iterator[Work]:
+    """What the verbs are made of, beside gloo; and the copies that a gather in shared memory needs at least."""
+    comms = easydist.ProcessState().communicators()
+    small, large = torch.ones(2, dtype=torch.int64), torch.ones(1 << 22)
+    smalls, _larges = torch.empty(2 * world_size, dtype=torch.int64), torch.empty(world_size << 22)
+    comm, bulk = comms.control, comms.cpu(large.nbytes)
+    yield Work("barrier", lambda: comm.barrier(async_op=False), dist.barrier, "gloo")
+    yield Work(
+        "all-gather 16 bytes",
+        lambda: comm.all_gather_single(smalls, small, async_op=False),
+        lambda: dist.all_gather(list(smalls.chunk(world_size)), small),
+        "gloo",
+    )
+    yield Work(
+        "all-reduce 16 MB",
+        lambda: bulk.all_reduce(large, ReduceOp.MAX, async_op=False),
+        lambda: dist.all_reduce(large, dist.ReduceOp.MAX),
+        "gloo",
+    )
+    tree, target = trees(0)["16 x 1 MB"], torch.empty_like(large)
+    yield Work(
+        f"gather 16 x 1 MB, {world_size + 1} copies of 16 MB",
+        lambda: easydist.gather(tree),
+        lambda: [target.copy_(large) for _ in range(world_size + 1)],
+        "memcpy",
+    )
+
+
+def measure(rank: int, world_size: int, seconds: float, only: str) -> list[tuple[str, str, list[tuple[float, float]]]]:
     """Times of (ours, theirs) in several rounds, on this rank."""
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", OMP_NUM_THREADS="1")
@@ -75,10 +106,13 @@ def measure(rank: int, world_size: int, seconds: float) -> list[tuple[str, list[
 
     PartialState(cpu=True)
     rows = []
-    for work in table(rank):
+    for work in [*table(rank), *primitives(world_size)]:
+        if only not in work.name:
+            continue
         once = agreed(max(timed(work.ours, 2), timed(work.theirs, 2)))
         repeats = max(1, min(200, int(seconds / 10 / once)))
-        rows.append((work.name, [(timed(work.ours, repeats), timed(work.theirs, repeats)) for _ in range(7)]))
+        rounds = [(timed(work.ours, repeats), timed(work.theirs, repeats)) for _ in range(7)]
+        rows.append((work.name, work.peer, rounds))
     PartialState._reset_state()
     return rows
 
@@ -99,15 +133,17 @@ def agreed(seconds: float) -> float:
     return value.item()
 
 
-def report(world_size: int, rows: list[tuple[str, list[tuple[float, float]]]]) -> None:
+def report(world_size: int, rows: list[tuple[str, str, list[tuple[float, float]]]]) -> None:
     """The table of one world size, from rank 0's times."""
     print(f"\n{world_size} ranks, {os.cpu_count()} cores")
-    print(f"{'':42}{'easydist':>12}{'accelerate':>12}   accelerate / easydist: median (min to max)")
-    for name, rounds in rows:
+    print(f"{'':42}{'easydist':>12}{'peer':>12}   peer / easydist: median (min to max)")
+    for name, peer, rounds in rows:
         ours, theirs = (statistics.median(column) for column in zip(*rounds, strict=True))
         ratios = [their / our for our, their in rounds]
         spread = f"{min(ratios):.1f} to {max(ratios):.1f}"
-        print(f"{name:42}{ours * 1e6:9.0f} µs{theirs * 1e6:9.0f} µs   {statistics.median(ratios):6.1f} ({spread})")
+        print(
+            f"{name:42}{ours * 1e6:9.0f} µs{theirs * 1e6:9.0f} µs   {statistics.median(ratios):6.1f} ({spread}) {peer}"
+        )
 
 
 def main() -> None:
@@ -115,10 +151,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--seconds", type=float, default=0.5, help="for each piece of work and world size, roughly")
+    parser.add_argument("--only", default="", help="the rows whose name contains this text")
     options = parser.parse_args()
     with Pool(timeout=600) as pool:
         for world_size in options.ranks:
-            report(world_size, pool.run(measure, world_size, seconds=options.seconds)[0])
+            report(world_size, pool.run(measure, world_size, seconds=options.seconds, only=options.only)[0])
 
 
 if __name__ == "__main__":

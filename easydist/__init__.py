@@ -36,6 +36,7 @@ from easydist.structure import (
     send_to_device,
     slice_tensors,
 )
+from easydist.tracing import Trace, TracedCall, trace
 from easydist.transfer import broadcast_tensor_dict, recv_tensor_dict, send_tensor_dict
 from easydist.tree import is_namedtuple
 
@@ -60,6 +61,8 @@ __all__ = [
     "ProcessState",
     "RemoteError",
     "TensorInformation",
+    "Trace",
+    "TracedCall",
     "UnsafeObjectError",
     "WireError",
     "all_to_all",
@@ -99,6 +102,7 @@ __all__ = [
     "slice_tensors",
     "synchronize_rng_states",
     "together",
+    "trace",
     "tree",
     "unpad",
     "wait_for_everyone",

@@ -91,7 +91,7 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
             self._signals.__exit__(kind, error, trace)
             self._comms.watch.end(error is None or getattr(error, "raised_in", None) is self._comms)
         if self._notes is not None:
-            self._notes.tell(error)
+            self._notes.tell(self._comms, error)
 
 
 def _site() -> str:
@@ -115,35 +115,54 @@ def _site_text(code: CodeType, line: int) -> str:
 
 
 class Notes:
-    """What is noted of a call while somebody listens, told when the call ends.
+    """What is noted of a call while somebody listens, told when the call ends. Times are ``time.time_ns``.
 
     Attributes:
-        comms: The group.
         operation: The verb's name.
-        peer: The only other rank that takes part; None: all do.
         site: The caller's file and line.
-        start: When it began (nanoseconds, ``time.time_ns``).
+        group: The group's name.
+        rank: This process in the group.
+        size: How many processes the group has.
+        peer: The only other rank that takes part; None: all do.
+        number: Counts the calls of the group.
+        start: When the call began.
         end: When it ended.
         came: When each rank's header was ready, by its own clock, in the first agreement of the call; empty where there
             was none.
-        call: What this rank was about to do in that agreement.
-        error: What the call raised.
+        nbytes: Of this rank's leaves, or of its payload; None where it has neither, or that is not known.
+        error: The type of what the call raised.
     """
 
-    __slots__ = ("_around", "call", "came", "comms", "end", "error", "operation", "peer", "site", "start")
+    __slots__ = (
+        "_around",
+        "came",
+        "end",
+        "error",
+        "group",
+        "nbytes",
+        "number",
+        "operation",
+        "peer",
+        "rank",
+        "site",
+        "size",
+        "start",
+    )
 
     def __init__(self, comms: Communicators, operation: str, peer: int | None, site: str) -> None:
-        self.start = self.end = time.time_ns()
-        self.comms, self.operation, self.peer, self.site = comms, operation, peer, site
+        self.start = time.time_ns()
+        self.operation, self.site, self.peer = operation, site, peer
+        self.group, self.rank, self.size = comms.control.get_name(), comms.rank, comms.size
         self.came: list[int] = []
-        self.call: Call | None = None
-        self.error: BaseException | None = None
+        self.nbytes: int | None = None
         self._around, _open.notes = _open.notes, self
 
-    def tell(self, error: BaseException | None) -> None:
+    def tell(self, comms: Communicators, error: BaseException | None) -> None:
         """Tell all who listen that the call has ended."""
-        self.end, self.error, _open.notes = time.time_ns(), error, self._around
-        for listener in [*listeners]:  # another thread may be ending its trace
+        self.end, self.number = time.time_ns(), comms.watch.number
+        self.error = None if error is None else type(error).__name__
+        _open.notes, self._around = self._around, None
+        for listener in (*listeners,):  # another thread may be ending its trace
             listener(self)
 
 
@@ -158,11 +177,16 @@ listeners: list[Callable[[Notes], None]] = []
 """Who hears of every call when it ends; empty, unless somebody traces."""
 
 
-def _note(call: Call | None, came: list[int]) -> None:
-    """Keep what is known after the first agreement of a call."""
-    if (notes := _open.notes) is not None:
-        notes.call = notes.call or call
-        notes.came = notes.came or came
+def _note_data(call: Call) -> None:
+    notes = _open.notes
+    if notes is not None and notes.nbytes is None and (call.leaves is not None or call.payload):
+        notes.nbytes = call.nbytes if call.leaves is None else call.leaves.layout.packing.nbytes
+
+
+def _note_arrivals(headers: Sequence[_Header]) -> None:
+    notes = _open.notes
+    if notes is not None and not notes.came:
+        notes.came = [header.came for header in headers]
 
 
 @dataclass(slots=True)
@@ -302,7 +326,7 @@ def agree(
     try:
         call = prepare()
         if listeners:
-            _note(call, [])
+            _note_data(call)
         sizes = call.sizes()
         mine = _header(operation, call)
     except Exception as fault:
@@ -332,7 +356,7 @@ def alone(prepare: Callable[[], Call]) -> tuple[Call, Agreement]:
     """What ``agree`` gives where there is nobody to agree with."""
     call = prepare()
     if listeners:
-        _note(call, [])
+        _note_data(call)
     return call, Agreement([_Header(_ABSENT if call.absent else _WELL, 0, 0, 0, call.nbytes, 0, 0, 0)])
 
 
@@ -391,7 +415,7 @@ def _all_frames(comms: Communicators, nbytes: int) -> list[_Header]:
     comms.control.all_gather_upto(frames.rows, nbytes, async_op=False)
     headers = [_Header(*_NUMBERS.unpack_from(frames.view, r * frames.nbytes)) for r in range(comms.size)]
     if listeners:
-        _note(None, [header.came for header in headers])
+        _note_arrivals(headers)
     if headers[comms.rank].came > min([header.came for header in headers]) + _LATE:
         comms.watch.hear()  # the others may have given up: what they sent before that is not a call
     return headers

@@ -44,5 +44,5 @@ if __name__ == "__main__":
     else:
         counting = backend()
         comm = TorchComm(counting, "counting")
-        easydist.gather({"a": torch.ones(4), "b": torch.ones(2, 2)}, group=comm)
+        easydist.gather({"a": torch.ones(10_000), "b": torch.ones(2, 2)}, group=comm)
         state.print(comm, counting.sent, "bytes sent by rank 0", sep="\n")

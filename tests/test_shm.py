@@ -22,6 +22,10 @@ TINY, SMALL, LARGE = 256, 1 << 14, 1 << 22
 KINDS = ("gather_v", "upto", "reduce", "broadcast", "gather", "scatter", "all_to_all", "send", "barrier")
 
 
+CALLS = int(os.environ.get("EASYDIST_STRESS", "1200"))
+"""Random calls of a stress test; 100 000 take some minutes."""
+
+
 class GaveUp(Exception):
     """What the guards of these tests raise."""
 
@@ -105,12 +109,12 @@ def random_call(shm, number, draw):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slot", [TINY, SMALL])
-@distributed(world_size=[3, 4])
+@distributed(world_size=[3, 4], timeout=60 + CALLS / 50)
 def test_random_calls(slot, rank, world_size):
     shm = backend(rank, world_size, slot)
     draw, own_draw = random.Random(slot), random.Random(rank)
     under_way = []
-    for number in range(1200):
+    for number in range(CALLS):
         under_way.append((number, *random_call(shm, number, draw)))
         while len(under_way) > 6 or (under_way and own_draw.random() < 0.5):
             done, work, pairs = under_way.pop(own_draw.randrange(len(under_way)))

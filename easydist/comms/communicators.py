@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -12,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
+from easydist.comms.backend import Backend
 from easydist.comms.c10d import Gloo, over
 from easydist.comms.comm import TorchComm
-from easydist.comms.peer import RECORD_NBYTES, Peer, may_share, record
+from easydist.comms.hierarchical import Hierarchical
+from easydist.comms.peer import RECORD_NBYTES, Peer, by_host, record
 from easydist.comms.sentry import sentry, signals_wake_sentry
-from easydist.comms.sharing import is_wanted, share
+from easydist.comms.sharing import Hosts, attach, is_wanted
 from easydist.comms.solo import Solo
 from easydist.comms.watch import Watch
 from easydist.shm import own_page
@@ -74,7 +77,8 @@ class Communicators:
         self.rank, self.size = control.get_rank(), control.get_size()
         self._group = group
         self._bulk: TorchComm | None = None
-        self._first, self._may_share = control, False
+        self._first = control
+        self._hosts: Hosts = []
         self._store = None if group is None or self.size == 1 else PrefixStore("easydist", group.get_group_store())
         self._data = {control.get_device().type: control}
         self.watch = Watch(self.rank, self.size, _timeout_of(group), self._store)
@@ -86,9 +90,9 @@ class Communicators:
         """Learn who the others are, and share memory with them where that is possible."""
         self._watch_over()
         self.watch.begin("the first call of the group", "easydist")
-        self._meet()
-        if self._may_share and (shared := share(self.control, self.watch, [_SLOT])):
-            self._data["cpu"] = self.control = shared
+        near, self._hosts = attach(self.control, self.watch, self._meet(), [_SLOT])
+        if len(self._hosts) < self.size:
+            self._data["cpu"] = self.control = self._over(near, 0)
         self.watch.waits_in_memory = self.control.get_backend() == "shm"
         self.watch.end()
 
@@ -99,25 +103,36 @@ class Communicators:
             backend.watch, self.watch.sever = self.watch, backend.sever
             sentry().add(self.watch)
 
-    def _meet(self) -> None:
-        """Learn which processes the other ranks are."""
+    def _over(self, near: Backend, channel: int) -> TorchComm:
+        """A communicator over the memory of this host's ranks; between hosts over the first one's connections."""
+        if near.size < self.size:
+            assert isinstance(self._first.backend, Gloo)
+            near = Hierarchical(near, self._first.backend, self._hosts, channel)
+        return TorchComm(near, self._first.get_name())
+
+    def _meet(self) -> Hosts:
+        """Learn which processes the other ranks are, and which may share memory."""
         rows = torch.empty((self.size, RECORD_NBYTES), dtype=torch.uint8, device="cpu")
-        mine = record(own_page(), self.watch.slot, isinstance(self.control.backend, Gloo) and is_wanted())
+        is_ours = type(self.control.backend) is Gloo  # a backend of the user's own is there to be used
+        mine = record(own_page(), self.watch.slot, is_ours and is_wanted())
         self.control.all_gather_single(rows, torch.frombuffer(bytearray(mine), dtype=torch.uint8), async_op=False)
         told = [row.numpy().tobytes() for row in rows]
         self.watch.peers = {r: Peer(r, told[r]) for r in self.watch.peers}
-        self._may_share = may_share(told)
+        return by_host(told)
 
     def cpu(self, nbytes: int) -> TorchComm:
-        """The communicator for data on the CPU: on one host one with more room for large data, made when first needed.
+        """The communicator for data on the CPU: where memory is shared, one with more room for large data.
 
         Args:
             nbytes: How much shall move, the same number on every rank.
+
+        Cost: that of ``attach``, once.
         """
-        if nbytes < _LARGE or not self._may_share or self.control.get_backend() != "shm":
+        if nbytes < _LARGE or self.control is self._first:
             return self.control
         if self._bulk is None:
-            self._bulk = share(self.control, self.watch, _LARGE_SLOTS) or self.control
+            near, hosts = attach(self.control, self.watch, self._hosts, _LARGE_SLOTS)
+            self._bulk = self._over(near, 1) if hosts == self._hosts else self.control
         return self._bulk
 
     def between_two(self, nbytes: int) -> TorchComm:
@@ -138,7 +153,8 @@ class Communicators:
 
     def hears_signals(self, between_two: bool) -> AbstractContextManager[None]:
         """While this lasts, Ctrl-C ends the waits of the group."""
-        return signals_wake_sentry() if between_two or isinstance(self.control.backend, Gloo) else _ALWAYS
+        is_deaf = between_two or isinstance(self.control.backend, Gloo | Hierarchical)
+        return signals_wake_sentry() if is_deaf else _ALWAYS
 
     def connect_anew(self) -> None:
         """After a timeout or an interruption: new connections, once all ranks have come.
@@ -183,11 +199,11 @@ class Communicators:
 
 def _timeout_of(group: dist.ProcessGroup | None) -> float:
     """Seconds that a call may take, as the group's maker has set it."""
-    try:
-        options: Any = group._get_backend(torch.device("cpu")).options  # type: ignore[union-attr]
-        return float(options._timeout.total_seconds())
-    except (AttributeError, RuntimeError):
-        return float(dist.distributed_c10d.default_pg_timeout.total_seconds())
+    for kind in [] if group is None else group._device_types:
+        with contextlib.suppress(AttributeError, RuntimeError):
+            options: Any = group._get_backend(kind).options  # type: ignore[union-attr]
+            return float(options._timeout.total_seconds())
+    return float(dist.distributed_c10d.default_pg_timeout.total_seconds())
 
 
 _CACHE: dict[dist.ProcessGroup, Communicators] = {}

@@ -19,13 +19,16 @@ RECORD_NBYTES = 512
 """The length of what each process tells its peers about itself."""
 
 
-@functools.cache
 def host_id() -> str:
     """What is equal for processes that may share memory; a hint, which attaching has to prove."""
-    if chosen := os.environ.get("EASYDIST_HOST_ID"):
-        return chosen
+    return os.environ.get("EASYDIST_HOST_ID") or _host_id()
+
+
+@functools.cache
+def _host_id() -> str:
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
+        # What another container calls process 7 is not the process 7 that is seen from here.
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()
 
 
@@ -36,10 +39,19 @@ def record(page: OwnPage | None, slot: int, shares: bool) -> bytes:
     return text.encode().ljust(RECORD_NBYTES)
 
 
-def may_share(records: Sequence[bytes]) -> bool:
-    """Whether all processes say that they are on one host, and would use shared memory."""
+def by_host(records: Sequence[bytes]) -> list[list[int]]:
+    """The ranks of each host, as far as they say; each is alone unless all of them would use shared memory.
+
+    Example:
+        >>> with_shared_memory = [record(None, 0, True) for _ in range(3)]
+        >>> by_host(with_shared_memory)
+        [[0, 1, 2]]
+    """
     told = [json.loads(record)[1:3] for record in records]
-    return all(shares and host == told[0][0] for host, shares in told)
+    hosts: dict[str, list[int]] = {}
+    for rank, (host, _) in enumerate(told):
+        hosts.setdefault(host, []).append(rank)
+    return list(hosts.values()) if all(shares for _, shares in told) else [[rank] for rank in range(len(told))]
 
 
 class Peer:
@@ -134,6 +146,8 @@ class Peer:
         try:
             status = psutil.Process(self.pid).status()
         except psutil.Error:
+            return f"process {self.pid} on {self.host} has ended"
+        if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
             return f"process {self.pid} on {self.host} has ended"
         if status == psutil.STATUS_STOPPED:
             return f"process {self.pid} on {self.host} is alive but stopped (SIGSTOP)"

@@ -1,4 +1,4 @@
-"""Shared memory for a group: made by its first rank, attached by the others, or by none of them."""
+"""Shared memory for the ranks of each host: made by the first of them, attached by the others."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ from collections.abc import Sequence
 
 import torch
 
+from easydist.comms.backend import Backend
 from easydist.comms.comm import TorchComm
 from easydist.comms.shm import Shm
+from easydist.comms.solo import Solo
 from easydist.comms.watch import Watch
 from easydist.shm import Segment
+from easydist.shm.streams import Guard
+
+Hosts = Sequence[Sequence[int]]
+"""The ranks of each host, ascending; the hosts by their lowest ranks."""
 
 _log = logging.getLogger("easydist")
 _NBYTES = 256
@@ -25,28 +31,58 @@ def is_wanted() -> bool:
     return os.environ.get("EASYDIST_SHM", "1") != "0"
 
 
-def share(control: TorchComm, watch: Watch, slots: Sequence[int]) -> TorchComm | None:
-    """A communicator over shared memory, where all ranks of the group can attach it; else None, on every rank.
+def attach(control: TorchComm, watch: Watch, hosts: Hosts, slots: Sequence[int]) -> tuple[Backend, Hosts]:
+    """Shared memory with the ranks of this host, and which ranks of the group share it, as attaching has proved.
+
+    A rank that cannot attach counts as a host of its own; where the first of a host can give no memory, all of it do.
 
     Args:
         control: A communicator of the group.
         watch: The group's.
+        hosts: The ranks of each host, ascending; the hosts by their lowest ranks.
         slots: How much a rank shall be able to publish at once, in bytes: the first for which there is room.
 
-    Cost: a broadcast and an all-gather.
+    Cost: two all-gathers for each time that a rank cannot attach, and for the last.
     """
-    rank, size = control.get_rank(), control.get_size()
-    segment, slot = _create(size, slots) if rank == 0 else (None, 0)
-    told = json.dumps([segment.name, slot] if segment else None).encode().ljust(_NBYTES)
-    message = torch.frombuffer(bytearray(told), dtype=torch.uint8)
-    control.broadcast(message, 0, async_op=False)
-    backend = _attach(json.loads(bytes(message.numpy())), segment, rank, size, watch)
-    attached = torch.empty(size, dtype=torch.uint8, device="cpu")
-    mine = torch.tensor([backend is not None], dtype=torch.uint8, device="cpu")
-    control.all_gather_single(attached, mine, async_op=False)
+    while any(len(ranks) > 1 for ranks in hosts):
+        backend, attached = _try(control, watch, hosts, slots)
+        if all(attached):
+            return backend or Solo(), hosts
+        hosts = _proved(hosts, attached)
+    return Solo(), hosts
+
+
+def _proved(hosts: Hosts, attached: Sequence[bool]) -> Hosts:
+    found: list[list[int]] = []
+    for ranks in hosts:
+        together = [r for r in ranks if attached[r]] if attached[ranks[0]] else []
+        found += [together, *[[r] for r in ranks if r not in together]]
+    return sorted(ranks for ranks in found if ranks)
+
+
+def _try(control: TorchComm, watch: Watch, hosts: Hosts, slots: Sequence[int]) -> tuple[Backend | None, list[bool]]:
+    """Make and attach the memory of every host; says which ranks could."""
+    rank = control.get_rank()
+    here = next(ranks for ranks in hosts if rank in ranks)
+    segment, slot = _create(len(here), slots) if len(here) > 1 and rank == here[0] else (None, 0)
+    told = _exchange(control, json.dumps([segment.name, slot] if segment else None).encode().ljust(_NBYTES))
+    guard = watch.guard if len(here) == len(told) else functools.partial(_guard, watch)
+    backend = _attach(json.loads(told[here[0]]), segment, here.index(rank), len(here), guard)
+    attached = _exchange(control, bytes([backend is not None or len(here) == 1]))
     if segment is not None:
         segment.unlink()
-    return TorchComm(backend, control.get_name()) if backend is not None and attached.all() else None
+    return backend, [one == b"\1" for one in attached]
+
+
+def _guard(watch: Watch, ranks: Sequence[int], waited: float) -> None:
+    """Look after all ranks: those of this host that are awaited may themselves wait for another host."""
+    watch.guard(list(watch.peers), waited)
+
+
+def _exchange(control: TorchComm, mine: bytes) -> list[bytes]:
+    rows = torch.empty((control.get_size(), len(mine)), dtype=torch.uint8, device="cpu")
+    control.all_gather_single(rows, torch.frombuffer(bytearray(mine), dtype=torch.uint8), async_op=False)
+    return [row.numpy().tobytes() for row in rows]
 
 
 def _create(size: int, slots: Sequence[int]) -> tuple[Segment | None, int]:
@@ -59,14 +95,14 @@ def _create(size: int, slots: Sequence[int]) -> tuple[Segment | None, int]:
     return None, 0
 
 
-def _attach(told: list[object] | None, segment: Segment | None, rank: int, size: int, watch: Watch) -> Shm | None:
+def _attach(told: list[object] | None, segment: Segment | None, rank: int, size: int, guard: Guard) -> Shm | None:
     if told is None:
         return None
     name, slot = str(told[0]), int(str(told[1]))
     try:
-        return Shm(segment or Segment.attach(name, Shm.nbytes(size, slot)), rank, size, watch.guard)
+        return Shm(segment or Segment.attach(name, Shm.nbytes(size, slot)), rank, size, guard)
     except OSError as error:
-        _warn(f"shared memory of rank 0 cannot be used here ({error})")
+        _warn(f"the shared memory of this host's first rank cannot be used here ({error})")
         return None
 
 

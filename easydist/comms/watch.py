@@ -7,7 +7,6 @@ that every rank raises the same kind of error.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -148,6 +147,9 @@ class Watch:
                 error = self._lost(peer)
             if error is not None:
                 self.give_up(error)
+        for peer in self._gave_up():
+            if (error := self._heard(peer)) is not None:
+                self.give_up(error)
         now = time.monotonic()
         if now >= self._deadline:
             self.give_up(self._late(awaited, self._limit))
@@ -162,8 +164,9 @@ class Watch:
         Raises:
             EasydistError: What it said.
         """
+        far = self._read(f"words/{self.phase}/last")
         for peer in self.peers.values():
-            if (error := self._heard(peer)) is not None:
+            if (error := self._heard(peer, far is not None and far["by"] == peer.rank)) is not None:
                 self.give_up(error)
         self.raise_if_broken()
 
@@ -195,12 +198,14 @@ class Watch:
 
     def say(self, words: dict[str, Any]) -> None:
         """Leave last words for the others."""
-        text = json.dumps({"slot": self.slot, "phase": self.phase, "time": time.time(), **words})
+        # Where the words are not about a collective that lasts, they are from after the one that began last.
+        number = self.number + (self._peer is not None or self.left is None)
+        about = {"slot": self.slot, "phase": self.phase, "time": time.time(), "by": self.rank, "number": number}
+        text = json.dumps({**about, **words})
         if self._page is not None:
             self._page.say(text)
-        if self._store is not None and self._has_far_peers():
-            with contextlib.suppress(Exception):  # the store may have ended with rank 0
-                self._store.set(f"words/{self.phase}/{self.rank}", text)
+        for key in (self.rank, "last"):
+            self._write(f"words/{self.phase}/{key}", text)
 
     def explain(self, error: Exception, rank: int) -> EasydistError:
         """What really happened, where the connection to a rank broke."""
@@ -222,12 +227,21 @@ class Watch:
                 if peer.has_ended() and (peer is broken or peer in self._unfinished([peer.rank])):
                     return self._heard(peer, far=True) or self._lost(peer)
             time.sleep(0.005)
-        return self._lost(broken, "its connection broke")
+        return self._lost(broken, ": its connection broke")
 
     def _unfinished(self, ranks: Iterable[int]) -> list[Peer]:
         if self._peer is not None:
             return [self.peers[self._peer]]
         return [self.peers[r] for r in ranks if r in self.peers and not self.peers[r].has_finished(self.number)]
+
+    def _gave_up(self) -> list[Peer]:
+        """Peers that have left this call, or one before it, in the middle; they may have begun others since."""
+        if self._peer is not None:
+            return []
+        said = [(peer, peer.words()) for peer in self.peers.values()]
+        return [
+            peer for peer, words in said if words and words["kind"] != "exception" and words["number"] <= self.number
+        ]
 
     def _heard(self, peer: Peer, far: bool = False) -> EasydistError | None:
         """What a peer has said about its end, or about the group's."""
@@ -257,10 +271,10 @@ class Watch:
         return error
 
     def _lost(self, peer: Peer, what: str = "") -> PeerLostError:
-        status = peer.exit_status()
-        who = f"process {peer.pid} on {peer.host}" if peer.pid else "its process, of which nothing is known,"
-        what = what or f"ended ({status_text(status)})"
-        head = f"{self.operation}: rank {peer.rank} is lost: {who} {what}"
+        status = peer.exit_status() if peer.is_visible else None
+        who = f"process {peer.pid} on {peer.host}" if peer.pid else "its process, of which nothing is known"
+        what = what or f" ended ({status_text(status)})"
+        head = f"{self.operation}: rank {peer.rank} is lost: {who}{what}"
         error = PeerLostError("\n".join([head, *self._last_seen(peer), _NEXT[PeerLostError]]))
         error.rank, error.pid, error.host, error.exit_status = peer.rank, peer.pid, peer.host, status
         return error
@@ -296,10 +310,9 @@ class Watch:
     def publish(self) -> None:
         """Tell ranks of other hosts where this one is, if it has been there for a while."""
         now = (self.number, self._place)
-        if self._store is not None and now != self._published and self._has_far_peers():
+        if now != self._published:
             self._published = now
-            with contextlib.suppress(Exception):
-                self._store.set(f"seen/{self.rank}", json.dumps([self.number, self._place.decode()]))
+            self._write(f"seen/{self.rank}", json.dumps([self.number, self._place.decode()]))
 
     def _place_of(self, peer: Peer) -> str:
         return peer.place() if peer.is_visible else (self._read(f"seen/{peer.rank}") or [0, ""])[1]
@@ -308,11 +321,19 @@ class Watch:
         return peer.number() if peer.is_visible else (self._read(f"seen/{peer.rank}") or [None])[0]
 
     def _read(self, key: str) -> Any:
-        if self._store is None or not self._has_far_peers():
-            return None
-        with contextlib.suppress(Exception):
-            return json.loads(self._store.get(key)) if self._store.check([key]) else None
+        if self._store is not None and self._has_far_peers():
+            try:
+                return json.loads(self._store.get(key)) if self._store.check([key]) else None
+            except Exception:  # it has ended with rank 0, and would log each further attempt
+                self._store = None
         return None
+
+    def _write(self, key: str, text: str) -> None:
+        if self._store is not None and self._has_far_peers():
+            try:
+                self._store.set(key, text)
+            except Exception:
+                self._store = None
 
     def _has_far_peers(self) -> bool:
         return not all(peer.is_visible for peer in self.peers.values())

@@ -2,6 +2,7 @@
 
 python tests/scripts/loss.py WORLD_SIZE SCENARIO…
 
+EASYDIST_TEST_HOSTS=0011: the first two ranks believe that they are on one host, the others on another.
 The ranks are forked, so that torch is loaded once. What a rank does to the others it does when all of them wait for it.
 """
 
@@ -31,7 +32,7 @@ def others_wait() -> None:
     """Return when every other rank is in the next call."""
     watch = ProcessState().communicators().watch
     deadline = time.monotonic() + DEADLINE
-    while not all((peer.number() or 0) > watch.number for peer in watch.peers.values()):
+    while not all((watch._number_of(peer) or 0) > watch.number for peer in watch.peers.values()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     time.sleep(0.1)  # they have begun the call; now let them block in it
@@ -39,8 +40,9 @@ def others_wait() -> None:
 
 def others_gave_up() -> None:
     """Return when every other rank has left its call and said why."""
+    watch = ProcessState().communicators().watch
     deadline = time.monotonic() + DEADLINE
-    while not all(peer.words() for peer in ProcessState().communicators().watch.peers.values()):
+    while not all(watch._heard(peer, far=True) for peer in watch.peers.values()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -57,8 +59,8 @@ def misbehave(scenario: str) -> None:
     if scenario == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if scenario == "interrupt":
-        os.kill(os.getppid(), signal.SIGUSR1)  # the parent interrupts all
         try:
+            os.kill(os.getppid(), signal.SIGUSR1)  # the parent interrupts all
             time.sleep(DEADLINE)
         finally:
             others_gave_up()
@@ -129,6 +131,8 @@ def launch(scenario: str, world_size: int) -> bool:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
             for name, value in (variables | {"RANK": rank, "LOCAL_RANK": rank}).items():
                 os.environ[name] = str(value)
+            if hosts := os.environ.get("EASYDIST_TEST_HOSTS"):
+                os.environ["EASYDIST_HOST_ID"] = hosts[rank]
             work(scenario, rank, world_size)
             return True
         pids.append(pid)

@@ -1,0 +1,98 @@
+"""How the time of a gather grows with bytes and with leaves: draws docs/performance.svg.
+
+python benchmarks/curves.py [--ranks 2] [--output docs/performance.svg]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import easydist
+from easydist.testing import Pool
+
+NBYTES = [16 * 4**k for k in range(11)]
+LEAVES = [1, 3, 10, 30, 100, 300, 1000]
+PANELS = {"one leaf, bytes per rank": NBYTES, "leaves of 16 bytes": LEAVES}
+
+
+def tree(panel: str, x: int) -> dict[str, torch.Tensor]:
+    """The data of one point."""
+    if panel == "leaves of 16 bytes":
+        return {f"leaf{i}": torch.ones(4) for i in range(x)}
+    return {"leaf": torch.ones(x // 4)}
+
+
+def measure(rank: int, world_size: int, with_peer: bool) -> dict[str, dict[str, list[float]]]:
+    """Best time of a call in microseconds, per panel and library."""
+    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    from nested import agreed, timed
+
+    libraries: dict[str, Any] = {"easydist": easydist.gather}
+    if with_peer:
+        from accelerate import PartialState
+        from accelerate.utils import operations
+
+        PartialState(cpu=True)
+        libraries["accelerate"] = operations.gather
+    found: dict[str, dict[str, list[float]]] = {panel: {name: [] for name in libraries} for panel in PANELS}
+    for panel, points in PANELS.items():
+        for x in points:
+            data = tree(panel, x)
+            for name, gather in libraries.items():
+                repeats = max(1, min(100, int(0.05 / agreed(timed(lambda g=gather, d=data: g(d), 2)))))
+                times = [timed(lambda g=gather, d=data: g(d), repeats) for _ in range(7)]
+                found[panel][name].append(min(times) * 1e6)
+    return found
+
+
+def measured(ranks: int, shm: bool) -> dict[str, dict[str, list[float]]]:
+    """What a process of its own measures, with or without shared memory."""
+    command = [sys.executable, __file__, "--ranks", str(ranks), "--measure"]
+    environment = os.environ | {"EASYDIST_SHM": str(int(shm))}
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def draw(ranks: int, output: Path) -> None:
+    """Measure and draw."""
+    import matplotlib.pyplot as plt
+
+    shared, gloo = measured(ranks, shm=True), measured(ranks, shm=False)
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
+    for axis, (panel, points) in zip(axes, PANELS.items(), strict=True):
+        axis.loglog(points, shared[panel]["accelerate"], "s--", color="tab:red", label="accelerate")
+        axis.loglog(points, gloo[panel]["easydist"], "^-", color="tab:orange", label="easydist on gloo")
+        axis.loglog(points, shared[panel]["easydist"], "o-", color="tab:blue", label="easydist")
+        axis.set(xlabel=panel, ylabel="microseconds per gather")
+        axis.grid(visible=True, which="both", alpha=0.2)
+    axes[0].legend(title=f"{ranks} ranks, {os.cpu_count()} cores")
+    plt.rcParams["svg.hashsalt"] = "easydist"  # the same drawing gives the same file
+    figure.savefig(output, metadata={"Date": None})
+
+
+def main() -> None:
+    """Measure in this process, or draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=Path("docs/performance.svg"))
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if not options.measure:
+        draw(options.ranks, options.output)
+        return
+    with Pool(timeout=600) as pool:
+        with_peer = os.environ.get("EASYDIST_SHM", "1") != "0"
+        print(json.dumps(pool.run(measure, options.ranks, with_peer=with_peer)[0]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,333 @@
+"""Who waited for whom: every call of a stretch of the program, as a table and as a trace that Perfetto shows.
+
+What is recorded costs no exchange: every header carries the time at which its rank had come, so that each rank knows
+who was last, and how long all others waited. Only ``gathered`` and ``save`` talk to other ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import index
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, SupportsIndex
+
+from easydist import agree
+from easydist.objects import gather_object
+from easydist.state import communicators, together
+from easydist.typing import Group
+
+__all__ = ["Trace", "TracedCall", "trace"]
+
+_SHOWN = 10
+_TITLES = ("operation", "called at", "group", "calls", "raised", "bytes", "total", "median", "longest", "waited", "for")
+_TEXTS = ("operation", "called at", "group", "for")
+_PID = 1  # 0 would be the idle process in viewers
+
+
+class TracedCall(NamedTuple):
+    """One call on one rank. Times are nanoseconds since 1970, by the clock of the rank's host."""
+
+    operation: str
+    """The verb's name."""
+    site: str
+    """File and line from which it was called."""
+    group: str
+    """The group's name."""
+    rank: int
+    """This process in the group."""
+    size: int
+    """How many processes the group has."""
+    peer: int | None
+    """The only other rank that took part (``send_tensor_dict``, ``recv_tensor_dict``); None: all did."""
+    number: int
+    """Which call of the group it was, as errors count them; 0 in a world of one and between two ranks."""
+    start: int
+    """When it began."""
+    end: int
+    """When it ended."""
+    came: tuple[int, ...]
+    """When each rank was ready to exchange.
+
+    Empty where nobody was waited for, or where that is not known: in a world of one, between two ranks, in
+    ``broadcast`` and ``reduce`` with ``check=False``, if a rank never came.
+    """
+    nbytes: int | None
+    """This rank's data: its tree's leaves, or its objects encoded.
+
+    That is what it gives, and where it takes into a tree of its own, what it takes; 0 where it comes with nothing. None
+    where that is not known (tensor dicts, ``scatter_object_list``, a tree that could not be read), or without data.
+    """
+    error: str | None
+    """The type of the exception that the call raised; None: it ended well."""
+
+    @property
+    def last(self) -> int | None:
+        """The rank that came last."""
+        return self.came.index(max(self.came)) if self.came else None
+
+    @property
+    def waited(self) -> int | None:
+        """Nanoseconds from when this rank was ready until the last one was."""
+        return self.waited_by(self.rank) if self.came else None
+
+    def waited_by(self, rank: int) -> int:
+        """Nanoseconds that a rank waited for the last one, as far as clocks of several hosts agree."""
+        came = self.came[rank]
+        return max(0, min(max(self.came), self.end) - came)
+
+
+class Trace:
+    """The calls of this process between the beginning and the end of a ``with`` block; see ``trace``."""
+
+    def __init__(self) -> None:
+        self._heard: list[agree.Notes] = []
+        self._calls: list[TracedCall] = []
+
+    def __enter__(self) -> Trace:
+        agree.listeners.append(self._heard.append)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        agree.listeners.remove(self._heard.append)
+
+    @property
+    def calls(self) -> list[TracedCall]:
+        """This rank's calls, in the order in which they ended."""
+        heard = self._heard[:]
+        del self._heard[: len(heard)]
+        self._calls += map(_traced, heard)
+        return self._calls
+
+    def gathered(self, group: Group = None) -> list[list[TracedCall]]:
+        """The calls of every rank.
+
+        Law: ``gathered()[r] == calls of rank r``.
+
+        Args:
+            group: The ranks that take part; all of them have to call.
+
+        Cost: that of ``gather_object``; some hundred bytes per call.
+        """
+        every = gather_object(tuple(map(tuple, self.calls)), weights_only=True, group=group)
+        return [[TracedCall(*call) for call in calls] for calls in every]
+
+    def summary(self, every: Sequence[Sequence[TracedCall]] | None = None) -> str:
+        """A table of operations, call sites and groups, those that waited longest first; then who was waited for.
+
+        Args:
+            every: All ranks' calls, as ``gathered`` gives them; None is this rank's only. Then the times and bytes of
+                the table are this rank's, but what follows it tells of all ranks in this rank's calls.
+
+        Returns:
+            Text. ``total``, ``median`` and ``longest`` are the calls' times in ms, ``waited`` is how much of the total
+            was spent before the last rank had come, and ``for`` the rank for which most of that was. A dash stands
+            where something is not known.
+
+        Cost: no exchange.
+        """
+        ranks = [self.calls] if every is None else every
+        calls = [call for own in ranks for call in own]
+        spread = f"{len(ranks)} ranks, {len(calls)} calls" if every is not None else f"{len(calls)} calls of this rank"
+        if not calls:
+            return spread
+        seconds = (max(call.end for call in calls) - min(call.start for call in calls)) / 1e9
+        return "\n".join([f"{spread} in {seconds:.3f} s; times in ms", *_table(calls), *_waits(calls, every is None)])
+
+    def save(self, path: str | os.PathLike[str], *, group: Group = None) -> None:
+        """Write the calls of every rank as one file for https://ui.perfetto.dev or ``chrome://tracing``.
+
+        Each rank is a track; each call a slice, and in it one for the time until the last rank had come. Arguments of a
+        slice: ``site``, ``group``, ``rank`` (in the group), ``call`` (its number), ``bytes``, ``waited_us``,
+        ``waited_for``, ``error``.
+
+        Args:
+            path: The file; rank 0 of the group writes it.
+            group: The ranks that take part; all of them have to call.
+
+        Raises:
+            OSError: The file cannot be written, on rank 0; the others raise ``RemoteError``.
+
+        Cost: that of ``gathered``, and one header exchange.
+
+        Source: the Trace Event Format, JSON object form, complete events.
+        """
+        with together(group):
+            every = self.gathered(group)
+            if communicators(group).rank == 0:
+                text = json.dumps({"traceEvents": list(_events(every)), "displayTimeUnit": "ms"})
+                Path(path).write_text(text, encoding="utf-8")
+
+
+def trace() -> Trace:
+    """Record every call of easydist in a ``with`` block: where it was made, its bytes and times, who was waited for.
+
+    Without an exchange: each rank records its own calls, on its own, so an exception may leave the block. Calls of all
+    threads are recorded, those that easydist's functions make of one another (``synchronize_rng_states`` broadcasts) as
+    rows of their own. Traces may be nested.
+
+    Example:
+        >>> import torch, easydist
+        >>> with easydist.trace() as trace:
+        ...     total = easydist.reduce(torch.ones(3), "sum")
+        >>> [(call.operation, call.nbytes) for call in trace.calls]
+        [('reduce', 12)]
+
+    Returns:
+        The ``Trace``, whose ``summary()`` is a table and whose ``save(path)`` writes a file for Perfetto.
+
+    Cost: some microseconds and some hundred bytes per call.
+    """
+    return Trace()
+
+
+def _traced(notes: agree.Notes) -> TracedCall:
+    peer = None if notes.peer is None else _plain(notes.peer)
+    number = notes.number if notes.peer is None else 0
+    return TracedCall(
+        notes.operation,
+        notes.site,
+        notes.group,
+        notes.rank,
+        notes.size,
+        peer,
+        number,
+        notes.start,
+        notes.end,
+        tuple(notes.came),
+        notes.nbytes,
+        notes.error,
+    )
+
+
+def _plain(peer: object) -> int | None:
+    """The caller's rank, whatever integer type it has; None where it is no rank at all."""
+    return index(peer) if isinstance(peer, SupportsIndex) else None
+
+
+def _table(calls: Sequence[TracedCall]) -> list[str]:
+    """The rows of operations, aligned; columns in which nothing stands are left out."""
+    by_key: dict[tuple[str, str, str], list[TracedCall]] = {}
+    for call in calls:
+        by_key.setdefault((call.operation, call.site, call.group), []).append(call)
+    groups = sorted(by_key.items(), key=lambda item: (-_waited(item[1]), -sum(map(_nanoseconds, item[1]))))
+    several = len({group for _, _, group in by_key}) > 1
+    cells = [[operation, site, group if several else "", *_cells(own)] for (operation, site, group), own in groups]
+    columns = [[title, *column] for title, column in zip(_TITLES, zip(*cells, strict=True), strict=True) if any(column)]
+    return ["  ".join(row).rstrip() for row in zip(*map(_aligned, columns), strict=True)]
+
+
+def _aligned(column: Sequence[str]) -> list[str]:
+    """The cells of a column, equally long; its title comes first."""
+    width = max(map(len, column))
+    return [cell.ljust(width) if column[0] in _TEXTS else cell.rjust(width) for cell in column]
+
+
+def _cells(calls: Sequence[TracedCall]) -> list[str]:
+    """What a row says of its calls, after what they have in common."""
+    from statistics import median  # costs more than the rest of this module
+
+    times = [_nanoseconds(call) for call in calls]
+    known = [call.nbytes for call in calls if call.nbytes is not None]
+    raised = sum(call.error is not None for call in calls)
+    waited = _ms(_waited(calls)) if any(call.came for call in calls) else "–"
+    return [
+        str(len(calls)),
+        str(raised or ""),
+        str(sum(known)) if known else "–",
+        *map(_ms, (sum(times), median(times), max(times))),
+        waited,
+        _whom(calls),
+    ]
+
+
+def _whom(calls: Sequence[TracedCall]) -> str:
+    """The rank for which was waited most, and its part of the wait."""
+    shares: dict[int, int] = {}
+    for call in calls:
+        if call.last is not None:
+            shares[call.last] = shares.get(call.last, 0) + (call.waited or 0)
+    if not any(shares.values()):
+        return ""
+    rank = max(shares, key=lambda rank: shares[rank])
+    return f"rank {rank} ({shares[rank] / sum(shares.values()):.0%})"
+
+
+def _waits(calls: Sequence[TracedCall], for_all: bool) -> Iterator[str]:
+    """For each group which ranks were waited for, and by whom; ``for_all``: one rank's calls stand for those of all."""
+    by_group: dict[str, dict[int, dict[int, int]]] = {}
+    for call in calls:
+        for rank in range(call.size) if for_all else (call.rank,):
+            if call.last is not None and (waited := call.waited_by(rank)):
+                row = by_group.setdefault(call.group, {}).setdefault(call.last, {})
+                row[rank] = row.get(rank, 0) + waited
+    for group, rows in by_group.items():
+        yield f"waited for, in group {group}:" if len(by_group) > 1 else "waited for:"
+        ordered = _largest(rows, lambda row: sum(row.values()))
+        for rank, row in ordered[:_SHOWN]:
+            by = [f"rank {waiter} {_ms(waited)}" for waiter, waited in _largest(row, int)]
+            yield f"  rank {rank}  {_ms(sum(row.values()))} ms, by {_listed(by)}"
+        if len(ordered) > _SHOWN:
+            yield f"  … and {len(ordered) - _SHOWN} ranks more"
+
+
+def _largest(rows: dict[int, Any], key: Callable[[Any], int]) -> list[tuple[int, Any]]:
+    return sorted(rows.items(), key=lambda item: (-key(item[1]), item[0]))
+
+
+def _listed(texts: Sequence[str]) -> str:
+    more = [f"{len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
+    return ", ".join([*texts[:_SHOWN], *more])
+
+
+def _nanoseconds(call: TracedCall) -> int:
+    return call.end - call.start
+
+
+def _waited(calls: Iterable[TracedCall]) -> int:
+    return sum(call.waited or 0 for call in calls)
+
+
+def _ms(nanoseconds: float) -> str:
+    return f"{nanoseconds / 1e6:.3f}"
+
+
+def _events(every: Sequence[Sequence[TracedCall]]) -> Iterator[dict[str, Any]]:
+    """The events of a trace file: names of tracks, then slices, in µs from the first call on."""
+    yield {"ph": "M", "name": "process_name", "pid": _PID, "tid": 0, "args": {"name": "easydist"}}
+    for rank in range(len(every)):
+        track = {"ph": "M", "pid": _PID, "tid": rank + 1}
+        yield {**track, "name": "thread_name", "args": {"name": f"rank {rank}"}}
+        yield {**track, "name": "thread_sort_index", "args": {"sort_index": rank}}
+    zero = min((call.start for calls in every for call in calls), default=0)
+    for rank, calls in enumerate(every):
+        for call in sorted(calls, key=lambda call: (call.start, -call.end)):
+            yield _slice(rank, call.operation, "call", call.start - zero, call.end - zero, _arguments(call))
+            if call.waited:
+                ready = call.came[call.rank] - zero
+                yield _slice(rank, f"wait for rank {call.last}", "wait", ready, ready + call.waited, {})
+
+
+def _slice(rank: int, name: str, category: str, start: int, end: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    times = {"ts": start / 1e3, "dur": (end - start) / 1e3}
+    return {"ph": "X", "name": name, "cat": category, "pid": _PID, "tid": rank + 1, **times, "args": arguments}
+
+
+def _arguments(call: TracedCall) -> dict[str, Any]:
+    """What a viewer shows of a call; only what is known."""
+    known = {
+        "site": call.site,
+        "group": call.group,
+        "rank": call.rank,
+        "peer": call.peer,
+        "call": call.number or None,
+        "bytes": call.nbytes,
+        "waited_us": None if call.waited is None else call.waited / 1e3,
+        "waited_for": call.last if call.waited else None,
+        "error": call.error,
+    }
+    return {name: value for name, value in known.items() if value is not None}
