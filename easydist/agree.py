@@ -6,187 +6,37 @@ differ (full shapes, which leaves are the same object); the bytes that this rank
 many sizes and how many bytes of payload follow. The sizes are those along the free dimension. The payload is what the
 rank sends, where it is small: then the frames are the only exchange of the call. A rank that fails sends the text of
 its fault instead. Where fingerprints differ that must not, descriptions are exchanged. In both cases every rank raises
-the same error before any data has moved.
+the same error before any target is written.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
 import struct
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from types import CodeType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from easydist import wire
+from easydist.calling import calling, listeners, note_arrivals, note_data
 from easydist.comms import Communicators
+from easydist.disagreement import SAME, calls_text, fault_text, trees_text
 from easydist.errors import DisagreementError, EasydistError, RemoteError
 from easydist.leaves import Layout, Leaves, Row
 from easydist.plan import fingerprint
-from easydist.typing import Timeout
 
 _WELL, _ABSENT, _FAULT = range(3)
-_SHOWN = 10
-_SAME = "Pass the same structure, dtypes and shapes on every rank."
 _NUMBERS = struct.Struct("<8q")
 _LATE = 50_000_000  # nanoseconds
 CHECKED = os.environ.get("EASYDIST_CHECK", "1") != "0"
 """Whether calls are compared unless they say otherwise; the same on all ranks."""
 
 _fingerprint = functools.lru_cache(maxsize=256)(fingerprint)
-
-
-class calling:  # noqa: N801 - a context manager, read as a phrase
-    """One call of a verb: while it lasts, the group's watch knows which it is, and when its time is over.
-
-    Args:
-        comms: The group; what the context manager gives.
-        operation: The verb's name.
-        timeout: How long the call may take; None is the group's.
-        peer: The only other rank that takes part; None: all do.
-    """
-
-    __slots__ = ("_comms", "_notes", "_operation", "_peer", "_signals", "_timeout")
-
-    def __init__(
-        self, comms: Communicators, operation: str, timeout: Timeout | None = None, peer: int | None = None
-    ) -> None:
-        self._comms, self._operation, self._peer = comms, operation, peer
-        self._timeout = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-
-    def __enter__(self) -> Communicators:
-        comms = self._comms
-        site = _site() if comms.size > 1 or listeners else ""
-        self._notes = Notes(comms, self._operation, self._peer, site) if listeners else None
-        if comms.size > 1:
-            comms.watch.begin(self._operation, site, self._timeout, self._peer)
-            self._signals = comms.hears_signals(self._peer is not None)
-            self._signals.__enter__()
-            if comms.watch.broken is not None:
-                self._connect_anew()
-        return comms
-
-    def _connect_anew(self) -> None:
-        try:
-            self._comms.connect_anew()
-        except BaseException as error:  # Python does not call __exit__ where __enter__ has raised
-            self.__exit__(type(error), error, error.__traceback__)
-            raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._comms.size > 1:
-            if error is not None and not isinstance(error, Exception):
-                self._comms.watch.interrupted(error)
-            self._signals.__exit__(kind, error, trace)
-            self._comms.watch.end(error is None or getattr(error, "raised_in", None) is self._comms)
-        if self._notes is not None:
-            self._notes.tell(self._comms, error)
-
-
-def _site() -> str:
-    """File and line of the caller outside of easydist."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
-        frame = frame.f_back
-    return _site_text(frame.f_code, frame.f_lineno)
-
-
-_INSIDE = (os.path.dirname(__file__) + os.sep, contextlib.__file__)
-
-
-@functools.lru_cache(maxsize=1024)
-def _site_text(code: CodeType, line: int) -> str:
-    path = code.co_filename
-    with contextlib.suppress(OSError, ValueError):
-        relative = os.path.relpath(path)
-        path = path if relative.startswith("..") else relative
-    return f"{path}:{line}"
-
-
-class Notes:
-    """What is noted of a call while somebody listens, told when the call ends. Times are ``time.time_ns``.
-
-    Attributes:
-        operation: The verb's name.
-        site: The caller's file and line.
-        group: The group's name.
-        rank: This process in the group.
-        size: How many processes the group has.
-        peer: The only other rank that takes part; None: all do.
-        number: Counts the calls of the group.
-        start: When the call began.
-        end: When it ended.
-        came: When each rank's header was ready, by its own clock, in the first agreement of the call; empty where there
-            was none.
-        nbytes: Of this rank's leaves, or of its payload; None where it has neither, or that is not known.
-        error: The type of what the call raised.
-    """
-
-    __slots__ = (
-        "_around",
-        "came",
-        "end",
-        "error",
-        "group",
-        "nbytes",
-        "number",
-        "operation",
-        "peer",
-        "rank",
-        "site",
-        "size",
-        "start",
-    )
-
-    def __init__(self, comms: Communicators, operation: str, peer: int | None, site: str) -> None:
-        self.start = time.time_ns()
-        self.operation, self.site, self.peer = operation, site, peer
-        self.group, self.rank, self.size = comms.control.get_name(), comms.rank, comms.size
-        self.came: list[int] = []
-        self.nbytes: int | None = None
-        self._around, _open.notes = _open.notes, self
-
-    def tell(self, comms: Communicators, error: BaseException | None) -> None:
-        """Tell all who listen that the call has ended."""
-        self.end, self.number = time.time_ns(), comms.watch.number
-        self.error = None if error is None else type(error).__name__
-        _open.notes, self._around = self._around, None
-        for listener in (*listeners,):  # another thread may be ending its trace
-            listener(self)
-
-
-class _Open(threading.local):
-    """The notes of the innermost call of this thread."""
-
-    notes: Notes | None = None
-
-
-_open = _Open()
-listeners: list[Callable[[Notes], None]] = []
-"""Who hears of every call when it ends; empty, unless somebody traces."""
-
-
-def _note_data(call: Call) -> None:
-    notes = _open.notes
-    if notes is not None and notes.nbytes is None and (call.leaves is not None or call.payload):
-        notes.nbytes = call.nbytes if call.leaves is None else call.leaves.layout.packing.nbytes
-
-
-def _note_arrivals(headers: Sequence[_Header]) -> None:
-    notes = _open.notes
-    if notes is not None and not notes.came:
-        notes.came = [header.came for header in headers]
 
 
 @dataclass(slots=True)
@@ -209,7 +59,7 @@ class Call:
     nbytes: int = 0
     payload: Sequence[torch.Tensor] = ()
     absent: bool = False
-    advice: str = _SAME
+    advice: str = SAME
 
     def title(self, operation: str) -> str:
         """The call as it would be written: ``gather(dst=None, dim=0)``."""
@@ -326,7 +176,7 @@ def agree(
     try:
         call = prepare()
         if listeners:
-            _note_data(call)
+            _note(call)
         sizes = call.sizes()
         mine = _header(operation, call)
     except Exception as fault:
@@ -356,8 +206,13 @@ def alone(prepare: Callable[[], Call]) -> tuple[Call, Agreement]:
     """What ``agree`` gives where there is nobody to agree with."""
     call = prepare()
     if listeners:
-        _note_data(call)
+        _note(call)
     return call, Agreement([_Header(_ABSENT if call.absent else _WELL, 0, 0, 0, call.nbytes, 0, 0, 0)])
+
+
+def _note(call: Call) -> None:
+    if call.leaves is not None or call.payload:
+        note_data(call.nbytes if call.leaves is None else call.leaves.layout.packing.nbytes)
 
 
 def report(comms: Communicators, operation: str, fault: BaseException | None = None) -> None:
@@ -415,7 +270,7 @@ def _all_frames(comms: Communicators, nbytes: int) -> list[_Header]:
     comms.control.all_gather_upto(frames.rows, nbytes, async_op=False)
     headers = [_Header(*_NUMBERS.unpack_from(frames.view, r * frames.nbytes)) for r in range(comms.size)]
     if listeners:
-        _note_arrivals(headers)
+        note_arrivals([header.came for header in headers])
     if headers[comms.rank].came > min([header.came for header in headers]) + _LATE:
         comms.watch.hear()  # the others may have given up: what they sent before that is not a call
     return headers
@@ -447,7 +302,7 @@ def _raise_together(comms: Communicators, faults: dict[int, dict[str, Any]], min
     """Raise the same error on every rank."""
     if mine is not None and len(faults) == comms.size and len({one["text"] for one in faults.values()}) == 1:
         raise mine
-    error = RemoteError(_fault_text(faults))
+    error = RemoteError(fault_text(faults))
     error.raised_in = comms
     raise error from mine
 
@@ -465,7 +320,7 @@ def _disagree(comms: Communicators, operation: str, call: Call) -> NoReturn:
     }
     every = _exchange_json(comms, mine)
     same_call = len({one["title"] for one in every}) == 1
-    error = DisagreementError(_trees_text(every) if same_call else _calls_text(every))
+    error = DisagreementError(trees_text(every) if same_call else calls_text(every))
     error.raised_in = comms
     raise error
 
@@ -487,73 +342,3 @@ def _text(error: BaseException) -> str:
     if isinstance(error, _Reported):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _fault_text(faults: dict[int, dict[str, Any]]) -> str:
-    first = faults[min(faults)]
-    lines = [f"  rank {rank}: {one['text']}" for rank, one in faults.items()]
-    if first["in_body"]:
-        return "\n".join([f"{first['operation']}: the body raised on {_ranks(faults)}", *lines])
-    sites = _sites_text({rank: one["site"] for rank, one in faults.items()})
-    advice = "No data has moved; mend that rank, the group works on."
-    return "\n".join([f"{first['operation']}: {_ranks(faults)} failed before the exchange", *lines, sites, advice])
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    """Ranks for people: ``rank 2``, ``ranks 0, 1``."""
-    names = list(map(str, ranks))
-    return f"{'rank' if len(names) == 1 else 'ranks'} {', '.join(names)}"
-
-
-def _sites_text(sites: dict[int, str]) -> str:
-    """Where the ranks made the call; which ranks, if not all at one place."""
-    by_site: dict[str, list[int]] = {}
-    for rank, site in sites.items():
-        by_site.setdefault(site, []).append(rank)
-    if len(by_site) == 1:
-        return f"Called at {next(iter(by_site))}"
-    return "Called at " + ", ".join(f"{site} ({_ranks(ranks)})" for site, ranks in by_site.items())
-
-
-def _calls_text(every: list[dict[str, Any]]) -> str:
-    lines = [f"  rank {rank}: {one['title']} at {one['site']}" for rank, one in enumerate(every)]
-    advice = "Every rank of the group has to make the same calls in the same order."
-    return "\n".join(["ranks made different calls", *lines, advice])
-
-
-def _trees_text(every: list[dict[str, Any]]) -> str:
-    """The leaves that differ, one line each, with what every rank has there."""
-    present = [(rank, one) for rank, one in enumerate(every) if not one["absent"]]
-    fixed_rows = {rank: {path: row for path, *row in one["fixed"]} for rank, one in present}
-    full_rows = {rank: {path: row for path, *row in one["rows"]} for rank, one in present}
-    paths = sorted(set().union(*fixed_rows.values()))
-    differing = [
-        path
-        for path in paths
-        if any(rows.get(path) != fixed_rows[present[0][0]].get(path) for rows in fixed_rows.values())
-    ]
-    lines = [
-        f"  {path or 'the value'}  "
-        + "   ".join(f"rank {rank}: {_leaf_text(rows.get(path))}" for rank, rows in full_rows.items())
-        for path in differing[:_SHOWN]
-    ]
-    if len(differing) > _SHOWN:
-        lines.append(f"  … and {len(differing) - _SHOWN} more")
-    first = present[0][1]
-    head = f"{first['operation']}: ranks disagree on {len(differing)} of {len(paths)} leaves"
-    dim = _differing_dim([rows.get(differing[0]) for rows in fixed_rows.values()])
-    sites = _sites_text({rank: one["site"] for rank, one in enumerate(every)})
-    return "\n".join([head, *lines, sites, _SAME if dim is None else first["advice"].format(dim=dim)])
-
-
-def _leaf_text(row: list[Any] | None) -> str:
-    return f"{row[0]} {tuple(row[1])}" if row else "missing"
-
-
-def _differing_dim(rows: list[list[Any] | None]) -> int | None:
-    """The first dimension in which shapes differ that agree in dtype and number of dimensions."""
-    known = [row for row in rows if row]
-    if len(known) < len(rows) or len({row[0] for row in known}) > 1 or len({len(row[1]) for row in known}) > 1:
-        return None
-    sizes = zip(*(row[1] for row in known), strict=True)
-    return next((dim for dim, column in enumerate(sizes) if len(set(column)) > 1), None)

@@ -11,7 +11,8 @@ from operator import index
 import torch
 
 from easydist import codec, wire
-from easydist.agree import Agreement, Call, agree, calling, trust
+from easydist.agree import Agreement, Call, agree, trust
+from easydist.calling import calling
 from easydist.comms import Communicators, TorchComm, TorchWork
 from easydist.exchange import (
     Landing,

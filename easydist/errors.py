@@ -8,8 +8,8 @@
     ├── WireError           bytes that are not a valid message
     └── UnsafeObjectError   decoding met a global that is not allow-listed
 
-The first two are raised on every rank of the group, with the same text, before any of the call's data has moved; the
-next call on the group works. The next two end what the group has under way, on every rank that waits or comes later;
+The first two are raised on every rank of the group, with the same text, before any target was written; the next call on
+the group works. The next two end what the group has under way, on every rank that waits or comes later;
 after a timeout the next call makes the connections anew. Misuse that every rank commits alike stays a plain
 ``TypeError`` or ``ValueError``.
 """

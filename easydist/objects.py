@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from easydist import codec
-from easydist.agree import Agreement, Call, agree, calling
+from easydist.agree import Agreement, Call, agree
+from easydist.calling import calling
 from easydist.comms import Communicators
 from easydist.exchange import check_rank
 from easydist.state import communicators

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from easydist import tree
-from easydist.agree import Call, agree, calling
+from easydist.agree import Call, agree
+from easydist.calling import calling
 from easydist.exchange import dims_of, resized, sizes_along
 from easydist.leaves import Leaves, as_array
 from easydist.state import communicators

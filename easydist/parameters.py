@@ -11,7 +11,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from easydist.agree import Call, agree, calling, report
+from easydist.agree import Call, agree, report
+from easydist.calling import calling
 from easydist.collectives import broadcast
 from easydist.state import communicators
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from easydist.agree import Call, agree, calling
+from easydist.agree import Call, agree
+from easydist.calling import calling
 from easydist.objects import broadcast_object_list
 from easydist.state import ProcessState, communicators
 from easydist.typing import Group

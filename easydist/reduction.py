@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from easydist import wire
-from easydist.agree import Agreement, Call, agree, calling, trust
+from easydist.agree import Agreement, Call, agree, trust
+from easydist.calling import calling
 from easydist.comms import Communicators, ReduceOp, combine
 from easydist.exchange import by_comm, small_payload
 from easydist.leaves import Leaves, as_value
@@ -35,9 +36,10 @@ def reduce(
     check: bool | None = None,
     timeout: Timeout | None = None,
 ) -> Tree:
-    """Combine the ranks' trees, leaf by leaf, in rank order; every rank gets the same bits.
+    """Combine the ranks' trees, leaf by leaf, in rank order; every rank gets the same bits in every run.
 
-    Law: ``reduce(x, "sum") == (x of rank 0 + x of rank 1) + …``, likewise ``"prod"``, ``"max"``, ``"min"`` (which pass
+    Law: ``reduce(x, "sum") == (x of rank 0 + x of rank 1) + …`` (ranks that share memory first, then host by host; NCCL
+    has an order of its own), likewise ``"prod"``, ``"max"``, ``"min"`` (which pass
     NaN on); ``"mean"`` is the sum over W; ``"none"`` is this rank's own ``x``. The result is multiplied by ``scale``.
 
     Dtypes follow ``torch.sum``: ``"sum"`` and ``"prod"`` of integers and bools are int64, so that small ones do not

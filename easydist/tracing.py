@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, SupportsIndex
 
-from easydist import agree
+from easydist import calling
 from easydist.objects import gather_object
 from easydist.state import communicators, together
 from easydist.typing import Group
@@ -83,17 +83,17 @@ class Trace:
     """The calls of this process between the beginning and the end of a ``with`` block; see ``trace``."""
 
     def __init__(self) -> None:
-        self._heard: list[agree.Notes] = []
+        self._heard: list[calling.Notes] = []
         self._calls: list[TracedCall] = []
 
     def __enter__(self) -> Trace:
-        agree.listeners.append(self._heard.append)
+        calling.listeners.append(self._heard.append)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        agree.listeners.remove(self._heard.append)
+        calling.listeners.remove(self._heard.append)
 
     @property
     def calls(self) -> list[TracedCall]:
@@ -185,7 +185,7 @@ def trace() -> Trace:
     return Trace()
 
 
-def _traced(notes: agree.Notes) -> TracedCall:
+def _traced(notes: calling.Notes) -> TracedCall:
     peer = None if notes.peer is None else _plain(notes.peer)
     number = notes.number if notes.peer is None else 0
     return TracedCall(

@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from easydist.agree import Call, agree, calling
+from easydist.agree import Call, agree
+from easydist.calling import calling
 from easydist.comms import Communicators, TorchComm, TorchWork
 from easydist.errors import DisagreementError, EasydistError, RemoteError
 from easydist.exchange import check_rank
@@ -295,7 +296,7 @@ class _Pair:
         lines = "".join(traceback.format_exception_only(type(error), error)).strip()
         text = (
             f"{self._operation}: rank {self._rank} failed before the exchange\n  rank {self._rank}: {lines}\n"
-            "No data has moved; mend that rank, the group works on."
+            "Nothing was changed; mend that rank, the group works on."
         )
         self.fail(RemoteError(text), error)
 

@@ -101,7 +101,7 @@ def test_one_ranks_fault_reaches_all(rank):
         "gather: rank 2 failed before the exchange\n"
         "  rank 2: TypeError: leaf ['x'] is not a dense tensor (torch.sparse_coo on cpu); pass its dense parts\n"
         "Called at tests/test_agree.py:N\n"
-        "No data has moved; mend that rank, the group works on."
+        "Nothing was changed; mend that rank, the group works on."
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "easydist"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
-ROOMS = ("comms", "shm", "testing")
+ROOMS = ("comms", "queue", "shm", "testing")
 
 
 def table() -> dict[str, int]:

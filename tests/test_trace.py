@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import easydist
-from easydist import CollectiveTimeout, DisagreementError, RemoteError, Trace, TracedCall, agree
+from easydist import CollectiveTimeout, DisagreementError, RemoteError, Trace, TracedCall, calling
 from easydist.state import communicators
 from easydist.testing import distributed
 
@@ -165,7 +165,7 @@ def test_nothing_is_recorded_after_the_end():
         easydist.gather(2, dst=1)
     easydist.gather(3)
     assert len(trace.calls) == 1
-    assert agree.listeners == []
+    assert calling.listeners == []
 
 
 def test_traces_in_one_another():

@@ -324,7 +324,7 @@ def test_into_that_cannot_be_written_is_the_same_error_on_both_sides(rank, name)
             call({"x": [torch.ones(2).double()], "y": torch.ones(LARGE)}, {"x": [make()], "y": other})
         assert text_of(caught) == (
             f"{verb}: rank 1 failed before the exchange\n  rank 1: {text}\n"
-            "No data has moved; mend that rank, the group works on."
+            "Nothing was changed; mend that rank, the group works on."
         )
         assert (caught.value.__cause__ is not None) == (rank == 1)
         assert not other.any()
@@ -347,7 +347,7 @@ def test_what_json_cannot_say_is_refused_on_all_ranks(rank, src):
     said = (
         f"rank {src} failed before the exchange\n  rank {src}: TypeError: ['a'][0] is a Thing; a tensor dict holds "
         "tensors, arrays, numbers, text, bytes, None and plain containers of them: send its parts, or use "
-        "broadcast_object_list\nNo data has moved; mend that rank, the group works on."
+        "broadcast_object_list\nNothing was changed; mend that rank, the group works on."
     )
     with pytest.raises(RemoteError) as caught:
         exchanged(rank, {"a": [THING]}, src, 1 - src)

@@ -243,7 +243,7 @@ class TorchComm:
         hints: Hints = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Law, in place on ``root``: ``tensor == op(op(tensor of rank 0, tensor of rank 1), …)``; elsewhere it stays."""
+        """Law, in place on ``root``: ``tensor == op(op(tensor of rank 0, tensor of rank 1), …)``."""
         rank = self._rank("root", root)
         self._check("reduce", tensor)
         _check_op("reduce", op)

@@ -199,6 +199,8 @@ class Communicators:
 
 def _timeout_of(group: dist.ProcessGroup | None) -> float:
     """Seconds that a call may take, as the group's maker has set it."""
+    if isinstance(own := getattr(group, "timeout", None), timedelta):  # a group written in Python has no backend
+        return own.total_seconds()
     for kind in [] if group is None else group._device_types:
         with contextlib.suppress(AttributeError, RuntimeError):
             options: Any = group._get_backend(kind).options  # type: ignore[union-attr]
