@@ -25,7 +25,7 @@ _log = logging.getLogger("easydist")
 WARN_AFTER = float(os.environ.get("EASYDIST_WARN_AFTER", "30"))
 """Seconds after which a wait is mentioned in the log."""
 
-_GRACE = 1.0
+_GRACE = 1.5
 """Seconds in which a process whose connection broke has to end or to leave its last words."""
 
 _ROWS = 32
