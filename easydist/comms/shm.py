@@ -47,6 +47,8 @@ class Shm(Backend):
             raises to end the wait. After that the backend is of no use.
 
     Example:
+        >>> from easydist.comms import Shm
+        >>> from easydist.shm import Segment
         >>> segment = Segment.create(Shm.nbytes(size=1, slot=4096))
         >>> segment.unlink()
         >>> Shm(segment, 0, 1, guard=lambda ranks, seconds: None).size

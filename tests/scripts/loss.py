@@ -161,7 +161,8 @@ def main(cases: list[str]) -> None:
             any(launch(case) for case in half)  # ends in a rank, and goes on with its parent
             return
         pids.append(pid)
-    sys.exit(any(os.waitpid(pid, 0)[1] for pid in pids))
+    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+    sys.exit(any(statuses))
 
 
 if __name__ == "__main__":
