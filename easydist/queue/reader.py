@@ -1,0 +1,113 @@
+"""The reading end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+
+from easydist.comms.peer import Peer
+from easydist.comms.sharing import is_wanted
+from easydist.queue.end import End, lost, name_of, own_record
+from easydist.queue.far import Inlet
+from easydist.queue.handle import Handle
+from easydist.shm.ring import RingReader, Shape
+
+
+class ReaderEnd(End):
+    """Takes messages from the ring, or from a connection.
+
+    Args:
+        handle: The writer's.
+        rank: This reader.
+
+    Attributes:
+        is_local: Whether it shares memory with the writer.
+
+    Raises:
+        OSError: The writer is not to be found.
+        RuntimeError: The rank has been taken.
+    """
+
+    def __init__(self, handle: Handle, rank: int) -> None:
+        super().__init__()
+        self._writer = Peer(-1, handle.writer)
+        self._way = self._attach(handle, rank) or self._connect(handle, rank)
+        self.is_local = isinstance(self._way, RingReader)
+        self._message: torch.Tensor | None = None
+
+    def _attach(self, handle: Handle, rank: int) -> RingReader | None:
+        if handle.ring is None or rank not in handle.local_reader_ranks or not is_wanted():
+            return None
+        name, shape = handle.ring
+        with suppress(OSError):
+            return RingReader(name, Shape(*shape), handle.local_reader_ranks.index(rank), own_record())
+        return None
+
+    def _connect(self, handle: Handle, rank: int) -> Inlet:
+        if handle.address is None:
+            raise ConnectionError(f"MessageQueue: the memory of {name_of(self._writer)} is not to be seen from here")
+        try:
+            return Inlet(handle.address, handle.key, rank, own_record(), self._writer)
+        except OSError as error:
+            at = "{}:{}".format(*handle.address)
+            raise ConnectionError(
+                f"MessageQueue: {name_of(self._writer)} does not listen at {at} ({error}); it has closed the queue, "
+                "has all its readers, or needs a connect_ip= that this host can reach"
+            ) from error
+
+    def take(self, until: float | None, patient: bool) -> torch.Tensor:
+        """The next message; ``patient``: a wait of minutes is nothing to log."""
+        with self.turn(until):
+            if not self._pull():
+                self._until(self._pull, until, self._late, patient)
+            message, self._message = self._message, None
+            assert message is not None
+            return message
+
+    def _late(self) -> str:
+        return f"dequeue: no message from the writer, {name_of(self._writer)}, in time"
+
+    def _pull(self) -> bool:
+        if self._message is None:
+            self._message = self._way.pull()
+        return self._message is not None
+
+    def wait_until_ready(self, until: float | None) -> None:
+        """Wait until all readers are there."""
+        with self.turn(until):
+            self._until(self._is_ready, until, lambda: "wait_until_ready: not all readers came in time")
+
+    def _is_ready(self) -> bool:
+        if not self._way.is_ready:
+            self._pull()
+        return self._way.is_ready
+
+    def _fault(self) -> Exception | None:
+        if self._way.is_closed:
+            return EOFError(f"MessageQueue: the writer, {name_of(self._writer)}, has closed the queue")
+        if self._writer.has_ended():
+            return lost(self._writer, "the writer")
+        if isinstance(self._way, Inlet) and self._way.is_broken:
+            return lost(self._writer, "the writer", "ended, or its connection broke")
+        return None
+
+    def _sleep(self, look: Callable[[], bool], seconds: float) -> bool:
+        return self._way.sleep(look, seconds)
+
+    def _wake(self) -> None:
+        if isinstance(self._way, RingReader):
+            self._way.wake()
+
+    def _release(self) -> None:
+        self._way.close()
+        self._drop()
+
+    def _abandon(self) -> None:
+        self._way.release()
+        self._drop()
+
+    def _drop(self) -> None:
+        del self._way, self._writer
+        self._message = None

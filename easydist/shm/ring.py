@@ -1,0 +1,440 @@
+"""A ring in shared memory: one process writes messages, several read each of them.
+
+    the bell                             8 bytes on a cache line of its own
+    the writer: posted, ready, closed    how many pieces it has announced, and the state of the queue
+    the writer: asleep                   whether it has to be woken
+    per reader: taken, attached, closed  how many pieces it has copied out, and its state
+    per reader: asleep
+    per reader: a note                   512 bytes, for the writer
+    entries, used in turn                per piece: its place, its bytes, its place in the message, the message's bytes
+    data                                 the pieces
+
+A message is cut into pieces, so that it may be larger than the ring, and that readers copy one while the next is being
+written. Pieces lie one after another and never wrap. Once all are read the ring begins at 0 again, and it goes beyond
+its first 4 MB only when readers lag behind that far: what is used over and over stays in the cache, and memory that is
+not used is not taken from the system. What readers have of a message that the writer gave up in the middle they forget
+when the next one begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from easydist.shm.segment import FOLDER, Segment
+from easydist.shm.signal import Bell
+from easydist.shm.slots import NEVER, copy
+
+NOTE_NBYTES = 512
+"""Room for what a reader tells the writer of itself."""
+
+_LINE, _PAGE, _ALIGNMENT = 8, 4096, 64
+_POSTED, _READY, _CLOSED, _ASLEEP = _LINE, _LINE + 1, _LINE + 2, 2 * _LINE
+_FIRST_READER, _PER_READER = 3 * _LINE, 2 * _LINE
+_TAKEN, _STATE, _READER_ASLEEP = 0, 1, _LINE
+_ABSENT, _ATTACHED, _LEFT = 0, 1, 2
+_ENTRY = 4
+_HOT, _STEP = 4 << 20, 8 << 20
+"""Bytes that the ring begins with, and by which it grows."""
+
+_LARGEST_PIECE = 1 << 20
+_HUGE = 4 << 20
+"""Bytes from which a message gets pages of 2 MB: 64 MB of new memory are filled in 7 ms instead of 30."""
+
+_SMALL = 1 << 16
+
+
+class Shape(NamedTuple):
+    """What lies where, which writer and readers have to agree on.
+
+    Args:
+        readers: How many there are.
+        entries: How many pieces may be in the ring.
+        capacity: Bytes of data.
+    """
+
+    readers: int
+    entries: int
+    capacity: int
+
+    @classmethod
+    def of(cls, readers: int, capacity: int, messages: int) -> Shape:
+        """Room for ``messages`` messages, and for ``capacity`` bytes in pieces of the usual size."""
+        capacity = _rounded(max(capacity, _PAGE), _PAGE)
+        return cls(readers, messages + capacity // min(_LARGEST_PIECE, capacity // 4) + 1, capacity)
+
+    def plain(self) -> tuple[int, int, int]:
+        """As plain data: ``Shape(*plain)`` is the shape again."""
+        return self.readers, self.entries, self.capacity
+
+    @property
+    def piece(self) -> int:
+        """Bytes of the largest piece."""
+        return min(_LARGEST_PIECE, self.capacity // 4)
+
+    @property
+    def notes_at(self) -> int:
+        """Where the notes begin."""
+        return 8 * (_FIRST_READER + _PER_READER * self.readers)
+
+    @property
+    def entries_at(self) -> int:
+        """Where the entries begin, in numbers of 8 bytes."""
+        return (self.notes_at + NOTE_NBYTES * self.readers) // 8
+
+    @property
+    def data_at(self) -> int:
+        """Where the data begins."""
+        return _rounded(8 * (self.entries_at + _ENTRY * self.entries), _PAGE)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole segment."""
+        return self.data_at + self.capacity
+
+
+def _rounded(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+class _End:
+    """What writer and readers have in common; ``rank`` is 0 for the writer, and a reader's number from 1 on."""
+
+    def __init__(self, segment: Segment, shape: Shape, rank: int) -> None:
+        self.shape = shape
+        self._words = memoryview(segment.memory)[: shape.data_at].cast("q")
+        self._bytes = memoryview(segment.memory)[shape.data_at :]
+        self._tensor = torch.frombuffer(segment.memory, dtype=torch.uint8)
+        self._address = self._tensor.data_ptr() + shape.data_at
+        self._bell = Bell(self._words, self._tensor.data_ptr(), rank)
+        self._mine = 1 << rank % 32
+        self._asleep = _cell(rank, _READER_ASLEEP) if rank else _ASLEEP
+
+    def _announce(self, cell: int, number: int) -> None:
+        """Write a number that others may sleep for, after all that was written before."""
+        if self._bell.release is not None:
+            self._bell.release()
+        self._words[cell] = number
+        self._bell.fence()
+
+    def sleep(self, look: Callable[[], bool], seconds: float) -> bool:
+        """Sleep until another end has announced something.
+
+        Args:
+            look: Whether there is anything to do; called once the others can see that this end sleeps, and after.
+            seconds: At most.
+
+        Returns:
+            What ``look`` said last.
+        """
+        heard = self._bell.listen()
+        self._words[self._asleep] = 1
+        self._bell.fence()
+        try:
+            if look():
+                return True
+            self._bell.sleep(heard, seconds)
+        finally:
+            self._words[self._asleep] = 0
+        return look()
+
+    def wake(self) -> None:
+        """Wake this end, from another thread."""
+        self._bell.ring(self._mine)
+
+
+def _cell(reader: int, number: int) -> int:
+    """A number of a reader's; readers count from 1 here."""
+    return _FIRST_READER + _PER_READER * (reader - 1) + number
+
+
+class _Piece(NamedTuple):
+    number: int
+    start: int
+    stop: int
+    is_last: bool
+
+
+class RingWriter(_End):
+    """The writer's end.
+
+    Example:
+        >>> writer = RingWriter(Shape.of(readers=1, capacity=1 << 16, messages=4))
+        >>> reader = RingReader(writer.name, writer.shape, 0, b"")
+        >>> writer.post(writer.place(5), [memoryview(b"hello")], at=0, total=5)
+        >>> bytes(reader.pull().numpy())
+        b'hello'
+
+    Attributes:
+        name: What a reader needs to attach.
+
+    Raises:
+        OSError: There is no such memory here, or no room for it.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        self._file = _open(shape.nbytes, shape.data_at + min(shape.capacity, _HOT))
+        try:
+            status = os.fstat(self._file)
+            self.name = f"{os.getpid()}/{self._file}/{status.st_dev}/{status.st_ino}"
+            super().__init__(Segment(self.name, shape.nbytes, self._file), shape, 0)
+        except BaseException:
+            os.close(self._file)
+            raise
+        self._backed = min(shape.capacity, _HOT)
+        self._pieces: deque[_Piece] = deque()
+        readers = range(1, shape.readers + 1)
+        self._taken_at = [_cell(reader, _TAKEN) for reader in readers]
+        self._asleep_at = [(1 << reader % 32, _cell(reader, _READER_ASLEEP)) for reader in readers]
+
+    def place(self, nbytes: int, grow: bool = True) -> int:
+        """Where a piece of ``nbytes`` can be written now; -1: nowhere.
+
+        Args:
+            nbytes: At most ``shape.piece``.
+            grow: Whether more of the capacity may be taken from the system.
+        """
+        pieces, posted = self._settled(), self._words[_POSTED]
+        if pieces and posted - pieces[0].number >= self.shape.entries:
+            return -1
+        if not pieces:
+            return 0
+        first, head = pieces[0].start, pieces[-1].stop
+        if pieces[-1].start < first:
+            return head if head + nbytes <= first else -1
+        if head + nbytes <= min(self._backed, _HOT):
+            return head
+        if nbytes <= first:
+            return 0
+        return head if head + nbytes <= self._backed or (grow and self._grow(head + nbytes)) else -1
+
+    def messages(self) -> int:
+        """How many whole messages not all readers have taken."""
+        return sum(piece.is_last for piece in self._settled())
+
+    def _settled(self) -> deque[_Piece]:
+        """The pieces that are in use: announced, and not taken by all."""
+        pieces, lowest, posted = self._pieces, self._lowest(), self._words[_POSTED]
+        while pieces and pieces[0].number < lowest:
+            pieces.popleft()
+        while pieces and pieces[-1].number >= posted:  # an interrupt came before it was announced
+            pieces.pop()
+        return pieces
+
+    def _lowest(self) -> int:
+        return min([self._words[cell] for cell in self._taken_at])
+
+    def _grow(self, nbytes: int) -> bool:
+        """Have more of the capacity backed by memory; a quarter of the file system stays free for others."""
+        goal = min(self.shape.capacity, _rounded(nbytes, _STEP))
+        system = os.fstatvfs(self._file)
+        if nbytes > goal or (system.f_bavail - system.f_blocks // 4) * system.f_frsize < goal - self._backed:
+            return False
+        try:
+            os.posix_fallocate(self._file, self.shape.data_at, goal)
+        except OSError:
+            return False
+        self._backed = goal
+        return True
+
+    def post(self, start: int, parts: Sequence[memoryview], at: int, total: int) -> None:
+        """Write a piece, and tell the readers.
+
+        Args:
+            start: What ``place`` has said.
+            parts: Its bytes.
+            at: Where in its message it belongs.
+            total: The bytes of its message.
+        """
+        stop = start
+        for part in parts:
+            if len(part) <= _SMALL:
+                self._bytes[stop : stop + len(part)] = part
+            else:
+                copy(self._address + stop, np.frombuffer(part, np.uint8).ctypes.data, len(part))
+            stop += len(part)
+        self._enter(start, stop - start, at, total)
+
+    def _enter(self, start: int, nbytes: int, at: int, total: int) -> None:
+        number = self._words[_POSTED]
+        self._pieces.append(_Piece(number, start, start + _rounded(nbytes, _ALIGNMENT), at + nbytes == total))
+        entry = self.shape.entries_at + _ENTRY * (number % self.shape.entries)
+        for i, value in enumerate((start, nbytes, at, total)):
+            self._words[entry + i] = value
+        self._tell_all(_POSTED, number + 1)
+
+    def _tell_all(self, cell: int, number: int) -> None:
+        self._announce(cell, number)
+        asleep = 0
+        for bit, asleep_at in self._asleep_at:
+            if self._words[asleep_at]:
+                asleep |= bit
+        if asleep:
+            self._bell.ring(asleep)
+
+    def set_ready(self) -> None:
+        """Tell the readers that all of them are there."""
+        self._tell_all(_READY, 1)
+
+    def behind(self) -> list[int]:
+        """The readers that have not taken the oldest piece."""
+        lowest = self._lowest()
+        return [i for i, cell in enumerate(self._taken_at) if self._words[cell] == lowest]
+
+    def note(self, reader: int) -> bytes | None:
+        """What a reader (from 0 on) has told of itself; None: it has not attached."""
+        if self._words[_cell(reader + 1, _STATE)] == _ABSENT:
+            return None
+        at = self.shape.notes_at + NOTE_NBYTES * reader
+        return bytes(self._words.cast("B")[at : at + NOTE_NBYTES])
+
+    def has_left(self, reader: int) -> bool:
+        """Whether a reader has closed its end."""
+        return bool(self._words[_cell(reader + 1, _STATE)] == _LEFT)
+
+    def drop(self, reader: int) -> list[bytes]:
+        """Count without a reader that cannot attach.
+
+        Returns:
+            The whole messages that it has not read: all, because it has read none.
+        """
+        waiting: list[bytes] = []
+        message = b""
+        for number in range(self._words[_POSTED]):
+            start, nbytes, at, total = _entry(self._words, self.shape, number)
+            message = (message if at else b"") + bytes(self._bytes[start : start + nbytes])
+            if at + nbytes == total:
+                waiting.append(message)
+        self._words[_cell(reader + 1, _TAKEN)] = NEVER
+        self._words[_cell(reader + 1, _STATE)] = _ATTACHED  # nobody else can take its place
+        return waiting
+
+    def close(self) -> None:
+        """Tell the readers that nothing more comes, and let go of the memory; they keep it until they have read all."""
+        self._tell_all(_CLOSED, 1)
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the memory without a word."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+        _let_go(self)
+
+
+class RingReader(_End):
+    """A reader's end.
+
+    Args:
+        name: The writer's.
+        shape: Likewise.
+        reader: Which of the readers this is, from 0 on.
+        note: What the writer shall know of this process.
+
+    Raises:
+        OSError: The memory is not to be seen from here.
+        RuntimeError: Somebody else has attached as this reader.
+    """
+
+    def __init__(self, name: str, shape: Shape, reader: int, note: bytes) -> None:
+        super().__init__(Segment.attach(name, shape.nbytes), shape, reader + 1)
+        self._taken_at, self._state_at = _cell(reader + 1, _TAKEN), _cell(reader + 1, _STATE)
+        if self._words[self._state_at] != _ABSENT:
+            _let_go(self)
+            raise RuntimeError("this reader's place is taken: a handle makes one reader of each rank")
+        at = shape.notes_at + NOTE_NBYTES * reader
+        self._words.cast("B")[at : at + NOTE_NBYTES] = note.ljust(NOTE_NBYTES)
+        self._message: torch.Tensor | None = None
+        self._whole: tuple[int, torch.Tensor] | None = None
+        self._tell(self._state_at, _ATTACHED)
+
+    def _tell(self, cell: int, number: int) -> None:
+        self._announce(cell, number)
+        if self._words[_ASLEEP]:
+            self._bell.ring(1)
+
+    def pull(self) -> torch.Tensor | None:
+        """Take pieces as far as there are any; returns a message once it is whole."""
+        while self._whole is None and (taken := self._words[self._taken_at]) < self._words[_POSTED]:
+            self._take(taken)
+        if self._whole is None:
+            return None
+        count, message = self._whole  # kept until it is handed out: an interrupt may come anywhere
+        if self._words[self._taken_at] < count:
+            self._tell(self._taken_at, count)
+        self._whole = None
+        return message
+
+    def _take(self, number: int) -> None:
+        start, nbytes, at, total = _entry(self._words, self.shape, number)
+        if at == 0:
+            self._message = new_message(total)
+        message = self._message
+        assert message is not None
+        copy(message.data_ptr() + at, self._address + start, nbytes)
+        if at + nbytes == total:
+            self._message, self._whole = None, (number + 1, message)
+            return
+        self._tell(self._taken_at, number + 1)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all readers are there."""
+        return bool(self._words[_READY])
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the writer has closed its end; what it wrote before can still be taken."""
+        return bool(self._words[_CLOSED])
+
+    def close(self) -> None:
+        """Tell the writer that nobody reads here any more, and let go of the memory."""
+        self._tell(self._state_at, _LEFT)
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the memory without a word."""
+        _let_go(self)
+
+
+def new_message(nbytes: int) -> torch.Tensor:
+    """Memory for a message."""
+    if nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _entry(words: memoryview, shape: Shape, number: int) -> list[int]:
+    at = shape.entries_at + _ENTRY * (number % shape.entries)
+    return [words[at], words[at + 1], words[at + 2], words[at + 3]]
+
+
+def _let_go(end: _End) -> None:
+    """The mapping goes with the last reference to it."""
+    for name in ("_words", "_bytes", "_tensor", "_bell"):
+        delattr(end, name)
+
+
+def _open(nbytes: int, backed: int) -> int:
+    """A file without a name, the first bytes of it backed by memory now: a full file system is no SIGBUS later."""
+    flag = getattr(os, "O_TMPFILE", None)
+    if flag is None or not os.path.isdir(FOLDER):
+        raise OSError(f"{FOLDER} has no files without a name on this system")
+    file = os.open(FOLDER, os.O_RDWR | os.O_CLOEXEC | flag, 0o600)
+    try:
+        os.posix_fallocate(file, 0, backed)
+        os.ftruncate(file, nbytes)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
