@@ -189,7 +189,9 @@ def agree(
         or len({header.structure for header in headers if header.status == _WELL}) > 1
     ):
         _disagree(comms, operation, call)
-    return call, Agreement(headers, comms.frames.rows)
+    agreement = Agreement(headers, comms.frames.rows)
+    comms.watch.is_awaited = not agreement.has_payload
+    return call, agreement
 
 
 def trust(comms: Communicators, prepare: Callable[[], Call], check: bool | None) -> tuple[Call, Agreement] | None:
@@ -267,7 +269,9 @@ def _pack(call: Call, out: torch.Tensor) -> None:
 
 def _all_frames(comms: Communicators, nbytes: int) -> list[_Header]:
     frames = comms.frames
+    comms.watch.is_awaited = True
     comms.control.all_gather_upto(frames.rows, nbytes, async_op=False)
+    comms.watch.is_awaited = False
     headers = [_Header(*_NUMBERS.unpack_from(frames.view, r * frames.nbytes)) for r in range(comms.size)]
     if listeners:
         note_arrivals([header.came for header in headers])

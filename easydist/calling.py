@@ -33,12 +33,15 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
     ) -> None:
         self._comms, self._operation, self._peer = comms, operation, peer
         self._timeout = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if self._timeout is not None and self._timeout <= 0:
+            raise ValueError(f"{operation}: timeout={timeout!r} leaves no time")
 
     def __enter__(self) -> Communicators:
         comms = self._comms
         site = _site() if comms.size > 1 or listeners else ""
         self._notes = Notes(comms, self._operation, self._peer, site) if listeners else None
         if comms.size > 1:
+            comms.demand_own_process()
             comms.watch.begin(self._operation, site, self._timeout, self._peer)
             self._signals = comms.hears_signals(self._peer is not None)
             self._signals.__enter__()
@@ -57,12 +60,19 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._comms.size > 1:
-            if error is not None and not isinstance(error, Exception):
-                self._comms.watch.interrupted(error)
+            self._tell_of(error)
             self._signals.__exit__(kind, error, trace)
             self._comms.watch.end(error is None or getattr(error, "raised_in", None) is self._comms)
         if self._notes is not None:
             self._notes.tell(self._comms, error)
+
+    def _tell_of(self, error: BaseException | None) -> None:
+        """Tell the others of what ended the call on this rank alone, if they may still wait for it."""
+        watch = self._comms.watch
+        if error is not None and not isinstance(error, Exception):
+            watch.interrupted(error)
+        elif error is not None and watch.is_awaited and getattr(error, "raised_in", None) is not self._comms:
+            watch.failed(error)
 
 
 def _site() -> str:

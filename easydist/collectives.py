@@ -106,6 +106,7 @@ def gather(
             results = dict(enumerate(from_payloads(agreement, leaves, shapes, dims)))
         else:
             results = _gather_buckets(comms, leaves, shapes, dims, leaves.travelling(agreement.uniform), dst)
+        comms.watch.is_awaited = False
         return None if dst not in (None, comms.rank) else leaves.rebuild(results, agreement.uniform, as_array)
 
 
@@ -274,6 +275,7 @@ def _broadcast_buckets(comms: Communicators, tensor: Tree, leaves: Leaves, tied:
         landed |= dict(zip(indices, views, strict=True))
     for work in works:
         work.wait()
+    comms.watch.is_awaited = False
     return tensor if comms.rank == source else leaves.write(landed, tied)
 
 
@@ -377,6 +379,7 @@ def scatter(
             comm.scatter(buffer, packed, from_process, async_op=False)
             views = wire.unpack(buffer, [t.dtype for t in mine], [t.shape for t in mine])
             results |= {i: view.clone().to(tensors[i].device) for i, view in zip(indices, views, strict=True)}
+        comms.watch.is_awaited = False
         return leaves.rebuild(results, True, as_array)
 
 
@@ -438,6 +441,7 @@ def all_to_all(
             comm.all_to_all(outputs, [wire.pack(row, comm.get_device()) for row in parts], async_op=False)
             joined = join(outputs, dtypes, shapes, [dims[i] for i in indices])
             results |= {i: result.to(tensors[i].device) for i, result in zip(indices, joined, strict=True)}
+        comms.watch.is_awaited = False
         return leaves.rebuild(results, uniform, as_array)
 
 

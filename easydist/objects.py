@@ -79,6 +79,7 @@ def gather_object(
             messages = [torch.empty(nbytes, dtype=torch.uint8, device="cpu") for nbytes in agreement.nbytes]
             messages[comms.rank] = mine.data
             comms.cpu(sum(agreement.nbytes)).all_gather_v(messages, mine.data, async_op=False)
+            comms.watch.is_awaited = False
         values = [mine.decoded(message) for message in messages]
         return [item for value in values for item in value] if is_list else values
 
@@ -211,6 +212,7 @@ def _sent_to_all(comms: Communicators, mine: torch.Tensor, agreement: Agreement,
     nbytes = agreement.nbytes[source]
     message = mine if comms.rank == source else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     comms.cpu(nbytes).broadcast(message, source, async_op=False)
+    comms.watch.is_awaited = False
     return message
 
 

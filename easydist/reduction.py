@@ -94,6 +94,7 @@ def reduce(
         results: dict[int, torch.Tensor] = {}
         for members, flat in _totals(comms, leaves, call, agreement, reduction):
             results |= _results(leaves, members, _finish(flat, reduction, scale, comms.size), reduction, scale)
+        comms.watch.is_awaited = False
         return leaves.rebuild(results, agreement.uniform, as_value)
 
 

@@ -230,6 +230,7 @@ def _move(
     works = [post(cpu if comm is comms.control else comm, buffer) for comm, buffer in buffers]
     for work in works:
         work.wait()
+    comms.watch.is_awaited = False
 
 
 def _disagreement(operation: str, src: int, misfits: dict[int, dict[str, Any]]) -> str:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -35,6 +37,9 @@ _TAGS = 4
 """How far the tags of one channel are from those of the next."""
 
 _FOREVER = timedelta(days=365)
+_TICK = 0.25
+_LARGE = 1 << 18
+"""Bytes of a message that may be half on its way when its sender dies."""
 
 Message = tuple[torch.Tensor, int]
 """A flat tensor and the rank it goes to or comes from."""
@@ -107,10 +112,10 @@ class _Group(Backend):
 class _Posted:
     """A message under way; where its connection breaks, the group's watch knows why."""
 
-    __slots__ = ("_peer", "_watch", "_work")
+    __slots__ = ("_is_large", "_peer", "_watch", "_work")
 
-    def __init__(self, work: dist.Work, peer: int, watch: Watch | None) -> None:
-        self._work, self._peer, self._watch = work, peer, watch
+    def __init__(self, work: dist.Work, peer: int, watch: Watch | None, is_large: bool = False) -> None:
+        self._work, self._peer, self._watch, self._is_large = work, peer, watch, is_large
 
     def wait(self, timeout: timedelta | None = None) -> None:
         if (watch := self._watch) is None:
@@ -119,8 +124,9 @@ class _Posted:
         if timeout is None and watch.left is not None:
             timeout = _FOREVER  # the sentry ends it when the call's time is over
         watch.waits += 1
+        wait = functools.partial(_wait_aside, watch) if self._is_large else dist.Work.wait
         try:
-            self._work.wait() if timeout is None else self._work.wait(timeout)
+            wait(self._work) if timeout is None else wait(self._work, timeout)
         except RuntimeError as error:
             raise watch.explain(error, self._peer) from error
         finally:
@@ -130,6 +136,25 @@ class _Posted:
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
+
+
+def _wait_aside(watch: Watch, work: dist.Work, *timeout: timedelta) -> None:
+    """Wait in a thread: half received when its sender dies, a large message keeps gloo waiting whatever is broken."""
+    ended = threading.Event()
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            work.wait(*timeout)
+        except BaseException as error:
+            errors.append(error)
+        ended.set()
+
+    threading.Thread(target=wait, name="easydist-wait", daemon=True).start()
+    while not ended.wait(_TICK) and watch.broken is None:
+        pass
+    if errors:
+        raise errors[0]
 
 
 class Gloo(_Group):
@@ -170,7 +195,7 @@ class Gloo(_Group):
 
     def _post(self, fn: Callable[..., dist.Work], tensor: torch.Tensor, peer: int, tag: int) -> _Posted:
         try:
-            return _Posted(fn([tensor], peer, tag + _TAGS * self._channel), peer, self.watch)
+            return _Posted(fn([tensor], peer, tag + _TAGS * self._channel), peer, self.watch, tensor.numel() >= _LARGE)
         except RuntimeError as error:  # the connection broke before
             if self.watch is None:
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -22,6 +23,7 @@ from easydist.comms.sentry import sentry, signals_wake_sentry
 from easydist.comms.sharing import Hosts, attach, is_wanted
 from easydist.comms.solo import Solo
 from easydist.comms.watch import Watch
+from easydist.errors import PeerLostError
 from easydist.shm import own_page
 
 _SLOT = 1 << 16
@@ -83,8 +85,26 @@ class Communicators:
         self._data = {control.get_device().type: control}
         self.watch = Watch(self.rank, self.size, _timeout_of(group), self._store)
         self.frames = Frames(self.size)
+        self._pid = os.getpid()
+
+    def demand_own_process(self) -> None:
+        """Make sure that this is not a forked child, which would speak in its parent's name.
+
+        Raises:
+            RuntimeError: It is.
+        """
+        if os.getpid() != self._pid:
+            raise RuntimeError("this process was forked from one of the group's: start it anew to use the group")
+
+    def begin(self) -> Communicators:
+        """Meet the other ranks; to be called once, on every rank.
+
+        Raises:
+            EasydistError: They did not all come.
+        """
         if self.size > 1:
             self._begin()
+        return self
 
     def _begin(self) -> None:
         """Learn who the others are, and share memory with them where that is possible."""
@@ -179,11 +199,16 @@ class Communicators:
 
     def _await_all(self, store: Store) -> None:
         """Meet in the store, where one can look around while waiting: gloo itself cannot be interrupted."""
-        store.set(f"here/{self.rank}", "")
         missing = list(self.watch.peers)
-        while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:
-            self.watch.guard(missing)
-            time.sleep(_POLL)
+        try:
+            store.set(f"here/{self.rank}", "")
+            while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:
+                self.watch.guard(missing)
+                time.sleep(_POLL)
+        except RuntimeError as error:  # of the store; what the guard raises is none
+            text = f"{self.watch.operation}: the store in which the ranks meet is gone, and so is the rank that kept it"
+            self.watch.give_up(PeerLostError(text))
+            raise PeerLostError(text) from error
 
     def _rebuild(self, backend: Gloo) -> None:
         old, self.control = self.control, TorchComm(backend, self.control.get_name())
@@ -222,6 +247,7 @@ def of_group(group: dist.ProcessGroup) -> Communicators:
         store = PrefixStore("easydist/control", group.get_group_store())
         control = over(group) or gloo_beside(group, store)
         found = _CACHE[group] = Communicators(TorchComm(control, group.group_name), group)
+        found.begin()
     return found
 
 
@@ -235,6 +261,7 @@ def of_comm(comm: TorchComm) -> Communicators:
         raise ValueError(f"group= needs a communicator on the CPU, or the ProcessGroup itself; got {comm!r}")
     if comm.communicators is None:
         comm.communicators = Communicators(comm)
+        comm.communicators.begin()
     return cast(Communicators, comm.communicators)
 
 

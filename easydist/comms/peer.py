@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import socket
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +36,7 @@ def _host_id() -> str:
 def record(page: OwnPage | None, slot: int, shares: bool) -> bytes:
     """What this process tells its peers about itself; ``shares``: it would use shared memory."""
     address = page.address if page else (os.getpid(), -1, "")
-    text = json.dumps([socket.gethostname()[:200], host_id()[:100], shares, slot, *address])
+    text = json.dumps([time.time(), socket.gethostname()[:200], host_id()[:100], shares, slot, *address])
     return text.encode().ljust(RECORD_NBYTES)
 
 
@@ -47,7 +48,7 @@ def by_host(records: Sequence[bytes]) -> list[list[int]]:
         >>> by_host(with_shared_memory)
         [[0, 1, 2]]
     """
-    told = [json.loads(record)[1:3] for record in records]
+    told = [json.loads(record)[2:4] for record in records]
     hosts: dict[str, list[int]] = {}
     for rank, (host, _) in enumerate(told):
         hosts.setdefault(host, []).append(rank)
@@ -71,10 +72,10 @@ class Peer:
         self.rank = rank
         self.host: str | None = None
         self.pid: int | None = None
-        self._slot, self._process = -1, -1
+        self._slot, self._process, self._born = -1, -1, 0.0
         self._page: PeerPage | None = None
         if told is not None:
-            self.host, host, _, self._slot, self.pid, *address = json.loads(told)
+            self._born, self.host, host, _, self._slot, self.pid, *address = json.loads(told)
             if host == host_id():
                 self._attach(*address)
 
@@ -123,19 +124,20 @@ class Peer:
 
     def is_same_group(self, slot: int) -> bool:
         """Whether what it says under this slot is about the group in which it is this peer."""
-        return slot in (self._slot, -1)
+        return slot == self._slot >= 0
 
     def place(self) -> str:
         """Where it was last; empty where that is not to be seen."""
         return self._page.place() if self._page else ""
 
     def words(self) -> dict[str, Any] | None:
-        """Its last words, where it has left some."""
+        """Its last words, where it has left some since the group was made."""
         text = self._page.words() if self._page else ""
         try:
-            return json.loads(text) if text else None
+            words = json.loads(text) if text else None
         except ValueError:  # read while they were being written
             return None
+        return words if words is None or words["time"] >= self._born else None
 
     def condition(self, even_if_well: bool = True) -> str:
         """What the system says about the process; nothing where it is well, unless that is asked for."""

@@ -54,15 +54,18 @@ class Sentry:
     def _run(self) -> None:
         while self._thread is not None:
             ready, _, _ = select.select([self._signals], [], [], _TICK)
-            waits = {watch: watch.waits for watch in self.watches()}
-            interrupted = bool(ready) and self._was_interrupted()
-            if interrupted:
-                select.select([], [], [], _GRACE)
-            for watch, number in waits.items():
-                if number % 2 and number == watch.waits:
-                    self._look(watch, interrupted)
-                else:
-                    watch.publish()
+            self._look_at_all(bool(ready))  # in a frame of its own, which keeps no group alive while this one sleeps
+
+    def _look_at_all(self, has_signals: bool) -> None:
+        waits = {watch: watch.waits for watch in self.watches()}
+        interrupted = has_signals and self._was_interrupted()
+        if interrupted:
+            select.select([], [], [], _GRACE)
+        for watch, number in waits.items():
+            if number % 2 and number == watch.waits:
+                self._look(watch, interrupted)
+            else:
+                watch.publish()
 
     def _stop(self) -> None:
         """End the thread: one that is in C++ when the interpreter ends would abort the process."""

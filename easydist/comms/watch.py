@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -60,6 +61,7 @@ class Watch:
         broken: What ended the group's exchanges; None while all is well.
         is_final: Whether the group cannot be connected anew.
         sever: Breaks this process's connections of the group: who waits in C++ for this rank, or is this rank, returns.
+        is_awaited: Whether others wait for what this rank has to send in its call.
         waits_in_memory: Whether the group's ranks share memory, so that all of them look around while they wait.
         phase: Rises with every breach of the connections, to an odd number, and with every repair, to an even one.
         deaf_before: Last words from before this time do not count (seconds, ``time.time``).
@@ -74,8 +76,11 @@ class Watch:
         self.is_final = False
         self.sever: Callable[[], None] = _nothing
         self.waits_in_memory = False
+        self.is_awaited = False
         self._page = own_page() if size > 1 else None
         self.slot = self._page.new_slot() if self._page else -1
+        if self._page is not None:
+            weakref.finalize(self, self._page.free_slot, self.slot)
         self._store = store
         self.operation, self.site, self._place = "", "", b""
         self._limit, self._ended = timeout, 0.0
@@ -99,7 +104,8 @@ class Watch:
         self.number += peer is None
         self._seen_ended.clear()
         self.operation, self.site, self._place = operation, site, f"{operation}, call {self.number}, at {site}".encode()
-        now, self._limit = time.monotonic(), timeout or self.timeout
+        now, self._limit = time.monotonic(), self.timeout if timeout is None else timeout
+        self.is_awaited = False
         self._deadline, self._warn_at = now + self._limit, now + WARN_AFTER
         if self._page is not None:
             self._page.begin(slot, self.number, self._place)
@@ -196,6 +202,12 @@ class Watch:
         text = f"{self.operation}: rank {self.rank} was interrupted ({type(error).__name__})"
         self.give_up(RemoteError(f"{text}\nThe next call of the group connects anew."), "interrupt")
 
+    def failed(self, error: Exception) -> None:
+        """This rank leaves a call in the middle, because of an error of its own."""
+        what = f"{type(error).__name__}: {error}\nThe next call of the group connects anew."
+        head = f"{self.operation}: rank {self.rank} failed in the middle"
+        self.give_up(RemoteError(f"{head}\n  rank {self.rank}: {what}"))
+
     def say(self, words: dict[str, Any]) -> None:
         """Leave last words for the others."""
         # Where the words are not about a collective that lasts, they are from after the one that began last.
@@ -227,6 +239,9 @@ class Watch:
                 if peer.has_ended() and (peer is broken or peer in self._unfinished([peer.rank])):
                     return self._heard(peer, far=True) or self._lost(peer)
             time.sleep(0.005)
+        if broken.pid is None:  # before the ranks had met
+            text = f"{self.operation}: rank {broken.rank} has left, or gave up\nThe next call connects anew."
+            return RemoteError(text)
         return self._lost(broken, ": its connection broke")
 
     def _unfinished(self, ranks: Iterable[int]) -> list[Peer]:

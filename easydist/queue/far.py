@@ -147,11 +147,16 @@ class Outlet:
         parts: list[tuple[memoryview, list[int]]] = [(memoryview(part), []) for part in (head, data) if part]
         with self._lock:
             self._backlog.extend(parts)
-            if self._thread is None:
-                self._send()
-                if self._backlog:
-                    self._thread = threading.Thread(target=self._pump, name="easydist queue", daemon=True)
-                    self._thread.start()
+            self._push()
+
+    def _push(self) -> None:
+        """Send what the socket takes, and have a thread for the rest; an interrupt may have kept one from starting."""
+        if self._thread is not None and self._thread.is_alive():
+            return
+        self._send()
+        if self._backlog:
+            self._thread = threading.Thread(target=self._pump, name="easydist queue", daemon=True)
+            self._thread.start()
 
     def _send(self) -> None:
         backlog = self._backlog
@@ -187,6 +192,7 @@ class Outlet:
     def unsent(self) -> tuple[int, int]:
         """How many messages have not been sent as a whole, and their bytes."""
         with self._lock:
+            self._push()
             return -(-len(self._backlog) // 2), sum(len(left) for left, _ in self._backlog)
 
     def look(self) -> None:
@@ -209,7 +215,7 @@ class Outlet:
         with self._lock:
             self._backlog.clear()
             thread = self._thread
-        if thread is not None:
+        if thread is not None and thread.is_alive():
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
             thread.join()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from queue import Empty, SimpleQueue
 
 from easydist.comms.peer import Peer
 from easydist.comms.sharing import is_wanted
@@ -59,7 +59,7 @@ class WriterEnd(End):
         self._outlets: dict[int, Outlet] = {}
         self._ring, self._door = self._make_ring(), None
         self._n_far = n_reader - (len(self._local_ranks) if self._ring else 0)
-        self._progress = threading.Event()
+        self._progress: SimpleQueue[None] = SimpleQueue()  # an interrupt inside an Event leaves it locked for ever
         self._start = -1
         self._look_at = 0.0
         self._seen: Exception | None = None
@@ -222,14 +222,20 @@ class WriterEnd(End):
             seconds = min(seconds, _KNOCK_EVERY)
         if self._ring is not None:
             return self._ring.sleep(look, seconds)
-        self._progress.clear()
+        while not self._progress.empty():
+            self._progress.get()
         if look():
             return True
-        self._progress.wait(seconds)
+        self._pause(seconds)
         return look()
 
+    def _pause(self, seconds: float) -> None:
+        """Sleep until ``_wake`` is called."""
+        with suppress(Empty):
+            self._progress.get(timeout=seconds)
+
     def _wake(self) -> None:
-        self._progress.set()
+        self._progress.put(None)
         with suppress(AttributeError):  # it is being closed
             if self._ring is not None:
                 self._ring.wake()
@@ -246,8 +252,7 @@ class WriterEnd(End):
         for outlet in self._outlets.values():
             outlet.say_goodbye()
         while any(outlet.unsent()[0] for outlet in self._outlets.values()) and time.monotonic() < until:
-            self._progress.clear()
-            self._progress.wait(0.05)
+            self._pause(0.05)
         for outlet in self._outlets.values():
             outlet.close()
         self._drop()

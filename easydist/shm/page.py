@@ -64,11 +64,20 @@ class OwnPage(_Page):
         self._memory[:16] = token = secrets.token_bytes(16)
         self.address = os.getpid(), self._descriptor, token.hex()
         self._slots = itertools.count()
+        self._free: list[int] = []
 
     def new_slot(self) -> int:
         """Room for the call numbers of one more group; -1 where there is none."""
-        slot = next(self._slots)
-        return slot if slot < _SLOT_COUNT else -1
+        slot = self._free.pop() if self._free else next(self._slots)
+        if slot >= _SLOT_COUNT:
+            return -1
+        self._numbers[2 * slot] = self._numbers[2 * slot + 1] = 0
+        return slot
+
+    def free_slot(self, slot: int) -> None:
+        """A group is no more."""
+        if slot >= 0:
+            self._free.append(slot)
 
     def begin(self, slot: int, number: int, place: bytes) -> None:
         """A call begins."""
