@@ -157,7 +157,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> Reduced:
     flat = as_bytes(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous())
     make = make_parameter if type(tensor) is torch.nn.Parameter else make_tensor
     arguments = (
-        PickleBuffer(flat.numpy()),  # not its .data: Python 3.11 crashes where that is in a garbage cycle
+        _buffer(flat.numpy()),
         tensor.dtype,
         tuple(tensor.shape),
         tensor.device.type,
@@ -189,7 +189,12 @@ def _reduce_array(array: np.ndarray[Any, Any]) -> Reduced:
     order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
     flat = np.ascontiguousarray(array.T if order == "F" else array).reshape(-1)
     data = flat.view(np.uint8) if flat.nbytes else np.empty(0, np.uint8)
-    return make_array, (PickleBuffer(data), spec, array.shape, order)
+    return make_array, (_buffer(data), spec, array.shape, order)
+
+
+def _buffer(array: Any) -> PickleBuffer:
+    """The array's bytes; not those of its ``data``, which Python 3.11 crashes on in a garbage cycle."""
+    return PickleBuffer(array)
 
 
 def _reduce_scalar(scalar: np.generic) -> Reduced:
