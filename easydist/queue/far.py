@@ -178,7 +178,10 @@ class Outlet:
     def _pump(self) -> None:
         """Send what is left, then end."""
         watch = select.poll()
-        watch.register(self._socket, select.POLLOUT)
+        try:
+            watch.register(self._socket, select.POLLOUT)
+        except ValueError:  # closed before this thread had begun
+            return
         while True:
             watch.poll(500)
             with self._lock:
