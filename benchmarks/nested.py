@@ -109,12 +109,16 @@ def measure(rank: int, world_size: int, seconds: float, only: str) -> list[tuple
     for work in [*table(rank), *primitives(world_size)]:
         if only not in work.name:
             continue
-        once = agreed(max(timed(work.ours, 2), timed(work.theirs, 2)))
-        repeats = max(1, min(200, int(seconds / 10 / once)))
-        rounds = [(timed(work.ours, repeats), timed(work.theirs, repeats)) for _ in range(7)]
+        often = [repeats(fn, seconds / 10) for fn in (work.ours, work.theirs)]
+        rounds = [(timed(work.ours, often[0]), timed(work.theirs, often[1])) for _ in range(7)]
         rows.append((work.name, work.peer, rounds))
     PartialState._reset_state()
     return rows
+
+
+def repeats(fn: Callable[[], Any], seconds: float) -> int:
+    """How often to do a piece of work in this time, the same on all ranks."""
+    return max(1, min(200, int(seconds / agreed(timed(fn, 3)))))
 
 
 def timed(fn: Callable[[], Any], repeats: int) -> float:
