@@ -8,23 +8,29 @@ once, from where it was into the message, and what is decoded shares the message
 from __future__ import annotations
 
 import copyreg
+import itertools
 import os
 import pickle
+import re
 import struct
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from easydist.errors import UnsafeObjectError, WireError
-from easydist.parts import MAKERS, REDUCERS
+from easydist.parts import MAKERS, REDUCERS, Strings
 from easydist.unpickler import Unpickler
 
-__all__ = ["allow_pickle", "decode", "demand_pickle", "encode", "is_pickle_allowed"]
+__all__ = ["Message", "allow_pickle", "decode", "demand_pickle", "encode", "is_pickle_allowed"]
 
 _ALIGNMENT = 64
 _IN_BAND = 4096
 """Smaller buffers stay in the pickle, so that a kept scalar does not keep a large message."""
+
+_NAMING = re.compile(b"[" + pickle.STACK_GLOBAL + pickle.EXT1 + pickle.EXT2 + pickle.EXT4 + b"]")
+"""The opcodes by which a pickle of protocol 5 names anything; where their bytes do not occur, nothing is named."""
 
 _switch = SimpleNamespace(allowed=os.environ.get("EASYDIST_PICKLE", "1") != "0")
 
@@ -66,6 +72,98 @@ def demand_pickle() -> None:
         )
 
 
+class _Table(dict[type, Callable[[Any], Any]]):
+    """Ours, then whatever is registered with ``copyreg`` when it is asked for."""
+
+    def __missing__(self, key: type) -> Callable[[Any], Any]:
+        return copyreg.dispatch_table[key]
+
+
+_TABLE = _Table(REDUCERS)
+
+
+class Message:
+    """A value as the parts of a message, which need not be joined: its large data still lies where it was.
+
+    Law: ``b"".join(Message(x).parts()) == bytes(encode(x))``.
+
+    Args:
+        value: Anything that can be pickled.
+
+    Attributes:
+        nbytes: Of all parts.
+
+    Raises:
+        TypeError: ``value`` holds something that pickle cannot write; pickle's own text is inside.
+    """
+
+    def __init__(self, value: object) -> None:
+        chunks: list[Any] = []
+        self._buffers: list[memoryview] = []
+        pickler = pickle.Pickler(SimpleNamespace(write=chunks.append), 5, buffer_callback=self._keep)
+        pickler.dispatch_table = _TABLE
+        try:
+            pickler.dump(Strings.of(value) or value)
+        except (pickle.PicklingError, AttributeError, BufferError, TypeError) as error:
+            raise TypeError(f"{type(value).__name__} cannot be pickled: {error}") from error
+        finally:
+            del pickler  # it holds views of views, see _direct
+        length, sizes = sum(map(len, chunks)), [raw.nbytes for raw in self._buffers]
+        head = struct.pack(f"<{2 + len(sizes)}Q", len(sizes), length, *sizes)
+        self._texts = [head, *chunks]
+        self._starts, self.nbytes = _layout(len(head) + length, sizes)
+
+    def _keep(self, buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes >= _IN_BAND:
+            self._buffers.append(_direct(raw))
+        return raw.nbytes < _IN_BAND
+
+    def check(self) -> None:
+        """Make sure that the restricted decoder takes it.
+
+        Raises:
+            UnsafeObjectError: It holds what is not allow-listed.
+        """
+        skeleton = b"".join(self._texts[1:])
+        if _NAMING.search(skeleton):
+            writable = [raw if not raw.readonly else memoryview(bytearray(raw)) for raw in self._buffers]
+            Unpickler(memoryview(skeleton), writable, MAKERS).load()
+
+    def parts(self) -> list[memoryview]:
+        """The bytes, piece by piece."""
+        text = memoryview(b"".join(self._texts))
+        return [text, *self._data(len(text))]
+
+    def _data(self, at: int) -> Iterator[memoryview]:
+        """The buffers, and what lies between them."""
+        for start, raw in zip(self._starts, self._buffers, strict=True):
+            if start > at:
+                yield memoryview(bytes(start - at))
+            yield raw
+            at = start + raw.nbytes
+
+    def joined(self) -> torch.Tensor:
+        """The bytes in one piece."""
+        if not self._buffers:
+            return torch.frombuffer(bytearray().join(self._texts), dtype=torch.uint8)
+        message = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
+        view, at = message.numpy().data, 0
+        for part in itertools.chain(self._texts, self._data(sum(map(len, self._texts)))):
+            view[at : at + len(part)] = part
+            at += len(part)
+        return message
+
+
+def _direct(raw: memoryview) -> memoryview:
+    """The view behind a view of a view.
+
+    CPython (3.11) crashes when such a chain becomes garbage in a cycle, which the traceback of a timeout may be.
+    """
+    inner: Any = raw.obj
+    return inner.cast("B") if isinstance(inner, memoryview) and inner.c_contiguous else raw
+
+
 def encode(value: object) -> torch.Tensor:
     """``value`` as a message: a uint8 tensor on the CPU.
 
@@ -81,41 +179,7 @@ def encode(value: object) -> torch.Tensor:
 
     Cost: one copy of the data of tensors and arrays.
     """
-    chunks: list[Any] = []
-    buffers: list[memoryview] = []
-
-    def keep(buffer: pickle.PickleBuffer) -> bool:
-        raw = buffer.raw()
-        if raw.nbytes >= _IN_BAND:
-            buffers.append(raw)
-        return raw.nbytes < _IN_BAND
-
-    pickler = pickle.Pickler(SimpleNamespace(write=chunks.append), 5, buffer_callback=keep)
-    pickler.dispatch_table = {**copyreg.dispatch_table, **REDUCERS}
-    try:
-        pickler.dump(value)
-    except (pickle.PicklingError, AttributeError, BufferError, TypeError) as error:
-        raise TypeError(f"{type(value).__name__} cannot be pickled: {error}") from error
-    return _joined(chunks, buffers)
-
-
-def _joined(chunks: list[Any], buffers: list[memoryview]) -> torch.Tensor:
-    length = sum(map(len, chunks))
-    if not buffers:
-        return torch.frombuffer(bytearray().join([struct.pack("<2Q", 0, length), *chunks]), dtype=torch.uint8)
-    nbytes = [raw.nbytes for raw in buffers]
-    head = struct.pack(f"<{2 + len(nbytes)}Q", len(nbytes), length, *nbytes)
-    starts, total = _layout(len(head) + length, nbytes)
-    message = torch.empty(total, dtype=torch.uint8, device="cpu")
-    view, at = message.numpy().data, 0
-    for chunk in [head, *chunks]:
-        view[at : at + len(chunk)] = chunk
-        at += len(chunk)
-    for start, raw in zip(starts, buffers, strict=True):
-        view[at:start] = bytes(start - at)
-        at = start + raw.nbytes
-        view[start:at] = raw
-    return message
+    return Message(value).joined()
 
 
 def _layout(start: int, nbytes: list[int]) -> tuple[list[int], int]:

@@ -22,9 +22,11 @@ class EasydistError(Exception):
 
     Attributes:
         raised_in: The communicators of the group, all of whose ranks raise this error.
+        is_final: Whether the group cannot be connected anew.
     """
 
     raised_in: object = None
+    is_final = False
 
 
 class DisagreementError(EasydistError):
@@ -55,6 +57,7 @@ class PeerLostError(EasydistError, ConnectionError):
         exit_status: Negative for a signal; None where its parent has collected it before it could be read.
     """
 
+    is_final = True
     rank: int | None = None
     pid: int | None = None
     host: str | None = None

@@ -18,7 +18,7 @@ import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from easydist.comms.peer import RECORD_NBYTES, Peer, by_host, record
-from easydist.comms.sharing import is_wanted
+from easydist.comms.sharing import await_keys, is_wanted
 from easydist.comms.shm import Shm
 from easydist.comms.watch import Watch
 from easydist.errors import CollectiveTimeout
@@ -30,9 +30,6 @@ NAME = "easydist_shm"
 
 _SLOTS = (2 << 20, 1 << 19, 1 << 17, 1 << 14)
 """How much a rank can publish at once, in bytes: the first for which there is room, six times for each rank."""
-
-_POLL = 0.005
-"""Seconds between two looks into the store."""
 
 NEVER = 1e9
 """Seconds: the group itself looks at the time, because after a timeout it does not connect anew."""
@@ -150,13 +147,13 @@ class Meeting:
         """What ``ranks`` tell under this key; this rank tells ``mine`` if it is one of them."""
         if self.rank in ranks:
             self.store.set(f"{key}/{self.rank}", mine)
-        missing = list(ranks)
-        while missing := [r for r in missing if not self.store.check([f"{key}/{r}"])]:
-            self.watch.guard(missing)
-            if time.monotonic() >= self._deadline:
-                raise late(self.watch, missing, self._timeout)
-            time.sleep(_POLL)
+        await_keys(self.store, key, ranks, self._look_around)
         return [self.store.get(f"{key}/{r}").decode() for r in ranks]
+
+    def _look_around(self, missing: Sequence[int]) -> None:
+        self.watch.guard(missing)
+        if time.monotonic() >= self._deadline:
+            raise late(self.watch, missing, self._timeout)
 
 
 def _impossible(reasons: Sequence[str]) -> RuntimeError:

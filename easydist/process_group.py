@@ -3,8 +3,7 @@
 Importing this module registers it. ``import easydist`` alone does not: as soon as any backend is registered, torch
 leaves the default backend of ``init_process_group("cpu:gloo")`` undefined.
 
-Operations move on in ``begin`` and
-``wait``, without a thread (``easydist.shm.streams``).
+Operations move on when they begin and in ``wait``, without a thread (``easydist.shm.streams``).
 """
 
 from __future__ import annotations
@@ -24,12 +23,10 @@ from easydist.comms.solo import Solo
 from easydist.comms.watch import Watch
 from easydist.comms.work import TorchWork
 from easydist.errors import EasydistError, RemoteError
+from easydist.group_work import GroupWork, Target, Tensors, all_bytes, dense, seen
 from easydist.meeting import NAME, NEVER, OUT_OF_USE, Meeting, late, site
 from easydist.wire import as_bytes
 
-_NO_LIMIT = timedelta(0)
-
-Tensors = Sequence[torch.Tensor]
 _Op = tuple[ReduceOp, bool]
 """How to combine, and whether to divide by the number of ranks then."""
 
@@ -132,16 +129,16 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         """``output_tensors[0][r] = input_tensors[0] of rank r``; the ranks' sizes may differ."""
         (outputs,), (tensor,) = output_tensors, input_tensors
         self._demand_one_per_rank("all_gather", outputs, tensor)
-        targets, data = [_Target(output) for output in outputs], _dense(tensor)
+        targets, data = [Target(output) for output in outputs], dense(tensor)
         return self._begin(
-            "all_gather", lambda: [self._backend.all_gather_v(_bytes(targets), as_bytes(data))], targets, [data]
+            "all_gather", lambda: [self._backend.all_gather_v(all_bytes(targets), as_bytes(data))], targets, [data]
         )
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> GroupWork:
         """``output = cat([input of rank 0, …])``, or their stack."""
         if output.nbytes != input.nbytes * self.size():
-            raise ValueError(f"all_gather_single: {self.size()} times {_seen(input)} do not fit {_seen(output)}")
-        target, data = _Target(output), _dense(input)
+            raise ValueError(f"all_gather_single: {self.size()} times {seen(input)} do not fit {seen(output)}")
+        target, data = Target(output), dense(input)
         flat = as_bytes(target.dense)
         return self._begin(
             "all_gather_single", lambda: [self._backend.all_gather_single(flat, as_bytes(data))], [target], [data]
@@ -149,17 +146,17 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
     def all_gather_single_coalesced(self, output_lists: Tensors, input_list: Tensors, opts: Any = None) -> GroupWork:
         """The same for several tensors."""
-        return _all([self.all_gather_single(o, i, opts) for o, i in zip(output_lists, input_list, strict=True)])
+        return self._all([self.all_gather_single(o, i, opts) for o, i in zip(output_lists, input_list, strict=True)])
 
     def allgather_coalesced(self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None) -> GroupWork:
         """``output_lists[r][i] = input_list[i] of rank r``."""
         outputs = zip(*output_lists, strict=True)
-        return _all([self.allgather([list(o)], [i], opts) for o, i in zip(outputs, input_list, strict=True)])
+        return self._all([self.allgather([list(o)], [i], opts) for o, i in zip(outputs, input_list, strict=True)])
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> GroupWork:
         """In place: ``tensor = op(tensor of rank 0, …)`` for each of the tensors."""
         op = _op("all_reduce", opts, tensors)
-        targets = [_Target(tensor, filled=True) for tensor in tensors]
+        targets = [Target(tensor, filled=True) for tensor in tensors]
         return self._begin("all_reduce", lambda: [self._reduce(target, op) for target in targets], targets, mean=op[1])
 
     allreduce_coalesced = allreduce
@@ -173,15 +170,15 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         opts: Any = None,
     ) -> GroupWork:
         """Parts of dim 0: the s-th of ``output`` is the one for this rank of rank s's ``input``."""
-        target, data = _Target(output), _dense(input)
+        target, data = Target(output), dense(input)
         outputs = self._parts("output", target.dense, output_split_sizes)
         inputs = self._parts("input", data, input_split_sizes)
         return self._swap("all_to_all_single", outputs, inputs, [target])
 
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> GroupWork:
         """``output_tensors[s] = input_tensors[rank] of rank s``; the sizes may differ."""
-        targets = [_Target(output) for output in output_tensors]
-        return self._swap("all_to_all", [t.dense for t in targets], [_dense(i) for i in input_tensors], targets)
+        targets = [Target(output) for output in output_tensors]
+        return self._swap("all_to_all", [t.dense for t in targets], [dense(i) for i in input_tensors], targets)
 
     def barrier(self, opts: Any = None) -> GroupWork:
         """Ends after every rank has begun it."""
@@ -189,8 +186,8 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> GroupWork:
         """In place: ``tensor = tensor of the root``."""
-        targets, root = [_Target(tensor, filled=True) for tensor in tensors], opts.rootRank
-        return self._begin("broadcast", lambda: [self._backend.broadcast(b, root) for b in _bytes(targets)], targets)
+        targets, root = [Target(tensor, filled=True) for tensor in tensors], opts.rootRank
+        return self._begin("broadcast", lambda: [self._backend.broadcast(b, root) for b in all_bytes(targets)], targets)
 
     def gather(self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None) -> GroupWork:
         """On the root: ``output_tensors[0][r] = input_tensors[0] of rank r``."""
@@ -198,16 +195,16 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         outputs = output_tensors[0] if root == self.rank() else []
         if root == self.rank():
             self._demand_one_per_rank("gather", outputs, tensor)
-        targets, data = [_Target(output) for output in outputs], _dense(tensor)
+        targets, data = [Target(output) for output in outputs], dense(tensor)
         return self._begin(
-            "gather", lambda: [self._backend.gather(_bytes(targets), as_bytes(data), root)], targets, [data]
+            "gather", lambda: [self._backend.gather(all_bytes(targets), as_bytes(data), root)], targets, [data]
         )
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> GroupWork:
         """What ``src`` sends to this rank, in that order."""
         self._demand_message("recv", src, tag)
-        targets = [_Target(tensor) for tensor in tensors]
-        return self._begin("recv", lambda: [self._backend.recv(flat, src) for flat in _bytes(targets)], targets)
+        targets = [Target(tensor) for tensor in tensors]
+        return self._begin("recv", lambda: [self._backend.recv(flat, src) for flat in all_bytes(targets)], targets)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> NoReturn:
         """Not possible: each pair of ranks has a way of its own.
@@ -220,7 +217,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
     def reduce(self, tensors: Tensors, opts: Any = None) -> GroupWork:
         """On the root, in place: ``tensor = op(tensor of rank 0, …)``; the others keep theirs."""
         op, is_root = _op("reduce", opts, tensors), opts.rootRank == self.rank()
-        targets = [_Target(t, filled=True) if is_root else _Target(_dense(t).clone(), filled=True) for t in tensors]
+        targets = [Target(t, filled=True) if is_root else Target(dense(t).clone(), filled=True) for t in tensors]
         return self._begin("reduce", lambda: [self._reduce(target, op) for target in targets], targets, mean=op[1])
 
     def reduce_scatter(self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None) -> GroupWork:
@@ -231,13 +228,13 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> GroupWork:
         """``output = op(part of rank 0's input, …)``, the part that this rank gets of equal ones."""
         if output.nbytes * self.size() != input.nbytes:
-            raise ValueError(f"reduce_scatter_single: {self.size()} times {_seen(output)} is not {_seen(input)}")
-        parts = _dense(input).reshape(self.size(), -1).unbind()
+            raise ValueError(f"reduce_scatter_single: {self.size()} times {seen(output)} is not {seen(input)}")
+        parts = dense(input).reshape(self.size(), -1).unbind()
         return self._reduce_scatter("reduce_scatter_single", output, parts, opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
         """The same for several tensors."""
-        return _all([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
+        return self._all([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
 
     def scatter(self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None) -> GroupWork:
         """``output_tensors[0] = input_tensors[0][rank] of the root``."""
@@ -245,14 +242,14 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         inputs = input_tensors[0] if root == self.rank() else []
         if root == self.rank():
             self._demand_one_per_rank("scatter", inputs, output)
-        target, data = _Target(output), [_dense(tensor) for tensor in inputs]
+        target, data = Target(output), [dense(tensor) for tensor in inputs]
         flat, flats = as_bytes(target.dense), [as_bytes(tensor) for tensor in data]
         return self._begin("scatter", lambda: [self._backend.scatter(flat, flats, root)], [target], data)
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> GroupWork:
         """To ``dst``, which receives as many bytes; returns once the tensor may be changed again."""
         self._demand_message("send", dst, tag)
-        data = [_dense(tensor) for tensor in tensors]
+        data = [dense(tensor) for tensor in tensors]
         return self._begin("send", lambda: [self._backend.send(as_bytes(tensor), dst) for tensor in data], [], data)
 
     # The names of torch 2.12 and older.
@@ -267,13 +264,13 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
     def _end_coalescing(self, device: torch.device) -> GroupWork:
         batch, self._batch = self._batch or [], None
-        return _all(batch) if batch else GroupWork(self, "", [], [])
+        return self._all(batch) if batch else GroupWork("", [], [], self.leave)
 
     def _begin(
         self,
         operation: str,
         start: Callable[[], Sequence[TorchWork]],
-        targets: Sequence[_Target],
+        targets: Sequence[Target],
         keep: Tensors = (),
         mean: bool = False,
         before: Callable[[], None] | None = None,
@@ -303,15 +300,26 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         except BaseException:
             self.leave(None)
             raise
-        work = GroupWork(self, operation, works, [target.tensor for target in targets], finish, keep)
+        work = GroupWork(operation, works, [target.tensor for target in targets], self.leave, finish, keep)
         if self._batch is not None:
             self._batch.append(work)
         return work
 
-    def _reduce(self, target: _Target, op: _Op) -> TorchWork:
+    def _all(self, works: Sequence[GroupWork]) -> GroupWork:
+        """One work for several, and a further one of the group's."""
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+
+        self._under_way += 1
+        tensors = [tensor for work in works for tensor in work.tensors]
+        return GroupWork(works[0].operation, (), tensors, self.leave, finish)
+
+    def _reduce(self, target: Target, op: _Op) -> TorchWork:
         return self._backend.all_reduce(target.dense.view(-1), op[0])
 
-    def _swap(self, operation: str, outputs: Tensors, inputs: Tensors, targets: Sequence[_Target]) -> GroupWork:
+    def _swap(self, operation: str, outputs: Tensors, inputs: Tensors, targets: Sequence[Target]) -> GroupWork:
         mine = self.rank()
         self._demand_one_per_rank(operation, inputs, outputs[mine] if len(outputs) > mine else None)
         self._demand_one_per_rank(operation, outputs, inputs[mine])
@@ -321,7 +329,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
     def _reduce_scatter(self, operation: str, output: torch.Tensor, inputs: Tensors, opts: Any) -> GroupWork:
         op, mean = _op(operation, opts, [output])
         self._demand_one_per_rank(operation, inputs, output)
-        target, data = _Target(output), [_dense(tensor) for tensor in inputs]
+        target, data = Target(output), [dense(tensor) for tensor in inputs]
         parts = torch.empty((self.size(), output.numel()), dtype=output.dtype, device="cpu")
         flats = [as_bytes(part) for part in parts], [as_bytes(tensor) for tensor in data]
 
@@ -346,7 +354,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         if len(tensors) != self.size():
             raise ValueError(f"{operation}: needs {self.size()} tensors, one per rank, got {len(tensors)}")
         if own is None or tensors[self.rank()].nbytes != own.nbytes:
-            has, needs = _seen(tensors[self.rank()]), "nothing" if own is None else _seen(own)
+            has, needs = seen(tensors[self.rank()]), "nothing" if own is None else seen(own)
             raise ValueError(f"{operation}: the tensor of this rank, {has}, does not fit its counterpart, {needs}")
 
     def _demand_message(self, operation: str, peer: int, tag: int) -> None:
@@ -388,142 +396,6 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             self._watch.raise_if_broken()
 
 
-class GroupWork(dist.Work):
-    """An operation under way; moves on inside ``wait`` and ``is_completed``, and when it begins.
-
-    Args:
-        group: Where it belongs.
-        operation: Its name.
-        works: What has to end.
-        tensors: Its result.
-        finish: Run then.
-        keep: What has to live until then.
-    """
-
-    def __init__(
-        self,
-        group: SharedMemoryGroup,
-        operation: str,
-        works: Sequence[TorchWork],
-        tensors: Tensors,
-        finish: Callable[[], None] | None = None,
-        keep: Tensors = (),
-    ) -> None:
-        super().__init__()
-        self._group, self._operation, self._works, self._tensors = group, operation, works, tensors
-        self._finish, self._keep = finish, keep
-        self._is_done = False
-        self._error: BaseException | None = None
-
-    def __repr__(self) -> str:
-        return f"GroupWork({self._operation}, {'done' if self._is_done else 'under way'})"
-
-    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Block until the operation has ended.
-
-        Args:
-            timeout: How long; zero is the group's. After it the group is of no use any more.
-        """
-        if self._error is not None:
-            raise RuntimeError(f"{self._operation} has failed: {self._error}") from self._error
-        if self._is_done:
-            return True
-        try:
-            for work in self._works:
-                work.within(timeout).wait()
-            if self._finish is not None:
-                self._finish()
-        except BaseException as error:
-            self._end(error)
-            raise
-        self._end(None)
-        return True
-
-    def _end(self, error: BaseException | None) -> None:
-        self._error, self._is_done = error, True
-        self._works, self._keep, self._finish = (), (), None
-        self._group.leave(error)
-
-    def is_completed(self) -> bool:
-        """Whether ``wait`` would return, or raise, at once."""
-        if not self._is_done and all(work.is_completed() for work in self._works):
-            try:
-                self.wait()
-            except Exception as error:
-                self._error = error
-        return self._is_done
-
-    def is_success(self) -> bool:
-        """Whether it has ended well."""
-        return self.is_completed() and self._error is None
-
-    def exception(self) -> BaseException | None:
-        """Why it has failed."""
-        return self._error
-
-    def result(self) -> list[torch.Tensor]:
-        """The tensors that it has filled."""
-        self.wait()
-        return list(self._tensors)
-
-    def synchronize(self) -> None:
-        """The same as ``wait``."""
-        self.wait()
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """A future with the result, completed already: no thread moves an operation on, and C++ waits for futures.
-
-        So buckets of DDP are reduced one after the other, which takes no longer than all of them at the end.
-        """
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self.result())
-        return future
-
-
-class _Target:
-    """A tensor to be filled, and contiguous memory to do it in: its own where possible.
-
-    Args:
-        tensor: Any strides.
-        filled: Whether its values are needed before.
-    """
-
-    def __init__(self, tensor: torch.Tensor, filled: bool = False) -> None:
-        self.tensor = tensor
-        _demand_here(tensor)
-        self.is_direct = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-        if self.is_direct:
-            self.dense = tensor.detach()
-        else:
-            self.dense = _dense(tensor) if filled else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-
-    def deliver(self, divisor: int = 1) -> None:
-        """Divide, and put the values where they belong."""
-        if divisor > 1:
-            self.dense.div_(divisor)
-        if not self.is_direct:
-            self.tensor.detach().copy_(self.dense)
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, contiguous; the tensor's own memory where it is so already."""
-    _demand_here(tensor)
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def _demand_here(tensor: torch.Tensor) -> None:
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-        raise ValueError(f"{NAME} moves dense tensors on the CPU, got {_seen(tensor)}, {tensor.layout}")
-
-
-def _seen(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
-
-
-def _bytes(targets: Sequence[_Target]) -> list[torch.Tensor]:
-    return [as_bytes(target.dense) for target in targets]
-
-
 def _op(operation: str, opts: Any, tensors: Tensors) -> _Op:
     """What a reduction has to do; checked before a byte moves."""
     asked = dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
@@ -542,19 +414,6 @@ def _op(operation: str, opts: Any, tensors: Tensors) -> _Op:
 def _demand_reducible(dtype: torch.dtype, op: ReduceOp) -> None:
     """Raise what torch raises where it cannot combine this dtype."""
     combine(op, [torch.zeros(1, dtype=dtype, device="cpu")] * 2)
-
-
-def _all(works: Sequence[GroupWork]) -> GroupWork:
-    """One work for several; the group counts it as a further one."""
-    group = works[0]._group
-    group._under_way += 1
-    tensors = [tensor for work in works for tensor in work._tensors]
-
-    def finish() -> None:
-        for work in works:
-            work.wait()
-
-    return GroupWork(group, works[0]._operation, (), tensors, finish)
 
 
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> SharedMemoryGroup:

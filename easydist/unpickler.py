@@ -21,6 +21,7 @@ from easydist.errors import EasydistError, UnsafeObjectError, WireError
 _FREE_WORK, _WORK_PER_BYTE = 1_000_000, 16
 _DEEPEST_KEY = 100
 _NO_MAKERS: dict[str, Callable[..., Any]] = {}
+_LONG = (str, bytes, bytearray, memoryview, tuple, list, dict)
 _ATOMS = (str, bytes, float, bool, type(None))
 _NAMES = {code[0]: name for name, code in vars(pickle).items() if isinstance(code, bytes) and len(code) == 1}
 
@@ -53,9 +54,10 @@ class Unpickler:
         self.memo: list[Any] = []
         self._data, self._at = data, 0
         self._marks: list[list[Any]] = []
-        self._buffers: Iterator[Any] = iter(buffers)
+        outside = list(buffers)
+        self._buffers: Iterator[Any] = iter(outside)
         self._makers = makers
-        self._work = _FREE_WORK + _WORK_PER_BYTE * len(data)
+        self._work = _FREE_WORK + _WORK_PER_BYTE * sum(map(len, [data, *outside]))
 
     @functools.cached_property
     def _trusted(self) -> dict[str, Any]:
@@ -146,7 +148,7 @@ class Unpickler:
 
     def call(self, function: Any, args: Any) -> Any:
         """``function(*args)``, if that is harmless."""
-        self.spend(sum(len(arg) for arg in args if isinstance(arg, str | bytes | tuple | list | dict)))
+        self.spend(sum([len(arg) for arg in args if isinstance(arg, _LONG)]))
         if isinstance(function, type) and function in allowlist.CALLABLES:
             if not all(isinstance(arg, allowlist.CALLABLES[function]) for arg in args):
                 kinds = ", ".join(type(arg).__name__ for arg in args)

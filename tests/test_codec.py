@@ -52,6 +52,10 @@ PLAIN = {
     "factories": lambda: [defaultdict(f, {1: f()}) for f in (list, dict, set, int, float, str, Counter, OrderedDict)],
     "big text": lambda: ["ä" * 100_000, b"\0" * 100_000, "\ud800"],
     "many": lambda: [str(i) for i in range(1000)] + [tuple(range(300))],
+    "lists of strings": lambda: ["a", "bc", "", "ä€\ud800😀"] * 10_000,
+    "few strings": lambda: ["a"] * 31,
+    "strings and one that looks so": lambda: ["a"] * 100 + [np.str_("b")],
+    "strings with NUL": lambda: ["a\0b"] * 100,
     "records": lambda: np.array([(1, [2.5, 3], "ab")], dtype=[("a", "i1"), ("b", ">f4", (2,)), ("c", "U3")]),
     "times": lambda: np.array(["2024-01-01", "NaT"], "M8[ns]"),
     "strings": lambda: [np.array(["a", "bcd"]), np.array([b"a"]), np.str_("x"), np.empty(2, "U0")],
@@ -528,6 +532,18 @@ def test_depth_alone_is_no_fault():
     while got:
         got, depth = got[0], depth + 1
     assert depth == 99_999
+
+
+def test_a_list_of_strings_travels_as_one_text():
+    values = [f"prediction {i}" for i in range(10_000)]
+    assert len(codec.encode(values)) < sum(map(len, values)) + len(values) + 300
+    assert len(codec.encode({"values": values})) > sum(map(len, values)) + 2 * len(values)
+
+
+def test_cutting_one_text_again_and_again_is_refused():
+    calls = b"".join(b"h\x01h\x00\x85R" for _ in range(5000))
+    text = b"\x97\x94" + named("easydist.parts", "make_strings") + b"\x940"
+    assert "far more work" in refused(b"\x80\x05" + text + b"0](" + calls + b"e.", b"a\0" * 20_000)
 
 
 def test_copying_one_thing_again_and_again_is_refused():

@@ -24,7 +24,6 @@ import easydist.queue.writer
 from easydist import PeerLostError, UnsafeObjectError, codec
 from easydist.errors import RemoteError
 from easydist.queue import Handle, MessageQueue
-from easydist.queue.message import Message
 from easydist.shm.ring import RingReader, RingWriter, Shape
 from easydist.testing import distributed
 
@@ -185,7 +184,7 @@ def test_random_objects_by_tcp(rank):
 def test_a_message_is_what_the_codec_writes():
     draw = random.Random(7)
     for value in [*(drawn(draw) for _ in range(200)), np.ones((70, 70)).T, [filled(5000), filled(4096), Own()]]:
-        assert b"".join(Message(value).parts) == bytes(codec.encode(value).numpy())
+        assert b"".join(codec.Message(value).parts()) == bytes(codec.encode(value).numpy())
 
 
 def test_objects_larger_than_the_queue(pair):
@@ -561,7 +560,7 @@ def test_what_is_not_allow_listed_is_refused_by_both_ends(pair):
     writer, reader = pair()
     with pytest.raises(UnsafeObjectError, match="Own"):
         writer.enqueue(Own())
-    writer._end.put(Message(Own()), None)  # a writer that does not look
+    writer._end.put(codec.Message(Own()), None)  # a writer that does not look
     writer.enqueue(1)
     with pytest.raises(UnsafeObjectError, match="Own"):
         reader.dequeue(SOON)

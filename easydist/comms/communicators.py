@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import time
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, cast
@@ -20,7 +19,7 @@ from easydist.comms.comm import TorchComm
 from easydist.comms.hierarchical import Hierarchical
 from easydist.comms.peer import RECORD_NBYTES, Peer, by_host, record
 from easydist.comms.sentry import sentry, signals_wake_sentry
-from easydist.comms.sharing import Hosts, attach, is_wanted
+from easydist.comms.sharing import Hosts, attach, await_keys, is_wanted
 from easydist.comms.solo import Solo
 from easydist.comms.watch import Watch
 from easydist.errors import PeerLostError
@@ -32,10 +31,6 @@ _SLOT = 1 << 16
 _LARGE = 1 << 20
 _LARGE_SLOTS = (2 << 20, 1 << 19, 1 << 17)
 """Large steps beat many small ones, as every step may cost context switches; 8 MB was slower again than 2."""
-
-_POLL = 0.01
-"""Seconds between two looks into a store."""
-
 
 _ALWAYS = nullcontext()
 """Backends that wait in Python hear signals anyway."""
@@ -96,18 +91,14 @@ class Communicators:
         if os.getpid() != self._pid:
             raise RuntimeError("this process was forked from one of the group's: start it anew to use the group")
 
-    def begin(self) -> Communicators:
-        """Meet the other ranks; to be called once, on every rank.
+    def begin(self) -> None:
+        """Learn who the other ranks are, and share memory with them where that is possible; on every rank.
 
         Raises:
             EasydistError: They did not all come.
         """
-        if self.size > 1:
-            self._begin()
-        return self
-
-    def _begin(self) -> None:
-        """Learn who the others are, and share memory with them where that is possible."""
+        if self.size == 1:
+            return
         self._watch_over()
         self.watch.begin("the first call of the group", "easydist")
         near, self._hosts = attach(self.control, self.watch, self._meet(), [_SLOT])
@@ -184,27 +175,23 @@ class Communicators:
                 ``Watch.guard`` raises while ranks are missing.
         """
         watch = self.watch
-        if watch.is_final or self._group is None or self._store is None:
+        if self._group is None or self._store is None or (watch.broken is not None and watch.broken.is_final):
             watch.raise_if_broken()
         assert self._group is not None
         assert self._store is not None
-        store = PrefixStore(f"{watch.phase | 1}", self._store)
-        before, watch.broken = watch.broken, None
-        watch.deaf_before, watch.phase = time.time(), watch.phase | 1
+        before = watch.begin_anew()
+        store = PrefixStore(f"{watch.phase}", self._store)
         try:
             self._await_all(store)
         finally:
-            watch.mark_broken(before)
+            watch.broken = watch.broken or before
         self._rebuild(gloo_beside(self._group, store, watch.left))
 
     def _await_all(self, store: Store) -> None:
         """Meet in the store, where one can look around while waiting: gloo itself cannot be interrupted."""
-        missing = list(self.watch.peers)
         try:
             store.set(f"here/{self.rank}", "")
-            while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:
-                self.watch.guard(missing)
-                time.sleep(_POLL)
+            await_keys(store, "here", list(self.watch.peers), self.watch.guard)
         except RuntimeError as error:  # of the store; what the guard raises is none
             text = f"{self.watch.operation}: the store in which the ranks meet is gone, and so is the rank that kept it"
             self.watch.give_up(PeerLostError(text))
@@ -215,10 +202,9 @@ class Communicators:
         self._first = self.control
         self._data = {kind: self.control if comm is old else comm for kind, comm in self._data.items()}
         self._bulk = None
-        self.watch.broken, self.watch.deaf_before = None, 0.0
-        self.watch.phase += 1
+        self.watch.end_anew()
         operation, site, left = self.watch.operation, self.watch.site, self.watch.left
-        self._begin()
+        self.begin()
         self.watch.begin(operation, site, left)
 
 

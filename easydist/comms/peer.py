@@ -145,15 +145,15 @@ class Peer:
             return ""
         import psutil
 
-        try:
+        status = psutil.STATUS_DEAD
+        with contextlib.suppress(psutil.Error):
             status = psutil.Process(self.pid).status()
-        except psutil.Error:
-            return f"process {self.pid} on {self.host} has ended"
+        who = f"process {self.pid} on {self.host}"
         if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-            return f"process {self.pid} on {self.host} has ended"
+            return f"{who} has ended"
         if status == psutil.STATUS_STOPPED:
-            return f"process {self.pid} on {self.host} is alive but stopped (SIGSTOP)"
-        return f"process {self.pid} on {self.host} is alive" if even_if_well else ""
+            return f"{who} is alive but stopped (SIGSTOP)"
+        return f"{who} is alive" if even_if_well else ""
 
 
 def status_text(status: int | None) -> str:

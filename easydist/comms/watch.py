@@ -59,12 +59,10 @@ class Watch:
         operation: The verb of the call that began last.
         site: Where the call was made that began last.
         broken: What ended the group's exchanges; None while all is well.
-        is_final: Whether the group cannot be connected anew.
         sever: Breaks this process's connections of the group: who waits in C++ for this rank, or is this rank, returns.
         is_awaited: Whether others wait for what this rank has to send in its call.
         waits_in_memory: Whether the group's ranks share memory, so that all of them look around while they wait.
         phase: Rises with every breach of the connections, to an odd number, and with every repair, to an even one.
-        deaf_before: Last words from before this time do not count (seconds, ``time.time``).
         waits: Even outside of waits; rises with every beginning and end of one.
     """
 
@@ -73,7 +71,6 @@ class Watch:
         self.peers = {r: Peer(r) for r in range(size) if r != rank}
         self.number, self.phase, self.waits = 0, 0, 0
         self.broken: EasydistError | None = None
-        self.is_final = False
         self.sever: Callable[[], None] = _nothing
         self.waits_in_memory = False
         self.is_awaited = False
@@ -89,7 +86,7 @@ class Watch:
         self._end_of_time = self._deadline = self._warn_at = float("inf")
         self._published = (0, b"")
         self._lock = threading.Lock()
-        self.deaf_before = 0.0
+        self._deaf_before = 0.0
 
     def begin(self, operation: str, site: str, timeout: float | None = None, peer: int | None = None) -> None:
         """A call begins.
@@ -181,19 +178,25 @@ class Watch:
         if self.broken is not None:
             raise again(self.broken)
 
-    def mark_broken(self, error: EasydistError | None) -> None:
-        """The exchanges have ended because of ``error``, unless that is known better already."""
-        self.broken = self.broken or error
+    def begin_anew(self) -> EasydistError | None:
+        """The ranks come to connect anew; returns what has broken the old connections."""
+        broken, self.broken = self.broken, None
+        self._deaf_before, self.phase = time.time(), self.phase | 1
+        return broken
+
+    def end_anew(self) -> None:
+        """They are connected."""
+        self.broken, self._deaf_before = None, 0.0
+        self.phase += 1
 
     def give_up(self, error: EasydistError, kind: str = "") -> None:
         """This rank leaves the group's exchanges; all others hear why."""
         with self._lock:  # the waiting thread and the sentry may find out together
             if self.broken is not None:
                 return
-            self.is_final = isinstance(error, PeerLostError) or bool(getattr(error, "is_final", False))
             self.broken = error
             kind = kind or next(kind for kind, cls in _KINDS.items() if isinstance(error, cls))
-            self.say({"kind": kind, "text": str(error), "final": self.is_final, **vars(error), "raised_in": None})
+            self.say({"kind": kind, "text": str(error), "final": error.is_final, **vars(error), "raised_in": None})
             if self.waits % 2 or not self.waits_in_memory:
                 self.sever()
 
@@ -223,10 +226,9 @@ class Watch:
         """What really happened, where the connection to a rank broke."""
         if self.broken is None:
             self.give_up(self._cause(error, self.peers[rank]))
-        with self._lock:  # the sentry has done with its part
-            pass
-        assert self.broken is not None
-        return again(self.broken)
+        with self._lock:  # the sentry may be giving up, too
+            assert self.broken is not None
+            return again(self.broken)
 
     def _cause(self, error: Exception, broken: Peer) -> EasydistError:
         if "imed out" in str(error):
@@ -267,11 +269,11 @@ class Watch:
             return None
         if words["kind"] == "exception":
             return self._ended_with(peer, words["text"])
-        is_stale = words["phase"] < self.phase or words["time"] < self.deaf_before
+        is_stale = words["phase"] < self.phase or words["time"] < self._deaf_before
         if is_stale or not peer.is_same_group(words["slot"]):
             return None
         error = _KINDS[words["kind"]](words["text"])
-        error.is_final = words["final"]  # type: ignore[attr-defined]
+        error.is_final = words["final"]
         for name in ("rank", "pid", "host", "exit_status"):
             if name in words:
                 setattr(error, name, words[name])
@@ -282,7 +284,7 @@ class Watch:
     def _ended_with(self, peer: Peer, text: str) -> RemoteError:
         head = f"{self.operation}: rank {peer.rank} ended with an exception while rank {self.rank} waited for it"
         error = RemoteError("\n".join([head, f"  rank {peer.rank}: {text}", *self._last_seen(peer)]))
-        error.is_final = True  # type: ignore[attr-defined]
+        error.is_final = True
         return error
 
     def _lost(self, peer: Peer, what: str = "") -> PeerLostError:

@@ -16,7 +16,6 @@ from easydist.exchange import check_rank
 from easydist.objects import gather_object
 from easydist.queue.end import deadline
 from easydist.queue.handle import Handle
-from easydist.queue.message import Message
 from easydist.queue.reader import ReaderEnd
 from easydist.queue.writer import WriterEnd
 from easydist.state import communicators
@@ -147,7 +146,7 @@ class MessageQueue:
         if not isinstance(end, WriterEnd):
             raise RuntimeError("Only writers can enqueue: this is a reader's end")
         until = deadline(timeout)
-        message = Message(obj)
+        message = codec.Message(obj)
         if self._handle.weights_only:
             message.check()
         end.put(message, until)

@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
+from easydist import codec
 from easydist.comms.peer import Peer
 from easydist.comms.sharing import is_wanted
 from easydist.queue.end import End, lost, own_record
 from easydist.queue.far import Door, Outlet, own_address
 from easydist.queue.handle import Handle
-from easydist.queue.message import Message, cut
+from easydist.queue.pieces import cut
 from easydist.shm.ring import RingWriter, Shape
 
 _log = logging.getLogger("easydist")
@@ -95,7 +96,7 @@ class WriterEnd(End):
         address = self._door.address if self._door else None
         return Handle(self._local_ranks, self._n_reader, ring, address, self._key, own_record(), weights_only)
 
-    def put(self, message: Message, until: float | None) -> None:
+    def put(self, message: codec.Message, until: float | None) -> None:
         """Give a message to all readers, or to none."""
         with self.turn(until):
             if (fault := self._seen or self._departure()) is not None:
@@ -107,7 +108,7 @@ class WriterEnd(End):
             if self._ring is not None:
                 self._write(self._ring, message, until)
             if self._outlets:
-                data = b"".join(message.parts)
+                data = b"".join(message.parts())
                 for outlet in self._outlets.values():
                     outlet.add(data)
             self._look_around()
@@ -118,9 +119,9 @@ class WriterEnd(End):
         unsent = [outlet.unsent() for outlet in self._outlets.values()]
         return all(not n or (n < self._max_chunks and b + nbytes <= self._capacity) for n, b in unsent)
 
-    def _write(self, ring: RingWriter, message: Message, until: float | None) -> None:
+    def _write(self, ring: RingWriter, message: codec.Message, until: float | None) -> None:
         at = 0
-        for piece in cut(message.parts, ring.shape.piece):
+        for piece in cut(message.parts(), ring.shape.piece):
             nbytes = sum(map(len, piece))
             start = ring.place(nbytes, grow=False)
             if start < 0:

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from easydist.shm.segment import FOLDER, Segment
+from easydist.shm.segment import Segment, nameless_file
 from easydist.shm.signal import Bell
 from easydist.shm.slots import NEVER, copy
 
@@ -180,7 +180,7 @@ class RingWriter(_End):
     """
 
     def __init__(self, shape: Shape) -> None:
-        self._file = _open(shape.nbytes, shape.data_at + min(shape.capacity, _HOT))
+        self._file = nameless_file(shape.nbytes, shape.data_at + min(shape.capacity, _HOT))
         try:
             status = os.fstat(self._file)
             self.name = f"{os.getpid()}/{self._file}/{status.st_dev}/{status.st_ino}"
@@ -423,18 +423,3 @@ def _let_go(end: _End) -> None:
     """The mapping goes with the last reference to it."""
     for name in ("_words", "_bytes", "_tensor", "_bell"):
         delattr(end, name)
-
-
-def _open(nbytes: int, backed: int) -> int:
-    """A file without a name, the first bytes of it backed by memory now: a full file system is no SIGBUS later."""
-    flag = getattr(os, "O_TMPFILE", None)
-    if flag is None or not os.path.isdir(FOLDER):
-        raise OSError(f"{FOLDER} has no files without a name on this system")
-    file = os.open(FOLDER, os.O_RDWR | os.O_CLOEXEC | flag, 0o600)
-    try:
-        os.posix_fallocate(file, 0, backed)
-        os.ftruncate(file, nbytes)
-    except BaseException:
-        os.close(file)
-        raise
-    return file

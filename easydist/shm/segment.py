@@ -44,12 +44,8 @@ class Segment:
         Raises:
             OSError: There is no room, or the system has no such files.
         """
-        flag = getattr(os, "O_TMPFILE", None)
-        if flag is None or not os.path.isdir(FOLDER):
-            raise OSError(f"{FOLDER} has no files without a name on this system")
-        descriptor = os.open(FOLDER, os.O_RDWR | os.O_CLOEXEC | flag, 0o600)
+        descriptor = nameless_file(nbytes, nbytes)
         try:
-            os.posix_fallocate(descriptor, 0, nbytes)
             status = os.fstat(descriptor)
             segment = cls(f"{os.getpid()}/{descriptor}/{status.st_dev}/{status.st_ino}", nbytes, descriptor)
         except BaseException:
@@ -87,3 +83,26 @@ class Segment:
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, OSError):
             self.unlink()
+
+
+def nameless_file(nbytes: int, backed: int) -> int:
+    """A file without a name in shared memory, its first bytes backed now: a full file system is no SIGBUS later.
+
+    Args:
+        nbytes: Its length.
+        backed: How many of them shall have memory.
+
+    Raises:
+        OSError: There is no room, or the system has no such files.
+    """
+    flag = getattr(os, "O_TMPFILE", None)
+    if flag is None or not os.path.isdir(FOLDER):
+        raise OSError(f"{FOLDER} has no files without a name on this system")
+    file = os.open(FOLDER, os.O_RDWR | os.O_CLOEXEC | flag, 0o600)
+    try:
+        os.posix_fallocate(file, 0, backed)
+        os.ftruncate(file, nbytes)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
