@@ -1,6 +1,6 @@
 """Nested data between the processes of a distributed PyTorch program: one call, any structure."""
 
-from easydist import comms, tree
+from easydist import comms, memory, tree
 from easydist.codec import allow_pickle
 from easydist.collectives import all_to_all, broadcast, copy_tensor_to_devices, gather, scatter
 from easydist.errors import (
@@ -88,6 +88,7 @@ __all__ = [
     "listify",
     "load",
     "load_metadata",
+    "memory",
     "pad_across_processes",
     "pad_input_tensors",
     "recursively_apply",

@@ -83,16 +83,17 @@ class Call:
         layout, ties = self.leaves.layout, self.leaves.ties
         return layout.fingerprint if ties is None else fingerprint((layout.fingerprint, ties))
 
-    def sizes(self) -> list[int]:
-        """Of each leaf the size along the free dimension."""
+    def sizes(self) -> bytes:
+        """Of each leaf the size along the free dimension, as 64-bit numbers."""
         if self.leaves is None or self.dim is None:
-            return []
+            return b""
         return _sizes(self.leaves.layout, self.dim)
 
 
 @functools.lru_cache(maxsize=256)
-def _sizes(layout: Layout, dim: int) -> list[int]:
-    return [shape[dim] for shape, dim in zip(layout.shapes, layout.free(dim)[0], strict=True)]
+def _sizes(layout: Layout, dim: int) -> bytes:
+    sizes = [shape[dim] for shape, dim in zip(layout.shapes, layout.free(dim)[0], strict=True)]
+    return struct.pack(f"<{len(sizes)}q", *sizes)
 
 
 class _Header(NamedTuple):
@@ -246,14 +247,14 @@ def _header(operation: str, call: Call) -> _Header:
     return _Header(status, title, call.structure(), call.variations(), call.nbytes, time.time_ns(), 0, 0)
 
 
-def _exchange_frames(comms: Communicators, mine: _Header, sizes: Sequence[int], call: Call) -> list[_Header]:
+def _exchange_frames(comms: Communicators, mine: _Header, sizes: bytes, call: Call) -> list[_Header]:
     frames = comms.frames
     at, room = comms.rank * frames.nbytes, frames.nbytes - _NUMBERS.size - 8
-    count = len(sizes) if 8 * len(sizes) <= room else 0
+    count = len(sizes) // 8 if len(sizes) <= room else 0
     payload = call.nbytes if call.payload and call.nbytes <= frames.nbytes - _start(count) else 0
     _NUMBERS.pack_into(frames.view, at, *mine[:6], count, payload)
     if count:
-        struct.pack_into(f"<{count}q", frames.view, at + _NUMBERS.size, *sizes)
+        frames.view[at + _NUMBERS.size : at + _NUMBERS.size + len(sizes)] = sizes
     stop = _start(count) + payload
     if payload:
         _pack(call, frames.rows[comms.rank, _start(count) : stop])

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from easydist import memory
 from easydist.errors import UnsafeObjectError, WireError
 from easydist.parts import MAKERS, REDUCERS, Strings
 from easydist.unpickler import Unpickler
@@ -147,7 +148,7 @@ class Message:
         """The bytes in one piece."""
         if not self._buffers:
             return torch.frombuffer(bytearray().join(self._texts), dtype=torch.uint8)
-        message = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
+        message = memory.empty([self.nbytes], torch.uint8)
         view, at = message.numpy().data, 0
         for part in itertools.chain(self._texts, self._data(sum(map(len, self._texts)))):
             view[at : at + len(part)] = part

@@ -29,7 +29,7 @@ from easydist.exchange import (
     small_payload,
     smallest,
 )
-from easydist.leaves import Leaves, as_array
+from easydist.leaves import Indexed, Leaves, as_array
 from easydist.plan import split_bounds
 from easydist.state import communicators
 from easydist.structure import get_data_structure, initialize_tensors
@@ -102,8 +102,9 @@ def gather(
         assert leaves is not None
         dims = leaves.layout.free(dim)[0]
         shapes = every_shape(comms, leaves, dims, agreement)
+        results: Indexed
         if agreement.has_payload:
-            results = dict(enumerate(from_payloads(agreement, leaves, shapes, dims)))
+            results = from_payloads(agreement, leaves, shapes, dims)
         else:
             results = _gather_buckets(comms, leaves, shapes, dims, leaves.travelling(agreement.uniform), dst)
         comms.watch.is_awaited = False

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from easydist import wire
+from easydist import memory, wire
 from easydist.agree import Agreement
 from easydist.comms import Communicators, TorchComm
 from easydist.leaves import Leaves
@@ -126,9 +126,8 @@ def smallest(shapes: Sequence[Shapes], dtypes: Sequence[torch.dtype]) -> list[in
 
 def small_payload(comms: Communicators, leaves: Leaves) -> Sequence[torch.Tensor]:
     """The leaves, where they may travel with the header: small, on the CPU, and each a tensor of its own."""
-    if comms.size == 1 or leaves.ties is not None or leaves.layout.packing.nbytes > comms.frames.nbytes:
-        return ()
-    return leaves.tensors if all(tensor.is_cpu for tensor in leaves.tensors) else ()
+    is_small = leaves.layout.packing.nbytes <= comms.frames.nbytes
+    return leaves.tensors if comms.size > 1 and is_small and leaves.on_cpu and leaves.ties is None else ()
 
 
 def from_payloads(
@@ -142,7 +141,7 @@ def from_payloads(
 
 def packed_like(comm: TorchComm, dtypes: Sequence[torch.dtype], shapes: Shapes) -> torch.Tensor:
     """A buffer for tensors of these dtypes and shapes, where ``comm`` wants it."""
-    return torch.empty(packed_nbytes(dtypes, shapes), dtype=torch.uint8, device=comm.get_device())
+    return memory.empty([packed_nbytes(dtypes, shapes)], torch.uint8, comm.get_device())
 
 
 def packed_nbytes(dtypes: Sequence[torch.dtype], shapes: Shapes) -> int:
@@ -177,14 +176,14 @@ class Landing:
 
     def _in_place(self, comm: TorchComm) -> None:
         rows = [shape[0] for (shape,) in self._shapes]
-        whole = torch.empty(resized(self._shapes[0][0], 0, sum(rows)), dtype=self._dtypes[0], device=comm.get_device())
+        whole = memory.empty(resized(self._shapes[0][0], 0, sum(rows)), self._dtypes[0], comm.get_device())
         self.buffers = [wire.as_bytes(part) for part in whole.split(rows)]
         self.results = lambda: [whole]
 
     def _in_rows(self, comm: TorchComm) -> None:
         nbytes = packed_nbytes(self._dtypes, self._shapes[0])
         width = (nbytes // 16 + 1) * 16  # a multiple of every item size
-        rows = torch.empty((comm.get_size(), width), dtype=torch.uint8, device=comm.get_device())
+        rows = memory.empty((comm.get_size(), width), torch.uint8, comm.get_device())
         self.buffers = rows[:, :nbytes].unbind()
         self.results = lambda: wire.unpack_rows(rows, self._dtypes, self._shapes[0])
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from easydist.wire import Packing, dtype_name, sort_key
 
 _PYTHON_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 _ARRAYS = (np.ndarray, np.generic)
+_TENSORS = frozenset([torch.Tensor])
 
 
 def as_tensor(leaf: Any, path: str = "") -> torch.Tensor:
@@ -36,10 +38,6 @@ def as_tensor(leaf: Any, path: str = "") -> torch.Tensor:
         >>> as_tensor(0.5)
         tensor(0.5000, dtype=torch.float64)
     """
-    if type(leaf) is torch.Tensor:  # asked here: a call costs as much as two of the answers
-        odd = leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized or leaf.is_meta
-        if not (odd or leaf.requires_grad or leaf.is_conj() or leaf.is_neg()):
-            return leaf
     if isinstance(leaf, torch.Tensor):
         return _dense(leaf, path)
     if isinstance(leaf, _ARRAYS):
@@ -51,6 +49,33 @@ def as_tensor(leaf: Any, path: str = "") -> torch.Tensor:
         raise ValueError(
             f"{_at(path)} is an int that does not fit 64 bits; use gather_object for such numbers"
         ) from error
+
+
+_STRIDED = torch.strided
+_PLAIN_DTYPES = frozenset(
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not (dtype.is_complex or "q" in str(dtype).removeprefix("torch."))
+)
+"""Without those that may be quantized or lazily conjugated."""
+
+
+def _dtypes_of_plain(values: Sequence[Any]) -> tuple[torch.dtype, ...] | None:
+    """The dtypes of leaves all of which are what ``as_tensor`` would return, on the CPU; None where some may not be.
+
+    Asked for all leaves together: a call for each costs as much as two of the answers.
+    """
+    if not _TENSORS.issuperset(map(type, values)):
+        return None
+    dtypes = tuple([tensor.dtype for tensor in values])
+    if not _PLAIN_DTYPES.issuperset(dtypes):
+        return None
+    for tensor in values:
+        if not tensor.is_cpu or tensor.layout is not _STRIDED:
+            return None
+        if tensor.requires_grad or tensor.is_nested or tensor.is_neg():
+            return None
+    return dtypes
 
 
 def _at(path: str) -> str:
@@ -125,6 +150,13 @@ Row = tuple[str, str, list[int]]
 """A leaf: path, dtype, shape."""
 
 
+def _picker(indices: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
+    """What picks the items with these indices out of a list or a mapping."""
+    if len(indices) > 1:
+        return operator.itemgetter(*indices)
+    return lambda items: tuple([items[i] for i in indices])
+
+
 class Layout:
     """The order of the leaves of one structure, and what else follows from paths, dtypes and shapes alone.
 
@@ -134,6 +166,8 @@ class Layout:
     Attributes:
         order: Positions in the tree.
         places: Of each leaf in the tree its position in that order.
+        ordered: From a sequence in the tree's order to a tuple in that one.
+        placed: The inverse.
         paths: In that order, as all below.
         dtypes: Likewise.
         shapes: Likewise.
@@ -144,9 +178,8 @@ class Layout:
     def __init__(self, paths: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Sequence[torch.Size]) -> None:
         self.order = sorted(range(len(paths)), key=lambda i: (sort_key(dtypes[i]), paths[i]))
         self.places = sorted(range(len(paths)), key=self.order.__getitem__)
-        self.paths = [paths[i] for i in self.order]
-        self.dtypes = [dtypes[i] for i in self.order]
-        self.shapes = [shapes[i] for i in self.order]
+        self.ordered, self.placed = _picker(self.order), _picker(self.places)
+        self.paths, self.dtypes, self.shapes = self.ordered(paths), self.ordered(dtypes), self.ordered(shapes)
         self.packing = Packing(self.dtypes, self.shapes)
         self.fingerprint = fingerprint(self.rows())
         self._free: dict[int, tuple[list[int], int]] = {}
@@ -177,6 +210,10 @@ layout = functools.lru_cache(maxsize=256)(Layout)
 """The layout of a structure that was seen before costs a look-up."""
 
 
+Indexed: TypeAlias = Mapping[int, Any] | Sequence[Any]
+"""What belongs to the leaves, by their index."""
+
+
 class Leaves:
     """A tree made ready to travel.
 
@@ -184,19 +221,23 @@ class Leaves:
         layout: The order of the leaves.
         values: The leaves themselves, in that order.
         tensors: The leaves as detached tensors, of any strides.
+        on_cpu: Whether all of them are on the CPU.
         ties: For each leaf the index of the first leaf that is the same object; None where all are different.
     """
 
     def __init__(self, data: Tree, vectors: bool = False) -> None:
         """Take ``data`` apart; with ``vectors`` a leaf without dimensions counts as one of a single element."""
         values, self._spec = tree.flatten(data)
-        tensors = list(map(as_tensor, values, self._spec.paths))
+        dtypes = _dtypes_of_plain(values)
+        self.on_cpu = dtypes is not None
+        tensors = values
+        if dtypes is None:
+            tensors = list(map(as_tensor, values, self._spec.paths))
+            dtypes, self.on_cpu = tuple([t.dtype for t in tensors]), all(t.is_cpu for t in tensors)
         if vectors:
             tensors = [tensor if tensor.ndim else tensor.reshape(1) for tensor in tensors]
-        dtypes, shapes = tuple([t.dtype for t in tensors]), tuple([t.shape for t in tensors])
-        self.layout = layout(tuple(self._spec.paths), dtypes, shapes)
-        self.values = [values[i] for i in self.layout.order]
-        self.tensors = [tensors[i] for i in self.layout.order]
+        self.layout = layout(tuple(self._spec.paths), dtypes, tuple([t.shape for t in tensors]))
+        self.values, self.tensors = self.layout.ordered(values), self.layout.ordered(tensors)
         self.ties = _ties(self.values)
 
     def travelling(self, tied: bool) -> Sequence[int]:
@@ -205,21 +246,24 @@ class Leaves:
             return range(len(self.values))
         return [i for i, tie in enumerate(self.ties) if tie == i]
 
-    def rebuild(self, results: Mapping[int, Any], tied: bool, convert: Callable[[Any, Any], Any]) -> Tree:
+    def rebuild(
+        self, results: Mapping[int, Any] | Sequence[Any], tied: bool, convert: Callable[[Any, Any], Any]
+    ) -> Tree:
         """The tree with a result in place of every leaf.
 
         Args:
-            results: For every index in ``travelling(tied)``.
+            results: By index, for all of ``travelling(tied)``.
             tied: As there; leaves that were one object become one object again.
-            convert: Makes ``(result, original leaf)`` into what the caller gets.
+            convert: Makes ``(result, original leaf)`` into what the caller gets; tensors stay what they are.
         """
-        return self._rebuild({i: convert(result, self.values[i]) for i, result in results.items()}, tied)
+        if not _TENSORS.issuperset(map(type, self.values)):
+            results = {i: convert(results[i], self.values[i]) for i in self.travelling(tied)}
+        return self._rebuild(results, tied)
 
-    def _rebuild(self, done: Mapping[int, Any], tied: bool) -> Tree:
-        places = self.layout.places
+    def _rebuild(self, done: Indexed, tied: bool) -> Tree:
         if tied and self.ties:
-            places = [self.ties[i] for i in places]
-        return self._spec.rebuild([done[i] for i in places])
+            return self._spec.rebuild([done[self.ties[i]] for i in self.layout.places])
+        return self._spec.rebuild([*self.layout.placed(done)])
 
     def check_writable(self) -> None:
         """Make sure that ``write`` will succeed.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from easydist import header, outline, wire
+from easydist import header, memory, outline, wire
 from easydist.comms import Communicators, TorchComm
 from easydist.exchange import LARGE
 from easydist.header import Entry, Header
@@ -143,7 +143,7 @@ class _Landing:
         if len(entries) == 1 and (place := self._place(entries[0], kind, targets)) is not None:
             self.buffer, self.tensors[entries[0].name] = wire.as_bytes(place), place
         else:
-            self.buffer = torch.empty(sum(map(_size, entries)), dtype=torch.uint8, device=comm.get_device())
+            self.buffer = memory.empty([sum(map(_size, entries))], torch.uint8, comm.get_device())
             self._cut(entries, kind if targets is None else None)
 
     def _place(self, entry: Entry, kind: str, targets: Targets | None) -> torch.Tensor | None:
@@ -154,7 +154,7 @@ class _Landing:
             return target.detach()  # type: ignore[no-any-return, union-attr]
         if targets is None and kind != there.type:  # the result is on a device that this communicator cannot reach
             return None
-        return torch.empty(entry.shape, dtype=entry.dtype, device=there)
+        return memory.empty(entry.shape, entry.dtype, there)
 
     def _cut(self, entries: Sequence[Entry], kind: str | None) -> None:
         """Tensors of their own for the parts of the buffer; views of it where targets get copies anyway."""
@@ -185,7 +185,7 @@ def _fits(target: Any, entry: Entry, device: torch.device) -> bool:
 
 def _empty(entry: Entry, kind: str) -> torch.Tensor:
     try:
-        return torch.empty(entry.shape, dtype=entry.dtype, device=kind)
+        return memory.empty(entry.shape, entry.dtype, kind)
     except (RuntimeError, AssertionError) as error:
         raise RuntimeError(
             f"{entry.name or 'the tensor'} is on {kind}, where this process cannot make a tensor ({error}); pass into="

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from easydist import codec
+from easydist import codec, memory
 from easydist.agree import Agreement, Call, agree
 from easydist.calling import calling
 from easydist.comms import Communicators
@@ -76,7 +76,7 @@ def gather_object(
         if agreement.has_payload:
             messages = [agreement.payload(rank).clone() for rank in range(comms.size)]
         else:
-            messages = [torch.empty(nbytes, dtype=torch.uint8, device="cpu") for nbytes in agreement.nbytes]
+            messages = [memory.empty([nbytes], torch.uint8) for nbytes in agreement.nbytes]
             messages[comms.rank] = mine.data
             comms.cpu(sum(agreement.nbytes)).all_gather_v(messages, mine.data, async_op=False)
             comms.watch.is_awaited = False
@@ -210,7 +210,7 @@ def _sent_to_all(comms: Communicators, mine: torch.Tensor, agreement: Agreement,
     if agreement.has_payload:
         return agreement.payload(source).clone()
     nbytes = agreement.nbytes[source]
-    message = mine if comms.rank == source else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    message = mine if comms.rank == source else memory.empty([nbytes], torch.uint8)
     comms.cpu(nbytes).broadcast(message, source, async_op=False)
     comms.watch.is_awaited = False
     return message

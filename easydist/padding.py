@@ -94,9 +94,9 @@ def pad_across_processes(
         dims = leaves.layout.free(dim)[0]
         sizes = agreement.sizes() or sizes_along(comms, leaves.tensors, dims)
         longest = [max(column) for column in zip(*sizes, strict=True)]
-        targets = zip(leaves.tensors, dims, longest, fillings, strict=True)
-        padded = {i: _pad(*target, pad_first) for i, target in enumerate(targets)}
-        return reveal(leaves.rebuild(padded, False, lambda new, value: value if new is None else as_array(new, value)))
+        targets = zip(leaves.values, leaves.tensors, dims, longest, fillings, strict=True)
+        padded = {i: _padded(*target, pad_first) for i, target in enumerate(targets)}
+        return reveal(leaves.rebuild(padded, False, lambda new, value: new if new is value else as_array(new, value)))
 
 
 def _identity(data: Tree) -> Tree:
@@ -144,11 +144,11 @@ def _is_close(filling: torch.Tensor, pad_index: float) -> bool:
     return bool(filling.item() == pad_index)
 
 
-def _pad(tensor: torch.Tensor, dim: int, size: int, filling: torch.Tensor, pad_first: bool) -> torch.Tensor | None:
-    """The longer tensor, or None where it is long enough."""
+def _padded(value: Any, tensor: torch.Tensor, dim: int, size: int, filling: torch.Tensor, pad_first: bool) -> Any:
+    """The longer tensor; the value itself where it is long enough."""
     missing = size - tensor.shape[dim]
     if not missing:
-        return None
+        return value
     result = filling.expand(resized(tensor.shape, dim, size)).clone()
     result.narrow(dim, missing if pad_first else 0, tensor.shape[dim]).copy_(tensor)
     return result

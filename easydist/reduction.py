@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from easydist import wire
+from easydist import memory, wire
 from easydist.agree import Agreement, Call, agree, trust
 from easydist.calling import calling
 from easydist.comms import Communicators, ReduceOp, combine
@@ -133,7 +133,7 @@ def _flat(leaves: Leaves, dtype: torch.dtype, members: Sequence[int]) -> torch.T
     tensors = [leaves.tensors[i] for i in members]
     if any(tensor.dtype is not dtype for tensor in tensors):
         tensors = [tensor.to(dtype) for tensor in tensors]
-    flat = torch.empty(sum(map(torch.Tensor.numel, tensors)), dtype=dtype, device=tensors[0].device)
+    flat = memory.empty([sum(map(torch.Tensor.numel, tensors))], dtype, tensors[0].device)
     wire.pack(tensors, out=wire.as_bytes(flat))
     return flat
 

@@ -24,6 +24,9 @@ from easydist.typing import Tree
 
 __all__ = ["Spec", "flatten", "is_container", "is_leaf", "is_namedtuple", "is_registered", "leaves", "map", "register"]
 
+_PLAIN_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, np.ndarray, bool, int, float, complex})
+"""Types whose instances need no second look."""
+
 _LEAVES = (torch.Tensor, np.ndarray, int, float, complex, np.number, np.bool_)
 
 
@@ -35,6 +38,9 @@ def is_leaf(value: object) -> bool:
         (True, True, False, False)
     """
     return type(value) is torch.Tensor or (isinstance(value, _LEAVES) and not isinstance(value, enum.Enum))
+
+
+_is_leaf = is_leaf
 
 
 def is_container(data: object) -> bool:
@@ -267,6 +273,7 @@ def flatten(
     """
     values: list[Any] = []
     paths: list[str] = []
+    plain = _PLAIN_LEAVES if is_leaf is _is_leaf else frozenset()
 
     def walk(node: Any, path: str) -> Any:
         if is_leaf(node):
@@ -277,7 +284,7 @@ def flatten(
         if kind is None:
             return _Static(node)
         names, children, context = kind.open(node)
-        if not skip and all(builtins.map(is_leaf, children)):
+        if not skip and (plain.issuperset(builtins.map(type, children)) or all(builtins.map(is_leaf, children))):
             first = len(values)
             values.extend(children)
             paths.extend([path + name for name in names] if path else names)  # the same strings, whose hash is known

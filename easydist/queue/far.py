@@ -20,8 +20,8 @@ from contextlib import suppress
 
 import torch
 
+from easydist import memory
 from easydist.comms.peer import RECORD_NBYTES, Peer
-from easydist.shm.ring import new_message
 
 _HELLO = struct.Struct(f"<q32s{RECORD_NBYTES}s")
 _PROOF_NBYTES = 32
@@ -328,7 +328,7 @@ class Inlet:
             self.is_closed = length == _CLOSED
             self.is_ready = True  # where the first message has come, all readers are there, or need not be
             if length < _CLOSED:
-                message = new_message(length)
+                message = memory.empty([length], torch.uint8)
                 following = _Awaited(message.numpy().data, message=message)
         self._whole, self._awaited = awaited.message, following
 
