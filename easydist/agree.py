@@ -111,18 +111,24 @@ class Agreement:
     """What the ranks told each other; what arrived with it is there until the next agreement of the group.
 
     Attributes:
-        nbytes: What each rank will send.
         uniform: All ranks that have data have the same shapes and the same leaves tied.
-        absent: The ranks that have no data of their own.
         has_payload: The data of all ranks came with the headers.
     """
 
     def __init__(self, headers: Sequence[_Header], rows: torch.Tensor | None = None) -> None:
-        self.nbytes = [header.nbytes for header in headers]
-        self.absent = [rank for rank, header in enumerate(headers) if header.status == _ABSENT]
         self.uniform = len({header.variations for header in headers if header.status == _WELL}) <= 1
         self.has_payload = rows is not None and all(header.nbytes == header.payload for header in headers)
         self._headers, self._rows = headers, rows
+
+    @property
+    def nbytes(self) -> list[int]:
+        """What each rank will send."""
+        return [header.nbytes for header in self._headers]
+
+    @property
+    def absent(self) -> list[int]:
+        """The ranks that have no data of their own."""
+        return [rank for rank, header in enumerate(self._headers) if header.status == _ABSENT]
 
     def payload(self, rank: int) -> torch.Tensor:
         """What a rank sent along, as bytes that start at a multiple of 16."""
@@ -183,16 +189,21 @@ def agree(
     except Exception as fault:
         _raise_together(comms, _exchange_faults(comms, operation, fault), fault)
     headers = _exchange_frames(comms, mine, sizes, call)
-    if any(header.status == _FAULT for header in headers):
-        _raise_together(comms, _faults(comms, headers), None)
-    if (CHECKED if check is None else check) and (
-        len({header.call for header in headers}) > 1
-        or len({header.structure for header in headers if header.status == _WELL}) > 1
-    ):
-        _disagree(comms, operation, call)
+    if any(header[:3] != mine[:3] for header in headers):
+        _compare(comms, operation, call, headers, check)
     agreement = Agreement(headers, comms.frames.rows)
     comms.watch.is_awaited = not agreement.has_payload
     return call, agreement
+
+
+def _compare(comms: Communicators, operation: str, call: Call, headers: Sequence[_Header], check: bool | None) -> None:
+    """Raise on all ranks where a rank has failed, or where something differs that must not."""
+    if any(header.status == _FAULT for header in headers):
+        _raise_together(comms, _faults(comms, headers), None)
+    is_same_call = len({header.call for header in headers}) == 1
+    is_same_structure = len({header.structure for header in headers if header.status == _WELL}) <= 1
+    if (CHECKED if check is None else check) and not (is_same_call and is_same_structure):
+        _disagree(comms, operation, call)
 
 
 def trust(comms: Communicators, prepare: Callable[[], Call], check: bool | None) -> tuple[Call, Agreement] | None:
@@ -243,7 +254,7 @@ class _Reported(Exception):
 
 def _header(operation: str, call: Call) -> _Header:
     status = _ABSENT if call.absent else _WELL
-    title = _fingerprint(call.title(operation))
+    title = _fingerprint(f"{operation}{call.arguments}")
     return _Header(status, title, call.structure(), call.variations(), call.nbytes, time.time_ns(), 0, 0)
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from types import CodeType, TracebackType
+from types import TracebackType
 
 from easydist.comms import Communicators
 from easydist.typing import Timeout
@@ -80,15 +80,14 @@ def _site() -> str:
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame = frame.f_back
-    return _site_text(frame.f_code, frame.f_lineno)
+    return _site_text(frame.f_code.co_filename, frame.f_lineno)
 
 
 _INSIDE = (os.path.dirname(__file__) + os.sep, contextlib.__file__)
 
 
 @functools.lru_cache(maxsize=1024)
-def _site_text(code: CodeType, line: int) -> str:
-    path = code.co_filename
+def _site_text(path: str, line: int) -> str:
     with contextlib.suppress(OSError, ValueError):
         relative = os.path.relpath(path)
         path = path if relative.startswith("..") else relative

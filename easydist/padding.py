@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -71,17 +72,13 @@ def pad_across_processes(
     Source: accelerate's ``pad_across_processes``.
     """
     with calling(communicators(group), "pad_across_processes", timeout) as comms:
-        fillings: list[torch.Tensor] = []
         reveal: Callable[[Tree], Tree] = _identity
 
         def prepare() -> Call:
-            nonlocal tensor, reveal
-            tensor, reveal = _hide_nested(tensor)
-            leaves = Leaves(tensor)
+            nonlocal reveal
+            leaves, reveal = _leaves_of(tensor)
             dims_of(leaves, dim, "pad_across_processes")
-            fillings.extend(
-                _filling(pad_index, t, path) for t, path in zip(leaves.tensors, leaves.layout.paths, strict=True)
-            )
+            _check_filling(leaves, pad_index)
             number = int(pad_index) if float(pad_index).is_integer() else float(pad_index)
             arguments = {"dim": index(dim), "pad_index": number, "pad_first": bool(pad_first)}
             return Call(arguments, leaves, dim, advice=f"Only dim {dim} may differ between ranks.")
@@ -90,12 +87,12 @@ def pad_across_processes(
         leaves = call.leaves
         assert leaves is not None
         if agreement.uniform:
-            return reveal(tensor)
+            return tensor
         dims = leaves.layout.free(dim)[0]
         sizes = agreement.sizes() or sizes_along(comms, leaves.tensors, dims)
         longest = [max(column) for column in zip(*sizes, strict=True)]
-        targets = zip(leaves.values, leaves.tensors, dims, longest, fillings, strict=True)
-        padded = {i: _padded(*target, pad_first) for i, target in enumerate(targets)}
+        targets = zip(leaves.values, leaves.tensors, dims, longest, strict=True)
+        padded = [_padded(*target, pad_index, pad_first) for target in targets]
         return reveal(leaves.rebuild(padded, False, lambda new, value: new if new is value else as_array(new, value)))
 
 
@@ -103,19 +100,22 @@ def _identity(data: Tree) -> Tree:
     return data
 
 
-def _hide_nested(data: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
-    """The tree with nested tensors out of sight, and what brings them back."""
-
-    def is_nested(value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.is_nested
-
-    if not any(is_nested(value) for value in tree.leaves(data)):
-        return data, _identity
+def _leaves_of(data: Tree) -> tuple[Leaves, Callable[[Tree], Tree]]:
+    """The leaves but for nested tensors, and what puts those back."""
+    try:
+        return Leaves(data), _identity
+    except TypeError:
+        if not any(_is_nested(value) for value in tree.leaves(data)):
+            raise
     warnings.warn(
-        "nested tensors have no one size to pad to; they stay as they are", CannotPadNestedTensorWarning, stacklevel=3
+        "nested tensors have no one size to pad to; they stay as they are", CannotPadNestedTensorWarning, stacklevel=4
     )
-    hidden = tree.map(_Hidden, data, is_nested)
-    return hidden, lambda result: tree.map(lambda box: box.tensor, result, lambda value: isinstance(value, _Hidden))
+    hidden = tree.map(_Hidden, data, _is_nested)
+    return Leaves(hidden), lambda result: tree.map(lambda box: box.tensor, result, lambda x: isinstance(x, _Hidden))
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_nested
 
 
 class _Hidden:
@@ -125,32 +125,33 @@ class _Hidden:
         self.tensor = tensor
 
 
-def _filling(pad_index: float, leaf: torch.Tensor, path: str) -> torch.Tensor:
-    """What to fill a leaf with, in its own dtype; a float may be rounded, nothing else may change."""
+def _check_filling(leaves: Leaves, pad_index: float) -> None:
+    """Make sure that every leaf can hold the number: a float may round it, nothing else may change it."""
+    for path, dtype in zip(leaves.layout.paths, leaves.layout.dtypes, strict=True):
+        if not _holds(dtype, pad_index):
+            raise ValueError(
+                f"pad_across_processes: {path or 'the tensor'} is {dtype}, which cannot hold pad_index={pad_index!r}"
+            )
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _holds(dtype: torch.dtype, number: float) -> bool:
     try:
-        filling = leaf.new_full((), pad_index)
+        filling = torch.full((), number, dtype=dtype, device="cpu")
     except (RuntimeError, TypeError, ValueError, OverflowError):
-        filling = None
-    if filling is None or not _is_close(filling, pad_index):
-        raise ValueError(
-            f"pad_across_processes: {path or 'the tensor'} is {leaf.dtype}, which cannot hold pad_index={pad_index!r}"
-        )
-    return filling
+        return False
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.isinf(number) or not bool(filling.to(torch.complex128).abs().isinf())
+    return bool(filling.item() == number)
 
 
-def _is_close(filling: torch.Tensor, pad_index: float) -> bool:
-    if filling.dtype.is_floating_point or filling.dtype.is_complex:
-        return math.isinf(pad_index) or not filling.to(torch.complex128).abs().isinf().item()
-    return bool(filling.item() == pad_index)
-
-
-def _padded(value: Any, tensor: torch.Tensor, dim: int, size: int, filling: torch.Tensor, pad_first: bool) -> Any:
+def _padded(value: Any, tensor: torch.Tensor, dim: int, size: int, filling: float, pad_first: bool) -> Any:
     """The longer tensor; the value itself where it is long enough."""
-    missing = size - tensor.shape[dim]
-    if not missing:
+    old = tensor.shape[dim]
+    if old == size:
         return value
-    result = filling.expand(resized(tensor.shape, dim, size)).clone()
-    result.narrow(dim, missing if pad_first else 0, tensor.shape[dim]).copy_(tensor)
+    result = tensor.new_full(resized(tensor.shape, dim, size), filling)
+    result.narrow(dim, size - old if pad_first else 0, old).copy_(tensor)
     return result
 
 

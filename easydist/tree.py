@@ -211,7 +211,7 @@ class _Static(NamedTuple):
     value: Any
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Spec:
     """The structure of a tree without its leaves.
 

@@ -45,6 +45,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
         >>> as_bytes(torch.tensor([1, 256], dtype=torch.int16))
         tensor([1, 0, 0, 1], dtype=torch.uint8)
     """
+    if tensor.dtype is torch.uint8 and tensor.ndim == 1 and not tensor.requires_grad:
+        return tensor
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # a single element may have any stride
     return flat.view(torch.uint8)
 
@@ -252,6 +254,9 @@ def separate(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> Sequence[to
 def _joined(rows: torch.Tensor, run: _Run) -> Sequence[torch.Tensor]:
     """The leaves that lie side by side in all rows, each concatenated."""
     count = rows.shape[0]
+    if len(run.shapes) == 1:
+        first, *rest = run.shapes[0]
+        return [rows.clone(memory_format=torch.contiguous_format).resize_(count * first, *rest)]
     if run.is_uniform:
         first, *rest = run.shapes[0]
         leaves = rows.view(count, len(run.shapes), run.sizes[0]).transpose(0, 1)

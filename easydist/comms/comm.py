@@ -111,7 +111,7 @@ class TorchComm:
         """
         name = "all_gather_upto"
         self._check(name, rows)
-        shaped = rows.dtype is torch.uint8 and rows.ndim == 2 and len(rows) == self.get_size()
+        shaped = rows.dtype is torch.uint8 and rows.ndim == 2 and rows.shape[0] == self.get_size()
         _demand(shaped, name, "rows must be uint8 of the shape (comm_size, length)")
         _demand(0 <= nbytes <= rows.shape[1], name, "nbytes must fit a row")
         return self._run(self._backend.all_gather_upto(rows, nbytes), async_op, timeout)
@@ -359,19 +359,18 @@ class TorchComm:
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"{name}() takes tensors, got {type(tensor).__name__}")
             _demand(tensor.is_contiguous(), name, "tensor must be contiguous")
-            _demand(
-                tensor.device.type == self.get_device().type,
-                name,
-                f"tensor is on {tensor.device}, the communicator on {self.get_device()}",
-            )
+            if tensor.device.type != self.get_device().type:
+                raise RuntimeError(f"{name}: tensor is on {tensor.device}, the communicator on {self.get_device()}")
 
     def _same_dtype(self, name: str, *tensors: torch.Tensor) -> None:
         self._check(name, *tensors)
         dtypes = {tensor.dtype for tensor in tensors}
-        _demand(len(dtypes) == 1, name, f"all tensors must have one dtype, got {sorted(map(str, dtypes))}")
+        if len(dtypes) > 1:
+            raise RuntimeError(f"{name}: all tensors must have one dtype, got {sorted(map(str, dtypes))}")
 
     def _one_per_rank(self, name: str, what: str, tensors: Sequence[torch.Tensor]) -> None:
-        _demand(len(tensors) == self.get_size(), name, f"{what} size must equal comm_size")
+        if len(tensors) != self.get_size():
+            raise RuntimeError(f"{name}: {what} size must equal comm_size")
 
 
 def _check_op(name: str, op: object) -> None:

@@ -80,6 +80,7 @@ class Communicators:
         self._data = {control.get_device().type: control}
         self.watch = Watch(self.rank, self.size, _timeout_of(group), self._store)
         self.frames = Frames(self.size)
+        self._is_deaf = False
         self._pid = os.getpid()
 
     def demand_own_process(self) -> None:
@@ -105,6 +106,7 @@ class Communicators:
         if len(self._hosts) < self.size:
             self._data["cpu"] = self.control = self._over(near, 0)
         self.watch.waits_in_memory = self.control.get_backend() == "shm"
+        self._is_deaf = isinstance(self.control.backend, Gloo | Hierarchical)
         self.watch.end()
 
     def _watch_over(self) -> None:
@@ -164,8 +166,7 @@ class Communicators:
 
     def hears_signals(self, between_two: bool) -> AbstractContextManager[None]:
         """While this lasts, Ctrl-C ends the waits of the group."""
-        is_deaf = between_two or isinstance(self.control.backend, Gloo | Hierarchical)
-        return signals_wake_sentry() if is_deaf else _ALWAYS
+        return signals_wake_sentry() if between_two or self._is_deaf else _ALWAYS
 
     def connect_anew(self) -> None:
         """After a timeout or an interruption: new connections, once all ranks have come.

@@ -21,7 +21,7 @@ from easydist.shm.slots import NEVER, Need, Slots
 Guard = Callable[[Sequence[int], float], None]
 """Called with the ranks still awaited and the seconds since the wait began; raises to end the wait."""
 
-_LOOKS = 20
+_LOOKS = 100
 """How often a wait looks, giving the core to others in between, before it sleeps."""
 
 _GUARD_EVERY = 0.05
