@@ -109,10 +109,18 @@ def buckets(
         nbytes: Of each leaf a size on which all ranks agree, so that they make the same buckets.
     """
     for comm, members in by_comm(comms, tensors, indices, sum(nbytes)):
-        small = [i for i in members if nbytes[i] < LARGE]
-        yield from ((comm, [i]) for i in members if nbytes[i] >= LARGE)
-        if small:
-            yield comm, small
+        yield from ((comm, bucket) for bucket in large_alone(members, nbytes))
+
+
+def large_alone(indices: Sequence[int], nbytes: Sequence[int]) -> list[Sequence[int]]:
+    """Each large leaf by itself, so that it need not be copied; the others together.
+
+    Example:
+        >>> large_alone([0, 1, 2, 3], [8, LARGE, 4, LARGE])
+        [[1], [3], [0, 2]]
+    """
+    small = [i for i in indices if nbytes[i] < LARGE]
+    return [*([i] for i in indices if nbytes[i] >= LARGE), *([small] if small else [])]
 
 
 def smallest(shapes: Sequence[Shapes], dtypes: Sequence[torch.dtype]) -> list[int]:

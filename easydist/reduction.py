@@ -9,8 +9,8 @@ import torch
 from easydist import memory, wire
 from easydist.agree import Agreement, Call, agree, trust
 from easydist.calling import calling
-from easydist.comms import Communicators, ReduceOp, combine
-from easydist.exchange import by_comm, small_payload
+from easydist.comms import Communicators, ReduceOp, TorchComm, TorchWork, combine
+from easydist.exchange import by_comm, large_alone, small_payload
 from easydist.leaves import Leaves, as_value
 from easydist.state import communicators
 from easydist.typing import Group, Timeout, Tree
@@ -70,7 +70,7 @@ def reduce(
         RemoteError: Another rank's tree could not be reduced.
 
     Cost: one header exchange, which carries a small tree (32 KiB in small groups); for a larger one an all-reduce per
-    dtype in which sums are kept.
+    dtype in which sums are kept, and one for each leaf of 256 KiB or more.
 
     Source: accelerate's ``reduce``.
     """
@@ -120,12 +120,27 @@ def _totals(
         for (_, members), parts in zip(_by_dtype(leaves, travelling, reduction), columns, strict=True):
             yield members, combine(op, parts)
         return
+    nbytes = [wire.nbytes(tensor) for tensor in leaves.tensors]
+    begun = []
     for comm, indices in by_comm(comms, leaves.tensors, travelling, leaves.layout.packing.nbytes):
         for dtype, members in _by_dtype(leaves, indices, reduction):
-            flat = _flat(leaves, dtype, members).to(comm.get_device())
-            if op is not None:
-                comm.all_reduce(flat, op, async_op=False)
-            yield members, flat
+            for bucket in large_alone(members, nbytes):
+                begun.append((bucket, *_begin(comm, leaves, dtype, bucket, op)))
+    for bucket, flat, work in begun:
+        work.wait()
+        yield bucket, flat
+
+
+def _begin(
+    comm: TorchComm, leaves: Leaves, dtype: torch.dtype, members: Sequence[int], op: ReduceOp | None
+) -> tuple[torch.Tensor, TorchWork]:
+    """Begin to reduce; gives the total, to be used once the work has ended."""
+    data = leaves.tensors[members[0]]
+    if op is not None and len(members) == 1 and data.dtype is dtype and data.is_cpu and data.is_contiguous():
+        total = memory.empty([data.numel()], dtype)
+        return total, comm.all_reduce_from(total, data, op, async_op=True)
+    total = _flat(leaves, dtype, members).to(comm.get_device())
+    return total, TorchWork() if op is None else comm.all_reduce(total, op, async_op=True)
 
 
 def _flat(leaves: Leaves, dtype: torch.dtype, members: Sequence[int]) -> torch.Tensor:

@@ -52,6 +52,11 @@ class Backend(ABC):
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
         """Law: ``tensor = op(tensor of rank 0, tensor of rank 1, …)``, the same bits on every rank."""
 
+    def all_reduce_from(self, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> TorchWork:
+        """Law: ``output = op(data of rank 0, data of rank 1, …)``; ``data`` stays."""
+        output.copy_(data)
+        return self.all_reduce(output, op)
+
     @abstractmethod
     def all_to_all_v(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> TorchWork:
         """Law: ``outputs[s] = inputs[rank] of rank s``; sizes may differ."""

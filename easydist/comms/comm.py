@@ -150,6 +150,29 @@ class TorchComm:
         flat = tensor.detach().reshape(-1)
         return self._run(self._backend.all_reduce(flat, op), async_op, timeout)
 
+    def all_reduce_from(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: ReduceOp,
+        async_op: bool,
+        hints: Hints = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Law: ``output == op(op(input of rank 0, input of rank 1), …)``; ``input`` stays. Saves ``all_reduce`` a copy.
+
+        Args:
+            output: As many elements as ``input``, of the same dtype; in other memory.
+            input: As many elements on every rank.
+            op: The reduction.
+        """
+        name = "all_reduce_from"
+        self._same_dtype(name, output, input)
+        _check_op(name, op)
+        _demand(output.numel() == input.numel(), name, "output must have as many elements as input")
+        flats = output.detach().reshape(-1), input.detach().reshape(-1)
+        return self._run(self._backend.all_reduce_from(*flats, op), async_op, timeout)
+
     def all_to_all(
         self,
         output_tensor_list: Sequence[torch.Tensor],

@@ -91,9 +91,12 @@ class Shm(Backend):
         return self._step(self._steps.share(data.data_ptr(), [_place(t) for t in outputs]), *outputs, data)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
-        _check(tensor.dtype, op)
-        reduce = _reduce_at_once if tensor.nbytes <= self._reduced_at_once else _reduce_in_shares
-        return self._step(reduce(self._steps, tensor, op), tensor)
+        return self.all_reduce_from(tensor, tensor, op)
+
+    def all_reduce_from(self, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> TorchWork:
+        _check(data.dtype, op)
+        reduce = _reduce_at_once if data.nbytes <= self._reduced_at_once else _reduce_in_shares
+        return self._step(reduce(self._steps, output, data, op), output, data)
 
     def barrier(self) -> TorchWork:
         return self._step(self._steps.meet())
@@ -163,21 +166,22 @@ def _view(slots: Slots, rank: int, half: int, like: torch.Tensor, begin: int = 0
     return slots.memory[offset : offset + like.nbytes].view(like.dtype)
 
 
-def _reduce_at_once(steps: Steps, tensor: torch.Tensor, op: ReduceOp) -> Iterator[Need]:
+def _reduce_at_once(steps: Steps, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> Iterator[Need]:
     """One step: every rank reduces everything."""
-    if not tensor.numel():
+    if not data.numel():
         return
     slots = steps.slots
-    copy((yield from steps.own_slot(half := steps.next_half())), *_place(tensor))
+    copy((yield from steps.own_slot(half := steps.next_half())), *_place(data))
     step = steps.publish(half)
     yield from steps.all_reach(step)
-    tensor.copy_(combine(op, [tensor if r == slots.rank else _view(slots, r, half, tensor) for r in range(slots.size)]))
+    output.copy_(combine(op, [data if r == slots.rank else _view(slots, r, half, data) for r in range(slots.size)]))
 
 
-def _reduce_in_shares(steps: Steps, tensor: torch.Tensor, op: ReduceOp) -> Iterator[Need]:
+def _reduce_in_shares(steps: Steps, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> Iterator[Need]:
     """Two steps for each slot full: every rank reduces its share of the elements, and all collect the shares."""
-    slots, item = steps.slots, tensor.itemsize
-    for piece in tensor.split(slots.slot // item):
+    slots, item = steps.slots, data.itemsize
+    size = slots.slot // item
+    for target, piece in zip(output.split(size), data.split(size), strict=True):
         address, nbytes = _place(piece)
         bounds = [split_bounds(len(piece), slots.size, r) for r in range(slots.size)]
         begin, stop = bounds[slots.rank]
@@ -185,17 +189,20 @@ def _reduce_in_shares(steps: Steps, tensor: torch.Tensor, op: ReduceOp) -> Itera
         copy(slot, address, item * begin)  # this rank's own share is read by nobody else
         copy(slot + item * stop, address + item * stop, nbytes - item * stop)
         yield from steps.all_reach(steps.publish(half))
-        _reduce_share(slots, half, piece, range(begin, stop, _BLOCK), op)
+        _reduce_share(slots, half, target, piece, range(begin, stop, _BLOCK), op)
         yield from steps.all_reach(steps.publish(half))
         for rank in slots.others:
             begin, stop = (item * bound for bound in bounds[rank])
-            copy(address + begin, slots.slot_at(rank, half) + begin, stop - begin)
+            copy(target.data_ptr() + begin, slots.slot_at(rank, half) + begin, stop - begin)
 
 
-def _reduce_share(slots: Slots, half: int, piece: torch.Tensor, blocks: range, op: ReduceOp) -> None:
-    """Reduce a part of ``piece`` out of all slots, into ``piece`` and, for the others, into the own slot."""
+def _reduce_share(
+    slots: Slots, half: int, target: torch.Tensor, piece: torch.Tensor, blocks: range, op: ReduceOp
+) -> None:
+    """Reduce a part of ``piece`` out of all slots, into ``target`` and, for the others, into the own slot."""
     for begin in blocks:
         mine = piece[begin : min(begin + _BLOCK, blocks.stop)]
         views = [_view(slots, r, half, mine, begin * piece.itemsize) for r in range(slots.size)]
-        mine.copy_(combine(op, [mine if r == slots.rank else view for r, view in enumerate(views)]))
-        views[slots.rank].copy_(mine)
+        total = combine(op, [mine if r == slots.rank else view for r, view in enumerate(views)])
+        target[begin : begin + len(mine)] = total
+        views[slots.rank].copy_(total)

@@ -93,6 +93,7 @@ def run_battery(make: Callable[[int, int], TorchComm], rank: int, world_size: in
         _all_gather_upto,
         _all_gather_v,
         _all_reduce,
+        _all_reduce_from,
         _reduce,
         _reduce_scatter,
         _all_to_all,
@@ -169,6 +170,16 @@ def _all_reduce(comm: TorchComm) -> None:
         comm.all_reduce(tensor, op, async_op=False)
         every = [_small(r, numel, dtype) for r in range(comm.get_size())]
         _expect(tensor, functools.reduce(_ORACLE[op.type.name], every), "all_reduce", op, dtype, numel)
+
+
+def _all_reduce_from(comm: TorchComm) -> None:
+    for dtype, numel, op in _reductions():
+        every = [_small(r, numel, dtype) for r in range(comm.get_size())]
+        mine = every[comm.get_rank()].clone()
+        output = torch.empty_like(mine)
+        comm.all_reduce_from(output, mine, op, async_op=False)
+        _expect(output, functools.reduce(_ORACLE[op.type.name], every), "all_reduce_from", op, dtype, numel)
+        _expect(mine, every[comm.get_rank()], "all_reduce_from, the input", op, dtype, numel)
 
 
 def _reductions() -> Iterator[tuple[torch.dtype, int, ReduceOp]]:
