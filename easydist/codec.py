@@ -92,6 +92,7 @@ class Message:
         value: Anything that can be pickled.
 
     Attributes:
+        is_strings: Whether the value is a list of strings that travels as one text; it has nothing but strings then.
         nbytes: Of all parts.
 
     Raises:
@@ -103,8 +104,10 @@ class Message:
         self._buffers: list[memoryview] = []
         pickler = pickle.Pickler(SimpleNamespace(write=chunks.append), 5, buffer_callback=self._keep)
         pickler.dispatch_table = _TABLE
+        strings = Strings.of(value)
+        self.is_strings = strings is not None
         try:
-            pickler.dump(Strings.of(value) or value)
+            pickler.dump(value if strings is None else strings)
         except (pickle.PicklingError, AttributeError, BufferError, TypeError) as error:
             raise TypeError(f"{type(value).__name__} cannot be pickled: {error}") from error
         finally:

@@ -6,6 +6,7 @@ refuse then never leaves it: all ranks raise, before any data has moved.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import index
 from typing import Any
 
@@ -74,14 +75,14 @@ def gather_object(
 
         _, agreement = agree(comms, "gather_object", prepare, check)
         if agreement.has_payload:
-            messages = [agreement.payload(rank).clone() for rank in range(comms.size)]
+            messages = [mine.data if r == comms.rank else agreement.payload(r).clone() for r in range(comms.size)]
         else:
             messages = [memory.empty([nbytes], torch.uint8) for nbytes in agreement.nbytes]
             messages[comms.rank] = mine.data
             comms.cpu(sum(agreement.nbytes)).all_gather_v(messages, mine.data, async_op=False)
             comms.watch.is_awaited = False
-        values = [mine.decoded(message) for message in messages]
-        return [item for value in values for item in value] if is_list else values
+        values = [mine.own() if r == comms.rank else mine.decoded(message) for r, message in enumerate(messages)]
+        return _chained(values) if is_list else values
 
 
 def broadcast_object_list(
@@ -205,6 +206,13 @@ def scatter_object_list(
         scatter_object_output_list[0] = messages[comms.rank].decoded(output)
 
 
+def _chained(lists: Sequence[list[Any]]) -> list[Any]:
+    chained: list[Any] = []
+    for each in lists:
+        chained += each  # four times as fast as itertools.chain
+    return chained
+
+
 def _sent_to_all(comms: Communicators, mine: torch.Tensor, agreement: Agreement, source: int) -> torch.Tensor:
     """The source's bytes, if they have not come with the headers."""
     if agreement.has_payload:
@@ -239,13 +247,19 @@ class _Message:
     def __init__(self, weights_only: bool) -> None:
         self.data = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._weights_only = weights_only
+        self._strings: list[str] | None = None
 
     def fill(self, value: Any) -> int:
         """Encode; refuse here what all receivers would refuse."""
-        self.data = codec.encode(value)
-        if self._weights_only:
+        message = codec.Message(value)
+        self.data, self._strings = message.joined(), value if message.is_strings else None
+        if self._weights_only and not message.is_strings:
             self.decoded(self.data)
         return self.data.numel()
+
+    def own(self) -> Any:
+        """A copy of the value, as the others get it."""
+        return self.decoded(self.data) if self._strings is None else list(self._strings)
 
     def decoded(self, message: torch.Tensor) -> Any:
         return codec.decode(message, weights_only=self._weights_only)

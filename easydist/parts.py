@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
+from operator import countOf
 from pickle import PickleBuffer
 from typing import Any, TypeAlias
 from uuid import UUID
@@ -165,7 +166,7 @@ class Strings:
     @classmethod
     def of(cls, value: object) -> Strings | None:
         """Such a list as one text; None for any other value, and for a list that is no faster so."""
-        if type(value) is not list or len(value) < _MANY or set(map(type, value)) != {str}:
+        if type(value) is not list or len(value) < _MANY or countOf(map(type, value), str) < len(value):
             return None
         text = "\0".join(value)
         return cls(text) if text.count("\0") == len(value) - 1 else None

@@ -28,7 +28,7 @@ from easydist.shm import own_page
 _SLOT = 1 << 16
 """Room for what a rank publishes at once: headers and small payloads."""
 
-_LARGE = 1 << 20
+_LARGE = 1 << 19
 _LARGE_SLOTS = (2 << 20, 1 << 19, 1 << 17)
 """Large steps beat many small ones, as every step may cost context switches; 8 MB was slower again than 2."""
 
