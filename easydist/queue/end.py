@@ -17,7 +17,7 @@ from easydist.shm import own_page
 from easydist.typing import Timeout
 
 _log = logging.getLogger("easydist")
-_LOOKS = 20
+_LOOKS = 100
 """How often a wait looks, giving the core to others in between, before it sleeps."""
 
 _FIRST_PAUSE, _PAUSE = 0.001, 0.05
