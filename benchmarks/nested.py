@@ -3,7 +3,8 @@
 python benchmarks/nested.py [--ranks 2 4] [--seconds 0.5] [--only TEXT]
 
 Prints for each piece of work the median time of both, and the peer's time over easydist's: median, min and max of the
-rounds. The peer is accelerate on gloo, gloo itself, or the copies in memory that the work needs at least.
+rounds. The peer is accelerate on gloo, gloo itself, the copies in memory that the work needs at least, or easydist with
+more leaves.
 EASYDIST_SHM=0 shows easydist on gloo.
 """
 
@@ -12,12 +13,12 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from timing import agreed, timed
 
 import easydist
 from easydist.comms import ReduceOp
@@ -90,6 +91,10 @@ def primitives(world_size: int) -> Iterator[Work]:
         "gloo",
     )
     tree, target = trees(0)["16 x 1 MB"], torch.empty_like(large)
+    ten, thousand = trees(0)["10 small leaves"], trees(0)["1000 small leaves"]
+    yield Work(
+        "gather 10 small leaves, beside 1000", lambda: easydist.gather(ten), lambda: easydist.gather(thousand), "itself"
+    )
     yield Work(
         f"gather 16 x 1 MB, {world_size + 1} copies of 16 MB",
         lambda: easydist.gather(tree),
@@ -119,22 +124,6 @@ def measure(rank: int, world_size: int, seconds: float, only: str) -> list[tuple
 def repeats(fn: Callable[[], Any], seconds: float) -> int:
     """How often to do a piece of work in this time, the same on all ranks."""
     return max(1, min(200, int(seconds / agreed(timed(fn, 3)))))
-
-
-def timed(fn: Callable[[], Any], repeats: int) -> float:
-    """Seconds per call, all ranks beginning together."""
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        fn()
-    return (time.perf_counter() - start) / repeats
-
-
-def agreed(seconds: float) -> float:
-    """The slowest rank's figure, so that all ranks repeat equally often."""
-    value = torch.tensor([seconds])
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return value.item()
 
 
 def report(world_size: int, rows: list[tuple[str, str, list[tuple[float, float]]]]) -> None:

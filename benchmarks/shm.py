@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from timing import agreed, timed
 
 from easydist.comms import Backend, ReduceOp, over
 from easydist.comms.shm import Shm
@@ -115,22 +115,6 @@ def measure(rank: int, world_size: int, seconds: float, slot: int) -> list[tuple
         repeats = [max(3, min(1000, int(share / agreed(timed(way, 5))))) for way in ways]
         rows.append((work.name, [[timed(*each) for each in zip(ways, repeats, strict=True)] for _ in range(9)]))
     return rows
-
-
-def timed(fn: Callable[[], Any], repeats: int) -> float:
-    """Seconds per call, all ranks beginning together."""
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        fn()
-    return (time.perf_counter() - start) / repeats
-
-
-def agreed(seconds: float) -> float:
-    """The slowest rank's figure, so that all ranks repeat equally often."""
-    value = torch.tensor([seconds])
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return value.item()
 
 
 def report(world_size: int, rows: list[tuple[str, list[list[float]]]]) -> None:
