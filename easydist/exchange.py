@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -132,10 +133,14 @@ def smallest(shapes: Sequence[Shapes], dtypes: Sequence[torch.dtype]) -> list[in
     ]
 
 
+_is_cpu = operator.attrgetter("is_cpu")
+
+
 def small_payload(comms: Communicators, leaves: Leaves) -> Sequence[torch.Tensor]:
     """The leaves, where they may travel with the header: small, on the CPU, and each a tensor of its own."""
-    is_small = leaves.layout.packing.nbytes <= comms.frames.nbytes
-    return leaves.tensors if comms.size > 1 and is_small and leaves.on_cpu and leaves.ties is None else ()
+    if comms.size == 1 or leaves.ties is not None or leaves.layout.packing.nbytes > comms.frames.nbytes:
+        return ()
+    return leaves.tensors if all(map(_is_cpu, leaves.tensors)) else ()
 
 
 def from_payloads(

@@ -60,22 +60,19 @@ _PLAIN_DTYPES = frozenset(
 """Without those that may be quantized or lazily conjugated."""
 
 
-def _dtypes_of_plain(values: Sequence[Any]) -> tuple[torch.dtype, ...] | None:
-    """The dtypes of leaves all of which are what ``as_tensor`` would return, on the CPU; None where some may not be.
+def _are_plain(values: Sequence[Any]) -> bool:
+    """Whether all leaves are known to be what ``as_tensor`` would return.
 
     Asked for all leaves together: a call for each costs as much as two of the answers.
     """
-    if not _TENSORS.issuperset(map(type, values)):
-        return None
-    dtypes = tuple([tensor.dtype for tensor in values])
-    if not _PLAIN_DTYPES.issuperset(dtypes):
-        return None
+    if not (_TENSORS.issuperset(map(type, values)) and _PLAIN_DTYPES.issuperset([tensor.dtype for tensor in values])):
+        return False
     for tensor in values:
-        if not tensor.is_cpu or tensor.layout is not _STRIDED:
-            return None
-        if tensor.requires_grad or tensor.is_nested or tensor.is_neg():
-            return None
-    return dtypes
+        if tensor.layout is not _STRIDED or tensor.requires_grad or tensor.is_nested or tensor.is_neg():
+            return False
+        if not tensor.is_cpu and tensor.is_meta:
+            return False
+    return True
 
 
 def _at(path: str) -> str:
@@ -221,22 +218,17 @@ class Leaves:
         layout: The order of the leaves.
         values: The leaves themselves, in that order.
         tensors: The leaves as detached tensors, of any strides.
-        on_cpu: Whether all of them are on the CPU.
         ties: For each leaf the index of the first leaf that is the same object; None where all are different.
     """
 
     def __init__(self, data: Tree, vectors: bool = False) -> None:
         """Take ``data`` apart; with ``vectors`` a leaf without dimensions counts as one of a single element."""
         values, self._spec = tree.flatten(data)
-        dtypes = _dtypes_of_plain(values)
-        self.on_cpu = dtypes is not None
-        tensors = values
-        if dtypes is None:
-            tensors = list(map(as_tensor, values, self._spec.paths))
-            dtypes, self.on_cpu = tuple([t.dtype for t in tensors]), all(t.is_cpu for t in tensors)
+        tensors = values if _are_plain(values) else list(map(as_tensor, values, self._spec.paths))
         if vectors:
             tensors = [tensor if tensor.ndim else tensor.reshape(1) for tensor in tensors]
-        self.layout = layout(tuple(self._spec.paths), dtypes, tuple([t.shape for t in tensors]))
+        dtypes, shapes = tuple([t.dtype for t in tensors]), tuple([t.shape for t in tensors])
+        self.layout = layout(tuple(self._spec.paths), dtypes, shapes)
         self.values, self.tensors = self.layout.ordered(values), self.layout.ordered(tensors)
         self.ties = _ties(self.values)
 
@@ -246,9 +238,7 @@ class Leaves:
             return range(len(self.values))
         return [i for i, tie in enumerate(self.ties) if tie == i]
 
-    def rebuild(
-        self, results: Mapping[int, Any] | Sequence[Any], tied: bool, convert: Callable[[Any, Any], Any]
-    ) -> Tree:
+    def rebuild(self, results: Indexed, tied: bool, convert: Callable[[Any, Any], Any]) -> Tree:
         """The tree with a result in place of every leaf.
 
         Args:
