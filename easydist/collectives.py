@@ -13,7 +13,7 @@ import torch
 from easydist import codec, wire
 from easydist.agree import Agreement, Call, agree, trust
 from easydist.calling import calling
-from easydist.comms import Communicators, TorchComm, TorchWork
+from easydist.comms import Communicators, TorchComm
 from easydist.exchange import (
     Landing,
     Shapes,
@@ -24,6 +24,7 @@ from easydist.exchange import (
     every_shape,
     from_payloads,
     join,
+    large_alone,
     packed_like,
     resized,
     small_payload,
@@ -120,40 +121,42 @@ def _gather_buckets(
     dst: int | None,
 ) -> dict[int, torch.Tensor]:
     """Gather bucket by bucket, all of them under way at once."""
-    arrivals = []
-    for comm, indices in buckets(comms, leaves.tensors, travelling, smallest(shapes, leaves.layout.dtypes)):
-        tensors = [leaves.tensors[i] for i in indices]
-        theirs = [[row[i] for i in indices] for row in shapes]
-        arrivals.append((indices, _gather(comm, tensors, theirs, [dims[i] for i in indices], dst)))
-    return {i: result for indices, finish in arrivals for i, result in zip(indices, finish(), strict=False)}
+    nbytes = smallest(shapes, leaves.layout.dtypes)
+    arrivals = [
+        _gather(comm, leaves, shapes, dims, large_alone(members, nbytes), dst)
+        for comm, members in by_comm(comms, leaves.tensors, travelling, sum(nbytes))
+    ]
+    return {i: result for finish in arrivals for i, result in finish().items()}
 
 
 def _gather(
-    comm: TorchComm, tensors: list[torch.Tensor], shapes: Sequence[Shapes], dims: list[int], dst: int | None
-) -> Callable[[], list[torch.Tensor]]:
-    """Begin to gather the leaves of one bucket; returns what waits for them."""
-    packed = wire.pack(tensors, comm.get_device())
-    if dst not in (None, comm.get_rank()):
-        return _sent(comm.gather([], packed, dst, async_op=True))
-    landing = Landing(comm, tensors, shapes, dims)
+    comm: TorchComm,
+    leaves: Leaves,
+    shapes: Sequence[Shapes],
+    dims: Sequence[int],
+    buckets: Sequence[Sequence[int]],
+    dst: int | None,
+) -> Callable[[], dict[int, torch.Tensor]]:
+    """Begin to gather the leaves of one communicator; returns what waits for them."""
+    groups = [[leaves.tensors[i] for i in bucket] for bucket in buckets]
+    packed = [wire.pack(group, comm.get_device()) for group in groups]
+    landings = [
+        Landing(comm, group, [[row[i] for i in bucket] for row in shapes], [dims[i] for i in bucket])
+        for group, bucket in zip(groups, buckets, strict=True)
+        if dst in (None, comm.get_rank())
+    ]
     if dst is None:
-        work = comm.all_gather_v(landing.buffers, packed, async_op=True)
+        works = [comm.all_gather_parts([landing.buffers for landing in landings], packed, async_op=True)]
     else:
-        work = comm.gather(landing.buffers, packed, dst, async_op=True)
+        targets = [landing.buffers for landing in landings] or [()] * len(packed)
+        works = [comm.gather(to, data, dst, async_op=True) for to, data in zip(targets, packed, strict=True)]
 
-    def finish() -> list[torch.Tensor]:
-        work.wait()
-        return [result.to(tensors[0].device) for result in landing.results()]
-
-    return finish
-
-
-def _sent(work: TorchWork) -> Callable[[], list[torch.Tensor]]:
-    """Waits for what goes away, and has no result."""
-
-    def finish() -> list[torch.Tensor]:
-        work.wait()
-        return []
+    def finish() -> dict[int, torch.Tensor]:
+        for work in works:
+            work.wait()
+        every = zip(buckets, landings, strict=False)  # nothing lands on ranks other than dst
+        arrived = [pair for bucket, at in every for pair in zip(bucket, at.results(), strict=True)]
+        return {i: result.to(leaves.tensors[i].device) for i, result in arrived}
 
     return finish
 

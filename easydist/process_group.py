@@ -8,7 +8,6 @@ Operations move on when they begin and in ``wait``, without a thread (``easydist
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from easydist.comms.backend import Backend
-from easydist.comms.reduce_op import ReduceOp, combine
+from easydist.comms.reduce_op import ReduceOp, check_reducible, combine
 from easydist.comms.solo import Solo
 from easydist.comms.watch import Watch
 from easydist.comms.work import TorchWork
@@ -406,14 +405,8 @@ def _op(operation: str, opts: Any, tensors: Tensors) -> _Op:
     for dtype in {tensor.dtype for tensor in tensors}:
         if mean and not (dtype.is_floating_point or dtype.is_complex):
             raise ValueError(f"{operation}: AVG needs floating point, got {dtype}; use SUM and divide")
-        _demand_reducible(dtype, op)
+        check_reducible(dtype, op)
     return op, mean
-
-
-@functools.cache
-def _demand_reducible(dtype: torch.dtype, op: ReduceOp) -> None:
-    """Raise what torch raises where it cannot combine this dtype."""
-    combine(op, [torch.zeros(1, dtype=dtype, device="cpu")] * 2)
 
 
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> SharedMemoryGroup:

@@ -141,7 +141,7 @@ def test_one_header_exchange_and_one_data_exchange(rank, count, numel):
     """The number of leaves does not matter; what is small in all travels with the header."""
     data = {str(i): torch.full((numel // count + 1,), float(rank)) for i in range(count)}
     reduced = "all_reduce" if count > 1 else "all_reduce_from"
-    moved = {easydist.gather: "all_gather_v", easydist.broadcast: "broadcast", easydist.reduce: reduced}
+    moved = {easydist.gather: "all_gather_parts", easydist.broadcast: "broadcast", easydist.reduce: reduced}
     for verb, name in moved.items():
         with counted() as operations:
             verb(data)
@@ -153,7 +153,7 @@ def test_sizes_that_differ_travel_with_the_header(rank):
     ragged = {"large": torch.ones(20_000 + rank), "small": torch.ones(2 * rank)}
     with counted() as operations:
         easydist.gather(ragged)
-    assert operations == ["all_gather_upto", "all_gather_v"]
+    assert operations == ["all_gather_upto", "all_gather_parts"]
     with counted() as operations:
         easydist.pad_across_processes(ragged)
     assert operations == ["all_gather_upto"]

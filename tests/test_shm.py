@@ -19,7 +19,18 @@ from easydist.shm.segment import FOLDER, Segment
 from easydist.testing import check_comm, distributed
 
 TINY, SMALL, LARGE = 256, 1 << 14, 1 << 22
-KINDS = ("gather_v", "upto", "reduce", "broadcast", "gather", "scatter", "all_to_all", "send", "barrier")
+KINDS = (
+    "gather_v",
+    "gather_parts",
+    "upto",
+    "reduce",
+    "broadcast",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "send",
+    "barrier",
+)
 
 
 CALLS = int(os.environ.get("EASYDIST_STRESS", "1200"))
@@ -79,13 +90,20 @@ def random_call(shm, number, draw):
     kind = draw.choice(KINDS)
     if kind == "gather_v":
         return shm.all_gather_v(outputs, wanted[rank]), list(zip(outputs, wanted, strict=True))
+    if kind == "gather_parts":
+        more = [torch.zeros(n + 1, dtype=torch.uint8) for n in sizes]
+        others = [filled(r, number + 1, sizes[r] + 1) for r in range(size)]
+        work = shm.all_gather_parts([outputs, more], [wanted[rank], others[rank]])
+        return work, list(zip([*outputs, *more], [*wanted, *others], strict=True))
     if kind == "upto":
         rows = torch.zeros(size, 2100, dtype=torch.uint8)
         rows[rank, : sizes[rank]] = wanted[rank]
         return shm.all_gather_upto(rows, sizes[rank]), [(rows[r, :n], wanted[r]) for r, n in enumerate(sizes)]
     if kind == "reduce":
         every = torch.stack([filled(r, number, nbytes).to(torch.float64) for r in range(size)])
-        mine = every[rank].clone()
+        mine, total = every[rank].clone(), torch.empty_like(every[rank])
+        if number % 2:
+            return shm.all_reduce_from(total, mine, ReduceOp.SUM), [(total, every.sum(0)), (mine, every[rank])]
         return shm.all_reduce(mine, ReduceOp.SUM), [(mine, every.sum(0))]
     if kind == "broadcast":
         tensor = filled(rank, number, nbytes)

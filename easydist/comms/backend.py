@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from easydist.comms.reduce_op import ReduceOp, combine
-from easydist.comms.work import Pending, TorchWork
+from easydist.comms.work import Pending, TorchWork, both
 
 
 class Backend(ABC):
@@ -52,6 +52,10 @@ class Backend(ABC):
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
         """Law: ``tensor = op(tensor of rank 0, tensor of rank 1, …)``, the same bits on every rank."""
 
+    def all_gather_parts(self, outputs: Sequence[Sequence[torch.Tensor]], parts: Sequence[torch.Tensor]) -> TorchWork:
+        """Law: ``outputs[i][r] = parts[i] of rank r``; sizes may differ. Several ``all_gather_v`` as one operation."""
+        return both(*[self.all_gather_v(*pair) for pair in zip(outputs, parts, strict=True)])
+
     def all_reduce_from(self, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> TorchWork:
         """Law: ``output = op(data of rank 0, data of rank 1, …)``; ``data`` stays."""
         output.copy_(data)
@@ -83,13 +87,13 @@ class Backend(ABC):
             return self.gather([], tensor.view(torch.uint8), root)
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         work = self.gather([part.view(torch.uint8) for part in parts], tensor.view(torch.uint8), root)
-        return work.followed_by(lambda: _set(tensor, combine(op, parts)))
+        return work.followed_by(lambda: set_to(tensor, combine(op, parts)))
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp) -> TorchWork:
         """Law: ``output = op(inputs[rank] of rank 0, inputs[rank] of rank 1, …)``; sizes may differ."""
         parts = [torch.empty_like(output) for _ in range(self.size)]
         work = self.all_to_all_v([part.view(torch.uint8) for part in parts], [i.view(torch.uint8) for i in inputs])
-        return work.followed_by(lambda: _set(output, combine(op, parts)))
+        return work.followed_by(lambda: set_to(output, combine(op, parts)))
 
     @abstractmethod
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> TorchWork:
@@ -103,7 +107,7 @@ class Backend(ABC):
         """Give back what the backend itself has created."""
 
 
-def _set(target: torch.Tensor, value: torch.Tensor) -> Sequence[Pending]:
-    """The last step of a reduction."""
+def set_to(target: torch.Tensor, value: torch.Tensor) -> Sequence[Pending]:
+    """The last step of a reduction; see ``TorchWork.followed_by``."""
     target.copy_(value)
     return ()

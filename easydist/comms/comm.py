@@ -130,11 +130,28 @@ class TorchComm:
             tensor_list: One tensor per rank, each with as many elements as that rank sends.
             tensor: What this rank sends.
         """
-        name = "all_gather_v"
-        self._one_per_rank(name, "tensor_list", tensor_list)
-        self._same_dtype(name, *tensor_list, tensor)
-        _demand(tensor_list[self.get_rank()].numel() == tensor.numel(), name, "own entry must fit the input")
+        self._check_rows("all_gather_v", tensor_list, tensor)
         return self._run(self._backend.all_gather_v(_flats(tensor_list), as_bytes(tensor)), async_op, timeout)
+
+    def all_gather_parts(
+        self,
+        tensor_lists: Sequence[Sequence[torch.Tensor]],
+        tensors: Sequence[torch.Tensor],
+        async_op: bool,
+        hints: Hints = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Law: ``tensor_lists[i][r] == tensors[i] of rank r``; several ``all_gather_v`` as one operation.
+
+        Args:
+            tensor_lists: One or more; each has one tensor per rank, with as many elements as that rank sends.
+            tensors: What this rank sends, one for each list.
+        """
+        name = "all_gather_parts"
+        for tensor_list, tensor in zip(tensor_lists, tensors, strict=True):
+            self._check_rows(name, tensor_list, tensor)
+        outputs = [_flats(tensor_list) for tensor_list in tensor_lists]
+        return self._run(self._backend.all_gather_parts(outputs, _flats(tensors)), async_op, timeout)
 
     def all_reduce(
         self,
@@ -390,6 +407,11 @@ class TorchComm:
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) > 1:
             raise RuntimeError(f"{name}: all tensors must have one dtype, got {sorted(map(str, dtypes))}")
+
+    def _check_rows(self, name: str, tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+        self._one_per_rank(name, "tensor_list", tensor_list)
+        self._same_dtype(name, *tensor_list, tensor)
+        _demand(tensor_list[self.get_rank()].numel() == tensor.numel(), name, "own entry must fit the input")
 
     def _one_per_rank(self, name: str, what: str, tensors: Sequence[torch.Tensor]) -> None:
         if len(tensors) != self.get_size():

@@ -8,18 +8,16 @@ once anyway; it goes straight to that rank, through memory or over the group's c
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 
 import torch
 
-from easydist.comms.backend import Backend
+from easydist.comms.backend import Backend, set_to
 from easydist.comms.c10d import Gloo
 from easydist.comms.line import Line
-from easydist.comms.reduce_op import RedOpType, ReduceOp, combine
-from easydist.comms.work import Pending, TorchWork
+from easydist.comms.reduce_op import RedOpType, ReduceOp, check_reducible, combine
+from easydist.comms.work import TorchWork, both
 from easydist.plan import split_sizes
 
 _LENGTH = struct.Struct("<q")
@@ -69,18 +67,18 @@ class Hierarchical(Backend):
         but all ranks get the same bits in every run on hosts that hold the same ranks. Sums and products of floats of
         16 and 8 bits stay float32 until they have passed all ranks.
         """
-        _check(tensor.dtype, op)
+        check_reducible(tensor.dtype, op)
         return self._line.begin(self._reduce(tensor, op))
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp) -> TorchWork:
         total = tensor.clone()
         work = self.all_reduce(total, op)
-        return work.followed_by(lambda: _set(tensor, total)) if self.rank == root else work
+        return work.followed_by(lambda: set_to(tensor, total)) if self.rank == root else work
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp) -> TorchWork:
         total = torch.cat(list(inputs))
         mine = total.split([len(tensor) for tensor in inputs])[self.rank]
-        return self.all_reduce(total, op).followed_by(lambda: _set(output, mine))
+        return self.all_reduce(total, op).followed_by(lambda: set_to(output, mine))
 
     def barrier(self) -> TorchWork:
         return self._line.begin(self._meet())
@@ -90,19 +88,19 @@ class Hierarchical(Backend):
 
     def all_to_all_v(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> TorchWork:
         near = self._near.all_to_all_v(self._local(outputs), self._local(inputs))
-        return _both(near, self._direct.all_to_all_v(self._remote(outputs), self._remote(inputs)))
+        return both(near, self._direct.all_to_all_v(self._remote(outputs), self._remote(inputs)))
 
     def gather(self, outputs: Sequence[torch.Tensor], data: torch.Tensor, root: int) -> TorchWork:
         if root not in self._here:
             return self._direct.gather([], data, root)
         near = self._near.gather(self._local(outputs), data, self._here.index(root))
-        return _both(near, self._direct.gather(self._remote(outputs), data[:0], root)) if root == self.rank else near
+        return both(near, self._direct.gather(self._remote(outputs), data[:0], root)) if root == self.rank else near
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> TorchWork:
         if root not in self._here:
             return self._direct.scatter(output, [], root)
         near = self._near.scatter(output, self._local(inputs), self._here.index(root))
-        return _both(near, self._direct.scatter(output[:0], self._remote(inputs), root)) if root == self.rank else near
+        return both(near, self._direct.scatter(output[:0], self._remote(inputs), root)) if root == self.rank else near
 
     def send(self, tensor: torch.Tensor, dst: int) -> TorchWork:
         is_near = dst in self._here
@@ -252,36 +250,5 @@ def _join(view: memoryview, parts: Sequence[memoryview]) -> int:
     return stop
 
 
-class _Works:
-    """Several works as one."""
-
-    def __init__(self, works: Sequence[TorchWork]) -> None:
-        self._works = works
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait for all of them."""
-        for work in self._works:
-            work.within(timeout).wait()
-
-    def is_completed(self) -> bool:
-        """Whether all of them have ended."""
-        return all(work.is_completed() for work in self._works)
-
-
-def _both(*works: TorchWork) -> TorchWork:
-    return TorchWork([_Works(works)])
-
-
-def _set(target: torch.Tensor, value: torch.Tensor) -> Sequence[Pending]:
-    target.copy_(value)
-    return ()
-
-
 def _bits(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.view(torch.uint8) for tensor in tensors]
-
-
-@functools.lru_cache
-def _check(dtype: torch.dtype, op: ReduceOp) -> None:
-    """Raise where torch cannot reduce a dtype: on all ranks, and before a step is taken."""
-    combine(op, [torch.zeros(1, dtype=dtype, device="cpu")] * 2)

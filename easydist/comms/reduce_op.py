@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Sequence
-from functools import reduce as fold
 
 import torch
 
@@ -69,11 +69,21 @@ def combine(op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     if dtype is torch.uint64:
         return _combine_uint64(op, parts)
     wide = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else _WIDE.get(dtype, dtype)
-    return fold(_COMBINE[op.type], (part.to(wide) for part in parts)).to(dtype)
+    return functools.reduce(_COMBINE[op.type], (part.to(wide) for part in parts)).to(dtype)
+
+
+@functools.cache
+def check_reducible(dtype: torch.dtype, op: ReduceOp) -> None:
+    """Make sure that ``combine`` knows this dtype: on all ranks alike, before anything is sent.
+
+    Raises:
+        RuntimeError: torch cannot combine it so (an order of complex numbers, …); what torch says.
+    """
+    combine(op, [torch.zeros(1, dtype=dtype, device="cpu")] * 2)
 
 
 def _combine_uint64(op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """As int64: sums and products have the same bits; for an order, the sign bit is turned over."""
     signs = torch.iinfo(torch.int64).min if op.type in (RedOpType.MIN, RedOpType.MAX) else 0
-    combined = fold(_COMBINE[op.type], (part.view(torch.int64) ^ signs for part in parts))
+    combined = functools.reduce(_COMBINE[op.type], (part.view(torch.int64) ^ signs for part in parts))
     return (combined ^ signs).view(torch.uint64)

@@ -12,13 +12,13 @@ not pay: it moves 7 GB/s (14 in pieces of 2 MB), a copy in the cache 48, and it 
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from easydist.comms.backend import Backend
-from easydist.comms.reduce_op import ReduceOp, combine
+from easydist.comms.reduce_op import ReduceOp, check_reducible, combine
 from easydist.comms.work import TorchWork
 from easydist.plan import split_bounds
 from easydist.shm.segment import Segment
@@ -79,8 +79,8 @@ class Shm(Backend):
 
     def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> TorchWork:
         address, nbytes = output.data_ptr(), data.numel()
-        rows = [(address + r * nbytes, nbytes) for r in range(self.size)]
-        return self._step(self._steps.share(data.data_ptr(), rows), output, data)
+        rows = [[(address + r * nbytes, nbytes)] for r in range(self.size)]
+        return self._step(self._steps.share([_place(data)], rows), output, data)
 
     def all_gather_upto(self, rows: torch.Tensor, nbytes: int) -> TorchWork:
         address, stride = rows.data_ptr(), rows.shape[1]
@@ -88,13 +88,17 @@ class Shm(Backend):
         return self._step(self._steps.share_upto(places, nbytes), rows)
 
     def all_gather_v(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> TorchWork:
-        return self._step(self._steps.share(data.data_ptr(), [_place(t) for t in outputs]), *outputs, data)
+        return self._step(self._steps.share([_place(data)], [[_place(t)] for t in outputs]), *outputs, data)
+
+    def all_gather_parts(self, outputs: Sequence[Sequence[torch.Tensor]], parts: Sequence[torch.Tensor]) -> TorchWork:
+        rows = [list(map(_place, row)) for row in zip(*outputs, strict=True)]
+        return self._step(self._steps.share(list(map(_place, parts)), rows), *itertools.chain(*outputs), *parts)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
         return self.all_reduce_from(tensor, tensor, op)
 
     def all_reduce_from(self, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> TorchWork:
-        _check(data.dtype, op)
+        check_reducible(data.dtype, op)
         reduce = _reduce_at_once if data.nbytes <= self._reduced_at_once else _reduce_in_shares
         return self._step(reduce(self._steps, output, data, op), output, data)
 
@@ -152,12 +156,6 @@ class Shm(Backend):
 
 def _place(tensor: torch.Tensor) -> Place:
     return tensor.data_ptr(), tensor.nbytes
-
-
-@functools.lru_cache
-def _check(dtype: torch.dtype, op: ReduceOp) -> None:
-    """Raise where torch cannot reduce a dtype: on all ranks, and before a step is taken."""
-    combine(op, [torch.zeros(1, dtype=dtype, device="cpu")] * 2)
 
 
 def _view(slots: Slots, rank: int, half: int, like: torch.Tensor, begin: int = 0) -> torch.Tensor:

@@ -76,3 +76,20 @@ class TorchWork:
     def is_completed(self) -> bool:
         """Whether the operation has completed; an operation of several steps moves on inside ``wait`` only."""
         return self._error is None and not self._steps and all(p.is_completed() for p in self._pending)
+
+
+def both(*works: TorchWork) -> TorchWork:
+    """Several works as one."""
+    return TorchWork([_Works(works)])
+
+
+class _Works:
+    def __init__(self, works: Sequence[TorchWork]) -> None:
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        for work in self._works:
+            work.within(timeout).wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)

@@ -12,6 +12,9 @@ from easydist.shm.slots import Need, Slots, copy
 Place = tuple[int, int]
 """An address and a number of bytes."""
 
+Piece = tuple[int, int, int]
+"""An address, a number of bytes, and where in a slot they lie."""
+
 
 class Steps:
     """One rank's way through the steps.
@@ -56,32 +59,34 @@ class Steps:
             yield from self.all_reach(self._read_in[half] + 1)
         return self.slots.slot_at(self.slots.rank, half)
 
-    def share(self, address: int, rows: Sequence[Place], begin: int = 0) -> Iterator[Need]:
-        """Fill ``rows[r]`` with what rank r has at ``address``.
+    def share(self, mine: Sequence[Place], rows: Sequence[Sequence[Place]]) -> Iterator[Need]:
+        """Fill the places of ``rows[r]`` with what rank r has in its own.
 
         Args:
-            address: Of as many bytes as ``rows[rank]``; may be the row itself.
+            mine: What this rank has; as many bytes as in ``rows[rank]``, and may be the same places.
             rows: Where the ranks' data goes; the sizes may differ, and are the same on all ranks.
-            begin: Bytes of each row that are there already.
         """
-        slots, nbytes = self.slots, rows[self.slots.rank][1]
-        for offset in range(begin, max(n for _, n in rows), slots.slot):
+        slots, rank = self.slots, self.slots.rank
+        given, taken = slotfuls(mine, slots.slot), [slotfuls(row, slots.slot) for row in rows]
+        for turn in range(max(map(len, taken))):
             slot = yield from self.own_slot(half := self.next_half())
-            if (length := min(slots.slot, nbytes - offset)) > 0:
-                copy(slot, address + offset, length)
+            own = given[turn] if turn < len(given) else []
+            for address, length, offset in own:
+                copy(slot + offset, address, length)
             step = self.publish(half)
-            if length > 0 and address != rows[slots.rank][0]:
-                copy(rows[slots.rank][0] + offset, address + offset, length)
-            yield from self._collect(half, step, rows, offset)
+            for (source, length, _), (target, _, _) in zip(own, taken[rank][turn] if own else [], strict=True):
+                if source != target:
+                    copy(target, source, length)
+            yield from self._collect(half, step, [row[turn] if turn < len(row) else [] for row in taken])
 
-    def _collect(self, half: int, step: int, rows: Sequence[Place], offset: int) -> Iterator[Need]:
+    def _collect(self, half: int, step: int, rows: Sequence[Sequence[Piece]]) -> Iterator[Need]:
         slots, need = self.slots, (step, self.slots.others)
         for rank in slots.others:
             while not slots.has_published(rank, step):
                 yield need
-            row, nbytes = rows[rank]
-            if nbytes > offset:
-                copy(row + offset, slots.slot_at(rank, half), min(slots.slot, nbytes - offset))
+            slot = slots.slot_at(rank, half)
+            for address, length, offset in rows[rank]:
+                copy(address, slot + offset, length)
         self._reached_by_all = step
 
     def share_upto(self, rows: Sequence[int], nbytes: int) -> Iterator[Need]:
@@ -102,7 +107,8 @@ class Steps:
             copy(rows[rank], slots.slot_at(rank, half), min(slots.slot, length))
         self._reached_by_all = step
         if max(lengths) > slots.slot:
-            yield from self.share(rows[slots.rank], list(zip(rows, lengths, strict=True)), slots.slot)
+            rest = [[(row + slots.slot, n - slots.slot)] for row, n in zip(rows, lengths, strict=True)]
+            yield from self.share(rest[slots.rank], rest)
 
     def spread(self, place: Place, root: int) -> Iterator[Need]:
         """Copy what ``root`` has at ``place`` to all others."""
@@ -129,3 +135,24 @@ class Steps:
     def close(self) -> None:
         """Let go of the memory; a generator that runs in another thread keeps it until it stops."""
         del self.slots
+
+
+def slotfuls(places: Sequence[Place], slot: int) -> list[list[Piece]]:
+    """What lies at the places, one behind the other, cut into as much as a slot holds.
+
+    Example:
+        >>> slotfuls([(1000, 3), (2000, 6)], 4)
+        [[(1000, 3, 0), (2000, 1, 3)], [(2001, 4, 0)], [(2005, 1, 0)]]
+    """
+    full: list[list[Piece]] = []
+    pieces: list[Piece] = []
+    room = slot
+    for address, nbytes in places:
+        while nbytes > 0:
+            length = min(nbytes, room)
+            pieces.append((address, length, slot - room))
+            address, nbytes, room = address + length, nbytes - length, room - length
+            if not room:
+                full.append(pieces)
+                pieces, room = [], slot
+    return [*full, pieces] if pieces else full

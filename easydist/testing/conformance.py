@@ -92,6 +92,7 @@ def run_battery(make: Callable[[int, int], TorchComm], rank: int, world_size: in
         _all_gather,
         _all_gather_upto,
         _all_gather_v,
+        _all_gather_parts,
         _all_reduce,
         _all_reduce_from,
         _reduce,
@@ -154,6 +155,16 @@ def _all_gather_v(comm: TorchComm) -> None:
         comm.all_gather_v(outputs, sample(comm.get_rank(), _uneven(comm.get_rank(), numel), dtype), async_op=False)
         for r, output in enumerate(outputs):
             _expect(output, sample(r, _uneven(r, numel), dtype), "all_gather_v", dtype, numel, "from", r)
+
+
+def _all_gather_parts(comm: TorchComm) -> None:
+    rank, size = comm.get_rank(), comm.get_size()
+    for dtype, numel in _cases():
+        lengths = [[_uneven(r, numel), 3, _uneven(r + 1, numel)] for r in range(size)]
+        outputs = [[torch.empty(lengths[r][i], dtype=dtype) for r in range(size)] for i in range(3)]
+        comm.all_gather_parts(outputs, [sample(rank + i, lengths[rank][i], dtype) for i in range(3)], async_op=False)
+        for i, r in itertools.product(range(3), range(size)):
+            _expect(outputs[i][r], sample(r + i, lengths[r][i], dtype), "all_gather_parts", dtype, numel, "from", r, i)
 
 
 _ORACLE: dict[str, Callable[..., torch.Tensor]] = {
