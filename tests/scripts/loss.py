@@ -80,7 +80,7 @@ def data_exchange(rank: int, world_size: int, scenario: str) -> None:
     comms = ProcessState().communicators()
     if rank == world_size - 1:
         act = signal.SIGKILL if scenario == "kill_inside" else signal.SIGSTOP
-        comms.control.all_gather_v = lambda *args, **kwargs: os.kill(os.getpid(), act)
+        comms.control.all_gather_parts = lambda *args, **kwargs: os.kill(os.getpid(), act)
     easydist.gather(torch.ones(100_000), timeout=TIMEOUT.get(scenario))
 
 
