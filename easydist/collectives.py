@@ -17,7 +17,6 @@ from easydist.comms import Communicators, TorchComm
 from easydist.exchange import (
     Landing,
     Shapes,
-    buckets,
     by_comm,
     check_rank,
     dims_of,
@@ -271,12 +270,14 @@ def _broadcast_buckets(comms: Communicators, tensor: Tree, leaves: Leaves, tied:
     landed: dict[int, torch.Tensor] = {}
     works = []
     nbytes = [wire.nbytes(tensor) for tensor in leaves.tensors]
-    for comm, indices in buckets(comms, leaves.tensors, leaves.travelling(tied), nbytes):
-        targets = [leaves.tensors[i] for i in indices]
-        buffer = wire.pack(targets, comm.get_device()) if comms.rank == source else _target(comm, targets)
-        works.append(comm.broadcast(buffer, source, async_op=True))
-        views = wire.unpack(buffer, [t.dtype for t in targets], [t.shape for t in targets])
-        landed |= dict(zip(indices, views, strict=True))
+    for comm, members in by_comm(comms, leaves.tensors, leaves.travelling(tied), sum(nbytes)):
+        buffers = []
+        for bucket in large_alone(members, nbytes):
+            targets = [leaves.tensors[i] for i in bucket]
+            buffers.append(wire.pack(targets, comm.get_device()) if comms.rank == source else _target(comm, targets))
+            views = wire.unpack(buffers[-1], [t.dtype for t in targets], [t.shape for t in targets])
+            landed |= dict(zip(bucket, views, strict=True))
+        works.append(comm.broadcast_parts(buffers, source, async_op=True))
     for work in works:
         work.wait()
     comms.watch.is_awaited = False

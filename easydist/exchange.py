@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -98,23 +98,12 @@ def by_comm(
     return groups.values()
 
 
-def buckets(
-    comms: Communicators, tensors: Sequence[torch.Tensor], indices: Sequence[int], nbytes: Sequence[int]
-) -> Iterator[tuple[TorchComm, Sequence[int]]]:
-    """The leaves that travel as one message: large ones alone, so that they need not be packed; the others together.
+def large_alone(indices: Sequence[int], nbytes: Sequence[int]) -> list[Sequence[int]]:
+    """Which leaves travel as one message: each large one alone, so that it need not be packed; the others together.
 
     Args:
-        comms: The group.
-        tensors: The leaves.
-        indices: Those of them that travel.
-        nbytes: Of each leaf a size on which all ranks agree, so that they make the same buckets.
-    """
-    for comm, members in by_comm(comms, tensors, indices, sum(nbytes)):
-        yield from ((comm, bucket) for bucket in large_alone(members, nbytes))
-
-
-def large_alone(indices: Sequence[int], nbytes: Sequence[int]) -> list[Sequence[int]]:
-    """Each large leaf by itself, so that it need not be copied; the others together.
+        indices: Those that travel.
+        nbytes: Of each leaf a size on which all ranks agree, so that they make the same messages.
 
     Example:
         >>> large_alone([0, 1, 2, 3], [8, LARGE, 4, LARGE])

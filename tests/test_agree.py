@@ -141,7 +141,7 @@ def test_one_header_exchange_and_one_data_exchange(rank, count, numel):
     """The number of leaves does not matter; what is small in all travels with the header."""
     data = {str(i): torch.full((numel // count + 1,), float(rank)) for i in range(count)}
     reduced = "all_reduce" if count > 1 else "all_reduce_from"
-    moved = {easydist.gather: "all_gather_parts", easydist.broadcast: "broadcast", easydist.reduce: reduced}
+    moved = {easydist.gather: "all_gather_parts", easydist.broadcast: "broadcast_parts", easydist.reduce: reduced}
     for verb, name in moved.items():
         with counted() as operations:
             verb(data)
@@ -170,7 +170,7 @@ def test_small_objects_travel_with_the_header(rank):
 @distributed(world_size=2)
 def test_without_the_check_nothing_travels_beside_the_data(rank):
     x = torch.full((3,), float(rank))
-    for verb, name in {easydist.broadcast: "broadcast", easydist.reduce: "all_reduce_from"}.items():
+    for verb, name in {easydist.broadcast: "broadcast_parts", easydist.reduce: "all_reduce_from"}.items():
         with counted() as operations:
             verb({"x": x}, check=False)
         assert operations == [name]

@@ -106,8 +106,9 @@ def random_call(shm, number, draw):
             return shm.all_reduce_from(total, mine, ReduceOp.SUM), [(total, every.sum(0)), (mine, every[rank])]
         return shm.all_reduce(mine, ReduceOp.SUM), [(mine, every.sum(0))]
     if kind == "broadcast":
-        tensor = filled(rank, number, nbytes)
-        return shm.broadcast(tensor, root), [(tensor, filled(root, number, nbytes))]
+        tensor, more = filled(rank, number, nbytes), filled(rank, number + 1, 700)
+        wanted = [filled(root, number, nbytes), filled(root, number + 1, 700)]
+        return shm.broadcast_parts([tensor, more], root), list(zip([tensor, more], wanted, strict=True))
     if kind == "gather":
         outputs = outputs if rank == root else []
         return shm.gather(outputs, wanted[rank], root), list(zip(outputs, wanted, strict=False))

@@ -73,6 +73,10 @@ class Backend(ABC):
     def broadcast(self, tensor: torch.Tensor, root: int) -> TorchWork:
         """Law: ``tensor = tensor of root``."""
 
+    def broadcast_parts(self, tensors: Sequence[torch.Tensor], root: int) -> TorchWork:
+        """Law: ``tensors[i] = tensors[i] of root``. Several ``broadcast`` as one operation."""
+        return both(*[self.broadcast(tensor, root) for tensor in tensors])
+
     @abstractmethod
     def gather(self, outputs: Sequence[torch.Tensor], data: torch.Tensor, root: int) -> TorchWork:
         """Law, on ``root``: ``outputs[r] = data of rank r``; sizes may differ; elsewhere ``outputs`` is empty."""

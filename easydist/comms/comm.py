@@ -231,6 +231,19 @@ class TorchComm:
         self._check("broadcast", tensor)
         return self._run(self._backend.broadcast(as_bytes(tensor), rank), async_op, timeout)
 
+    def broadcast_parts(
+        self,
+        tensors: Sequence[torch.Tensor],
+        root: SupportsInt,
+        async_op: bool,
+        hints: Hints = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Law, in place: ``tensors[i] == tensors[i] of root``; several ``broadcast`` as one operation."""
+        rank = self._rank("root", root)
+        self._check("broadcast_parts", *tensors)
+        return self._run(self._backend.broadcast_parts(_flats(tensors), rank), async_op, timeout)
+
     def gather(
         self,
         output_tensor_list: Sequence[torch.Tensor],

@@ -106,7 +106,10 @@ class Shm(Backend):
         return self._step(self._steps.meet())
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> TorchWork:
-        return self._step(self._steps.spread(_place(tensor), root), tensor)
+        return self.broadcast_parts([tensor], root)
+
+    def broadcast_parts(self, tensors: Sequence[torch.Tensor], root: int) -> TorchWork:
+        return self._step(self._steps.spread(list(map(_place, tensors)), root), *tensors)
 
     def all_to_all_v(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> TorchWork:
         outputs[self.rank].copy_(inputs[self.rank])

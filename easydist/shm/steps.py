@@ -110,23 +110,27 @@ class Steps:
             rest = [[(row + slots.slot, n - slots.slot)] for row, n in zip(rows, lengths, strict=True)]
             yield from self.share(rest[slots.rank], rest)
 
-    def spread(self, place: Place, root: int) -> Iterator[Need]:
-        """Copy what ``root`` has at ``place`` to all others."""
-        slots, (address, nbytes) = self.slots, place
-        for offset in range(0, nbytes, slots.slot):
-            half, length = self.next_half(), min(slots.slot, nbytes - offset)
+    def spread(self, places: Sequence[Place], root: int) -> Iterator[Need]:
+        """Copy what ``root`` has at the places to all others; as many bytes on all ranks."""
+        slots = self.slots
+        for pieces in slotfuls(places, slots.slot):
+            half = self.next_half()
             if slots.rank == root:
-                copy((yield from self.own_slot(half)), address + offset, length)
+                slot = yield from self.own_slot(half)
+                for address, length, offset in pieces:
+                    copy(slot + offset, address, length)
                 self.publish(half)
             else:
-                yield from self._fetch(root, half, address + offset, length)
+                yield from self._fetch(root, half, pieces)
 
-    def _fetch(self, root: int, half: int, address: int, length: int) -> Iterator[Need]:
+    def _fetch(self, root: int, half: int, pieces: Sequence[Piece]) -> Iterator[Need]:
         slots, step = self.slots, self.publish()  # what this rank has read so far may be overwritten
         need = (step, (root,))
         while not slots.has_published(root, step):
             yield need
-        copy(address, slots.slot_at(root, half), length)
+        slot = slots.slot_at(root, half)
+        for address, length, offset in pieces:
+            copy(address, slot + offset, length)
 
     def meet(self) -> Iterator[Need]:
         """Go on once all ranks have come here."""

@@ -99,6 +99,7 @@ def run_battery(make: Callable[[int, int], TorchComm], rank: int, world_size: in
         _reduce_scatter,
         _all_to_all,
         _broadcast,
+        _broadcast_parts,
         _gather,
         _scatter,
         _send,
@@ -252,6 +253,14 @@ def _broadcast(comm: TorchComm) -> None:
         tensor = sample(comm.get_rank(), numel, dtype)
         comm.broadcast(tensor, root, async_op=False)
         _expect(tensor, sample(root, numel, dtype), "broadcast", dtype, numel, "root", root)
+
+
+def _broadcast_parts(comm: TorchComm) -> None:
+    for (dtype, numel), root in itertools.product(_cases(), range(comm.get_size())):
+        tensors = [sample(comm.get_rank() + i, n, dtype) for i, n in enumerate((numel, 0, 3, numel))]
+        comm.broadcast_parts(tensors, root, async_op=False)
+        for i, tensor in enumerate(tensors):
+            _expect(tensor, sample(root + i, len(tensor), dtype), "broadcast_parts", dtype, numel, "root", root, i)
 
 
 def _gather(comm: TorchComm) -> None:
