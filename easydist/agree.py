@@ -49,6 +49,7 @@ class Call:
         dim: The dimension whose size may differ between ranks; None where there is no such dimension.
         nbytes: What this rank will send, where the others have to know.
         payload: What this rank will send, ``nbytes`` in all; it travels with the header if it is small.
+        follows: Data follows in any case, which ``nbytes`` does not say.
         absent: This rank has no data of its own and takes what comes.
         advice: What to do where shapes differ; ``{dim}`` stands for the first dimension in which they do.
     """
@@ -58,6 +59,7 @@ class Call:
     dim: int | None = None
     nbytes: int = 0
     payload: Sequence[torch.Tensor] = ()
+    follows: bool = False
     absent: bool = False
     advice: str = SAME
 
@@ -192,7 +194,7 @@ def agree(
     if any(header[:3] != mine[:3] for header in headers):
         _compare(comms, operation, call, headers, check)
     agreement = Agreement(headers, comms.frames.rows)
-    comms.watch.is_awaited = not agreement.has_payload
+    comms.watch.is_awaited = call.follows or not agreement.has_payload
     return call, agreement
 
 

@@ -210,7 +210,7 @@ def broadcast(
                 call.nbytes, call.payload = leaves.layout.packing.nbytes, small_payload(comms, leaves)
             return call
 
-        call, agreement = trust(comms, prepare, check) or agree(comms, "broadcast", prepare)
+        call, agreement = trust(comms, prepare, check) or agree(comms, "broadcast", prepare, check)
         return _broadcast(comms, tensor, call, agreement, from_process)
 
 
@@ -239,9 +239,13 @@ def copy_tensor_to_devices(
     """
     with calling(communicators(group), "copy_tensor_to_devices", timeout) as comms:
         call, agreement = agree(
-            comms, "copy_tensor_to_devices", lambda: Call(leaves=Leaves(tensor), absent=tensor is None), check
+            comms,
+            "copy_tensor_to_devices",
+            lambda: Call(leaves=Leaves(tensor), follows=True, absent=tensor is None),
+            check,
         )
         holders = [rank for rank in range(comms.size) if rank not in agreement.absent]
+        comms.watch.is_awaited = len(holders) == 1
         if len(holders) != 1:
             raise ValueError(f"copy_tensor_to_devices: exactly one rank has to hold the tensor, but ranks {holders} do")
         return _broadcast(comms, tensor, call, agreement, holders[0])
@@ -251,13 +255,12 @@ def _broadcast(comms: Communicators, tensor: Tree, call: Call, agreement: Agreem
     if len(agreement.absent) == comms.size or comms.size == 1:
         return tensor
     if source in agreement.absent:
+        comms.watch.is_awaited = False
         raise ValueError(f"{comms.watch.operation}: rank {source} is the source, but its tree is None")
     leaves = call.leaves
     assert leaves is not None
     if agreement.absent:
-        announced = agree(
-            comms, comms.watch.operation, lambda: _announce(Call(), tensor) if comms.rank == source else Call()
-        )
+        announced = agree(comms, comms.watch.operation, lambda: _announced(comms, tensor, source))
         shared = _shared_structure(comms, tensor, source, announced)
         leaves = shared if call.absent else leaves
     elif agreement.has_payload:
@@ -291,6 +294,11 @@ def _target(comm: TorchComm, targets: Sequence[torch.Tensor]) -> torch.Tensor:
     return packed_like(comm, [t.dtype for t in targets], [t.shape for t in targets])
 
 
+def _announced(comms: Communicators, data: Tree, source: int) -> Call:
+    call = Call(follows=True)
+    return _announce(call, data) if comms.rank == source else call
+
+
 def _announce(call: Call, data: Tree) -> Call:
     """The source's call, with the structure of its tree as what it sends; what is no leaf is pickled."""
     encoded = codec.encode(get_data_structure(data))
@@ -315,7 +323,7 @@ def _shared_structure(
         nonlocal leaves
         mine = comms.rank == source
         leaves = Leaves(data if mine else initialize_tensors(codec.decode(buffer), hollow=hollow))
-        return Call()
+        return Call(follows=True)
 
     agree(comms, operation, decode)  # a class that one receiver does not have must not stop the others
     assert leaves is not None
@@ -366,7 +374,7 @@ def scatter(
             leaves = Leaves(tensor if is_source else None)
             dims_of(leaves, dim, "scatter")
             arguments = {"from_process": index(from_process), "dim": index(dim)}
-            call = Call(arguments, leaves, dim, absent=not is_source)
+            call = Call(arguments, leaves, dim, follows=True, absent=not is_source)
             return _announce(call, tensor) if is_source and comms.size > 1 else call
 
         announced = agree(comms, "scatter", prepare, check)
@@ -429,7 +437,7 @@ def all_to_all(
         def prepare() -> Call:
             leaves = Leaves(tensor)
             dims_of(leaves, dim, "all_to_all")
-            return Call({"dim": index(dim)}, leaves, dim, advice=_pad_first(dim))
+            return Call({"dim": index(dim)}, leaves, dim, follows=True, advice=_pad_first(dim))
 
         call, agreement = agree(comms, "all_to_all", prepare, check)
         leaves, uniform = call.leaves, agreement.uniform

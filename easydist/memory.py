@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import weakref
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
@@ -46,7 +45,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str |
     for size in shape:
         nbytes *= size
     if nbytes >= _LARGE and _HAS_HUGE_PAGES and torch.device(device).type == "cpu":
-        with contextlib.suppress(OSError):  # too many mappings, for instance
+        with contextlib.suppress(OSError, OverflowError):  # too many mappings, or too large a size
             return torch.frombuffer(_lent(nbytes), dtype=dtype).resize_(tuple(shape))
     return torch.empty(tuple(shape), dtype=dtype, device=device)
 
@@ -61,17 +60,27 @@ def release() -> None:
     _free.clear()
 
 
-def _lent(nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+class _Lent(np.ndarray[tuple[int], np.dtype[np.uint8]]):
     """Bytes whose memory is given back when nobody holds them."""
+
+    memory: mmap.mmap | None = None
+    room = 0
+
+    def __del__(self) -> None:
+        if self.memory is not None:  # views of it have none
+            _give_back(self.memory, self.room)
+
+
+def _lent(nbytes: int) -> _Lent:
     room = _rounded(nbytes)
     try:
         memory = _free[room].pop()
     except IndexError:
         memory = _new(room)
-    lent = np.frombuffer(memory, np.uint8)
-    start = -lent.ctypes.data % _HUGE_PAGE if room >= _HUGE_PAGE else 0
-    lent = lent[start : start + nbytes]
-    weakref.finalize(lent, _give_back, memory, room).atexit = False
+    whole = np.frombuffer(memory, np.uint8)
+    start = -whole.ctypes.data % _HUGE_PAGE if room >= _HUGE_PAGE else 0
+    lent = whole[start : start + nbytes].view(_Lent)
+    lent.memory, lent.room = memory, room
     return lent
 
 

@@ -195,7 +195,7 @@ def scatter_object_list(
             values = _to_scatter(comms, scatter_object_input_list) if comms.rank == src else []
             for message, value in zip(messages, values, strict=False):
                 message.fill(value)
-            return Call(arguments)
+            return Call(arguments, follows=True)
 
         agree(comms, "scatter_object_list", prepare, check)
         parts = [message.data for message in messages]
@@ -203,6 +203,7 @@ def scatter_object_list(
         comms.control.broadcast(sizes, src, async_op=False)
         output = torch.empty(int(sizes[comms.rank]), dtype=torch.uint8, device="cpu")
         comms.control.scatter(output, parts, src, async_op=False)
+        comms.watch.is_awaited = False
         scatter_object_output_list[0] = messages[comms.rank].decoded(output)
 
 

@@ -73,13 +73,15 @@ def pad_across_processes(
     """
     with calling(communicators(group), "pad_across_processes", timeout) as comms:
         reveal: Callable[[Tree], Tree] = _identity
+        filling = 0.0
 
         def prepare() -> Call:
-            nonlocal reveal
+            nonlocal reveal, filling
             leaves, reveal = _leaves_of(tensor)
             dims_of(leaves, dim, "pad_across_processes")
-            _check_filling(leaves, pad_index)
             number = int(pad_index) if float(pad_index).is_integer() else float(pad_index)
+            filling = number or float(pad_index)  # which may be -0.0
+            _check_filling(leaves, filling, pad_index)
             arguments = {"dim": index(dim), "pad_index": number, "pad_first": bool(pad_first)}
             return Call(arguments, leaves, dim, advice=f"Only dim {dim} may differ between ranks.")
 
@@ -92,7 +94,7 @@ def pad_across_processes(
         sizes = agreement.sizes() or sizes_along(comms, leaves.tensors, dims)
         longest = [max(column) for column in zip(*sizes, strict=True)]
         targets = zip(leaves.values, leaves.tensors, dims, longest, strict=True)
-        padded = [_padded(*target, pad_index, pad_first) for target in targets]
+        padded = [_padded(*target, filling, pad_first) for target in targets]
         return reveal(leaves.rebuild(padded, False, lambda new, value: new if new is value else as_array(new, value)))
 
 
@@ -125,19 +127,20 @@ class _Hidden:
         self.tensor = tensor
 
 
-def _check_filling(leaves: Leaves, pad_index: float) -> None:
+def _check_filling(leaves: Leaves, filling: float, asked: float) -> None:
     """Make sure that every leaf can hold the number: a float may round it, nothing else may change it."""
     for path, dtype in zip(leaves.layout.paths, leaves.layout.dtypes, strict=True):
-        if not _holds(dtype, pad_index):
+        if not _holds(dtype, filling, math.copysign(1.0, filling)):
             raise ValueError(
-                f"pad_across_processes: {path or 'the tensor'} is {dtype}, which cannot hold pad_index={pad_index!r}"
+                f"pad_across_processes: {path or 'the tensor'} is {dtype}, which cannot hold pad_index={asked!r}"
             )
 
 
 @functools.lru_cache(maxsize=256, typed=True)
-def _holds(dtype: torch.dtype, number: float) -> bool:
+def _holds(dtype: torch.dtype, number: float, sign: float) -> bool:
+    """Whether the dtype can hold the number; ``sign`` tells the zeros apart, which are one to the cache."""
     try:
-        filling = torch.full((), number, dtype=dtype, device="cpu")
+        filling = torch.full((2,), number, dtype=dtype, device="cpu")[0]  # one number alone is filled by other rules
     except (RuntimeError, TypeError, ValueError, OverflowError):
         return False
     if dtype.is_floating_point or dtype.is_complex:

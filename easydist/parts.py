@@ -168,21 +168,30 @@ class Strings:
         """Such a list as one text; None for any other value, and for a list that is no faster so."""
         if type(value) is not list or len(value) < _MANY or countOf(map(type, value), str) < len(value):
             return None
+        sample = value[:: len(value) // _MANY]
+        if len(set(map(id, sample))) < len(sample) or sum(map(len, sample)) > _LONG * len(sample):
+            return None
         text = "\0".join(value)
-        return cls(text) if text.count("\0") == len(value) - 1 else None
+        return cls(text) if text.count("\0") == len(value) - 1 and len(text) <= _LONG * len(value) else None
 
 
-_MANY = 32
-"""Strings from which their list travels as one text: the restricted decoder then takes as long as pickle's own."""
+_MANY, _LONG = 32, 256
+"""Strings from which their list travels as one text, so that the restricted decoder takes as long as pickle's own; but
+not where strings occur again, which pickle writes once, or are that long, so that it has little to do for each."""
 
 
 def make_strings(buffer: Any) -> list[str]:
     r"""The strings of a text.
 
+    Raises:
+        TypeError: These are no bytes.
+
     Example:
         >>> make_strings(b"one\0two")
         ['one', 'two']
     """
+    if type(buffer) not in (bytes, bytearray, memoryview):
+        raise TypeError(f"strings from {type(buffer).__name__}")
     return str(buffer, "utf-8", "surrogatepass").split("\0")
 
 

@@ -88,7 +88,7 @@ def reduce(
                 call.nbytes = sum(map(wire.nbytes, call.payload))
             return call
 
-        call, agreement = trust(comms, prepare, check) or agree(comms, "reduce", prepare)
+        call, agreement = trust(comms, prepare, check) or agree(comms, "reduce", prepare, check)
         leaves = call.leaves
         assert leaves is not None
         results: dict[int, torch.Tensor] = {}

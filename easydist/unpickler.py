@@ -15,13 +15,15 @@ from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
+import numpy as np
+import torch
+
 from easydist import allowlist
 from easydist.errors import EasydistError, UnsafeObjectError, WireError
 
 _FREE_WORK, _WORK_PER_BYTE = 1_000_000, 16
 _DEEPEST_KEY = 100
 _NO_MAKERS: dict[str, Callable[..., Any]] = {}
-_LONG = (str, bytes, bytearray, memoryview, tuple, list, dict)
 _ATOMS = (str, bytes, float, bool, type(None))
 _NAMES = {code[0]: name for name, code in vars(pickle).items() if isinstance(code, bytes) and len(code) == 1}
 
@@ -148,7 +150,7 @@ class Unpickler:
 
     def call(self, function: Any, args: Any) -> Any:
         """``function(*args)``, if that is harmless."""
-        self.spend(sum([len(arg) for arg in args if isinstance(arg, _LONG)]))
+        self.spend(sum(map(_call_work, args)))
         if isinstance(function, type) and function in allowlist.CALLABLES:
             if not all(isinstance(arg, allowlist.CALLABLES[function]) for arg in args):
                 kinds = ", ".join(type(arg).__name__ for arg in args)
@@ -183,6 +185,13 @@ class Unpickler:
         self._work -= work
         if self._work < 0:
             raise WireError("not a valid object message: it asks for far more work than its length explains")
+
+
+def _call_work(arg: Any) -> int:
+    """What a call may copy of an argument, however often it occurs in the message."""
+    if isinstance(arg, str | bytes | bytearray | tuple | list | dict):
+        return len(arg)
+    return arg.nbytes if isinstance(arg, memoryview | np.ndarray | torch.Tensor) else 0
 
 
 def _hash_work(value: Any) -> int:

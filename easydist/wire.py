@@ -142,7 +142,7 @@ def unpack_rows(
         dtypes: In the order in which the tensors were packed.
         shapes: Of the leaves in one row; each has a dim 0.
 
-    Cost: one copy per leaf, or two of all together where they are small and of one shape; see ``cut``.
+    Cost: one copy per leaf; one more, of all together, where they are small and of one shape.
     """
     return Packing(dtypes, shapes).unpack_rows(rows)
 
@@ -212,34 +212,17 @@ class Packing:
         return results
 
 
-_TOGETHER, _FEW = 1 << 20, 8
-"""Small results lie in one memory where there are more than a few of them, up to this many bytes."""
-
-
-def cut(flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[torch.Tensor]:
-    """Tensors of one shape that lie one after another, as tensors of their own.
-
-    Each has a version counter, and from one to eight, or in more than 1 MiB, each has its memory. Otherwise they share
-    it: a result that is kept keeps up to 1 MiB alive. To make the tensor alone takes 0.2 µs, with memory 1.2.
-
-    Args:
-        flat: Contiguous.
-        shapes: All equal.
-    """
-    count, (first, *rest) = len(shapes), shapes[0] or (0,)
-    if count <= _FEW or not first or flat.nbytes > _TOGETHER:
-        return cast(Sequence[torch.Tensor], _unbind_copy(flat.view(count, *shapes[0])))
-    return torch.unsafe_split_with_sizes(flat.view(count * first, *rest), [first] * count)
-
-
 def separate(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
-    """Tensors that lie one after another, as tensors of their own; one that is alone keeps its memory.
+    """Tensors that lie one after another, each in memory of its own; one that is alone keeps its memory.
+
+    Views of one memory would be made in a fifth of the time, but who pickles them, saves them or looks for tied weights
+    goes by the memory: pickle writes all of it for each of them.
 
     Args:
         flat: Of one dimension.
         shapes: Of the tensors; they fill ``flat``.
 
-    Cost: one copy at most; see ``cut``.
+    Cost: one copy.
     """
     if len(shapes) == 1:
         return [flat.view(tuple(shapes[0]))]
@@ -247,20 +230,19 @@ def separate(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> Sequence[to
         return [piece.view(flat.dtype) for piece in separate(flat.view(BITS[1]), shapes)]
     sizes = [math.prod(shape) for shape in shapes]
     if sizes[0] <= _SMALL and shapes.count(shapes[0]) == len(shapes):
-        return cut(flat, list(map(tuple, shapes)))
+        return cast(Sequence[torch.Tensor], _unbind_copy(flat.view(len(shapes), *shapes[0])))
     return [piece.resize_(tuple(shape)) for piece, shape in zip(_split_copy(flat, sizes), shapes, strict=True)]
 
 
 def _joined(rows: torch.Tensor, run: _Run) -> Sequence[torch.Tensor]:
-    """The leaves that lie side by side in all rows, each concatenated."""
+    """The leaves that lie side by side in all rows, each concatenated in memory of its own."""
     count = rows.shape[0]
     if len(run.shapes) == 1:
         first, *rest = run.shapes[0]
         return [rows.clone(memory_format=torch.contiguous_format).resize_(count * first, *rest)]
     if run.is_uniform:
-        first, *rest = run.shapes[0]
-        leaves = rows.view(count, len(run.shapes), run.sizes[0]).transpose(0, 1)
-        return cut(leaves.clone(memory_format=torch.contiguous_format), [(count * first, *rest)] * len(run.shapes))
+        leaves = rows.view(count, len(run.shapes), *run.shapes[0]).transpose(0, 1)
+        return cast(Sequence[torch.Tensor], _unbind_copy(leaves.flatten(1, 2)))
     pieces = _split_copy(rows, run.sizes, dim=1)
     # They are new and contiguous, so that resize_ changes but the shape; view would make one more tensor of each.
     return [piece.resize_(count * first, *rest) for piece, (first, *rest) in zip(pieces, run.shapes, strict=True)]

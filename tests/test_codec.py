@@ -540,6 +540,28 @@ def test_a_list_of_strings_travels_as_one_text():
     assert len(codec.encode({"values": values})) > sum(map(len, values)) + 2 * len(values)
 
 
+@pytest.mark.parametrize(
+    "values", [["x" * 100_000] * 2000, ["no", "yes"] * 5000, ["y" * 300 + str(i) for i in range(99)]]
+)
+def test_strings_that_occur_again_or_are_long_stay_with_pickle(values):
+    encoded = codec.encode(values)
+    assert len(encoded) < 2 * len(pickle.dumps(values, 5))
+    assert len(set(map(id, codec.decode(encoded)))) == len(set(values))
+
+
+@pytest.mark.parametrize("source", ["array", "view"])
+def test_strings_of_other_buffers_are_refused(source):
+    """An array that the message made before, and a view whose length is not that of its bytes."""
+    calls = b"".join(b"h\x01h\x00\x85R" for _ in range(200))
+    if source == "array":
+        array = named("easydist.parts", "make_array") + b"(\x97\x8c\x03|u1K\x01M\x10\x27\x86\x8c\x01CtR\x94"
+        program = array + b"0" + named("easydist.parts", "make_strings") + b"\x940](" + calls + b"e."
+        program = b"\x80\x05" + program
+    else:
+        program = b"\x80\x05\x97\x98\x940" + named("easydist.parts", "make_strings") + b"\x940](" + calls + b"e."
+    refused(program, b"a\0" * 5_000)
+
+
 def test_cutting_one_text_again_and_again_is_refused():
     calls = b"".join(b"h\x01h\x00\x85R" for _ in range(5000))
     text = b"\x97\x94" + named("easydist.parts", "make_strings") + b"\x940"

@@ -118,3 +118,24 @@ def test_a_cycle_on_one_rank_is_an_error_for_all(rank):
         data.append(data)
     with pytest.raises(RemoteError, match="rank 0: ValueError: the tree has a cycle"):
         easydist.pad_across_processes(data)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("pad_index", [1e6, float("inf"), 2**63])
+def test_what_a_small_float_cannot_hold_is_an_error_on_all_ranks(rank, pad_index):
+    short = torch.ones(3 + rank).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"float8_e4m3fn, which cannot hold pad_index="):
+        easydist.pad_across_processes(short, pad_index=pad_index)
+    assert easydist.pad_across_processes(short, pad_index=448).float().tolist()[3:] == [448.0 if rank == 0 else 1.0]
+
+
+@distributed(world_size=2)
+def test_the_number_to_fill_with_may_be_a_scalar_of_any_kind(rank):
+    short, scalar = torch.zeros(1 + rank, dtype=torch.int8), torch.tensor(4)
+    assert easydist.pad_across_processes(short, pad_index=scalar)[-1] == (4 if rank == 0 else 0)
+    scalar.fill_(300)
+    with pytest.raises(ValueError, match=r"int8, which cannot hold pad_index=300"):
+        easydist.pad_across_processes(short, pad_index=scalar)
+    assert easydist.pad_across_processes(short, pad_index=np.array(5))[-1] == (5 if rank == 0 else 0)
+    zeros = easydist.pad_across_processes(torch.ones(1 + rank), pad_index=-0.0)
+    assert rank == 1 or str(zeros[-1].item()) == "-0.0"

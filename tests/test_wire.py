@@ -192,33 +192,3 @@ def test_a_longer_buffer_than_needed_is_fine():
 
 def test_dtype_name_is_the_name_in_torch():
     assert all(getattr(torch, wire.dtype_name(dtype)) is dtype for dtype in DTYPES)
-
-
-@pytest.mark.parametrize("shape", [(4,), (2, 3), (1,), (3, 0), (200,)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.float8_e4m3fn], ids=str)
-def test_many_small_results_are_tensors_of_their_own_in_one_memory(shape, dtype):
-    leaves = [torch.randint(0, 2, shape).to(dtype) for _ in range(100)]
-    rows = rows_of(leaves, 2)
-    got = wire.unpack_rows(rows, [dtype] * 100, [shape] * 100)
-    parts = [wire.unpack(row, [dtype] * 100, [shape] * 100) for row in rows]
-    assert [bits(t) for t in got] == [b"".join(map(bits, column)) for column in zip(*parts, strict=True)]
-    assert [t.shape for t in got] == [(2 * shape[0], *shape[1:])] * 100
-    assert all(t.is_contiguous() for t in got)
-    places = {t.untyped_storage().data_ptr() for t in got if t.numel()}
-    assert rows.untyped_storage().data_ptr() not in places
-    assert len(places) <= 1
-    if dtype is torch.float32 and got[0].numel():
-        weight = torch.ones(got[0].shape, requires_grad=True)
-        loss = (got[0] * weight).sum()
-        before = got[0].clone()
-        got[1].add_(1)
-        assert torch.equal(got[0], before)
-        loss.backward()  # another result's change does not concern it
-        assert torch.equal(weight.grad, before)
-
-
-def test_results_that_share_memory_do_so_up_to_a_mebibyte():
-    got = wire.separate(torch.zeros(1 << 18), [(64,)] * (1 << 12))
-    assert got[0].untyped_storage().nbytes() == 1 << 20
-    got = wire.separate(torch.zeros(1 << 19), [(64,)] * (1 << 13))
-    assert got[0].untyped_storage().nbytes() == 256

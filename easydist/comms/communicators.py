@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 from contextlib import AbstractContextManager, nullcontext
@@ -31,6 +32,8 @@ _SLOT = 1 << 16
 _LARGE = 1 << 19
 _LARGE_SLOTS = (2 << 20, 1 << 19, 1 << 17)
 """Large steps beat many small ones, as every step may cost context switches; 8 MB was slower again than 2."""
+
+_FORKED = "this process was forked from one of the group's: start it anew to use the group"
 
 _ALWAYS = nullcontext()
 """Backends that wait in Python hear signals anyway."""
@@ -90,7 +93,7 @@ class Communicators:
             RuntimeError: It is.
         """
         if os.getpid() != self._pid:
-            raise RuntimeError("this process was forked from one of the group's: start it anew to use the group")
+            raise RuntimeError(_FORKED)
 
     def begin(self) -> None:
         """Learn who the other ranks are, and share memory with them where that is possible; on every rank.
@@ -164,6 +167,18 @@ class Communicators:
             comm = self._data[device.type] = TorchComm(backend, self.control.get_name()) if backend else self.control
         return comm
 
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The group, and the one that was made beside it, where there is one."""
+        backend = self._first.backend
+        made = [backend._group] if isinstance(backend, Gloo) else []
+        return made if self._group is None else [self._group, *made]
+
+    def let_go(self) -> None:
+        """The group is no more: keep nothing of it alive until the garbage collector comes."""
+        self.watch.sever = _nothing
+        if isinstance(self._first.backend, Gloo):
+            self._first.backend.watch = None
+
     def hears_signals(self, between_two: bool) -> AbstractContextManager[None]:
         """While this lasts, Ctrl-C ends the waits of the group."""
         return signals_wake_sentry() if between_two or self._is_deaf else _ALWAYS
@@ -209,6 +224,10 @@ class Communicators:
         self.watch.begin(operation, site, left)
 
 
+def _nothing() -> None:
+    """Nobody is connected."""
+
+
 def _timeout_of(group: dist.ProcessGroup | None) -> float:
     """Seconds that a call may take, as the group's maker has set it."""
     if isinstance(own := getattr(group, "timeout", None), timedelta):  # a group written in Python has no backend
@@ -230,12 +249,29 @@ def of_group(group: dist.ProcessGroup) -> Communicators:
     found = _CACHE.get(group)
     if found is None:
         for gone in [known for known in _CACHE if known not in dist.distributed_c10d._world.pg_map]:
-            del _CACHE[gone]  # a destroyed group would hold its connections as long as it is known here
+            _CACHE.pop(gone).let_go()  # a destroyed group would hold its connections as long as it is known here
+        if group in _parents:
+            raise RuntimeError(_FORKED)
         store = PrefixStore("easydist/control", group.get_group_store())
         control = over(group) or gloo_beside(group, store)
         found = _CACHE[group] = Communicators(TorchComm(control, group.group_name), group)
         found.begin()
     return found
+
+
+_parents: list[dist.ProcessGroup] = []
+"""In a forked child, the groups of the process from which it was forked."""
+
+
+def _after_fork() -> None:
+    """Never end the parent's groups here: their destructors wait for threads that the child does not have."""
+    made = [group for comms in _CACHE.values() for group in comms.groups()]
+    _parents.extend([*dist.distributed_c10d._world.pg_map, *made])
+    for group in _parents:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def of_comm(comm: TorchComm) -> Communicators:

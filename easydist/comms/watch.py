@@ -36,6 +36,9 @@ _KINDS: dict[str, type[EasydistError]] = {
     "remote": RemoteError,
     "interrupt": RemoteError,
 }
+_LISTEN_EVERY = 1.0
+"""Seconds between two looks for what ranks of other hosts say."""
+
 _IDLE = 0.05
 """Seconds without a call after which this process may have missed what its peers said."""
 _NEXT = {
@@ -83,7 +86,7 @@ class Watch:
         self._limit, self._ended = timeout, 0.0
         self._peer: int | None = None
         self._seen_ended: set[int] = set()
-        self._end_of_time = self._deadline = self._warn_at = float("inf")
+        self._end_of_time = self._deadline = self._warn_at = self._listen_at = float("inf")
         self._published = (0, b"")
         self._lock = threading.Lock()
         self._deaf_before = 0.0
@@ -104,16 +107,19 @@ class Watch:
         now, self._limit = time.monotonic(), self.timeout if timeout is None else timeout
         self.is_awaited = False
         self._deadline, self._warn_at = now + self._limit, now + WARN_AFTER
+        self._listen_at = now + _LISTEN_EVERY
         if self._page is not None:
             self._page.begin(slot, self.number, self._place)
         if now - self._ended > _IDLE and self.broken is None:
             self._miss_interruption()
 
     def _miss_interruption(self) -> None:
-        """Others were interrupted in a call that this rank had not begun: nothing to raise, but to connect anew."""
+        """Others have left a call that this rank had not begun, or had ended: nothing to raise, but to connect anew."""
         for peer in self.peers.values():
-            words = peer.words()
-            if words is not None and words["kind"] == "interrupt" and (error := self._heard(peer)) is not None:
+            if (words := peer.words()) is None:
+                continue
+            is_missed = words["kind"] == "interrupt" or (words["kind"] == "remote" and words["number"] < self.number)
+            if is_missed and (error := self._heard(peer)) is not None:
                 self.broken = error
 
     def end(self, is_done: bool = True) -> None:
@@ -154,12 +160,23 @@ class Watch:
             if (error := self._heard(peer)) is not None:
                 self.give_up(error)
         now = time.monotonic()
+        if now >= self._listen_at:
+            self._listen_at = now + _LISTEN_EVERY
+            self._listen_far()
         if now >= self._deadline:
             self.give_up(self._late(awaited, self._limit))
         if now >= self._warn_at:
             self._warn_at = now + WARN_AFTER
             _log.warning("%s", self._late(awaited, now + self._limit - self._deadline, "Still waiting."))
         self.raise_if_broken()
+
+    def _listen_far(self) -> None:
+        """What ranks of other hosts say; a broken connection may be kept from showing, by a child that holds it too."""
+        words = self._read(f"words/{self.phase}/last")
+        if words is not None and words["kind"] != "exception" and words["number"] <= self.number:
+            error = None if words["by"] == self.rank else self._heard(self.peers[words["by"]], far=True)
+            if error is not None:
+                self.give_up(error)
 
     def hear(self) -> None:
         """Listen once whether another rank has given the call up.
@@ -169,6 +186,9 @@ class Watch:
         """
         far = self._read(f"words/{self.phase}/last")
         for peer in self.peers.values():
+            words = peer.words()
+            if words is not None and words["kind"] == "exception" and peer.has_finished(self.number):
+                continue  # it has sent all of this call before it ended
             if (error := self._heard(peer, far is not None and far["by"] == peer.rank)) is not None:
                 self.give_up(error)
         self.raise_if_broken()

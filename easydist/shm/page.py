@@ -22,7 +22,7 @@ import mmap
 import os
 import secrets
 
-_NBYTES = 4096
+_NBYTES = 1 << 16
 _PLACE, _WORDS, _SLOTS = 16, 512, 2048
 _SLOT_COUNT = (_NBYTES - _SLOTS) // 16
 

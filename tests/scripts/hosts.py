@@ -1,0 +1,153 @@
+"""Four ranks on two hosts, which are network namespaces with a link between them; each prints what it met, as JSON.
+
+python tests/scripts/hosts.py LINK PID PID named/verbs containers/kill-3 …
+
+The processes PID have the namespaces of the hosts. A case is how the hosts are told apart (named: by EASYDIST_HOST_ID;
+containers: by their process namespaces; shared: not at all; flat: without shared memory), and what happens.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from loss import DEADLINE, others_wait
+
+import easydist
+from easydist import EasydistError, ProcessState
+
+ADDRESSES = "10.77.0.1", "10.77.0.2"
+PER_HOST = 2
+NUMEL = 1 << 21
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def enter(pid, *names):
+    """Go where a process is."""
+    for descriptor in [os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in names]:
+        if _libc.setns(descriptor, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(descriptor)
+
+
+def sent(link):
+    """Bytes that this host has sent."""
+    rows = (line.split(":") for line in Path("/proc/self/net/dev").read_text().splitlines() if ":" in line)
+    return int({name.strip(): numbers for name, numbers in rows}[link].split()[8])
+
+
+def crossed(link, call):
+    """Bytes that this host sends for a call of all ranks."""
+    easydist.wait_for_everyone()
+    before = sent(link)
+    easydist.wait_for_everyone()
+    call()
+    easydist.wait_for_everyone()
+    return sent(link) - before
+
+
+def normal(rank, numel):
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+
+
+def small_integers(rank, numel):
+    """Floats whose sums are exact in any order."""
+    return torch.randint(0, 100, (numel,), generator=torch.Generator().manual_seed(rank)).float()
+
+
+def check(rank, size, numel):
+    """Every verb, against what one process would compute."""
+    tree = easydist.gather({"x": normal(rank, numel + rank), "y": [torch.full((2, 3), rank)]})
+    assert torch.equal(tree["x"], torch.cat([normal(r, numel + r) for r in range(size)]))
+    assert tree["y"][0][:, 0].tolist() == [r for r in range(size) for _ in range(2)]
+    for src in range(size):
+        assert torch.equal(easydist.broadcast(normal(rank, numel), from_process=src), normal(src, numel))
+    total = sum(small_integers(r, numel) for r in range(size))
+    assert torch.equal(easydist.reduce(small_integers(rank, numel), "sum"), total)
+    assert torch.equal(easydist.reduce(small_integers(rank, numel), "mean"), total / size)
+    every = easydist.gather_object({"rank": rank, "text": "x" * numel})
+    assert every == [{"rank": r, "text": "x" * numel} for r in range(size)]
+
+
+def verbs(link, rank, size):
+    for numel in (0, 7, 300_000):
+        check(rank, size, numel)
+    mine = normal(rank, NUMEL)
+    return {
+        "backend": ProcessState().communicators().control.get_backend(),
+        "gather": crossed(link, lambda: easydist.gather(mine)),
+        "broadcast": crossed(link, lambda: easydist.broadcast(mine, from_process=1)),
+    }
+
+
+def kill(victim, rank, has_child):
+    """A rank is killed while the others wait for it; a child that it has left holds its connections."""
+    pids = easydist.gather(os.getpid()).tolist()
+    if rank == victim:
+        if has_child and os.fork() == 0:
+            os.close(1)
+            os.close(2)
+            signal.pause()  # until its host ends
+        others_wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        easydist.gather(rank, timeout=DEADLINE)
+    except EasydistError as error:
+        return {
+            "type": type(error).__name__,
+            "text": str(error),
+            "pids": pids,
+            "fields": vars(error) | {"raised_in": None},
+        }
+
+
+def work(case, link, rank, size):
+    what = case.split("/")[1]
+    found = verbs(link, rank, size) if what == "verbs" else kill(int(what[-1]), rank, what.startswith("orphan"))
+    os.write(1, (json.dumps({"case": case, "rank": rank, **(found or {})}) + "\n").encode())
+
+
+def forks(count):
+    """Fork processes: in each of them its number; in this one, once they have ended, None and their statuses."""
+    pids = []
+    for number in range(count):
+        pid = os.fork()
+        if pid == 0:
+            return number, []
+        pids.append(pid)
+    return None, [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def launch(number, case, link, pids):
+    """One case; True in all processes but the first."""
+    host, statuses = forks(len(pids))
+    if host is None:
+        assert not any(statuses)
+        return False
+    kind, size = case.split("/")[0], PER_HOST * len(pids)
+    enter(pids[host], "net", *(["pid_for_children", "mnt"] if kind == "containers" else []))
+    local, statuses = forks(PER_HOST)
+    if local is None:
+        os.write(1, (json.dumps({"case": case, "host": host, "statuses": statuses}) + "\n").encode())
+        return True
+    rank = PER_HOST * host + local
+    world = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": 29500 + number, "WORLD_SIZE": size}
+    world |= {"RANK": rank, "LOCAL_RANK": local, "GLOO_SOCKET_IFNAME": link, "EASYDIST_SHM": int(kind != "flat")}
+    world |= {"EASYDIST_HOST_ID": f"host {host}"} if kind == "named" else {}
+    os.environ.update({name: str(value) for name, value in world.items()})
+    work(case, link, rank, size)
+    return True
+
+
+def main(link, first, second, *cases):
+    any(launch(number, case, link, [first, second]) for number, case in enumerate(cases))  # goes on in its children
+
+
+if __name__ == "__main__":
+    gc.collect()
+    gc.freeze()  # what was loaded before the fork need not be looked at, and so not copied
+    main(*sys.argv[1:])

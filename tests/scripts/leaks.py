@@ -1,0 +1,275 @@
+"""Ranks that end in every way: what they held in shared memory, and who still has it afterwards, as JSON.
+
+python tests/scripts/leaks.py FOLDER gloo/kill queue/exit …
+
+A case is what the ranks make (a gloo group, over which easydist shares memory; an easydist_shm group; a queue over a
+gloo group), and how they end. The ranks are forked, so that torch is loaded once; they meet in files in FOLDER.
+"""
+
+import collections
+import contextlib
+import gc
+import json
+import os
+import re
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import easydist
+import easydist.process_group
+from easydist import EasydistError, ProcessState
+from easydist.queue import MessageQueue
+
+DEADLINE = 30.0
+ROUNDS, EVERY = 200, 20
+LARGE, SMALL = 1 << 18, 10
+SHARED = re.compile(r"/dev/shm/|/memfd:easydist")
+
+
+def opened(pid="self"):
+    """What each descriptor of a process is, by its path in ``/proc``."""
+    found = {}
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one that lists them, or closed since
+            found[path] = os.readlink(path)
+    return found
+
+
+def mapped(pid="self"):
+    """Device, inode and name of each mapping of a process that is shared memory."""
+    lines = [line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    return [(line[3], line[4], line[5]) for line in lines if len(line) == 6 and SHARED.match(line[5])]
+
+
+def identity(path):
+    """Device and inode, as the list of mappings has them."""
+    status = os.stat(path)
+    return f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x} {status.st_ino}"
+
+
+def shared_files(pid="self"):
+    """The files in shared memory that a process has open or mapped."""
+    found = {f"{device} {inode}" for device, inode, _ in mapped(pid)}
+    for path, name in opened(pid).items():
+        if SHARED.match(name):
+            with contextlib.suppress(OSError):
+                found.add(identity(path))
+    return found
+
+
+def holders(files):
+    """The processes that have any of these files, and the names under which they are to be found."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended
+            found += [pid] * bool(files & shared_files(pid))
+    for path in Path("/dev/shm").iterdir():
+        with contextlib.suppress(OSError):
+            found += [str(path)] * (identity(path) in files)
+    return found
+
+
+def holdings():
+    """How many descriptors of each kind this process has, and how many mappings of shared memory."""
+    gc.collect()
+    kinds = [re.sub(r"\d+", "", name) for name in opened().values()]
+    return collections.Counter([*kinds, *(f"mapped {SHARED.match(name)[0]}" for _, _, name in mapped())])
+
+
+def once(look):
+    """What ``look`` finds, once it finds nothing, or the time is over."""
+    deadline = time.monotonic() + DEADLINE
+    while (found := look()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
+
+
+def more_than(before):
+    """What this process holds and did not; gloo closes its sockets in a thread."""
+    return dict(once(lambda: holdings() - before))
+
+
+class Rank:
+    """One rank of a case.
+
+    Args:
+        case: What is made, and how it ends.
+        folder: Where the ranks meet.
+        rank: This one.
+        size: How many there are.
+    """
+
+    def __init__(self, case, folder, rank, size):
+        self.case, self.rank, self.size = case, rank, size
+        self.kind, self.how = case.split("/")
+        self.store = dist.FileStore(str(folder / case.replace("/", "-")), size)
+        self.queue = None
+
+    def say(self, **found):
+        os.write(1, (json.dumps({"rank": self.rank, **found}) + "\n").encode())
+
+    def say_files(self):
+        self.say(files=sorted(shared_files()))
+
+    def begin(self, number, numel, ranks=None):
+        """A group of these ranks, and perhaps a queue over it; all of their memory is used."""
+        ranks = ranks or range(self.size)
+        dist.init_process_group(
+            "gloo" if self.kind == "queue" else self.kind,
+            store=dist.PrefixStore(str(number), self.store),
+            rank=ranks.index(self.rank),
+            world_size=len(ranks),
+            timeout=timedelta(seconds=DEADLINE),
+        )
+        assert easydist.gather(torch.full((numel,), self.rank)).unique().tolist() == list(ranks)
+        if self.kind == "queue":
+            queue = self.queue = MessageQueue.create_from_process_group(None, 1 << 16, 10)
+            assert queue.broadcast_object("x" * numel if queue.is_writer else None) == "x" * numel
+
+    def end(self):
+        if self.queue is not None:
+            self.queue.close()
+            self.queue = None
+        dist.destroy_process_group()
+
+    def leave(self):
+        """Without any cleanup; perhaps after a child that was forked has done so."""
+        self.begin(0, LARGE)
+        self.say_files()
+        if self.how != "exit" and self.rank:
+            assert forked(os._exit if self.how == "fork" else sys.exit) == 0
+        self.say(gathered=easydist.gather(self.rank).tolist())
+
+    def survive(self):
+        """One round to compare with, one that ends badly, and one of those that are left."""
+        self.begin(0, SMALL)
+        self.end()
+        before = holdings()
+        self.begin(1, LARGE)
+        self.say_files()
+        ranks = list(range(1, self.size) if self.how == "kill_first" else range(self.size - 1))
+        pids, child = self.introduce(ranks)
+        if self.rank not in ranks:
+            misbehave(self.how, pids)
+        met = self.wait()
+        self.end()
+        self.begin(2, SMALL, ranks)
+        self.end()
+        self.say(met=met, more=more_than(before))
+        if child and self.rank == 0:
+            os.kill(child, signal.SIGKILL)
+
+    def introduce(self, ranks):
+        """The processes of all ranks, and a child of the last one; who is not among ``ranks`` comes to know it last."""
+        child = orphan() if self.how == "orphan" and self.rank == self.size - 1 else 0
+        pids, children = zip(*easydist.gather_object((os.getpid(), child)), strict=True)
+        if self.rank in ranks:
+            self.store.set(f"known/{self.rank}", "")
+        else:
+            self.store.wait([f"known/{rank}" for rank in ranks])
+        return pids, children[-1]
+
+    def wait(self):
+        """Until somebody is known not to come."""
+        try:
+            while self.queue is None:
+                easydist.gather(self.rank)
+            while self.queue.is_writer:
+                self.queue.enqueue(0, DEADLINE)
+            while True:
+                self.queue.dequeue(DEADLINE)
+        except (EasydistError, EOFError, BrokenPipeError) as error:
+            return type(error).__name__
+
+    def again(self):
+        """Groups, one after another; the two that are compared have little memory, so that none of others is missed."""
+        slots = set()
+        for number in range(ROUNDS):
+            self.begin(number, SMALL if number % EVERY else LARGE)
+            slots.add(ProcessState().communicators().watch.slot)
+            if number == 0:
+                self.say_files()
+            self.end()
+            if number == EVERY - 1:
+                before = holdings()
+        self.say(more=more_than(before), slots=sorted(slots))
+
+
+def forked(leave):
+    """The exit status of a child that ends by ``leave``."""
+    if (child := os.fork()) == 0:
+        leave(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def orphan():
+    """A child that stays."""
+    child = os.fork()
+    while child == 0:
+        signal.pause()
+    return child
+
+
+def misbehave(how, pids):
+    if how == "raise":
+        raise ValueError("bad batch")
+    if how == "kill_all":
+        for pid in pids:
+            if pid != os.getpid():
+                os.kill(pid, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def work(case, folder, rank, size):
+    one = Rank(case, folder, rank, size)
+    ways = {"again": one.again, "exit": one.leave, "fork": one.leave, "fork_exit": one.leave}
+    ways.get(one.how, one.survive)()
+
+
+def launch(case, folder):
+    """Fork the ranks, listen to them until they have ended, and look for what they have left; True in a rank."""
+    size = 2 if case.endswith("again") else 3
+    known, (reading, writing) = shared_files(), os.pipe()
+    pids = []
+    for rank in range(size):
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(writing, 1)
+            os.close(reading)
+            os.close(writing)
+            work(case, folder, rank, size)
+            return True
+        pids.append(pid)
+    os.close(writing)
+    with open(reading) as lines:  # ends with the last of them, children of theirs included
+        rows = [json.loads(line) for line in lines]
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    files = {file for row in rows for file in row.pop("files", [])} - known
+    found = {"ranks": [row for row in rows if len(row) > 1], "statuses": statuses, "files": len(files)}
+    os.write(1, (json.dumps({"case": case, **found, "left": once(lambda: holders(files))}) + "\n").encode())
+    return False
+
+
+def main(folder, *cases):
+    """Three cases at a time: much of their time is waiting."""
+    pids = []
+    for part in cases[0::3], cases[1::3], cases[2::3]:
+        pid = os.fork()
+        if pid == 0:
+            any(launch(case, Path(folder)) for case in part)  # ends in a rank, and goes on with its parent
+            return
+        pids.append(pid)
+    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+    sys.exit(any(statuses))
+
+
+if __name__ == "__main__":
+    gc.collect()
+    gc.freeze()  # what was loaded before the fork need not be looked at, and so not copied
+    main(*sys.argv[1:])

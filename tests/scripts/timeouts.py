@@ -1,0 +1,180 @@
+"""Ranks that read their environment before they import easydist, or that are killed while large data is on its way.
+
+python tests/scripts/timeouts.py warn/shm kill_source/gloo …
+
+A case is the scenario and the backend. The ranks are forked, so that torch is loaded once; each prints what it met, as
+JSON. What ends a wait is an event: a byte in a pipe, or the first byte of the data in its place.
+"""
+
+import contextlib
+import faulthandler
+import gc
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+
+import torch
+
+DEADLINE = 40.0
+NUMEL = 1 << 26  # of float32: 256 MB
+VARIABLES = {"warn": {"EASYDIST_WARN_AFTER": "0.2"}, "quiet": {"EASYDIST_WARN_AFTER": "60"}}
+VARIABLES["check"] = {"EASYDIST_CHECK": "0"}
+CHECKED = ("gather", "broadcast", "reduce", "all_to_all", "pad_across_processes")
+
+
+class Heard(logging.Handler):
+    """Keeps the warnings of easydist; the second one lets the other rank come."""
+
+    def __init__(self, writing: int) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self._writing = writing
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+        if len(self.texts) == 2:
+            os.write(self._writing, b"!")
+
+
+def wait_late(rank: int, pipe: tuple[int, int], timeout: float | None) -> dict:
+    """Rank 1 comes when rank 0 has warned twice, or has given up."""
+    import easydist
+
+    heard = Heard(pipe[1])
+    easydist.gather(rank)
+    logging.getLogger("easydist").addHandler(heard)
+    if rank == 1:
+        assert select.select([pipe[0]], [], [], DEADLINE)[0]
+    error = None
+    try:
+        easydist.gather(rank, timeout=timeout)
+    except easydist.CollectiveTimeout as caught:
+        error = type(caught).__name__
+        os.write(pipe[1], b"!")
+    return {"error": error, "gathered": easydist.gather(rank).tolist(), "warnings": heard.texts}
+
+
+def call_unchecked(rank: int) -> dict:
+    """Trees whose keys differ, which is nothing to those who do not compare; what came of each verb."""
+    import easydist
+
+    found = {}
+    for name in CHECKED:
+        for check in (None, True):
+            try:
+                got = getattr(easydist, name)({"ab"[rank]: torch.tensor([rank, 5])}, check=check)["ab"[rank]].tolist()
+            except easydist.DisagreementError as error:
+                got = str(error).splitlines()[0]
+            found[f"{name} {check}"] = got
+    return {"found": found, "gathered": easydist.gather(rank).tolist()}
+
+
+def kill_at_first_byte(data: torch.Tensor, pid: int) -> None:
+    """End a process as soon as something has arrived in ``data``, which is zero until then."""
+    first = data.view(-1)[:1].numpy()
+
+    def watch() -> None:
+        while not first[0]:
+            time.sleep(0.0005)
+        os.kill(pid, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def move(scenario: str, rank: int, pids: list[int]) -> None:
+    """Rank 2 is killed while 256 MB go from it, or to it; who does not notice in this call does in the next."""
+    import easydist
+    from easydist import memory
+
+    if scenario == "kill_sender":  # of a gather to rank 0, which sees what arrives
+        inner = memory.empty
+
+        def empty(*args: object) -> torch.Tensor:
+            result = inner(*args)
+            kill_at_first_byte(result[2 * (NUMEL // 3) :], pids[2])
+            return result
+
+        memory.empty = empty if rank == 0 else inner
+        easydist.gather(torch.ones(NUMEL // 3), dst=0)
+    else:
+        source = 2 if scenario == "kill_source" else 0
+        data = torch.full((NUMEL,), 1.0) if rank == source else torch.zeros(NUMEL)
+        if rank == (1 if source == 2 else 2):
+            kill_at_first_byte(data, pids[2])
+        easydist.broadcast(data, source)
+    easydist.gather(rank)
+
+
+def lose(scenario: str, rank: int) -> dict:
+    import easydist
+
+    pids = easydist.gather(os.getpid()).tolist()
+    start, kinds, lost = time.monotonic(), [], None
+    for attempt in (lambda: move(scenario, rank, pids), lambda: easydist.gather(rank)):
+        with contextlib.suppress(easydist.EasydistError):
+            try:
+                attempt()
+            except easydist.EasydistError as error:
+                kinds.append(type(error).__name__)
+                lost = getattr(error, "rank", None)
+                raise
+    return {"kinds": kinds, "lost": lost, "seconds": time.monotonic() - start}
+
+
+def work(scenario: str, rank: int, pipe: tuple[int, int]) -> dict:
+    if scenario in ("warn", "quiet"):
+        return wait_late(rank, pipe, timeout=0.3 if scenario == "quiet" else None)
+    return call_unchecked(rank) if scenario == "check" else lose(scenario, rank)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launch(case: str) -> bool:
+    """Fork the ranks and wait for them; True in a rank."""
+    scenario, backend = case.split("/")
+    world_size = 3 if scenario.startswith("kill") else 2
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": world_size}
+    variables |= {"EASYDIST_SHM": int(backend == "shm"), **VARIABLES.get(scenario, {})}
+    pids, pipe = [], os.pipe()
+    for rank in range(world_size):
+        pid = os.fork()
+        if pid == 0:
+            faulthandler.dump_traceback_later(DEADLINE, exit=True)
+            os.environ.update({name: str(value) for name, value in variables.items()})
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            row = {"case": case, "rank": rank, **work(scenario, rank, pipe)}
+            os.write(1, (json.dumps(row) + "\n").encode())
+            return True
+        pids.append(pid)
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    os.write(1, (json.dumps({"case": case, "statuses": statuses}) + "\n").encode())
+    return False
+
+
+def main(cases: list[str]) -> None:
+    """Two cases at a time: much of their time is waiting."""
+    pids = []
+    for half in (cases[0::2], cases[1::2]):
+        pid = os.fork()
+        if pid == 0:
+            any(launch(case) for case in half)  # ends in a rank, and goes on with its parent
+            return
+        pids.append(pid)
+    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+    sys.exit(any(statuses))
+
+
+gc.collect()
+gc.freeze()  # what was loaded before the fork need not be copied to be collected when a rank ends
+if __name__ == "__main__":
+    main(sys.argv[1:])

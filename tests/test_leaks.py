@@ -1,0 +1,197 @@
+"""What ranks leave behind, however they end; and two hosts that are network namespaces with a link between them."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = ROOT / "tests" / "scripts"
+SHARED_FOLDERS = ["/dev/shm", "/run/shm", "/tmp"]
+DEADLINE = 150
+
+pytestmark = pytest.mark.slow
+
+
+def run(script, *arguments, **environment):
+    """What a script prints, a row per line; nothing that it started goes on."""
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPTS / script), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=DEADLINE)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, err
+    return [json.loads(line) for line in out.splitlines()]
+
+
+# What is left behind.
+
+ENDS = {
+    "gloo": ["exit", "raise", "kill", "kill_all", "orphan", "fork", "fork_exit"],
+    "easydist_shm": ["exit", "raise", "kill", "kill_all", "orphan", "fork", "fork_exit"],
+    "queue": ["exit", "raise", "kill", "kill_first", "kill_all", "fork_exit"],
+}
+ENDED = [f"{kind}/{end}" for kind, ends in ENDS.items() for end in ends]
+AGAIN = ["gloo/again", "easydist_shm/again"]
+STATUS = {"raise": 1, "kill": -9, "kill_first": -9, "kill_all": -9, "orphan": -9}
+"""How a rank ends that does not end well."""
+
+MET = {"gloo": {"RemoteError"}, "easydist_shm": {"RemoteError"}, "queue": {"EOFError", "BrokenPipeError"}}
+"""What the others meet where it raised."""
+
+LOST = {"PeerLostError"}, {"PeerLostError", "EOFError"}
+"""What they meet where it was killed; the second where a writer has heard it before, and has closed its end."""
+
+
+def names():
+    """Files that have a name where shared memory may have one; folders are those of other tests."""
+    return {path for folder in SHARED_FOLDERS for path in Path(folder).glob("*easydist*") if not path.is_dir()}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Of each case what its ranks met, how they ended, and what was left; and the files with new names."""
+    folder, temporary = tmp_path_factory.mktemp("met"), tmp_path_factory.mktemp("temporary")
+    before = names()
+    rows = run("leaks.py", folder, *AGAIN, *ENDED, GLOO_SOCKET_IFNAME="lo", TMPDIR=str(temporary))
+    return {row["case"]: row for row in rows}, [*(names() - before), *temporary.iterdir()]
+
+
+@pytest.mark.parametrize("case", ENDED + AGAIN)
+def test_no_process_and_no_folder_has_the_memory_of_ranks_that_have_ended(case, ended):
+    found = ended[0][case]
+    assert found["files"] > len(found["statuses"])  # a page of each rank, and what they share
+    assert found["left"] == []
+
+
+def test_nothing_has_got_a_name(ended):
+    assert ended[1] == []
+
+
+@pytest.mark.parametrize("case", [case for case in ENDED if case.split("/")[1] in STATUS])
+def test_survivors_keep_nothing_of_a_group_that_broke(case, ended):
+    kind, how = case.split("/")
+    met = MET[kind] if how == "raise" else LOST[kind == "queue" and how != "kill_first"]
+    found = ended[0][case]
+    survivors = [rank for rank in range(3) if found["statuses"][rank] == 0]
+    assert [status for status in found["statuses"] if status] == [STATUS[how]] * (3 - len(survivors))
+    assert sorted(row["rank"] for row in found["ranks"]) == survivors
+    assert len(survivors) == (0 if how == "kill_all" else 2)
+    for row in found["ranks"]:
+        assert row["met"] in met
+        assert row["more"] == {}
+
+
+@pytest.mark.parametrize("case", [case for case in ENDED if case.split("/")[1] not in STATUS])
+def test_ranks_work_on_beside_children_and_end_without_cleanup(case, ended):
+    found = ended[0][case]
+    assert found["statuses"] == [0, 0, 0]
+    assert [row["gathered"] for row in found["ranks"]] == [[0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize("case", AGAIN)
+def test_groups_made_200_times_take_no_more_than_the_first(case, ended):
+    found = ended[0][case]
+    assert found["statuses"] == [0, 0]
+    for row in found["ranks"]:
+        assert row["more"] == {}
+        assert -1 not in row["slots"]  # numbers of groups that are gone have been given to others
+
+
+# Two hosts.
+
+HOSTS = ["named/verbs", "flat/verbs", "shared/verbs", "containers/verbs"]
+HOSTS += ["named/kill-3", "containers/kill-2", "containers/orphan-2"]
+LINK = f"ed{os.getpid()}"
+
+
+@contextlib.contextmanager
+def host():
+    """A process with a network, a process table and mounts of its own; they go with it, and it goes with this one."""
+    command = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c", "echo; exec cat"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            if not process.stdout.readline():
+                pytest.skip(f"no namespaces here: {process.stderr.read().decode().strip()}")
+            yield process.pid
+        finally:
+            process.kill()
+
+
+def link(pids):
+    """Connect two hosts."""
+    first, second = ("netns", str(pids[0])), ("netns", str(pids[1]))
+    steps = [["ip", "link", "add", LINK, *first, "type", "veth", "peer", "name", LINK, *second]]
+    for number, pid in enumerate(pids, 1):
+        inside = ["nsenter", f"--net=/proc/{pid}/ns/net", "ip"]
+        steps += [[*inside, "addr", "add", f"10.77.0.{number}/24", "dev", LINK]]
+        steps += [[*inside, "link", "set", name, "up"] for name in ("lo", LINK)]
+    for step in steps:
+        if (done := subprocess.run(step, capture_output=True, text=True, check=False)).returncode:
+            pytest.skip(f"no links between namespaces here: {done.stderr.strip()}")
+
+
+@pytest.fixture(scope="module")
+def on_two_hosts():
+    """Of each case what its ranks met, in order, and how they ended, host by host."""
+    if os.geteuid() or not all(map(shutil.which, ("ip", "nsenter", "unshare"))):
+        pytest.skip("network namespaces need root, ip, nsenter and unshare")
+    with host() as first, host() as second:
+        link([first, second])
+        rows = run("hosts.py", LINK, first, second, *HOSTS)
+    found = {case: ({}, {}) for case in HOSTS}
+    for row in rows:
+        by_rank, statuses = found[row["case"]]
+        if "rank" in row:
+            by_rank[row["rank"]] = row
+        else:
+            statuses[row["host"]] = row["statuses"]
+    return {case: ([by_rank[r] for r in sorted(by_rank)], ends[0] + ends[1]) for case, (by_rank, ends) in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [("named", "hierarchical"), ("containers", "hierarchical"), ("shared", "shm"), ("flat", "gloo")],
+)
+def test_verbs_on_two_hosts(kind, backend, on_two_hosts):
+    rows, statuses = on_two_hosts[f"{kind}/verbs"]
+    assert statuses == [0, 0, 0, 0]
+    assert [row["backend"] for row in rows] == [backend] * 4
+
+
+def crossed(rows, verb):
+    """Bytes that went over the link, in both directions, as seen by the first rank of each host."""
+    return rows[0][verb] + rows[2][verb]
+
+
+@pytest.mark.parametrize("verb", ["gather", "broadcast"])
+def test_bytes_over_the_link(verb, on_two_hosts):
+    flat, *others = [crossed(on_two_hosts[f"{k}/verbs"][0], verb) for k in ("flat", "named", "containers", "shared")]
+    assert flat > 3 * (8 << 20)
+    assert max(others[:2]) < (1 / 2 + 0.2) * flat
+    assert others[2] < 0.01 * flat
+
+
+@pytest.mark.parametrize(("case", "victim"), [("named/kill", 3), ("containers/kill", 2), ("containers/orphan", 2)])
+def test_rank_of_another_host_that_is_killed(case, victim, on_two_hosts):
+    rows, statuses = on_two_hosts[f"{case}-{victim}"]
+    assert statuses == [-9 if rank == victim else 0 for rank in range(4)]
+    assert [row["rank"] for row in rows] == [rank for rank in range(4) if rank != victim]
+    for row in rows:
+        assert row["type"] == "PeerLostError", row["text"]
+        assert f"rank {victim} is lost" in row["text"]
+        assert (row["fields"]["rank"], row["fields"]["pid"]) == (victim, row["pids"][victim])
