@@ -175,7 +175,7 @@ class Communicators:
 
     def let_go(self) -> None:
         """The group is no more: keep nothing of it alive until the garbage collector comes."""
-        self.watch.sever = _nothing
+        self.watch.detach()
         if isinstance(self._first.backend, Gloo):
             self._first.backend.watch = None
 
@@ -222,10 +222,6 @@ class Communicators:
         operation, site, left = self.watch.operation, self.watch.site, self.watch.left
         self.begin()
         self.watch.begin(operation, site, left)
-
-
-def _nothing() -> None:
-    """Nobody is connected."""
 
 
 def _timeout_of(group: dist.ProcessGroup | None) -> float:

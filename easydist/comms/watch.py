@@ -198,6 +198,10 @@ class Watch:
         if self.broken is not None:
             raise again(self.broken)
 
+    def detach(self) -> None:
+        """The group is no more."""
+        self.sever = _nothing
+
     def begin_anew(self) -> EasydistError | None:
         """The ranks come to connect anew; returns what has broken the old connections."""
         broken, self.broken = self.broken, None
