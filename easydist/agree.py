@@ -284,8 +284,14 @@ def _pack(call: Call, out: torch.Tensor) -> None:
 def _all_frames(comms: Communicators, nbytes: int) -> list[_Header]:
     frames = comms.frames
     comms.watch.is_awaited = True
-    comms.control.all_gather_upto(frames.rows, nbytes, async_op=False)
-    comms.watch.is_awaited = False
+    try:
+        comms.control.all_gather_upto(frames.rows, nbytes, async_op=False)
+    except EasydistError as error:
+        if not error.is_earlier:
+            raise
+        comms.connect_anew()  # a rank has failed in the call before this one, when the others had left it
+        comms.control.all_gather_upto(frames.rows, nbytes, async_op=False)
+    comms.watch.is_awaited = comms.watch.is_fresh = False
     headers = [_Header(*_NUMBERS.unpack_from(frames.view, r * frames.nbytes)) for r in range(comms.size)]
     if listeners:
         note_arrivals([header.came for header in headers])

@@ -23,10 +23,12 @@ class EasydistError(Exception):
     Attributes:
         raised_in: The communicators of the group, all of whose ranks raise this error.
         is_final: Whether the group cannot be connected anew.
+        is_earlier: Whether it ended a call that this rank had left before: the group need but be connected anew.
     """
 
     raised_in: object = None
     is_final = False
+    is_earlier = False
 
 
 class DisagreementError(EasydistError):

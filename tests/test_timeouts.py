@@ -319,6 +319,25 @@ def test_one_rank_without_memory_for_the_data_fails_the_call_on_all(rank, backen
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("verb", ["broadcast", "scatter"])
+@BACKENDS
+@distributed(world_size=3)
+def test_calls_stay_in_step_after_a_failure_that_some_do_not_notice(rank, backend, verb):
+    with made(backend) as group:
+        check_works(group, backend)
+        with no_memory_from(1) if rank == 1 else contextlib.nullcontext():
+            try:
+                found = outcome(lambda: getattr(easydist, verb)(TREE, 0, group=group, timeout=20) and "a result")
+            except MemoryError:
+                found = "MemoryError"
+        assert found in (["MemoryError"] if rank == 1 else ["RemoteError", "a result"])
+        for turn in range(3):
+            assert easydist.gather(10 * turn + rank, group=group, timeout=20).tolist() == [
+                10 * turn + r for r in range(3)
+            ]
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not memory._HAS_HUGE_PAGES, reason="needs Linux")
 @distributed(world_size=2)
 def test_what_dropped_results_leave_behind_has_a_limit():

@@ -64,6 +64,7 @@ class Watch:
         broken: What ended the group's exchanges; None while all is well.
         sever: Breaks this process's connections of the group: who waits in C++ for this rank, or is this rank, returns.
         is_awaited: Whether others wait for what this rank has to send in its call.
+        is_fresh: Whether nothing of this rank's call has been exchanged yet.
         waits_in_memory: Whether the group's ranks share memory, so that all of them look around while they wait.
         phase: Rises with every breach of the connections, to an odd number, and with every repair, to an even one.
         waits: Even outside of waits; rises with every beginning and end of one.
@@ -76,7 +77,7 @@ class Watch:
         self.broken: EasydistError | None = None
         self.sever: Callable[[], None] = _nothing
         self.waits_in_memory = False
-        self.is_awaited = False
+        self.is_awaited, self.is_fresh = False, True
         self._page = own_page() if size > 1 else None
         self.slot = self._page.new_slot() if self._page else -1
         if self._page is not None:
@@ -105,7 +106,7 @@ class Watch:
         self._seen_ended.clear()
         self.operation, self.site, self._place = operation, site, f"{operation}, call {self.number}, at {site}".encode()
         now, self._limit = time.monotonic(), self.timeout if timeout is None else timeout
-        self.is_awaited = False
+        self.is_awaited, self.is_fresh = False, peer is None
         self._deadline, self._warn_at = now + self._limit, now + WARN_AFTER
         self._listen_at = now + _LISTEN_EVERY
         if self._page is not None:
@@ -219,10 +220,17 @@ class Watch:
             if self.broken is not None:
                 return
             self.broken = error
+            error.is_earlier = error.is_earlier and self.is_fresh and not error.is_final
+            if error.is_earlier:  # this call begins again, and so do the others'
+                self._sever()
+                return
             kind = kind or next(kind for kind, cls in _KINDS.items() if isinstance(error, cls))
             self.say({"kind": kind, "text": str(error), "final": error.is_final, **vars(error), "raised_in": None})
-            if self.waits % 2 or not self.waits_in_memory:
-                self.sever()
+            self._sever()
+
+    def _sever(self) -> None:
+        if self.waits % 2 or not self.waits_in_memory:
+            self.sever()
 
     def interrupted(self, error: BaseException) -> None:
         """This rank leaves a call in the middle, because of Ctrl-C or the like."""
@@ -297,7 +305,7 @@ class Watch:
         if is_stale or not peer.is_same_group(words["slot"]):
             return None
         error = _KINDS[words["kind"]](words["text"])
-        error.is_final = words["final"]
+        error.is_final, error.is_earlier = words["final"], words["number"] < self.number
         for name in ("rank", "pid", "host", "exit_status"):
             if name in words:
                 setattr(error, name, words[name])
