@@ -70,7 +70,7 @@ def reduce(
         RemoteError: Another rank's tree could not be reduced.
 
     Cost: one header exchange, which carries a small tree (32 KiB in small groups); for a larger one an all-reduce per
-    dtype in which sums are kept, and one for each leaf of 256 KiB or more.
+    dtype in which sums are kept, and in shared memory one for each leaf of 256 KiB or more.
 
     Source: accelerate's ``reduce``.
     """
@@ -124,7 +124,7 @@ def _totals(
     begun = []
     for comm, indices in by_comm(comms, leaves.tensors, travelling, leaves.layout.packing.nbytes):
         for dtype, members in _by_dtype(leaves, indices, reduction):
-            for bucket in large_alone(members, nbytes):
+            for bucket in large_alone(members, nbytes) if comm.backend.shares_memory else [members]:
                 begun.append((bucket, *_begin(comm, leaves, dtype, bucket, op)))
     for bucket, flat, work in begun:
         work.wait()

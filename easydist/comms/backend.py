@@ -22,8 +22,10 @@ class Backend(ABC):
         device: Where the tensors are.
         rank: This process in the group.
         size: How many processes the group has.
+        shares_memory: Whether the ranks read each other's memory, so that one more copy costs as much as the exchange.
     """
 
+    shares_memory = False
     name: str
     device: torch.device
     rank: int

@@ -59,6 +59,7 @@ class Shm(Backend):
     """
 
     name = "shm"
+    shares_memory = True
     device = torch.device("cpu")
 
     def __init__(self, segment: Segment, rank: int, size: int, guard: Guard) -> None:
