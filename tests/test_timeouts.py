@@ -267,7 +267,7 @@ def test_a_timeout_in_one_of_many_groups_comes_to_all_and_is_repaired(rank, back
         assert of_all(outcome(lambda: easydist.gather(rank, group=late, timeout=5).tolist())) == [[0, 1]] * 2
 
 
-TREE = {"large": torch.ones(300_000), "small": [torch.ones(1000) for _ in range(30)]}
+TREE = {"large": torch.ones(300_000), "small": [torch.ones(1000) for _ in range(30)], "whole": torch.arange(9000)}
 FAULTS = {
     "gather": (lambda **options: easydist.gather(TREE, **options), (1, 2)),
     "reduce": (lambda **options: easydist.reduce(TREE, **options), (1, 2)),
