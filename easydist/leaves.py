@@ -161,7 +161,6 @@ class Layout:
     without holes in a packed buffer.
 
     Attributes:
-        order: Positions in the tree.
         places: Of each leaf in the tree its position in that order.
         ordered: From a sequence in the tree's order to a tuple in that one.
         placed: The inverse.
@@ -173,9 +172,9 @@ class Layout:
     """
 
     def __init__(self, paths: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Sequence[torch.Size]) -> None:
-        self.order = sorted(range(len(paths)), key=lambda i: (sort_key(dtypes[i]), paths[i]))
-        self.places = sorted(range(len(paths)), key=self.order.__getitem__)
-        self.ordered, self.placed = _picker(self.order), _picker(self.places)
+        order = sorted(range(len(paths)), key=lambda i: (sort_key(dtypes[i]), paths[i]))
+        self.places = sorted(range(len(paths)), key=order.__getitem__)
+        self.ordered, self.placed = _picker(order), _picker(self.places)
         self.paths, self.dtypes, self.shapes = self.ordered(paths), self.ordered(dtypes), self.ordered(shapes)
         self.packing = Packing(self.dtypes, self.shapes)
         self.fingerprint = fingerprint(self.rows())

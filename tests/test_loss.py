@@ -1,13 +1,10 @@
 """Ranks that are killed, stopped, late, interrupted or raise while others wait: real processes, real signals."""
 
 import functools
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import launching
 import pytest
 
 SCRIPT = Path(__file__).parent / "scripts" / "loss.py"
@@ -21,19 +18,8 @@ AT = r"at \S*loss.py:\d+"
 
 @functools.cache
 def launched():
-    """Of each case what every rank met, by rank, and how the ranks ended; and all that went to stderr."""
-    command = [sys.executable, str(SCRIPT), *("/".join(map(str, case)) for case in CASES)]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment, check=False)
-    found = {}
-    for row in map(json.loads, done.stdout.splitlines()):
-        rows, statuses = found.setdefault(row["case"], ({}, []))
-        if "rank" in row:
-            rows[row["rank"]] = row
-        else:
-            statuses += row["statuses"]
-    assert done.returncode == 0, done.stderr
-    return found, done.stderr
+    """What the ranks of all cases met."""
+    return launching.launched(SCRIPT, ["/".join(map(str, case)) for case in CASES])
 
 
 def outcome(world_size, backend, scenario):

@@ -3,15 +3,13 @@
 import contextlib
 import functools
 import gc
-import json
 import os
 import re
-import subprocess
-import sys
 import warnings
 from datetime import timedelta
 from pathlib import Path
 
+import launching
 import pytest
 import torch
 import torch.distributed as dist
@@ -78,20 +76,8 @@ def of_all(value):
 
 @functools.cache
 def launched():
-    """Of each case what every rank met, by rank, and how the ranks ended."""
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *CASES], capture_output=True, text=True, timeout=150, env=environment, check=False
-    )
-    found = {}
-    for row in map(json.loads, done.stdout.splitlines()):
-        rows, statuses = found.setdefault(row["case"], ({}, []))
-        if "rank" in row:
-            rows[row["rank"]] = row
-        else:
-            statuses += row["statuses"]
-    assert done.returncode == 0, done.stderr
-    return found
+    """What the ranks of all cases met."""
+    return launching.launched(SCRIPT, CASES)[0]
 
 
 @pytest.mark.slow

@@ -373,7 +373,7 @@ class Watch:
         if self._store is not None and self._has_far_peers():
             try:
                 return json.loads(self._store.get(key)) if self._store.check([key]) else None
-            except Exception:  # it has ended with rank 0, and would log each further attempt
+            except RuntimeError:  # it has ended with rank 0, and would log each further attempt
                 self._store = None
         return None
 
@@ -381,7 +381,7 @@ class Watch:
         if self._store is not None and self._has_far_peers():
             try:
                 self._store.set(key, text)
-            except Exception:
+            except RuntimeError:
                 self._store = None
 
     def _has_far_peers(self) -> bool:
