@@ -153,6 +153,7 @@ def launch(case: str) -> bool:
 
 def main(cases: list[str]) -> None:
     """Two cases at a time: most of their time is waiting."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
     halves = [cases[0::2], cases[1::2]]
     pids = []
     for half in halves:
