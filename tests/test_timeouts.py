@@ -5,6 +5,7 @@ import functools
 import gc
 import os
 import re
+import threading
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch.distributed as dist
 
 import easydist
 from easydist import CollectiveTimeout, ProcessState, RemoteError, memory
+from easydist.comms.sentry import sentry
+from easydist.comms.watch import Watch
 from easydist.testing import distributed
 
 SCRIPT = Path(__file__).parent / "scripts" / "timeouts.py"
@@ -321,6 +324,48 @@ def test_calls_stay_in_step_after_a_failure_that_some_do_not_notice(rank, backen
             assert easydist.gather(10 * turn + rank, group=group, timeout=20).tolist() == [
                 10 * turn + r for r in range(3)
             ]
+
+
+@contextlib.contextmanager
+def sentry_late_by_one_call():
+    """The sentry finds out why a wait is in vain, but says so only when the next call connects anew."""
+    find, begin_anew = Watch._late, Watch.begin_anew
+    anew, ticked = threading.Event(), threading.Event()
+
+    def late(*args):
+        if threading.current_thread().name == "easydist-sentry":
+            anew.wait(20)
+        return find(*args)
+
+    def begin(watch):
+        before = begin_anew(watch)
+        anew.set()
+        sentry().add(ticking := Watch(0, 1, 1.0))
+        ticking.publish = ticked.set  # looked at after the wait that had ended
+        assert ticked.wait(20)
+        return before
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Watch, "_late", late)
+        patch.setattr(Watch, "begin_anew", begin)
+        yield
+
+
+@pytest.mark.slow
+@distributed(world_size=3)
+def test_a_look_at_a_wait_that_has_ended_meanwhile_breaks_nothing(rank):
+    with made("gloo") as group, sentry_late_by_one_call() if rank == 2 else contextlib.nullcontext():
+        check_works(group, "gloo")
+        store, key = group.get_group_store(), "rank 0 gave up"
+        if rank == 1:
+            store.wait([key])
+        with pytest.raises(CollectiveTimeout, match="1 of 3 ranks did not come"):
+            easydist.gather(rank, group=group, timeout=(1.0, 20.0, 0.1)[rank])
+        if rank == 0:
+            store.set(key, "")
+        for turn in range(3):
+            gathered = easydist.gather(10 * turn + rank, group=group, timeout=20)
+            assert gathered.tolist() == [10 * turn + r for r in range(3)]
 
 
 @pytest.mark.slow

@@ -123,14 +123,14 @@ class _Posted:
             return
         if timeout is None and watch.left is not None:
             timeout = _FOREVER  # the sentry ends it when the call's time is over
-        watch.waits += 1
+        watch.begin_wait()
         wait = functools.partial(_wait_aside, watch) if self._is_large else dist.Work.wait
         try:
             wait(self._work) if timeout is None else wait(self._work, timeout)
         except RuntimeError as error:
             raise watch.explain(error, self._peer) from error
         finally:
-            watch.waits += 1
+            watch.end_wait()
         if watch.broken is not None:  # the message came when this rank had given up already
             watch.raise_if_broken()
 

@@ -20,7 +20,6 @@ from types import TracebackType
 from typing import Any
 
 from easydist.comms.watch import Watch
-from easydist.errors import EasydistError
 
 _TICK = 0.25
 _GRACE = 0.05
@@ -62,10 +61,12 @@ class Sentry:
         if interrupted:
             select.select([], [], [], _GRACE)
         for watch, number in waits.items():
-            if number % 2 and number == watch.waits:
-                self._look(watch, interrupted)
-            else:
-                watch.publish()
+            if interrupted and number % 2:
+                watch.interrupted(KeyboardInterrupt(), number)
+                continue
+            watch.publish()
+            if number % 2:
+                watch.look(number)
 
     def _stop(self) -> None:
         """End the thread: one that is in C++ when the interpreter ends would abort the process."""
@@ -80,14 +81,6 @@ class Sentry:
             numbers = self._signals.recv(4096)
             return signal.SIGINT in numbers and signal.getsignal(signal.SIGINT) is signal.default_int_handler
         return False
-
-    def _look(self, watch: Watch, interrupted: bool) -> None:
-        if interrupted:
-            watch.interrupted(KeyboardInterrupt())
-            return
-        watch.publish()
-        with contextlib.suppress(EasydistError):  # the waiting thread raises it
-            watch.guard(list(watch.peers))
 
 
 class signals_wake_sentry:  # noqa: N801 - a context manager, read as a phrase

@@ -67,7 +67,7 @@ class Watch:
         is_fresh: Whether nothing of this rank's call has been exchanged yet.
         waits_in_memory: Whether the group's ranks share memory, so that all of them look around while they wait.
         phase: Rises with every breach of the connections, to an odd number, and with every repair, to an even one.
-        waits: Even outside of waits; rises with every beginning and end of one.
+        waits: Even outside of waits in C++; rises with every beginning and end of one.
     """
 
     def __init__(self, rank: int, size: int, timeout: float, store: Store | None = None) -> None:
@@ -148,36 +148,63 @@ class Watch:
             CollectiveTimeout: The call's time is over.
         """
         self.raise_if_broken()
+        if (error := self._in_vain(awaited)) is not None:
+            self.give_up(error)
+        self.raise_if_broken()
+
+    def begin_wait(self) -> None:
+        """This process waits in C++, and the sentry looks around for it."""
+        self.waits += 1
+
+    def end_wait(self) -> None:
+        """It does not any more."""
+        with self._lock:  # what the sentry finds out about a wait breaks no later one
+            self.waits += 1
+
+    def look(self, wait: int) -> None:
+        """Look around for a thread that cannot; the sentry does, and the thread raises what ends its wait.
+
+        Args:
+            wait: The value of ``waits`` in that wait.
+        """
+        if self.broken is None and (error := self._in_vain(list(self.peers))) is not None:
+            self.give_up(error, wait=wait)
+
+    def _in_vain(self, awaited: Sequence[int]) -> EasydistError | None:
+        """Why there is nothing to wait for, where that is so."""
         for peer in self._unfinished(awaited):
-            error = self._heard(peer)
-            if error is None and peer.has_ended():
-                if peer.rank not in self._seen_ended:  # what it sent before may have come since the caller looked
-                    self._seen_ended.add(peer.rank)
-                    continue
-                error = self._lost(peer)
-            if error is not None:
-                self.give_up(error)
+            if (error := self._heard(peer) or self._end_of(peer)) is not None:
+                return error
         for peer in self._gave_up():
             if (error := self._heard(peer)) is not None:
-                self.give_up(error)
+                return error
         now = time.monotonic()
         if now >= self._listen_at:
             self._listen_at = now + _LISTEN_EVERY
-            self._listen_far()
+            if (error := self._heard_far()) is not None:
+                return error
         if now >= self._deadline:
-            self.give_up(self._late(awaited, self._limit))
+            return self._late(awaited, self._limit)
         if now >= self._warn_at:
             self._warn_at = now + WARN_AFTER
             _log.warning("%s", self._late(awaited, now + self._limit - self._deadline, "Still waiting."))
-        self.raise_if_broken()
+        return None
 
-    def _listen_far(self) -> None:
+    def _end_of(self, peer: Peer) -> EasydistError | None:
+        """The loss of a peer that had ended at the last look, too: what it sent before may have come since then."""
+        if not peer.has_ended():
+            return None
+        if peer.rank in self._seen_ended:
+            return self._lost(peer)
+        self._seen_ended.add(peer.rank)
+        return None
+
+    def _heard_far(self) -> EasydistError | None:
         """What ranks of other hosts say; a broken connection may be kept from showing, by a child that holds it too."""
         words = self._read(f"words/{self.phase}/last")
-        if words is not None and words["kind"] != "exception" and words["number"] <= self.number:
-            error = None if words["by"] == self.rank else self._heard(self.peers[words["by"]], far=True)
-            if error is not None:
-                self.give_up(error)
+        if words is None or words["kind"] == "exception" or words["number"] > self.number or words["by"] == self.rank:
+            return None
+        return self._heard(self.peers[words["by"]], far=True)
 
     def hear(self) -> None:
         """Listen once whether another rank has given the call up.
@@ -205,8 +232,9 @@ class Watch:
 
     def begin_anew(self) -> EasydistError | None:
         """The ranks come to connect anew; returns what has broken the old connections."""
-        broken, self.broken = self.broken, None
-        self._deaf_before, self.phase = time.time(), self.phase | 1
+        with self._lock:
+            broken, self.broken = self.broken, None
+            self._deaf_before, self.phase = time.time(), self.phase | 1
         return broken
 
     def end_anew(self) -> None:
@@ -214,10 +242,16 @@ class Watch:
         self.broken, self._deaf_before = None, 0.0
         self.phase += 1
 
-    def give_up(self, error: EasydistError, kind: str = "") -> None:
-        """This rank leaves the group's exchanges; all others hear why."""
+    def give_up(self, error: EasydistError, kind: str = "", wait: int | None = None) -> None:
+        """This rank leaves the group's exchanges; all others hear why.
+
+        Args:
+            error: Why.
+            kind: What others are told of it; empty: what its type says.
+            wait: Unless this wait in C++ has ended; None: in any case.
+        """
         with self._lock:  # the waiting thread and the sentry may find out together
-            if self.broken is not None:
+            if self.broken is not None or wait not in (None, self.waits):
                 return
             self.broken = error
             error.is_earlier = error.is_earlier and self.is_fresh and not error.is_final
@@ -232,10 +266,10 @@ class Watch:
         if self.waits % 2 or not self.waits_in_memory:
             self.sever()
 
-    def interrupted(self, error: BaseException) -> None:
-        """This rank leaves a call in the middle, because of Ctrl-C or the like."""
+    def interrupted(self, error: BaseException, wait: int | None = None) -> None:
+        """This rank leaves a call in the middle, because of Ctrl-C or the like; unless the wait has ended."""
         text = f"{self.operation}: rank {self.rank} was interrupted ({type(error).__name__})"
-        self.give_up(RemoteError(f"{text}\nThe next call of the group connects anew."), "interrupt")
+        self.give_up(RemoteError(f"{text}\nThe next call of the group connects anew."), "interrupt", wait)
 
     def failed(self, error: Exception) -> None:
         """This rank leaves a call in the middle, because of an error of its own."""

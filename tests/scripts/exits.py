@@ -5,20 +5,14 @@ Each rank leaves through the interpreter's own shutdown; where one is to be the 
 
 import gc
 import os
-import socket
 import sys
 
 import torch
+from forking import free_port, statuses
 
 import easydist
 
 WORLD_SIZE = 4
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def launch(last: int | None) -> bool:
@@ -38,7 +32,7 @@ def launch(last: int | None) -> bool:
         pids.append(pid)
     os.close(reading)
     os.close(writing)
-    print(last, *(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids), flush=True)
+    print(last, *statuses(pids), flush=True)
     return False
 
 

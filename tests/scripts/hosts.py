@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import torch
+from forking import statuses
 from loss import DEADLINE, others_wait
 
 import easydist
@@ -119,20 +120,20 @@ def forks(count):
         if pid == 0:
             return number, []
         pids.append(pid)
-    return None, [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    return None, statuses(pids)
 
 
 def launch(number, case, link, pids):
     """One case; True in all processes but the first."""
-    host, statuses = forks(len(pids))
+    host, ended = forks(len(pids))
     if host is None:
-        assert not any(statuses)
+        assert not any(ended)
         return False
     kind, size = case.split("/")[0], PER_HOST * len(pids)
     enter(pids[host], "net", *(["pid_for_children", "mnt"] if kind == "containers" else []))
-    local, statuses = forks(PER_HOST)
+    local, ended = forks(PER_HOST)
     if local is None:
-        os.write(1, (json.dumps({"case": case, "host": host, "statuses": statuses}) + "\n").encode())
+        os.write(1, (json.dumps({"case": case, "host": host, "statuses": ended}) + "\n").encode())
         return True
     rank = PER_HOST * host + local
     world = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": 29500 + number, "WORLD_SIZE": size}

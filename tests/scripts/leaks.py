@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from forking import side_by_side, statuses
 
 import easydist
 import easydist.process_group
@@ -205,7 +206,7 @@ def forked(leave):
     """The exit status of a child that ends by ``leave``."""
     if (child := os.fork()) == 0:
         leave(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return statuses([child])[0]
 
 
 def orphan():
@@ -249,27 +250,15 @@ def launch(case, folder):
     os.close(writing)
     with open(reading) as lines:  # ends with the last of them, children of theirs included
         rows = [json.loads(line) for line in lines]
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    ended = statuses(pids)
     files = {file for row in rows for file in row.pop("files", [])} - known
-    found = {"ranks": [row for row in rows if len(row) > 1], "statuses": statuses, "files": len(files)}
+    found = {"ranks": [row for row in rows if len(row) > 1], "statuses": ended, "files": len(files)}
     os.write(1, (json.dumps({"case": case, **found, "left": once(lambda: holders(files))}) + "\n").encode())
     return False
-
-
-def main(folder, *cases):
-    """Three cases at a time: much of their time is waiting."""
-    pids = []
-    for part in cases[0::3], cases[1::3], cases[2::3]:
-        pid = os.fork()
-        if pid == 0:
-            any(launch(case, Path(folder)) for case in part)  # ends in a rank, and goes on with its parent
-            return
-        pids.append(pid)
-    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
-    sys.exit(any(statuses))
 
 
 if __name__ == "__main__":
     gc.collect()
     gc.freeze()  # what was loaded before the fork need not be looked at, and so not copied
-    main(*sys.argv[1:])
+    folder, *cases = sys.argv[1:]
+    side_by_side(3, cases, lambda case: launch(case, Path(folder)))

@@ -9,11 +9,11 @@ The ranks are forked, so that torch is loaded once. What a rank does to the othe
 import json
 import os
 import signal
-import socket
 import sys
 import time
 
 import torch
+from forking import free_port, side_by_side, statuses
 
 import easydist
 from easydist import EasydistError, ProcessState
@@ -22,17 +22,13 @@ DEADLINE = 30.0
 TIMEOUT = {"stop": 1.0, "stop_inside": 1.0, "late": 1.0}
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def others_wait() -> None:
-    """Return when every other rank is in the next call."""
+    """Return when every other rank is in the next call, and other hosts know where this one is."""
     watch = ProcessState().communicators().watch
     deadline = time.monotonic() + DEADLINE
-    while not all((watch._number_of(peer) or 0) > watch.number for peer in watch.peers.values()):
+    while watch._published[0] < watch.number or not all(
+        (watch._number_of(peer) or 0) > watch.number for peer in watch.peers.values()
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     time.sleep(0.1)  # they have begun the call; now let them block in it
@@ -143,28 +139,14 @@ def launch(case: str) -> bool:
     if scenario == "interrupt" and signal.sigtimedwait([signal.SIGUSR1], DEADLINE):
         for pid in pids:
             os.kill(pid, signal.SIGINT)
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids[:-1]]
+    ended = statuses(pids[:-1])
     if scenario.startswith("stop"):
         os.kill(pids[-1], signal.SIGKILL)
-    statuses.append(os.waitstatus_to_exitcode(os.waitpid(pids[-1], 0)[1]))
-    os.write(1, (json.dumps({"case": case, "statuses": statuses}) + "\n").encode())
+    ended += statuses(pids[-1:])
+    os.write(1, (json.dumps({"case": case, "statuses": ended}) + "\n").encode())
     return False
 
 
-def main(cases: list[str]) -> None:
-    """Two cases at a time: most of their time is waiting."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
-    halves = [cases[0::2], cases[1::2]]
-    pids = []
-    for half in halves:
-        pid = os.fork()
-        if pid == 0:
-            any(launch(case) for case in half)  # ends in a rank, and goes on with its parent
-            return
-        pids.append(pid)
-    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
-    sys.exit(any(statuses))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
+    side_by_side(2, sys.argv[1:], launch)

@@ -8,18 +8,17 @@ JSON. What ends a wait is an event: a byte in a pipe, or the first byte of the d
 
 import contextlib
 import faulthandler
-import gc
 import json
 import logging
 import os
 import select
 import signal
-import socket
 import sys
 import threading
 import time
 
 import torch
+from forking import free_port, side_by_side, statuses
 
 DEADLINE = 40.0
 NUMEL = 1 << 26  # of float32: 256 MB
@@ -133,12 +132,6 @@ def work(scenario: str, rank: int, pipe: tuple[int, int]) -> dict:
     return call_unchecked(rank) if scenario == "check" else lose(scenario, rank)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def launch(case: str) -> bool:
     """Fork the ranks and wait for them; True in a rank."""
     scenario, backend = case.split("/")
@@ -156,25 +149,9 @@ def launch(case: str) -> bool:
             os.write(1, (json.dumps(row) + "\n").encode())
             return True
         pids.append(pid)
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    os.write(1, (json.dumps({"case": case, "statuses": statuses}) + "\n").encode())
+    os.write(1, (json.dumps({"case": case, "statuses": statuses(pids)}) + "\n").encode())
     return False
 
 
-def main(cases: list[str]) -> None:
-    """Two cases at a time: much of their time is waiting."""
-    pids = []
-    for half in (cases[0::2], cases[1::2]):
-        pid = os.fork()
-        if pid == 0:
-            any(launch(case) for case in half)  # ends in a rank, and goes on with its parent
-            return
-        pids.append(pid)
-    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
-    sys.exit(any(statuses))
-
-
-gc.collect()
-gc.freeze()  # what was loaded before the fork need not be copied to be collected when a rank ends
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    side_by_side(2, sys.argv[1:], launch)

@@ -1,0 +1,30 @@
+"""What the scripts that fork their ranks share; torch is loaded once then."""
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+
+
+def free_port() -> int:
+    """A port that nobody listened on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def statuses(pids: Sequence[int]) -> list[int]:
+    """How these children end, negative for a signal."""
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def side_by_side(count: int, cases: Sequence[str], launch: Callable[[str], bool]) -> None:
+    """Launch ``count`` cases at a time, as most of their time is waiting; ``launch`` is true in a rank."""
+    pids = []
+    for first in range(count):
+        pid = os.fork()
+        if pid == 0:
+            any(launch(case) for case in cases[first::count])  # ends in a rank, and goes on with its parent
+            return
+        pids.append(pid)
+    sys.exit(any(statuses(pids)))
