@@ -295,8 +295,8 @@ def _all_frames(comms: Communicators, nbytes: int) -> list[_Header]:
     headers = [_Header(*_NUMBERS.unpack_from(frames.view, r * frames.nbytes)) for r in range(comms.size)]
     if listeners:
         note_arrivals([header.came for header in headers])
-    if headers[comms.rank].came > min([header.came for header in headers]) + _LATE:
-        comms.watch.hear()  # the others may have given up: what they sent before that is not a call
+    if time.time_ns() > min([header.came for header in headers]) + _LATE:
+        comms.watch.hear()  # who came early may have given up: what it sent before that is not a call
     return headers
 
 

@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from easydist.comms.far_store import FarStore
 from easydist.comms.peer import RECORD_NBYTES, Peer, by_host, record
 from easydist.comms.sharing import await_keys, is_wanted
 from easydist.comms.shm import Shm
@@ -145,9 +146,10 @@ class Meeting:
 
     def _tell(self, key: str, mine: str, ranks: Sequence[int]) -> list[str]:
         """What ``ranks`` tell under this key; this rank tells ``mine`` if it is one of them."""
+        store = FarStore(self.store)
         if self.rank in ranks:
-            self.store.set(f"{key}/{self.rank}", mine)
-        await_keys(self.store, key, ranks, self._look_around)
+            store.set(f"{key}/{self.rank}", mine)
+        await_keys(store, key, ranks, self._look_around)
         return [self.store.get(f"{key}/{r}").decode() for r in ranks]
 
     def _look_around(self, missing: Sequence[int]) -> None:

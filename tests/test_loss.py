@@ -12,7 +12,9 @@ SCENARIOS = ["kill", "exit", "raise", "stop", "late", "interrupt", "together", "
 CASES = [(3, "shm", name) for name in SCENARIOS]
 CASES += [(3, "gloo", name) for name in SCENARIOS]
 CASES += [(size, "shm", name) for size in (2, 4) for name in ("kill", "late", "raise")]
-CASES += [(4, "0011", name) for name in ("kill", "late", "interrupt", "stop")] + [(4, "0001", "kill")]  # two hosts
+CASES += [(4, "0011", name) for name in ("kill", "late", "interrupt", "stop", "store_stops")] + [
+    (4, "0001", "kill")
+]  # two hosts
 AT = r"at \S*loss.py:\d+"
 
 
@@ -102,6 +104,19 @@ def test_who_comes_late_hears_that_the_others_gave_up_and_all_connect_anew(world
     for row in rows.values():
         assert f"\n  rank {world_size - 1}: missing; last seen in gather, call 2, " in row["text"]
         assert row["next"] == list(range(world_size))
+
+
+@pytest.mark.slow
+@cases("store_stops")
+def test_where_the_store_s_process_is_stopped_the_others_say_so_in_time_and_all_connect_anew(
+    world_size, backend, scenario
+):
+    rows = outcome(world_size, backend, scenario)[0]
+    for rank in range(world_size):
+        assert rows[rank]["type"] == "CollectiveTimeout"
+        assert rows[rank]["next"] == list(range(world_size))
+    assert "alive but stopped (SIGSTOP)\n" in rows[1]["text"]
+    assert "\nThe store by which hosts hear of one another does not answer: is rank 0, or " in rows[1]["text"]
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: igno
 from easydist.comms.backend import Backend
 from easydist.comms.c10d import Gloo, over
 from easydist.comms.comm import TorchComm
+from easydist.comms.far_store import FarStore
 from easydist.comms.hierarchical import Hierarchical
 from easydist.comms.peer import RECORD_NBYTES, Peer, by_host, record
 from easydist.comms.sentry import sentry, signals_wake_sentry
@@ -81,7 +82,8 @@ class Communicators:
         self._hosts: Hosts = []
         self._store = None if group is None or self.size == 1 else PrefixStore("easydist", group.get_group_store())
         self._data = {control.get_device().type: control}
-        self.watch = Watch(self.rank, self.size, _timeout_of(group), self._store)
+        store = None if self._store is None else FarStore(self._store)
+        self.watch = Watch(self.rank, self.size, _timeout_of(group), store)
         self.frames = Frames(self.size)
         self._is_deaf = False
         self._pid = os.getpid()
@@ -198,12 +200,12 @@ class Communicators:
         before = watch.begin_anew()
         store = PrefixStore(f"{watch.phase}", self._store)
         try:
-            self._await_all(store)
+            self._await_all(FarStore(store))
         finally:
             watch.broken = watch.broken or before
         self._rebuild(gloo_beside(self._group, store, watch.left))
 
-    def _await_all(self, store: Store) -> None:
+    def _await_all(self, store: FarStore) -> None:
         """Meet in the store, where one can look around while waiting: gloo itself cannot be interrupted."""
         try:
             store.set(f"here/{self.rank}", "")

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from easydist.comms.backend import Backend
 from easydist.comms.comm import TorchComm
+from easydist.comms.far_store import FarStore
 from easydist.comms.shm import Shm
 from easydist.comms.solo import Solo
 from easydist.comms.watch import Watch
@@ -36,7 +36,7 @@ def is_wanted() -> bool:
     return os.environ.get("EASYDIST_SHM", "1") != "0"
 
 
-def await_keys(store: Store, key: str, ranks: Sequence[int], guard: Callable[[Sequence[int]], None]) -> None:
+def await_keys(store: FarStore, key: str, ranks: Sequence[int], guard: Callable[[Sequence[int]], None]) -> None:
     """Wait until ``ranks`` have set ``key/<rank>``, looking around meanwhile: the store's own wait would not.
 
     Args:

@@ -16,8 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torch.distributed import Store  # type: ignore[attr-defined]
-
+from easydist.comms.far_store import FarStore
 from easydist.comms.peer import Peer, status_text
 from easydist.errors import CollectiveTimeout, EasydistError, PeerLostError, RemoteError
 from easydist.shm import own_page
@@ -41,6 +40,7 @@ _LISTEN_EVERY = 1.0
 
 _IDLE = 0.05
 """Seconds without a call after which this process may have missed what its peers said."""
+_SILENT = "The store by which hosts hear of one another does not answer: is rank 0, or the launcher, stopped?\n"
 _NEXT = {
     CollectiveTimeout: "Bring every rank to this call, or give it more time (timeout=); the next call connects anew.",
     PeerLostError: "The group cannot go on without it: start the job again, or make a group of those that are left.",
@@ -70,7 +70,7 @@ class Watch:
         waits: Even outside of waits in C++; rises with every beginning and end of one.
     """
 
-    def __init__(self, rank: int, size: int, timeout: float, store: Store | None = None) -> None:
+    def __init__(self, rank: int, size: int, timeout: float, store: FarStore | None = None) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
         self.peers = {r: Peer(r) for r in range(size) if r != rank}
         self.number, self.phase, self.waits = 0, 0, 0
@@ -374,6 +374,7 @@ class Watch:
         missing = missing if self._peer is None else [self._peer]
         who = f"{len(missing)} of {self.size} ranks did not come" if missing else "all ranks came, but not their data,"
         lines = [self._row(rank, rank in missing) for rank in range(self.size) if self.size <= _ROWS or rank in missing]
+        advice = _SILENT + advice if self._is_deaf else advice
         head = f"{self.operation}: {who} within {seconds:.3g} s"
         error = CollectiveTimeout("\n".join([head, *lines[:_ROWS], advice]))
         error.missing = tuple(missing)
@@ -386,7 +387,8 @@ class Watch:
         place = self._place_of(peer)
         state = f"came; {place or 'nothing more is known'}"
         if is_missing:
-            state = f"missing; last seen in {place}" if place else "missing; not seen in this group yet"
+            unseen = "nothing is known of it" if self._is_deaf else "not seen in this group yet"
+            state = f"missing; last seen in {place}" if place else f"missing; {unseen}"
         condition = peer.condition(even_if_well=is_missing)
         return f"  rank {rank}: {state}" + (f"; {condition}" if condition else "")
 
@@ -397,6 +399,11 @@ class Watch:
             self._published = now
             self._write(f"seen/{self.rank}", json.dumps([self.number, self._place.decode()]))
 
+    @property
+    def _is_deaf(self) -> bool:
+        """Whether nothing is to be heard from other hosts."""
+        return self._store is not None and self._store.is_silent
+
     def _place_of(self, peer: Peer) -> str:
         return peer.place() if peer.is_visible else (self._read(f"seen/{peer.rank}") or [0, ""])[1]
 
@@ -406,7 +413,7 @@ class Watch:
     def _read(self, key: str) -> Any:
         if self._store is not None and self._has_far_peers():
             try:
-                return json.loads(self._store.get(key)) if self._store.check([key]) else None
+                return json.loads(self._store.get(key) or "null")
             except RuntimeError:  # it has ended with rank 0, and would log each further attempt
                 self._store = None
         return None

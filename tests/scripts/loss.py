@@ -19,7 +19,7 @@ import easydist
 from easydist import EasydistError, ProcessState
 
 DEADLINE = 30.0
-TIMEOUT = {"stop": 1.0, "stop_inside": 1.0, "late": 1.0}
+TIMEOUT = {"stop": 1.0, "stop_inside": 1.0, "late": 1.0, "store_stops": 1.0}
 
 
 def others_wait() -> None:
@@ -44,7 +44,7 @@ def others_gave_up() -> None:
 
 
 def misbehave(scenario: str) -> None:
-    """What the last rank does instead of coming to the call at once."""
+    """What one rank does instead of coming to the call at once."""
     others_wait()
     if scenario == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -52,7 +52,7 @@ def misbehave(scenario: str) -> None:
         sys.exit(3)
     if scenario == "raise":
         raise ValueError("bad batch")
-    if scenario == "stop":
+    if scenario in ("stop", "store_stops"):
         os.kill(os.getpid(), signal.SIGSTOP)
     if scenario == "interrupt":
         try:
@@ -81,12 +81,12 @@ def data_exchange(rank: int, world_size: int, scenario: str) -> None:
 
 
 def meet(scenario: str, rank: int, world_size: int) -> None:
-    """The call that the last rank spoils."""
+    """The call that the last rank spoils, or the one that keeps the store."""
     if scenario == "together":
         return together(rank, world_size)
     if scenario.endswith("inside"):
         return data_exchange(rank, world_size, scenario)
-    if rank == world_size - 1:
+    if rank == (0 if scenario == "store_stops" else world_size - 1):
         misbehave(scenario)
     easydist.gather({"x": torch.ones(3)}, timeout=TIMEOUT.get(scenario))
     return None
@@ -107,7 +107,9 @@ def work(case: str, rank: int, world_size: int) -> None:
             raise
         row |= {"type": "ValueError", "text": str(error)}
     row["seconds"] = time.monotonic() - start
-    if scenario in ("late", "together", "interrupt"):
+    if scenario == "store_stops" and rank == 1:
+        os.kill(pids[0], signal.SIGCONT)
+    if scenario in ("late", "together", "interrupt", "store_stops"):
         row["next"] = easydist.gather(rank).tolist()
     elif row["type"] is not None:
         try:
