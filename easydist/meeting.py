@@ -17,9 +17,9 @@ from datetime import timedelta
 import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from easydist.comms.far_store import FarStore
+from easydist.comms.far_store import POLL, FarStore
 from easydist.comms.peer import RECORD_NBYTES, Peer, by_host, record
-from easydist.comms.sharing import await_keys, is_wanted
+from easydist.comms.sharing import is_wanted
 from easydist.comms.shm import Shm
 from easydist.comms.watch import Watch
 from easydist.errors import CollectiveTimeout
@@ -149,7 +149,10 @@ class Meeting:
         store = FarStore(self.store)
         if self.rank in ranks:
             store.set(f"{key}/{self.rank}", mine)
-        await_keys(store, key, ranks, self._look_around)
+        missing = list(ranks)
+        while missing := [r for r in missing if not store.check([f"{key}/{r}"])]:
+            self._look_around(missing)
+            time.sleep(POLL)
         return [self.store.get(f"{key}/{r}").decode() for r in ranks]
 
     def _look_around(self, missing: Sequence[int]) -> None:

@@ -5,6 +5,7 @@ import functools
 import gc
 import os
 import re
+import signal
 import threading
 import warnings
 from datetime import timedelta
@@ -324,6 +325,48 @@ def test_calls_stay_in_step_after_a_failure_that_some_do_not_notice(rank, backen
             assert easydist.gather(10 * turn + rank, group=group, timeout=20).tolist() == [
                 10 * turn + r for r in range(3)
             ]
+
+
+@pytest.mark.slow
+@BACKENDS
+@distributed(world_size=3)
+def test_who_gives_up_while_the_group_connects_anew_fails_the_call_on_all(rank, backend):
+    """Rank 0 gives up two calls before the others come to the first of them; all raise in both."""
+    with made(backend) as group:
+        check_works(group, backend)
+        store = group.get_group_store()
+        if rank > 0:
+            store.wait(["rank 0 gave up"])
+        for _ in range(2):
+            with pytest.raises(CollectiveTimeout, match=r"2 of 3 ranks did not come within 0\.2 s"):
+                easydist.gather(rank, group=group, timeout=0.2 if rank == 0 else 20)
+        if rank == 0:
+            store.set("rank 0 gave up", "")
+        for turn in range(3):
+            gathered = easydist.gather(10 * turn + rank, group=group, timeout=20)
+            assert gathered.tolist() == [10 * turn + r for r in range(3)]
+        check_works(group, backend)
+
+
+@pytest.mark.slow
+@BACKENDS
+@distributed(world_size=3)
+def test_who_is_interrupted_while_the_group_connects_anew_meets_the_others_in_its_next_call(rank, backend):
+    """Rank 0 is interrupted in two calls to which the others never come: they are ahead of them, then in step."""
+    with made(backend) as group:
+        check_works(group, backend)
+        store = group.get_group_store()
+        for _ in range(2 if rank == 0 else 0):
+            timer = threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT])
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                easydist.gather(rank, group=group)
+            timer.join()
+        store.set("interrupted", "") if rank == 0 else store.wait(["interrupted"])
+        for turn in range(3):
+            gathered = easydist.gather(10 * turn + rank, group=group, timeout=20)
+            assert gathered.tolist() == [10 * turn + r for r in range(3)]
+        check_works(group, backend)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import time
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, cast
@@ -17,11 +18,11 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: igno
 from easydist.comms.backend import Backend
 from easydist.comms.c10d import Gloo, over
 from easydist.comms.comm import TorchComm
-from easydist.comms.far_store import FarStore
+from easydist.comms.far_store import POLL, FarStore
 from easydist.comms.hierarchical import Hierarchical
 from easydist.comms.peer import RECORD_NBYTES, Peer, by_host, record
 from easydist.comms.sentry import sentry, signals_wake_sentry
-from easydist.comms.sharing import Hosts, attach, await_keys, is_wanted
+from easydist.comms.sharing import Hosts, attach, is_wanted
 from easydist.comms.solo import Solo
 from easydist.comms.watch import Watch
 from easydist.errors import PeerLostError
@@ -33,6 +34,9 @@ _SLOT = 1 << 16
 _LARGE = 1 << 19
 _LARGE_SLOTS = (2 << 20, 1 << 19, 1 << 17)
 """Large steps beat many small ones, as every step may cost context switches; 8 MB was slower again than 2."""
+
+_CONNECTED = 30.0
+"""Seconds in which ranks that have all come are connected."""
 
 _FORKED = "this process was forked from one of the group's: start it anew to use the group"
 
@@ -200,20 +204,43 @@ class Communicators:
         before = watch.begin_anew()
         store = PrefixStore(f"{watch.phase}", self._store)
         try:
-            self._await_all(FarStore(store))
+            self._meet_anew(FarStore(store))
+            backend = self._connected(PrefixStore(f"{watch.number}", store))
         finally:
             watch.broken = watch.broken or before
-        self._rebuild(gloo_beside(self._group, store, watch.left))
+        self._rebuild(backend)
 
-    def _await_all(self, store: FarStore) -> None:
-        """Meet in the store, where one can look around while waiting: gloo itself cannot be interrupted."""
+    def _meet_anew(self, store: FarStore) -> None:
+        """Meet in the store, where one can look around while waiting: gloo itself cannot be interrupted.
+
+        The ranks meet in one call: in the last that any of them has come to, as who was interrupted is ahead of others.
+        """
+        watch, told = self.watch, -1
         try:
-            store.set(f"here/{self.rank}", "")
-            await_keys(store, "here", list(self.watch.peers), self.watch.guard)
-        except RuntimeError as error:  # of the store; what the guard raises is none
-            text = f"{self.watch.operation}: the store in which the ranks meet is gone, and so is the rank that kept it"
-            self.watch.give_up(PeerLostError(text))
+            while True:
+                if told < watch.number:
+                    store.set(f"here/{self.rank}", str(told := watch.number))
+                numbers = {rank: int(store.get(f"here/{rank}") or 0) for rank in watch.peers}
+                watch.guard([rank for rank, number in numbers.items() if number < told])
+                if max(numbers.values()) > told:
+                    watch.catch_up(max(numbers.values()))
+                elif min(numbers.values()) == told:
+                    return watch.hear()
+                else:
+                    time.sleep(POLL)
+        except RuntimeError as error:  # of the store; what the watch raises is none
+            text = f"{watch.operation}: the store in which the ranks meet is gone, and so is the rank that kept it"
+            watch.give_up(PeerLostError(text))
             raise PeerLostError(text) from error
+
+    def _connected(self, store: Store) -> Gloo:
+        """New connections, which take no time where all ranks have come; gloo cannot look around while it connects."""
+        assert self._group is not None
+        limit = min(self.watch.left or _CONNECTED, _CONNECTED)
+        try:
+            return gloo_beside(self._group, store, limit)
+        except RuntimeError as error:
+            raise self.watch.unconnected(limit) from error
 
     def _rebuild(self, backend: Gloo) -> None:
         old, self.control = self.control, TorchComm(backend, self.control.get_name())

@@ -20,6 +20,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 T = TypeVar("T")
 
+POLL = 0.005
+"""Seconds between two looks of whoever waits for a key: the store's own wait cannot be interrupted."""
+
 _PATIENCE = 0.5
 """Seconds in which a store that answers at all has answered."""
 

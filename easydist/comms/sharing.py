@@ -6,14 +6,12 @@ import functools
 import json
 import logging
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from easydist.comms.backend import Backend
 from easydist.comms.comm import TorchComm
-from easydist.comms.far_store import FarStore
 from easydist.comms.shm import Shm
 from easydist.comms.solo import Solo
 from easydist.comms.watch import Watch
@@ -27,27 +25,10 @@ _log = logging.getLogger("easydist")
 _NBYTES = 256
 """The length of the message that names a segment."""
 
-_POLL = 0.005
-"""Seconds between two looks into a store."""
-
 
 def is_wanted() -> bool:
     """Whether this process uses shared memory; ``EASYDIST_SHM=0`` says no."""
     return os.environ.get("EASYDIST_SHM", "1") != "0"
-
-
-def await_keys(store: FarStore, key: str, ranks: Sequence[int], guard: Callable[[Sequence[int]], None]) -> None:
-    """Wait until ``ranks`` have set ``key/<rank>``, looking around meanwhile: the store's own wait would not.
-
-    Args:
-        store: Where they meet.
-        key: What they set.
-        ranks: Those that are awaited.
-        guard: Called with those still missing; raises to end the wait.
-    """
-    while ranks := [rank for rank in ranks if not store.check([f"{key}/{rank}"])]:
-        guard(ranks)
-        time.sleep(_POLL)
 
 
 def attach(control: TorchComm, watch: Watch, hosts: Hosts, slots: Sequence[int]) -> tuple[Backend, Hosts]:

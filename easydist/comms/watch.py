@@ -90,7 +90,7 @@ class Watch:
         self._end_of_time = self._deadline = self._warn_at = self._listen_at = float("inf")
         self._published = (0, b"")
         self._lock = threading.Lock()
-        self._deaf_before = 0.0
+        self._anew_since = 0.0
 
     def begin(self, operation: str, site: str, timeout: float | None = None, peer: int | None = None) -> None:
         """A call begins.
@@ -234,12 +234,18 @@ class Watch:
         """The ranks come to connect anew; returns what has broken the old connections."""
         with self._lock:
             broken, self.broken = self.broken, None
-            self._deaf_before, self.phase = time.time(), self.phase | 1
+            self._anew_since, self.phase = time.time(), self.phase | 1
         return broken
+
+    def catch_up(self, number: int) -> None:
+        """Others have come to a call of a higher number than this rank, as they were interrupted in one before it."""
+        self.number = number
+        if self._page is not None:
+            self._page.begin(self.slot, number, self._place)
 
     def end_anew(self) -> None:
         """They are connected."""
-        self.broken, self._deaf_before = None, 0.0
+        self.broken = None
         self.phase += 1
 
     def give_up(self, error: EasydistError, kind: str = "", wait: int | None = None) -> None:
@@ -296,6 +302,14 @@ class Watch:
             assert self.broken is not None
             return again(self.broken)
 
+    def unconnected(self, seconds: float) -> EasydistError:
+        """Why the ranks have met, but were not connected within so many seconds: one has left again."""
+        everyone = list(self.peers)
+        why = self._in_vain(everyone) or self._in_vain(everyone)  # who has ended is lost at the second look
+        self.give_up(why or self._late(everyone, seconds))
+        assert self.broken is not None
+        return again(self.broken)
+
     def _cause(self, error: Exception, broken: Peer) -> EasydistError:
         if "imed out" in str(error):
             return self._late(list(self.peers), self._limit)
@@ -335,8 +349,7 @@ class Watch:
             return None
         if words["kind"] == "exception":
             return self._ended_with(peer, words["text"])
-        is_stale = words["phase"] < self.phase or words["time"] < self._deaf_before
-        if is_stale or not peer.is_same_group(words["slot"]):
+        if words["phase"] < self.phase or self._is_passed(words) or not peer.is_same_group(words["slot"]):
             return None
         error = _KINDS[words["kind"]](words["text"])
         error.is_final, error.is_earlier = words["final"], words["number"] < self.number
@@ -346,6 +359,13 @@ class Watch:
         if isinstance(error, CollectiveTimeout):
             error.missing = tuple(words.get("missing", ()))
         return error
+
+    def _is_passed(self, words: dict[str, Any]) -> bool:
+        """Whether words are about an attempt to connect anew that ended before this one."""
+        if not self.phase % 2:
+            return False
+        was_interrupted = words["kind"] == "interrupt" and words["time"] < self._anew_since
+        return was_interrupted or int(words["number"]) < self.number
 
     def _ended_with(self, peer: Peer, text: str) -> RemoteError:
         head = f"{self.operation}: rank {peer.rank} ended with an exception while rank {self.rank} waited for it"
