@@ -73,7 +73,7 @@ def table(rank: int) -> Iterator[Work]:
 
 def primitives(world_size: int) -> Iterator[Work]:
     """What the verbs are made of, beside gloo; and the copies that a gather in shared memory needs at least."""
-    comms = easydist.ProcessState().communicators()
+    comms = easydist.ProcessState().communicators().met()
     small, large = torch.ones(2, dtype=torch.int64), torch.ones(1 << 22)
     smalls, _larges = torch.empty(2 * world_size, dtype=torch.int64), torch.empty(world_size << 22)
     comm, bulk = comms.control, comms.cpu(large.nbytes)

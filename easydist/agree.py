@@ -289,7 +289,8 @@ def _all_frames(comms: Communicators, nbytes: int) -> list[_Header]:
     except EasydistError as error:
         if not error.is_earlier:
             raise
-        comms.connect_anew()  # a rank has failed in the call before this one, when the others had left it
+        comms.make_ready()  # a rank has failed in the call before this one, when the others had left it
+        comms.watch.is_awaited = True
         comms.control.all_gather_upto(frames.rows, nbytes, async_op=False)
     comms.watch.is_awaited = comms.watch.is_fresh = False
     headers = [_Header(*_NUMBERS.unpack_from(frames.view, r * frames.nbytes)) for r in range(comms.size)]

@@ -45,13 +45,13 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
             comms.watch.begin(self._operation, site, self._timeout, self._peer)
             self._signals = comms.hears_signals(self._peer is not None)
             self._signals.__enter__()
-            if comms.watch.broken is not None:
-                self._connect_anew()
+            if comms.watch.broken is not None or not comms.has_met:
+                self._make_ready()
         return comms
 
-    def _connect_anew(self) -> None:
+    def _make_ready(self) -> None:
         try:
-            self._comms.connect_anew()
+            self._comms.make_ready()
         except BaseException as error:  # Python does not call __exit__ where __enter__ has raised
             self.__exit__(type(error), error, error.__traceback__)
             raise
@@ -132,7 +132,7 @@ class Notes:
     def __init__(self, comms: Communicators, operation: str, peer: int | None, site: str) -> None:
         self.start = time.time_ns()
         self.operation, self.site, self.peer = operation, site, peer
-        self.group, self.rank, self.size = comms.control.get_name(), comms.rank, comms.size
+        self.group, self.rank, self.size = comms.name, comms.rank, comms.size
         self.came: list[int] = []
         self.nbytes: int | None = None
         self._around, _open.notes = _open.notes, self

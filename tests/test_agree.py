@@ -123,7 +123,7 @@ def test_a_sub_group_disagrees_on_its_own(rank):
 @contextlib.contextmanager
 def counted():
     """The operations of the default group's control communicator, in order."""
-    control = easydist.ProcessState().communicators().control
+    control = easydist.ProcessState().communicators().met().control
     names = [name for name in dir(type(control)) if name.startswith(("all_", "broad", "gather", "scatter", "barrier"))]
     operations = []
     for name in names:

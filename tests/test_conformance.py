@@ -23,7 +23,7 @@ def sub_group(rank, world_size):
     """A new group with its ranks in the same order."""
     from easydist.state import communicators
 
-    return communicators(dist.new_group(list(range(world_size)))).control
+    return communicators(dist.new_group(list(range(world_size)))).met().control
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ def on_hosts(hosts, rank):
 
 def over_hosts(hosts, rank):
     with on_hosts(hosts, rank):
-        comm = communicators().control
+        comm = communicators().met().control
     assert isinstance(comm.backend, Hierarchical)
     return comm
 
@@ -78,7 +78,7 @@ def counted(hosts, rank, is_flat=False):
     comm = TorchComm(Gloo(group, torch.device("cpu"), "gloo"), "counted")
     if not is_flat:
         with on_hosts(hosts, rank):
-            comm = of_comm(comm).control
+            comm = of_comm(comm).met().control
         assert isinstance(comm.backend, Hierarchical)
     group.sent = 0
     return comm, group
@@ -141,7 +141,7 @@ def test_frames_of_a_host_are_one_message_no_longer_than_they_are(rank):
 def test_reductions_have_the_same_bits_everywhere(hosts, rank, world_size):
     hosts = (hosts * 2)[:world_size]
     with on_hosts(hosts, rank):
-        comm = communicators().control
+        comm = communicators().met().control
     every = [torch.randn(30_001, generator=torch.Generator().manual_seed(r)) for r in range(world_size)]
     of_hosts = [sum(every[r] for r in range(world_size) if hosts[r] == host) for host in dict.fromkeys(hosts)]
     mine = every[rank].clone()
@@ -201,7 +201,7 @@ def test_verbs(hosts, rank, world_size):
         with pytest.raises(DisagreementError, match="ranks disagree on 1 of 1 leaves"):
             easydist.gather(torch.ones(2, rank))
         assert easydist.gather(rank).tolist() == list(range(world_size))
-        assert isinstance(communicators().control.backend, Hierarchical)
+        assert isinstance(communicators().met().control.backend, Hierarchical)
 
 
 @pytest.mark.slow
@@ -222,7 +222,7 @@ def test_rank_that_cannot_attach_is_a_host_of_its_own(rank):
     with on_hosts(PAIRS, rank), pytest.MonkeyPatch.context() as patch:
         if rank == 3:
             patch.setattr(Segment, "attach", refuse)
-        comm = communicators().control
+        comm = communicators().met().control
     assert isinstance(comm.backend, Hierarchical)
     assert communicators()._hosts == [[0, 1], [2], [3]]
     assert easydist.gather(rank).tolist() == [0, 1, 2, 3]
@@ -237,14 +237,14 @@ def test_without_shared_memory_on_one_rank_all_go_through_gloo(rank):
     with on_hosts(PAIRS, rank), pytest.MonkeyPatch.context() as patch:
         if rank == 3:
             patch.setenv("EASYDIST_SHM", "0")
-        assert communicators().control.get_backend() == "gloo"
+        assert communicators().met().control.get_backend() == "gloo"
         assert easydist.gather(rank).tolist() == [0, 1, 2, 3]
 
 
 @distributed(world_size=2)
 def test_each_rank_alone_on_its_host(rank):
     with on_hosts("01", rank):
-        assert communicators().control.get_backend() == "gloo"
+        assert communicators().met().control.get_backend() == "gloo"
 
 
 @distributed(world_size=4)

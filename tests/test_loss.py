@@ -11,6 +11,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "loss.py"
 SCENARIOS = ["kill", "exit", "raise", "stop", "late", "interrupt", "together", "kill_inside", "stop_inside"]
 CASES = [(3, "shm", name) for name in SCENARIOS]
 CASES += [(3, "gloo", name) for name in SCENARIOS]
+CASES += [(3, "shm", "kill_first"), (3, "gloo", "kill_first"), (4, "0011", "kill_first")]
 CASES += [(size, "shm", name) for size in (2, 4) for name in ("kill", "late", "raise")]
 CASES += [(4, "0011", name) for name in ("kill", "late", "interrupt", "stop", "store_stops")] + [
     (4, "0001", "kill")
@@ -58,11 +59,22 @@ def test_a_process_that_ends_is_named(world_size, backend, scenario):
         )
         assert re.fullmatch(
             rf"gather: rank {world_size - 1} is lost: process {lost} on \S+{what}\n"
-            rf"  rank {world_size - 1} was last seen in gather, call [23], {AT}\n"
-            rf"  rank \d waited in gather, call 3, {AT}\n"
+            rf"  rank {world_size - 1} was last seen in gather, call [12], {AT}\n"
+            rf"  rank \d waited in gather, call 2, {AT}\n"
             r"The group cannot go on without it: start the job again, or make a group of those that are left\.",
             row["text"],
         ), (rank, row["text"])
+        assert row["next"] == "PeerLostError"
+
+
+@pytest.mark.slow
+@cases("kill_first")
+def test_a_process_that_ends_before_the_ranks_have_met_is_missed(world_size, backend, scenario):
+    rows, status = survivors(world_size, backend, scenario, "PeerLostError")
+    assert status == -9
+    for row in rows:
+        assert re.match(rf"gather: rank {world_size - 1} is lost: it has left before the ranks had met\n", row["text"])
+        assert row["fields"]["rank"] == world_size - 1
         assert row["next"] == "PeerLostError"
 
 
@@ -89,10 +101,10 @@ def test_a_stopped_process_is_said_to_be_alive_and_stopped(world_size, backend, 
         if scenario == "stop":
             assert row["fields"]["missing"] == [world_size - 1]
             assert row["text"].startswith(f"gather: 1 of {world_size} ranks did not come within 1 s\n")
-            state = "missing; last seen in gather, call 2"
+            state = "missing; last seen in gather, call 1"
         else:
             assert row["text"].startswith("gather: all ranks came, but not their data, within 1 s\n")
-            state = "came; gather, call 3"
+            state = "came; gather, call 2"
         assert re.search(rf"\n  rank {world_size - 1}: {state}, {AT}{condition}", row["text"])
 
 
@@ -102,7 +114,7 @@ def test_who_comes_late_hears_that_the_others_gave_up_and_all_connect_anew(world
     rows = outcome(world_size, backend, scenario)[0]
     assert [rows[rank]["type"] for rank in range(world_size)] == ["CollectiveTimeout"] * world_size
     for row in rows.values():
-        assert f"\n  rank {world_size - 1}: missing; last seen in gather, call 2, " in row["text"]
+        assert f"\n  rank {world_size - 1}: missing; last seen in gather, call 1, " in row["text"]
         assert row["next"] == list(range(world_size))
 
 

@@ -355,7 +355,7 @@ def test_a_rank_outside_a_mesh_is_told_so(rank):
 
 @distributed(world_size=EVERY)
 def test_group_takes_a_communicator(rank, world_size):
-    comm = ProcessState().communicators().control
+    comm = ProcessState().communicators().met().control
     assert easydist.gather(torch.tensor([rank]), group=comm).tolist() == list(range(world_size))
     assert easydist.gather(torch.tensor([rank]), group=dist.group.WORLD).tolist() == list(range(world_size))
 

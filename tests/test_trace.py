@@ -17,7 +17,7 @@ ALL = (1, 2, 3)
 def arrive_last(rank, world_size):
     """Return on the last rank when the others' headers for their next call, which say when they came, are written."""
     easydist.wait_for_everyone()
-    control, store = communicators().control, dist.group.WORLD.get_group_store()
+    control, store = communicators().met().control, dist.group.WORLD.get_group_store()
     exchange = control.all_gather_upto
 
     def announced(*args, **kwargs):
@@ -41,7 +41,7 @@ def test_each_call_is_a_record(rank, world_size):
     assert all(call.site.startswith("tests/test_trace.py:") for call in trace.calls)
     assert len({call.site for call in trace.calls}) == 3
     assert all((call.rank, call.size, call.peer, call.error) == (rank, world_size, None, None) for call in trace.calls)
-    assert {call.group for call in trace.calls} == {communicators().control.get_name()}
+    assert {call.group for call in trace.calls} == {communicators().met().control.get_name()}
     assert gather.nbytes == 28
     assert objects.nbytes > 100
     assert meeting.nbytes is None

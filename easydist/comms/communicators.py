@@ -67,29 +67,41 @@ class Frames:
 
 
 class Communicators:
-    """The communicators of one group.
+    """The communicators of one group. The ranks meet in their first call, as far as they have not met before.
+
+    Args:
+        control: A communicator of the group on the CPU; None where it has none.
+        group: The group; None where ``control`` is all that there is of it.
 
     Attributes:
-        control: Carries headers, sizes and objects; its tensors are on the CPU.
+        control: Carries headers, sizes and objects; its tensors are on the CPU. There once the ranks have met.
+        name: The group's.
         rank: This process in the group.
         size: How many processes the group has.
+        has_met: Whether the ranks know one another.
         watch: Looks after the waits of its calls.
         frames: Where headers arrive.
     """
 
-    def __init__(self, control: TorchComm, group: dist.ProcessGroup | None = None) -> None:
-        self.control = control
-        self.rank, self.size = control.get_rank(), control.get_size()
+    control: TorchComm
+    _first: TorchComm
+
+    def __init__(self, control: TorchComm | None, group: dist.ProcessGroup | None = None) -> None:
+        if control is not None:
+            self.control = self._first = control
+            self.name, self.rank, self.size = control.get_name(), control.get_rank(), control.get_size()
+        elif group is not None:
+            self.name, self.rank, self.size = group.group_name, group.rank(), group.size()
         self._group = group
         self._bulk: TorchComm | None = None
-        self._first = control
         self._hosts: Hosts = []
         self._store = None if group is None or self.size == 1 else PrefixStore("easydist", group.get_group_store())
-        self._data = {control.get_device().type: control}
+        self._data = {} if control is None else {control.get_device().type: control}
         store = None if self._store is None else FarStore(self._store)
         self.watch = Watch(self.rank, self.size, _timeout_of(group), store)
         self.frames = Frames(self.size)
-        self._is_deaf = False
+        self.has_met = self.size == 1
+        self._is_deaf = True
         self._pid = os.getpid()
 
     def demand_own_process(self) -> None:
@@ -101,22 +113,39 @@ class Communicators:
         if os.getpid() != self._pid:
             raise RuntimeError(_FORKED)
 
-    def begin(self) -> None:
-        """Learn who the other ranks are, and share memory with them where that is possible; on every rank.
+    def met(self) -> Communicators:
+        """The same, for use outside of a call: if the ranks have not met, they do now; on every rank.
 
         Raises:
             EasydistError: They did not all come.
         """
-        if self.size == 1:
-            return
+        if not self.has_met:
+            self.watch.begin("the first call of the group", "easydist")
+            self.make_ready()
+            self.watch.end()
+        return self
+
+    def make_ready(self) -> None:
+        """In a call: connect the ranks, if that has not been done or has to be done again.
+
+        Raises:
+            EasydistError: They did not all come.
+        """
+        if self.watch.broken is not None or not self._is_connected:
+            self.connect_anew()
+        elif not self.has_met:
+            self._meet()
+
+    def _meet(self) -> None:
+        """Learn who the other ranks are, and share memory with them where that is possible."""
         self._watch_over()
-        self.watch.begin("the first call of the group", "easydist")
-        near, self._hosts = attach(self.control, self.watch, self._meet(), [_SLOT])
+        self.watch.is_awaited = True
+        near, self._hosts = attach(self.control, self.watch, self._introduce(), [_SLOT])
         if len(self._hosts) < self.size:
             self._data["cpu"] = self.control = self._over(near, 0)
         self.watch.waits_in_memory = self.control.get_backend() == "shm"
         self._is_deaf = isinstance(self.control.backend, Gloo | Hierarchical)
-        self.watch.end()
+        self.watch.is_awaited, self.has_met = False, True
 
     def _watch_over(self) -> None:
         """Have the waits of the control communicator looked after."""
@@ -130,9 +159,9 @@ class Communicators:
         if near.size < self.size:
             assert isinstance(self._first.backend, Gloo)
             near = Hierarchical(near, self._first.backend, self._hosts, channel)
-        return TorchComm(near, self._first.get_name())
+        return TorchComm(near, self.name)
 
-    def _meet(self) -> Hosts:
+    def _introduce(self) -> Hosts:
         """Learn which processes the other ranks are, and which may share memory."""
         rows = torch.empty((self.size, RECORD_NBYTES), dtype=torch.uint8, device="cpu")
         is_ours = type(self.control.backend) is Gloo  # a backend of the user's own is there to be used
@@ -170,20 +199,29 @@ class Communicators:
         comm = self._data.get(device.type)
         if comm is None:
             backend = None if self._group is None else over(self._group, device)
-            comm = self._data[device.type] = TorchComm(backend, self.control.get_name()) if backend else self.control
+            comm = self._data[device.type] = TorchComm(backend, self.name) if backend else self.control
         return comm
+
+    @property
+    def _is_connected(self) -> bool:
+        return hasattr(self, "control")
+
+    @property
+    def _gloo(self) -> Gloo | None:
+        """What connects the ranks, where it is gloo."""
+        backend = self._first.backend if self._is_connected else None
+        return backend if isinstance(backend, Gloo) else None
 
     def groups(self) -> list[dist.ProcessGroup]:
         """The group, and the one that was made beside it, where there is one."""
-        backend = self._first.backend
-        made = [backend._group] if isinstance(backend, Gloo) else []
+        made = [self._gloo._group] if self._gloo else []
         return made if self._group is None else [self._group, *made]
 
     def let_go(self) -> None:
         """The group is no more: keep nothing of it alive until the garbage collector comes."""
         self.watch.detach()
-        if isinstance(self._first.backend, Gloo):
-            self._first.backend.watch = None
+        if self._gloo:
+            self._gloo.watch = None
 
     def hears_signals(self, between_two: bool) -> AbstractContextManager[None]:
         """While this lasts, Ctrl-C ends the waits of the group."""
@@ -243,14 +281,12 @@ class Communicators:
             raise self.watch.unconnected(limit) from error
 
     def _rebuild(self, backend: Gloo) -> None:
-        old, self.control = self.control, TorchComm(backend, self.control.get_name())
-        self._first = self.control
-        self._data = {kind: self.control if comm is old else comm for kind, comm in self._data.items()}
-        self._bulk = None
+        kept = {kind: comm for kind, comm in self._data.items() if comm is not self._data.get("cpu")}
+        self.control = self._first = TorchComm(backend, self.name)
+        self._data = kept | {"cpu": self.control}
+        self._bulk, self.has_met = None, False
         self.watch.end_anew()
-        operation, site, left = self.watch.operation, self.watch.site, self.watch.left
-        self.begin()
-        self.watch.begin(operation, site, left)
+        self._meet()
 
 
 def _timeout_of(group: dist.ProcessGroup | None) -> float:
@@ -270,17 +306,15 @@ SOLO = Communicators(TorchComm(Solo(), "solo"))
 
 
 def of_group(group: dist.ProcessGroup) -> Communicators:
-    """The communicators of ``group``, made at the first call; on every rank of the group in the same order."""
+    """The communicators of ``group``."""
     found = _CACHE.get(group)
     if found is None:
         for gone in [known for known in _CACHE if known not in dist.distributed_c10d._world.pg_map]:
             _CACHE.pop(gone).let_go()  # a destroyed group would hold its connections as long as it is known here
         if group in _parents:
             raise RuntimeError(_FORKED)
-        store = PrefixStore("easydist/control", group.get_group_store())
-        control = over(group) or gloo_beside(group, store)
-        found = _CACHE[group] = Communicators(TorchComm(control, group.group_name), group)
-        found.begin()
+        backend = over(group)
+        found = _CACHE[group] = Communicators(TorchComm(backend, group.group_name) if backend else None, group)
     return found
 
 
@@ -300,7 +334,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def of_comm(comm: TorchComm) -> Communicators:
-    """The communicators of a group that is given by a communicator on the CPU, made at the first call.
+    """The communicators of a group that is given by a communicator on the CPU.
 
     Raises:
         ValueError: ``comm`` is not on the CPU, so that headers cannot travel on it.
@@ -309,7 +343,6 @@ def of_comm(comm: TorchComm) -> Communicators:
         raise ValueError(f"group= needs a communicator on the CPU, or the ProcessGroup itself; got {comm!r}")
     if comm.communicators is None:
         comm.communicators = Communicators(comm)
-        comm.communicators.begin()
     return cast(Communicators, comm.communicators)
 
 

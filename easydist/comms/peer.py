@@ -137,6 +137,10 @@ class Peer:
             words = json.loads(text) if text else None
         except ValueError:  # read while they were being written
             return None
+        return self.recent(words)
+
+    def recent(self, words: dict[str, Any] | None) -> dict[str, Any] | None:
+        """What it has said, unless that was before the group was made."""
         return words if words is None or words["time"] >= self._born else None
 
     def condition(self, even_if_well: bool = True) -> str:

@@ -28,6 +28,9 @@ WARN_AFTER = float(os.environ.get("EASYDIST_WARN_AFTER", "30"))
 _GRACE = 1.5
 """Seconds in which a process whose connection broke has to end or to leave its last words."""
 
+_UNMET_GRACE = 0.5
+"""The same for one that has not been met: its end cannot be seen, and its words were in the store before."""
+
 _ROWS = 32
 _KINDS: dict[str, type[EasydistError]] = {
     "late": CollectiveTimeout,
@@ -313,7 +316,7 @@ class Watch:
     def _cause(self, error: Exception, broken: Peer) -> EasydistError:
         if "imed out" in str(error):
             return self._late(list(self.peers), self._limit)
-        deadline = time.monotonic() + _GRACE
+        deadline = time.monotonic() + (_GRACE if broken.pid else _UNMET_GRACE)
         while time.monotonic() < deadline:
             for peer in [broken, *self.peers.values()]:
                 if cause := self._heard(peer, far=True):
@@ -321,9 +324,6 @@ class Watch:
                 if peer.has_ended() and (peer is broken or peer in self._unfinished([peer.rank])):
                     return self._heard(peer, far=True) or self._lost(peer)
             time.sleep(0.005)
-        if broken.pid is None:  # before the ranks had met
-            text = f"{self.operation}: rank {broken.rank} has left, or gave up\nThe next call connects anew."
-            return RemoteError(text)
         return self._lost(broken, ": its connection broke")
 
     def _unfinished(self, ranks: Iterable[int]) -> list[Peer]:
@@ -344,12 +344,14 @@ class Watch:
         """What a peer has said about its end, or about the group's."""
         words = peer.words()
         if words is None and far and not peer.is_visible:
-            words = self._read(f"words/{self.phase}/{peer.rank}")
+            words = peer.recent(self._read(f"words/{self.phase}/{peer.rank}"))
         if words is None:
             return None
         if words["kind"] == "exception":
             return self._ended_with(peer, words["text"])
-        if words["phase"] < self.phase or self._is_passed(words) or not peer.is_same_group(words["slot"]):
+        # Of a peer that has not been met only the store is read, and that is the group's own.
+        is_ours = peer.is_same_group(words["slot"]) if peer.pid else words["number"] <= self.number
+        if words["phase"] < self.phase or self._is_passed(words) or not is_ours:
             return None
         error = _KINDS[words["kind"]](words["text"])
         error.is_final, error.is_earlier = words["final"], words["number"] < self.number
@@ -375,9 +377,9 @@ class Watch:
 
     def _lost(self, peer: Peer, what: str = "") -> PeerLostError:
         status = peer.exit_status() if peer.is_visible else None
-        who = f"process {peer.pid} on {peer.host}" if peer.pid else "its process, of which nothing is known"
-        what = what or f" ended ({status_text(status)})"
-        head = f"{self.operation}: rank {peer.rank} is lost: {who}{what}"
+        what = f"process {peer.pid} on {peer.host}{what or f' ended ({status_text(status)})'}"
+        what = what if peer.pid else "it has left before the ranks had met"
+        head = f"{self.operation}: rank {peer.rank} is lost: {what}"
         error = PeerLostError("\n".join([head, *self._last_seen(peer), _NEXT[PeerLostError]]))
         error.rank, error.pid, error.host, error.exit_status = peer.rank, peer.pid, peer.host, status
         return error

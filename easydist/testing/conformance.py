@@ -81,7 +81,7 @@ def default_group(rank: int, world_size: int) -> TorchComm:
     """The communicator over the default process group, for ``check_comm``."""
     from easydist.state import communicators
 
-    return communicators().control
+    return communicators().met().control
 
 
 def run_battery(make: Callable[[int, int], TorchComm], rank: int, world_size: int) -> None:

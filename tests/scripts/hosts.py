@@ -79,7 +79,7 @@ def verbs(link, rank, size):
         check(rank, size, numel)
     mine = normal(rank, NUMEL)
     return {
-        "backend": ProcessState().communicators().control.get_backend(),
+        "backend": ProcessState().communicators().met().control.get_backend(),
         "gather": crossed(link, lambda: easydist.gather(mine)),
         "broadcast": crossed(link, lambda: easydist.broadcast(mine, from_process=1)),
     }

@@ -13,6 +13,7 @@ import sys
 import time
 
 import torch
+import torch.distributed as dist
 from forking import free_port, side_by_side, statuses
 
 import easydist
@@ -86,7 +87,11 @@ def meet(scenario: str, rank: int, world_size: int) -> None:
         return together(rank, world_size)
     if scenario.endswith("inside"):
         return data_exchange(rank, world_size, scenario)
-    if rank == (0 if scenario == "store_stops" else world_size - 1):
+    if scenario == "kill_first":
+        dist.barrier(ProcessState().process_group)
+        if rank == world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    elif rank == (0 if scenario == "store_stops" else world_size - 1):
         misbehave(scenario)
     easydist.gather({"x": torch.ones(3)}, timeout=TIMEOUT.get(scenario))
     return None
@@ -94,7 +99,7 @@ def meet(scenario: str, rank: int, world_size: int) -> None:
 
 def work(case: str, rank: int, world_size: int) -> None:
     scenario = case.split("/")[2]
-    pids = easydist.gather(os.getpid()).tolist()
+    pids = None if scenario == "kill_first" else easydist.gather(os.getpid()).tolist()
     row = {"case": case, "rank": rank, "pids": pids, "type": None, "text": ""}
     start = time.monotonic()
     try:
