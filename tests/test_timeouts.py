@@ -368,6 +368,48 @@ def test_who_is_interrupted_while_the_group_connects_anew_meets_the_others_in_it
         check_works(group, backend)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("is_late", [False, True], ids=["others wait", "others come later"])
+@pytest.mark.parametrize("has_met", [False, True], ids=["first call", "later call"])
+@BACKENDS
+@distributed(world_size=3)
+def test_a_rank_that_waits_for_another_in_vain_leaves_all_in_step(rank, backend, has_met, is_late):
+    with made(backend) as group:
+        if has_met:
+            check_works(group, backend)
+        store = group.get_group_store()
+        if rank == 0:
+            with pytest.raises(
+                CollectiveTimeout, match=r"^recv_tensor_dict: 1 of 3 ranks did not come within 0\.3 s\n"
+            ):
+                easydist.recv_tensor_dict(1, group=group, timeout=0.3)
+            store.set("rank 0 gave up", "")
+        elif is_late:
+            store.wait(["rank 0 gave up"])
+        for turn in range(3):
+            gathered = easydist.gather(10 * turn + rank, group=group, timeout=20)
+            assert gathered.tolist() == [10 * turn + r for r in range(3)]
+        check_works(group, backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("numel", [3, 1 << 19])
+@BACKENDS
+@distributed(world_size=3)
+def test_two_ranks_talk_before_the_third_has_come(rank, backend, numel):
+    with made(backend) as group:
+        store = group.get_group_store()
+        if rank == 0:
+            easydist.send_tensor_dict({"x": torch.arange(numel)}, 1, group=group, timeout=20)
+        elif rank == 1:
+            got = easydist.recv_tensor_dict(0, group=group, timeout=20)
+            assert torch.equal(got["x"], torch.arange(numel))
+            store.set("received", "")
+        else:
+            store.wait(["received"])
+        check_works(group, backend)
+
+
 @contextlib.contextmanager
 def sentry_late_by_one_call():
     """The sentry finds out why a wait is in vain, but says so only when the next call connects anew."""

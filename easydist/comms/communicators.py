@@ -25,7 +25,7 @@ from easydist.comms.sentry import sentry, signals_wake_sentry
 from easydist.comms.sharing import Hosts, attach, is_wanted
 from easydist.comms.solo import Solo
 from easydist.comms.watch import Watch
-from easydist.errors import PeerLostError
+from easydist.errors import EasydistError, PeerLostError
 from easydist.shm import own_page
 
 _SLOT = 1 << 16
@@ -88,7 +88,6 @@ class Communicators:
 
     def __init__(self, control: TorchComm | None, group: dist.ProcessGroup | None = None) -> None:
         if control is not None:
-            self.control = self._first = control
             self.name, self.rank, self.size = control.get_name(), control.get_rank(), control.get_size()
         elif group is not None:
             self.name, self.rank, self.size = group.group_name, group.rank(), group.size()
@@ -96,10 +95,12 @@ class Communicators:
         self._bulk: TorchComm | None = None
         self._hosts: Hosts = []
         self._store = None if group is None or self.size == 1 else PrefixStore("easydist", group.get_group_store())
-        self._data = {} if control is None else {control.get_device().type: control}
+        self._data: dict[str, TorchComm] = {}
         store = None if self._store is None else FarStore(self._store)
         self.watch = Watch(self.rank, self.size, _timeout_of(group), store)
         self.frames = Frames(self.size)
+        if control is not None:
+            self._use(control)
         self.has_met = self.size == 1
         self._is_deaf = True
         self._pid = os.getpid()
@@ -126,19 +127,32 @@ class Communicators:
         return self
 
     def make_ready(self) -> None:
-        """In a call: connect the ranks, if that has not been done or has to be done again.
+        """In a call: connect the ranks, if that has not been done or has to be done again; all of them have to come.
+
+        Two ranks alone need not know more of one another than how to send.
 
         Raises:
             EasydistError: They did not all come.
         """
-        if self.watch.broken is not None or not self._is_connected:
-            self.connect_anew()
-        elif not self.has_met:
+        peer, self.watch.peer = self.watch.peer, None
+        try:
+            if self.watch.broken is not None or not self._is_connected:
+                self.connect_anew()
+            elif not self.has_met and peer is None:
+                self._meet_first()
+        finally:
+            self.watch.peer = peer
+
+    def _meet_first(self) -> None:
+        try:
             self._meet()
+        except EasydistError as error:
+            if not error.is_earlier:
+                raise
+            self.connect_anew()  # two ranks have failed before the others came
 
     def _meet(self) -> None:
         """Learn who the other ranks are, and share memory with them where that is possible."""
-        self._watch_over()
         self.watch.is_awaited = True
         near, self._hosts = attach(self.control, self.watch, self._introduce(), [_SLOT])
         if len(self._hosts) < self.size:
@@ -147,10 +161,10 @@ class Communicators:
         self._is_deaf = isinstance(self.control.backend, Gloo | Hierarchical)
         self.watch.is_awaited, self.has_met = False, True
 
-    def _watch_over(self) -> None:
-        """Have the waits of the control communicator looked after."""
-        backend = self.control.backend
-        if isinstance(backend, Gloo):
+    def _use(self, control: TorchComm) -> None:
+        """Talk by this communicator, and have its waits looked after."""
+        self.control = self._first = self._data[control.get_device().type] = control
+        if self.size > 1 and isinstance(backend := control.backend, Gloo):
             backend.watch, self.watch.sever = self.watch, backend.sever
             sentry().add(self.watch)
 
@@ -281,9 +295,9 @@ class Communicators:
             raise self.watch.unconnected(limit) from error
 
     def _rebuild(self, backend: Gloo) -> None:
-        kept = {kind: comm for kind, comm in self._data.items() if comm is not self._data.get("cpu")}
-        self.control = self._first = TorchComm(backend, self.name)
-        self._data = kept | {"cpu": self.control}
+        cpu = self._data.get("cpu")
+        self._data = {kind: comm for kind, comm in self._data.items() if comm is not cpu}
+        self._use(TorchComm(backend, self.name))
         self._bulk, self.has_met = None, False
         self.watch.end_anew()
         self._meet()

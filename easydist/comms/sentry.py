@@ -44,7 +44,8 @@ class Sentry:
 
     def add(self, watch: Watch) -> None:
         """Look after the waits of one more group."""
-        self._watches = [ref for ref in self._watches if ref()] + [weakref.ref(watch)]  # the thread may be reading it
+        known = [ref for ref in self._watches if ref() not in (None, watch)]
+        self._watches = [*known, weakref.ref(watch)]  # never changed: the thread may be reading it
 
     def watches(self) -> list[Watch]:
         """All groups whose waits it looks after."""

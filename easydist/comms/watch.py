@@ -64,6 +64,7 @@ class Watch:
         number: Counts the calls of this group.
         operation: The verb of the call that began last.
         site: Where the call was made that began last.
+        peer: The only other rank that takes part in the call; None: all do.
         broken: What ended the group's exchanges; None while all is well.
         sever: Breaks this process's connections of the group: who waits in C++ for this rank, or is this rank, returns.
         is_awaited: Whether others wait for what this rank has to send in its call.
@@ -88,7 +89,7 @@ class Watch:
         self._store = store
         self.operation, self.site, self._place = "", "", b""
         self._limit, self._ended = timeout, 0.0
-        self._peer: int | None = None
+        self.peer: int | None = None
         self._seen_ended: set[int] = set()
         self._end_of_time = self._deadline = self._warn_at = self._listen_at = float("inf")
         self._published = (0, b"")
@@ -104,7 +105,7 @@ class Watch:
             timeout: Seconds; None is the group's.
             peer: The only other rank that takes part; such calls are not counted. None: all do.
         """
-        self._peer, slot = peer, self.slot if peer is None else -1
+        self.peer, slot = peer, self.slot if peer is None else -1
         self.number += peer is None
         self._seen_ended.clear()
         self.operation, self.site, self._place = operation, site, f"{operation}, call {self.number}, at {site}".encode()
@@ -122,15 +123,15 @@ class Watch:
         for peer in self.peers.values():
             if (words := peer.words()) is None:
                 continue
-            is_missed = words["kind"] == "interrupt" or (words["kind"] == "remote" and words["number"] < self.number)
-            if is_missed and (error := self._heard(peer)) is not None:
+            is_missed = words["number"] < self.number and words["kind"] != "exception"
+            if (is_missed or words["kind"] == "interrupt") and (error := self._heard(peer)) is not None:
                 self.broken = error
 
     def end(self, is_done: bool = True) -> None:
         """The call has ended; unless ``is_done`` without having sent all that others wait for."""
         self._deadline = self._warn_at = self._end_of_time
         self._ended = time.monotonic()
-        if self._page is not None and is_done and self._peer is None:
+        if self._page is not None and is_done and self.peer is None:
             self._page.end(self.slot)
 
     @property
@@ -288,8 +289,8 @@ class Watch:
 
     def say(self, words: dict[str, Any]) -> None:
         """Leave last words for the others."""
-        # Where the words are not about a collective that lasts, they are from after the one that began last.
-        number = self.number + (self._peer is not None or self.left is None)
+        # Where the words are not about a collective that lasts, they are from between the last and the next.
+        number = self.number + 0.5 * (self.peer is not None or self.left is None)
         about = {"slot": self.slot, "phase": self.phase, "time": time.time(), "by": self.rank, "number": number}
         text = json.dumps({**about, **words})
         if self._page is not None:
@@ -327,13 +328,13 @@ class Watch:
         return self._lost(broken, ": its connection broke")
 
     def _unfinished(self, ranks: Iterable[int]) -> list[Peer]:
-        if self._peer is not None:
-            return [self.peers[self._peer]]
+        if self.peer is not None:
+            return [self.peers[self.peer]]
         return [self.peers[r] for r in ranks if r in self.peers and not self.peers[r].has_finished(self.number)]
 
     def _gave_up(self) -> list[Peer]:
         """Peers that have left this call, or one before it, in the middle; they may have begun others since."""
-        if self._peer is not None:
+        if self.peer is not None:
             return []
         said = [(peer, peer.words()) for peer in self.peers.values()]
         return [
@@ -350,7 +351,7 @@ class Watch:
         if words["kind"] == "exception":
             return self._ended_with(peer, words["text"])
         # Of a peer that has not been met only the store is read, and that is the group's own.
-        is_ours = peer.is_same_group(words["slot"]) if peer.pid else words["number"] <= self.number
+        is_ours = peer.is_same_group(words["slot"]) if peer.pid else words["number"] < self.number + 1
         if words["phase"] < self.phase or self._is_passed(words) or not is_ours:
             return None
         error = _KINDS[words["kind"]](words["text"])
@@ -367,7 +368,7 @@ class Watch:
         if not self.phase % 2:
             return False
         was_interrupted = words["kind"] == "interrupt" and words["time"] < self._anew_since
-        return was_interrupted or int(words["number"]) < self.number
+        return was_interrupted or float(words["number"]) < self.number
 
     def _ended_with(self, peer: Peer, text: str) -> RemoteError:
         head = f"{self.operation}: rank {peer.rank} ended with an exception while rank {self.rank} waited for it"
@@ -393,7 +394,7 @@ class Watch:
         self, awaited: Sequence[int], seconds: float, advice: str = _NEXT[CollectiveTimeout]
     ) -> CollectiveTimeout:
         missing = [r for r in awaited if r in self.peers and (self._number_of(self.peers[r]) or 0) < self.number]
-        missing = missing if self._peer is None else [self._peer]
+        missing = missing if self.peer is None else [self.peer]
         who = f"{len(missing)} of {self.size} ranks did not come" if missing else "all ranks came, but not their data,"
         lines = [self._row(rank, rank in missing) for rank in range(self.size) if self.size <= _ROWS or rank in missing]
         advice = _SILENT + advice if self._is_deaf else advice
