@@ -386,9 +386,19 @@ def test_a_rank_that_waits_for_another_in_vain_leaves_all_in_step(rank, backend,
             store.set("rank 0 gave up", "")
         elif is_late:
             store.wait(["rank 0 gave up"])
+        if is_late and rank == 0:  # rank 2 has to come to a call, too: all are connected anew
+            got = easydist.recv_tensor_dict(1, group=group, timeout=20)
+            assert torch.equal(got["x"], torch.arange(5))
+        if is_late and rank == 1:
+            with pytest.raises(
+                CollectiveTimeout, match=r"^recv_tensor_dict: 1 of 3 ranks did not come within 0\.3 s\n"
+            ):
+                easydist.send_tensor_dict({"x": torch.arange(3)}, 0, group=group, timeout=20)
+            easydist.send_tensor_dict({"x": torch.arange(5)}, 0, group=group, timeout=20)
         for turn in range(3):
             gathered = easydist.gather(10 * turn + rank, group=group, timeout=20)
             assert gathered.tolist() == [10 * turn + r for r in range(3)]
+        assert len(set(of_all(ProcessState().communicators(group).watch.number))) == 1
         check_works(group, backend)
 
 

@@ -256,28 +256,33 @@ class Communicators:
         before = watch.begin_anew()
         store = PrefixStore(f"{watch.phase}", self._store)
         try:
-            self._meet_anew(FarStore(store))
-            backend = self._connected(PrefixStore(f"{watch.number}", store))
+            last = self._meet_anew(FarStore(store))
+            backend = self._connected(PrefixStore(f"{last}", store))
         finally:
             watch.broken = watch.broken or before
         self._rebuild(backend)
 
-    def _meet_anew(self, store: FarStore) -> None:
+    def _meet_anew(self, store: FarStore) -> float:
         """Meet in the store, where one can look around while waiting: gloo itself cannot be interrupted.
 
-        The ranks meet in one call: in the last that any of them has come to, as who was interrupted is ahead of others.
+        Who was interrupted is ahead of others. So all go on from the last call that any of them has come to.
+
+        Returns:
+            That call's ``Watch.at``.
         """
-        watch, told = self.watch, -1
+        watch, told, last = self.watch, -1.0, self.watch.at
         try:
             while True:
-                if told < watch.number:
-                    store.set(f"here/{self.rank}", str(told := watch.number))
-                numbers = {rank: int(store.get(f"here/{rank}") or 0) for rank in watch.peers}
-                watch.guard([rank for rank, number in numbers.items() if number < told])
-                if max(numbers.values()) > told:
-                    watch.catch_up(max(numbers.values()))
-                elif min(numbers.values()) == told:
-                    return watch.hear()
+                if told < last:
+                    store.set(f"here/{self.rank}", str(told := last))
+                others = {rank: float(store.get(f"here/{rank}") or -1) for rank in watch.peers}
+                watch.guard([rank for rank, at in others.items() if at < told])
+                last = max(told, *others.values())
+                if told < last:
+                    watch.catch_up(last)
+                elif min(others.values()) == told:
+                    watch.hear()
+                    return told
                 else:
                     time.sleep(POLL)
         except RuntimeError as error:  # of the store; what the watch raises is none

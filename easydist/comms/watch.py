@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -61,7 +62,8 @@ class Watch:
 
     Attributes:
         peers: The other ranks.
-        number: Counts the calls of this group.
+        number: Counts the calls of this group, but for those of two ranks alone.
+        at: The number of the call that began last; between two numbers, if it is of two ranks alone.
         operation: The verb of the call that began last.
         site: Where the call was made that began last.
         peer: The only other rank that takes part in the call; None: all do.
@@ -77,7 +79,7 @@ class Watch:
     def __init__(self, rank: int, size: int, timeout: float, store: FarStore | None = None) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
         self.peers = {r: Peer(r) for r in range(size) if r != rank}
-        self.number, self.phase, self.waits = 0, 0, 0
+        self.number, self.at, self.phase, self.waits = 0, 0.0, 0, 0
         self.broken: EasydistError | None = None
         self.sever: Callable[[], None] = _nothing
         self.waits_in_memory = False
@@ -107,6 +109,7 @@ class Watch:
         """
         self.peer, slot = peer, self.slot if peer is None else -1
         self.number += peer is None
+        self.at = self.number + 0.5 * (peer is not None)
         self._seen_ended.clear()
         self.operation, self.site, self._place = operation, site, f"{operation}, call {self.number}, at {site}".encode()
         now, self._limit = time.monotonic(), self.timeout if timeout is None else timeout
@@ -241,11 +244,13 @@ class Watch:
             self._anew_since, self.phase = time.time(), self.phase | 1
         return broken
 
-    def catch_up(self, number: int) -> None:
+    def catch_up(self, at: float) -> None:
         """Others have come to a call of a higher number than this rank, as they were interrupted in one before it."""
-        self.number = number
+        is_between = self.at > self.number
+        self.number = math.ceil(at) - is_between
+        self.at = self.number + 0.5 * is_between
         if self._page is not None:
-            self._page.begin(self.slot, number, self._place)
+            self._page.begin(self.slot, self.number, self._place)
 
     def end_anew(self) -> None:
         """They are connected."""
@@ -289,8 +294,7 @@ class Watch:
 
     def say(self, words: dict[str, Any]) -> None:
         """Leave last words for the others."""
-        # Where the words are not about a collective that lasts, they are from between the last and the next.
-        number = self.number + 0.5 * (self.peer is not None or self.left is None)
+        number = self.number + 0.5 if self.left is None else self.at  # outside of calls: before the next one
         about = {"slot": self.slot, "phase": self.phase, "time": time.time(), "by": self.rank, "number": number}
         text = json.dumps({**about, **words})
         if self._page is not None:
@@ -351,11 +355,11 @@ class Watch:
         if words["kind"] == "exception":
             return self._ended_with(peer, words["text"])
         # Of a peer that has not been met only the store is read, and that is the group's own.
-        is_ours = peer.is_same_group(words["slot"]) if peer.pid else words["number"] < self.number + 1
+        is_ours = peer.is_same_group(words["slot"]) if peer.pid else words["number"] < self.at + 1
         if words["phase"] < self.phase or self._is_passed(words) or not is_ours:
             return None
         error = _KINDS[words["kind"]](words["text"])
-        error.is_final, error.is_earlier = words["final"], words["number"] < self.number
+        error.is_final, error.is_earlier = words["final"], words["number"] < self.at
         for name in ("rank", "pid", "host", "exit_status"):
             if name in words:
                 setattr(error, name, words[name])
@@ -368,7 +372,7 @@ class Watch:
         if not self.phase % 2:
             return False
         was_interrupted = words["kind"] == "interrupt" and words["time"] < self._anew_since
-        return was_interrupted or float(words["number"]) < self.number
+        return was_interrupted or float(words["number"]) < self.at
 
     def _ended_with(self, peer: Peer, text: str) -> RemoteError:
         head = f"{self.operation}: rank {peer.rank} ended with an exception while rank {self.rank} waited for it"
