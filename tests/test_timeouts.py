@@ -44,10 +44,10 @@ VERBS = {
 
 
 @contextlib.contextmanager
-def made(backend, **options):
+def made(way, **options):
     """A new group of all ranks, over shared memory or over gloo alone, also when it is connected anew."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EASYDIST_SHM", str(int(backend == "shm")))
+        patch.setenv("EASYDIST_SHM", str(int(way == "shm")))
         yield dist.new_group(**options)
 
 
@@ -399,6 +399,22 @@ def test_a_rank_that_waits_for_another_in_vain_leaves_all_in_step(rank, backend,
             gathered = easydist.gather(10 * turn + rank, group=group, timeout=20)
             assert gathered.tolist() == [10 * turn + r for r in range(3)]
         assert len(set(of_all(ProcessState().communicators(group).watch.number))) == 1
+        check_works(group, backend)
+
+
+@pytest.mark.slow
+@BACKENDS
+@distributed(world_size=3)
+def test_a_group_without_a_cpu_backend_connects_in_its_first_call(rank, backend):
+    with made(backend, backend="cuda:gloo") as group:
+        if rank == 2:
+            dist.barrier()
+        with pytest.raises(CollectiveTimeout, match=r"^gather: 1 of 3 ranks did not come within 0\.5 s\n"):
+            easydist.gather(rank, group=group, timeout=0.5 if rank < 2 else None)
+        if rank < 2:
+            dist.barrier()
+        check_works(group, backend)
+    with made(backend, backend="cuda:gloo") as group:
         check_works(group, backend)
 
 

@@ -279,6 +279,7 @@ class Communicators:
                 watch.guard([rank for rank, at in others.items() if at < told])
                 last = max(told, *others.values())
                 if told < last:
+                    watch.hear()  # they may have given up the call that this rank has come to
                     watch.catch_up(last)
                 elif min(others.values()) == told:
                     watch.hear()

@@ -355,7 +355,7 @@ class Watch:
         if words["kind"] == "exception":
             return self._ended_with(peer, words["text"])
         # Of a peer that has not been met only the store is read, and that is the group's own.
-        is_ours = peer.is_same_group(words["slot"]) if peer.pid else words["number"] < self.at + 1
+        is_ours = peer.is_same_group(words["slot"]) if peer.pid else self.phase % 2 or words["number"] < self.at + 1
         if words["phase"] < self.phase or self._is_passed(words) or not is_ours:
             return None
         error = _KINDS[words["kind"]](words["text"])
