@@ -282,20 +282,17 @@ def _pack(call: Call, out: torch.Tensor) -> None:
 
 
 def _all_frames(comms: Communicators, nbytes: int) -> list[_Header]:
-    frames = comms.frames
-    comms.watch.is_awaited = True
-    try:
-        comms.control.all_gather_upto(frames.rows, nbytes, async_op=False)
-    except EasydistError as error:
-        if not error.is_earlier:
-            raise
-        comms.make_ready()  # a rank has failed in the call before this one, when the others had left it
-        comms.watch.is_awaited = True
-        comms.control.all_gather_upto(frames.rows, nbytes, async_op=False)
+    headers = comms.begin(lambda: _headers(comms, nbytes))
     comms.watch.is_awaited = comms.watch.is_fresh = False
-    headers = [_Header(*_NUMBERS.unpack_from(frames.view, r * frames.nbytes)) for r in range(comms.size)]
     if listeners:
         note_arrivals([header.came for header in headers])
+    return headers
+
+
+def _headers(comms: Communicators, nbytes: int) -> list[_Header]:
+    frames = comms.frames
+    comms.control.all_gather_upto(frames.rows, nbytes, async_op=False)
+    headers = [_Header(*_NUMBERS.unpack_from(frames.view, r * frames.nbytes)) for r in range(comms.size)]
     if time.time_ns() > min([header.came for header in headers]) + _LATE:
         comms.watch.hear()  # who came early may have given up: what it sent before that is not a call
     return headers

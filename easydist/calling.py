@@ -15,6 +15,8 @@ from types import TracebackType
 from easydist.comms import Communicators
 from easydist.typing import Timeout
 
+_NO_SIGNALS: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
 
 class calling:  # noqa: N801 - a context manager, read as a phrase
     """One call of a verb: while it lasts, the group's watch knows which it is, and when its time is over.
@@ -42,19 +44,17 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
         self._notes = Notes(comms, self._operation, self._peer, site) if listeners else None
         if comms.size > 1:
             comms.demand_own_process()
-            comms.watch.begin(self._operation, site, self._timeout, self._peer)
-            self._signals = comms.hears_signals(self._peer is not None)
-            self._signals.__enter__()
-            if comms.watch.broken is not None or not comms.has_met:
-                self._make_ready()
+            self._signals = _NO_SIGNALS
+            try:
+                comms.watch.begin(self._operation, site, self._timeout, self._peer)
+                self._signals = comms.hears_signals(self._peer is not None)
+                self._signals.__enter__()
+                if comms.watch.broken is not None or not comms.has_met:
+                    comms.make_ready()
+            except BaseException as error:  # Python does not call __exit__ where __enter__ has raised
+                self.__exit__(type(error), error, error.__traceback__)
+                raise
         return comms
-
-    def _make_ready(self) -> None:
-        try:
-            self._comms.make_ready()
-        except BaseException as error:  # Python does not call __exit__ where __enter__ has raised
-            self.__exit__(type(error), error, error.__traceback__)
-            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -62,6 +62,8 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
         if self._comms.size > 1:
             self._tell_of(error)
             self._signals.__exit__(kind, error, trace)
+            if self._comms.watch.broken is not None:
+                self._comms.stop()
             self._comms.watch.end(error is None or getattr(error, "raised_in", None) is self._comms)
         if self._notes is not None:
             self._notes.tell(self._comms, error)
@@ -69,10 +71,10 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
     def _tell_of(self, error: BaseException | None) -> None:
         """Tell the others of what ended the call on this rank alone, if they may still wait for it."""
         watch = self._comms.watch
-        if error is not None and not isinstance(error, Exception):
-            watch.interrupted(error)
-        elif error is not None and watch.is_awaited and getattr(error, "raised_in", None) is not self._comms:
-            watch.failed(error)
+        if error is None or getattr(error, "raised_in", None) is self._comms:
+            return
+        if watch.is_awaited or not isinstance(error, Exception):
+            watch.ended_by(error)
 
 
 def _site() -> str:

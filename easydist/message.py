@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from easydist import header, memory, outline, wire
-from easydist.comms import Communicators, TorchComm
+from easydist.comms import Communicators
 from easydist.exchange import LARGE
 from easydist.header import Entry, Header
 from easydist.targets import Targets
@@ -23,8 +23,8 @@ from easydist.typing import Tree
 
 DEVICES = "easydist.devices"
 
-Buffers = list[tuple[TorchComm, torch.Tensor]]
-"""Messages in the order in which they travel: the communicator, and what is sent or where it lands."""
+Buffers = list[tuple[str, torch.Tensor]]
+"""Messages in the order in which they travel: the device type of the data, and what is sent or where it lands."""
 
 
 class Outgoing:
@@ -45,21 +45,21 @@ class Outgoing:
         """What to send; whatever has to be copied for that is copied now."""
         kinds, sizes = [t.device.type for t in self._tensors], [wire.nbytes(t) for t in self._tensors]
         return [
-            (comm, wire.pack([self._tensors[i] for i in members], comm.get_device()))
-            for _, comm, members in _together(comms, kinds, sizes)
+            (kind, wire.pack([self._tensors[i] for i in members], there))
+            for kind, there, members in _together(comms, kinds, sizes)
         ]
 
 
 def _together(
     comms: Communicators, kinds: Sequence[str], sizes: Sequence[int]
-) -> Iterator[tuple[str, TorchComm, list[int]]]:
-    """Which tensors make one message; from device types and sizes alone, so that both sides find the same."""
+) -> Iterator[tuple[str, torch.device, list[int]]]:
+    """Which tensors make one message, and on which device; by device types and sizes alone, the same on both sides."""
     for kind in dict.fromkeys(kinds):
-        comm = comms.data(torch.device(kind))
+        there = comms.data(torch.device(kind)).get_device()
         members = [i for i, other in enumerate(kinds) if other == kind and sizes[i]]
-        yield from ((kind, comm, [i]) for i in members if sizes[i] >= LARGE)
+        yield from ((kind, there, [i]) for i in members if sizes[i] >= LARGE)
         if small := [i for i in members if sizes[i] < LARGE]:
-            yield kind, comm, small
+            yield kind, there, small
 
 
 class Incoming:
@@ -88,8 +88,8 @@ class Incoming:
         devices = header.parse_json(head.metadata.get(DEVICES, "{}").encode())
         kinds = [devices.get(entry.name, "cpu") for entry in head.entries]
         landings = [
-            _Landing(comm, kind, [head.entries[i] for i in members], self._targets)
-            for kind, comm, members in _together(comms, kinds, [_size(entry) for entry in head.entries])
+            _Landing(kind, there, [head.entries[i] for i in members], self._targets)
+            for kind, there, members in _together(comms, kinds, [_size(entry) for entry in head.entries])
         ]
         tensors = {name: tensor for landing in landings for name, tensor in landing.tensors.items()}
         for entry, kind in zip(head.entries, kinds, strict=True):
@@ -112,7 +112,7 @@ class Incoming:
 
     def buffers(self) -> Buffers:
         """Where the data has to arrive."""
-        return [(landing.comm, landing.buffer) for landing in self._landings]
+        return [(landing.kind, landing.buffer) for landing in self._landings]
 
     def finish(self) -> Tree:
         """The tree, when all data has arrived."""
@@ -131,30 +131,29 @@ class _Landing:
     """The memory for one message.
 
     Attributes:
-        comm: Carries it.
+        kind: The device type of the data.
         buffer: Where it arrives.
         tensors: By name, what is in it; the values are there after ``finish``.
     """
 
-    def __init__(self, comm: TorchComm, kind: str, entries: Sequence[Entry], targets: Targets | None) -> None:
-        self.comm = comm
+    def __init__(self, kind: str, there: torch.device, entries: Sequence[Entry], targets: Targets | None) -> None:
+        self.kind, self._there = kind, there
         self.tensors: dict[str, torch.Tensor] = {}
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        if len(entries) == 1 and (place := self._place(entries[0], kind, targets)) is not None:
+        if len(entries) == 1 and (place := self._place(entries[0], targets)) is not None:
             self.buffer, self.tensors[entries[0].name] = wire.as_bytes(place), place
         else:
-            self.buffer = memory.empty([sum(map(_size, entries))], torch.uint8, comm.get_device())
+            self.buffer = memory.empty([sum(map(_size, entries))], torch.uint8, there)
             self._cut(entries, kind if targets is None else None)
 
-    def _place(self, entry: Entry, kind: str, targets: Targets | None) -> torch.Tensor | None:
+    def _place(self, entry: Entry, targets: Targets | None) -> torch.Tensor | None:
         """Where a message of one tensor can arrive without being copied: in the target, or in the result."""
-        there = self.comm.get_device()
         target = targets.values.get(entry.name) if targets is not None else None
-        if _fits(target, entry, there):
+        if _fits(target, entry, self._there):
             return target.detach()  # type: ignore[no-any-return, union-attr]
-        if targets is None and kind != there.type:  # the result is on a device that this communicator cannot reach
+        if targets is None and self.kind != self._there.type:  # a device that the group's communicators cannot reach
             return None
-        return memory.empty(entry.shape, entry.dtype, there)
+        return memory.empty(entry.shape, entry.dtype, self._there)
 
     def _cut(self, entries: Sequence[Entry], kind: str | None) -> None:
         """Tensors of their own for the parts of the buffer; views of it where targets get copies anyway."""

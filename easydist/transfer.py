@@ -17,6 +17,7 @@ import torch
 from easydist.agree import Call, agree
 from easydist.calling import calling
 from easydist.comms import Communicators, TorchComm, TorchWork
+from easydist.eager import eager
 from easydist.errors import DisagreementError, EasydistError, RemoteError
 from easydist.exchange import check_rank
 from easydist.message import Buffers, Incoming, Outgoing
@@ -28,6 +29,7 @@ __all__ = ["broadcast_tensor_dict", "recv_tensor_dict", "send_tensor_dict"]
 _SHOWN = 10
 
 
+@eager
 def send_tensor_dict(tensor_dict: Tree, dst: int, *, group: Group = None, timeout: Timeout | None = None) -> None:
     """Give one rank a tree; it calls ``recv_tensor_dict`` and need know nothing beforehand.
 
@@ -69,11 +71,11 @@ def send_tensor_dict(tensor_dict: Tree, dst: int, *, group: Group = None, timeou
             buffers = outgoing.buffers(comms)
         except Exception as error:
             pair.refuse(error)
-        pair.tell(_WELL, outgoing.header)
-        pair.hear()
+        comms.begin(lambda: pair.ask(outgoing.header))
         _move(comms, buffers, comms.between_two, lambda comm, buffer: comm.send(buffer, dst, async_op=True))
 
 
+@eager
 def recv_tensor_dict(src: int, *, into: Tree = None, group: Group = None, timeout: Timeout | None = None) -> Tree:
     """Take the tree that one rank sends with ``send_tensor_dict``.
 
@@ -108,7 +110,7 @@ def recv_tensor_dict(src: int, *, into: Tree = None, group: Group = None, timeou
     """
     with calling(communicators(group), "recv_tensor_dict", timeout, peer=src) as comms:
         pair = _Pair(comms, "recv_tensor_dict", "src", src)
-        encoded = pair.hear()
+        encoded = comms.begin(pair.hear)
         try:
             incoming = Incoming(comms, encoded, into)
             misfit = incoming.misfit()
@@ -122,6 +124,7 @@ def recv_tensor_dict(src: int, *, into: Tree = None, group: Group = None, timeou
         return incoming.finish()
 
 
+@eager
 def broadcast_tensor_dict(
     tensor_dict: Tree = None,
     src: int = 0,
@@ -202,7 +205,7 @@ def _accepted(comms: Communicators, src: int, encoded: torch.Tensor | None, into
             incoming = Incoming(comms, encoded, into)
             if misfit := incoming.misfit():
                 mine = _as_bytes(json.dumps(misfit))
-        return Call(nbytes=mine.numel())
+        return Call(nbytes=mine.numel(), follows=True)
 
     _, agreement = agree(comms, "broadcast_tensor_dict", judge)
     if any(agreement.nbytes):
@@ -226,8 +229,9 @@ def _move(
     post: Callable[[TorchComm, torch.Tensor], TorchWork],
 ) -> None:
     """Exchange the data; ``choose`` gives the communicator for this much of it on the CPU."""
-    cpu = choose(sum(buffer.numel() for comm, buffer in buffers if comm is comms.control))
-    works = [post(cpu if comm is comms.control else comm, buffer) for comm, buffer in buffers]
+    carried = [(comms.data(torch.device(kind)), buffer) for kind, buffer in buffers]
+    cpu = choose(sum(buffer.numel() for comm, buffer in carried if comm is comms.control))
+    works = [post(cpu if comm is comms.control else comm, buffer) for comm, buffer in carried]
     for work in works:
         work.wait()
     comms.watch.is_awaited = False
@@ -261,27 +265,34 @@ class _Pair:
                 f"{operation}: {name}={peer} is not another rank of the group: it has {comms.size}, "
                 f"this is rank {comms.rank}"
             )
-        self._control, self._rank, self._operation, self._peer = comms.control, comms.rank, operation, peer
+        self._comms, self._rank, self._operation, self._peer = comms, comms.rank, operation, peer
         self._sends = int(name == "dst")
         self._told: list[TorchWork] = []
 
     def tell(self, status: int, data: torch.Tensor | None = None) -> None:
         data = torch.empty(0, dtype=torch.uint8, device="cpu") if data is None else data
         prefix = torch.tensor([self._sends, status, data.numel()], device="cpu")
-        self._told = [self._control.send(part, self._peer, async_op=True) for part in (prefix, data)]
+        self._told = [self._comms.control.send(part, self._peer, async_op=True) for part in (prefix, data)]
 
     def settle(self) -> None:
         """Wait until the other one has heard all."""
         for work in self._told:
             work.wait()
 
+    def ask(self, data: torch.Tensor) -> torch.Tensor:
+        """Tell the other one this, and hear what it says to it."""
+        self.tell(_WELL, data)
+        return self.hear()
+
     def hear(self) -> torch.Tensor:
         """What the other one tells; its error where it has one."""
         prefix = torch.empty(3, dtype=torch.int64, device="cpu")
-        self._control.recv(prefix, self._peer, async_op=False)
+        self._comms.control.recv(prefix, self._peer, async_op=False)
+        self._comms.watch.is_fresh = False
+        self._comms.watch.hear()  # it may have given up before this rank came
         sends, status, nbytes = prefix.tolist()
         data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self._control.recv(data, self._peer, async_op=False)
+        self._comms.control.recv(data, self._peer, async_op=False)
         self.settle()
         if sends == self._sends:  # only two that send can meet: of two that receive nobody speaks
             raise DisagreementError(

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 import easydist
-from easydist import CollectiveTimeout, ProcessState, memory
+from easydist import CollectiveTimeout, ProcessState, RemoteError, memory
+from easydist.comms import Communicators
 from easydist.comms.sentry import sentry
 from easydist.comms.watch import Watch
 from easydist.testing import distributed
@@ -307,11 +308,32 @@ def test_one_rank_without_memory_for_the_data_fails_the_call_on_all(rank, backen
         check_works(group, backend)
 
 
+def broadcast_tensor_dict(group, turn):
+    sent = {"x": torch.arange(20_000) + turn, "y": torch.ones(3)}
+    return easydist.broadcast_tensor_dict(sent if group.rank() == 0 else None, group=group, timeout=20)["x"][0]
+
+
+def send_and_gather(group, turn):
+    if group.rank() == 0:
+        easydist.send_tensor_dict({"x": torch.tensor(turn)}, 2, group=group, timeout=20)
+    elif group.rank() == 2:
+        assert easydist.recv_tensor_dict(0, group=group, timeout=20) == {"x": torch.tensor(turn)}
+    return easydist.gather(turn, group=group, timeout=20)[0]
+
+
+FOLLOWING = {
+    "gather": lambda group, turn: easydist.gather(turn, group=group, timeout=20)[group.size() - 1],
+    "broadcast_tensor_dict": broadcast_tensor_dict,
+    "send_tensor_dict": send_and_gather,
+}
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("following", FOLLOWING)
 @pytest.mark.parametrize("verb", ["broadcast", "scatter"])
 @BACKENDS
 @distributed(world_size=3)
-def test_calls_stay_in_step_after_a_failure_that_some_do_not_notice(rank, backend, verb):
+def test_calls_stay_in_step_after_a_failure_that_some_do_not_notice(rank, backend, verb, following):
     with made(backend) as group:
         check_works(group, backend)
         with no_memory_from(1) if rank == 1 else contextlib.nullcontext():
@@ -321,22 +343,20 @@ def test_calls_stay_in_step_after_a_failure_that_some_do_not_notice(rank, backen
                 found = "MemoryError"
         assert found in (["MemoryError"] if rank == 1 else ["RemoteError", "a result"])
         for turn in range(3):
-            assert easydist.gather(10 * turn + rank, group=group, timeout=20).tolist() == [
-                10 * turn + r for r in range(3)
-            ]
+            assert FOLLOWING[following](group, turn) == turn
 
 
 @pytest.mark.slow
 @BACKENDS
 @distributed(world_size=3)
 def test_who_gives_up_while_the_group_connects_anew_fails_the_call_on_all(rank, backend):
-    """Rank 0 gives up two calls before the others come to the first of them; all raise in both."""
+    """Rank 0 gives up three calls before the others come to the first of them; all raise in each."""
     with made(backend) as group:
         check_works(group, backend)
         store = group.get_group_store()
         if rank > 0:
             store.wait(["rank 0 gave up"])
-        for _ in range(2):
+        for _ in range(3):
             with pytest.raises(CollectiveTimeout, match=r"2 of 3 ranks did not come within 0\.2 s"):
                 easydist.gather(rank, group=group, timeout=0.2 if rank == 0 else 20)
         if rank == 0:
@@ -350,8 +370,8 @@ def test_who_gives_up_while_the_group_connects_anew_fails_the_call_on_all(rank, 
 @pytest.mark.slow
 @BACKENDS
 @distributed(world_size=3)
-def test_who_is_interrupted_while_the_group_connects_anew_meets_the_others_in_its_next_call(rank, backend):
-    """Rank 0 is interrupted in two calls to which the others never come: they are ahead of them, then in step."""
+def test_who_is_interrupted_alone_fails_the_call_on_all(rank, backend):
+    """Rank 0 is interrupted in two calls, the second time while it connects anew; the others come later."""
     with made(backend) as group:
         check_works(group, backend)
         store = group.get_group_store()
@@ -362,6 +382,9 @@ def test_who_is_interrupted_while_the_group_connects_anew_meets_the_others_in_it
                 easydist.gather(rank, group=group)
             timer.join()
         store.set("interrupted", "") if rank == 0 else store.wait(["interrupted"])
+        for _ in range(0 if rank == 0 else 2):
+            with pytest.raises(RemoteError, match=r"^gather: rank 0 was interrupted \(KeyboardInterrupt\)\n"):
+                easydist.gather(rank, group=group, timeout=20)
         for turn in range(3):
             gathered = easydist.gather(10 * turn + rank, group=group, timeout=20)
             assert gathered.tolist() == [10 * turn + r for r in range(3)]
@@ -434,6 +457,34 @@ def test_two_ranks_talk_before_the_third_has_come(rank, backend, numel):
         else:
             store.wait(["received"])
         check_works(group, backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "place"), [("shm", "sched_yield"), ("shm", "hears_signals"), ("gloo", "hears_signals")]
+)
+@distributed(world_size=3)
+def test_ctrl_c_at_an_awkward_moment_is_told_and_nothing_runs_on(rank, backend, place):
+    def interrupt(*args):
+        setattr(owner, place, inner)
+        os.kill(os.getpid(), signal.SIGINT)
+        return inner(*args)
+
+    owner = os if place == "sched_yield" else Communicators
+    inner = getattr(owner, place)
+    with made(backend) as group:
+        check_works(group, backend)
+        store = group.get_group_store()
+        setattr(owner, place, interrupt) if rank == 1 else store.wait(["interrupted"])
+        try:
+            found = outcome(lambda: easydist.gather(torch.tensor([5]), group=group, timeout=20).tolist())
+        except KeyboardInterrupt:
+            found = "KeyboardInterrupt"
+        store.set("interrupted", "") if rank == 1 else None
+        assert found in (["KeyboardInterrupt"] if rank == 1 else ["RemoteError", [5, 5, 5]])
+        for turn in range(5):
+            gathered = easydist.gather(10 * turn + rank, group=group, timeout=20)
+            assert gathered.tolist() == [10 * turn + r for r in range(3)]
 
 
 @contextlib.contextmanager

@@ -7,9 +7,10 @@ import ctypes
 import functools
 import os
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,8 @@ from easydist.comms.solo import Solo
 from easydist.comms.watch import Watch
 from easydist.errors import EasydistError, PeerLostError
 from easydist.shm import own_page
+
+T = TypeVar("T")
 
 _SLOT = 1 << 16
 """Room for what a rank publishes at once: headers and small payloads."""
@@ -93,6 +96,7 @@ class Communicators:
             self.name, self.rank, self.size = group.group_name, group.rank(), group.size()
         self._group = group
         self._bulk: TorchComm | None = None
+        self._shared: list[Backend] = []
         self._hosts: Hosts = []
         self._store = None if group is None or self.size == 1 else PrefixStore("easydist", group.get_group_store())
         self._data: dict[str, TorchComm] = {}
@@ -143,6 +147,22 @@ class Communicators:
         finally:
             self.watch.peer = peer
 
+    def begin(self, exchange: Callable[[], T]) -> T:
+        """The first exchange of a call; once more, where it shows that a call before this one has failed elsewhere.
+
+        Args:
+            exchange: Does it. The communicators may be others the second time.
+        """
+        self.watch.is_awaited = self.watch.peer is None
+        try:
+            return exchange()
+        except EasydistError as error:
+            if not error.is_earlier:
+                raise
+        self.make_ready()
+        self.watch.is_awaited = self.watch.peer is None
+        return exchange()
+
     def _meet_first(self) -> None:
         try:
             self._meet()
@@ -173,6 +193,7 @@ class Communicators:
         if near.size < self.size:
             assert isinstance(self._first.backend, Gloo)
             near = Hierarchical(near, self._first.backend, self._hosts, channel)
+        self._shared.append(near)
         return TorchComm(near, self.name)
 
     def _introduce(self) -> Hosts:
@@ -237,6 +258,11 @@ class Communicators:
         if self._gloo:
             self._gloo.watch = None
 
+    def stop(self) -> None:
+        """End what is under way in shared memory: after an error nothing is written to the caller's tensors."""
+        while self._shared:
+            self._shared.pop().close()
+
     def hears_signals(self, between_two: bool) -> AbstractContextManager[None]:
         """While this lasts, Ctrl-C ends the waits of the group."""
         return signals_wake_sentry() if between_two or self._is_deaf else _ALWAYS
@@ -253,11 +279,15 @@ class Communicators:
             watch.raise_if_broken()
         assert self._group is not None
         assert self._store is not None
+        self.stop()
         before = watch.begin_anew()
         store = PrefixStore(f"{watch.phase}", self._store)
         try:
             last = self._meet_anew(FarStore(store))
             backend = self._connected(PrefixStore(f"{last}", store))
+        except BaseException as error:
+            watch.ended_by(error)
+            raise
         finally:
             watch.broken = watch.broken or before
         self._rebuild(backend)

@@ -38,14 +38,24 @@ class Sentry:
         self._signals, self.wakeup = socket.socketpair()
         self._signals.setblocking(False)
         self.wakeup.setblocking(False)
+        self._noticed = threading.Event()
         self._thread: threading.Thread | None = threading.Thread(target=self._run, name="easydist-sentry", daemon=True)
         self._thread.start()
         atexit.register(self._stop)
 
     def add(self, watch: Watch) -> None:
         """Look after the waits of one more group."""
+        watch.notice = self.notice
         known = [ref for ref in self._watches if ref() not in (None, watch)]
         self._watches = [*known, weakref.ref(watch)]  # never changed: the thread may be reading it
+
+    def notice(self) -> None:
+        """Wait until all signals that have come are known to the watches."""
+        if threading.current_thread() is not self._thread:
+            self._noticed.clear()
+            with contextlib.suppress(OSError):
+                self.wakeup.send(bytes(1))
+            self._noticed.wait(_TICK)
 
     def watches(self) -> list[Watch]:
         """All groups whose waits it looks after."""
@@ -58,7 +68,8 @@ class Sentry:
 
     def _look_at_all(self, has_signals: bool) -> None:
         waits = {watch: watch.waits for watch in self.watches()}
-        interrupted = has_signals and self._was_interrupted()
+        interrupted = has_signals and self.take_signals()
+        self._noticed.set()
         if interrupted:
             select.select([], [], [], _GRACE)
         for watch, number in waits.items():
@@ -77,25 +88,45 @@ class Sentry:
                 self.wakeup.send(bytes(1))
             thread.join(2.0)
 
-    def _was_interrupted(self) -> bool:
+    def take_signals(self) -> bool:
+        """Let the watches know of Ctrl-C, where it has come since this was done last; whether it has."""
+        numbers = b""
         with contextlib.suppress(OSError):
             numbers = self._signals.recv(4096)
-            return signal.SIGINT in numbers and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        return False
+        if signal.SIGINT not in numbers or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            return False
+        for watch in self.watches():
+            watch.was_interrupted = True
+        return True
 
 
 class signals_wake_sentry:  # noqa: N801 - a context manager, read as a phrase
-    """While this lasts, the sentry hears of signals; they reach Python only after a wait in C++."""
+    """While this lasts, the sentry hears of signals; they reach Python only after a wait in C++.
+
+    Afterwards too, where nobody else wants to: a call that this process has missed by Ctrl-C is not one it is late for.
+    """
+
+    def __init__(self) -> None:
+        self._before = -1
 
     def __enter__(self) -> None:
-        is_main = threading.current_thread() is threading.main_thread()
-        self._before = signal.set_wakeup_fd(sentry().wakeup.fileno(), warn_on_full_buffer=False) if is_main else None
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.set_wakeup_fd(sentry().wakeup.fileno(), warn_on_full_buffer=False)
+            sentry().take_signals()  # those from before
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._before is not None:
+        if self._before >= 0:
             signal.set_wakeup_fd(self._before)
 
 
+def _after_fork() -> None:
+    """The signals of a child are not its parent's."""
+    for known in _sentries.values():
+        if (before := signal.set_wakeup_fd(-1)) not in (-1, known.wakeup.fileno()):
+            signal.set_wakeup_fd(before)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 _sentries: dict[int, Sentry] = {}
 
 

@@ -70,7 +70,9 @@ class Watch:
         broken: What ended the group's exchanges; None while all is well.
         sever: Breaks this process's connections of the group: who waits in C++ for this rank, or is this rank, returns.
         is_awaited: Whether others wait for what this rank has to send in its call.
+        was_interrupted: Whether Ctrl-C has come since the last call ended: this rank may have missed one.
         is_fresh: Whether nothing of this rank's call has been exchanged yet.
+        notice: Waits until ``was_interrupted`` is true, if it has to be.
         waits_in_memory: Whether the group's ranks share memory, so that all of them look around while they wait.
         phase: Rises with every breach of the connections, to an odd number, and with every repair, to an even one.
         waits: Even outside of waits in C++; rises with every beginning and end of one.
@@ -82,6 +84,7 @@ class Watch:
         self.number, self.at, self.phase, self.waits = 0, 0.0, 0, 0
         self.broken: EasydistError | None = None
         self.sever: Callable[[], None] = _nothing
+        self.notice: Callable[[], None] = _nothing
         self.waits_in_memory = False
         self.is_awaited, self.is_fresh = False, True
         self._page = own_page() if size > 1 else None
@@ -96,7 +99,7 @@ class Watch:
         self._end_of_time = self._deadline = self._warn_at = self._listen_at = float("inf")
         self._published = (0, b"")
         self._lock = threading.Lock()
-        self._anew_since = 0.0
+        self.was_interrupted = False
 
     def begin(self, operation: str, site: str, timeout: float | None = None, peer: int | None = None) -> None:
         """A call begins.
@@ -113,27 +116,24 @@ class Watch:
         self._seen_ended.clear()
         self.operation, self.site, self._place = operation, site, f"{operation}, call {self.number}, at {site}".encode()
         now, self._limit = time.monotonic(), self.timeout if timeout is None else timeout
-        self.is_awaited, self.is_fresh = False, peer is None
+        self.is_awaited, self.is_fresh = False, True
         self._deadline, self._warn_at = now + self._limit, now + WARN_AFTER
         self._listen_at = now + _LISTEN_EVERY
         if self._page is not None:
             self._page.begin(slot, self.number, self._place)
-        if now - self._ended > _IDLE and self.broken is None:
-            self._miss_interruption()
+        if self.broken is None and (self.was_interrupted or now - self._ended > _IDLE):
+            self._miss()
 
-    def _miss_interruption(self) -> None:
-        """Others have left a call that this rank had not begun, or had ended: nothing to raise, but to connect anew."""
+    def _miss(self) -> None:
+        """Others have left a call that this rank had ended, or missed: nothing to raise, but to connect anew."""
         for peer in self.peers.values():
-            if (words := peer.words()) is None:
-                continue
-            is_missed = words["number"] < self.number and words["kind"] != "exception"
-            if (is_missed or words["kind"] == "interrupt") and (error := self._heard(peer)) is not None:
+            if (error := self._heard(peer)) is not None and error.is_earlier:
                 self.broken = error
 
     def end(self, is_done: bool = True) -> None:
         """The call has ended; unless ``is_done`` without having sent all that others wait for."""
         self._deadline = self._warn_at = self._end_of_time
-        self._ended = time.monotonic()
+        self._ended, self.was_interrupted = time.monotonic(), False
         if self._page is not None and is_done and self.peer is None:
             self._page.end(self.slot)
 
@@ -219,8 +219,8 @@ class Watch:
         Raises:
             EasydistError: What it said.
         """
-        far = self._read(f"words/{self.phase}/last")
-        for peer in self.peers.values():
+        far = None if self.peer is not None else self._read(f"words/{self.phase}/last")
+        for peer in self.peers.values() if self.peer is None else [self.peers[self.peer]]:
             words = peer.words()
             if words is not None and words["kind"] == "exception" and peer.has_finished(self.number):
                 continue  # it has sent all of this call before it ended
@@ -235,17 +235,25 @@ class Watch:
 
     def detach(self) -> None:
         """The group is no more."""
-        self.sever = _nothing
+        self.sever = self.notice = _nothing
 
     def begin_anew(self) -> EasydistError | None:
         """The ranks come to connect anew; returns what has broken the old connections."""
         with self._lock:
             broken, self.broken = self.broken, None
-            self._anew_since, self.phase = time.time(), self.phase | 1
+            self.phase |= 1
         return broken
 
     def catch_up(self, at: float) -> None:
-        """Others have come to a call of a higher number than this rank, as they were interrupted in one before it."""
+        """Others have come to a call of a higher number than this rank.
+
+        Raises:
+            RemoteError: It is not because of an interruption that this rank has missed theirs.
+        """
+        if at > math.ceil(self.at) and not self.was_interrupted:
+            text = f"{self.operation}: the others have given this call up, and gone on to a later one"
+            self.give_up(RemoteError(f"{text}\nThe next call of the group connects anew."))
+            self.raise_if_broken()
         is_between = self.at > self.number
         self.number = math.ceil(at) - is_between
         self.at = self.number + 0.5 * is_between
@@ -281,8 +289,16 @@ class Watch:
         if self.waits % 2 or not self.waits_in_memory:
             self.sever()
 
+    def ended_by(self, error: BaseException) -> None:
+        """An error ends the call, of which all others hear, unless it comes from them."""
+        if isinstance(error, Exception):
+            self.failed(error)
+        else:
+            self.interrupted(error)
+
     def interrupted(self, error: BaseException, wait: int | None = None) -> None:
         """This rank leaves a call in the middle, because of Ctrl-C or the like; unless the wait has ended."""
+        self.notice()  # now, as part of this call
         text = f"{self.operation}: rank {self.rank} was interrupted ({type(error).__name__})"
         self.give_up(RemoteError(f"{text}\nThe next call of the group connects anew."), "interrupt", wait)
 
@@ -359,7 +375,7 @@ class Watch:
         if words["phase"] < self.phase or self._is_passed(words) or not is_ours:
             return None
         error = _KINDS[words["kind"]](words["text"])
-        error.is_final, error.is_earlier = words["final"], words["number"] < self.at
+        error.is_final, error.is_earlier = words["final"], self._is_earlier(words)
         for name in ("rank", "pid", "host", "exit_status"):
             if name in words:
                 setattr(error, name, words[name])
@@ -369,10 +385,14 @@ class Watch:
 
     def _is_passed(self, words: dict[str, Any]) -> bool:
         """Whether words are about an attempt to connect anew that ended before this one."""
-        if not self.phase % 2:
-            return False
-        was_interrupted = words["kind"] == "interrupt" and words["time"] < self._anew_since
-        return was_interrupted or float(words["number"]) < self.at
+        return self.phase % 2 == 1 and self._is_earlier(words)
+
+    def _is_earlier(self, words: dict[str, Any]) -> bool:
+        """Whether words are about a call before this one; or one that this rank would have come to, but for Ctrl-C."""
+        if words["kind"] == "interrupt" and words["number"] == self.at:
+            self.notice()
+            return self.was_interrupted
+        return float(words["number"]) < self.at
 
     def _ended_with(self, peer: Peer, text: str) -> RemoteError:
         head = f"{self.operation}: rank {peer.rank} ended with an exception while rank {self.rank} waited for it"

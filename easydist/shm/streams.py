@@ -65,8 +65,12 @@ class Operation:
             CollectiveTimeout: ``timeout`` is over.
             BaseException: What the guard raised.
         """
-        if self.left and not self._streams.look(self):
-            self._streams.block(self, None if timeout is None else timeout.total_seconds())
+        try:
+            if self.left and not self._streams.look(self):
+                self._streams.block(self, None if timeout is None else timeout.total_seconds())
+        except BaseException as error:  # given up: nothing may be written to the caller's tensors from now on
+            self._streams.fail(error)
+            raise
         if self.error is not None:
             raise RuntimeError(f"this operation cannot end any more: {self.error!r}") from self.error
 
@@ -187,9 +191,6 @@ class Streams:
                         return
                     moved = time.monotonic()
                 told = self._tell_guard(operation, began, told, limit)
-        except BaseException as error:  # given up: nothing may be written to the caller's tensors from now on
-            self.fail(error)
-            raise
         finally:
             _waits.remove(operation)
 

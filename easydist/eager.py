@@ -1,0 +1,38 @@
+"""What ``torch.compile`` leaves alone: it has no graph for talking to other processes."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=type)
+
+_set_strategy: Callable[[Any, Any], None] | None = None
+with contextlib.suppress(ImportError, AttributeError):  # not part of torch's public interface
+    from torch._C._dynamo import eval_frame
+
+    _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    _set_strategy = eval_frame.set_code_exec_strategy
+
+
+def eager(function: F) -> F:
+    """The same function, at which a compiled one breaks its graph, and which runs as if nothing were compiled.
+
+    ``torch.compiler.disable`` does this too, but imports the compiler at once, and costs a microsecond a call.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "it talks to other processes"  # type: ignore[attr-defined]
+    if _set_strategy is not None:
+        _set_strategy(function.__code__, _SKIP)
+    return function
+
+
+def eager_methods(cls: C) -> C:
+    """The same class, all of its own methods ``eager``."""
+    for value in vars(cls).values():
+        if isinstance(value, types.FunctionType):
+            eager(value)
+    return cls
