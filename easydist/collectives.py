@@ -14,6 +14,7 @@ from easydist import codec, wire
 from easydist.agree import Agreement, Call, agree, trust
 from easydist.calling import calling
 from easydist.comms import Communicators, TorchComm
+from easydist.eager import eager
 from easydist.exchange import (
     Landing,
     Shapes,
@@ -42,6 +43,7 @@ def _pad_first(dim: int) -> str:
     return f"Only dim {dim} may differ between ranks; pad the other dims first: pad_across_processes(x, dim={{dim}})"
 
 
+@eager
 def gather(
     tensor: Tree,
     *,
@@ -160,6 +162,7 @@ def _gather(
     return finish
 
 
+@eager
 def broadcast(
     tensor: Tree,
     from_process: int = 0,
@@ -214,6 +217,7 @@ def broadcast(
         return _broadcast(comms, tensor, call, agreement, from_process)
 
 
+@eager
 def copy_tensor_to_devices(
     tensor: Tree = None, *, group: Group = None, check: bool | None = None, timeout: Timeout | None = None
 ) -> Tree:
@@ -330,6 +334,7 @@ def _shared_structure(
     return leaves
 
 
+@eager
 def scatter(
     tensor: Tree,
     from_process: int = 0,
@@ -402,6 +407,7 @@ def _parts(tensor: torch.Tensor, size: int, dim: int) -> list[torch.Tensor]:
     return [tensor.narrow(dim, start, stop - start) for start, stop in bounds]
 
 
+@eager
 def all_to_all(
     tensor: Tree, *, dim: int = 0, group: Group = None, check: bool | None = None, timeout: Timeout | None = None
 ) -> Tree:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from easydist.comms.work import TorchWork
+from easydist.eager import eager_methods
 from easydist.wire import as_bytes
 
 _NO_LIMIT = timedelta(0)
@@ -17,6 +18,17 @@ _NO_LIMIT = timedelta(0)
 Tensors = Sequence[torch.Tensor]
 
 
+class Owner(Protocol):
+    """Whose operations they are: a group."""
+
+    def leave(self, error: BaseException | None) -> None:
+        """An operation has ended; ``error`` is why, if it has failed."""
+
+    def hold(self, work: GroupWork) -> None:
+        """Let it live on: nothing in Python holds it, and it has not ended."""
+
+
+@eager_methods
 class GroupWork(dist.Work):
     """An operation under way; moves on inside ``wait`` and ``is_completed``, and when it begins.
 
@@ -24,13 +36,14 @@ class GroupWork(dist.Work):
         operation: Its name.
         works: What has to end.
         tensors: Its result.
-        leave: Called at the end, with the error where it has failed.
-        finish: Run before, where it has not.
+        owner: Told when it has ended.
+        finish: Run before, where it has not failed.
         keep: What has to live until then.
 
     Attributes:
         operation: Its name.
         tensors: Its result.
+        is_done: Whether it has ended, well or not.
     """
 
     def __init__(
@@ -38,18 +51,23 @@ class GroupWork(dist.Work):
         operation: str,
         works: Sequence[TorchWork],
         tensors: Tensors,
-        leave: Callable[[BaseException | None], None],
+        owner: Owner,
         finish: Callable[[], None] | None = None,
         keep: Tensors = (),
     ) -> None:
         super().__init__()
         self.operation, self.tensors = operation, tensors
-        self._works, self._leave, self._finish, self._keep = works, leave, finish, keep
-        self._is_done = False
+        self._works, self._owner, self._finish, self._keep = works, owner, finish, keep
+        self.is_done = False
         self._error: BaseException | None = None
 
     def __repr__(self) -> str:
-        return f"GroupWork({self.operation}, {'done' if self._is_done else 'under way'})"
+        return f"GroupWork({self.operation}, {'done' if self.is_done else 'under way'})"
+
+    def __del__(self) -> None:
+        # DDP's join hands works to C++, which does not hold the Python object, and with it would lose ``wait``.
+        if not self.is_done:
+            self._owner.hold(self)
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Block until the operation has ended.
@@ -59,7 +77,7 @@ class GroupWork(dist.Work):
         """
         if self._error is not None:
             raise RuntimeError(f"{self.operation} has failed: {self._error}") from self._error
-        if self._is_done:
+        if self.is_done:
             return True
         try:
             for work in self._works:
@@ -73,18 +91,18 @@ class GroupWork(dist.Work):
         return True
 
     def _end(self, error: BaseException | None) -> None:
-        self._error, self._is_done = error, True
+        self._error, self.is_done = error, True
         self._works, self._keep, self._finish = (), (), None
-        self._leave(error)
+        self._owner.leave(error)
 
     def is_completed(self) -> bool:
         """Whether ``wait`` would return, or raise, at once."""
-        if not self._is_done and all(work.is_completed() for work in self._works):
+        if not self.is_done and all(work.is_completed() for work in self._works):
             try:
                 self.wait()
             except Exception as error:
                 self._error = error
-        return self._is_done
+        return self.is_done
 
     def is_success(self) -> bool:
         """Whether it has ended well."""
@@ -119,6 +137,9 @@ class Target:
     Args:
         tensor: Any strides.
         filled: Whether its values are needed before.
+
+    Raises:
+        ValueError: It is not dense, not on the CPU, or expanded: several of its elements share memory.
     """
 
     def __init__(self, tensor: torch.Tensor, filled: bool = False) -> None:
@@ -127,8 +148,10 @@ class Target:
         self.is_direct = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         if self.is_direct:
             self.dense = tensor.detach()
-        else:
-            self.dense = dense(tensor) if filled else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            return
+        if any(length > 1 and not stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise ValueError(f"easydist_shm cannot fill {seen(tensor)}, which is expanded; fill a clone")
+        self.dense = dense(tensor) if filled else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
     def deliver(self, divisor: int = 1) -> None:
         """Divide, and put the values where they belong."""

@@ -91,8 +91,7 @@ def _dense(leaf: torch.Tensor, path: str) -> torch.Tensor:
 
 
 def _from_numpy(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:
-    if isinstance(array, np.ma.MaskedArray):
-        raise TypeError(f"{_at(path)} is a masked array, whose mask would be lost; send .data and .mask")
+    check_unmasked(array, path)
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
     if not native.flags.writeable or any(stride < 0 or stride % native.itemsize for stride in native.strides):
         native = native.copy()
@@ -103,6 +102,20 @@ def _from_numpy(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:
             f"{_at(path)} is a NumPy array of {array.dtype}, which no tensor can hold; use gather_object or "
             "broadcast_object_list"
         ) from None
+
+
+def check_unmasked(array: np.ndarray[Any, Any], path: str = "") -> None:
+    """Refuse a masked array.
+
+    Args:
+        array: Any.
+        path: Where it was, for the error.
+
+    Raises:
+        TypeError: It is one.
+    """
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{_at(path)} is a masked array, whose mask would be lost; send .data and .mask")
 
 
 def is_numeric(array: np.ndarray[Any, Any]) -> bool:

@@ -16,6 +16,7 @@ from easydist import codec, memory
 from easydist.agree import Agreement, Call, agree
 from easydist.calling import calling
 from easydist.comms import Communicators
+from easydist.eager import eager
 from easydist.exchange import check_rank
 from easydist.state import communicators
 from easydist.typing import Group, Timeout
@@ -23,6 +24,7 @@ from easydist.typing import Group, Timeout
 __all__ = ["broadcast_object_list", "gather_object", "scatter_object_list"]
 
 
+@eager
 def gather_object(
     object: Any,
     *,
@@ -85,6 +87,7 @@ def gather_object(
         return _chained(values) if is_list else values
 
 
+@eager
 def broadcast_object_list(
     object_list: list[Any],
     from_process: int = 0,
@@ -144,6 +147,7 @@ def broadcast_object_list(
         return object_list
 
 
+@eager
 def scatter_object_list(
     scatter_object_output_list: list[Any],
     scatter_object_input_list: list[Any] | None = None,

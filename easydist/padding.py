@@ -15,6 +15,7 @@ import torch
 from easydist import tree
 from easydist.agree import Call, agree
 from easydist.calling import calling
+from easydist.eager import eager
 from easydist.exchange import dims_of, resized, sizes_along
 from easydist.leaves import Leaves, as_array
 from easydist.state import communicators
@@ -28,6 +29,7 @@ class CannotPadNestedTensorWarning(UserWarning):
     """A nested tensor was left as it is, because it has no one size to pad to."""
 
 
+@eager
 def pad_across_processes(
     tensor: Tree,
     dim: int = 0,

@@ -21,6 +21,7 @@ from easydist.comms.reduce_op import ReduceOp, check_reducible, combine
 from easydist.comms.solo import Solo
 from easydist.comms.watch import Watch
 from easydist.comms.work import TorchWork
+from easydist.eager import eager_methods
 from easydist.errors import EasydistError, RemoteError
 from easydist.group_work import GroupWork, Target, Tensors, all_bytes, dense, seen
 from easydist.meeting import NAME, NEVER, OUT_OF_USE, Meeting, late, site
@@ -38,10 +39,14 @@ _OPS: dict[Any, _Op] = {
 }
 
 
+_MOST_HELD = 100
+"""How many works that nobody waits for live on although nothing in Python holds them; see ``GroupWork``."""
+
 _Base: Any = dist.ProcessGroup
 """Not checked: its stubs have overloads that torch does not call."""
 
 
+@eager_methods
 class SharedMemoryGroup(_Base):  # type: ignore[misc]
     """A process group whose ranks share memory; made by ``init_process_group`` and ``new_group``.
 
@@ -65,6 +70,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         self._group_name = self._group_desc = ""
         self._under_way, self._is_closed = 0, False
         self._batch: list[GroupWork] | None = None
+        self._held: list[GroupWork] = []
 
     def __repr__(self) -> str:
         return f"SharedMemoryGroup({self._group_name!r}, rank={self.rank()}, size={self.size()})"
@@ -106,6 +112,15 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         self._group_desc = desc
 
     setGroupName, setGroupDesc = _set_group_name, _set_group_desc  # noqa: N815
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> SharedMemoryGroup:
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(f"{NAME} serves the CPU only, got {device}")
+        return self
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long one wait may last."""
@@ -185,12 +200,12 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> GroupWork:
         """In place: ``tensor = tensor of the root``."""
-        targets, root = [Target(tensor, filled=True) for tensor in tensors], opts.rootRank
+        targets, root = [Target(tensor, filled=True) for tensor in tensors], self._root("broadcast", opts)
         return self._begin("broadcast", lambda: [self._backend.broadcast(b, root) for b in all_bytes(targets)], targets)
 
     def gather(self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None) -> GroupWork:
         """On the root: ``output_tensors[0][r] = input_tensors[0] of rank r``."""
-        (tensor,), root = input_tensors, opts.rootRank
+        (tensor,), root = input_tensors, self._root("gather", opts)
         outputs = output_tensors[0] if root == self.rank() else []
         if root == self.rank():
             self._demand_one_per_rank("gather", outputs, tensor)
@@ -215,7 +230,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> GroupWork:
         """On the root, in place: ``tensor = op(tensor of rank 0, …)``; the others keep theirs."""
-        op, is_root = _op("reduce", opts, tensors), opts.rootRank == self.rank()
+        op, is_root = _op("reduce", opts, tensors), self._root("reduce", opts) == self.rank()
         targets = [Target(t, filled=True) if is_root else Target(dense(t).clone(), filled=True) for t in tensors]
         return self._begin("reduce", lambda: [self._reduce(target, op) for target in targets], targets, mean=op[1])
 
@@ -237,7 +252,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
     def scatter(self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None) -> GroupWork:
         """``output_tensors[0] = input_tensors[0][rank] of the root``."""
-        (output,), root = output_tensors, opts.rootRank
+        (output,), root = output_tensors, self._root("scatter", opts)
         inputs = input_tensors[0] if root == self.rank() else []
         if root == self.rank():
             self._demand_one_per_rank("scatter", inputs, output)
@@ -263,7 +278,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
     def _end_coalescing(self, device: torch.device) -> GroupWork:
         batch, self._batch = self._batch or [], None
-        return self._all(batch) if batch else GroupWork("", [], [], self.leave)
+        return self._all(batch)
 
     def _begin(
         self,
@@ -291,6 +306,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             for target in targets:
                 target.deliver(self.size() if mean else 1)
 
+        self._let_go()
         self._watch.begin(operation, site(), NEVER)
         self._watch.hear()  # who has given up an operation has come to it: nobody would wait for it any more
         self._under_way += 1
@@ -299,21 +315,23 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         except BaseException:
             self.leave(None)
             raise
-        work = GroupWork(operation, works, [target.tensor for target in targets], self.leave, finish, keep)
+        work = GroupWork(operation, works, [target.tensor for target in targets], self, finish, keep)
         if self._batch is not None:
             self._batch.append(work)
         return work
 
     def _all(self, works: Sequence[GroupWork]) -> GroupWork:
         """One work for several, and a further one of the group's."""
-
-        def finish() -> None:
-            for work in works:
-                work.wait()
-
         self._under_way += 1
         tensors = [tensor for work in works for tensor in work.tensors]
-        return GroupWork(works[0].operation, (), tensors, self.leave, finish)
+        return GroupWork(works[0].operation if works else "", [TorchWork(works)], tensors, self)
+
+    def _let_go(self) -> None:
+        """Hold no works any more that have ended; of too many, see whether the oldest have."""
+        for work in [work for work in self._held if work.is_done]:
+            self._held.remove(work)
+        while len(self._held) > _MOST_HELD and self._held[0].is_completed():
+            self._held.pop(0)
 
     def _reduce(self, target: Target, op: _Op) -> TorchWork:
         return self._backend.all_reduce(target.dense.view(-1), op[0])
@@ -356,13 +374,23 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             has, needs = seen(tensors[self.rank()]), "nothing" if own is None else seen(own)
             raise ValueError(f"{operation}: the tensor of this rank, {has}, does not fit its counterpart, {needs}")
 
+    def _root(self, operation: str, opts: Any) -> int:
+        root: int = opts.rootRank
+        if not 0 <= root < self.size():
+            raise ValueError(f"{operation}: a group of {self.size()} ranks has no rank {root}")
+        return root
+
     def _demand_message(self, operation: str, peer: int, tag: int) -> None:
         if not 0 <= peer < self.size() or peer == self.rank():
             raise ValueError(f"{operation}: rank {self.rank()} of {self.size()} cannot talk to rank {peer}")
         if tag:
             raise ValueError(f"{operation}: {NAME} has no tags, messages arrive in the order in which they are sent")
 
-    # For this module: how waits end.
+    # For this module: how works and waits end.
+
+    def hold(self, work: GroupWork) -> None:
+        """Hold a work until the operation after its end: whoever waited for it in C++ has its result by then."""
+        self._held.append(work)
 
     def leave(self, error: BaseException | None) -> None:
         """An operation has ended; ``error`` is why, if it has failed."""

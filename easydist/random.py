@@ -11,6 +11,7 @@ import torch
 
 from easydist.agree import Call, agree
 from easydist.calling import calling
+from easydist.eager import eager
 from easydist.objects import broadcast_object_list
 from easydist.state import ProcessState, communicators
 from easydist.typing import Group
@@ -68,6 +69,7 @@ def _generators(generator: torch.Generator | None) -> dict[str, _Generator]:
     return found
 
 
+@eager
 def synchronize_rng_states(
     rng_types: Sequence[str] | None = None, generator: torch.Generator | None = None, *, group: Group = None
 ) -> None:

@@ -10,6 +10,7 @@ from easydist import memory, wire
 from easydist.agree import Agreement, Call, agree, trust
 from easydist.calling import calling
 from easydist.comms import Communicators, ReduceOp, TorchComm, TorchWork, combine
+from easydist.eager import eager
 from easydist.exchange import by_comm, large_alone, small_payload
 from easydist.leaves import Leaves, as_value
 from easydist.state import communicators
@@ -27,6 +28,7 @@ _OPS = {
 }
 
 
+@eager
 def reduce(
     tensor: Tree,
     reduction: str = "mean",

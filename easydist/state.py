@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[att
 
 from easydist import agree, comms
 from easydist.comms import SOLO, Communicators, TorchComm
+from easydist.eager import eager
 from easydist.environment import World, launched
 from easydist.errors import EasydistError
 from easydist.split import split
@@ -270,6 +271,7 @@ class ProcessState:
         """Whether this is the last process."""
         return self.process_index == self.num_processes - 1
 
+    @eager
     def wait_for_everyone(self) -> None:
         """Block until every process has come here.
 
@@ -477,6 +479,7 @@ def together(group: Group = None) -> Iterator[None]:
     agree.report(comms, "together")
 
 
+@eager
 def wait_for_everyone() -> None:
     """Block until every process has come here; see ``ProcessState.wait_for_everyone``."""
     ProcessState().wait_for_everyone()

@@ -11,7 +11,7 @@ import torch
 
 from easydist import tree
 from easydist.allowlist import plain_data
-from easydist.leaves import as_tensor, is_numeric
+from easydist.leaves import as_tensor, check_unmasked, is_numeric
 from easydist.tree import is_namedtuple
 from easydist.typing import Device, Tree
 
@@ -275,7 +275,7 @@ def concatenate(data: Sequence[Tree], dim: int = 0) -> Tree:
 
     Raises:
         ValueError: ``data`` is empty, or an item has other leaves than the first (the text has their paths).
-        TypeError: The items hold something else than tensors and arrays, and it differs.
+        TypeError: The items hold something else than tensors and arrays, and it differs; an array is masked.
 
     Example:
         >>> concatenate([{"x": torch.tensor([1])}, {"x": torch.tensor([2, 3])}])
@@ -298,6 +298,8 @@ def _listed(paths: Iterable[str]) -> str:
 
 def _join(parts: list[Any], path: str, dim: int) -> Any:
     first = parts[0]
+    for part in parts:
+        check_unmasked(part, path)
     for cls, join in ((torch.Tensor, torch.cat), (np.ndarray, np.concatenate)):
         if all(isinstance(part, cls) for part in parts):
             return _fitting(join, parts, path, dim)

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch.distributed._functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
 import easydist
+from easydist.comms.c10d import over
 from easydist.errors import CollectiveTimeout, RemoteError
 from easydist.process_group import NAME, SharedMemoryGroup
 from easydist.testing import distributed
@@ -199,8 +201,28 @@ def test_what_is_refused(rank):
         dist.all_gather([torch.zeros(2, dtype=torch.int64)] * 2, tensor, group=made)
     with pytest.raises(ValueError, match="needs 2 tensors"):
         dist.all_gather([torch.zeros_like(tensor)], tensor, group=made)
+    expanded = torch.zeros(1, 2).expand(3, 2)
+    with pytest.raises(ValueError, match=r"cannot fill torch.float32 \(3, 2\) on cpu, which is expanded; fill a clone"):
+        dist.all_reduce(expanded, group=made)
     with pytest.raises(RuntimeError, match=r"not implemented|not supported"):
         dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn).view(torch.bits8), group=made)
+    dist.all_reduce(tensor, group=made)
+    assert tensor.tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("root", [-1, 2, 7])
+@distributed(world_size=2)
+def test_root_that_is_no_rank(root, rank):
+    made, tensor = group(), torch.ones(3)
+    for name, options, tensors in (
+        ("broadcast", dist.BroadcastOptions(), [[tensor]]),
+        ("gather", dist.GatherOptions(), [[], [tensor]]),
+        ("reduce", dist.ReduceOptions(), [[tensor]]),
+        ("scatter", dist.ScatterOptions(), [[tensor], []]),
+    ):
+        options.rootRank = root
+        with pytest.raises(ValueError, match=f"^{name}: a group of 2 ranks has no rank {root}$"):
+            getattr(made, name)(*tensors, options)
     dist.all_reduce(tensor, group=made)
     assert tensor.tolist() == [2, 2, 2]
 
@@ -236,6 +258,82 @@ def test_work_and_future(rank):
     for work in dist.batch_isend_irecv(ops):
         work.wait()
     assert got.tolist() == [(rank + 1) % 3] * 2
+
+
+@distributed(world_size=2)
+def test_nothing_is_held_after_the_end(rank):
+    made = group()
+
+    def begun(operation):
+        tensors = [torch.ones(3), torch.ones(3)]
+        works = operation(tensors)
+        return works, [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+
+    def coalesced(tensors):
+        with dist._coalescing_manager(made, async_ops=True) as batch:
+            for tensor in tensors:
+                dist.all_reduce(tensor, group=made)
+        return [batch]
+
+    def each(tensors):
+        return [dist.all_reduce(tensor, group=made, async_op=True) for tensor in tensors]
+
+    for operation in (each, coalesced):
+        works, tensors = begun(operation)
+        for work in works:
+            work.wait()
+        del works, work
+        assert [tensor() for tensor in tensors] == [None, None]
+
+
+@distributed(world_size=2)
+def test_coalesced_work_does_not_block_who_asks(rank):
+    made, tensor = group(), torch.ones(3)
+    if rank == 1:
+        dist.barrier()
+    with dist._coalescing_manager(made, torch.device("cpu"), async_ops=True) as batch:
+        dist.isend(tensor, 0, group=made) if rank else dist.irecv(tensor, 1, group=made)
+    if rank == 0:
+        assert not batch.works[0].is_completed()
+        dist.barrier()
+    batch.wait()
+    assert batch.works[0].is_completed()
+
+
+@distributed(world_size=2)
+def test_works_that_nobody_waits_for(rank):
+    made, tensors = group(), []
+    for _ in range(300):
+        tensor = torch.ones(3)
+        tensors.append(weakref.ref(tensor.untyped_storage()))
+        dist.all_reduce(tensor, group=made, async_op=True)
+    for _ in range(2):
+        dist.barrier(group=made)  # the first ends them all, the second lets go
+    left = sum(tensor() is not None for tensor in tensors)
+    assert left <= 101
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("initial", [False, True])
+@distributed(world_size=2)
+def test_ddp_join(initial, rank):
+    model = DistributedDataParallel(torch.nn.Linear(2, 2, bias=False), process_group=group())
+    with model.join(divide_by_initial_world_size=initial):  # C++ holds its works
+        for _ in range(2 + rank):
+            model(torch.full((1, 2), 10.0)).sum().backward()
+    third = 15 if initial else 30  # of rank 1 alone
+    assert model.module.weight.grad.unique().tolist() == [[20, third][rank]]
+
+
+@distributed(world_size=2)
+def test_devices(rank):
+    made = group()
+    assert made._device_types == [torch.device("cpu")]
+    assert dist.distributed_c10d._device_capability(made) == ["cpu"]
+    assert made._get_backend(torch.device("cpu")) is made
+    with pytest.raises(RuntimeError, match="easydist_shm serves the CPU only, got cuda"):
+        made._get_backend(torch.device("cuda"))
+    assert over(made) is over(made, "cuda") is None
 
 
 @distributed(world_size=2)
@@ -390,6 +488,8 @@ def test_rank_that_does_not_come(rank):
 
 SCRIPT = """
 import os, sys, torch, torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 import easydist.process_group
 rank = int(os.environ["RANK"])
@@ -402,6 +502,13 @@ for again in range(2):  # the same store and the same names
     assert easydist.gather(torch.tensor([rank])).tolist() == [0, 1, 2]
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
     model(torch.ones(1, 2)).sum().backward()
+    whole = {} if rank else {"weight": torch.full((1, 2), 7.0), "bias": torch.zeros(1)}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model.module, whole, options=options)
+    assert model.module.weight.tolist() == [[7, 7]]
+    checkpoint.async_save(state := {"x": torch.ones(2)}, checkpoint_id=sys.argv[1]).result()
+    checkpoint.load(state := {"x": torch.zeros(2)}, checkpoint_id=sys.argv[1])
+    assert state["x"].tolist() == [1, 1]
     dist.barrier()
     if not again:
         dist.destroy_process_group()
@@ -425,7 +532,7 @@ def test_default_group_under_a_launcher(tmp_path):
     variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(script)],
+            [sys.executable, "-W", "ignore", str(script), str(tmp_path / "saved")],
             env=environment | {name: str(value) for name, value in (variables | {"RANK": rank}).items()},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

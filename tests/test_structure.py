@@ -226,6 +226,15 @@ def test_concatenate_of_items_with_different_leaves_is_an_error_with_the_paths(n
         easydist.concatenate(items)
 
 
+@pytest.mark.parametrize("other", [np.array([1, 2]), None])
+def test_concatenate_would_lose_a_mask(other):
+    masked = np.ma.array([1, 2], mask=[False, True])
+    with pytest.raises(
+        TypeError, match=r"^leaf \['a'\] is a masked array, whose mask would be lost; send .data and .mask$"
+    ):
+        easydist.concatenate([{"a": masked if other is None else other}, {"a": masked}])
+
+
 def test_concatenate_of_nothing_is_an_error():
     with pytest.raises(ValueError, match=r"^concatenate needs at least one item$"):
         easydist.concatenate([])

@@ -1,0 +1,131 @@
+"""Verbs and the shared-memory backend inside ``torch.compile``: the same as outside."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import easydist
+from easydist.process_group import NAME
+from easydist.testing import distributed
+
+ROOT = Path(__file__).parent.parent
+
+
+def objects(x):
+    told, part = [None], [None]
+    easydist.broadcast_object_list(told if easydist.ProcessState().process_index else ["text"])
+    easydist.scatter_object_list(part, [{"n": r} for r in range(easydist.ProcessState().num_processes)])
+    return x * len(easydist.gather_object([1])) + part[0]["n"]
+
+
+def tensor_dicts(x):
+    state, tree = easydist.ProcessState(), easydist.broadcast_tensor_dict({"x": x})
+    if state.num_processes == 2:
+        if state.process_index:
+            easydist.send_tensor_dict({"y": x}, 0)
+        else:
+            tree |= easydist.recv_tensor_dict(1)
+    return sum(tree.values())
+
+
+def waits(x):
+    easydist.synchronize_rng_states(["torch"])
+    easydist.wait_for_everyone()
+    easydist.ProcessState().wait_for_everyone()
+    return x
+
+
+def on_one(x):
+    return easydist.copy_tensor_to_devices(x if easydist.ProcessState().is_last_process else None)
+
+
+VERBS = [
+    lambda x: easydist.gather({"x": x, "n": 2})["x"],
+    lambda x: easydist.reduce([x, 1.5], "sum")[0],
+    easydist.broadcast,
+    on_one,
+    easydist.scatter,
+    easydist.all_to_all,
+    lambda x: easydist.unpad(easydist.pad_across_processes(x), x),
+    objects,
+    tensor_dicts,
+    waits,
+]
+
+
+def compiled(function):
+    torch._dynamo.reset()
+    return torch.compile(function, backend="eager")
+
+
+@pytest.mark.slow
+@distributed(world_size=[1, 2], timeout=60)
+def test_verbs(rank):
+    for verb in VERBS:
+
+        def around(x, verb=verb):
+            return verb(x * 2) + 1
+
+        got = compiled(around)
+        for numel in (4, 6, 6):
+            x = torch.arange(numel) + 10.0 * rank
+            assert torch.equal(got(x), around(x))
+
+
+@pytest.mark.slow
+@distributed(world_size=2, timeout=60)
+def test_operations_of_torch(rank):
+    made = dist.new_group(backend=NAME)
+
+    def all_reduce(x):
+        dist.all_reduce(x, group=made)
+        return x
+
+    def begun(x):
+        work = dist.all_reduce(x, group=made, async_op=True)
+        rows = len(x)
+        work.wait()
+        return x + rows + work.result()[0]
+
+    def message(x):
+        if rank:
+            dist.recv(x, 0, group=made)
+        else:
+            dist.send(x, 1, group=made)
+        return x
+
+    for operation in (all_reduce, begun, message):
+
+        def around(x, operation=operation):
+            return operation(x * 2) + 1
+
+        got = compiled(around)
+        for numel in (4, 6):
+            x = torch.arange(numel) + 10.0 * rank
+            assert torch.equal(got(x), around(x))
+
+
+@pytest.mark.slow
+@distributed(world_size=2, timeout=60)
+def test_ddp(rank):
+    def trained(change):
+        torch.manual_seed(0)
+        layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        model = change(DistributedDataParallel(layers, process_group=dist.new_group(backend=NAME)))
+        for step in range(2):
+            model(torch.arange(8.0).reshape(2, 4) * (rank + step + 1)).square().sum().backward()
+        return [value for p in layers.parameters() for value in (p, p.grad)] + list(layers.buffers())
+
+    for one, other in zip(trained(compiled), trained(lambda model: model), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_import_leaves_the_compiler_alone():
+    code = "import sys, easydist, easydist.process_group; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
