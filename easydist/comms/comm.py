@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import SupportsInt
+from typing import SupportsIndex
 
 import torch
 
@@ -221,7 +222,7 @@ class TorchComm:
     def broadcast(
         self,
         tensor: torch.Tensor,
-        root: SupportsInt,
+        root: SupportsIndex,
         async_op: bool,
         hints: Hints = None,
         timeout: timedelta | None = None,
@@ -234,7 +235,7 @@ class TorchComm:
     def broadcast_parts(
         self,
         tensors: Sequence[torch.Tensor],
-        root: SupportsInt,
+        root: SupportsIndex,
         async_op: bool,
         hints: Hints = None,
         timeout: timedelta | None = None,
@@ -248,7 +249,7 @@ class TorchComm:
         self,
         output_tensor_list: Sequence[torch.Tensor],
         input_tensor: torch.Tensor,
-        root: SupportsInt,
+        root: SupportsIndex,
         async_op: bool,
         hints: Hints = None,
         timeout: timedelta | None = None,
@@ -271,7 +272,7 @@ class TorchComm:
     def recv(
         self,
         tensor: torch.Tensor,
-        src: SupportsInt,
+        src: SupportsIndex,
         async_op: bool,
         hints: Hints = None,
         timeout: timedelta | None = None,
@@ -290,7 +291,7 @@ class TorchComm:
     def reduce(
         self,
         tensor: torch.Tensor,
-        root: SupportsInt,
+        root: SupportsIndex,
         op: ReduceOp,
         async_op: bool,
         hints: Hints = None,
@@ -352,7 +353,7 @@ class TorchComm:
         self,
         output_tensor: torch.Tensor,
         input_tensor_list: Sequence[torch.Tensor],
-        root: SupportsInt,
+        root: SupportsIndex,
         async_op: bool,
         hints: Hints = None,
         timeout: timedelta | None = None,
@@ -375,7 +376,7 @@ class TorchComm:
     def send(
         self,
         tensor: torch.Tensor,
-        dst: SupportsInt,
+        dst: SupportsIndex,
         async_op: bool,
         hints: Hints = None,
         timeout: timedelta | None = None,
@@ -401,8 +402,8 @@ class TorchComm:
             work.wait()
         return work
 
-    def _rank(self, what: str, rank: SupportsInt) -> int:
-        value, size = int(rank), self.get_size()
+    def _rank(self, what: str, rank: SupportsIndex) -> int:
+        value, size = operator.index(rank), self.get_size()
         if not 0 <= value < size:
             raise RuntimeError(f"{what} must be in range [0, {size}), but got {value}")
         return value
