@@ -449,7 +449,7 @@ class Watch:
     @property
     def _is_deaf(self) -> bool:
         """Whether nothing is to be heard from other hosts."""
-        return self._store is not None and self._store.is_silent
+        return (store := self._store) is not None and store.is_silent
 
     def _place_of(self, peer: Peer) -> str:
         return peer.place() if peer.is_visible else (self._read(f"seen/{peer.rank}") or [0, ""])[1]
@@ -458,17 +458,17 @@ class Watch:
         return peer.number() if peer.is_visible else (self._read(f"seen/{peer.rank}") or [None])[0]
 
     def _read(self, key: str) -> Any:
-        if self._store is not None and self._has_far_peers():
+        if (store := self._store) is not None and self._has_far_peers():  # the sentry may let go of it meanwhile
             try:
-                return json.loads(self._store.get(key) or "null")
+                return json.loads(store.get(key) or "null")
             except RuntimeError:  # it has ended with rank 0, and would log each further attempt
                 self._store = None
         return None
 
     def _write(self, key: str, text: str) -> None:
-        if self._store is not None and self._has_far_peers():
+        if (store := self._store) is not None and self._has_far_peers():
             try:
-                self._store.set(key, text)
+                store.set(key, text)
             except RuntimeError:
                 self._store = None
 
