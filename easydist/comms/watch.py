@@ -13,14 +13,13 @@ import math
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from easydist.comms.board import Board
 from easydist.comms.far_store import FarStore
 from easydist.comms.peer import Peer, status_text
 from easydist.errors import CollectiveTimeout, EasydistError, PeerLostError, RemoteError
-from easydist.shm import own_page
 
 _log = logging.getLogger("easydist")
 WARN_AFTER = float(os.environ.get("EASYDIST_WARN_AFTER", "30"))
@@ -51,7 +50,7 @@ _NEXT = {
 }
 
 
-class Watch:
+class Watch(Board):
     """What one group's calls know while they wait.
 
     Args:
@@ -61,8 +60,6 @@ class Watch:
         store: Where ranks of other hosts leave their last words.
 
     Attributes:
-        peers: The other ranks.
-        number: Counts the calls of this group, but for those of two ranks alone.
         at: The number of the call that began last; between two numbers, if it is of two ranks alone.
         operation: The verb of the call that began last.
         site: Where the call was made that began last.
@@ -79,25 +76,19 @@ class Watch:
     """
 
     def __init__(self, rank: int, size: int, timeout: float, store: FarStore | None = None) -> None:
-        self.rank, self.size, self.timeout = rank, size, timeout
-        self.peers = {r: Peer(r) for r in range(size) if r != rank}
-        self.number, self.at, self.phase, self.waits = 0, 0.0, 0, 0
+        super().__init__(rank, size, store)
+        self.timeout = timeout
+        self.at, self.phase, self.waits = 0.0, 0, 0
         self.broken: EasydistError | None = None
         self.sever: Callable[[], None] = _nothing
         self.notice: Callable[[], None] = _nothing
         self.waits_in_memory = False
         self.is_awaited, self.is_fresh = False, True
-        self._page = own_page() if size > 1 else None
-        self.slot = self._page.new_slot() if self._page else -1
-        if self._page is not None:
-            weakref.finalize(self, self._page.free_slot, self.slot)
-        self._store = store
-        self.operation, self.site, self._place = "", "", b""
+        self.operation, self.site = "", ""
         self._limit, self._ended = timeout, 0.0
         self.peer: int | None = None
         self._seen_ended: set[int] = set()
         self._end_of_time = self._deadline = self._warn_at = self._listen_at = float("inf")
-        self._published = (0, b"")
         self._lock = threading.Lock()
         self.was_interrupted = False
 
@@ -409,11 +400,6 @@ class Watch:
         error.rank, error.pid, error.host, error.exit_status = peer.rank, peer.pid, peer.host, status
         return error
 
-    def _last_seen(self, peer: Peer) -> list[str]:
-        place = self._place_of(peer)
-        lines = [f"  rank {peer.rank} was last seen in {place}"] if place else []
-        return [*lines, f"  rank {self.rank} waited in {self._place.decode()}"]
-
     def _late(
         self, awaited: Sequence[int], seconds: float, advice: str = _NEXT[CollectiveTimeout]
     ) -> CollectiveTimeout:
@@ -426,54 +412,6 @@ class Watch:
         error = CollectiveTimeout("\n".join([head, *lines[:_ROWS], advice]))
         error.missing = tuple(missing)
         return error
-
-    def _row(self, rank: int, is_missing: bool) -> str:
-        if rank == self.rank:
-            return f"  rank {rank}: waits in {self._place.decode()}"
-        peer = self.peers[rank]
-        place = self._place_of(peer)
-        state = f"came; {place or 'nothing more is known'}"
-        if is_missing:
-            unseen = "nothing is known of it" if self._is_deaf else "not seen in this group yet"
-            state = f"missing; last seen in {place}" if place else f"missing; {unseen}"
-        condition = peer.condition(even_if_well=is_missing)
-        return f"  rank {rank}: {state}" + (f"; {condition}" if condition else "")
-
-    def publish(self) -> None:
-        """Tell ranks of other hosts where this one is, if it has been there for a while."""
-        now = (self.number, self._place)
-        if now != self._published:
-            self._published = now
-            self._write(f"seen/{self.rank}", json.dumps([self.number, self._place.decode()]))
-
-    @property
-    def _is_deaf(self) -> bool:
-        """Whether nothing is to be heard from other hosts."""
-        return (store := self._store) is not None and store.is_silent
-
-    def _place_of(self, peer: Peer) -> str:
-        return peer.place() if peer.is_visible else (self._read(f"seen/{peer.rank}") or [0, ""])[1]
-
-    def _number_of(self, peer: Peer) -> int | None:
-        return peer.number() if peer.is_visible else (self._read(f"seen/{peer.rank}") or [None])[0]
-
-    def _read(self, key: str) -> Any:
-        if (store := self._store) is not None and self._has_far_peers():  # the sentry may let go of it meanwhile
-            try:
-                return json.loads(store.get(key) or "null")
-            except RuntimeError:  # it has ended with rank 0, and would log each further attempt
-                self._store = None
-        return None
-
-    def _write(self, key: str, text: str) -> None:
-        if (store := self._store) is not None and self._has_far_peers():
-            try:
-                store.set(key, text)
-            except RuntimeError:
-                self._store = None
-
-    def _has_far_peers(self) -> bool:
-        return not all(peer.is_visible for peer in self.peers.values())
 
 
 def again(error: EasydistError) -> EasydistError:
