@@ -1,3 +1,5 @@
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -5,7 +7,7 @@ from torch.distributed import PrefixStore
 
 from easydist.comms import Native, TorchComm
 from easydist.comms.communicators import gloo_beside
-from easydist.testing import check_comm
+from easydist.testing import check_comm, distributed
 from easydist.testing.conformance import default_group, solo
 
 
@@ -40,3 +42,13 @@ def test_over_other_groups(make, world_size):
 
 def test_solo():
     check_comm(solo, [1])
+
+
+@distributed(world_size=2)
+def test_arguments_of_other_types_are_refused_before_anything_begins():
+    comm = default_group(0, 2)
+    with pytest.raises(TypeError, match=r"^timeout must be a timedelta, got 5$"):
+        comm.barrier(async_op=False, timeout=5)
+    with pytest.raises(TypeError, match="float"):
+        comm.broadcast(torch.ones(2), 0.5, async_op=False)
+    comm.barrier(async_op=False, timeout=timedelta(seconds=20))

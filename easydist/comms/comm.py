@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import SupportsIndex
 
@@ -92,7 +92,7 @@ class TorchComm:
         name = "all_gather_single"
         self._same_dtype(name, output, input)
         _demand(output.numel() == input.numel() * self.get_size(), name, "output must have comm_size * input elements")
-        return self._run(self._backend.all_gather_single(as_bytes(output), as_bytes(input)), async_op, timeout)
+        return self._run(lambda: self._backend.all_gather_single(as_bytes(output), as_bytes(input)), async_op, timeout)
 
     def all_gather_upto(
         self,
@@ -115,7 +115,7 @@ class TorchComm:
         shaped = rows.dtype is torch.uint8 and rows.ndim == 2 and rows.shape[0] == self.get_size()
         _demand(shaped, name, "rows must be uint8 of the shape (comm_size, length)")
         _demand(0 <= nbytes <= rows.shape[1], name, "nbytes must fit a row")
-        return self._run(self._backend.all_gather_upto(rows, nbytes), async_op, timeout)
+        return self._run(lambda: self._backend.all_gather_upto(rows, nbytes), async_op, timeout)
 
     def all_gather_v(
         self,
@@ -132,7 +132,7 @@ class TorchComm:
             tensor: What this rank sends.
         """
         self._check_rows("all_gather_v", tensor_list, tensor)
-        return self._run(self._backend.all_gather_v(_flats(tensor_list), as_bytes(tensor)), async_op, timeout)
+        return self._run(lambda: self._backend.all_gather_v(_flats(tensor_list), as_bytes(tensor)), async_op, timeout)
 
     def all_gather_parts(
         self,
@@ -152,7 +152,7 @@ class TorchComm:
         for tensor_list, tensor in zip(tensor_lists, tensors, strict=True):
             self._check_rows(name, tensor_list, tensor)
         outputs = [_flats(tensor_list) for tensor_list in tensor_lists]
-        return self._run(self._backend.all_gather_parts(outputs, _flats(tensors)), async_op, timeout)
+        return self._run(lambda: self._backend.all_gather_parts(outputs, _flats(tensors)), async_op, timeout)
 
     def all_reduce(
         self,
@@ -166,7 +166,7 @@ class TorchComm:
         self._check("all_reduce", tensor)
         _check_op("all_reduce", op)
         flat = tensor.detach().reshape(-1)
-        return self._run(self._backend.all_reduce(flat, op), async_op, timeout)
+        return self._run(lambda: self._backend.all_reduce(flat, op), async_op, timeout)
 
     def all_reduce_from(
         self,
@@ -189,7 +189,7 @@ class TorchComm:
         _check_op(name, op)
         _demand(output.numel() == input.numel(), name, "output must have as many elements as input")
         flats = output.detach().reshape(-1), input.detach().reshape(-1)
-        return self._run(self._backend.all_reduce_from(*flats, op), async_op, timeout)
+        return self._run(lambda: self._backend.all_reduce_from(*flats, op), async_op, timeout)
 
     def all_to_all(
         self,
@@ -212,12 +212,12 @@ class TorchComm:
         own = output_tensor_list[rank].numel() == input_tensor_list[rank].numel()
         _demand(own, name, "own output must fit the own input")
         return self._run(
-            self._backend.all_to_all_v(_flats(output_tensor_list), _flats(input_tensor_list)), async_op, timeout
+            lambda: self._backend.all_to_all_v(_flats(output_tensor_list), _flats(input_tensor_list)), async_op, timeout
         )
 
     def barrier(self, async_op: bool, hints: Hints = None, timeout: timedelta | None = None) -> TorchWork:
         """Block until every rank has reached this call."""
-        return self._run(self._backend.barrier(), async_op, timeout)
+        return self._run(lambda: self._backend.barrier(), async_op, timeout)
 
     def broadcast(
         self,
@@ -230,7 +230,7 @@ class TorchComm:
         """Law, in place: ``tensor == tensor of root``."""
         rank = self._rank("root", root)
         self._check("broadcast", tensor)
-        return self._run(self._backend.broadcast(as_bytes(tensor), rank), async_op, timeout)
+        return self._run(lambda: self._backend.broadcast(as_bytes(tensor), rank), async_op, timeout)
 
     def broadcast_parts(
         self,
@@ -243,7 +243,7 @@ class TorchComm:
         """Law, in place: ``tensors[i] == tensors[i] of root``; several ``broadcast`` as one operation."""
         rank = self._rank("root", root)
         self._check("broadcast_parts", *tensors)
-        return self._run(self._backend.broadcast_parts(_flats(tensors), rank), async_op, timeout)
+        return self._run(lambda: self._backend.broadcast_parts(_flats(tensors), rank), async_op, timeout)
 
     def gather(
         self,
@@ -267,7 +267,7 @@ class TorchComm:
             self._one_per_rank("gather", "output_tensor_list", outputs)
             _demand(outputs[rank].numel() == input_tensor.numel(), "gather", "own entry must fit the input")
         self._same_dtype("gather", *outputs, input_tensor)
-        return self._run(self._backend.gather(_flats(outputs), as_bytes(input_tensor), rank), async_op, timeout)
+        return self._run(lambda: self._backend.gather(_flats(outputs), as_bytes(input_tensor), rank), async_op, timeout)
 
     def recv(
         self,
@@ -286,7 +286,7 @@ class TorchComm:
         rank = self._rank("src", src)
         self._check("recv", tensor)
         _demand(rank != self.get_rank(), "recv", "Cannot recv from self")
-        return self._run(self._backend.recv(as_bytes(tensor), rank), async_op, timeout)
+        return self._run(lambda: self._backend.recv(as_bytes(tensor), rank), async_op, timeout)
 
     def reduce(
         self,
@@ -301,7 +301,7 @@ class TorchComm:
         rank = self._rank("root", root)
         self._check("reduce", tensor)
         _check_op("reduce", op)
-        return self._run(self._backend.reduce(tensor.detach().reshape(-1), rank, op), async_op, timeout)
+        return self._run(lambda: self._backend.reduce(tensor.detach().reshape(-1), rank, op), async_op, timeout)
 
     def reduce_scatter(
         self,
@@ -325,7 +325,9 @@ class TorchComm:
         _check_op(name, op)
         _demand(input_list[self.get_rank()].numel() == output.numel(), name, "own entry must fit the output")
         inputs = [tensor.detach().reshape(-1) for tensor in input_list]
-        return self._run(self._backend.reduce_scatter(output.detach().reshape(-1), inputs, op), async_op, timeout)
+        return self._run(
+            lambda: self._backend.reduce_scatter(output.detach().reshape(-1), inputs, op), async_op, timeout
+        )
 
     def reduce_scatter_single(
         self,
@@ -371,7 +373,9 @@ class TorchComm:
             self._one_per_rank("scatter", "input_tensor_list", inputs)
             _demand(inputs[rank].numel() == output_tensor.numel(), "scatter", "own entry must fit the output")
         self._same_dtype("scatter", output_tensor, *inputs)
-        return self._run(self._backend.scatter(as_bytes(output_tensor), _flats(inputs), rank), async_op, timeout)
+        return self._run(
+            lambda: self._backend.scatter(as_bytes(output_tensor), _flats(inputs), rank), async_op, timeout
+        )
 
     def send(
         self,
@@ -390,14 +394,16 @@ class TorchComm:
         rank = self._rank("dst", dst)
         self._check("send", tensor)
         _demand(rank != self.get_rank(), "send", "Cannot send to self")
-        return self._run(self._backend.send(as_bytes(tensor), rank), async_op, timeout)
+        return self._run(lambda: self._backend.send(as_bytes(tensor), rank), async_op, timeout)
 
     def finalize(self) -> None:
         """Give back what the communicator itself has created; a process group that it was put on stays."""
         self._backend.close()
 
-    def _run(self, work: TorchWork, async_op: bool, timeout: timedelta | None) -> TorchWork:
-        work.within(timeout)
+    def _run(self, begin: Callable[[], TorchWork], async_op: bool, timeout: timedelta | None) -> TorchWork:
+        if timeout is not None and not isinstance(timeout, timedelta):
+            raise TypeError(f"timeout must be a timedelta, got {timeout!r}")
+        work = begin().within(timeout)
         if not async_op:
             work.wait()
         return work
