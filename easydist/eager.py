@@ -11,10 +11,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
 
 _set_strategy: Callable[[Any, Any], None] | None = None
-with contextlib.suppress(ImportError, AttributeError):  # not part of torch's public interface
+with contextlib.suppress(ImportError, AttributeError, TypeError):  # not part of torch's public interface
     from torch._C._dynamo import eval_frame
 
     _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    eval_frame.set_code_exec_strategy((lambda: None).__code__, _SKIP)
     _set_strategy = eval_frame.set_code_exec_strategy
 
 
