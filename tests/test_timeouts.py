@@ -5,8 +5,6 @@ import functools
 import gc
 import os
 import re
-import signal
-import threading
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -15,12 +13,10 @@ import launching
 import pytest
 import torch
 import torch.distributed as dist
+from groups import BACKENDS, TREE, check_works, made, no_memory_from, of_all, outcome
 
 import easydist
-from easydist import CollectiveTimeout, ProcessState, RemoteError, memory
-from easydist.comms import Communicators
-from easydist.comms.sentry import sentry
-from easydist.comms.watch import Watch
+from easydist import CollectiveTimeout, memory
 from easydist.testing import distributed
 
 SCRIPT = Path(__file__).parent / "scripts" / "timeouts.py"
@@ -28,7 +24,6 @@ LOSSES = ["kill_source/gloo", "kill_receiver/gloo", "kill_sender/gloo"]
 CASES = ["warn/shm", "warn/gloo", "quiet/shm", "quiet/gloo", "check/shm", *LOSSES]
 AT = r"at \S*timeouts.py:\d+"
 
-BACKENDS = pytest.mark.parametrize("backend", ["shm", "gloo"])
 VERBS = {
     "gather": lambda **options: easydist.gather(torch.ones(2), **options),
     "broadcast": lambda **options: easydist.broadcast(torch.ones(2), **options),
@@ -42,41 +37,6 @@ VERBS = {
     "scatter_object_list": lambda **options: easydist.scatter_object_list([None], ["x", "y"], **options),
     "broadcast_tensor_dict": lambda **options: easydist.broadcast_tensor_dict({"x": torch.ones(2)}, **options),
 }
-
-
-@contextlib.contextmanager
-def made(way, **options):
-    """A new group of all ranks, over shared memory or over gloo alone, also when it is connected anew."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EASYDIST_SHM", str(int(way == "shm")))
-        yield dist.new_group(**options)
-
-
-def check_works(group, backend):
-    """Small and large data come to every rank of the group, the way that is meant."""
-    rank, size = group.rank(), group.size()
-    assert easydist.gather(torch.tensor([rank]), group=group).tolist() == list(range(size))
-    got = easydist.gather(torch.full((200_000,), rank), group=group).view(size, -1)
-    assert (got == torch.arange(size)[:, None]).all()
-    assert easydist.reduce(torch.full((200_000,), rank + 1), "sum", group=group).unique().tolist() == [
-        size * (size + 1) // 2
-    ]
-    assert ProcessState().communicators(group).control.get_backend() == backend
-
-
-def outcome(call):
-    """The name of the error that ``call`` raises, or its result."""
-    try:
-        return call()
-    except easydist.EasydistError as error:
-        return type(error).__name__
-
-
-def of_all(value):
-    """What every rank has here; by torch's own means, so that all ranks compare the same values."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 @functools.cache
@@ -257,7 +217,6 @@ def test_a_timeout_in_one_of_many_groups_comes_to_all_and_is_repaired(rank, back
         assert of_all(outcome(lambda: easydist.gather(rank, group=late, timeout=5).tolist())) == [[0, 1]] * 2
 
 
-TREE = {"large": torch.ones(300_000), "small": [torch.ones(1000) for _ in range(30)], "whole": torch.arange(9000)}
 FAULTS = {
     "gather": (lambda **options: easydist.gather(TREE, **options), (1, 2)),
     "reduce": (lambda **options: easydist.reduce(TREE, **options), (1, 2)),
@@ -267,23 +226,6 @@ FAULTS = {
     "scatter": (lambda **options: easydist.scatter(TREE, 1, **options), (1,)),
 }
 FAULT_CASES = [(verb, number) for verb in FAULTS for number in FAULTS[verb][1]]
-
-
-@contextlib.contextmanager
-def no_memory_from(number):
-    """The memory for this result, counted from 1, and for all that follow is not to be had."""
-    inner, count = memory.empty, 0
-
-    def empty(*args):
-        nonlocal count
-        count += 1
-        if count >= number:
-            raise MemoryError("no memory for a result")
-        return inner(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "empty", empty)
-        yield
 
 
 @pytest.mark.slow
@@ -306,227 +248,6 @@ def test_one_rank_without_memory_for_the_data_fails_the_call_on_all(rank, backen
         )
         assert of_all(found) == [told, "MemoryError: no memory for a result", told]
         check_works(group, backend)
-
-
-def broadcast_tensor_dict(group, turn):
-    sent = {"x": torch.arange(20_000) + turn, "y": torch.ones(3)}
-    return easydist.broadcast_tensor_dict(sent if group.rank() == 0 else None, group=group, timeout=20)["x"][0]
-
-
-def send_and_gather(group, turn):
-    if group.rank() == 0:
-        easydist.send_tensor_dict({"x": torch.tensor(turn)}, 2, group=group, timeout=20)
-    elif group.rank() == 2:
-        assert easydist.recv_tensor_dict(0, group=group, timeout=20) == {"x": torch.tensor(turn)}
-    return easydist.gather(turn, group=group, timeout=20)[0]
-
-
-FOLLOWING = {
-    "gather": lambda group, turn: easydist.gather(turn, group=group, timeout=20)[group.size() - 1],
-    "broadcast_tensor_dict": broadcast_tensor_dict,
-    "send_tensor_dict": send_and_gather,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("following", FOLLOWING)
-@pytest.mark.parametrize("verb", ["broadcast", "scatter"])
-@BACKENDS
-@distributed(world_size=3)
-def test_calls_stay_in_step_after_a_failure_that_some_do_not_notice(rank, backend, verb, following):
-    with made(backend) as group:
-        check_works(group, backend)
-        with no_memory_from(1) if rank == 1 else contextlib.nullcontext():
-            try:
-                found = outcome(lambda: getattr(easydist, verb)(TREE, 0, group=group, timeout=20) and "a result")
-            except MemoryError:
-                found = "MemoryError"
-        assert found in (["MemoryError"] if rank == 1 else ["RemoteError", "a result"])
-        for turn in range(3):
-            assert FOLLOWING[following](group, turn) == turn
-
-
-@pytest.mark.slow
-@BACKENDS
-@distributed(world_size=3)
-def test_who_gives_up_while_the_group_connects_anew_fails_the_call_on_all(rank, backend):
-    """Rank 0 gives up three calls before the others come to the first of them; all raise in each."""
-    with made(backend) as group:
-        check_works(group, backend)
-        store = group.get_group_store()
-        if rank > 0:
-            store.wait(["rank 0 gave up"])
-        for _ in range(3):
-            with pytest.raises(CollectiveTimeout, match=r"2 of 3 ranks did not come within 0\.2 s"):
-                easydist.gather(rank, group=group, timeout=0.2 if rank == 0 else 20)
-        if rank == 0:
-            store.set("rank 0 gave up", "")
-        for turn in range(3):
-            gathered = easydist.gather(10 * turn + rank, group=group, timeout=20)
-            assert gathered.tolist() == [10 * turn + r for r in range(3)]
-        check_works(group, backend)
-
-
-@pytest.mark.slow
-@BACKENDS
-@distributed(world_size=3)
-def test_who_is_interrupted_alone_fails_the_call_on_all(rank, backend):
-    """Rank 0 is interrupted in two calls, the second time while it connects anew; the others come later."""
-    with made(backend) as group:
-        check_works(group, backend)
-        store = group.get_group_store()
-        for _ in range(2 if rank == 0 else 0):
-            timer = threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT])
-            timer.start()
-            with pytest.raises(KeyboardInterrupt):
-                easydist.gather(rank, group=group)
-            timer.join()
-        store.set("interrupted", "") if rank == 0 else store.wait(["interrupted"])
-        for _ in range(0 if rank == 0 else 2):
-            with pytest.raises(RemoteError, match=r"^gather: rank 0 was interrupted \(KeyboardInterrupt\)\n"):
-                easydist.gather(rank, group=group, timeout=20)
-        for turn in range(3):
-            gathered = easydist.gather(10 * turn + rank, group=group, timeout=20)
-            assert gathered.tolist() == [10 * turn + r for r in range(3)]
-        check_works(group, backend)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_late", [False, True], ids=["others wait", "others come later"])
-@pytest.mark.parametrize("has_met", [False, True], ids=["first call", "later call"])
-@BACKENDS
-@distributed(world_size=3)
-def test_a_rank_that_waits_for_another_in_vain_leaves_all_in_step(rank, backend, has_met, is_late):
-    with made(backend) as group:
-        if has_met:
-            check_works(group, backend)
-        store = group.get_group_store()
-        if rank == 0:
-            with pytest.raises(
-                CollectiveTimeout, match=r"^recv_tensor_dict: 1 of 3 ranks did not come within 0\.3 s\n"
-            ):
-                easydist.recv_tensor_dict(1, group=group, timeout=0.3)
-            store.set("rank 0 gave up", "")
-        elif is_late:
-            store.wait(["rank 0 gave up"])
-        if is_late and rank == 0:  # rank 2 has to come to a call, too: all are connected anew
-            got = easydist.recv_tensor_dict(1, group=group, timeout=20)
-            assert torch.equal(got["x"], torch.arange(5))
-        if is_late and rank == 1:
-            with pytest.raises(
-                CollectiveTimeout, match=r"^recv_tensor_dict: 1 of 3 ranks did not come within 0\.3 s\n"
-            ):
-                easydist.send_tensor_dict({"x": torch.arange(3)}, 0, group=group, timeout=20)
-            easydist.send_tensor_dict({"x": torch.arange(5)}, 0, group=group, timeout=20)
-        for turn in range(3):
-            gathered = easydist.gather(10 * turn + rank, group=group, timeout=20)
-            assert gathered.tolist() == [10 * turn + r for r in range(3)]
-        assert len(set(of_all(ProcessState().communicators(group).watch.number))) == 1
-        check_works(group, backend)
-
-
-@pytest.mark.slow
-@BACKENDS
-@distributed(world_size=3)
-def test_a_group_without_a_cpu_backend_connects_in_its_first_call(rank, backend):
-    with made(backend, backend="cuda:gloo") as group:
-        if rank == 2:
-            dist.barrier()
-        with pytest.raises(CollectiveTimeout, match=r"^gather: 1 of 3 ranks did not come within 2 s\n"):
-            easydist.gather(rank, group=group, timeout=2 if rank < 2 else None)
-        if rank < 2:
-            dist.barrier()
-        check_works(group, backend)
-    with made(backend, backend="cuda:gloo") as group:
-        check_works(group, backend)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("numel", [3, 1 << 19])
-@BACKENDS
-@distributed(world_size=3)
-def test_two_ranks_talk_before_the_third_has_come(rank, backend, numel):
-    with made(backend) as group:
-        store = group.get_group_store()
-        if rank == 0:
-            easydist.send_tensor_dict({"x": torch.arange(numel)}, 1, group=group, timeout=20)
-        elif rank == 1:
-            got = easydist.recv_tensor_dict(0, group=group, timeout=20)
-            assert torch.equal(got["x"], torch.arange(numel))
-            store.set("received", "")
-        else:
-            store.wait(["received"])
-        check_works(group, backend)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "place"), [("shm", "sched_yield"), ("shm", "hears_signals"), ("gloo", "hears_signals")]
-)
-@distributed(world_size=3)
-def test_ctrl_c_at_an_awkward_moment_is_told_and_nothing_runs_on(rank, backend, place):
-    def interrupt(*args):
-        setattr(owner, place, inner)
-        os.kill(os.getpid(), signal.SIGINT)
-        return inner(*args)
-
-    owner = os if place == "sched_yield" else Communicators
-    inner = getattr(owner, place)
-    with made(backend) as group:
-        check_works(group, backend)
-        store = group.get_group_store()
-        setattr(owner, place, interrupt) if rank == 1 else store.wait(["interrupted"])
-        try:
-            found = outcome(lambda: easydist.gather(torch.tensor([5]), group=group, timeout=20).tolist())
-        except KeyboardInterrupt:
-            found = "KeyboardInterrupt"
-        store.set("interrupted", "") if rank == 1 else None
-        assert found in (["KeyboardInterrupt"] if rank == 1 else ["RemoteError", [5, 5, 5]])
-        for turn in range(5):
-            gathered = easydist.gather(10 * turn + rank, group=group, timeout=20)
-            assert gathered.tolist() == [10 * turn + r for r in range(3)]
-
-
-@contextlib.contextmanager
-def sentry_late_by_one_call():
-    """The sentry finds out why a wait is in vain, but says so only when the next call connects anew."""
-    find, begin_anew = Watch._late, Watch.begin_anew
-    anew, ticked = threading.Event(), threading.Event()
-
-    def late(*args):
-        if threading.current_thread().name == "easydist-sentry":
-            anew.wait(20)
-        return find(*args)
-
-    def begin(watch):
-        before = begin_anew(watch)
-        anew.set()
-        sentry().add(ticking := Watch(0, 1, 1.0))
-        ticking.publish = ticked.set  # looked at after the wait that had ended
-        assert ticked.wait(20)
-        return before
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Watch, "_late", late)
-        patch.setattr(Watch, "begin_anew", begin)
-        yield
-
-
-@pytest.mark.slow
-@distributed(world_size=3)
-def test_a_look_at_a_wait_that_has_ended_meanwhile_breaks_nothing(rank):
-    with made("gloo") as group, sentry_late_by_one_call() if rank == 2 else contextlib.nullcontext():
-        check_works(group, "gloo")
-        store, key = group.get_group_store(), "rank 0 gave up"
-        if rank == 1:
-            store.wait([key])
-        with pytest.raises(CollectiveTimeout, match="1 of 3 ranks did not come"):
-            easydist.gather(rank, group=group, timeout=(1.0, 20.0, 0.1)[rank])
-        if rank == 0:
-            store.set(key, "")
-        for turn in range(3):
-            gathered = easydist.gather(10 * turn + rank, group=group, timeout=20)
-            assert gathered.tolist() == [10 * turn + r for r in range(3)]
 
 
 @pytest.mark.slow

@@ -1,0 +1,65 @@
+"""Groups of all ranks, whether they work, and what makes one rank of them fail."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import easydist
+from easydist import ProcessState, memory
+
+BACKENDS = pytest.mark.parametrize("backend", ["shm", "gloo"])
+TREE = {"large": torch.ones(300_000), "small": [torch.ones(1000) for _ in range(30)], "whole": torch.arange(9000)}
+
+
+@contextlib.contextmanager
+def made(way, **options):
+    """A new group of all ranks, over shared memory or over gloo alone, also when it is connected anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EASYDIST_SHM", str(int(way == "shm")))
+        yield dist.new_group(**options)
+
+
+def check_works(group, backend):
+    """Small and large data come to every rank of the group, the way that is meant."""
+    rank, size = group.rank(), group.size()
+    assert easydist.gather(torch.tensor([rank]), group=group).tolist() == list(range(size))
+    got = easydist.gather(torch.full((200_000,), rank), group=group).view(size, -1)
+    assert (got == torch.arange(size)[:, None]).all()
+    assert easydist.reduce(torch.full((200_000,), rank + 1), "sum", group=group).unique().tolist() == [
+        size * (size + 1) // 2
+    ]
+    assert ProcessState().communicators(group).control.get_backend() == backend
+
+
+def outcome(call):
+    """The name of the error that ``call`` raises, or its result."""
+    try:
+        return call()
+    except easydist.EasydistError as error:
+        return type(error).__name__
+
+
+def of_all(value):
+    """What every rank has here; by torch's own means, so that all ranks compare the same values."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@contextlib.contextmanager
+def no_memory_from(number):
+    """The memory for this result, counted from 1, and for all that follow is not to be had."""
+    inner, count = memory.empty, 0
+
+    def empty(*args):
+        nonlocal count
+        count += 1
+        if count >= number:
+            raise MemoryError("no memory for a result")
+        return inner(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "empty", empty)
+        yield
