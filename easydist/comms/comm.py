@@ -217,7 +217,7 @@ class TorchComm:
 
     def barrier(self, async_op: bool, hints: Hints = None, timeout: timedelta | None = None) -> TorchWork:
         """Block until every rank has reached this call."""
-        return self._run(lambda: self._backend.barrier(), async_op, timeout)
+        return self._run(self._backend.barrier, async_op, timeout)
 
     def broadcast(
         self,

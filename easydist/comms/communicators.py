@@ -301,13 +301,14 @@ class Communicators:
             That call's ``Watch.at``.
         """
         watch, told, last = self.watch, -1.0, self.watch.at
+        others = dict.fromkeys(watch.peers, told)
         try:
             while True:
                 if told < last:
                     store.set(f"here/{self.rank}", str(told := last))
-                others = {rank: float(store.get(f"here/{rank}") or -1) for rank in watch.peers}
+                others |= {rank: float(store.get(f"here/{rank}") or -1) for rank, at in others.items() if at < told}
                 watch.guard([rank for rank, at in others.items() if at < told])
-                last = max(told, *others.values())
+                last = max(others.values())
                 if told < last:
                     watch.hear()  # they may have given up the call that this rank has come to
                     watch.catch_up(last)
