@@ -1,6 +1,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+STRESS ?= 20000
 BIN := $(VENV)/bin
 EVALUATE := examples/evaluate.py
 # One thread a rank: as torchrun does it, and the same sums on 1, 2 and 3 ranks.
@@ -8,7 +9,7 @@ ranks = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test coverage lint format docs bench clean
+.PHONY: help demo quick test stress coverage lint format docs bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,8 +21,14 @@ demo: $(VENV)/.test ## evaluate a classifier on 1, 2 and 3 ranks
 	@export PATH="$(abspath $(BIN)):$$PATH"; command -v mpirun >/dev/null || { echo "no mpirun here: accelerate launch starts no ranks on the CPU"; exit 0; }; \
 	set -x; OMP_NUM_THREADS=1 accelerate launch --config_file examples/accelerate_cpu.yaml --main_process_port $$((20000 + $$$$ % 10000)) $(EVALUATE)
 
+quick: $(VENV)/.test ## run the tests that are not marked slow
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
 test: $(VENV)/.test ## run the tests; ARGS="-k gather -x" goes to pytest
 	$(BIN)/python -m pytest $(ARGS)
+
+stress: $(VENV)/.test ## many more random calls, messages and trees; STRESS=100000 calls
+	EASYDIST_STRESS=$(STRESS) $(BIN)/python -m pytest -m stress $(ARGS)
 
 coverage: $(VENV)/.test ## run the tests and list the lines they miss
 	$(BIN)/coverage erase
@@ -51,7 +58,7 @@ clean: ## remove what was built, not $(VENV)
 	find easydist tests examples docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # $(VENV)/.test stands for the extra `test`, and so on; a stamp is renewed when the requirements change.
-$(VENV)/.%: setup.cfg setup.py constraints.txt | $(BIN)/python
+$(VENV)/.%: setup.cfg setup.py pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$*]'
 	@touch $@
 

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from timing import agreed, timed
 
 from easydist.comms import Backend, ReduceOp, over
-from easydist.comms.shm import Shm
 from easydist.shm.segment import Segment
 from easydist.testing import Pool
+from easydist.transport.backends.shm import Shm
 
 LARGE = 16 << 20
 """Bytes that each rank contributes."""

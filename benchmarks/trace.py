@@ -73,7 +73,7 @@ def main() -> None:
     with Pool(timeout=600) as pool:
         for world_size in options.ranks:
             report(world_size, pool.run(measure, world_size, seconds=options.seconds)[0])
-    asked = timeit.repeat("\nif listeners: pass" * 3, "from easydist.calling import listeners", number=10**6)
+    asked = timeit.repeat("\nif listeners: pass" * 3, "from easydist.agreement.notes import listeners", number=10**6)
     print(f"three questions whether anybody listens: {min(asked) * 1e3:.0f} ns")
 
 

@@ -10,8 +10,10 @@
 
 The first two are raised on every rank of the group, with the same text, before any target was written; the next call on
 the group works. The next two end what the group has under way, on every rank that waits or comes later;
-after a timeout the next call makes the connections anew. Misuse that every rank commits alike stays a plain
-``TypeError`` or ``ValueError``.
+after a timeout the next call reconnects. Misuse that every rank commits alike stays a plain
+``TypeError`` or ``ValueError``. One kind has a name, as torch, and accelerate with it, raises another class there:
+
+    ShapeError              a ValueError and a RuntimeError: tensors that ``concatenate`` cannot join
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ class EasydistError(Exception):
 
     Attributes:
         raised_in: The communicators of the group, all of whose ranks raise this error.
-        is_final: Whether the group cannot be connected anew.
-        is_earlier: Whether it ended a call that this rank had left before: the group need but be connected anew.
+        is_final: Whether the group cannot be connected again.
+        is_earlier: Whether it ended a call that this rank had left before: the group need but be connected again.
     """
 
     raised_in: object = None
@@ -39,6 +41,10 @@ class DisagreementError(EasydistError):
         >>> easydist.DistributedOperationException is easydist.DisagreementError
         True
     """
+
+
+DistributedOperationException = DisagreementError
+"""accelerate's name."""
 
 
 class RemoteError(EasydistError):
@@ -70,7 +76,8 @@ class CollectiveTimeout(EasydistError, TimeoutError):
     """Not all ranks came in time; the text says who is missing, and where each rank was last seen.
 
     Attributes:
-        missing: The ranks that had not begun the call, in the group.
+        missing: The ranks that are known not to have begun the call, in the group. Ranks of which nothing could be
+            heard, because the process that keeps the group's store is stopped, are named in the text alone.
     """
 
     missing: tuple[int, ...] = ()
@@ -84,4 +91,11 @@ class UnsafeObjectError(EasydistError):
     """Decoding met a global that is not allow-listed, or pickle was asked for where it is denied.
 
     Nothing of the message has run. The text names the global and says how to allow it.
+    """
+
+
+class ShapeError(ValueError, RuntimeError):
+    """Tensors whose shapes do not fit together.
+
+    ``torch.cat`` raises a ``RuntimeError`` for them, which scripts written for accelerate catch.
     """

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import sys
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -66,8 +67,9 @@ class _Lent(np.ndarray[tuple[int], np.dtype[np.uint8]]):
     memory: mmap.mmap | None = None
     room = 0
 
-    def __del__(self) -> None:
-        if self.memory is not None:  # views of it have none
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Views have no memory of their own, and while the interpreter ends this module has no names any more.
+        if self.memory is not None and not is_finalizing():
             _give_back(self.memory, self.room)
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, SupportsIndex
 
-from easydist import calling
-from easydist.objects import gather_object
+from easydist.agreement.notes import Notes, listeners
 from easydist.state import communicators, together
 from easydist.typing import Group
+from easydist.verbs.objects import gather_object
 
 __all__ = ["Trace", "TracedCall", "trace"]
 
@@ -83,24 +83,24 @@ class Trace:
     """The calls of this process between the beginning and the end of a ``with`` block; see ``trace``."""
 
     def __init__(self) -> None:
-        self._heard: list[calling.Notes] = []
+        self._ended: list[Notes] = []
         self._calls: list[TracedCall] = []
 
     def __enter__(self) -> Trace:
-        calling.listeners.append(self._heard.append)
+        listeners.append(self._ended.append)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        calling.listeners.remove(self._heard.append)
+        listeners.remove(self._ended.append)
 
     @property
     def calls(self) -> list[TracedCall]:
         """This rank's calls, in the order in which they ended."""
-        heard = self._heard[:]
-        del self._heard[: len(heard)]
-        self._calls += map(_traced, heard)
+        ended = self._ended[:]
+        del self._ended[: len(ended)]
+        self._calls += map(_traced, ended)
         return self._calls
 
     def gathered(self, group: Group = None) -> list[list[TracedCall]]:
@@ -185,7 +185,7 @@ def trace() -> Trace:
     return Trace()
 
 
-def _traced(notes: calling.Notes) -> TracedCall:
+def _traced(notes: Notes) -> TracedCall:
     peer = None if notes.peer is None else _plain(notes.peer)
     number = notes.number if notes.peer is None else 0
     return TracedCall(

@@ -218,10 +218,15 @@ class Spec:
     Attributes:
         paths: One readable path per leaf, as Python would write the access: ``['batch']['ids'][0]``, ``.loss``. The
             path of a tree that is a leaf itself is the empty string.
+        plain: What is no leaf and no container, with the path of each.
+        alike: Paths that several leaves have, because keys of one container have one and the same repr; in ``paths``
+            they are numbered.
     """
 
     paths: list[str]
     _root: Any
+    plain: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
+    alike: list[str] = dataclasses.field(default_factory=list)
 
     def rebuild(self, leaves: list[Any]) -> Tree:
         """Put ``leaves`` into the structure; law: ``spec.rebuild(leaves)`` equals the tree that was flattened.
@@ -271,32 +276,46 @@ def flatten(
     Raises:
         ValueError: A container holds itself, or the tree is nested deeper than Python's recursion limit.
     """
-    values: list[Any] = []
-    paths: list[str] = []
-    plain = _PLAIN_LEAVES if is_leaf is _is_leaf else frozenset()
-
-    def walk(node: Any, path: str) -> Any:
-        if is_leaf(node):
-            values.append(node)
-            paths.append(path)
-            return len(values) - 1
-        kind = _kind_of(node)
-        if kind is None:
-            return _Static(node)
-        names, children, context = kind.open(node)
-        if not skip and (plain.issuperset(builtins.map(type, children)) or all(builtins.map(is_leaf, children))):
-            first = len(values)
-            values.extend(children)
-            paths.extend([path + name for name in names] if path else names)  # the same strings, whose hash is known
-            return kind.close, context, slice(first, len(values))
-        steps = zip(names, children, strict=True)
-        return kind.close, context, [_Static(c) if name in skip else walk(c, path + name) for name, c in steps]
-
+    walk = _Walk([], [], [], is_leaf, _PLAIN_LEAVES if is_leaf is _is_leaf else frozenset(), skip)
     try:
-        root = walk(data, "")
+        root = _flatten(data, "", walk)
     except RecursionError:
         raise ValueError(_too_deep(data)) from None
-    return values, Spec(_unique(paths), root)
+    paths = _unique(walk.paths)
+    alike = [] if paths is walk.paths else sorted(path for path, count in Counter(walk.paths).items() if count > 1)
+    return walk.values, Spec(paths, root, walk.plain_values, alike)
+
+
+class _Walk(NamedTuple):
+    """What ``flatten`` has found so far, and what it goes by."""
+
+    values: list[Any]
+    paths: list[str]
+    plain_values: list[tuple[str, Any]]
+    is_leaf: Callable[[Any], bool]
+    plain: frozenset[type]
+    skip: Set[str]
+
+
+def _flatten(node: Any, path: str, walk: _Walk) -> Any:
+    """The structure of a node; no inner function, which would hold itself and with it the leaves."""
+    values, paths, plain_values, is_leaf, plain, skip = walk
+    if is_leaf(node):
+        values.append(node)
+        paths.append(path)
+        return len(values) - 1
+    kind = _kind_of(node)
+    if kind is None:
+        plain_values.append((path, node))
+        return _Static(node)
+    names, children, context = kind.open(node)
+    if not skip and (plain.issuperset(builtins.map(type, children)) or all(builtins.map(is_leaf, children))):
+        first = len(values)
+        values.extend(children)
+        paths.extend([path + name for name in names] if path else names)  # the same strings, whose hash is known
+        return kind.close, context, slice(first, len(values))
+    steps = zip(names, children, strict=True)
+    return kind.close, context, [_Static(c) if name in skip else _flatten(c, path + name, walk) for name, c in steps]
 
 
 def _unique(paths: list[str]) -> list[str]:

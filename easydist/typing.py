@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, Union
 
 import torch
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-    from easydist.comms import TorchComm
-
 Tree: TypeAlias = Any
 """Nested containers; the leaves are tensors, NumPy arrays and scalars, Python numbers."""
+
+T = TypeVar("T")
+"""The type of a tree that a verb keeps."""
+
+Item = TypeVar("Item", bound="np.generic")
+"""The type of an array's elements."""
+
+Reduction: TypeAlias = Literal["mean", "sum", "max", "min", "prod", "none"]
+"""How ``reduce`` combines the ranks' values."""
 
 Device: TypeAlias = str | int | torch.device
 """What ``torch.device`` takes."""
@@ -22,5 +30,29 @@ Device: TypeAlias = str | int | torch.device
 Timeout: TypeAlias = timedelta | float
 """A ``timedelta``, or seconds."""
 
-Group: TypeAlias = Union["dist.ProcessGroup", "DeviceMesh", "TorchComm", None]
+
+class Comm(Protocol):
+    """A ``TorchComm`` for type checkers: the class itself lies in a higher layer. Verbs take no other class."""
+
+    @property
+    def communicators(self) -> object:
+        """The verbs' own knowledge of the group, which no other library's communicator has."""
+
+    def get_backend(self) -> str:
+        """Return the backend's name."""
+
+    def get_device(self) -> torch.device:
+        """Return where the tensors have to be."""
+
+    def get_name(self) -> str:
+        """Return the name of the group."""
+
+    def get_rank(self) -> int:
+        """Return this process's rank in the group."""
+
+    def get_size(self) -> int:
+        """Return the number of processes in the group."""
+
+
+Group: TypeAlias = Union["dist.ProcessGroup", "DeviceMesh", Comm, None]
 """The ranks that take part: None (all of them), a ProcessGroup, a DeviceMesh of one dimension, a TorchComm."""

@@ -86,10 +86,12 @@ def main() -> None:
     numbers = list(range(len(images)))
     with state.split_between_processes({"images": images, "labels": labels, "numbers": numbers}) as shard:
         mine = predict(model, **shard)
-    outputs = easydist.gather(mine)  # the shards have 599 / W images each, rounded up on the first ranks
-    outputs["ids"] = easydist.gather_object(mine["ids"])
+    ids = easydist.gather_object(mine.pop("ids"))  # text does not travel with tensors
+    outputs = easydist.gather(mine) | {"ids": ids}  # the shards have 599 / W images each, one more on the first ranks
 
-    state.print(f"{state.num_processes} ranks, {easydist.gather(torch.tensor(len(mine['ids']))).tolist()} images each")
+    state.print(
+        f"{state.num_processes} ranks, {easydist.gather(torch.tensor(len(mine['labels']))).tolist()} images each"
+    )
     state.print(summarize(outputs))
     if state.is_main_process:
         alone = predict(model, images, labels, numbers)

@@ -1,6 +1,39 @@
+import os
+
+import pytest
 from hypothesis import HealthCheck, settings
+from launching import examples, within
+
+from easydist.testing import default_pool
 
 pytest_plugins = ["easydist.testing.plugin"]
 
 settings.register_profile("easydist", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("easydist")
+settings.register_profile("stress", settings.get_profile("easydist"), derandomize=False, max_examples=examples(100))
+settings.load_profile("stress" if "EASYDIST_STRESS" in os.environ else "easydist")
+
+unmarked = []
+"""Lines about tests that take long, and are not marked slow."""
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker(pytest.mark.stress)
+
+
+def pytest_runtest_setup():
+    default_pool().timeout = within(60)
+
+
+def pytest_runtest_logreport(report):
+    is_ours = report.when == "call" and report.nodeid.startswith("tests/") and "slow" not in report.keywords
+    if is_ours and report.duration > within(0.125):  # a quarter of a second on an idle machine
+        unmarked.append(f"{report.duration:6.2f} s  {report.nodeid}")
+
+
+def pytest_terminal_summary(terminalreporter):
+    if unmarked:
+        terminalreporter.section("slow, but not marked slow (the first to use the pool has started it)")
+        for line in sorted(unmarked, reverse=True):
+            terminalreporter.write_line(line)

@@ -15,7 +15,7 @@ TREE = {"large": torch.ones(300_000), "small": [torch.ones(1000) for _ in range(
 
 @contextlib.contextmanager
 def made(way, **options):
-    """A new group of all ranks, over shared memory or over gloo alone, also when it is connected anew."""
+    """A new group of all ranks, over shared memory or over gloo alone, also when it is connected again."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EASYDIST_SHM", str(int(way == "shm")))
         yield dist.new_group(**options)

@@ -1,10 +1,5 @@
 """Verbs and the shared-memory backend inside ``torch.compile``: the same as outside."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,8 +8,6 @@ from torch.nn.parallel import DistributedDataParallel
 import easydist
 from easydist.process_group import NAME
 from easydist.testing import distributed
-
-ROOT = Path(__file__).parent.parent
 
 
 def objects(x):
@@ -65,7 +58,7 @@ def compiled(function):
 
 
 @pytest.mark.slow
-@distributed(world_size=[1, 2], timeout=60)
+@distributed(world_size=[1, 2])
 def test_verbs(rank):
     for verb in VERBS:
 
@@ -79,7 +72,7 @@ def test_verbs(rank):
 
 
 @pytest.mark.slow
-@distributed(world_size=2, timeout=60)
+@distributed(world_size=2)
 def test_operations_of_torch(rank):
     made = dist.new_group(backend=NAME)
 
@@ -112,7 +105,7 @@ def test_operations_of_torch(rank):
 
 
 @pytest.mark.slow
-@distributed(world_size=2, timeout=60)
+@distributed(world_size=2)
 def test_ddp(rank):
     def trained(change):
         torch.manual_seed(0)
@@ -124,8 +117,3 @@ def test_ddp(rank):
 
     for one, other in zip(trained(compiled), trained(lambda model: model), strict=True):
         torch.testing.assert_close(one, other)
-
-
-def test_import_leaves_the_compiler_alone():
-    code = "import sys, easydist, easydist.process_group; assert 'torch._dynamo' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})

@@ -1,8 +1,8 @@
-"""Imports go down: every module of easydist imports from strictly lower layers only."""
+"""Imports go down: every module of easydist imports from lower layers only, and none imports itself through others."""
 
 import ast
 import re
-from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "easydist"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
-ROOMS = ("comms", "queue", "shm", "testing")
+ROOMS = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
 
 
 def table() -> dict[str, int]:
@@ -26,31 +26,50 @@ def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
-def running(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those under ``if TYPE_CHECKING``, which nobody runs."""
-    yield node
-    for child in ast.iter_child_nodes(node):
-        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
-            yield from running(child)
-
-
 def imported(source: str) -> set[str]:
-    """The modules and rooms of easydist that a module imports, anywhere in it but for type checkers."""
+    """What a module imports from easydist, dotted: anywhere in it, in functions and for type checkers too."""
     names: set[str] = set()
-    for node in running(ast.parse(source)):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, "imports are absolute"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name.split(".")[1] if "." in name else "__init__" for name in names if name.split(".")[0] == "easydist"}
+    return {name for name in names if name.split(".")[0] == "easydist"}
+
+
+def rooms(names: set[str]) -> set[str]:
+    """The modules and rooms that these names lie in."""
+    return {name.split(".")[1] if "." in name else "__init__" for name in names}
+
+
+def dotted(path: Path) -> str:
+    """A module's own name."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def graph(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Module -> the modules that it imports."""
+    found = {module: imported(source) for module, source in sources.items()}
+    return {
+        module: {name if name in sources else name.rpartition(".")[0] for name in names}
+        for module, names in found.items()
+    }
 
 
 def test_imports_are_found_wherever_they_stand():
-    source = "import os, easydist.wire\nfrom easydist import tree\ndef f():\n    from easydist.comms.solo import Solo"
-    assert imported(source) == {"wire", "tree", "comms"}
-    assert imported("import easydist") == {"__init__"}
-    assert imported("if TYPE_CHECKING:\n    from easydist.comms import TorchComm") == set()
+    source = (
+        "import os, easydist.data.packing\nfrom easydist import tree\ndef f():\n    from easydist.comms import Solo"
+    )
+    assert rooms(imported(source)) == {"data", "tree", "comms"}
+    assert rooms(imported("import easydist")) == {"__init__"}
+    assert rooms(imported("if TYPE_CHECKING:\n    from easydist.comms import TorchComm")) == {"comms"}
+
+
+def test_cycles_are_found():
+    later = "def f():\n    from easydist.a import x"
+    with pytest.raises(CycleError, match=r"easydist\.b"):
+        TopologicalSorter(graph({"easydist.a": "from easydist import b", "easydist.b": later})).prepare()
 
 
 def test_the_table_names_every_module_and_nothing_else():
@@ -60,5 +79,9 @@ def test_the_table_names_every_module_and_nothing_else():
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_go_down(path):
     layers, name = table(), name_of(path)
-    allowed = {other for other, layer in layers.items() if layer < layers[name]} | ({name} & set(ROOMS))
-    assert imported(path.read_text()) <= allowed
+    allowed = {other for other, layer in layers.items() if layer < layers[name]} | ({name} & ROOMS)
+    assert rooms(imported(path.read_text())) <= allowed
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    TopologicalSorter(graph({dotted(path): path.read_text() for path in MODULES})).prepare()

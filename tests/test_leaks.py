@@ -4,37 +4,21 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
-import sys
 from pathlib import Path
 
+import launching
 import pytest
 
-ROOT = Path(__file__).parent.parent
-SCRIPTS = ROOT / "tests" / "scripts"
+SCRIPTS = Path(__file__).parent / "scripts"
 SHARED_FOLDERS = ["/dev/shm", "/run/shm", "/tmp"]
-DEADLINE = 150
 
 pytestmark = pytest.mark.slow
 
 
 def run(script, *arguments, **environment):
     """What a script prints, a row per line; nothing that it started goes on."""
-    process = subprocess.Popen(
-        [sys.executable, str(SCRIPTS / script), *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=DEADLINE)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, err
+    out, _ = launching.python(SCRIPTS / script, *arguments, seconds=90, **environment)
     return [json.loads(line) for line in out.splitlines()]
 
 
@@ -54,7 +38,7 @@ MET = {"gloo": {"RemoteError"}, "easydist_shm": {"RemoteError"}, "queue": {"EOFE
 """What the others meet where it raised."""
 
 LOST = {"PeerLostError"}, {"PeerLostError", "EOFError"}
-"""What they meet where it was killed; the second where a writer has heard it before, and has closed its end."""
+"""What they meet where it was killed; the second where a writer has received it before, and has closed its end."""
 
 
 def names():

@@ -1,7 +1,10 @@
 """Memory for large results: as torch.empty gives it, used again once nobody holds it, and never before."""
 
 import gc
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +14,17 @@ from easydist import memory
 from easydist.testing import distributed
 
 LARGE = 1 << 20
+ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(not memory._HAS_HUGE_PAGES, reason="needs Linux")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def settled():
+    """What was there before these tests is not looked at again by each of them."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
@@ -99,3 +112,11 @@ def test_a_verb_that_is_called_again_needs_no_new_memory(rank):
     before = {name: tensor.clone() for name, tensor in kept.items()}
     places()
     assert all(torch.equal(kept[name], before[name]) for name in kept)
+
+
+@pytest.mark.parametrize("keep", ["kept = x", "torch.kept = x", "sys.kept = x[5:]", "torch.kept = [x, x.numpy()]"])
+def test_a_result_that_lives_until_the_end_ends_in_silence(keep):
+    """Also where it outlives the names of easydist's modules."""
+    script = f"import sys, easydist, torch\nx = easydist.gather(torch.ones(1 << 20))\n{keep}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert (done.stdout, done.stderr) == ("", "")

@@ -1,6 +1,6 @@
 """Trees that are awkward to move, hypothesis strategies for more of them, and an exact comparison.
 
-``CASES`` maps a name to a function that makes the tree anew, so that workers can make the very same one by name.
+``CASES`` maps a name to a function that makes a new tree, so that workers can make the very same one by name.
 """
 
 import dataclasses

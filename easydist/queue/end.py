@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from easydist.comms.peer import Peer, record, status_text
 from easydist.errors import PeerLostError
-from easydist.shm import own_page
+from easydist.liveness import texts
+from easydist.liveness.page import own_page
+from easydist.liveness.peer import Peer, record
+from easydist.shm.futex import give_core
 from easydist.typing import Timeout
 
 _log = logging.getLogger("easydist")
@@ -43,7 +45,7 @@ def own_record() -> bytes:
 
 def name_of(peer: Peer) -> str:
     """A process for people."""
-    return f"process {peer.pid} on {peer.host}"
+    return texts.process(peer.pid, peer.host)
 
 
 class End:
@@ -92,7 +94,7 @@ class End:
         for _ in range(_LOOKS):
             if look():
                 return
-            os.sched_yield()
+            give_core()
         began, pause = time.monotonic(), _FIRST_PAUSE
         warn_at = began + _WARN_AFTER
         while not self._sleep(look, pause if until is None else max(0.0, min(pause, until - time.monotonic()))):
@@ -156,8 +158,8 @@ class End:
 def lost(peer: Peer, who: str, how: str = "") -> PeerLostError:
     """The error that names a process that has ended."""
     status = peer.exit_status()
-    how = how or f"ended ({status_text(status)})"
-    error = PeerLostError(f"MessageQueue: {who} is lost: {name_of(peer)} {how}\nClose this queue, and make a new one.")
+    what = f"{name_of(peer)} {how or f'ended ({texts.status_text(status)})'}"
+    error = PeerLostError(texts.lost("MessageQueue", who, what, advice="Close this queue, and make a new one."))
     error.rank = peer.rank if peer.rank >= 0 else None
     error.pid, error.host, error.exit_status = peer.pid, peer.host, status
     return error

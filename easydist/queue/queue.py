@@ -8,18 +8,18 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from easydist import codec
-from easydist.agree import report
-from easydist.comms import Communicators
-from easydist.comms.peer import host_id
-from easydist.exchange import check_rank
-from easydist.objects import gather_object
+from easydist.agreement.runner import meet
+from easydist.format import codec
+from easydist.groups.communicators import Communicators
+from easydist.liveness.peer import host_id
 from easydist.queue.end import deadline
 from easydist.queue.handle import Handle
 from easydist.queue.reader import ReaderEnd
 from easydist.queue.writer import WriterEnd
 from easydist.state import communicators
 from easydist.typing import Group, Timeout
+from easydist.verbs.objects import gather_object
+from easydist.verbs.ranks import check_rank
 
 _T = TypeVar("_T")
 
@@ -95,6 +95,7 @@ class MessageQueue:
         Raises:
             ConnectionError: The writer is not to be found.
             RuntimeError: This rank has been taken.
+            WireError: The handle is damaged.
             UnsafeObjectError: The queue has ``weights_only=False`` and pickle is denied here.
         """
         if not handle.weights_only:
@@ -121,6 +122,7 @@ class MessageQueue:
         Raises:
             TimeoutError: The time is over.
             PeerLostError: The writer, or a reader that had attached, has ended.
+            ConnectionError: A reader has come and cannot be let in; the text says why. The next call waits again.
             RuntimeError: ``cancel`` or ``close`` was called.
         """
         self._end.wait_until_ready(deadline(timeout))
@@ -135,6 +137,7 @@ class MessageQueue:
         Raises:
             TimeoutError: There was no room in time. No reader gets the object, not even if a part of it was under way.
             PeerLostError: A reader's process has ended, its connection broke.
+            ConnectionError: A reader has come and cannot be let in; the text says why. The next call waits again.
             BrokenPipeError: A reader has closed its end.
             RuntimeError: This is a reader's end, a closed one, or a forked child's; ``cancel`` was called.
             TypeError: ``obj`` cannot be pickled.
@@ -146,7 +149,7 @@ class MessageQueue:
         if not isinstance(end, WriterEnd):
             raise RuntimeError("Only writers can enqueue: this is a reader's end")
         until = deadline(timeout)
-        message = codec.Message(obj)
+        message = codec.EncodedObject(obj)
         if self._handle.weights_only:
             message.check()
         end.put(message, until)
@@ -310,9 +313,9 @@ def _all_or_none(comms: Communicators, make: Callable[[], _T]) -> _T:
     try:
         made = make()
     except Exception as error:
-        report(comms, "MessageQueue", error)
+        meet(comms, "MessageQueue", error)
         raise
-    report(comms, "MessageQueue")
+    meet(comms, "MessageQueue")
     return made
 
 

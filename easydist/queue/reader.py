@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from contextlib import suppress
 
 import torch
 
-from easydist.comms.peer import Peer
-from easydist.comms.sharing import is_wanted
+from easydist.groups.sharing import is_wanted
+from easydist.liveness.peer import Peer
 from easydist.queue.end import End, lost, name_of, own_record
-from easydist.queue.far import Inlet
 from easydist.queue.handle import Handle
+from easydist.queue.tcp import Receiver
 from easydist.shm.ring import RingReader, Shape
 
 
@@ -45,13 +46,18 @@ class ReaderEnd(End):
             return RingReader(name, Shape(*shape), handle.local_reader_ranks.index(rank), own_record())
         return None
 
-    def _connect(self, handle: Handle, rank: int) -> Inlet:
+    def _connect(self, handle: Handle, rank: int) -> Receiver:
         if handle.address is None:
             raise ConnectionError(f"MessageQueue: the memory of {name_of(self._writer)} is not to be seen from here")
         try:
-            return Inlet(handle.address, handle.key, rank, own_record(), self._writer)
+            return Receiver(handle.address, handle.key, rank, own_record(), self._writer)
         except OSError as error:
             at = "{}:{}".format(*handle.address)
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise ConnectionError(
+                    f"MessageQueue: no connection to {name_of(self._writer)} at {at}: {error.strerror}. Close some "
+                    "files, or raise the limit (ulimit -n)"
+                ) from error
             raise ConnectionError(
                 f"MessageQueue: {name_of(self._writer)} does not listen at {at} ({error}); it has closed the queue, "
                 "has all its readers, or needs a connect_ip= that this host can reach"
@@ -89,7 +95,7 @@ class ReaderEnd(End):
             return EOFError(f"MessageQueue: the writer, {name_of(self._writer)}, has closed the queue")
         if self._writer.has_ended():
             return lost(self._writer, "the writer")
-        if isinstance(self._way, Inlet) and self._way.is_broken:
+        if isinstance(self._way, Receiver) and self._way.is_broken:
             return lost(self._writer, "the writer", "ended, or its connection broke")
         return None
 

@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
-from easydist import codec
-from easydist.comms.peer import Peer
-from easydist.comms.sharing import is_wanted
+from easydist.errors import WireError
+from easydist.format import codec
+from easydist.groups.sharing import is_wanted
+from easydist.liveness.peer import Peer
 from easydist.queue.end import End, lost, own_record
-from easydist.queue.far import Door, Outlet, own_address
 from easydist.queue.handle import Handle
 from easydist.queue.pieces import cut
+from easydist.queue.tcp import Listener, Sender, own_address
 from easydist.shm.ring import RingWriter, Shape
 
 _log = logging.getLogger("easydist")
@@ -23,7 +24,7 @@ _LOOK_EVERY = 0.1
 _FAREWELL = 5.0
 """Seconds that ``close`` waits for slow connections."""
 
-_KNOCK_EVERY = 0.005
+_ACCEPT_EVERY = 0.005
 """Seconds of sleep while readers are still to come: those without shared memory cannot wake the writer."""
 
 _SOON = 0.001
@@ -57,15 +58,16 @@ class WriterEnd(End):
         self._capacity = max_chunk_bytes * max_chunks
         self._key = secrets.token_bytes(32)
         self._peers: dict[int, Peer] = {}
-        self._outlets: dict[int, Outlet] = {}
-        self._ring, self._door = self._make_ring(), None
-        self._n_far = n_reader - (len(self._local_ranks) if self._ring else 0)
+        self._senders: dict[int, Sender] = {}
+        self._ring, self._listener = self._make_ring(), None
+        self._n_remote = n_reader - (len(self._local_ranks) if self._ring else 0)
         self._progress: SimpleQueue[None] = SimpleQueue()  # an interrupt inside an Event leaves it locked for ever
         self._start = -1
         self._look_at = 0.0
         self._seen: Exception | None = None
+        self._refusal: str | None = None
         try:
-            self._door = self._open_door(connect_ip)
+            self._listener = self._open_listener(connect_ip)
         except BaseException:
             self._abandon()
             raise
@@ -79,47 +81,47 @@ class WriterEnd(End):
             _log.warning("easydist: MessageQueue has no shared memory (%s): its readers use TCP, more slowly", error)
             return None
 
-    def _open_door(self, connect_ip: str | None) -> Door | None:
+    def _open_listener(self, connect_ip: str | None) -> Listener | None:
         if not self._n_reader:
             return None
         n_remote = self._n_reader - len(self._local_ranks)
         try:
-            return Door(connect_ip or (own_address() if n_remote else "127.0.0.1"), self._key)
+            return Listener(connect_ip or (own_address() if n_remote else "127.0.0.1"), self._key)
         except OSError:
-            if self._n_far:
+            if self._n_remote:
                 raise
             return None  # no network: readers that cannot attach will say so
 
     def handle(self, weights_only: bool) -> Handle:
         """What readers need."""
         ring = (self._ring.name, self._ring.shape.plain()) if self._ring else None
-        address = self._door.address if self._door else None
+        address = self._listener.address if self._listener else None
         return Handle(self._local_ranks, self._n_reader, ring, address, self._key, own_record(), weights_only)
 
-    def put(self, message: codec.Message, until: float | None) -> None:
+    def put(self, message: codec.EncodedObject, until: float | None) -> None:
         """Give a message to all readers, or to none."""
         with self.turn(until):
             if (fault := self._seen or self._departure()) is not None:
                 raise fault
-            if len(self._outlets) < self._n_far:
-                self._until(self._all_far_are_here, until, lambda: self._late("enqueue"))
+            if len(self._senders) < self._n_remote:
+                self._until(self._all_remote_are_here, until, lambda: self._late("enqueue"))
             if not self._has_room(message.nbytes):
                 self._until(lambda: self._has_room(message.nbytes), until, lambda: self._late("enqueue"))
             if self._ring is not None:
                 self._write(self._ring, message, until)
-            if self._outlets:
+            if self._senders:
                 data = b"".join(message.parts())
-                for outlet in self._outlets.values():
-                    outlet.add(data)
+                for sender in self._senders.values():
+                    sender.add(data)
             self._look_around()
 
     def _has_room(self, nbytes: int) -> bool:
         if self._ring is not None and self._ring.messages() >= self._max_chunks:
             return False
-        unsent = [outlet.unsent() for outlet in self._outlets.values()]
+        unsent = [sender.unsent() for sender in self._senders.values()]
         return all(not n or (n < self._max_chunks and b + nbytes <= self._capacity) for n, b in unsent)
 
-    def _write(self, ring: RingWriter, message: codec.Message, until: float | None) -> None:
+    def _write(self, ring: RingWriter, message: codec.EncodedObject, until: float | None) -> None:
         at = 0
         for piece in cut(message.parts(), ring.shape.piece):
             nbytes = sum(map(len, piece))
@@ -141,11 +143,11 @@ class WriterEnd(End):
 
     def _late(self, operation: str) -> str:
         absent = [rank for rank in self._local_ranks if rank not in self._peers]
-        n_far = self._n_far - len(self._outlets)
+        n_far = self._n_remote - len(self._senders)
         if operation == "wait_until_ready" or n_far > 0:
             return f"{operation}: {len(absent) + max(n_far, 0)} of {self._n_reader} readers did not come in time"
         slow = [self._local_ranks[i] for i in self._ring.behind()] if self._ring else []
-        slow += [rank for rank, outlet in self._outlets.items() if outlet.unsent()[0]]
+        slow += [rank for rank, sender in self._senders.items() if sender.unsent()[0]]
         return f"{operation}: readers {sorted(set(slow))} made no room in time; nothing of this message will arrive"
 
     def wait_until_ready(self, until: float | None) -> None:
@@ -154,13 +156,13 @@ class WriterEnd(End):
             self._until(self._all_are_here, until, lambda: self._late("wait_until_ready"))
             if self._ring is not None:
                 self._ring.set_ready()
-            for outlet in self._outlets.values():
-                outlet.set_ready()
+            for sender in self._senders.values():
+                sender.set_ready()
             self._shut_door()
 
-    def _all_far_are_here(self) -> bool:
+    def _all_remote_are_here(self) -> bool:
         self._greet()
-        return len(self._outlets) >= self._n_far
+        return len(self._senders) >= self._n_remote
 
     def _all_are_here(self) -> bool:
         self._greet()
@@ -170,33 +172,49 @@ class WriterEnd(End):
         """Let readers in that have come."""
         for i, rank in enumerate(self._local_ranks if self._ring else ()):
             if rank not in self._peers and self._ring and (note := self._ring.note(i)) is not None:
-                self._peers[rank] = Peer(rank, note)
-        for rank, record, outlet in self._door.knocks() if self._door else ():
-            if self._admits(rank):
-                self._admit(rank, record, outlet)
-            else:
-                outlet.refuse()
+                try:
+                    self._peers[rank] = Peer(rank, note)
+                except WireError as error:
+                    self._refusal = f"reader {rank} cannot be let in: {error}"
+        for rank, record, sender in self._listener.accepted() if self._listener else ():
+            try:
+                if self._admits(rank):
+                    self._admit(rank, record, sender)
+                    continue
+            except WireError as error:
+                self._refusal = f"reader {rank} was not let in: {error}"
+            sender.refuse()
+        if self._listener is not None and self._listener.fault is not None:
+            self._refusal = (
+                f"a reader cannot be let in: {self._listener.fault}. If this process has too many open files, close "
+                "some, or raise the limit (ulimit -n); then call again"
+            )
 
     def _admits(self, rank: int) -> bool:
         if rank in self._peers or rank in self._local_ranks:
             return rank not in self._peers
-        return sum(r not in self._local_ranks for r in self._outlets) < self._n_reader - len(self._local_ranks)
+        return sum(r not in self._local_ranks for r in self._senders) < self._n_reader - len(self._local_ranks)
 
-    def _admit(self, rank: int, record: bytes, outlet: Outlet) -> None:
-        self._peers[rank], self._outlets[rank] = Peer(rank, record), outlet
-        outlet.on_progress = self._wake
-        outlet.welcome()
+    def _admit(self, rank: int, record: bytes, sender: Sender) -> None:
+        self._peers[rank], self._senders[rank] = Peer(rank, record), sender
+        sender.on_progress = self._wake
+        sender.welcome()
         if self._ring is not None and rank in self._local_ranks:  # one that cannot attach
-            self._n_far += 1
+            self._n_remote += 1
             for message in self._ring.drop(self._local_ranks.index(rank)):
-                outlet.add(message)
+                sender.add(message)
 
     def _look_around(self) -> None:
         """Now and then, after the readers have been told: the next call raises what is seen."""
         if time.monotonic() >= self._look_at:
-            self._seen = self._fault()
+            self._seen = self._lost_reader()
 
     def _fault(self) -> Exception | None:
+        fault = self._lost_reader()
+        refusal, self._refusal = self._refusal, None  # once: the reader may come again
+        return fault or (ConnectionError(f"MessageQueue: {refusal}") if refusal else None)
+
+    def _lost_reader(self) -> Exception | None:
         self._look_at = time.monotonic() + _LOOK_EVERY
         if len(self._peers) < self._n_reader:
             self._greet()
@@ -210,17 +228,17 @@ class WriterEnd(End):
         for i, rank in enumerate(self._local_ranks if self._ring else ()):
             if self._ring and self._ring.has_left(i):
                 return _left(rank)
-        for rank, outlet in self._outlets.items():
-            outlet.look()
-            if outlet.has_left:
+        for rank, sender in self._senders.items():
+            sender.look()
+            if sender.has_left:
                 return _left(rank)
-            if outlet.is_broken:
+            if sender.is_broken:
                 return lost(self._peers[rank], f"reader {rank}", "ended, or its connection broke")
         return None
 
     def _sleep(self, look: Callable[[], bool], seconds: float) -> bool:
         if len(self._peers) < self._n_reader:
-            seconds = min(seconds, _KNOCK_EVERY)
+            seconds = min(seconds, _ACCEPT_EVERY)
         if self._ring is not None:
             return self._ring.sleep(look, seconds)
         while not self._progress.empty():
@@ -242,33 +260,33 @@ class WriterEnd(End):
                 self._ring.wake()
 
     def _shut_door(self) -> None:
-        door, self._door = self._door, None
-        if door is not None:
-            door.close()
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.close()
 
     def _release(self) -> None:
         if self._ring is not None:
             self._ring.close()
         until = time.monotonic() + _FAREWELL
-        for outlet in self._outlets.values():
-            outlet.say_goodbye()
-        while any(outlet.unsent()[0] for outlet in self._outlets.values()) and time.monotonic() < until:
+        for sender in self._senders.values():
+            sender.say_goodbye()
+        while any(sender.unsent()[0] for sender in self._senders.values()) and time.monotonic() < until:
             self._pause(0.05)
-        for outlet in self._outlets.values():
-            outlet.close()
+        for sender in self._senders.values():
+            sender.close()
         self._drop()
 
     def _abandon(self) -> None:
         if self._ring is not None:
             self._ring.release()
-        for outlet in self._outlets.values():
-            outlet.release()
+        for sender in self._senders.values():
+            sender.release()
         self._drop()
 
     def _drop(self) -> None:
         self._shut_door()
         self._ring = None
-        self._outlets.clear()
+        self._senders.clear()
         self._peers.clear()
 
 

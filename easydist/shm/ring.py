@@ -1,6 +1,6 @@
 """A ring in shared memory: one process writes messages, several read each of them.
 
-    the bell                             8 bytes on a cache line of its own
+    the futex                            8 bytes on a cache line of its own
     the writer: posted, ready, closed    how many pieces it has announced, and the state of the queue
     the writer: asleep                   whether it has to be woken
     per reader: taken, attached, closed  how many pieces it has copied out, and its state
@@ -27,8 +27,8 @@ import numpy as np
 import torch
 
 from easydist import memory
+from easydist.shm.futex import Futex
 from easydist.shm.segment import Segment, nameless_file
-from easydist.shm.signal import Bell
 from easydist.shm.slots import NEVER, copy
 
 NOTE_NBYTES = 512
@@ -109,41 +109,41 @@ class _End:
         self._bytes = memoryview(segment.memory)[shape.data_at :]
         self._tensor = torch.frombuffer(segment.memory, dtype=torch.uint8)
         self._address = self._tensor.data_ptr() + shape.data_at
-        self._bell = Bell(self._words, self._tensor.data_ptr(), rank)
+        self._futex = Futex(self._words, self._tensor.data_ptr(), rank)
         self._mine = 1 << rank % 32
         self._asleep = _cell(rank, _READER_ASLEEP) if rank else _ASLEEP
 
     def _announce(self, cell: int, number: int) -> None:
         """Write a number that others may sleep for, after all that was written before."""
-        if self._bell.release is not None:
-            self._bell.release()
+        if self._futex.release is not None:
+            self._futex.release()
         self._words[cell] = number
-        self._bell.fence()
+        self._futex.fence()
 
     def sleep(self, look: Callable[[], bool], seconds: float) -> bool:
         """Sleep until another end has announced something.
 
         Args:
-            look: Whether there is anything to do; called once the others can see that this end sleeps, and after.
+            look: Returns True if there is something to do; called when the others see that this end sleeps, and after.
             seconds: At most.
 
         Returns:
             What ``look`` said last.
         """
-        heard = self._bell.listen()
+        expected = self._futex.value()
         self._words[self._asleep] = 1
-        self._bell.fence()
+        self._futex.fence()
         try:
             if look():
                 return True
-            self._bell.sleep(heard, seconds)
+            self._futex.sleep(expected, seconds)
         finally:
             self._words[self._asleep] = 0
         return look()
 
     def wake(self) -> None:
         """Wake this end, from another thread."""
-        self._bell.ring(self._mine)
+        self._futex.wake(self._mine)
 
 
 def _cell(reader: int, number: int) -> int:
@@ -195,7 +195,7 @@ class RingWriter(_End):
 
         Args:
             nbytes: At most ``shape.piece``.
-            grow: Whether more of the capacity may be taken from the system.
+            grow: True if more of the capacity may be taken from the system.
         """
         pieces, posted = self._settled(), self._words[_POSTED]
         if pieces and posted - pieces[0].number >= self.shape.entries:
@@ -273,7 +273,7 @@ class RingWriter(_End):
             if self._words[asleep_at]:
                 asleep |= bit
         if asleep:
-            self._bell.ring(asleep)
+            self._futex.wake(asleep)
 
     def set_ready(self) -> None:
         """Tell the readers that all of them are there."""
@@ -292,7 +292,7 @@ class RingWriter(_End):
         return bytes(self._words.cast("B")[at : at + NOTE_NBYTES])
 
     def has_left(self, reader: int) -> bool:
-        """Whether a reader has closed its end."""
+        """True if a reader has closed its end."""
         return bool(self._words[_cell(reader + 1, _STATE)] == _LEFT)
 
     def drop(self, reader: int) -> list[bytes]:
@@ -354,7 +354,7 @@ class RingReader(_End):
     def _tell(self, cell: int, number: int) -> None:
         self._announce(cell, number)
         if self._words[_ASLEEP]:
-            self._bell.ring(1)
+            self._futex.wake(1)
 
     def pull(self) -> torch.Tensor | None:
         """Take pieces as far as there are any; returns a message once it is whole."""
@@ -382,12 +382,12 @@ class RingReader(_End):
 
     @property
     def is_ready(self) -> bool:
-        """Whether all readers are there."""
+        """True if all readers are there."""
         return bool(self._words[_READY])
 
     @property
     def is_closed(self) -> bool:
-        """Whether the writer has closed its end; what it wrote before can still be taken."""
+        """True if the writer has closed its end; what it wrote before can still be taken."""
         return bool(self._words[_CLOSED])
 
     def close(self) -> None:
@@ -407,5 +407,5 @@ def _entry(words: memoryview, shape: Shape, number: int) -> list[int]:
 
 def _let_go(end: _End) -> None:
     """The mapping goes with the last reference to it."""
-    for name in ("_words", "_bytes", "_tensor", "_bell"):
+    for name in ("_words", "_bytes", "_tensor", "_futex"):
         delattr(end, name)

@@ -63,7 +63,7 @@ class Segment:
         """
         pid, number, device, inode = map(int, name.split("/"))
         path = f"/proc/{pid}/fd/{number}"
-        if not os.readlink(path).startswith(FOLDER):  # to open a stranger's pipe could block
+        if not os.readlink(path).startswith(FOLDER):  # opening a pipe of another program could block
             raise PermissionError(f"{path} is not the segment that was announced")
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:

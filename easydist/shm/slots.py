@@ -1,12 +1,12 @@
 """What lies where in the segment of one group, and who has announced what.
 
-    the bell                                  8 bytes on a cache line of its own
+    the futex                                 8 bytes on a cache line of its own
     per rank, numbers of 8 bytes              three or more cache lines, written by that rank only:
         step, length, length                  how far this rank has come; lengths of what its slots hold
         asleep                                whether this rank has to be woken
-        posted, per channel and peer          chunks laid into the lane to that peer
-        taken, per channel and peer           chunks copied out of the lane from that peer
-    per rank, data                            two slots, and two chunks of a lane per channel and peer
+        posted, per channel and peer          chunks laid into the pipe to that peer
+        taken, per channel and peer           chunks copied out of the pipe from that peer
+    per rank, data                            two slots, and two chunks of a pipe per channel and peer
 
 A *slot* is read by all other ranks. Its owner fills it for a step and publishes the step's number; the others wait for
 that number. A rank that has published step k has done all its reading up to step k - 1: so what is read in step k
@@ -14,8 +14,8 @@ may be overwritten once all have published k + 1, and nobody sends acknowledgeme
 Whoever publishes wakes all that sleep: to leave that to the last of the ranks awaited spares context switches, but cost
 40 % more time on four ranks and two cores, because then all run at once.
 
-A *lane* leads from one rank to one other: its chunks are counted by both, and two may be on their way. There is one per
-*channel*, collectives and messages, and together a rank's lanes take as much room as four slots: a lane's chunk
+A *pipe* leads from one rank to one other: its chunks are counted by both, and two may be on their way. There is one per
+*channel*, collectives and messages, and together a rank's pipes take as much room as four slots: a pipe's chunk
 is a slot divided by W.
 """
 
@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from easydist.shm.futex import Futex
 from easydist.shm.segment import Segment
-from easydist.shm.signal import Bell
 
 COLLECTIVES, MESSAGES = 0, 1
 _CHANNELS = 2
@@ -37,20 +37,21 @@ _LINE = 8
 _STEP, _LENGTH, _ASLEEP = 0, 1, _LINE
 _PAGE = 4096
 _SLOTS_PER_RANK = 6
-"""Two slots, and the lanes."""
+"""Two slots, and the pipes."""
 
 NEVER = 1 << 62
 """A step that nobody publishes."""
 
 Need = tuple[int, tuple[int, ...]]
-"""What a generator waits for: the step that these ranks have to publish, or ``NEVER`` and the peer of a lane."""
+"""What a generator waits for: the step that these ranks have to publish, or ``NEVER`` and the peer of a pipe."""
 
 _SMALL = 1 << 16
 """Bytes that are copied without letting another thread have the interpreter."""
 
-_copy_at_once, _copy_aside = ctypes.PyDLL(None).memmove, ctypes.CDLL(None).memmove
-_copy_at_once.argtypes = _copy_aside.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-_copy_at_once.restype = _copy_aside.restype = None
+_MEMMOVE = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+_ARGUMENTS = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+_copy_at_once = ctypes.PYFUNCTYPE(None, *_ARGUMENTS)(_MEMMOVE)
+_copy_aside = ctypes.CFUNCTYPE(None, *_ARGUMENTS)(_MEMMOVE)
 
 
 def copy(target: int, source: int, nbytes: int) -> None:
@@ -72,9 +73,9 @@ class Slots:
 
     Attributes:
         slot: Bytes of a slot.
-        lane: Bytes of a lane's chunk.
+        chunk: Bytes of a pipe's chunk.
         others: All ranks but this one.
-        bell: On which the ranks sleep.
+        futex: On which the ranks sleep.
     """
 
     def __init__(self, segment: Segment, rank: int, size: int) -> None:
@@ -83,12 +84,12 @@ class Slots:
         self._block = _block(size)
         self._data = _control(size)
         self.slot = (segment.nbytes - self._data) // (_SLOTS_PER_RANK * size)
-        self.lane = self.slot // size
+        self.chunk = self.slot // size
         self.memory = torch.frombuffer(segment.memory, dtype=torch.uint8)
         self._address = self.memory.data_ptr()
         self._words = memoryview(segment.memory)[: self._data].cast("q")
-        self.bell = Bell(self._words, self._address, rank)
-        self._fence, self._release = self.bell.fence, self.bell.release
+        self.futex = Futex(self._words, self._address, rank)
+        self._fence, self._release = self.futex.fence, self.futex.release
         self._step_at = [self._cell(r, _STEP) for r in range(size)]
         self._asleep_at = [(1 << r % 32, self._cell(r, _ASLEEP)) for r in self.others]
 
@@ -119,7 +120,7 @@ class Slots:
         return number
 
     def has_published(self, rank: int, step: int) -> bool:
-        """Whether a rank has come as far as ``step``."""
+        """True if a rank has come as far as ``step``."""
         return bool(self._words[self._step_at[rank]] >= step)
 
     def set_length(self, half: int, length: int) -> None:
@@ -137,10 +138,10 @@ class Slots:
             if self._words[cell]:
                 asleep |= bit
         if asleep:
-            self.bell.ring(asleep)
+            self.futex.wake(asleep)
 
     def sleep(self, woken: Callable[[], bool], seconds: float) -> bool:
-        """Sleep until another rank has published, or changed a lane of this rank's.
+        """Sleep until another rank has published, or changed a pipe of this rank's.
 
         Args:
             woken: Looks whether anything has moved; called once the others can see that this rank sleeps, and after.
@@ -150,33 +151,33 @@ class Slots:
             What ``woken`` said last.
         """
         mine = self._cell(self.rank, _ASLEEP)
-        heard = self.bell.listen()
+        expected = self.futex.value()
         self._words[mine] = 1
         self._fence()
         try:
             if woken():
                 return True
-            self.bell.sleep(heard, seconds)
+            self.futex.sleep(expected, seconds)
         finally:
             self._words[mine] = 0
         return woken()
 
-    def lane_to(self, channel: int, peer: int) -> Lane:
-        """The lane that this rank fills."""
-        return Lane(self, channel, self.rank, peer)
+    def pipe_to(self, channel: int, peer: int) -> Pipe:
+        """The pipe that this rank fills."""
+        return Pipe(self, channel, self.rank, peer)
 
-    def lane_from(self, channel: int, peer: int) -> Lane:
-        """The lane that this rank empties."""
-        return Lane(self, channel, peer, self.rank)
+    def pipe_from(self, channel: int, peer: int) -> Pipe:
+        """The pipe that this rank empties."""
+        return Pipe(self, channel, peer, self.rank)
 
-    def _lane(self, channel: int, src: int, dst: int) -> tuple[int, int, tuple[int, int]]:
+    def _pipe(self, channel: int, src: int, dst: int) -> tuple[int, int, tuple[int, int]]:
         """The cells of posted and taken, and the addresses of the two chunks."""
         taken = 2 * _LINE + _rounded(_CHANNELS * self.size, _LINE)
-        first = self.slot_at(src, 2) + 2 * (channel * self.size + dst) * self.lane
+        first = self.slot_at(src, 2) + 2 * (channel * self.size + dst) * self.chunk
         return (
             self._cell(src, 2 * _LINE + channel * self.size + dst),
             self._cell(dst, taken + channel * self.size + src),
-            (first, first + self.lane),
+            (first, first + self.chunk),
         )
 
     def tell(self, cell: int, number: int, peer: int) -> None:
@@ -186,36 +187,36 @@ class Slots:
         self._words[cell] = number
         self._fence()
         if self._words[self._cell(peer, _ASLEEP)]:
-            self.bell.ring(1 << peer % 32)
+            self.futex.wake(1 << peer % 32)
 
 
-class Lane:
+class Pipe:
     """The way from one rank to one other; ``put`` and ``take`` are generators that yield while the peer is awaited."""
 
     def __init__(self, slots: Slots, channel: int, src: int, dst: int) -> None:
         self._slots = slots
-        self._posted, self._taken, self._chunks = slots._lane(channel, src, dst)
+        self._posted, self._taken, self._chunks = slots._pipe(channel, src, dst)
         self._src, self._dst = src, dst
 
     def put(self, address: int, nbytes: int) -> Iterator[Need]:
-        """Lay ``nbytes`` at ``address`` into the lane; ends when the last chunk is in it."""
+        """Lay ``nbytes`` at ``address`` into the pipe; ends when the last chunk is in it."""
         slots, need = self._slots, (NEVER, (self._dst,))
         posted = slots.read(self._posted)
-        for offset in range(0, nbytes, slots.lane):
+        for offset in range(0, nbytes, slots.chunk):
             while posted - slots.read(self._taken) >= 2:
                 yield need
-            copy(self._chunks[posted % 2], address + offset, min(slots.lane, nbytes - offset))
+            copy(self._chunks[posted % 2], address + offset, min(slots.chunk, nbytes - offset))
             posted += 1
             slots.tell(self._posted, posted, self._dst)
 
     def take(self, address: int, nbytes: int) -> Iterator[Need]:
-        """Copy the next ``nbytes`` of the lane to ``address``."""
+        """Copy the next ``nbytes`` of the pipe to ``address``."""
         slots, need = self._slots, (NEVER, (self._src,))
         taken = slots.read(self._taken)
-        for offset in range(0, nbytes, slots.lane):
+        for offset in range(0, nbytes, slots.chunk):
             while slots.read(self._posted) <= taken:
                 yield need
-            copy(address + offset, self._chunks[taken % 2], min(slots.lane, nbytes - offset))
+            copy(address + offset, self._chunks[taken % 2], min(slots.chunk, nbytes - offset))
             taken += 1
             slots.tell(self._taken, taken, self._src)
 

@@ -1,6 +1,6 @@
 """Operations under way in shared memory, each a generator that yields where it would have to wait.
 
-A *stream* is a queue of generators that use the same slots or the same lane: its head runs until it is blocked, and
+A *stream* is a queue of generators that use the same slots or the same pipe: its head runs until it is blocked, and
 the next one runs when the head has ended. There is no thread: whoever waits for one operation moves all operations of
 this process on, those of other communicators too, so that the order in which operations are waited for is free.
 """
@@ -16,17 +16,18 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 from easydist.errors import CollectiveTimeout
+from easydist.shm.futex import give_core
 from easydist.shm.slots import NEVER, Need, Slots
 
 Guard = Callable[[Sequence[int], float], None]
 """Called with the ranks still awaited and the seconds since the wait began; raises to end the wait."""
 
-_LOOKS = 100
-"""How often a wait looks, giving the core to others in between, before it sleeps."""
+_SPINS = 100
+"""How often a wait looks before it sleeps, giving the core to others in between."""
 
 _GUARD_EVERY = 0.05
 _ASIDE = 0.001
-"""Seconds of sleep where something may move on that does not ring (another communicator, another thread): at first
+"""Seconds of sleep where something may move on that does not wake it (another communicator, another thread): at first
 this, later a twentieth of the time in which nothing has moved."""
 
 _running: dict[Streams, None] = {}
@@ -53,7 +54,7 @@ class Operation:
         self.error: BaseException | None = None
 
     def is_completed(self) -> bool:
-        """Whether ``wait`` would return, or raise, at once."""
+        """True if ``wait`` would return, or raise, at once."""
         if self.left:
             self._streams.advance()
         return not self.left
@@ -66,7 +67,7 @@ class Operation:
             BaseException: What the guard raised.
         """
         try:
-            if self.left and not self._streams.look(self):
+            if self.left and not self._streams.spin(self):
                 self._streams.block(self, None if timeout is None else timeout.total_seconds())
         except BaseException as error:  # given up: nothing may be written to the caller's tensors from now on
             self._streams.fail(error)
@@ -89,7 +90,7 @@ class _Stream:
         self.need: Need = (NEVER, ())
 
     def advance(self) -> bool:
-        """Run what can run; says whether anything has moved."""
+        """Run what can run; True if anything has moved."""
         before, queue = self.need, self.queue
         while queue:
             task, operation = queue[0]
@@ -148,7 +149,7 @@ class Streams:
         stream.queue.append((task, operation))
 
     def advance(self) -> bool:
-        """Run whatever can run; says whether anything has moved. Does nothing while another thread does it."""
+        """Run whatever can run; True if anything has moved. Does nothing while another thread does it."""
         if not self._lock.acquire(False):
             return False
         try:
@@ -170,13 +171,13 @@ class Streams:
             _running.pop(self, None)
         return moved
 
-    def look(self, operation: Operation) -> bool:
-        """Whether an operation ends soon."""
-        for _ in range(_LOOKS):
+    def spin(self, operation: Operation) -> bool:
+        """Give an operation a moment to end without sleeping; True if it has."""
+        for _ in range(_SPINS):
             self.advance()
             if not operation.left:
                 return True
-            os.sched_yield()
+            give_core()
         return False
 
     def block(self, operation: Operation, limit: float | None) -> None:
@@ -187,7 +188,7 @@ class Streams:
         try:
             while operation.left:
                 if slots.sleep(self._move_all, self._pause(moved, began, limit)):
-                    if self.look(operation):
+                    if self.spin(operation):
                         return
                     moved = time.monotonic()
                 told = self._tell_guard(operation, began, told, limit)

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from easydist.comms import ReduceOp, TorchComm
 from easydist.testing.pool import default_pool
+from easydist.transport.comm import TorchComm
+from easydist.transport.reduce_op import ReduceOp
 
 MOVED = (
     torch.bool,
@@ -72,7 +73,7 @@ def check_comm(make: Callable[[int, int], TorchComm], world_sizes: Sequence[int]
 
 def solo(rank: int, world_size: int) -> TorchComm:
     """The communicator of a world of one, for ``check_comm``."""
-    from easydist.comms import Solo
+    from easydist.transport.backends.solo import Solo
 
     return TorchComm(Solo(), "solo")
 

@@ -20,6 +20,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+from easydist.testing.stacks import is_whole
 from easydist.testing.worker import Failure, Reference, Skip, Task, work
 
 if sys.version_info < (3, 11):
@@ -27,6 +28,9 @@ if sys.version_info < (3, 11):
 
 GRACE = 2.0
 """Seconds that the other ranks get after the first one has failed."""
+
+DUMPED = 30.0
+"""Seconds in which a stuck rank shows its stacks, unless it has taken the signal for itself."""
 
 
 class Stuck(Exception):
@@ -88,10 +92,11 @@ class Pool:
         self._grow(world_size)
         workers = self._workers[:world_size]
         store = self._next_store()
+        limit = timeout or self.timeout
         for rank, worker in enumerate(workers):
-            task = Task(Reference.of(fn), args, kwargs, rank, world_size, store, list(sys.path), _filters())
+            task = Task(Reference.of(fn), args, kwargs, rank, world_size, store, list(sys.path), _filters(), limit)
             worker.pipe.send(task)
-        outcomes = self._collect(workers, timeout or self.timeout)
+        outcomes = self._collect(workers, limit)
         Path(store).unlink(missing_ok=True)
         failures = [(rank, outcome) for rank, outcome in outcomes if isinstance(outcome, Failure)]
         if any(failure.fatal for _, failure in failures):
@@ -158,13 +163,14 @@ class _Worker:
     def stacks(self) -> str:
         """The stacks of all its threads, now."""
         path = Path(self._stacks.name)
-        before = path.stat().st_size
+        first, dump = path.read_text(), ""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGUSR1)
-        deadline = time.monotonic() + GRACE
-        while path.stat().st_size == before and time.monotonic() < deadline:
+        deadline = time.monotonic() + DUMPED
+        while not is_whole(dump, first) and self._process.is_alive() and time.monotonic() < deadline:
             self._process.join(0.01)
-        return path.read_text()[before:]
+            dump = path.read_text()[len(first) :]
+        return dump
 
     def end(self) -> None:
         with contextlib.suppress(OSError):

@@ -23,7 +23,8 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from easydist.state import ProcessState
 
-_TIMEOUT = timedelta(seconds=60)
+_TIMEOUT = 60.0
+"""Seconds that a group has at least for a call."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,12 @@ class Task:
     store: str
     path: list[str]
     filters: list[tuple[Any, ...]]
+    timeout: float
+
+    @property
+    def group_timeout(self) -> timedelta:
+        """Shorter than a long run's: a rank that is left waiting raises an error, which says for whom it waits."""
+        return timedelta(seconds=max(_TIMEOUT, self.timeout * 2 / 3))
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,7 @@ class Failure:
 def work(pipe: Connection, stacks: str) -> None:
     """Run tasks until there are no more."""
     with open(stacks, "w") as file:
+        faulthandler.dump_traceback(file=file)  # shows how later dumps will end
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         os.environ["TORCH_DIST_INIT_BARRIER"] = (
@@ -97,7 +105,8 @@ def _outcome(task: Task) -> Any:
     dist.distributed_c10d._world.group_count = 0  # groups are named by it; a failed one would leave a gap
     try:
         store = FileStore(task.store, task.world_size)
-        dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world_size, timeout=_TIMEOUT)
+        limit = task.group_timeout
+        dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world_size, timeout=limit)
     except Exception as error:  # this process counts its groups; after a failed one it counts otherwise than its peers
         return Failure(_portable(error), _trace(error), fatal=True)
     try:

@@ -1,23 +1,26 @@
-"""Launches of 4 ranks, one after another, which end without any cleanup; forked, so that torch is loaded once.
+"""Launches of 4 ranks, which end without any cleanup; forked, so that torch is loaded once.
 
-Each rank leaves through the interpreter's own shutdown; where one is to be the last, it has seen the end of the others.
+python tests/scripts/exits.py none none 0 3 …
+
+A case is the rank that is to be the last, if any. Each rank leaves through the interpreter's own shutdown; the one that
+is to be the last has seen the end of the others.
 """
 
-import gc
 import os
 import sys
 
 import torch
-from forking import free_port, statuses
+from forking import free_port, side_by_side, statuses
 
 import easydist
 
 WORLD_SIZE = 4
 
 
-def launch(last: int | None) -> bool:
+def launch(case: str) -> bool:
     """Fork the ranks; True in a rank. The pipe ends when all of them but the last have ended."""
     reading, writing = os.pipe()
+    last = int(case) if case.isdigit() else None
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": WORLD_SIZE}
     pids = []
     for rank in range(WORLD_SIZE):
@@ -32,7 +35,7 @@ def launch(last: int | None) -> bool:
         pids.append(pid)
     os.close(reading)
     os.close(writing)
-    print(last, *statuses(pids), flush=True)
+    os.write(1, (" ".join([case, *map(str, statuses(pids))]) + "\n").encode())
     return False
 
 
@@ -43,7 +46,5 @@ def work(rank: int, others: int | None) -> None:
         assert os.read(others, 1) == b""
 
 
-gc.collect()
-gc.freeze()  # what was loaded before the fork need not be copied to be collected: an exit takes a third of the time
-if __name__ == "__main__" and not any(launch(last) for last in [None] * 14 + [0, 3] * 3):
-    sys.exit()
+if __name__ == "__main__":
+    side_by_side(3, sys.argv[1:], launch)

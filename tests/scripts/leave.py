@@ -1,25 +1,61 @@
-"""Shows what is left of the process group when everything that easydist registered for the exit has run."""
+"""Shows what is left of the process group when everything that easydist registered for the exit has run.
+
+python tests/scripts/leave.py FOLDER mine easydist later
+
+A case says who made the group that there is at the end: the script itself, before easydist; easydist; or the script,
+after it has taken down the group of easydist. The ranks are forked, so that torch is loaded once.
+"""
 
 import atexit
+import os
 import sys
 from pathlib import Path
 
 import torch.distributed as dist
+from forking import free_port, side_by_side, statuses
 
-folder, who = sys.argv[1:]
-
-
-@atexit.register  # the first to register is the last to run
-def look():
-    Path(folder, f"{who}-{rank}").write_text(str(dist.is_initialized()))
-    if dist.is_initialized():
-        dist.destroy_process_group()
+SIZE = 2
 
 
-if who == "mine":
-    dist.init_process_group("gloo")
+def leave(folder: Path, who: str, rank: int) -> None:
+    @atexit.register  # the first to register is the last to run
+    def look() -> None:
+        (folder / f"{who}-{rank}").write_text(str(dist.is_initialized()))
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
-import easydist  # noqa: E402
+    def make() -> None:
+        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}-{who}", SIZE), rank=rank, world_size=SIZE)
 
-easydist.wait_for_everyone()
-rank = easydist.ProcessState().process_index
+    if who == "mine":
+        make()
+
+    import easydist
+
+    easydist.wait_for_everyone()
+    if who == "later":
+        easydist.ProcessState().destroy_process_group()
+        make()
+        easydist.wait_for_everyone()
+    assert easydist.ProcessState().process_index == rank
+
+
+def launch(folder: Path, who: str) -> bool:
+    """Fork the ranks; True in a rank."""
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": SIZE}
+    pids = []
+    for rank in range(SIZE):
+        pid = os.fork()
+        if pid == 0:
+            launched = variables | {"RANK": rank, "LOCAL_RANK": rank}
+            os.environ.update({name: str(value) for name, value in launched.items()})
+            leave(folder, who, rank)
+            return True
+        pids.append(pid)
+    assert statuses(pids) == [0] * SIZE
+    return False
+
+
+if __name__ == "__main__":
+    folder, *cases = sys.argv[1:]
+    side_by_side(len(cases), cases, lambda who: launch(Path(folder), who))

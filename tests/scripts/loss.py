@@ -15,20 +15,21 @@ import time
 import torch
 import torch.distributed as dist
 from forking import free_port, side_by_side, statuses
+from launching import within
 
 import easydist
 from easydist import EasydistError, ProcessState
 
-DEADLINE = 30.0
-TIMEOUT = {"stop": 1.0, "stop_inside": 1.0, "late": 1.0, "store_stops": 1.0}
+DEADLINE = within(15)
+TIMEOUT = dict.fromkeys(("stop", "stop_inside", "late", "store_stops"), within(0.5))
 
 
 def others_wait() -> None:
     """Return when every other rank is in the next call, and other hosts know where this one is."""
-    watch = ProcessState().communicators().watch
+    monitor = ProcessState().communicators().monitor
     deadline = time.monotonic() + DEADLINE
-    while watch._published[0] < watch.number or not all(
-        (watch._number_of(peer) or 0) > watch.number for peer in watch.peers.values()
+    while monitor._published[0] < monitor.number or not all(
+        (monitor._number_of(peer) or 0) > monitor.number for peer in monitor.peers.values()
     ):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -37,9 +38,9 @@ def others_wait() -> None:
 
 def others_gave_up() -> None:
     """Return when every other rank has left its call and said why."""
-    watch = ProcessState().communicators().watch
+    monitor = ProcessState().communicators().monitor
     deadline = time.monotonic() + DEADLINE
-    while not all(watch._heard(peer, far=True) for peer in watch.peers.values()):
+    while not all(monitor._reported(peer, remote=True) for peer in monitor.peers.values()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

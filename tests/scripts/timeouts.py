@@ -19,8 +19,9 @@ import time
 
 import torch
 from forking import free_port, side_by_side, statuses
+from launching import within
 
-DEADLINE = 40.0
+DEADLINE = within(20)
 NUMEL = 1 << 26  # of float32: 256 MB
 VARIABLES = {"warn": {"EASYDIST_WARN_AFTER": "0.2"}, "quiet": {"EASYDIST_WARN_AFTER": "60"}}
 VARIABLES["check"] = {"EASYDIST_CHECK": "0"}
@@ -78,12 +79,12 @@ def kill_at_first_byte(data: torch.Tensor, pid: int) -> None:
     """End a process as soon as something has arrived in ``data``, which is zero until then."""
     first = data.view(-1)[:1].numpy()
 
-    def watch() -> None:
+    def monitor() -> None:
         while not first[0]:
             time.sleep(0.0005)
         os.kill(pid, signal.SIGKILL)
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=monitor, daemon=True).start()
 
 
 def move(scenario: str, rank: int, pids: list[int]) -> None:

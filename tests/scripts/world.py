@@ -20,7 +20,7 @@ def main(folder: str, *options: str) -> None:
 
         state = easydist.PartialState()
         gathered = easydist.gather({"rank": torch.tensor([state.process_index])})["rank"].tolist()
-    if not adopted:  # a group that was taken down is made anew
+    if not adopted:  # a group that was taken down is made again
         state.destroy_process_group()
         assert easydist.gather(torch.tensor([state.process_index])).tolist() == gathered
     found = {

@@ -1,0 +1,142 @@
+"""One call of a verb: its number, its site and its clock."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+from datetime import timedelta
+from types import TracebackType
+
+import numpy as np
+
+from easydist.agreement.notes import Notes, listeners
+from easydist.groups.communicators import Communicators
+from easydist.typing import Timeout
+
+_NO_SIGNALS: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+_CALL = "call"
+
+
+class calling:  # noqa: N801 - a context manager, read as a phrase
+    """One call of a verb: while it lasts, the group's monitor knows which it is, and when its time is over.
+
+    Args:
+        comms: The group; what the context manager gives.
+        operation: The verb's name.
+        timeout: How long the call may take; None is the group's.
+        peer: The only other rank that takes part; None: all do.
+
+    Raises:
+        TypeError: ``timeout`` is no number of seconds and no timedelta.
+        ValueError: ``timeout`` leaves no time.
+        RuntimeError: Another call of this process is under way in the group, in another thread or below this one.
+    """
+
+    __slots__ = ("_comms", "_notes", "_operation", "_peer", "_signals", "_site", "_thread", "_timeout")
+
+    def __init__(
+        self, comms: Communicators, operation: str, timeout: Timeout | None = None, peer: int | None = None
+    ) -> None:
+        self._comms, self._operation, self._peer = comms, operation, peer
+        self._timeout = None if timeout is None else seconds(timeout, operation)
+        self._signals, self._thread = _NO_SIGNALS, threading.get_ident()
+
+    def __enter__(self) -> Communicators:
+        comms = self._comms
+        self._site = _site() if comms.size > 1 or listeners else ""
+        self._notes = Notes(comms, self._operation, self._peer, self._site) if listeners else None
+        if comms.size > 1:
+            try:
+                self._begin(comms)
+            except BaseException as error:  # Python does not call __exit__ where __enter__ has raised
+                if comms.under_way.get(_CALL) is self:
+                    self.__exit__(type(error), error, error.__traceback__)
+                elif self._notes is not None:
+                    self._notes.tell(comms, error)
+                raise
+        return comms
+
+    def _begin(self, comms: Communicators) -> None:
+        comms.demand_own_process()
+        other = comms.under_way.setdefault(_CALL, self)  # one step, between threads and for an interrupt
+        if other is not self:
+            raise RuntimeError(self._two_at_once(other))
+        comms.monitor.begin(self._operation, self._site, self._timeout, self._peer)
+        self._signals = comms.hears_signals(self._peer is not None)
+        self._signals.__enter__()
+        if comms.monitor.broken is not None or not comms.has_met:
+            comms.make_ready()
+
+    def _two_at_once(self, other: calling) -> str:
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        lines = [
+            f"{self._operation}: another call of the group is under way in this process",
+            f"  {names.get(other._thread)}: {other._operation} at {other._site}",
+            f"  {names.get(self._thread)}: {self._operation} at {self._site}",
+            "Calls of one group have one order on all ranks, so they cannot overlap: give each thread a group of its"
+            " own (torch.distributed.new_group, passed as group=), and make no call in a signal handler.",
+        ]
+        return "\n".join(lines)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._comms.size > 1:
+            try:
+                self._end(kind, error, trace)
+            finally:
+                self._comms.under_way.pop(_CALL, None)
+        if self._notes is not None:
+            self._notes.tell(self._comms, error)
+
+    def _end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._tell_of(error)
+        self._signals.__exit__(kind, error, trace)
+        if self._comms.monitor.broken is not None:
+            self._comms.stop()
+        self._comms.monitor.end(error is None or getattr(error, "raised_in", None) is self._comms)
+
+    def _tell_of(self, error: BaseException | None) -> None:
+        """Tell the others of what ended the call on this rank alone, if they may still wait for it."""
+        monitor = self._comms.monitor
+        if error is None or getattr(error, "raised_in", None) is self._comms:
+            return
+        if monitor.is_awaited or not isinstance(error, Exception):
+            monitor.ended_by(error)
+
+
+def seconds(timeout: Timeout, operation: str) -> float:
+    """A timeout in seconds.
+
+    Raises:
+        TypeError: It is no number of seconds and no timedelta.
+        ValueError: It leaves no time.
+    """
+    value: object = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise TypeError(f"{operation}: timeout= takes seconds or a datetime.timedelta, got {timeout!r}")
+    if not value > 0:
+        raise ValueError(f"{operation}: timeout={timeout!r} leaves no time")
+    return float(value)
+
+
+def _site() -> str:
+    """File and line of the caller outside of easydist."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame = frame.f_back
+    return _site_text(frame.f_code.co_filename, frame.f_lineno)
+
+
+_INSIDE = (os.path.dirname(os.path.dirname(__file__)) + os.sep, contextlib.__file__)
+
+
+@functools.lru_cache(maxsize=1024)
+def _site_text(path: str, line: int) -> str:
+    with contextlib.suppress(OSError, ValueError):
+        relative = os.path.relpath(path)
+        path = path if relative.startswith("..") else relative
+    return f"{path}:{line}"

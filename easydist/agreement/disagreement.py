@@ -1,0 +1,103 @@
+"""The texts of errors that all ranks raise together, from what each rank has told of its call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+SAME = "Pass the same structure, dtypes and shapes on every rank."
+PLAIN = (
+    "Text, None and other plain values beside tensors do not travel, so they have to be equal on all ranks: gather "
+    "those that differ with gather_object (gather_for_metrics in an evaluation loop), or leave them out."
+)
+_SHOWN = 10
+
+
+def fault_text(faults: dict[int, dict[str, Any]]) -> str:
+    """What failed on which ranks, and where they made the call."""
+    first = faults[min(faults)]
+    lines = [f"  rank {rank}: {one['text']}" for rank, one in faults.items()]
+    if first["in_body"]:
+        return "\n".join([f"{first['operation']}: the body raised on {_ranks(faults)}", *lines])
+    sites = _sites_text({rank: one["site"] for rank, one in faults.items()})
+    advice = "Nothing was changed; fix that rank; the group keeps working."
+    return "\n".join([f"{first['operation']}: {_ranks(faults)} failed before the exchange", *lines, sites, advice])
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """Ranks for people: ``rank 2``, ``ranks 0, 1``."""
+    names = list(map(str, ranks))
+    shown = [*names[:_SHOWN], f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN + 1 else names
+    return f"{'rank' if len(names) == 1 else 'ranks'} {', '.join(shown)}"
+
+
+def _sites_text(sites: dict[int, str]) -> str:
+    """Where the ranks made the call; which ranks, if not all at one place."""
+    by_site: dict[str, list[int]] = {}
+    for rank, site in sites.items():
+        by_site.setdefault(site, []).append(rank)
+    if len(by_site) == 1:
+        return f"Called at {next(iter(by_site))}"
+    return "Called at " + ", ".join(f"{site} ({_ranks(ranks)})" for site, ranks in by_site.items())
+
+
+def calls_text(every: list[dict[str, Any]]) -> str:
+    """The call of each rank, one line each."""
+    lines = [f"  rank {rank}: {one['title']} at {one['site']}" for rank, one in enumerate(every)]
+    advice = "Every rank of the group has to make the same calls in the same order."
+    return "\n".join(["ranks made different calls", *lines, advice])
+
+
+def trees_text(every: list[dict[str, Any]]) -> str:
+    """The leaves that differ, one line each, with what every rank has there."""
+    present = [(rank, one) for rank, one in enumerate(every) if not one["absent"]]
+    fixed_rows = {rank: {path: row for path, *row in one["fixed"]} for rank, one in present}
+    full_rows = {rank: {path: row for path, *row in one["types"]} for rank, one in present}
+    paths = sorted(set().union(*fixed_rows.values()))
+    differing = [
+        path
+        for path in paths
+        if any(rows.get(path) != fixed_rows[present[0][0]].get(path) for rows in fixed_rows.values())
+    ]
+    lines = [
+        f"  {path or 'the value'}  {_by_rank({r: _leaf_text(rows.get(path)) for r, rows in full_rows.items()})}"
+        for path in differing[:_SHOWN]
+    ]
+    if len(differing) > _SHOWN:
+        lines.append(f"  … and {len(differing) - _SHOWN} more")
+    first = present[0][1]
+    head = f"{first['operation']}: ranks disagree on {len(differing)} of {len(paths)} leaves"
+    if any(row and row[1] is None for path in differing for row in (rows.get(path) for rows in fixed_rows.values())):
+        return "\n".join([head, *lines, _sites_of(every), PLAIN])
+    dim = _differing_dim([rows.get(differing[0]) for rows in fixed_rows.values()])
+    return "\n".join([head, *lines, _sites_of(every), SAME if dim is None else first["advice"].format(dim=dim)])
+
+
+def _sites_of(every: list[dict[str, Any]]) -> str:
+    """Where each rank made its call."""
+    return _sites_text({rank: one["site"] for rank, one in enumerate(every)})
+
+
+def _by_rank(texts: dict[int, str]) -> str:
+    """What each rank has; in larger groups ranks that have the same together."""
+    if len(texts) <= _SHOWN:
+        return "   ".join(f"rank {rank}: {text}" for rank, text in texts.items())
+    by_text: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        by_text.setdefault(text, []).append(rank)
+    return "   ".join(f"{_ranks(ranks)}: {text}" for text, ranks in by_text.items())
+
+
+def _leaf_text(row: list[Any] | None) -> str:
+    if row is None:
+        return "missing"
+    return row[0] if row[1] is None else f"{row[0]} {tuple(row[1])}"
+
+
+def _differing_dim(rows: list[list[Any] | None]) -> int | None:
+    """The first dimension in which shapes differ that agree in dtype and number of dimensions."""
+    known = [row for row in rows if row and row[1] is not None]
+    if len(known) < len(rows) or len({row[0] for row in known}) > 1 or len({len(row[1]) for row in known}) > 1:
+        return None
+    sizes = zip(*(row[1] for row in known), strict=True)
+    return next((dim for dim, column in enumerate(sizes) if len(set(column)) > 1), None)

@@ -1,0 +1,120 @@
+"""Memory that several elements or several leaves share.
+
+Where values are written in place, such memory gets the last of them, whichever that is. So targets that share memory
+are refused, but for leaves that are one and the same, which the source may have tied likewise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from easydist.data.packing import BITS
+
+_EXACT = 1 << 20
+"""Elements, or steps of NumPy's search, up to which strides that look as if they overlapped are looked at exactly."""
+
+
+def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """True if several elements of a tensor or an array share memory.
+
+    Args:
+        shape: Its shape.
+        strides: In elements or in bytes.
+
+    Example:
+        >>> overlaps_itself((3, 2), (1, 1)), overlaps_itself((3, 2), (2, 1)), overlaps_itself((3, 2), (2, 3))
+        (True, False, False)
+    """
+    if 0 in shape:
+        return False
+    dims = sorted((abs(stride), size) for size, stride in zip(shape, strides, strict=True) if size > 1)
+    reach = 0
+    for stride, size in dims:
+        if stride <= reach:
+            return math.prod(shape) > _EXACT or stride == 0 or _meet(dims)
+        reach += stride * (size - 1)
+    return False
+
+
+def _meet(dims: Sequence[tuple[int, int]]) -> bool:
+    """Whether two elements have one offset."""
+    offsets = np.zeros(1, dtype=np.int64)
+    for stride, size in dims:
+        offsets = (offsets[:, None] + stride * np.arange(size)).reshape(-1)
+    return len(np.unique(offsets)) < len(offsets)
+
+
+def aliases(tensors: Sequence[torch.Tensor]) -> list[int] | None:
+    """The index of the first tensor that is the same memory, for each of them; None where all are different.
+
+    Example:
+        >>> x = torch.ones(2)
+        >>> aliases([x, torch.ones(2), x.detach()]), aliases([x, x[:1]])
+        ([0, 1, 0], None)
+    """
+    pointers = [tensor.data_ptr() for tensor in tensors]
+    if len(set(pointers)) == len(pointers):
+        return None
+    first: dict[object, int] = {}
+    found = [
+        first.setdefault((pointer, tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else i, i)
+        for i, (pointer, tensor) in enumerate(zip(pointers, tensors, strict=True))
+    ]
+    return None if found == list(range(len(found))) else found
+
+
+def overlap(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """Two tensors that share some memory, but are not the same; None where there are none.
+
+    Example:
+        >>> x = torch.ones(4, 2)
+        >>> overlap([x[:, 0], x[:, 1]]), overlap([x[:2], x[1:]]), overlap([x, x])
+        (None, (0, 1), None)
+    """
+    if len(tensors) < 2:
+        return None
+    starts = [tensor.data_ptr() for tensor in tensors]
+    active: list[tuple[int, int]] = []
+    for i in sorted(range(len(tensors)), key=starts.__getitem__):
+        tensor, start = tensors[i], starts[i]
+        if not tensor.numel():
+            continue
+        active = [(stop, other) for stop, other in active if stop > start]
+        for _, other in active:
+            if not _are_same(tensors[other], tensor) and _share(tensors[other], tensor):
+                return min(other, i), max(other, i)
+        active.append((start + _extent(tensor), i))
+    return None
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """The bytes from the first element to the end of the last."""
+    if tensor.is_contiguous():
+        return tensor.numel() * tensor.itemsize
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (reach + 1) * tensor.itemsize
+
+
+def _are_same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return aliases([first, second]) is not None
+
+
+def _share(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors, of which the second begins before the first ends, have an element in common."""
+    if first.device != second.device:
+        return False
+    if not (first.is_cpu and second.is_cpu) or (first.is_contiguous() and second.is_contiguous()):
+        return first.is_contiguous() and second.is_contiguous()
+    try:
+        return np.shares_memory(_as_array(first), _as_array(second), _EXACT)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    return tensor.detach().view(BITS[tensor.itemsize]).numpy()

@@ -1,0 +1,250 @@
+"""Leaves as bytes: one buffer for a list of tensors, without holes.
+
+Tensors lie in the order given; whoever calls puts large items first, so that every tensor starts at a multiple of its
+item size: 16-byte items, then 8, 4, 2, 1 (``sort_key``). Those of one dtype are packed by a single ``torch.cat``.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from easydist import memory
+from easydist.typing import Device
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype without its module.
+
+    Example:
+        >>> dtype_name(torch.bfloat16)
+        'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+def sort_key(dtype: torch.dtype) -> tuple[int, str]:
+    """Sorts dtypes by falling item size, so that a buffer needs no padding.
+
+    Example:
+        >>> sorted([torch.bool, torch.float32, torch.float64, torch.int32], key=sort_key)
+        [torch.float64, torch.float32, torch.int32, torch.bool]
+    """
+    return -dtype.itemsize, str(dtype)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat uint8 view of a contiguous tensor, of any dtype and shape.
+
+    Example:
+        >>> as_bytes(torch.tensor([1, 256], dtype=torch.int16))
+        tensor([1, 0, 0, 1], dtype=torch.uint8)
+    """
+    if tensor.dtype is torch.uint8 and tensor.ndim == 1 and not tensor.requires_grad:
+        return tensor
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # a single element may have any stride
+    return flat.view(torch.uint8)
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    """The bytes that a tensor needs in a buffer, whatever its strides.
+
+    Example:
+        >>> nbytes(torch.zeros(1).expand(3))
+        12
+    """
+    return tensor.numel() * tensor.element_size()
+
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""A dtype of each item size that every copy kernel knows; bits do not change under it."""
+
+
+def pack(tensors: Sequence[torch.Tensor], device: Device = "cpu", *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Tensors, sorted by ``sort_key``, as one uint8 buffer: a new one, or a view of a single contiguous tensor.
+
+    Law: ``unpack(pack(ts), [t.dtype for t in ts], [t.shape for t in ts])`` equals ``ts`` bit for bit.
+
+    Args:
+        tensors: Any shapes and strides; copied to the buffer's device where they are elsewhere.
+        device: Where the buffer shall be; not looked at where ``out`` is given.
+        out: The buffer to pack into, always by copying: uint8, contiguous, of exactly the bytes that the tensors need,
+            starting at a multiple of 16 bytes of its storage.
+
+    Raises:
+        RuntimeError: ``out`` has another length.
+
+    Cost: one ``torch.cat`` per dtype.
+    """
+    if out is None and len(tensors) == 1:
+        return as_bytes(tensors[0].to(device).contiguous())
+    runs = [list(run) for _, run in itertools.groupby(tensors, key=_dtype_of)]
+    lengths = [sum(map(torch.Tensor.numel, run)) * run[0].itemsize for run in runs]
+    buffer = memory.empty([sum(lengths)], torch.uint8, device) if out is None else out
+    for run, part in zip(runs, buffer.split(lengths), strict=True):
+        _fill(part, run)
+    return buffer
+
+
+_dtype_of = operator.attrgetter("dtype")
+
+
+def _fill(part: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy tensors of one dtype into their part of a buffer."""
+    dtype = tensors[0].dtype
+    if len(tensors) == 1:  # copied once whatever its strides and device; cat wants it flat and here
+        part.view(dtype).view(tensors[0].shape).copy_(tensors[0].detach())
+        return
+    flat = [tensor if tensor.ndim == 1 else tensor.reshape(-1) for tensor in tensors]
+    if not (part.is_cpu and all(tensor.is_cpu for tensor in flat)):
+        flat = [tensor.to(part.device) for tensor in flat]
+    if not is_copyable(dtype):
+        flat, dtype = [tensor.view(BITS[1]) for tensor in flat], BITS[1]
+    torch.cat(flat, out=part.view(dtype))
+
+
+def is_copyable(dtype: torch.dtype) -> bool:
+    """Whether ``torch.cat`` knows the dtype; it does not know floats of one byte."""
+    return not (dtype.itemsize == 1 and dtype.is_floating_point)
+
+
+_SMALL = 256
+"""Items up to which one more copy costs less than a change of shape from Python."""
+
+
+_split_copy: Any = torch.split_with_sizes_copy  # torch's stubs say that these two return None
+_unbind_copy: Any = torch.unbind_copy
+
+
+def unpack(buffer: torch.Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Views of ``buffer`` with the given dtypes and shapes: the inverse of ``pack``.
+
+    Args:
+        buffer: uint8, contiguous, of at least the bytes that the shapes need.
+        dtypes: In the order in which the tensors were packed.
+        shapes: Likewise.
+    """
+    return Packing(dtypes, shapes).unpack(buffer)
+
+
+def unpack_rows(
+    rows: torch.Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
+    """Concatenate along dim 0 what the rows hold; law, leaf by leaf: ``torch.cat([unpack(row) for row in rows])``.
+
+    Args:
+        rows: uint8; a row has a multiple of 16 bytes, at least those that the shapes need.
+        dtypes: In the order in which the tensors were packed.
+        shapes: Of the leaves in one row; each has a dim 0.
+
+    Cost: one copy per leaf; one more, of all together, where they are small and of one shape.
+    """
+    return Packing(dtypes, shapes).unpack_rows(rows)
+
+
+class _Run(NamedTuple):
+    """Leaves of one dtype, which lie side by side."""
+
+    dtype: torch.dtype
+    leaves: slice
+    shapes: list[tuple[int, ...]]
+    sizes: list[int]
+    start: int
+    nbytes: int
+    is_flat: bool
+    is_uniform: bool
+
+
+class Packing:
+    """How tensors of certain dtypes and shapes lie in a buffer: worked out once, used again by every call.
+
+    Args:
+        dtypes: Sorted by ``sort_key``.
+        shapes: In the same order.
+
+    Attributes:
+        nbytes: The length of the buffer.
+    """
+
+    def __init__(self, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> None:
+        self._runs: list[_Run] = []
+        first = self.nbytes = 0
+        for dtype, group in itertools.groupby(dtypes):
+            last = first + sum(1 for _ in group)
+            run = list(map(tuple, shapes[first:last]))
+            sizes = list(map(math.prod, run))
+            nbytes = sum(sizes) * dtype.itemsize
+            is_flat, is_uniform = all(len(s) == 1 for s in run), sizes[0] <= _SMALL and run.count(run[0]) == len(run)
+            self._runs.append(_Run(dtype, slice(first, last), run, sizes, self.nbytes, nbytes, is_flat, is_uniform))
+            first, self.nbytes = last, self.nbytes + nbytes
+
+    def pack(self, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Copy tensors of these dtypes and shapes, all on the CPU, into ``out``."""
+        for run in self._runs:
+            part = out.narrow(0, run.start, run.nbytes)
+            if run.is_flat and is_copyable(run.dtype):
+                torch.cat(list(tensors[run.leaves]), out=part.view(run.dtype))
+            else:
+                _fill(part, tensors[run.leaves])
+
+    def unpack(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """See ``unpack``."""
+        views: list[torch.Tensor] = []
+        for run in self._runs:
+            flat = buffer.narrow(0, run.start, run.nbytes).view(run.dtype).split_with_sizes(run.sizes)
+            views += flat if run.is_flat else [p.view(shape) for p, shape in zip(flat, run.shapes, strict=True)]
+        return views
+
+    def unpack_rows(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """See ``unpack_rows``."""
+        results: list[torch.Tensor] = []
+        for run in self._runs:
+            bits = rows.narrow(1, run.start, run.nbytes)
+            if is_copyable(run.dtype):
+                results += _joined(bits.view(run.dtype), run)
+            else:
+                results += [joined.view(run.dtype) for joined in _joined(bits, run)]
+        return results
+
+
+def separate(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
+    """Tensors that lie one after another, each in memory of its own; one that is alone keeps its memory.
+
+    Views of one memory would be made in a fifth of the time, but who pickles them, saves them or looks for tied weights
+    goes by the memory: pickle writes all of it for each of them.
+
+    Args:
+        flat: Of one dimension.
+        shapes: Of the tensors; they fill ``flat``.
+
+    Cost: one copy.
+    """
+    if len(shapes) == 1:
+        return [flat.view(tuple(shapes[0]))]
+    if not is_copyable(flat.dtype):
+        return [piece.view(flat.dtype) for piece in separate(flat.view(BITS[1]), shapes)]
+    sizes = [math.prod(shape) for shape in shapes]
+    if sizes[0] <= _SMALL and shapes.count(shapes[0]) == len(shapes):
+        return cast(Sequence[torch.Tensor], _unbind_copy(flat.view(len(shapes), *shapes[0])))
+    return [piece.resize_(tuple(shape)) for piece, shape in zip(_split_copy(flat, sizes), shapes, strict=True)]
+
+
+def _joined(rows: torch.Tensor, run: _Run) -> Sequence[torch.Tensor]:
+    """The leaves that lie side by side in all rows, each concatenated in memory of its own."""
+    count = rows.shape[0]
+    if len(run.shapes) == 1:
+        first, *rest = run.shapes[0]
+        return [rows.clone(memory_format=torch.contiguous_format).resize_(count * first, *rest)]
+    if run.is_uniform:
+        leaves = rows.view(count, len(run.shapes), *run.shapes[0]).transpose(0, 1)
+        return cast(Sequence[torch.Tensor], _unbind_copy(leaves.flatten(1, 2)))
+    pieces = _split_copy(rows, run.sizes, dim=1)
+    # They are new and contiguous, so that resize_ changes but the shape; view would make one more tensor of each.
+    return [piece.resize_(count * first, *rest) for piece, (first, *rest) in zip(pieces, run.shapes, strict=True)]

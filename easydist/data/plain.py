@@ -1,0 +1,116 @@
+"""Plain values beside the leaves of a tree: text, None, enums, dates and the like.
+
+They do not travel with tensors, so every rank keeps its own: right only where they are equal on all ranks. So each is
+described by a text that all ranks compare, and an object that holds tensors nobody would move is refused.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator, KeysView, Set, ValuesView
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+from easydist import tree
+
+_BY_REPR = frozenset({str, bytes, type(None), type(...)})
+_NAMED = (type, FunctionType, BuiltinFunctionType, ModuleType)
+_STANDARD = (
+    "builtins",
+    "datetime",
+    "decimal",
+    "fractions",
+    "pathlib",
+    "uuid",
+    "torch",
+    "numpy",
+    "zoneinfo",
+    "ipaddress",
+)
+"""Modules whose values have a repr that says all of them, and hold no data."""
+
+_DEPTH, _MOST = 8, 10_000
+"""How deep, and at how many objects, is looked for tensors inside an object."""
+
+
+def described(value: Any, path: str) -> str:
+    """A plain value as a text that is equal on all ranks if the value is.
+
+    Of an object of an unknown class only the class is compared.
+
+    Raises:
+        TypeError: The value is an object, a set or an iterator that holds tensors, which would be left behind.
+
+    Example:
+        >>> described("cat", "['label']"), described(None, "")
+        ("'cat'", 'None')
+    """
+    cls = type(value)
+    if cls in _BY_REPR:
+        return repr(value)
+    if isinstance(value, enum.Enum):
+        return f"{cls.__qualname__}.{value.name}"
+    if isinstance(value, _NAMED):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value.__name__)}"
+    if isinstance(value, Iterator):
+        raise TypeError(
+            f"{path or 'the tree'} is an iterator ({cls.__name__}), which cannot be looked into; pass a list"
+        )
+    if _holds_data(value):
+        raise TypeError(_left_behind(value, path))
+    if cls.__module__.partition(".")[0] in _STANDARD and not isinstance(value, Set):
+        return repr(value)
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _left_behind(value: Any, path: str) -> str:
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, Set | ValuesView | KeysView):
+        return f"{path or 'the tree'} is a {type(value).__name__} that holds tensors in no order; pass a list or a dict"
+    return (
+        f"{path or 'the tree'} is a {name} that holds tensors, and easydist does not know how to open it: register the "
+        f"class, easydist.tree.register({type(value).__name__}, flatten, unflatten), or pass a dict of its tensors"
+    )
+
+
+def _holds_data(value: Any) -> bool:
+    """True if there is a tensor or an array somewhere inside an object."""
+    seen: set[int] = set()
+    level: list[Any] = [value]
+    for _ in range(_DEPTH):
+        found: list[Any] = []
+        for item in level:
+            if id(item) in seen or type(item) in _BY_REPR or isinstance(item, _NAMED):
+                continue
+            seen.add(id(item))
+            if tree.is_leaf(item) and hasattr(item, "dtype"):
+                return True
+            if len(seen) < _MOST:
+                found += _inside(item)
+        level = found
+    return False
+
+
+def _inside(item: Any) -> Iterable[Any]:
+    """What an object holds, as far as that can be seen without running code of its own."""
+    if isinstance(item, dict):
+        return [*item.values()]
+    if isinstance(item, list | tuple | set | frozenset | ValuesView):
+        return [*item]
+    if tree.is_leaf(item):
+        return []
+    held = [*getattr(item, "__dict__", {}).values()]
+    slots = [name for cls in type(item).__mro__ for name in _slots(cls)]
+    return held + [value for name in slots if (value := _of_slot(item, name)) is not None]
+
+
+def _slots(cls: type) -> Iterable[str]:
+    slots = cls.__dict__.get("__slots__", ())
+    return [slots] if isinstance(slots, str) else slots
+
+
+def _of_slot(item: Any, name: str) -> Any:
+    try:
+        return object.__getattribute__(item, name)
+    except AttributeError:
+        return None

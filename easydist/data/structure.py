@@ -1,0 +1,403 @@
+"""Questions and changes to nested data that need no other process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+import torch
+
+from easydist import tree
+from easydist.arguments import UNSET, either, hiding
+from easydist.data.leaves import as_tensor, check_unmasked, is_numeric
+from easydist.errors import ShapeError
+from easydist.tree import is_namedtuple
+from easydist.typing import Device, T, Tree
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = [
+    "TensorInformation",
+    "concatenate",
+    "find_batch_size",
+    "find_device",
+    "get_data_structure",
+    "honor_type",
+    "initialize_tensors",
+    "is_tensor_information",
+    "is_torch_tensor",
+    "listify",
+    "pad_input_tensors",
+    "recursively_apply",
+    "send_to_device",
+    "slice_tensors",
+]
+
+
+@dataclass(frozen=True)
+class TensorInformation:
+    """What has to be known of a tensor to make one like it.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        device: The type of its device.
+        is_array: It was a NumPy array.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: str = "cpu"
+    is_array: bool = False
+
+
+@overload
+def is_torch_tensor(tensor: object) -> bool: ...
+@overload
+def is_torch_tensor(*, data: object) -> bool: ...
+@hiding("data")
+def is_torch_tensor(tensor: object = UNSET, *, data: object = UNSET) -> bool:
+    """True if this is a torch tensor.
+
+    Args:
+        tensor: Anything.
+        data: Another name of ``tensor``.
+
+    Example:
+        >>> is_torch_tensor(torch.ones(1)), is_torch_tensor([1.0])
+        (True, False)
+    """
+    if data is not UNSET or tensor is UNSET:
+        tensor = either("is_torch_tensor", "tensor", tensor, "data", data)
+    return isinstance(tensor, torch.Tensor)
+
+
+@overload
+def is_tensor_information(tensor_info: object) -> bool: ...
+@overload
+def is_tensor_information(*, data: object) -> bool: ...
+@hiding("data")
+def is_tensor_information(tensor_info: object = UNSET, *, data: object = UNSET) -> bool:
+    """True if this is a ``TensorInformation``.
+
+    Args:
+        tensor_info: Anything.
+        data: Another name of ``tensor_info``.
+
+    Example:
+        >>> is_tensor_information(get_data_structure(torch.ones(1)))
+        True
+    """
+    if data is not UNSET or tensor_info is UNSET:
+        tensor_info = either("is_tensor_information", "tensor_info", tensor_info, "data", data)
+    return isinstance(tensor_info, TensorInformation)
+
+
+def _is_array_leaf(value: object) -> bool:
+    return isinstance(value, torch.Tensor | np.ndarray)
+
+
+def _is_numeric_leaf(value: object) -> bool:
+    """Whether this is a tensor, or an array that a tensor can hold (arrays of strings and objects stay as they are)."""
+    return isinstance(value, torch.Tensor) or (isinstance(value, np.ndarray) and is_numeric(value))
+
+
+def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
+    """The values of ``generator`` in a container of the type of ``obj`` (list, tuple, namedtuple and their subclasses).
+
+    Example:
+        >>> honor_type((1, 2), (x * 10 for x in (1, 2)))
+        (10, 20)
+    """
+    return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Tree,
+    *args: Any,
+    test_type: Callable[[Any], bool] = is_torch_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Tree:
+    """The tree with ``func(leaf, *args, **kwargs)`` in place of every leaf for which ``test_type`` holds.
+
+    Args:
+        func: Called with the leaf and the further arguments.
+        data: Any tree.
+        *args: For ``func``.
+        test_type: What counts as a leaf; asked before containers are opened.
+        error_on_other_type: Refuse trees that hold anything else, instead of leaving it as it is.
+        **kwargs: For ``func``.
+
+    Raises:
+        TypeError: There is something else and ``error_on_other_type`` is set; the text has its path.
+
+    Example:
+        >>> recursively_apply(lambda t: t + 1, {"a": torch.zeros(2), "b": "text"})
+        {'a': tensor([1., 1.]), 'b': 'text'}
+    """
+    values, spec = tree.flatten(data, lambda value: test_type(value) or not tree.is_container(value))
+    tests = [test_type(value) for value in values]
+    if error_on_other_type and not all(tests):
+        other = tests.index(False)
+        name, test = (getattr(f, "__name__", f) for f in (func, test_type))
+        where, what = spec.paths[other] or "the value", type(values[other]).__name__
+        raise TypeError(f"{name}: {where} is a {what}; only what satisfies {test} is taken, and containers of it")
+    return spec.rebuild(
+        [func(value, *args, **kwargs) if test else value for value, test in zip(values, tests, strict=True)]
+    )
+
+
+@overload
+def send_to_device(
+    tensor: NDArray[Any], device: Device, non_blocking: bool = False, skip_keys: str | Sequence[str] | None = None
+) -> torch.Tensor: ...
+@overload
+def send_to_device(
+    tensor: T, device: Device, non_blocking: bool = False, skip_keys: str | Sequence[str] | None = None
+) -> T: ...
+def send_to_device(
+    tensor: Tree, device: Device, non_blocking: bool = False, skip_keys: str | Sequence[str] | None = None
+) -> Tree:
+    """The tree with all its tensors and NumPy arrays as tensors on ``device``; the input stays as it is.
+
+    Objects that are no mapping or dataclass but have ``.to`` (``PackedSequence``, a module) are sent by it.
+
+    Args:
+        tensor: Any tree.
+        device: Where to.
+        non_blocking: Do not wait for the copy, where the hardware allows it.
+        skip_keys: Keys of mappings, at any depth, whose values are left as they are, also in objects that have ``.to``.
+
+    Example:
+        >>> send_to_device({"x": np.ones(2), "name": "a"}, "cpu")
+        {'x': tensor([1., 1.], dtype=torch.float64), 'name': 'a'}
+    """
+    skip = {f"[{key!r}]" for key in ([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())}
+    if device == "npu":
+        device = "npu:0"  # torch_npu finds no context when the first call has no index
+
+    def move(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return as_tensor(value).to(device, non_blocking=non_blocking)
+        try:
+            return value.to(device, non_blocking=non_blocking)
+        except TypeError:  # a .to() of its own, without non_blocking
+            return value.to(device)
+
+    return tree.map(move, tensor, lambda value: _is_numeric_leaf(value) or _moves_itself(value, bool(skip)), skip)
+
+
+def _moves_itself(value: Any, skipping: bool) -> bool:
+    """Whether ``value`` is sent by its own ``.to``, not by rebuilding it around its parts."""
+    if not hasattr(value, "to") or isinstance(value, type):
+        return False
+    if isinstance(value, Mapping) or is_dataclass(value):  # their .to() may change them in place
+        return tree.is_registered(value) and not skipping
+    return True
+
+
+def get_data_structure(data: Tree) -> Tree:
+    """The tree with a ``TensorInformation`` in place of every tensor and NumPy array, the same one for the same tensor.
+
+    Example:
+        >>> get_data_structure({"a": torch.zeros(2, 3)})["a"].shape
+        torch.Size([2, 3])
+    """
+    known: dict[int, TensorInformation] = {}
+
+    def describe(value: Any) -> TensorInformation:
+        if isinstance(value, np.ndarray):
+            return TensorInformation(torch.Size(value.shape), as_tensor(value).dtype, is_array=True)
+        return TensorInformation(value.shape, value.dtype, value.device.type)
+
+    return tree.map(lambda value: known.setdefault(id(value), describe(value)), data, _is_numeric_leaf)
+
+
+def initialize_tensors(data_structure: Tree, *, hollow: bool = False) -> Tree:
+    """The inverse of ``get_data_structure``: the tree with uninitialised tensors and arrays.
+
+    Args:
+        data_structure: A tree of ``TensorInformation``; the same one gives the same tensor.
+        hollow: Make all elements of a tensor share one place, where only shape and dtype matter.
+
+    Example:
+        >>> initialize_tensors(get_data_structure([torch.ones(2, 3)]))[0].shape
+        torch.Size([2, 3])
+    """
+    known: dict[int, Any] = {}
+
+    def make(info: TensorInformation) -> Any:
+        if hollow:
+            tensor = torch.empty((), dtype=info.dtype, device=info.device).expand(info.shape)
+        else:
+            tensor = torch.empty(info.shape, dtype=info.dtype, device=info.device)
+        return tensor.numpy() if info.is_array else tensor
+
+    def once(info: TensorInformation) -> Any:
+        if id(info) not in known:
+            known[id(info)] = make(info)
+        return known[id(info)]
+
+    return tree.map(once, data_structure, is_tensor_information)
+
+
+def find_batch_size(data: Tree) -> int | None:
+    """The size of dim 0 of the first tensor or array that has one; None where there is none.
+
+    Example:
+        >>> find_batch_size({"text": "abc", "x": torch.zeros(4, 2)})
+        4
+    """
+    return next((len(value) for value in tree.leaves(data) if _is_array_leaf(value) and value.ndim), None)
+
+
+@overload
+def find_device(*args: Tree) -> torch.device | None: ...
+@overload
+def find_device(*, data: Tree) -> torch.device | None: ...
+@hiding("data")
+def find_device(*args: Tree, data: Tree = UNSET) -> torch.device | None:
+    """Find the device of the first tensor in one or several trees; None if there is none.
+
+    Args:
+        *args: Any trees; there may be none.
+        data: Another name of a single one.
+
+    Example:
+        >>> find_device({"text": "abc"}, {"x": torch.zeros(4)})
+        device(type='cpu')
+    """
+    if data is not UNSET:
+        args = (either("find_device", "args", args or UNSET, "data", data),)
+    tensors = (value for arg in args for value in tree.leaves(arg) if isinstance(value, torch.Tensor))
+    return next((tensor.device for tensor in tensors), None)
+
+
+def listify(data: Tree) -> Tree:
+    """The tree with tensors and arrays as nested lists of Python numbers.
+
+    Example:
+        >>> listify({"x": torch.tensor([1.5, 2.0])})
+        {'x': [1.5, 2.0]}
+    """
+    return tree.map(
+        lambda value: value.tolist(), data, lambda value: isinstance(value, torch.Tensor | np.ndarray | np.generic)
+    )
+
+
+def slice_tensors(data: T, tensor_slice: Any, process_index: int | None = None, num_processes: int | None = None) -> T:
+    """The tree with ``value[tensor_slice]`` in place of every tensor and array.
+
+    Args:
+        data: Any tree.
+        tensor_slice: Anything that indexes a tensor: a slice, an int, a tuple, a mask.
+        process_index: Accepted for accelerate's sake, not used.
+        num_processes: Likewise.
+
+    Example:
+        >>> slice_tensors({"x": torch.arange(4)}, slice(0, 2))
+        {'x': tensor([0, 1])}
+    """
+    sliced: T = tree.map(lambda value: value[tensor_slice], data, _is_array_leaf)
+    return sliced
+
+
+def concatenate(data: Sequence[T], dim: int = 0) -> T:
+    """Concatenate the trees of a list, leaf by leaf.
+
+    Law: leaf p is ``torch.cat([leaf p of item for item in data], dim)``. Leaves are matched by path. What is not a
+    tensor or array comes from the first item and has to be equal in all.
+
+    Args:
+        data: Trees of one structure, at least one.
+        dim: Along which dimension.
+
+    Raises:
+        ValueError: ``data`` is empty, or an item has other leaves than the first (the text has their paths).
+        ShapeError: The shapes of a leaf do not fit along ``dim``. It is a ``ValueError`` and, as with ``torch.cat``, a
+            ``RuntimeError``.
+        TypeError: ``data`` is a single tree, such as a tensor or a dict, and not a list of trees; the items hold
+            something else than tensors and arrays, and it differs; an array is masked.
+
+    Example:
+        >>> concatenate([{"x": torch.tensor([1])}, {"x": torch.tensor([2, 3])}])
+        {'x': tensor([1, 2, 3])}
+    """
+    _check_series(data)
+    if not data:
+        raise ValueError("concatenate needs at least one item")
+    flat = [tree.flatten(item, lambda value: not tree.is_container(value)) for item in data]
+    spec = flat[0][1]
+    columns = [dict(zip(item.paths, leaves, strict=True)) for leaves, item in flat]
+    for index, column in enumerate(columns):
+        if differing := column.keys() ^ columns[0].keys():
+            raise ValueError(f"concatenate: item {index} and item 0 differ in {_listed(differing)}")
+    joined: T = spec.rebuild([_join([column[path] for column in columns], path, dim) for path in spec.paths])
+    return joined
+
+
+def _check_series(data: object) -> None:
+    """Refuse a single tree; a tensor, a mapping and a text could be iterated over as well."""
+    if isinstance(data, torch.Tensor | np.ndarray | Mapping | str | bytes) or not isinstance(data, Iterable):
+        what = f" of shape {tuple(data.shape)}" if isinstance(data, torch.Tensor | np.ndarray) else ""
+        raise TypeError(
+            f"concatenate: takes a list of trees, got a single {type(data).__name__}{what}; pass [first, second, …]"
+        )
+
+
+def _listed(paths: Iterable[str]) -> str:
+    return ", ".join(path or "the root" for path in sorted(paths))
+
+
+def _join(parts: list[Any], path: str, dim: int) -> Any:
+    first = parts[0]
+    for part in parts:
+        check_unmasked(part, path)
+    for cls, join in ((torch.Tensor, torch.cat), (np.ndarray, np.concatenate)):
+        if all(isinstance(part, cls) for part in parts):
+            return _fitting(join, parts, path, dim)
+    if all(
+        part is first or (type(part) is type(first) and not _is_array_leaf(part) and part == first) for part in parts
+    ):
+        return first
+    kinds = ", ".join(sorted({type(part).__name__ for part in parts}))
+    raise TypeError(
+        f"concatenate: {path or 'the items'}: can only concatenate tensors and arrays, got {kinds} that differ"
+    )
+
+
+def _fitting(join: Callable[..., Any], parts: list[Any], path: str, dim: int) -> Any:
+    try:
+        return join(parts, dim)
+    except (RuntimeError, IndexError, ValueError) as error:
+        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+        raise ShapeError(f"concatenate: {path or 'the items'}: shapes {shapes} do not fit along dim {dim}") from error
+
+
+def pad_input_tensors(tensor: T, batch_size: int, num_processes: int, dim: int = 0) -> T:
+    """Lengthen every tensor with zeros along ``dim`` until ``num_processes`` divides its size there.
+
+    Args:
+        tensor: Any tree; the leaves have ``batch_size`` elements along ``dim``.
+        batch_size: How many there are.
+        num_processes: How many shares there will be.
+        dim: The batch dimension.
+
+    Example:
+        >>> pad_input_tensors(torch.ones(3, 4), 3, 2).shape
+        torch.Size([4, 4])
+    """
+    missing = -batch_size % num_processes
+
+    def pad(value: torch.Tensor) -> torch.Tensor:
+        shape = list(value.shape)
+        shape[dim] = missing
+        return torch.cat([value, value.new_zeros(shape)], dim=dim) if missing else value
+
+    padded: T = recursively_apply(pad, tensor, error_on_other_type=True)
+    return padded

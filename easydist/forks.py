@@ -1,0 +1,62 @@
+"""What a forked process has of its parent, and whether it is a rank of its own.
+
+``notebook_launcher``, ``debug_launcher`` and ``multiprocessing`` fork ranks, a ``DataLoader`` forks workers that are
+none. The difference is in the environment: a launcher gives each child a rank (``RANK``, ``WORLD_SIZE``) that its
+parent did not have, and a worker has its parent's.
+
+The package's root loads this module and nothing else of easydist: a group that ``torch.distributed`` made before the
+first use of easydist is known in a forked child all the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+NOT_A_RANK = (
+    "this process was forked from one of the group's ranks and is none itself (a DataLoader worker, for instance), so "
+    "it cannot exchange data: do that in the process that was launched, or give the child a RANK of its own"
+)
+
+groups_of_parents: list[Any] = []
+"""The process groups of the processes from which this one was forked."""
+
+generation = 0
+"""Rises with every fork on the way to this process."""
+
+_parents_rank: tuple[str | None, str | None] | None = None
+
+
+def _rank() -> tuple[str | None, str | None]:
+    return os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+
+
+def is_copy() -> bool:
+    """True if this process was forked and has its parent's rank, so that it must not speak in the parent's name.
+
+    Example:
+        >>> is_copy()
+        False
+    """
+    return _parents_rank is not None and _rank() == _parents_rank
+
+
+def keep(groups: Iterable[Any]) -> None:
+    """Note these groups as a parent's, and never end them: their destructors wait for threads that a child lacks."""
+    for group in groups:
+        groups_of_parents.append(group)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def _after_fork() -> None:
+    global generation, _parents_rank
+    generation, _parents_rank = generation + 1, _rank()
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    if (world := getattr(c10d, "_world", None)) is not None:
+        keep(list(world.pg_map))
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,1 @@
+"""Trees and objects as bytes: safetensors files and messages, and decoding that runs nothing it does not know."""

@@ -1,0 +1,242 @@
+"""Any Python object as one byte buffer, and back.
+
+A message is: two u64, how many buffers there are and how many bytes of pickle; a u64 per buffer, its bytes; the pickle
+(protocol 5); the buffers, each at a multiple of 64. The data of tensors and arrays lies in the buffers: it is copied
+once, from where it was into the message, and what is decoded shares the message's memory.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import itertools
+import os
+import pickle
+import re
+import struct
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from easydist import memory
+from easydist.errors import UnsafeObjectError, WireError
+from easydist.format.parts import MAKERS, REDUCERS, Strings, weigh
+from easydist.format.unpickler import Unpickler
+
+__all__ = ["EncodedObject", "allow_pickle", "decode", "demand_pickle", "encode", "is_pickle_allowed"]
+
+_ALIGNMENT = 64
+_IN_BAND = 4096
+"""Smaller buffers stay in the pickle, so that a kept scalar does not keep a large message."""
+
+_NAMING = re.compile(b"[" + pickle.STACK_GLOBAL + pickle.EXT1 + pickle.EXT2 + pickle.EXT4 + b"]")
+"""The opcodes by which a pickle of protocol 5 names anything; where their bytes do not occur, nothing is named."""
+
+_switch = SimpleNamespace(allowed=os.environ.get("EASYDIST_PICKLE", "1") != "0")
+
+
+def allow_pickle(allowed: bool) -> None:
+    """Allow or deny unrestricted unpickling in this process; do the same on all ranks.
+
+    Where it is denied, the object verbs work with ``weights_only=True`` only, and the structure that travels where
+    ranks pass None is decoded by the same rules. It is allowed at first, unless ``EASYDIST_PICKLE=0`` is set.
+
+    Args:
+        allowed: Whether ``weights_only=False`` may be used.
+
+    Example:
+        >>> import easydist
+        >>> easydist.allow_pickle(False)
+        >>> easydist.gather_object({"a": 1}, weights_only=True)
+        [{'a': 1}]
+        >>> easydist.allow_pickle(True)
+    """
+    _switch.allowed = allowed
+
+
+def is_pickle_allowed() -> bool:
+    """Whether ``weights_only=False`` may be used in this process."""
+    return bool(_switch.allowed)
+
+
+def demand_pickle() -> None:
+    """Make sure that unrestricted unpickling is allowed.
+
+    Raises:
+        UnsafeObjectError: It is denied.
+    """
+    if not _switch.allowed:
+        raise UnsafeObjectError(
+            "pickle is denied in this process (easydist.allow_pickle(False) or EASYDIST_PICKLE=0); pass "
+            "weights_only=True"
+        )
+
+
+class _Table(dict[type, Callable[[Any], Any]]):
+    """Ours, then whatever is registered with ``copyreg`` when it is asked for."""
+
+    def __missing__(self, key: type) -> Callable[[Any], Any]:
+        return copyreg.dispatch_table[key]
+
+
+_TABLE = _Table(REDUCERS)
+
+
+class EncodedObject:
+    """A value as the parts of a message, which need not be joined: its large data still lies where it was.
+
+    Law: ``b"".join(EncodedObject(x).parts()) == bytes(encode(x))``.
+
+    Args:
+        value: Anything that can be pickled.
+
+    Attributes:
+        is_strings: Whether the value is a list of strings that travels as one text; it has nothing but strings then.
+        nbytes: Of all parts.
+
+    Raises:
+        TypeError: ``value`` holds something that pickle cannot write; pickle's own text is inside.
+    """
+
+    def __init__(self, value: object) -> None:
+        chunks: list[Any] = []
+        self._buffers: list[memoryview] = []
+        pickler = pickle.Pickler(SimpleNamespace(write=chunks.append), 5, buffer_callback=self._keep)
+        pickler.dispatch_table = _TABLE
+        strings = Strings.of(value)
+        self.is_strings = strings is not None
+        try:
+            pickler.dump(value if strings is None else strings)
+        except (pickle.PicklingError, AttributeError, BufferError, TypeError) as error:
+            raise TypeError(f"{type(value).__name__} cannot be pickled: {error}") from error
+        finally:
+            del pickler  # it holds views of views, see _direct
+        length, sizes = sum(map(len, chunks)), [raw.nbytes for raw in self._buffers]
+        head = struct.pack(f"<{2 + len(sizes)}Q", len(sizes), length, *sizes)
+        self._texts = [head, *chunks]
+        self._starts, self.nbytes = _layout(len(head) + length, sizes)
+
+    def _keep(self, buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes >= _IN_BAND:
+            self._buffers.append(_direct(raw))
+        return raw.nbytes < _IN_BAND
+
+    def check(self) -> None:
+        """Make sure that the restricted decoder takes it.
+
+        Raises:
+            UnsafeObjectError: It holds what is not allow-listed.
+        """
+        skeleton = b"".join(self._texts[1:])
+        if _NAMING.search(skeleton):
+            writable = [raw if not raw.readonly else memoryview(bytearray(raw)) for raw in self._buffers]
+            Unpickler(memoryview(skeleton), writable, MAKERS, weigh).load()
+
+    def parts(self) -> list[memoryview]:
+        """The bytes, piece by piece."""
+        text = memoryview(b"".join(self._texts))
+        return [text, *self._data(len(text))]
+
+    def _data(self, at: int) -> Iterator[memoryview]:
+        """The buffers, and what lies between them."""
+        for start, raw in zip(self._starts, self._buffers, strict=True):
+            if start > at:
+                yield memoryview(bytes(start - at))
+            yield raw
+            at = start + raw.nbytes
+
+    def joined(self) -> torch.Tensor:
+        """The bytes in one piece."""
+        if not self._buffers:
+            return torch.frombuffer(bytearray().join(self._texts), dtype=torch.uint8)
+        message = memory.empty([self.nbytes], torch.uint8)
+        view, at = message.numpy().data, 0
+        for part in itertools.chain(self._texts, self._data(sum(map(len, self._texts)))):
+            view[at : at + len(part)] = part
+            at += len(part)
+        return message
+
+
+def _direct(raw: memoryview) -> memoryview:
+    """The view behind a view of a view.
+
+    CPython (3.11) crashes when such a chain becomes garbage in a cycle, which the traceback of a timeout may be.
+    """
+    inner: Any = raw.obj
+    return inner.cast("B") if isinstance(inner, memoryview) and inner.c_contiguous else raw
+
+
+def encode(value: object) -> torch.Tensor:
+    """``value`` as a message: a uint8 tensor on the CPU.
+
+    Law: ``decode(encode(x)) == x``. One object at several places is one object again; views of one tensor become
+    tensors of their own. Tensors arrive in row-major order, with their type (``Parameter``), ``requires_grad`` and
+    Python attributes, without graph and ``.grad``; on the CPU, or on the receiver's current device of the same kind.
+
+    Args:
+        value: Anything that can be pickled.
+
+    Raises:
+        TypeError: ``value`` holds something that pickle cannot write; pickle's own text is inside.
+
+    Cost: one copy of the data of tensors and arrays.
+    """
+    return EncodedObject(value).joined()
+
+
+def _layout(start: int, nbytes: list[int]) -> tuple[list[int], int]:
+    """Where each buffer begins, and where the last one ends.
+
+    Example:
+        >>> _layout(100, [1, 3])
+        ([128, 192], 195)
+    """
+    starts: list[int] = []
+    for each in nbytes:
+        starts.append(-(-start // _ALIGNMENT) * _ALIGNMENT)
+        start = starts[-1] + each
+    return starts, start
+
+
+def decode(message: torch.Tensor, *, weights_only: bool | None = None) -> Any:
+    """The object that ``encode`` wrote. Its larger tensors and arrays are writable, and share the message's memory.
+
+    Args:
+        message: uint8, contiguous, on the CPU; not to be used for anything else afterwards.
+        weights_only: Refuse what is not allow-listed; see ``docs/safety.md``. None: only where pickle is denied.
+
+    Raises:
+        UnsafeObjectError: The message needs a global that is not allow-listed; ``weights_only`` is False and pickle is
+            denied.
+        WireError: These are not the bytes of a message. Without ``weights_only``: of its outer layout; for the pickle
+            inside, whatever pickle raises.
+
+    Example:
+        >>> decode(encode({"a": [1, None]}))
+        {'a': [1, None]}
+    """
+    if weights_only is False:
+        demand_pickle()
+    skeleton, buffers = _split(message.numpy().data)
+    if weights_only or not _switch.allowed:
+        return Unpickler(skeleton, buffers, MAKERS, weigh).load()
+    return pickle.loads(skeleton, buffers=buffers)
+
+
+def _split(view: memoryview) -> tuple[memoryview, list[memoryview]]:
+    """The pickle and the buffers."""
+    if len(view) < 16:
+        raise WireError(f"an object message of {len(view)} bytes is truncated")
+    count, length = struct.unpack_from("<2Q", view)
+    if 16 + 8 * count + length > len(view):
+        raise WireError(
+            f"an object message of {len(view)} bytes says that it has {count} buffers and {length} of pickle"
+        )
+    nbytes = list(struct.unpack_from(f"<{count}Q", view, 16))
+    first = 16 + 8 * count
+    starts, total = _layout(first + length, nbytes)
+    if total != len(view):
+        raise WireError(f"an object message of {len(view)} bytes says that it has {total}")
+    return view[first : first + length], [view[a : a + n] for a, n in zip(starts, nbytes, strict=True)]

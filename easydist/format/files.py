@@ -1,0 +1,214 @@
+"""Nested data on disk, as safetensors files."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import secrets
+import stat
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO
+
+from easydist.errors import WireError
+from easydist.format import header, outline
+from easydist.format.targets import Targets
+from easydist.typing import Device, Tree
+
+__all__ = ["load", "load_metadata", "save"]
+
+
+def save(tree: Tree, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a tree as a safetensors file.
+
+    Law: after ``save(x, path)``, ``load(path)`` equals ``x`` bit for bit. Each tensor and array is stored under its
+    path (``['layer']['weight']``), the structure as JSON beside them; nothing is pickled. What is one tensor in several
+    places, or tensors that are the same elements in the same memory, such as tied weights, is stored once and comes
+    back as one.
+
+    JSON cannot name classes, and a file that could would not be safe. So these come back plainer: a dataclass or
+    namedtuple as a dict of its fields, other mappings as dict, subclasses of list and a deque as list, of tuple as
+    tuple, parameters as tensors without ``requires_grad``, arrays in native byte order. ``into=`` of ``load`` fills
+    the original classes.
+
+    The file appears whole or not at all: it is written beside ``path`` under another name, synchronised with the disk,
+    then renamed.
+
+    Args:
+        tree: Tensors, arrays, numbers, text, bytes, None, dtypes and devices in containers nested at most 100 deep.
+        path: The file; one that is there is replaced, tensors loaded from it keep their values.
+        metadata: Further text for ``load_metadata`` and other readers. Keys that begin with ``easydist.`` are taken.
+
+    Raises:
+        TypeError: ``path`` is no path, as where the arguments are swapped; the tree holds something else (the text has
+            its path), or the metadata is not text.
+        ValueError: The tree is nested too deeply, has more than 100 000 tensors, or the metadata uses a taken key.
+        OSError: The file cannot be written, or ``path`` is a FIFO or device; what was there is still there.
+
+    Cost: one write of the data; at most one tensor at a time is copied, where it is not contiguous or not on the CPU.
+
+    Example:
+        >>> import tempfile, torch
+        >>> path = tempfile.mkdtemp() + "/step.safetensors"
+        >>> save({"weight": torch.ones(2), "step": 3}, path)
+        >>> load(path)
+        {'weight': tensor([1., 1.]), 'step': 3}
+
+    Source: https://huggingface.co/docs/safetensors/index#format
+    """
+    target: object = path
+    if not isinstance(target, str | bytes | os.PathLike):
+        swapped = ", and a path as the tree: they are swapped" if isinstance(tree, str | os.PathLike) else ""
+        raise TypeError(f"save: got {type(target).__name__} as the path{swapped}; pass save(tree, path)")
+    if taken := [key for key in metadata or () if str(key).startswith("easydist.")]:
+        raise ValueError(f"save: metadata keys that begin with 'easydist.' are taken: {taken[0]!r}")
+    text, tensors = outline.encode(tree)
+    with _replacing(path) as file:
+        for chunk in header.chunks(tensors, {**(metadata or {}), outline.METADATA: text}):
+            file.write(chunk)
+
+
+@contextlib.contextmanager
+def _replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A file that takes the place of ``path`` when all of it is on the disk."""
+    target = os.path.realpath(path)  # what a link points to, not the link
+    with contextlib.suppress(FileNotFoundError):
+        _check_regular("save", path, os.stat(target))  # a file would take the place of the device
+    folder = os.path.dirname(target)
+    temporary = os.path.join(folder, f".{secrets.token_hex(8)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    _synchronise(folder)
+
+
+def _synchronise(folder: str) -> None:
+    """Make the new name outlast a power cut; not every system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def load(path: str | os.PathLike[str], *, device: Device = "cpu", into: Tree = None) -> Tree:
+    """Read a safetensors file, of ``save`` or of any other writer.
+
+    Law: ``load(path)`` is the tree that was saved; of a file that easydist did not write it is ``{name: tensor}``.
+
+    On the CPU the file is mapped, not read: pages come when they are used, and tensors may be written without changing
+    the file. Do not truncate or overwrite a file in place while its tensors are in use; ``save`` never does.
+
+    Args:
+        path: The file.
+        device: Where tensors shall be; arrays stay on the CPU.
+        into: A tree whose tensors and arrays, on whatever devices, are written in place. Its leaves are matched by path
+            and must have the dtypes and shapes of the file's, which is checked before the first is written.
+
+    Returns:
+        The tree; with ``into`` that tree, with new values where its leaves are numbers.
+
+    Raises:
+        WireError: The file is not a valid safetensors file. Nothing is allocated for its data.
+        ValueError: ``into`` does not fit the file, or cannot be written; it is untouched.
+        OSError: The file cannot be read, or is no regular file.
+
+    Cost: reads the header; data when it is used. With ``into`` or another device one copy.
+
+    Example:
+        >>> import tempfile, torch
+        >>> path = tempfile.mkdtemp() + "/model.safetensors"
+        >>> model = torch.nn.Linear(2, 1)
+        >>> save(model.state_dict(), path)
+        >>> model.load_state_dict(load(path))
+        <All keys matched successfully>
+
+    Source: https://huggingface.co/docs/safetensors/index#format
+    """
+    with _naming(path):
+        buffer, head = _open(path)
+        tensors = head.tensors(buffer)
+        targets = None if into is None else Targets(into)
+        if (text := head.metadata.get(outline.METADATA)) is not None:
+            wanted = None if targets is None else targets.values
+            data, leaves = outline.decode(text, tensors, "cpu" if into is not None else device, wanted)
+        else:
+            data = {name: tensor if into is not None else tensor.to(device) for name, tensor in tensors.items()}
+            leaves = {f"[{name!r}]": tensor for name, tensor in tensors.items()}
+    return data if targets is None else _write_into(targets, leaves, os.fspath(path))
+
+
+def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
+    """The ``metadata`` that ``save`` was given, or that another writer put into the file.
+
+    Raises:
+        WireError: The file is not a valid safetensors file.
+        OSError: The file cannot be read.
+
+    Example:
+        >>> import tempfile, torch
+        >>> path = tempfile.mkdtemp() + "/model.safetensors"
+        >>> save({}, path, {"format": "pt"})
+        >>> load_metadata(path)
+        {'format': 'pt'}
+    """
+    with _naming(path):
+        metadata = _open(path)[1].metadata
+    return {key: text for key, text in metadata.items() if key != outline.METADATA}
+
+
+@contextlib.contextmanager
+def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    try:
+        yield
+    except WireError as error:
+        raise WireError(f"{os.fspath(path)}: {error}") from None
+
+
+def _open(path: str | os.PathLike[str]) -> tuple[Any, header.Header]:
+    """The file as private memory, and its header; tensors keep the memory alive."""
+    _check_regular("load", path, os.stat(path))  # opening a device may do anything
+    with open(path, "rb", opener=_open_at_once) as file:
+        status = os.fstat(file.fileno())
+        _check_regular("load", path, status)  # it may have been replaced in between
+        if not status.st_size:
+            return b"", header.decode(b"")
+        buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return buffer, header.decode(buffer)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file, without waiting for somebody who writes to a FIFO."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _check_regular(operation: str, path: str | os.PathLike[str], status: os.stat_result) -> None:
+    """Refuse FIFOs, sockets and devices; opening a directory has an error of its own.
+
+    Raises:
+        OSError: That is one.
+    """
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+        kinds = {stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
+        what = kinds.get(stat.S_IFMT(status.st_mode), "special file")
+        raise OSError(errno.EINVAL, f"{operation} needs a regular file, and this is a {what}", os.fspath(path))
+
+
+def _write_into(targets: Targets, leaves: Mapping[str, Any], path: str) -> Tree:
+    if differing := targets.differing(leaves):
+        lines = [f"  {name or 'the root'}  file: {there}   into: {here}" for name, there, here in differing[:10]]
+        raise ValueError(
+            "\n".join([f"load: {path} and into= differ in {len(differing)} of {targets.count(leaves)} leaves", *lines])
+            + "\nPass the structure, dtypes and shapes of the file, or load without into=."
+        )
+    targets.check_writable("load", "the file", leaves)
+    return targets.write(leaves)

@@ -1,0 +1,328 @@
+"""The safetensors header: names, dtypes and shapes before the bytes.
+
+``u64`` header length, little endian; JSON ``{name: {"dtype", "shape", "data_offsets"}, "__metadata__": {str: str}}``,
+padded with spaces so that the data begins at a multiple of 64 bytes; then the bytes, without holes. Tensors lie by
+falling item size, so each starts at a multiple of its own.
+
+What safetensors has no code for: complex128 lies as F64 with a last dimension of 2, and ``__metadata__`` holds under
+``easydist.dtypes`` JSON ``{name: "complex128"}``. Other readers see the real and imaginary parts.
+
+Source: https://huggingface.co/docs/safetensors/index#format. What safetensors rejects is rejected here too, and so are
+duplicate keys, further keys, and what exceeds the limits below.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from easydist.data.packing import as_bytes, dtype_name, nbytes, sort_key
+from easydist.errors import WireError
+
+MAX_NBYTES = 100_000_000
+"""The longest header, as in safetensors."""
+
+MAX_ENTRIES = 100_000
+"""The most tensors in one message."""
+
+MAX_MARKS = 8_000_000
+"""The most brackets, braces, commas and colons in a header; what it parses to has about 64 bytes for each."""
+
+MAX_DIMS = 64
+"""The most dimensions, as in NumPy and most of torch."""
+
+ALIGNMENT = 64
+DTYPES = "easydist.dtypes"
+
+_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F4": "float4_e2m1fn_x2",
+}
+# Which of them exist depends on the version of torch.
+_TORCH: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in _NAMES.items() if hasattr(torch, name)}
+_CODES = {dtype: code for code, dtype in _TORCH.items()}
+_PARTS = {torch.complex128: "F64"}
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 120
+_short = _repr.repr
+
+
+class Entry(NamedTuple):
+    """A tensor in a message: what it is, and where its bytes lie in the data."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class Header(NamedTuple):
+    """A header that was read and found to be right.
+
+    Attributes:
+        entries: In the order of their bytes.
+        metadata: What else was written.
+        nbytes: Where the data begins.
+    """
+
+    entries: list[Entry]
+    metadata: dict[str, str]
+    nbytes: int
+
+    def tensors(self, buffer: bytearray | memoryview | Any) -> dict[str, torch.Tensor]:
+        """The tensors by name. They share memory with ``buffer``, a writable one, unless they lie unaligned in it."""
+        return {entry.name: _tensor(buffer, entry, self.nbytes + entry.start) for entry in self.entries}
+
+
+def _tensor(buffer: Any, entry: Entry, offset: int) -> torch.Tensor:
+    if entry.start == entry.stop:
+        return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+    # One tensor each, not views of one: those would share a version counter and mislead autograd.
+    count = (entry.stop - entry.start) // entry.dtype.itemsize
+    flat = torch.frombuffer(buffer, dtype=entry.dtype, count=count, offset=offset)
+    if flat.data_ptr() % entry.dtype.itemsize:
+        flat = torch.frombuffer(bytearray(memoryview(buffer)[offset:][: nbytes(flat)]), dtype=entry.dtype)
+    return flat.view(entry.shape)
+
+
+def chunks(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[Any]:
+    """A message as byte strings and memoryviews, one after the other: the header, then each tensor.
+
+    Law: ``decode(buffer := bytearray(b"".join(chunks(ts)))).tensors(buffer)`` equals ``ts`` bit for bit.
+
+    Example:
+        >>> message = bytearray(b"".join(chunks({"a": torch.tensor([1, 256], dtype=torch.int16)})))
+        >>> len(message), message[8:64].decode()
+        (68, '{"a":{"dtype":"I16","shape":[2],"data_offsets":[0,4]}}  ')
+        >>> decode(message).tensors(message)
+        {'a': tensor([  1, 256], dtype=torch.int16)}
+
+    Args:
+        tensors: Dense, of any strides, on any device.
+        metadata: Further text.
+
+    Raises:
+        TypeError: safetensors has no code for a dtype, or the metadata is not text.
+        ValueError: A limit of this module is exceeded, or a text is not Unicode.
+
+    Cost: a tensor that is not contiguous or not on the CPU is copied when its turn comes.
+    """
+    yield encode(tensors, metadata)
+    for name in order(tensors):
+        if tensors[name].numel():
+            yield as_bytes(tensors[name].cpu().contiguous()).numpy().data
+
+
+def order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names in the order in which the data lies."""
+    return sorted(tensors, key=lambda name: (sort_key(tensors[name].dtype), name))
+
+
+def encode(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The header of a message, for data that travels apart; arguments and errors as in ``chunks``."""
+    header: dict[str, Any] = {}
+    metadata = metadata or {}
+    stop = 0
+    for name in order(tensors):
+        tensor = tensors[name]
+        start, stop = stop, stop + nbytes(tensor)
+        header[name] = {**_coded(name, tensor), "data_offsets": [start, stop]}
+    notes = {name: dtype_name(tensor.dtype) for name, tensor in tensors.items() if tensor.dtype in _PARTS}
+    metadata = {**metadata, **({DTYPES: json.dumps(notes)} if notes else {})}
+    if wrong := [pair for pair in metadata.items() if any(type(text) is not str for text in pair)]:
+        raise TypeError(f"metadata has to be a dict of str to str, got {_short(dict(wrong))}")
+    text = json.dumps(
+        {**({"__metadata__": metadata} if metadata else {}), **header}, ensure_ascii=False, separators=(",", ":")
+    ).encode()
+    if "__metadata__" in header or len(header) > MAX_ENTRIES or len(text) > MAX_NBYTES or _marks(text) > MAX_MARKS:
+        raise ValueError(
+            f"{len(header)} tensors need a header of {len(text)} bytes; at most {MAX_ENTRIES} tensors, none of them "
+            f"named '__metadata__', and {MAX_NBYTES} bytes make a message"
+        )
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _coded(name: str, tensor: torch.Tensor) -> dict[str, Any]:
+    code = _PARTS.get(tensor.dtype) or _CODES.get(tensor.dtype)
+    if code is None or (code == "F4" and not tensor.ndim):
+        raise TypeError(f"{name or 'the tensor'} is {dtype_name(tensor.dtype)}, which a safetensors file cannot hold")
+    shape = [*tensor.shape, 2] if tensor.dtype in _PARTS else list(tensor.shape)
+    if len(shape) > MAX_DIMS:
+        raise ValueError(f"{name or 'the tensor'} has {tensor.ndim} dimensions, a message at most {MAX_DIMS}")
+    return {"dtype": code, "shape": [*shape[:-1], 2 * shape[-1]] if code == "F4" else shape}
+
+
+def decode(buffer: Any, apart: bool = False) -> Header:
+    """Read and check the header of a message; the data is not touched.
+
+    Args:
+        buffer: All of the message, as anything that has bytes.
+        apart: The buffer is the header alone; the data travels apart.
+
+    Raises:
+        WireError: It is not a valid message. The text names the entry and what is wrong.
+
+    Cost: 64 bytes for each of the brackets, braces, commas and colons in the header, of which there are at most
+    ``MAX_MARKS``; time linear in the header.
+    """
+    view = memoryview(buffer).cast("B")
+    begin = 8 + _length(view)
+    header = parse_json(bytes(view[8:begin]))  # an object, as it begins with "{"
+    metadata = _texts(header.pop("__metadata__", {}), "__metadata__")
+    if len(header) > MAX_ENTRIES:
+        raise WireError(f"{len(header)} entries, more than {MAX_ENTRIES}")
+    notes = _texts(parse_json(metadata.pop(DTYPES, "{}").encode()), DTYPES)
+    if unknown := notes.keys() - header.keys():
+        raise WireError(f"{DTYPES} names {_short(min(unknown))}, which is no entry")
+    entries = [_entry(name, value, notes.get(name)) for name, value in header.items()]
+    entries.sort(key=lambda entry: (entry.start, entry.stop))
+    elsewhere = entries[-1].stop if apart and entries else 0
+    _check_cover(entries, len(view) - begin + elsewhere)
+    return Header(entries, metadata, begin)
+
+
+def _length(view: memoryview) -> int:
+    if len(view) < 8:
+        raise WireError(f"{len(view)} bytes are no message: the length of its header takes 8")
+    length = int.from_bytes(view[:8], "little")
+    if length > len(view) - 8:
+        raise WireError(f"the header should have {length} bytes, there are {len(view) - 8}")
+    if length > MAX_NBYTES:
+        raise WireError(f"the header has {length} bytes, more than {MAX_NBYTES}")
+    if bytes(view[8:9]) != b"{":
+        raise WireError("the header does not begin with '{'")
+    return length
+
+
+def parse_json(text: bytes) -> Any:
+    """JSON without duplicate keys, in bounded memory.
+
+    Raises:
+        WireError: It is not JSON, has a key twice, or more than ``MAX_MARKS`` brackets, braces, commas and colons.
+    """
+    if _marks(text) > MAX_MARKS:
+        raise WireError(f"the header has more than {MAX_MARKS} brackets, braces, commas and colons")
+    try:
+        return json.loads(text.decode(), object_pairs_hook=_unique, parse_int=_integer)
+    except WireError:
+        raise
+    except RecursionError:
+        raise WireError("the header is nested too deeply") from None
+    except ValueError as error:  # also of the decoder of UTF-8
+        raise WireError(f"the header is not JSON: {_short(str(error))}") from None
+
+
+def _marks(text: bytes) -> int:
+    return sum(map(text.count, (b"[", b"{", b",", b":")))
+
+
+def _integer(digits: str) -> int | float:
+    """-0 is no integer for safetensors, and Python refuses to read very long ones."""
+    return float(digits) if digits == "-0" or len(digits) > 20 else int(digits)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise WireError(f"the key {_short(twice)} stands twice in one object")
+    return data
+
+
+def _texts(value: Any, what: str) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise WireError(f"{what} is not an object of texts")
+    for text in (text for pair in value.items() for text in pair):
+        _check_text(text, what)
+    return value
+
+
+def _check_text(text: str, what: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise WireError(f"{what} holds half of a surrogate pair") from None
+
+
+def _entry(name: str, value: Any, note: str | None) -> Entry:
+    try:
+        _check_text(name, "the name")
+        return Entry(name, *_described(value, note))
+    except WireError as error:
+        raise WireError(f"entry {_short(name)}: {error}") from None
+
+
+def _described(value: Any, note: str | None) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise WireError(f"needs just dtype, shape and data_offsets, got {_short(value)}")
+    code, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    dtype = _TORCH.get(code) if isinstance(code, str) else None
+    if dtype is None:
+        raise WireError(f"unknown dtype {_short(code)}")
+    if not _is_sizes(shape) or len(shape) > MAX_DIMS or math.prod(filter(None, shape)) >= 2**59:
+        raise WireError(f"bad shape {_short(shape)}")
+    if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise WireError(f"bad data_offsets {_short(offsets)}")
+    dtype, shape = _torch_side(code, dtype, shape, note)
+    start, stop = offsets
+    if (needed := math.prod(shape) * dtype.itemsize) != stop - start:
+        what = f"{dtype_name(dtype)} {_short(tuple(shape))}"
+        raise WireError(f"{what} needs {needed} bytes, data_offsets {offsets} hold {stop - start}")
+    return dtype, tuple(shape), start, stop
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
+
+
+def _torch_side(code: str, dtype: torch.dtype, shape: list[int], note: str | None) -> tuple[torch.dtype, list[int]]:
+    """Dtype and shape in torch: complex numbers that lie as pairs, two 4-bit numbers in one item."""
+    if note is not None:
+        whole = next((whole for whole, part in _PARTS.items() if (dtype_name(whole), part) == (note, code)), None)
+        if whole is None or shape[-1:] != [2]:
+            raise WireError(f"{code} {_short(shape)} cannot hold {_short(note)}")
+        return whole, shape[:-1]
+    if code != "F4":
+        return dtype, shape
+    if not shape or shape[-1] % 2:
+        raise WireError(f"F4 needs an even last dimension, got {_short(shape)}")
+    return dtype, [*shape[:-1], shape[-1] // 2]
+
+
+def _check_cover(entries: list[Entry], data_nbytes: int) -> None:
+    """Each entry begins where the one before it ends, and the last one ends with the data."""
+    end = 0
+    for entry in entries:
+        if entry.start != end:
+            kind = "overlaps the entry before it" if entry.start < end else "leaves a hole before it"
+            raise WireError(f"entry {_short(entry.name)}: begins at {entry.start}, not at {end}: it {kind}")
+        end = entry.stop
+    if end != data_nbytes:
+        raise WireError(f"the entries need {end} bytes of data, there are {data_nbytes}")

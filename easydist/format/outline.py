@@ -1,0 +1,337 @@
+"""The structure of a tree as JSON: what a file can tell of a tree without naming classes.
+
+A node is JSON's own null, true, number, text, or array (a list), or an object with one key:
+
+==============================  ===============================================================================
+``{"tensor": path}``            a leaf, also ``array`` and ``scalar`` (NumPy's)
+``{"dict": {…}}``               ``{"items": [[key, node], …]}`` where keys are not all text, ``ordered`` likewise
+``{"fields": {…}}``             a namedtuple or dataclass; read as a dict
+``{"tuple": […]}``              also ``size`` (``torch.Size``)
+``{"float": "7ff8…"}``          what is no JSON number, as the hexadecimal digits of its bytes; also ``complex``
+``{"int": "0x…"}``              beyond 64 bits
+``{"bytes": "…"}``              in base64
+``{"dtype": "float32"}``        also ``{"device": "cpu"}``
+==============================  ===============================================================================
+
+The root is ``{"tree": node, "ties": {path: path}}``: the second path names the tensor that the first one is, too.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import enum
+import json
+import math
+import struct
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from easydist import tree
+from easydist.data.leaves import as_tensor, is_numeric
+from easydist.data.packing import dtype_name
+from easydist.errors import WireError
+from easydist.format.header import parse_json
+from easydist.typing import Device, Tree
+
+METADATA = "easydist.tree"
+"""The key of a header's ``__metadata__`` under which the structure stands."""
+
+MAX_DEPTH = 100
+"""How deep containers may be nested."""
+
+_MAX_KEY_BITS = 13_000
+"""The most bits of an integer that is a key; Python writes no more than 4300 digits of one, which paths need."""
+
+_MAX_SAME_HASH = 100
+"""The most keys of one dict that share a hash, as all of them are compared; (±1, ±2, …) have some that do."""
+
+_ROOM, _ROOM_PER_CHARACTER = 1 << 24, 16
+
+
+def encode(
+    data: Tree, holder: str = "a file", advice: str = "save its parts, or use torch.save"
+) -> tuple[str, dict[str, torch.Tensor]]:
+    r"""The structure of a tree as text, and its tensors by path; tensors and arrays in the same memory once.
+
+    Example:
+        >>> encode({"a": torch.ones(1), "b": (2, None)})
+        ('{"tree":{"dict":{"a":{"tensor":"[\'a\']"},"b":{"tuple":[2,null]}}}}', {"['a']": tensor([1.])})
+
+    Args:
+        data: The tree.
+        holder: For the error: what cannot hold the tree.
+        advice: For the error: what to do instead.
+
+    Raises:
+        TypeError: The tree holds something that JSON and tensors cannot; the text has its path.
+        ValueError: It is nested deeper than ``MAX_DEPTH``, or holds itself.
+    """
+    writer = _Writer(iter(tree.flatten(data)[1].paths))
+    try:
+        root = {"tree": writer.node(data, "", 0), **({"ties": writer.ties} if writer.ties else {})}
+    except _Refused as refused:
+        raise TypeError(
+            f"{refused}; {holder} holds tensors, arrays, numbers, text, bytes, None and plain containers of them: "
+            f"{advice}"
+        ) from None
+    return json.dumps(root, separators=(",", ":")), writer.tensors
+
+
+class _Refused(TypeError):
+    """Tells which part of the tree JSON cannot hold."""
+
+
+class _Writer:
+    def __init__(self, paths: Iterator[str]) -> None:
+        self.paths = paths
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.ties: dict[str, str] = {}
+        self._first: dict[Any, str] = {}
+
+    def node(self, value: Any, path: str, depth: int) -> Any:
+        if tree.is_leaf(value):
+            return self._leaf(value, next(self.paths))
+        if not tree.is_container(value):
+            return _constant(value, path)
+        if depth == MAX_DEPTH:
+            raise ValueError(f"{path[:100]}… is nested deeper than {MAX_DEPTH} containers")
+        children, spec = tree.flatten(value, lambda part: part is not value)
+        pairs = zip(children, spec.paths, strict=True)
+        return _container(value, [self.node(child, path + step, depth + 1) for child, step in pairs], spec.paths, path)
+
+    def _leaf(self, value: Any, path: str) -> Any:
+        if not isinstance(value, torch.Tensor | np.ndarray | np.generic):
+            return _constant(value, path)
+        if isinstance(value, np.ndarray) and not is_numeric(value):
+            raise _refused(path, f"an array of {value.dtype}")
+        tensor = as_tensor(value, path)
+        first = self._first.setdefault(memory_of(value), path)
+        if first == path:
+            self.tensors[path] = tensor
+        else:
+            self.ties[path] = first
+        kind = "tensor" if isinstance(value, torch.Tensor) else "array" if isinstance(value, np.ndarray) else "scalar"
+        return {kind: path}
+
+
+def memory_of(value: Any) -> Any:
+    """What is equal for tensors that are the same elements in the same memory, such as tied weights."""
+    if isinstance(value, torch.Tensor) and value.numel() and (address := value.data_ptr()):
+        layout = value.dtype, value.device, tuple(value.shape), value.stride()
+        return address, *layout, value.is_conj(), value.is_neg()
+    return id(value) if isinstance(value, torch.Tensor | np.ndarray) else object()
+
+
+def _refused(path: str, what: str) -> _Refused:
+    return _Refused(f"{path or 'the tree'} is {what}")
+
+
+def _container(data: Any, nodes: list[Any], steps: list[str], path: str) -> Any:
+    if isinstance(data, Mapping):
+        keys = list(data.keys())  # a TensorDict iterates over its rows
+        if type(data) is not OrderedDict and all(type(key) is str for key in keys):
+            return {"dict": dict(zip(keys, nodes, strict=True))}
+        pairs = [[_key(key, path), node] for key, node in zip(keys, nodes, strict=True)]
+        return {"ordered" if type(data) is OrderedDict else "items": pairs}
+    if isinstance(data, list | deque):
+        return nodes
+    if tree.is_namedtuple(data) or (dataclasses.is_dataclass(data) and not tree.is_registered(data)):
+        return {"fields": {step[1:]: node for step, node in zip(steps, nodes, strict=True)}}
+    if isinstance(data, tuple):
+        return {"size" if type(data) is torch.Size else "tuple": nodes}
+    raise _refused(path, f"a {type(data).__name__}")
+
+
+def _key(key: Any, path: str) -> Any:
+    return {"tuple": [_key(part, path) for part in key]} if type(key) is tuple else _constant(key, f"{path}[{key!r}]")
+
+
+def _constant(value: Any, path: str) -> Any:
+    if isinstance(value, bool | str | None) and not isinstance(value, enum.Enum):
+        return value
+    if isinstance(value, int) and not isinstance(value, enum.Enum):
+        return int(value) if -(2**63) <= value < 2**63 else {"int": hex(value)}
+    if isinstance(value, float) and not isinstance(value, enum.Enum):
+        return float(value) if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
+    if isinstance(value, complex):
+        return {"complex": struct.pack(">dd", value.real, value.imag).hex()}
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
+    if isinstance(value, torch.dtype | torch.device):
+        return {"dtype": dtype_name(value)} if isinstance(value, torch.dtype) else {"device": str(value)}
+    raise _refused(path, f"a {type(value).__name__}")
+
+
+def decode(
+    text: str,
+    tensors: Mapping[str, torch.Tensor],
+    device: Device | None = "cpu",
+    into: Iterable[str] | None = None,
+) -> tuple[Tree, dict[str, Any]]:
+    """The tree that ``encode`` took apart, and its leaves by path.
+
+    Args:
+        text: From ``encode``.
+        tensors: Likewise; those of arrays are on the CPU.
+        device: Where tensors shall be; None leaves them where they are. Arrays stay on the CPU.
+        into: The paths of the leaves that are wanted; None: no leaves are returned. A short text can describe paths
+            that are gigabytes long together, so they are made only where they may be about as long as these.
+
+    Raises:
+        WireError: ``text`` is not of that form, or does not fit the tensors; its paths are far longer than ``into``.
+
+    Cost: time and memory linear in the text, and in the paths ``into``.
+    """
+    root = parse_json(text.encode(errors="surrogatepass"))
+    if not isinstance(root, dict) or not {"tree"} <= root.keys() <= {"tree", "ties"}:
+        raise WireError("the structure needs 'tree' and may have 'ties'")
+    ties = root.get("ties", {})
+    if not isinstance(ties, dict) or not all(isinstance(name, str) for name in ties.values()):
+        raise WireError("the ties of the structure are not an object of texts")
+    room = None if into is None else _ROOM + _ROOM_PER_CHARACTER * len(text) + sum(map(len, into))
+    reader = _Reader(tensors, ties, device, room)
+    data = reader.node(root["tree"])
+    if unused := tensors.keys() - reader.used:
+        raise WireError(f"entry {min(unused)!r} has no place in the structure")
+    return data, reader.leaves
+
+
+class _Reader:
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        ties: Mapping[str, str],
+        device: Device | None,
+        room: int | None,
+    ) -> None:
+        self._tensors, self._ties, self._device, self._room = tensors, ties, device, room
+        self._done: dict[tuple[str, str], Any] = {}
+        self._steps: list[str] = []
+        self.used: set[str] = set()
+        self.leaves: dict[str, Any] = {}
+
+    def node(self, node: Any) -> Any:
+        if len(self._steps) > MAX_DEPTH:
+            raise WireError(f"the structure is nested deeper than {MAX_DEPTH} containers")
+        if isinstance(node, list):
+            return self._children(node)
+        kind, content = _tagged(node)
+        if kind in ("tensor", "array", "scalar") and isinstance(content, str):
+            return self._kept(self._leaf(kind, content), content)
+        if kind in ("dict", "fields") and isinstance(content, dict):
+            step = "[{!r}]" if kind == "dict" else ".{}"
+            return {key: self._child(part, step, key) for key, part in content.items()}
+        if kind in ("items", "ordered") and isinstance(content, list):
+            return self._pairs({} if kind == "items" else OrderedDict(), content)
+        if kind in ("tuple", "size") and isinstance(content, list):
+            return _tuple(kind, self._children(content))
+        value = _read_constant(node)
+        return self._kept(value) if self._room is not None and tree.is_leaf(value) else value
+
+    def _kept(self, value: Any, path: str | None = None) -> Any:
+        """The value of a leaf, which stands among the leaves if these are wanted."""
+        if self._room is not None:
+            self._room -= sum(map(len, self._steps))
+            if self._room < 0:
+                raise WireError("the paths of the structure's leaves are far longer than those of into=")
+            self.leaves["".join(self._steps) if path is None else path] = value
+        return value
+
+    def _child(self, node: Any, step: str, key: Any) -> Any:
+        self._steps.append("" if self._room is None else step.format(key))
+        value = self.node(node)
+        self._steps.pop()
+        return value
+
+    def _children(self, nodes: list[Any]) -> list[Any]:
+        return [self._child(node, "[{}]", i) for i, node in enumerate(nodes)]
+
+    def _pairs(self, data: dict[Any, Any], pairs: list[Any]) -> dict[Any, Any]:
+        hashes: dict[int, int] = {}
+        for pair in pairs:
+            if not isinstance(pair, list) or len(pair) != 2:
+                raise WireError("the structure has a bad pair of key and value")
+            key = _read_key(pair[0])
+            count = hashes[hash(key)] = hashes.get(hash(key), 0) + 1
+            if count > _MAX_SAME_HASH:
+                raise WireError(f"more than {_MAX_SAME_HASH} keys of one dict of the structure have the same hash")
+            if key in data:  # 1, true and 1.0 are one key
+                raise WireError(f"the structure has the key {key!r:.100} twice in one dict")
+            data[key] = self._child(pair[1], "[{!r}]", key)
+        return data
+
+    def _leaf(self, kind: str, path: str) -> Any:
+        name = self._ties.get(path, path)
+        if name not in self._tensors:
+            raise WireError(f"the structure has a leaf {path!r}, but there is no entry {name!r}")
+        self.used.add(name)
+        if (kind, name) not in self._done:
+            self._done[kind, name] = self._converted(kind, self._tensors[name], name)
+        return self._done[kind, name]
+
+    def _converted(self, kind: str, tensor: torch.Tensor, name: str) -> Any:
+        if kind == "tensor":
+            return tensor if self._device is None else tensor.to(self._device)
+        try:
+            array = tensor.numpy()
+        except TypeError:
+            raise WireError(f"entry {name!r} should be an array, but NumPy has no {tensor.dtype}") from None
+        if kind == "scalar" and array.ndim:
+            raise WireError(f"entry {name!r} should be a scalar, but has the shape {array.shape}")
+        return array[()] if kind == "scalar" else array
+
+
+def _tagged(node: Any) -> tuple[str, Any]:
+    if not isinstance(node, dict):
+        return "", node
+    if len(node) != 1:
+        raise WireError(f"a node of the structure has {len(node)} keys, not one")
+    return next(iter(node.items()))
+
+
+def _tuple(kind: str, children: list[Any]) -> tuple[Any, ...]:
+    if kind == "tuple":
+        return tuple(children)
+    if not all(type(child) is int and 0 <= child < 2**63 for child in children):
+        raise WireError("the structure has a torch.Size of something else than sizes")
+    return torch.Size(children)
+
+
+def _read_key(node: Any, depth: int = 0) -> Any:
+    kind, content = _tagged(node)
+    if kind == "tuple" and isinstance(content, list) and depth < MAX_DEPTH:
+        return tuple(_read_key(part, depth + 1) for part in content)
+    key = _read_constant(node)
+    if isinstance(key, int) and key.bit_length() > _MAX_KEY_BITS:
+        raise WireError(f"the structure has a key of {key.bit_length()} bits, more than {_MAX_KEY_BITS}")
+    return key
+
+
+_DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+"""By name; asking torch for any name would import whatever module has it."""
+
+_CONSTANTS: dict[str, Callable[[str], Any]] = {
+    "int": lambda digits: int(digits, 16),
+    "float": lambda digits: struct.unpack(">d", bytes.fromhex(digits))[0],
+    "complex": lambda digits: complex(*struct.unpack(">dd", bytes.fromhex(digits))),
+    "bytes": lambda text: base64.b64decode(text, validate=True),
+    "dtype": _DTYPES.__getitem__,
+    "device": torch.device,
+}
+
+
+def _read_constant(node: Any) -> Any:
+    kind, content = _tagged(node)
+    if node is None or isinstance(node, bool | int | float | str):
+        return node
+    try:
+        if isinstance(content, str):
+            return _CONSTANTS[kind](content)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, struct.error):
+        pass
+    raise WireError(f"the structure has a node {kind[:100]!r} that means nothing")

@@ -1,0 +1,89 @@
+"""A tree that is written in place: compared with what comes, and written only where all of it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from easydist import tree
+from easydist.data.leaves import Leaves, as_tensor, write
+from easydist.data.packing import dtype_name
+from easydist.format import outline
+from easydist.typing import Tree
+
+
+class Targets:
+    """The leaves of ``into=``, by path.
+
+    Attributes:
+        values: The leaves themselves.
+    """
+
+    def __init__(self, into: Tree) -> None:
+        values, self._spec = tree.flatten(into)
+        self._into = into
+        self.values: dict[str, Any] = dict(zip(self._spec.paths, values, strict=True))
+
+    def differing(self, leaves: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+        """Where ``leaves``, the values that come, do not fit: (path, what comes, what is here), sorted.
+
+        Raises:
+            TypeError: A tensor in the tree is not dense.
+        """
+        names = leaves.keys() | self.values.keys()
+        rows = [(name, _described(leaves, name), _described(self.values, name)) for name in names]
+        return sorted(row for row in rows if row[1] != row[2])
+
+    def count(self, leaves: Mapping[str, Any]) -> int:
+        """How many paths ``leaves`` and the tree have between them."""
+        return len(leaves.keys() | self.values.keys())
+
+    def check_writable(self, operation: str, source: str, leaves: Mapping[str, Any]) -> None:
+        """Make sure that ``write`` will succeed and lose nothing.
+
+        Args:
+            operation: For the error.
+            source: For the error: where ``leaves`` come from.
+            leaves: What is going to be written, of the right dtypes and shapes.
+
+        Raises:
+            ValueError: A leaf is a read-only array, an expanded tensor, …; or it is one tensor in two places, and
+                ``leaves`` has two, so that one of its two values would be lost.
+        """
+        Leaves(tree.map(lambda value: value if _is_array(value) else 0, self._into)).check_writable()
+        first: dict[Any, str] = {}
+        for path, value in self.values.items():
+            other = first.setdefault(outline.memory_of(value), path)
+            if leaves[other] is not leaves[path]:
+                raise ValueError(f"{operation}: {other} and {path} are one tensor in into=, but two in {source}")
+
+    def write(self, leaves: Mapping[str, Any]) -> Tree:
+        """Write into the tree's tensors and arrays; the tree with them, and with new numbers."""
+        return self._spec.rebuild(
+            [
+                write(value, as_tensor(leaves[name])) if _is_numeric(value) else leaves[name]
+                for name, value in self.values.items()
+            ]
+        )
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | np.ndarray)
+
+
+def _is_numeric(value: Any) -> bool:
+    """True if the leaf has a dtype: Python numbers and strings are not converted."""
+    return isinstance(value, torch.Tensor | np.ndarray | np.generic)
+
+
+def _described(leaves: Mapping[str, Any], path: str) -> str:
+    if path not in leaves:
+        return "missing"
+    value = leaves[path]
+    if not _is_numeric(value):
+        return type(value).__name__
+    tensor = as_tensor(value, path)
+    return f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"

@@ -1,0 +1,1 @@
+"""The communicators of a group: made, shared on demand, connected again after a failure."""

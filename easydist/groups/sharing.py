@@ -1,0 +1,160 @@
+"""Shared memory for the ranks of each host: the first of them creates it, and the others attach it.
+
+The ranks agree on it through an ``Exchange``: an all-gather where they are connected already, the group's store where
+the group is being made.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+
+from easydist.liveness.monitor import Monitor
+from easydist.liveness.page import own_page
+from easydist.liveness.peer import RECORD_NBYTES, Peer, by_host, record
+from easydist.shm.segment import Segment
+from easydist.shm.streams import Guard
+from easydist.transport.backend import Backend
+from easydist.transport.backends.shm import Shm
+from easydist.transport.backends.solo import Solo
+from easydist.transport.comm import TorchComm
+
+Hosts = Sequence[Sequence[int]]
+"""The ranks of each host, ascending; the hosts by their lowest ranks."""
+
+Exchange = Callable[[bytes], Sequence[bytes]]
+"""Sends a message of at most ``RECORD_NBYTES`` to all ranks; returns the messages of all ranks, padded with spaces."""
+
+_log = logging.getLogger("easydist")
+
+
+def is_wanted() -> bool:
+    """True if this process uses shared memory; ``EASYDIST_SHM=0`` turns it off.
+
+    A system without nameless files cannot share it. A process without a page must not: nobody that waits for it there
+    would see that it has ended, while gloo's connections break.
+    """
+    is_asked = os.environ.get("EASYDIST_SHM", "1") != "0"
+    return is_asked and hasattr(os, "O_TMPFILE") and own_page() is not None
+
+
+def all_gather(control: TorchComm, mine: bytes) -> list[bytes]:
+    """Exchange messages over a communicator of the group."""
+    rows = torch.empty((control.get_size(), RECORD_NBYTES), dtype=torch.uint8, device="cpu")
+    message = bytearray(mine.ljust(RECORD_NBYTES)[:RECORD_NBYTES])
+    control.all_gather_single(rows, torch.frombuffer(message, dtype=torch.uint8), async_op=False)
+    return [row.numpy().tobytes() for row in rows]
+
+
+def introduce(exchange: Exchange, monitor: Monitor, shares: bool, kind: type[Peer] = Peer) -> Hosts:
+    """Tell the other ranks which process this is, and learn the same of them.
+
+    Args:
+        exchange: Among all ranks of the group.
+        monitor: The group's; its peers are set.
+        shares: True if this process would use shared memory.
+        kind: The class of the peers.
+
+    Returns:
+        Which ranks may share memory; attaching has to prove it.
+    """
+    records = exchange(record(own_page(), monitor.entry, shares))
+    monitor.peers = {rank: kind(rank, records[rank]) for rank in monitor.peers}
+    return by_host(records)
+
+
+def attach(control: TorchComm, monitor: Monitor, hosts: Hosts, slots: Sequence[int]) -> tuple[Backend, Hosts]:
+    """Share memory with the ranks of this host, as far as that is possible.
+
+    A rank that cannot attach counts as a host of its own; if the first of a host can give no memory, all of them do.
+
+    Args:
+        control: A communicator of the group.
+        monitor: The group's.
+        hosts: Which ranks may share memory.
+        slots: As for ``share``.
+
+    Returns:
+        The backend among the ranks that share memory with this one, and which ranks of the group share memory.
+
+    Cost: two all-gathers for each time that a rank cannot attach, and for the last.
+    """
+    exchange, rank = functools.partial(all_gather, control), control.get_rank()
+    while any(len(ranks) > 1 for ranks in hosts):
+        guard = monitor.guard if len(hosts) == 1 else functools.partial(_guard, monitor)
+        backend, failures = share(exchange, rank, hosts, slots, guard)
+        if failures[rank]:
+            _warn(failures[rank])
+        if not any(failures):
+            return backend or Solo(), hosts
+        hosts = _proved(hosts, failures)
+    return Solo(), hosts
+
+
+def share(
+    exchange: Exchange, rank: int, hosts: Hosts, slots: Sequence[int], guard: Guard
+) -> tuple[Shm | None, list[str]]:
+    """Try once to share memory on every host; called by all ranks.
+
+    Args:
+        exchange: Among all ranks of the group.
+        rank: This process in the group.
+        hosts: The ranks that shall share memory.
+        slots: How much a rank can publish at once, in bytes: the first for which there is room.
+        guard: For the waits in the memory; called with ranks of this host.
+
+    Returns:
+        The backend among the ranks of this host; None if there is none, or nobody to share it with. And for each rank
+        of the group why it failed; empty if it did not.
+    """
+    here = next(ranks for ranks in hosts if rank in ranks)
+    backend, segment, slot, failure = None, None, 0, ""
+    if len(here) > 1 and rank == here[0]:
+        segment, slot, failure = _create(rank, len(here), slots)
+    name, slot = json.loads(exchange(json.dumps([segment.name if segment else "", slot]).encode())[here[0]])
+    if name:
+        try:
+            memory = segment or Segment.attach(name, Shm.nbytes(len(here), slot))
+            backend = Shm(memory, here.index(rank), len(here), guard)
+        except OSError as error:
+            failure = f"rank {rank} cannot attach the memory of rank {here[0]} ({error})"
+    failures = exchange(failure.encode())
+    if segment is not None:  # all have attached that can
+        segment.unlink()
+    return backend, [text.decode(errors="replace").strip() for text in failures]
+
+
+def _create(rank: int, size: int, slots: Sequence[int]) -> tuple[Segment | None, int, str]:
+    for slot in slots:
+        try:
+            return Segment.create(Shm.nbytes(size, slot)), slot, ""
+        except OSError as error:
+            reason = error
+    return None, 0, f"rank {rank} has no room for {Shm.nbytes(size, slots[-1])} bytes in /dev/shm ({reason})"
+
+
+def _proved(hosts: Hosts, failures: Sequence[str]) -> Hosts:
+    found: list[list[int]] = []
+    for ranks in hosts:
+        together = [] if failures[ranks[0]] else [r for r in ranks if not failures[r]]
+        found += [together, *[[r] for r in ranks if r not in together]]
+    return sorted(ranks for ranks in found if ranks)
+
+
+def _guard(monitor: Monitor, ranks: Sequence[int], waited: float) -> None:
+    """Look after all ranks: those of this host that are awaited may themselves wait for another host."""
+    monitor.guard(list(monitor.peers), waited)
+
+
+@functools.cache
+def _warn(reason: str) -> None:
+    _log.warning(
+        "easydist: %s; ranks of this host talk through gloo, more slowly. In a container give /dev/shm more room "
+        "(docker run --shm-size=1g), or set EASYDIST_SHM=0 to be without shared memory and this warning.",
+        reason,
+    )

@@ -1,0 +1,1 @@
+"""Which ranks are alive, late, stopped or lost, and what they reported last."""

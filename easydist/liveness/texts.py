@@ -1,0 +1,151 @@
+"""The texts of errors about lost, late and failed ranks: what happened, where the ranks are, and what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Sequence
+from typing import NamedTuple
+
+LOST = "The group cannot go on without it: start the job again, or make a group of those that are left."
+SILENT = "The store by which hosts hear of one another does not answer: is rank 0, or the launcher, stopped?"
+
+
+class Advice(NamedTuple):
+    """What to do after an error.
+
+    Attributes:
+        late: After a timeout.
+        failed: After a rank has failed, or was interrupted, in the middle of a call.
+    """
+
+    late: str
+    failed: str
+
+
+RECONNECTS = Advice(
+    "Bring every rank to this call, or give it more time (timeout=); the next call reconnects.",
+    "The next call of the group reconnects.",
+)
+ENDED = Advice(
+    "The group is of no use any more: make it again, with more time (timeout=).",
+    "The group is of no use any more: make it again.",
+)
+
+
+def late(
+    operation: str,
+    missing: Sequence[int],
+    unknown: Sequence[int],
+    size: int,
+    seconds: float,
+    rows: Sequence[str],
+    advice: Sequence[str],
+) -> str:
+    """The text of a timeout.
+
+    Args:
+        operation: The verb of the call.
+        missing: The ranks that have not begun it.
+        unknown: Those of which nothing can be heard.
+        size: How many processes the group has.
+        seconds: How long this rank has waited.
+        rows: Where each rank is.
+        advice: What to do.
+
+    Example:
+        >>> print(late("gather", [1], [], 2, 0.3, [row(1, state("", True), "")], [RECONNECTS.failed]))
+        gather: 1 of 2 ranks did not come within 0.3 s
+          rank 1: missing; not seen in this group yet
+        The next call of the group reconnects.
+    """
+    who = f"{len(missing)} of {size} ranks did not come" if missing else "all ranks came, but not their data,"
+    if unknown:
+        others = f"{who}, and {len(unknown)}" if missing else f"{len(unknown)} of {size} ranks"
+        who = f"{others} were not heard of{',' if missing else ''}"
+    return "\n".join([f"{operation}: {who} within {seconds:.3g} s", *rows, *advice])
+
+
+def lost(operation: str, who: str, what: str, rows: Sequence[str] = (), advice: str = LOST) -> str:
+    """The text of a loss.
+
+    Example:
+        >>> print(lost("gather", "rank 1", f"{process(7, 'node1')} ended ({status_text(-9)})"))
+        gather: rank 1 is lost: process 7 on node1 ended (killed by SIGKILL)
+        The group cannot go on without it: start the job again, or make a group of those that are left.
+    """
+    return "\n".join([f"{operation}: {who} is lost: {what}", *rows, advice])
+
+
+def raised(operation: str, rank: int, by: int, error: str, rows: Sequence[str]) -> str:
+    """The text where the process of rank ``by`` has ended with an exception while ``rank`` waited for it."""
+    head = f"{operation}: rank {by} ended with an exception while rank {rank} waited for it"
+    return "\n".join([head, f"  rank {by}: {error}", *rows])
+
+
+def interrupted(operation: str, rank: int, error: BaseException, advice: str) -> str:
+    """The text where Ctrl-C or the like has ended the call of a rank.
+
+    Example:
+        >>> print(interrupted("gather", 1, KeyboardInterrupt(), RECONNECTS.failed))
+        gather: rank 1 was interrupted (KeyboardInterrupt)
+        The next call of the group reconnects.
+    """
+    return f"{operation}: rank {rank} was interrupted ({type(error).__name__})\n{advice}"
+
+
+def failed(operation: str, rank: int, error: Exception, advice: str) -> str:
+    """The text where an error of its own has ended the call of a rank, when the others waited for its data."""
+    head = f"{operation}: rank {rank} failed in the middle"
+    return "\n".join([head, f"  rank {rank}: {type(error).__name__}: {error}", advice])
+
+
+def given_up(operation: str, advice: str) -> str:
+    """The text where all other ranks are in a later call."""
+    return f"{operation}: the others have given this call up, and gone on to a later one\n{advice}"
+
+
+def without_store(operation: str) -> str:
+    """The text where the ranks cannot meet again."""
+    return f"{operation}: the store in which the ranks meet is gone, and so is the rank that kept it"
+
+
+def row(rank: int, state: str, condition: str) -> str:
+    """A rank and what is known of it, for ``late``."""
+    return f"  rank {rank}: {state}" + (f"; {condition}" if condition else "")
+
+
+def state(place: str, is_missing: bool, is_unknown: bool = False) -> str:
+    """The state of another rank, for ``row``.
+
+    Args:
+        place: Where it was last; empty if that is not known.
+        is_missing: True if it has not come.
+        is_unknown: True if nothing can be heard of it.
+    """
+    if is_unknown:
+        return "not heard of; it may have come"
+    if is_missing:
+        return f"missing; {f'last seen in {place}' if place else 'not seen in this group yet'}"
+    return f"came; {place or 'nothing more is known'}"
+
+
+def process(pid: int | None, host: str | None) -> str:
+    """A process."""
+    return f"process {pid} on {host}"
+
+
+def status_text(status: int | None) -> str:
+    """An exit status.
+
+    Example:
+        >>> status_text(-9), status_text(3), status_text(None)
+        ('killed by SIGKILL', 'exit status 3', 'exit status not known')
+    """
+    if status is None:
+        return "exit status not known"
+    if status >= 0:
+        return f"exit status {status}"
+    with contextlib.suppress(ValueError):
+        return f"killed by {signal.Signals(-status).name}"
+    return f"killed by signal {-status}"

@@ -1,0 +1,174 @@
+"""What the launcher told this process, read from environment variables."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among those that were launched together.
+
+    Attributes:
+        launcher: ``"torchrun"`` (also accelerate launch), ``"mpi"``, ``"slurm"``, ``"none"``.
+        rank: This process, from 0.
+        size: How many there are.
+        local_rank: This process among those on its host.
+        local_size: How many are on this host.
+        address: Host name of rank 0, where the ranks find each other.
+        port: Likewise.
+    """
+
+    launcher: str = "none"
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    address: str = "127.0.0.1"
+    port: int = 29500
+
+
+_MPI = (
+    # Open MPI; Intel MPI and MPICH (hydra); MVAPICH
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+)
+_SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+_MPI_JOB = ("PMIX_NAMESPACE", "I_MPI_HYDRA_UUID")
+_YES = ("y", "yes", "t", "true", "on", "1")
+_NO = ("n", "no", "f", "false", "off", "0")
+_ACCELERATE_ALONE = (
+    "accelerate launch started one process although it was asked for several: on the CPU it starts more only through "
+    "mpirun (a MULTI_CPU configuration with mpirun_config). This process works alone; to have N, launch with "
+    "torchrun --nproc-per-node N"
+)
+
+
+def launched(env: Mapping[str, str] = os.environ, has_group: bool = False) -> World:
+    """The world that the launcher describes; a world of one where there is none.
+
+    Torchrun's variables (``RANK`` and ``WORLD_SIZE``, which accelerate launch sets as well) come before those of Open
+    MPI, Intel MPI, MPICH and MVAPICH, and these before SLURM's, which count inside a job step only (``SLURM_STEP_ID``).
+
+    Args:
+        env: The environment.
+        has_group: There is a process group already, so that nobody need be told that this process works alone.
+
+    Example:
+        >>> launched({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_PORT": "1234"}).size
+        4
+        >>> launched({}).launcher
+        'none'
+
+    Raises:
+        ValueError: A variable is not a number, or the rank is outside the world.
+    """
+    if _has(env, "RANK", "WORLD_SIZE"):
+        return _world(env, "torchrun", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "127.0.0.1", 29500)
+    in_step = _has(env, "SLURM_STEP_ID", *_SLURM[:2])
+    for names in _MPI:
+        if _has(env, *names[: 3 if in_step else 2]):  # srun sets PMI_RANK too, but no rank on the host
+            return _world(env, "mpi", names, None, _port(env, _MPI_JOB) or _port_of_parent())
+    if in_step:
+        address = first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or "127.0.0.1")
+        return _world(env, "slurm", _SLURM, address, _port(env, ("SLURM_JOB_ID", "SLURM_STEP_ID")))
+    for_several = _has(env, "ACCELERATE_USE_CPU", "MASTER_ADDR", "MASTER_PORT")  # set for more than one process only
+    if for_several and not has_group:
+        warnings.warn(_ACCELERATE_ALONE, RuntimeWarning, stacklevel=2)
+    return World()
+
+
+def flag(name: str, env: Mapping[str, str] = os.environ) -> bool:
+    """True if the variable says yes; False where it is not set.
+
+    Args:
+        name: The variable.
+        env: The environment.
+
+    Raises:
+        ValueError: It says something else than yes and no; an empty text counts as something else.
+
+    Example:
+        >>> flag("DEBUG", {"DEBUG": "Yes"}), flag("DEBUG", {"DEBUG": "off"}), flag("DEBUG", {})
+        (True, False, False)
+
+    Source: accelerate's ``parse_flag_from_env``; distutils' ``strtobool``.
+    """
+    value = env.get(name, "no").lower()
+    if value not in (*_YES, *_NO):
+        raise ValueError(f"invalid truth value {value} of {name}: use one of {', '.join((*_YES, *_NO))}")
+    return value in _YES
+
+
+def _has(env: Mapping[str, str], *names: str) -> bool:
+    return all(env.get(name) for name in names)
+
+
+def _world(
+    env: Mapping[str, str], launcher: str, names: tuple[str, str, str, str], address: str | None, port: int
+) -> World:
+    rank, size = _int(env, names[0]), _int(env, names[1])
+    if not 0 <= rank < size:
+        raise ValueError(f"{names[0]}={rank} is outside the world of {names[1]}={size}")
+    local_rank = _int(env, names[2], rank)
+    local_size = _tasks_here(env, names[3]) if launcher == "slurm" and env.get(names[3]) else _int(env, names[3], size)
+    address = env.get("MASTER_ADDR") or address or _only_host(launcher, size, local_size)
+    return World(launcher, rank, size, local_rank, local_size, address, _int(env, "MASTER_PORT", 0) or port)
+
+
+def _int(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if not text and default is not None:
+        return default
+    if not re.fullmatch(r"\s*\d+\s*", text or ""):
+        raise ValueError(f"{name}={text!r} is not a number")
+    return int(text or "")
+
+
+def _tasks_here(env: Mapping[str, str], name: str) -> int:
+    """How many tasks SLURM started on this host, from ``4(x2),3``: 4 on two hosts, 3 on the third."""
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", env[name])
+    counts = [int(count) for count, times in runs for _ in range(int(times or 1))]
+    node = _int(env, "SLURM_NODEID", 0)
+    if node >= len(counts):
+        raise ValueError(f"{name}={env[name]!r} does not say how many tasks are on host {node}")
+    return counts[node]
+
+
+def _only_host(launcher: str, size: int, local_size: int) -> str:
+    if size != local_size:
+        raise ValueError(
+            f"{size} ranks were launched by {launcher} on several hosts, but MASTER_ADDR is not set: export it with "
+            "the host name of rank 0 (mpirun -x MASTER_ADDR=… with Open MPI, -genv MASTER_ADDR … with Intel MPI, MPICH)"
+        )
+    return "127.0.0.1"
+
+
+def _port(env: Mapping[str, str], names: tuple[str, ...]) -> int:
+    """A port that belongs to the job, so that two jobs on one host do not meet; 0 where the job has no name."""
+    job = "/".join(env[name] for name in names if env.get(name))
+    return 20000 + int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "little") % 12000 if job else 0
+
+
+def _port_of_parent() -> int:
+    """For MPICH, which names no job: the ranks of one host have one parent."""
+    return 20000 + os.getppid() % 12000
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a SLURM node list.
+
+    Example:
+        >>> first_host("gpu[003-007,012],login1")
+        'gpu003'
+        >>> first_host("a1,b2")
+        'a1'
+    """
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)  # up to a comma outside brackets
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else nodelist)

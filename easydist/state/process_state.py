@@ -1,0 +1,541 @@
+"""Who am I, and with whom do I talk: the process-state singleton."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import enum
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
+
+from easydist import forks
+from easydist.agreement.calling import seconds
+from easydist.agreement.runner import meet
+from easydist.data.split import split
+from easydist.eager import eager
+from easydist.errors import EasydistError
+from easydist.groups.communicators import SOLO, Communicators, of_comm, of_group
+from easydist.state.environment import World, flag, launched
+from easydist.transport.comm import TorchComm
+from easydist.typing import Group, Timeout, Tree
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Decorator(Protocol):
+    """Makes of a function one that returns None on other processes."""
+
+    def __call__(self, function: Callable[P, R], /) -> Callable[P, R | None]:
+        """Decorate a function."""
+
+
+class DistributedType(str, enum.Enum):
+    """What kind of world this is; the values are accelerate's, and compare equal to them."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+    # never the kind of a ProcessState; for scripts that ask
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    XLA = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
+
+
+class ProcessState:
+    """What this process knows about itself and the others; every instance is the same one.
+
+    It adopts, in this order: the default process group of ``torch.distributed``, if there is one; what torchrun,
+    accelerate launch, Open MPI, Intel MPI, MPICH, MVAPICH or SLURM wrote into the environment; else a world of one.
+    Nothing is created before the first exchange (or ``process_group``). What easydist created it takes down at exit; a
+    group that somebody else made stays.
+
+    Args:
+        cpu: Stay on the CPU although there is an accelerator (also ``ACCELERATE_USE_CPU=1``).
+        backend: For the process group that easydist will create, as in ``init_process_group``. Default: gloo for the
+            CPU, with the accelerator's own library beside it where there is one (``"cpu:gloo,cuda:nccl"``).
+        timeout: How long a collective of that group may take: a timedelta, or seconds. Default: torch's (30 minutes for
+            gloo).
+
+    Raises:
+        TypeError: ``timeout`` is no number of seconds and no timedelta.
+        ValueError: ``timeout`` leaves no time; ``cpu``, ``backend`` or ``timeout`` come too late: the group exists
+            already and was made otherwise. ``ACCELERATE_USE_CPU`` or ``ACCELERATE_DEBUG_MODE``, which are read when the
+            first instance is made, say neither yes nor no.
+
+    Example:
+        >>> from easydist import ProcessState
+        >>> state = ProcessState()
+        >>> state.process_index, state.num_processes, state.is_main_process
+        (0, 1, True)
+
+    Source: accelerate's ``PartialState``, of which it has the attributes and methods.
+    """
+
+    _shared: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, cpu: bool = False, *, backend: str | None = None, timeout: Timeout | None = None) -> None:
+        self.__dict__ = self._shared
+        if not self._shared:
+            self._forget()
+        self._set("backend", backend)
+        if timeout is not None:
+            seconds(timeout, "ProcessState")
+        self._set("timeout", timeout)
+        self._set("cpu", cpu or None)
+        self._adopt()
+
+    def _forget(self) -> None:
+        """Start over, as in a fresh process."""
+        self.debug, self._asks_for_cpu = flag("ACCELERATE_DEBUG_MODE"), flag("ACCELERATE_USE_CPU")
+        self._options: dict[str, Any] = {}
+        self._generation = 0
+        self._group: dist.ProcessGroup | None = None
+        self._world: World | None = None
+        self._device: torch.device | None = None
+
+    def _set(self, name: str, value: Any) -> None:
+        """Take an option, unless it would come too late to have an effect."""
+        if value is None or self._options.get(name) == value:
+            return
+        existing = _default_group()
+        if existing is not None and not (name == "backend" and dist.get_backend() == value) and name != "cpu":
+            raise ValueError(
+                f"ProcessState({name}={value!r}) comes too late: the process group exists already"
+                f" (backend {dist.get_backend()!r}); give it before the first exchange"
+            )
+        if name == "cpu" and self._device is not None and self._device.type != "cpu":
+            raise ValueError(f"ProcessState(cpu=True) comes too late: the state is on {self._device} already")
+        self._options[name] = value
+
+    def _adopt(self) -> World:
+        """The world as it is now: the default group wherever somebody has made one, else what the launcher said."""
+        if not self._shared:
+            self._forget()
+        if self._generation != forks.generation and not forks.is_copy():
+            self._become_own_rank()
+        group = _default_group()
+        if self._world is None or group is not self._group:
+            self._group, self._device = group, None
+            self._world = launched() if group is None else _world_of(group)
+            self._device = self._choose_device(self._world)
+        return self._world
+
+    def _become_own_rank(self) -> None:
+        """Forget what was true of the parent of this forked process, which has been given a rank of its own."""
+        self._generation, self._world = forks.generation, None
+        if _default_group() in forks.groups_of_parents:
+            _leave_groups_of_parents()
+
+    def _choose_device(self, world: World) -> torch.device:
+        if named := os.environ.get("ACCELERATE_TORCH_DEVICE"):
+            return torch.device(named)
+        device = None if self._stays_on_cpu() else torch.accelerator.current_accelerator(check_available=True)
+        if device is None or device.type == "mps":
+            return device or torch.device("cpu")
+        if self._group is not None and not os.environ.get("LOCAL_RANK"):
+            return torch.device(device.type, torch.accelerator.current_device_index())  # its owner has chosen
+        index = world.local_rank % torch.accelerator.device_count()
+        if world.size > 1:
+            torch.accelerator.set_device_index(index)
+        return torch.device(device.type, index)
+
+    def _stays_on_cpu(self) -> bool:
+        asked = self._options.get("cpu") or self._asks_for_cpu
+        gloo_only = self._group is not None and dist.get_backend() == "gloo"
+        return bool(asked or gloo_only or self._options.get("backend") == "gloo")
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The default process group, created now if the launcher started several ranks and nobody has made one.
+
+        Every rank has to ask; a world of one without a group has None. For what takes a group itself, as
+        ``DistributedDataParallel`` does.
+        """
+        world = self._adopt()
+        if self._group is None and world.size > 1:
+            self._create(world)
+        return self._group
+
+    def _create(self, world: World) -> None:
+        if forks.is_copy():
+            raise RuntimeError(forks.NOT_A_RANK)
+        if _creating.setdefault("thread", threading.current_thread()) is not threading.current_thread():
+            raise RuntimeError(
+                f"the process group is being created in {_creating['thread'].name}, by the first call of this process: "
+                "let one thread begin (ProcessState().process_group), then give each thread a group of its own"
+            )
+        try:
+            self._create_alone(world)
+        finally:
+            _creating.clear()
+
+    def _create_alone(self, world: World) -> None:
+        timeout = self._options.get("timeout")
+        if timeout is not None:
+            timeout = timedelta(seconds=seconds(timeout, "ProcessState"))
+        store = PrefixStore(f"easydist/{len(_made)}", _store(world))  # a second group must not meet traces of the first
+        dist.init_process_group(
+            self._planned_backend(), store=store, rank=world.rank, world_size=world.size, timeout=timeout
+        )
+        _made.append(world)
+        self._group = dist.group.WORLD
+        atexit.register(_take_down, self._group)
+
+    def _planned_backend(self) -> str:
+        device = self.device.type
+        native = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "mlu": "cncl", "hpu": "hccl"}.get(device)
+        default = f"cpu:gloo,{device}:{native}" if native else "gloo"
+        return self._options.get("backend") or default
+
+    def communicators(self, group: Group = None) -> Communicators:
+        """The communicators of ``group``; None is the default group, created now if need be.
+
+        Raises:
+            ValueError: This process is not in the group, or the ``DeviceMesh`` has more than one dimension.
+            TypeError: ``group`` is none of these.
+        """
+        if group is None:
+            default = self.process_group
+            return SOLO if default is None else of_group(default)
+        if isinstance(group, dist.ProcessGroup):
+            return of_group(group)
+        if isinstance(group, TorchComm):
+            return of_comm(group)
+        if group is dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
+            raise ValueError(self._not_a_member())
+        if hasattr(group, "get_group") and hasattr(group, "get_coordinate") and hasattr(group, "ndim"):
+            if group.ndim != 1:
+                raise ValueError(f"a DeviceMesh of {group.ndim} dimensions is not one group: pass mesh[name]")
+            if group.get_coordinate() is None:
+                raise ValueError(self._not_a_member())
+            return of_group(group.get_group())
+        raise TypeError(
+            "group= takes None, a ProcessGroup, a one-dimensional DeviceMesh or a TorchComm, "
+            f"got {type(group).__name__}"
+        )
+
+    def _not_a_member(self) -> str:
+        return f"rank {self.process_index} is not in this group: only its members may call"
+
+    @property
+    def process_index(self) -> int:
+        """This process among all, from 0 (``RANK``)."""
+        return self._adopt().rank
+
+    @property
+    def local_process_index(self) -> int:
+        """This process among those on its host, from 0 (``LOCAL_RANK``)."""
+        return self._adopt().local_rank
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes there are (``WORLD_SIZE``)."""
+        return self._adopt().size
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        self._adopt()
+        assert self._device is not None
+        return self._device
+
+    @device.setter
+    def device(self, value: torch.device) -> None:
+        self._adopt()
+        self._device = torch.device(value)
+
+    @property
+    def backend(self) -> str | None:
+        """The backend for data on ``device``: ``"gloo"``, ``"nccl"``, …; None in a world of one."""
+        if self._adopt().size == 1 and self._group is None:
+            return None
+        planned = dist.get_backend_config() if self._group is not None else self._planned_backend()
+        by_device = dict(item.split(":") for item in planned.split(",") if ":" in item)
+        return by_device.get(self.device.type, by_device.get("cpu", planned))
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """What kind of world this is."""
+        if not self.use_distributed:
+            return DistributedType.NO
+        kind = {"cuda": "GPU"}.get(self.device.type, self.device.type.upper())
+        return DistributedType(f"MULTI_{kind}")
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self._adopt().size > 1
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the state is known; always true of an instance."""
+        return bool(self._shared)
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is process 0."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is process 0 of its host."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last process."""
+        return self.process_index == self.num_processes - 1
+
+    @eager
+    def wait_for_everyone(self) -> None:
+        """Block until every process has come here.
+
+        Raises:
+            DisagreementError: Another process called something else.
+
+        Cost: one header exchange.
+        """
+        meet(self.communicators(), "wait_for_everyone")
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Run the body on the main process, then on the others.
+
+        Raises:
+            RemoteError: The body raised on another process (where it raised, its own exception goes on). If it was the
+                main process, the others do not run theirs.
+
+        Cost: two header exchanges; all processes leave together.
+        """
+        return self._first(self.is_main_process)
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Run the body on process 0 of each host, then on the others; else as ``main_process_first``."""
+        return self._first(self.is_local_main_process)
+
+    def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Decorate a function to run on the main process only; it returns None elsewhere.
+
+        Example:
+            >>> state = ProcessState()
+            >>> @state.on_main_process
+            ... def announce():
+            ...     print("ready")
+            >>> announce()
+            ready
+        """
+        return self._only(function, lambda: self.is_main_process)
+
+    def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Decorate a function to run on process 0 of each host only."""
+        return self._only(function, lambda: self.is_local_main_process)
+
+    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Decorate a function to run on the last process only."""
+        return self._only(function, lambda: self.is_last_process)
+
+    @overload
+    def on_process(self, function: Callable[P, R], process_index: int | None = None) -> Callable[P, R | None]: ...
+    @overload
+    def on_process(self, function: None = None, process_index: int | None = None) -> Decorator: ...
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
+        """Decorate a function to run on one process only: ``@state.on_process(process_index=2)``."""
+        if function is None:
+            return functools.partial(self.on_process, process_index=process_index)
+        return self._only(function, lambda: self.process_index == process_index)
+
+    @overload
+    def on_local_process(
+        self, function: Callable[P, R], local_process_index: int | None = None
+    ) -> Callable[P, R | None]: ...
+    @overload
+    def on_local_process(self, function: None = None, local_process_index: int | None = None) -> Decorator: ...
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Any:
+        """Decorate a function to run on one process of each host only."""
+        if function is None:
+            return functools.partial(self.on_local_process, local_process_index=local_process_index)
+        return self._only(function, lambda: self.local_process_index == local_process_index)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Tree, apply_padding: bool = False) -> Iterator[Tree]:
+        """This process's share of ``inputs``, which stay as they are.
+
+        Lists, tuples, ranges, tensors, arrays and datasets are cut along dim 0, dicts and namedtuples value by value
+        (at every depth), anything else is the same everywhere; the first processes get one more where the length does
+        not divide.
+
+        Args:
+            inputs: What to share out; the same on every process.
+            apply_padding: Repeat the last element until all shares have the same length.
+
+        Raises:
+            ValueError: The values of a dict differ in length.
+
+        Cost: no exchange.
+
+        Example:
+            >>> with ProcessState().split_between_processes(["a", "b"]) as share:
+            ...     share
+            ['a', 'b']
+        """
+        yield split(inputs, self.num_processes, self.process_index, apply_padding)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the main process of each host only."""
+        if self.is_local_main_process:
+            builtins.print(*args, **kwargs)
+
+    def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
+        """Take down ``group``, by default the default process group, whoever made it."""
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def _first(self, goes_first: bool) -> Iterator[None]:
+        """Two meetings: after the bodies of those that go first, and after those of the others."""
+        meet_all = functools.partial(meet, self.communicators(), "main_process_first")
+        if not goes_first:
+            meet_all()
+        try:
+            yield
+        except BaseException as error:
+            with suppress(Exception):  # the others raise RemoteError; here the body's own exception goes on
+                meet_all(error)
+            raise
+        meet_all()
+        if goes_first:
+            meet_all()
+
+    def _only(self, function: Callable[P, R], here: Callable[[], bool]) -> Callable[P, R | None]:
+        @functools.wraps(function)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            return function(*args, **kwargs) if here() or not self.use_distributed else None
+
+        return wrapper
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget everything, as accelerate's tests do between cases; a process group stays."""
+        ProcessState._shared.clear()
+
+    def __repr__(self) -> str:
+        backend = f"  Backend: {self.backend}" if self.backend else ""
+        return (
+            f"Distributed environment: {self.distributed_type}{backend}\n"
+            f"Num processes: {self.num_processes}\nProcess index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\nDevice: {self.device}\n"
+        )
+
+
+PartialState = ProcessState
+"""accelerate's name."""
+
+
+def _take_down(group: dist.ProcessGroup | None) -> None:
+    """End the process group that easydist made, unless somebody else has done so."""
+    if _default_group() is group:
+        dist.destroy_process_group()
+
+
+def _leave_groups_of_parents() -> None:
+    """Let torch forget the parent's groups without ending them, so that this process can have its own."""
+    c10d: Any = dist.distributed_c10d
+    c10d._update_default_pg(None)
+    for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
+        getattr(c10d._world, name).clear()
+    c10d._world.group_count = 0
+    c10d._unregister_all_process_groups()
+
+
+def _default_group() -> dist.ProcessGroup | None:
+    return dist.group.WORLD  # None where there is none
+
+
+def _world_of(group: dist.ProcessGroup) -> World:
+    """The world of a group that exists; where LOCAL_RANK and its like are unset, all ranks count as one host's."""
+    rank, size = group.rank(), group.size()
+    told = launched(has_group=True)
+    if (told.rank, told.size) == (rank, size):
+        return told
+    return World("adopted", rank, size, int(os.environ.get("LOCAL_RANK") or rank), size)
+
+
+_creating: dict[str, threading.Thread] = {}
+"""The thread that creates the process group, while it does."""
+
+_made: list[World] = []
+"""One entry per process group that easydist has made in this process."""
+
+
+@functools.cache
+def _store(world: World) -> Store:
+    """Where the ranks meet; under torchrun the store of its agent, else rank 0 has it."""
+    has_agent = world.launcher == "torchrun" and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
+    url = "env://" if has_agent else f"tcp://{world.address}:{world.port}"
+    store: Store = next(rendezvous(url, world.rank, world.size))[0]
+    return store
+
+
+def communicators(group: Group = None) -> Communicators:
+    """The communicators of ``group``; see ``ProcessState.communicators``."""
+    if group is None and not forks.generation and (default := _default_group()) is not None:
+        return of_group(default)  # adopted by the state when somebody asks it
+    return ProcessState().communicators(group)
+
+
+@contextmanager
+def together(group: Group = None) -> Iterator[None]:
+    """Let an exception that the body raises on one rank reach all ranks, wherever they wait in it.
+
+    Law: either the body ends well on every rank, or every rank raises. A rank whose process ends with an exception is
+    reported to the others anyway; this is for programs that go on: in a notebook, or round a step that may fail.
+
+    Args:
+        group: The ranks that take part.
+
+    Raises:
+        RemoteError: The body raised on another rank; where it raised, its own exception goes on. The next call of the
+            group works.
+
+    Example:
+        >>> import easydist
+        >>> with easydist.together():
+        ...     easydist.gather(1.0)
+        tensor([1.], dtype=torch.float64)
+
+    Cost: one header exchange, at the end.
+    """
+    comms = communicators(group)
+    try:
+        yield
+    except BaseException as error:
+        with suppress(EasydistError):  # the others raise RemoteError; here the body's own exception goes on
+            meet(comms, "together", error)
+        raise
+    meet(comms, "together")
+
+
+@eager
+def wait_for_everyone() -> None:
+    """Block until every process has come here; see ``ProcessState.wait_for_everyone``."""
+    ProcessState().wait_for_everyone()

@@ -1,0 +1,1 @@
+"""``"easydist_shm"``, a ``torch.distributed`` backend over shared memory."""

@@ -1,0 +1,450 @@
+"""A ``torch.distributed`` backend over shared memory, for ranks of one host: ``init_process_group("easydist_shm")``.
+
+Importing this module registers it. ``import easydist`` alone does not: as soon as any backend is registered, torch
+leaves the default backend of ``init_process_group("cpu:gloo")`` undefined.
+
+Operations move on when they begin and in ``wait``, without a thread (``easydist.shm.streams``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from easydist.data.packing import as_bytes
+from easydist.eager import eager_methods
+from easydist.errors import EasydistError, RemoteError
+from easydist.liveness.monitor import Monitor
+from easydist.torch_backend.rendezvous import NAME, NEVER, Meeting, site
+from easydist.torch_backend.work import GroupWork, Target, Tensors, all_bytes, dense, seen
+from easydist.transport.backend import Backend
+from easydist.transport.backends.solo import Solo
+from easydist.transport.reduce_op import ReduceOp, check_reducible, combine
+from easydist.transport.work import TorchWork
+
+_Op = tuple[ReduceOp, bool]
+"""How to combine, and whether to divide by the number of ranks then."""
+
+_OPS: dict[Any, _Op] = {
+    dist.ReduceOp.SUM: (ReduceOp.SUM, False),
+    dist.ReduceOp.AVG: (ReduceOp.SUM, True),
+    dist.ReduceOp.PRODUCT: (ReduceOp.PRODUCT, False),
+    dist.ReduceOp.MIN: (ReduceOp.MIN, False),
+    dist.ReduceOp.MAX: (ReduceOp.MAX, False),
+}
+
+
+_MOST_HELD = 100
+"""How many works that nobody waits for live on although nothing in Python holds them; see ``GroupWork``."""
+
+_Base: Any = dist.ProcessGroup
+"""Not checked: its stubs have overloads that torch does not call."""
+
+
+@eager_methods
+class SharedMemoryGroup(_Base):  # type: ignore[misc]
+    """A process group whose ranks share memory; made by ``init_process_group`` and ``new_group``.
+
+    Reductions are done in rank order, float16 and bfloat16 in float32: the same bits on every rank and in every run.
+    Tensors may have any strides; those that are not contiguous are copied once more.
+
+    Args:
+        backend: What moves the bytes.
+        store: The group's.
+        timeout: How long one wait may last.
+        monitor: Knows the other processes.
+
+    Attributes:
+        timeout: How long one wait may last.
+    """
+
+    def __init__(self, backend: Backend, store: Store, timeout: timedelta, monitor: Monitor) -> None:
+        super().__init__(backend.rank, backend.size)
+        self.timeout = timeout
+        self._backend, self._store, self._monitor = backend, store, monitor
+        self._group_name = self._group_desc = ""
+        self._under_way, self._is_closed = 0, False
+        self._batch: list[GroupWork] | None = None
+        self._held: list[GroupWork] = []
+
+    def __repr__(self) -> str:
+        return f"SharedMemoryGroup({self._group_name!r}, rank={self.rank()}, size={self.size()})"
+
+    # What torch asks of every group, under its names in Python and, where it differs, in C++.
+
+    def name(self) -> str:
+        """The backend's name."""
+        return NAME
+
+    getBackendName = _get_backend_name = name  # noqa: N815
+
+    def get_group_store(self) -> Store:
+        """The store in which the ranks have met."""
+        return self._store
+
+    @property
+    def group_name(self) -> str:
+        """What tells it from other groups."""
+        return self._group_name
+
+    @property
+    def group_desc(self) -> str:
+        """What its maker says about it."""
+        return self._group_desc
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """The same, for C++."""
+        return self._group_name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """The same, for C++."""
+        return self._group_desc
+
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._group_desc = desc
+
+    setGroupName, setGroupDesc = _set_group_name, _set_group_desc  # noqa: N815
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> SharedMemoryGroup:
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(f"{NAME} serves the CPU only, got {device}")
+        return self
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long one wait may last."""
+        self.timeout = timeout
+
+    def shutdown(self) -> None:
+        """Give the memory back; what is under way does not end."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._backend.close()
+
+    def abort(self) -> None:
+        """The same, and ranks that wait for this one raise."""
+        self._monitor.give_up(RemoteError(f"rank {self.rank()} has aborted the group {self._group_name!r}"))
+        self.shutdown()
+
+    # Operations. ``opts: Any``: torch has a class of its own for each of them.
+
+    def allgather(self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None) -> GroupWork:
+        """``output_tensors[0][r] = input_tensors[0] of rank r``; the ranks' sizes may differ."""
+        (outputs,), (tensor,) = output_tensors, input_tensors
+        self._demand_one_per_rank("all_gather", outputs, tensor)
+        targets, data = [Target(output) for output in outputs], dense(tensor)
+        return self._begin(
+            "all_gather", lambda: [self._backend.all_gather_v(all_bytes(targets), as_bytes(data))], targets, [data]
+        )
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> GroupWork:
+        """``output = cat([input of rank 0, …])``, or their stack."""
+        if output.nbytes != input.nbytes * self.size():
+            raise ValueError(f"all_gather_single: {self.size()} times {seen(input)} do not fit {seen(output)}")
+        target, data = Target(output), dense(input)
+        flat = as_bytes(target.dense)
+        return self._begin(
+            "all_gather_single", lambda: [self._backend.all_gather_single(flat, as_bytes(data))], [target], [data]
+        )
+
+    def all_gather_single_coalesced(self, output_lists: Tensors, input_list: Tensors, opts: Any = None) -> GroupWork:
+        """The same for several tensors."""
+        return self._all([self.all_gather_single(o, i, opts) for o, i in zip(output_lists, input_list, strict=True)])
+
+    def allgather_coalesced(self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None) -> GroupWork:
+        """``output_lists[r][i] = input_list[i] of rank r``."""
+        outputs = zip(*output_lists, strict=True)
+        return self._all([self.allgather([list(o)], [i], opts) for o, i in zip(outputs, input_list, strict=True)])
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> GroupWork:
+        """In place: ``tensor = op(tensor of rank 0, …)`` for each of the tensors."""
+        op = _op("all_reduce", opts, tensors)
+        targets = [Target(tensor, filled=True) for tensor in tensors]
+        return self._begin("all_reduce", lambda: [self._reduce(target, op) for target in targets], targets, mean=op[1])
+
+    allreduce_coalesced = allreduce
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> GroupWork:
+        """Parts of dim 0: the s-th of ``output`` is the one for this rank of rank s's ``input``."""
+        target, data = Target(output), dense(input)
+        outputs = self._parts("output", target.dense, output_split_sizes)
+        inputs = self._parts("input", data, input_split_sizes)
+        return self._swap("all_to_all_single", outputs, inputs, [target])
+
+    def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> GroupWork:
+        """``output_tensors[s] = input_tensors[rank] of rank s``; the sizes may differ."""
+        targets = [Target(output) for output in output_tensors]
+        return self._swap("all_to_all", [t.dense for t in targets], [dense(i) for i in input_tensors], targets)
+
+    def barrier(self, opts: Any = None) -> GroupWork:
+        """Ends after every rank has begun it."""
+        return self._begin("barrier", lambda: [self._backend.barrier()], [])
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> GroupWork:
+        """In place: ``tensor = tensor of the root``."""
+        targets, root = [Target(tensor, filled=True) for tensor in tensors], self._root("broadcast", opts)
+        return self._begin("broadcast", lambda: [self._backend.broadcast(b, root) for b in all_bytes(targets)], targets)
+
+    def gather(self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None) -> GroupWork:
+        """On the root: ``output_tensors[0][r] = input_tensors[0] of rank r``."""
+        (tensor,), root = input_tensors, self._root("gather", opts)
+        outputs = output_tensors[0] if root == self.rank() else []
+        if root == self.rank():
+            self._demand_one_per_rank("gather", outputs, tensor)
+        targets, data = [Target(output) for output in outputs], dense(tensor)
+        return self._begin(
+            "gather", lambda: [self._backend.gather(all_bytes(targets), as_bytes(data), root)], targets, [data]
+        )
+
+    def recv(self, tensors: Tensors, src: int, tag: int) -> GroupWork:
+        """What ``src`` sends to this rank, in that order."""
+        self._demand_message("recv", src, tag)
+        targets = [Target(tensor) for tensor in tensors]
+        return self._begin("recv", lambda: [self._backend.recv(flat, src) for flat in all_bytes(targets)], targets)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> NoReturn:
+        """Not possible: each pair of ranks has a way of its own.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(f"recv: {NAME} needs to know who sends; name src=, or use gloo")
+
+    def reduce(self, tensors: Tensors, opts: Any = None) -> GroupWork:
+        """On the root, in place: ``tensor = op(tensor of rank 0, …)``; the others keep theirs."""
+        op, is_root = _op("reduce", opts, tensors), self._root("reduce", opts) == self.rank()
+        targets = [Target(t, filled=True) if is_root else Target(dense(t).clone(), filled=True) for t in tensors]
+        return self._begin("reduce", lambda: [self._reduce(target, op) for target in targets], targets, mean=op[1])
+
+    def reduce_scatter(self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None) -> GroupWork:
+        """``output_tensors[0] = op(input_tensors[0][rank] of rank 0, …)``; the ranks' sizes may differ."""
+        (output,), (inputs,) = output_tensors, input_tensors
+        return self._reduce_scatter("reduce_scatter", output, inputs, opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> GroupWork:
+        """``output = op(part of rank 0's input, …)``, the part that this rank gets of equal ones."""
+        if output.nbytes * self.size() != input.nbytes:
+            raise ValueError(f"reduce_scatter_single: {self.size()} times {seen(output)} is not {seen(input)}")
+        parts = dense(input).reshape(self.size(), -1).unbind()
+        return self._reduce_scatter("reduce_scatter_single", output, parts, opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
+        """The same for several tensors."""
+        return self._all([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
+
+    def scatter(self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None) -> GroupWork:
+        """``output_tensors[0] = input_tensors[0][rank] of the root``."""
+        (output,), root = output_tensors, self._root("scatter", opts)
+        inputs = input_tensors[0] if root == self.rank() else []
+        if root == self.rank():
+            self._demand_one_per_rank("scatter", inputs, output)
+        target, data = Target(output), [dense(tensor) for tensor in inputs]
+        flat, flats = as_bytes(target.dense), [as_bytes(tensor) for tensor in data]
+        return self._begin("scatter", lambda: [self._backend.scatter(flat, flats, root)], [target], data)
+
+    def send(self, tensors: Tensors, dst: int, tag: int) -> GroupWork:
+        """To ``dst``, which receives as many bytes; returns once the tensor may be changed again."""
+        self._demand_message("send", dst, tag)
+        data = [dense(tensor) for tensor in tensors]
+        return self._begin("send", lambda: [self._backend.send(as_bytes(tensor), dst) for tensor in data], [], data)
+
+    # The names of torch 2.12 and older.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    alltoall_base = all_to_all_single
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._batch = []
+
+    def _end_coalescing(self, device: torch.device) -> GroupWork:
+        batch, self._batch = self._batch or [], None
+        return self._all(batch)
+
+    def _begin(
+        self,
+        operation: str,
+        start: Callable[[], Sequence[TorchWork]],
+        targets: Sequence[Target],
+        keep: Tensors = (),
+        mean: bool = False,
+        before: Callable[[], None] | None = None,
+    ) -> GroupWork:
+        """Begin an operation.
+
+        Args:
+            operation: torch's name for it.
+            start: Gives it to the backend.
+            targets: What it fills.
+            keep: What has to live until the end, besides.
+            mean: True if the targets are divided by the number of ranks then.
+            before: Run at the end, before the targets are delivered.
+        """
+
+        def finish() -> None:
+            if before is not None:
+                before()
+            for target in targets:
+                target.deliver(self.size() if mean else 1)
+
+        self._let_go()
+        self._monitor.begin(operation, site(), NEVER)
+        self._monitor.check_reports()  # who has given up an operation has come to it: nobody would wait for it any more
+        self._under_way += 1
+        try:
+            works = start()
+        except BaseException:
+            self.leave(None)
+            raise
+        work = GroupWork(operation, works, [target.tensor for target in targets], self, finish, keep)
+        if self._batch is not None:
+            self._batch.append(work)
+        return work
+
+    def _all(self, works: Sequence[GroupWork]) -> GroupWork:
+        """One work for several, and a further one of the group's."""
+        self._under_way += 1
+        tensors = [tensor for work in works for tensor in work.tensors]
+        return GroupWork(works[0].operation if works else "", works, tensors, self)
+
+    def _let_go(self) -> None:
+        """Hold no works any more that have ended; of too many, see whether the oldest have."""
+        for work in [work for work in self._held if work.is_done]:
+            self._held.remove(work)
+        while len(self._held) > _MOST_HELD and self._held[0].is_completed():
+            self._held.pop(0)
+
+    def _reduce(self, target: Target, op: _Op) -> TorchWork:
+        return self._backend.all_reduce(target.dense.view(-1), op[0])
+
+    def _swap(self, operation: str, outputs: Tensors, inputs: Tensors, targets: Sequence[Target]) -> GroupWork:
+        mine = self.rank()
+        self._demand_one_per_rank(operation, inputs, outputs[mine] if len(outputs) > mine else None)
+        self._demand_one_per_rank(operation, outputs, inputs[mine])
+        flats = [as_bytes(output) for output in outputs], [as_bytes(tensor) for tensor in inputs]
+        return self._begin(operation, lambda: [self._backend.all_to_all_v(*flats)], targets, [*outputs, *inputs])
+
+    def _reduce_scatter(self, operation: str, output: torch.Tensor, inputs: Tensors, opts: Any) -> GroupWork:
+        op, mean = _op(operation, opts, [output])
+        self._demand_one_per_rank(operation, inputs, output)
+        target, data = Target(output), [dense(tensor) for tensor in inputs]
+        parts = torch.empty((self.size(), output.numel()), dtype=output.dtype, device="cpu")
+        flats = [as_bytes(part) for part in parts], [as_bytes(tensor) for tensor in data]
+
+        def reduce() -> None:
+            target.dense.view(-1).copy_(combine(op, parts.unbind()))
+
+        return self._begin(
+            operation, lambda: [self._backend.all_to_all_v(*flats)], [target], data, mean=mean, before=reduce
+        )
+
+    def _parts(self, what: str, tensor: torch.Tensor, sizes: Sequence[int]) -> Tensors:
+        length = len(tensor)
+        if not sizes and length % self.size() == 0:
+            sizes = [length // self.size()] * self.size()
+        if len(sizes) != self.size() or sum(sizes) != length:
+            raise ValueError(f"all_to_all_single: {what} of {length} rows cannot be split as {list(sizes)}")
+        parts: Tensors = tensor.split(list(sizes))
+        return parts
+
+    def _demand_one_per_rank(self, operation: str, tensors: Tensors, own: torch.Tensor | None) -> None:
+        """That there is one tensor per rank, and that this rank's is as large as its counterpart."""
+        if len(tensors) != self.size():
+            raise ValueError(f"{operation}: needs {self.size()} tensors, one per rank, got {len(tensors)}")
+        if own is None or tensors[self.rank()].nbytes != own.nbytes:
+            has, needs = seen(tensors[self.rank()]), "nothing" if own is None else seen(own)
+            raise ValueError(f"{operation}: the tensor of this rank, {has}, does not fit its counterpart, {needs}")
+
+    def _root(self, operation: str, opts: Any) -> int:
+        root: int = opts.rootRank
+        if not 0 <= root < self.size():
+            raise ValueError(f"{operation}: a group of {self.size()} ranks has no rank {root}")
+        return root
+
+    def _demand_message(self, operation: str, peer: int, tag: int) -> None:
+        if not 0 <= peer < self.size() or peer == self.rank():
+            raise ValueError(f"{operation}: rank {self.rank()} of {self.size()} cannot talk to rank {peer}")
+        if tag:
+            raise ValueError(f"{operation}: {NAME} has no tags, messages arrive in the order in which they are sent")
+
+    # For this module: how works and waits end.
+
+    def hold(self, work: GroupWork) -> None:
+        """Hold a work until the operation after its end: whoever waited for it in C++ has its result by then."""
+        self._held.append(work)
+
+    def leave(self, error: BaseException | None) -> None:
+        """An operation has ended; ``error`` is why, if it has failed."""
+        self._under_way -= 1
+        monitor = self._monitor
+        if error is None:
+            if not self._under_way:
+                monitor.end()
+        elif isinstance(error, EasydistError):
+            monitor.give_up(error)
+        elif not isinstance(error, Exception):
+            monitor.interrupted(error)
+
+    def guard(self, awaited: Sequence[int], waited: float) -> None:
+        """End a wait that is in vain.
+
+        Args:
+            awaited: The ranks that have not come yet.
+            waited: Seconds so far.
+
+        Raises:
+            PeerLostError: One of them has ended.
+            RemoteError: One of them was interrupted, or has aborted the group.
+            CollectiveTimeout: The time is over.
+        """
+        self._monitor.guard(awaited, waited)
+        if waited >= self.timeout.total_seconds():
+            self._monitor.give_up(self._monitor.late(awaited, waited))
+            self._monitor.raise_if_broken()
+
+
+def _op(operation: str, opts: Any, tensors: Tensors) -> _Op:
+    """What a reduction has to do; checked before a byte moves."""
+    asked = dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
+    if asked not in _OPS:
+        known = ", ".join(op.name for op in _OPS)
+        raise ValueError(f"{operation}: {NAME} reduces with {known}, got {getattr(asked, 'name', asked)}; use gloo")
+    op, mean = _OPS[asked]
+    for dtype in {tensor.dtype for tensor in tensors}:
+        if mean and not (dtype.is_floating_point or dtype.is_complex):
+            raise ValueError(f"{operation}: AVG needs floating point, got {dtype}; use SUM and divide")
+        check_reducible(dtype, op)
+    return op, mean
+
+
+def _create(store: Store, rank: int, size: int, timeout: timedelta) -> SharedMemoryGroup:
+    """What torch calls for a group with this backend."""
+    if size == 1:
+        return SharedMemoryGroup(Solo(), store, timeout, Monitor(0, 1, timeout.total_seconds()))
+    meeting = Meeting(store, rank, size, timeout)
+    group = SharedMemoryGroup(meeting.join(), meeting.store, timeout, meeting.monitor)
+    meeting.look_to(group.guard)
+    return group
+
+
+if NAME not in dist.Backend.backend_list:
+    dist.Backend.register_backend(NAME, _create, devices=["cpu"])

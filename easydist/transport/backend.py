@@ -1,0 +1,119 @@
+"""What a backend has to be able to do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from easydist.transport.reduce_op import ReduceOp, combine
+from easydist.transport.work import Pending, TorchWork
+
+
+class Backend(ABC):
+    """Moves flat, contiguous, detached tensors between the ranks of one group.
+
+    ``TorchComm`` checks every argument first, so that a backend only moves data: every tensor has one dimension, ranks
+    are in range, the sizes fit. Where data only moves, the dtype is uint8. An operation may return before it has ended.
+
+    Attributes:
+        name: ``"gloo"``, ``"nccl"``, ``"solo"``, …
+        device: Where the tensors are.
+        rank: This process in the group.
+        size: How many processes the group has.
+        shares_memory: True if the ranks read each other's memory, so that one more copy costs as much as the exchange.
+    """
+
+    shares_memory = False
+    name: str
+    device: torch.device
+    rank: int
+    size: int
+
+    @abstractmethod
+    def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> TorchWork:
+        """Law: ``output = cat([data of rank 0, …])``; all of one size."""
+
+    @abstractmethod
+    def all_gather_v(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> TorchWork:
+        """Law: ``outputs[r] = data of rank r``; sizes may differ."""
+
+    def all_gather_upto(self, rows: torch.Tensor, nbytes: int) -> TorchWork:
+        """Law: row r of ``rows`` begins with what the first ``nbytes`` of row r held on rank r.
+
+        The lengths of the others are not known beforehand; what stands behind them is undefined.
+
+        Args:
+            rows: uint8, contiguous, one row of the same length per rank; this rank's own row holds its message.
+            nbytes: Of this rank's message.
+        """
+        return self.all_gather_single(rows.view(-1), rows[self.rank].clone())
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
+        """Law: ``tensor = op(tensor of rank 0, tensor of rank 1, …)``, the same bits on every rank."""
+
+    def all_gather_parts(self, outputs: Sequence[Sequence[torch.Tensor]], parts: Sequence[torch.Tensor]) -> TorchWork:
+        """Law: ``outputs[i][r] = parts[i] of rank r``; sizes may differ. Several ``all_gather_v`` as one operation."""
+        return TorchWork([self.all_gather_v(*pair) for pair in zip(outputs, parts, strict=True)])
+
+    def all_reduce_from(self, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> TorchWork:
+        """Law: ``output = op(data of rank 0, data of rank 1, …)``; ``data`` stays."""
+        output.copy_(data)
+        return self.all_reduce(output, op)
+
+    @abstractmethod
+    def all_to_all_v(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> TorchWork:
+        """Law: ``outputs[s] = inputs[rank] of rank s``; sizes may differ."""
+
+    @abstractmethod
+    def barrier(self) -> TorchWork:
+        """Ends after every rank has begun it."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, root: int) -> TorchWork:
+        """Law: ``tensor = tensor of root``."""
+
+    def broadcast_parts(self, tensors: Sequence[torch.Tensor], root: int) -> TorchWork:
+        """Law: ``tensors[i] = tensors[i] of root``. Several ``broadcast`` as one operation."""
+        return TorchWork([self.broadcast(tensor, root) for tensor in tensors])
+
+    @abstractmethod
+    def gather(self, outputs: Sequence[torch.Tensor], data: torch.Tensor, root: int) -> TorchWork:
+        """Law, on ``root``: ``outputs[r] = data of rank r``; sizes may differ; elsewhere ``outputs`` is empty."""
+
+    @abstractmethod
+    def recv(self, tensor: torch.Tensor, src: int) -> TorchWork:
+        """Law: ``tensor = tensor that src sends``; the i-th ``recv`` from a rank meets its i-th ``send``."""
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp) -> TorchWork:
+        """Law, on ``root``: ``tensor = op(tensor of rank 0, tensor of rank 1, …)``; elsewhere ``tensor`` stays."""
+        if self.rank != root:
+            return self.gather([], tensor.view(torch.uint8), root)
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        work = self.gather([part.view(torch.uint8) for part in parts], tensor.view(torch.uint8), root)
+        return work.followed_by(lambda: set_to(tensor, combine(op, parts)))
+
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp) -> TorchWork:
+        """Law: ``output = op(inputs[rank] of rank 0, inputs[rank] of rank 1, …)``; sizes may differ."""
+        parts = [torch.empty_like(output) for _ in range(self.size)]
+        work = self.all_to_all_v([part.view(torch.uint8) for part in parts], [i.view(torch.uint8) for i in inputs])
+        return work.followed_by(lambda: set_to(output, combine(op, parts)))
+
+    @abstractmethod
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> TorchWork:
+        """Law: ``output = inputs[rank] of root``; sizes may differ; elsewhere ``inputs`` is empty."""
+
+    @abstractmethod
+    def send(self, tensor: torch.Tensor, dst: int) -> TorchWork:
+        """To another rank, which receives as many bytes; never meets a collective's messages."""
+
+    def close(self) -> None:  # noqa: B027 - most backends own nothing
+        """Give back what the backend itself has created."""
+
+
+def set_to(target: torch.Tensor, value: torch.Tensor) -> Sequence[Pending]:
+    """The last step of a reduction; see ``TorchWork.followed_by``."""
+    target.copy_(value)
+    return ()

@@ -1,0 +1,258 @@
+"""A backend for hosts of several ranks: shared memory inside a host, one rank per host between hosts.
+
+What every rank gets alike (all-gather, broadcast, all-reduce, barrier) crosses between two hosts once, from *leader* to
+leader, the lowest ranks of their hosts, and spreads inside each host through its memory: per rank, the bytes between
+hosts fall by the ranks per host. What only one rank gets (gather, scatter, all-to-all, send and receive) would cross
+once anyway; it goes straight to that rank, through memory or over the group's connections.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from easydist.data.plan import split_sizes
+from easydist.transport.backend import Backend, set_to
+from easydist.transport.backends.c10d import Gloo
+from easydist.transport.backends.run_queue import RunQueue
+from easydist.transport.reduce_op import RedOpType, ReduceOp, check_reducible, combine
+from easydist.transport.work import TorchWork
+
+_LENGTH = struct.Struct("<q")
+
+
+class Hierarchical(Backend):
+    """Tensors on the CPU between ranks of several hosts.
+
+    All ranks issue their operations in one order (sends and receives: in one order per pair). Collectives that have
+    several steps run one after another, in that order, inside ``wait``. An operation that fails ends the backend.
+
+    Args:
+        near: Among the ranks of this host, in their order.
+        gloo: Among all ranks; its connections are used, for messages of their own.
+        hosts: The ranks of each host, ascending; the hosts by their lowest ranks.
+        channel: Another number for each ``Hierarchical`` over the same connections.
+    """
+
+    name = "hierarchical"
+    device = torch.device("cpu")
+
+    def __init__(self, near: Backend, gloo: Gloo, hosts: Sequence[Sequence[int]], channel: int = 0) -> None:
+        self.rank, self.size, self._near = gloo.rank, gloo.size, near
+        self._hosts = [list(ranks) for ranks in hosts]
+        self._host_of = {rank: host for host, ranks in enumerate(hosts) for rank in ranks}
+        self._host = self._host_of[self.rank]
+        self._here = self._hosts[self._host]
+        self._direct = gloo.among(range(self.size), 2 * channel + 1)
+        leaders = [ranks[0] for ranks in hosts]
+        self._far = gloo.among(leaders, 2 * channel + 2) if self.rank in leaders else None
+        self._queue = RunQueue()
+        self._room = _Room(0, self._hosts, self._host)
+
+    def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> TorchWork:
+        return self.all_gather_v(output.chunk(self.size) if output.numel() else [output] * self.size, data)
+
+    def all_gather_upto(self, rows: torch.Tensor, nbytes: int) -> TorchWork:
+        return self._queue.begin(self._gather_frames(rows, nbytes))
+
+    def all_gather_v(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> TorchWork:
+        return self._queue.begin(self._gather_all(outputs, data))
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
+        """Host by host: first inside each host, in rank order, then over the hosts, in the order of their lowest ranks.
+
+        Where floats are rounded this is not always what rank order gives (``(a + b) + (c + d)`` on two hosts of two),
+        but all ranks get the same bits in every run on hosts that hold the same ranks. Sums and products of floats of
+        16 and 8 bits stay float32 until they have passed all ranks.
+        """
+        check_reducible(tensor.dtype, op)
+        return self._queue.begin(self._reduce(tensor, op))
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp) -> TorchWork:
+        total = tensor.clone()
+        work = self.all_reduce(total, op)
+        return work.followed_by(lambda: set_to(tensor, total)) if self.rank == root else work
+
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp) -> TorchWork:
+        total = torch.cat(list(inputs))
+        mine = total.split([len(tensor) for tensor in inputs])[self.rank]
+        return self.all_reduce(total, op).followed_by(lambda: set_to(output, mine))
+
+    def barrier(self) -> TorchWork:
+        return self._queue.begin(self._meet())
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> TorchWork:
+        return self._queue.begin(self._spread(tensor, root))
+
+    def all_to_all_v(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> TorchWork:
+        near = self._near.all_to_all_v(self._local(outputs), self._local(inputs))
+        return TorchWork([near, self._direct.all_to_all_v(self._remote(outputs), self._remote(inputs))])
+
+    def gather(self, outputs: Sequence[torch.Tensor], data: torch.Tensor, root: int) -> TorchWork:
+        if root not in self._here:
+            return self._direct.gather([], data, root)
+        near = self._near.gather(self._local(outputs), data, self._here.index(root))
+        if root != self.rank:
+            return near
+        return TorchWork([near, self._direct.gather(self._remote(outputs), data[:0], root)])
+
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> TorchWork:
+        if root not in self._here:
+            return self._direct.scatter(output, [], root)
+        near = self._near.scatter(output, self._local(inputs), self._here.index(root))
+        if root != self.rank:
+            return near
+        return TorchWork([near, self._direct.scatter(output[:0], self._remote(inputs), root)])
+
+    def send(self, tensor: torch.Tensor, dst: int) -> TorchWork:
+        is_near = dst in self._here
+        return self._near.send(tensor, self._here.index(dst)) if is_near else self._direct.send(tensor, dst)
+
+    def recv(self, tensor: torch.Tensor, src: int) -> TorchWork:
+        is_near = src in self._here
+        return self._near.recv(tensor, self._here.index(src)) if is_near else self._direct.recv(tensor, src)
+
+    def close(self) -> None:
+        """Give the host's memory back; what is under way does not end."""
+        self._queue.fail(RuntimeError("it has been closed"))
+        self._near.close()
+
+    def _local(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensors[r] for r in self._here] if tensors else []
+
+    def _remote(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """One per rank, empty for those of this host: what is empty does not travel."""
+        return [tensor[:0] if r in self._here else tensor for r, tensor in enumerate(tensors)]
+
+    def _meet(self) -> Iterator[TorchWork]:
+        yield self._near.barrier()
+        if self._far:
+            yield self._far.barrier()
+        yield self._near.barrier()
+
+    def _spread(self, tensor: torch.Tensor, root: int) -> Iterator[TorchWork]:
+        home = self._host_of[root]
+        if home == self._host:
+            yield self._near.broadcast(tensor, self._here.index(root))
+        if self._far:
+            yield self._far.broadcast(tensor, home)
+        if home != self._host:
+            yield self._near.broadcast(tensor, 0)
+
+    def _gather_all(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> Iterator[TorchWork]:
+        """The leaders send what their first ranks have, and their second, …: each to its place, without a copy."""
+        yield self._near.all_gather_v(self._local(outputs), data)
+        rounds = [[ranks[k] if k < len(ranks) else None for ranks in self._hosts] for k in range(self._longest)]
+        arriving = [self._exchange([data[:0] if r is None else outputs[r] for r in round_]) for round_ in rounds]
+        spreading = []
+        for round_, work in zip(rounds, arriving, strict=True):
+            yield work
+            ranks = [r for r in round_ if r is not None and r not in self._here]
+            spreading += [self._near.broadcast(outputs[r], 0) for r in ranks]
+        yield from spreading
+
+    @property
+    def _longest(self) -> int:
+        return max(map(len, self._hosts))
+
+    def _exchange(self, outputs: Sequence[torch.Tensor]) -> TorchWork:
+        """Between leaders, ``outputs[h]`` from host h to all."""
+        return self._far.all_gather_v(outputs, outputs[self._host]) if self._far else TorchWork()
+
+    def _reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Iterator[TorchWork]:
+        """Between hosts, each leader gets a chunk of every host's result, and gives back a chunk of the total."""
+        is_narrow = tensor.is_floating_point() and tensor.itemsize < 4
+        wide = tensor.float() if is_narrow and op.type in (RedOpType.SUM, RedOpType.PRODUCT) else tensor
+        yield self._near.all_reduce(wide, op)
+        if self._far:
+            sizes = split_sizes(tensor.numel(), self._far.size)
+            parts = wide.new_empty(self._far.size, sizes[self._host]).unbind()
+            yield self._far.all_to_all_v(_bits(parts), _bits(wide.split(sizes)))
+            chunks = tensor.split(sizes)
+            chunks[self._host].copy_(combine(op, parts))
+            yield self._exchange(_bits(chunks))
+        yield self._near.broadcast(tensor.view(torch.uint8), 0)
+
+    def _gather_frames(self, rows: torch.Tensor, nbytes: int) -> Iterator[TorchWork]:
+        """The frames of a host are one message between leaders."""
+        stride, frames = rows.shape[1], rows.view(-1).numpy().data
+        room = self._room = self._room if self._room.stride == stride else _Room(stride, self._hosts, self._host)
+        mine = room.near_views[self._here.index(self.rank)]
+        stop = _put(mine, frames[self.rank * stride : self.rank * stride + nbytes])
+        yield self._near.all_gather_upto(room.near, stop)
+        if self._far:
+            yield self._far.all_gather_upto(room.far, room.bundle())
+        yield self._near.all_gather_upto(room.relay, room.relayed() if self._far else 0)
+        for rank, frame in room.arrived():
+            if rank != self.rank:
+                frames[rank * stride : rank * stride + len(frame)] = frame
+
+
+class _Room:
+    """Where frames lie on their way, each behind its length; used again while the rows are of one length.
+
+    Args:
+        stride: The length of the rows.
+        hosts: The ranks of each host.
+        host: This one.
+    """
+
+    def __init__(self, stride: int, hosts: Sequence[Sequence[int]], host: int) -> None:
+        self.stride, self._hosts, self._host = stride, hosts, host
+        record, here = _LENGTH.size + stride, len(hosts[host])
+        self.near, self.near_views = _rows(here, record)
+        self.far, self._far_views = _rows(len(hosts), record * max(map(len, hosts)))
+        self.relay, self._relay_views = _rows(here, record * sum(map(len, hosts)))
+
+    def bundle(self) -> int:
+        """Lay the frames of this host one behind the other; returns their length."""
+        return _join(self._far_views[self._host], [view[: _stop(view)] for view in self.near_views])
+
+    def relayed(self) -> int:
+        """Lay what came from the other hosts one behind the other; returns its length."""
+        others = [(view, len(ranks)) for view, ranks in zip(self._far_views, self._hosts, strict=True)]
+        del others[self._host]
+        return _join(self._relay_views[0], [view[: _stop(view, count)] for view, count in others])
+
+    def arrived(self) -> Iterator[tuple[int, memoryview]]:
+        """Ranks and their frames."""
+        for rank, view in zip(self._hosts[self._host], self.near_views, strict=True):
+            yield rank, view[_LENGTH.size : _stop(view)]
+        start, view = 0, self._relay_views[0]
+        for rank in (rank for host, ranks in enumerate(self._hosts) if host != self._host for rank in ranks):
+            stop = _stop(view, 1, start)
+            yield rank, view[start + _LENGTH.size : stop]
+            start = stop
+
+
+def _rows(count: int, nbytes: int) -> tuple[torch.Tensor, list[memoryview]]:
+    rows = torch.empty((count, nbytes), dtype=torch.uint8, device="cpu")
+    return rows, [row.numpy().data for row in rows]
+
+
+def _put(view: memoryview, frame: memoryview) -> int:
+    """Lay a frame behind its length; returns where it ends."""
+    _LENGTH.pack_into(view, 0, len(frame))
+    return _join(view, [view[: _LENGTH.size], frame])
+
+
+def _stop(view: memoryview, count: int = 1, start: int = 0) -> int:
+    """Where so many frames end."""
+    for _ in range(count):
+        start += _LENGTH.size + int(_LENGTH.unpack_from(view, start)[0])
+    return start
+
+
+def _join(view: memoryview, parts: Sequence[memoryview]) -> int:
+    """Lay parts one behind the other; returns where they end."""
+    stop = 0
+    for part in parts:
+        view[stop : stop + len(part)] = part
+        stop += len(part)
+    return stop
+
+
+def _bits(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.view(torch.uint8) for tensor in tensors]

@@ -1,0 +1,210 @@
+"""A backend over shared memory, for ranks of one host.
+
+What all ranks read lies in slots, and every collective of this kind goes in numbered steps that all ranks take; what
+only one rank reads (gather, scatter, all_to_all, send, recv) goes through pipes between pairs, because there no rank
+knows how much the others have to say to each other. Small messages take one step: copy into the own slot, publish, wait
+for all, copy out. Reductions run in rank order, straight out of the slots, each rank its share of the elements.
+
+Measured on two cores, 16 MB from each rank: slots of 2 MB stay in the cache between the two copies, all-gather takes
+3.3 ms on two ranks and 14 ms on four; with 8 MB it is 5 and 18 ms. One copy by ``process_vm_readv`` instead of two does
+not pay: it moves 7 GB/s (14 in pieces of 2 MB), a copy in the cache 48, and it is often forbidden.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from easydist.data.plan import split_bounds
+from easydist.shm.segment import Segment
+from easydist.shm.slots import COLLECTIVES, MESSAGES, Need, Slots, copy
+from easydist.shm.steps import Place, Steps
+from easydist.shm.streams import Guard, Streams
+from easydist.transport.backend import Backend
+from easydist.transport.reduce_op import ReduceOp, check_reducible, combine
+from easydist.transport.work import TorchWork
+
+_REDUCED_AT_ONCE = 1 << 16
+"""Bytes up to which every rank reduces everything: W times the work, but one step instead of two."""
+
+_BLOCK = 1 << 17
+"""Elements that are reduced at a time, so that what lies between two additions stays in the cache."""
+
+
+class Shm(Backend):
+    """Tensors on the CPU between the ranks of one host.
+
+    All ranks attach one segment, and issue their operations in one order (sends and receives: in one order per pair).
+    Several may be under way; they move on while this process waits for any of them. A forked child cannot use it.
+
+    Args:
+        segment: Of ``Shm.nbytes(size, slot)`` bytes, zeros at first; its name may be taken away once all have attached.
+        rank: This process in the group.
+        size: How many processes the group has.
+        guard: Called from every wait about every 50 ms, with the ranks still awaited and the seconds waited so far; it
+            raises to end the wait. After that the backend is of no use.
+
+    Example:
+        >>> from easydist.comms import Shm
+        >>> from easydist.shm import Segment
+        >>> segment = Segment.create(Shm.nbytes(size=1, slot=4096))
+        >>> segment.unlink()
+        >>> Shm(segment, 0, 1, guard=lambda ranks, seconds: None).size
+        1
+
+    Raises:
+        OSError: The order of memory accesses cannot be kept on this machine; see ``easydist.shm.futex``.
+    """
+
+    name = "shm"
+    shares_memory = True
+    device = torch.device("cpu")
+
+    def __init__(self, segment: Segment, rank: int, size: int, guard: Guard) -> None:
+        self.rank, self.size = rank, size
+        slots = Slots(segment, rank, size)
+        self._steps, self._streams = Steps(slots), Streams(slots, guard)
+        self._reduced_at_once = min(_REDUCED_AT_ONCE, slots.slot)
+
+    @staticmethod
+    def nbytes(size: int, slot: int) -> int:
+        """How large the segment of a group has to be.
+
+        Args:
+            size: How many processes the group has.
+            slot: Bytes that a rank can publish at once, 2 MB where there is room; larger data goes in pieces.
+        """
+        return Slots.nbytes(size, slot)
+
+    def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> TorchWork:
+        address, nbytes = output.data_ptr(), data.numel()
+        rows = [[(address + r * nbytes, nbytes)] for r in range(self.size)]
+        return self._step(self._steps.share([_place(data)], rows), output, data)
+
+    def all_gather_upto(self, rows: torch.Tensor, nbytes: int) -> TorchWork:
+        address, stride = rows.data_ptr(), rows.shape[1]
+        places = [address + r * stride for r in range(self.size)]
+        return self._step(self._steps.share_upto(places, nbytes), rows)
+
+    def all_gather_v(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> TorchWork:
+        return self._step(self._steps.share([_place(data)], [[_place(t)] for t in outputs]), *outputs, data)
+
+    def all_gather_parts(self, outputs: Sequence[Sequence[torch.Tensor]], parts: Sequence[torch.Tensor]) -> TorchWork:
+        rows = [list(map(_place, row)) for row in zip(*outputs, strict=True)]
+        return self._step(self._steps.share(list(map(_place, parts)), rows), *itertools.chain(*outputs), *parts)
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
+        return self.all_reduce_from(tensor, tensor, op)
+
+    def all_reduce_from(self, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> TorchWork:
+        check_reducible(data.dtype, op)
+        reduce = _reduce_at_once if data.nbytes <= self._reduced_at_once else _reduce_in_shares
+        return self._step(reduce(self._steps, output, data, op), output, data)
+
+    def barrier(self) -> TorchWork:
+        return self._step(self._steps.meet())
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> TorchWork:
+        return self.broadcast_parts([tensor], root)
+
+    def broadcast_parts(self, tensors: Sequence[torch.Tensor], root: int) -> TorchWork:
+        return self._step(self._steps.spread(list(map(_place, tensors)), root), *tensors)
+
+    def all_to_all_v(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> TorchWork:
+        outputs[self.rank].copy_(inputs[self.rank])
+        return self._swap(dict(enumerate(inputs)), dict(enumerate(outputs)))
+
+    def gather(self, outputs: Sequence[torch.Tensor], data: torch.Tensor, root: int) -> TorchWork:
+        if self.rank != root:
+            return self._swap({root: data}, {})
+        outputs[root].copy_(data)
+        return self._swap({}, dict(enumerate(outputs)))
+
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> TorchWork:
+        if self.rank != root:
+            return self._swap({}, {root: output})
+        output.copy_(inputs[root])
+        return self._swap(dict(enumerate(inputs)), {})
+
+    def send(self, tensor: torch.Tensor, dst: int) -> TorchWork:
+        return self._swap({dst: tensor}, {}, MESSAGES)
+
+    def recv(self, tensor: torch.Tensor, src: int) -> TorchWork:
+        return self._swap({}, {src: tensor}, MESSAGES)
+
+    def close(self) -> None:
+        """Give the memory back; what is under way does not end."""
+        self._streams.close()
+        self._steps.close()
+
+    def _step(self, task: Iterator[Need], *keep: torch.Tensor) -> TorchWork:
+        return TorchWork([self._streams.begin([(None, task)], keep)])
+
+    def _swap(
+        self, sends: dict[int, torch.Tensor], recvs: dict[int, torch.Tensor], channel: int = COLLECTIVES
+    ) -> TorchWork:
+        """Send to each rank and receive from it, through the pipes; what is empty does not travel."""
+        self._streams.check()
+        slots = self._steps.slots
+        tasks: list[tuple[object, Iterator[Need]]] = []
+        for peer, tensor in sends.items():
+            if peer != self.rank and tensor.numel():
+                tasks.append(((channel, "to", peer), slots.pipe_to(channel, peer).put(*_place(tensor))))
+        for peer, tensor in recvs.items():
+            if peer != self.rank and tensor.numel():
+                tasks.append(((channel, "from", peer), slots.pipe_from(channel, peer).take(*_place(tensor))))
+        return TorchWork([self._streams.begin(tasks, (sends, recvs))])
+
+
+def _place(tensor: torch.Tensor) -> Place:
+    return tensor.data_ptr(), tensor.nbytes
+
+
+def _view(slots: Slots, rank: int, half: int, like: torch.Tensor, begin: int = 0) -> torch.Tensor:
+    """As many elements of a slot as ``like`` has, from byte ``begin`` on."""
+    offset = slots.slot_offset(rank, half) + begin
+    return slots.memory[offset : offset + like.nbytes].view(like.dtype)
+
+
+def _reduce_at_once(steps: Steps, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> Iterator[Need]:
+    """One step: every rank reduces everything."""
+    if not data.numel():
+        return
+    slots = steps.slots
+    copy((yield from steps.own_slot(half := steps.next_half())), *_place(data))
+    step = steps.publish(half)
+    yield from steps.all_reach(step)
+    output.copy_(combine(op, [data if r == slots.rank else _view(slots, r, half, data) for r in range(slots.size)]))
+
+
+def _reduce_in_shares(steps: Steps, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> Iterator[Need]:
+    """Two steps for each slot full: every rank reduces its share of the elements, and all collect the shares."""
+    slots, item = steps.slots, data.itemsize
+    size = slots.slot // item
+    for target, piece in zip(output.split(size), data.split(size), strict=True):
+        address, nbytes = _place(piece)
+        bounds = [split_bounds(len(piece), slots.size, r) for r in range(slots.size)]
+        begin, stop = bounds[slots.rank]
+        slot = yield from steps.own_slot(half := steps.next_half())
+        copy(slot, address, item * begin)  # this rank's own share is read by nobody else
+        copy(slot + item * stop, address + item * stop, nbytes - item * stop)
+        yield from steps.all_reach(steps.publish(half))
+        _reduce_share(slots, half, target, piece, range(begin, stop, _BLOCK), op)
+        yield from steps.all_reach(steps.publish(half))
+        for rank in slots.others:
+            begin, stop = (item * bound for bound in bounds[rank])
+            copy(target.data_ptr() + begin, slots.slot_at(rank, half) + begin, stop - begin)
+
+
+def _reduce_share(
+    slots: Slots, half: int, target: torch.Tensor, piece: torch.Tensor, blocks: range, op: ReduceOp
+) -> None:
+    """Reduce a part of ``piece`` out of all slots, into ``target`` and, for the others, into the own slot."""
+    for begin in blocks:
+        mine = piece[begin : min(begin + _BLOCK, blocks.stop)]
+        views = [_view(slots, r, half, mine, begin * piece.itemsize) for r in range(slots.size)]
+        total = combine(op, [mine if r == slots.rank else view for r, view in enumerate(views)])
+        target[begin : begin + len(mine)] = total
+        views[slots.rank].copy_(total)

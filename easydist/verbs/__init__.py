@@ -1,0 +1,1 @@
+"""The verbs: what each call takes, moves and returns."""

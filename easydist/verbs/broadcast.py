@@ -1,0 +1,238 @@
+"""The verbs ``broadcast`` and ``copy_tensor_to_devices``: one rank's tree on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import index
+from typing import overload
+
+import torch
+
+from easydist.agreement.agree import agree
+from easydist.agreement.call import Call
+from easydist.agreement.frames import Agreement
+from easydist.agreement.runner import run
+from easydist.data import packing
+from easydist.data.leaves import Leaves
+from easydist.eager import eager
+from easydist.groups.communicators import Communicators
+from easydist.state import communicators
+from easydist.transport.comm import TorchComm
+from easydist.typing import Group, T, Timeout, Tree
+from easydist.verbs.buckets import by_comm, large_alone, packed_like, small_payload
+from easydist.verbs.ranks import check_rank
+from easydist.verbs.structures import announced, shared_leaves
+from easydist.verbs.trees import TreeVerb, leaves_of
+
+__all__ = ["broadcast", "copy_tensor_to_devices"]
+
+
+@overload
+def broadcast(
+    tensor: None,
+    from_process: int = 0,
+    *,
+    group: Group = None,
+    check: bool | None = None,
+    timeout: Timeout | None = None,
+) -> Tree: ...
+@overload
+def broadcast(
+    tensor: T,
+    from_process: int = 0,
+    *,
+    group: Group = None,
+    check: bool | None = None,
+    timeout: Timeout | None = None,
+) -> T: ...
+@eager
+def broadcast(
+    tensor: Tree,
+    from_process: int = 0,
+    *,
+    group: Group = None,
+    check: bool | None = None,
+    timeout: Timeout | None = None,
+) -> Tree:
+    """Give every rank the source's values.
+
+    Law: ``broadcast(x, from_process=s) == x of rank s`` for every leaf. Tensors and arrays are written in place, so
+    that the caller's own are filled; Python numbers and NumPy scalars are in the returned tree only.
+
+    Example:
+        >>> import torch, easydist
+        >>> easydist.broadcast({"w": torch.ones(2), "lr": 0.1})
+        {'w': tensor([1., 1.]), 'lr': 0.1}
+
+    Args:
+        tensor: Any tree; on ranks other than the source also None: they get new tensors.
+        from_process: The source, a rank inside the group.
+        group: The ranks that take part.
+        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
+        timeout: How long the call may take; None is the group's.
+
+    Returns:
+        The tree with the same tensors and arrays, now equal on all ranks.
+
+    Raises:
+        DisagreementError: Paths, dtypes or shapes differ between ranks; nothing was written.
+        RemoteError: One rank's tree could not be sent or written (read-only arrays, expanded tensors, …).
+        ValueError: ``from_process`` is not a rank of the group; its tree is None and another rank's is not.
+
+    Cost: one header exchange, which carries a small tree (32 KiB in small groups); for a larger one a broadcast of the
+    tree's bytes. Where some ranks pass None, two header exchanges more, of which the first carries the structure (a
+    broadcast more where that is larger than 32 KiB), and a broadcast of the tree's bytes however small it is.
+
+    Source: accelerate's ``broadcast``.
+    """
+    return run(_Broadcast(tensor, from_process), communicators(group), timeout, check)
+
+
+@overload
+def copy_tensor_to_devices(
+    tensor: None = None,
+    *,
+    group: Group = None,
+    check: bool | None = None,
+    timeout: Timeout | None = None,
+) -> Tree: ...
+@overload
+def copy_tensor_to_devices(
+    tensor: T,
+    *,
+    group: Group = None,
+    check: bool | None = None,
+    timeout: Timeout | None = None,
+) -> T: ...
+@eager
+def copy_tensor_to_devices(
+    tensor: Tree = None, *, group: Group = None, check: bool | None = None, timeout: Timeout | None = None
+) -> Tree:
+    """Give every rank the tree that exactly one of them holds; the others pass None.
+
+    Law: ``copy_tensor_to_devices(x if rank == s else None) == x of rank s``, for any one s.
+
+    Args:
+        tensor: The tree on one rank, None elsewhere.
+        group: The ranks that take part.
+        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
+        timeout: How long the call may take; None is the group's.
+
+    Returns:
+        The tree; new tensors on the ranks that passed None.
+
+    Raises:
+        ValueError: No rank or more than one rank has a tree.
+
+    Cost: three header exchanges, of which the second carries the structure (a broadcast more where that is larger than
+    32 KiB), one broadcast of the tree's bytes.
+
+    Source: accelerate's ``copy_tensor_to_devices``.
+    """
+    return run(_CopyTensorToDevices(tensor), communicators(group), timeout, check)
+
+
+_Arrived = tuple[Leaves, dict[int, torch.Tensor], bool]
+"""Where the values go, the values by the index of their leaf, and whether tied leaves came once."""
+
+
+class _Broadcast(TreeVerb):
+    operation = "broadcast"
+    needs_headers = False
+
+    def __init__(self, tensor: Tree, source: int) -> None:
+        self._tensor, self._source = tensor, source
+
+    def prepare(self, comms: Communicators) -> Call:
+        check_rank(comms, "from_process", self._source)
+        leaves = self._leaves()
+        if comms.rank != self._source:
+            leaves.check_writable()
+        absent = self._tensor is None
+        call = Call({"from_process": index(self._source)}, leaves, absent=absent, aliases=leaves.aliases())
+        if comms.rank == self._source:
+            call.nbytes, call.payload = leaves.layout.packing.nbytes, small_payload(comms, leaves)
+        return call
+
+    def _leaves(self) -> Leaves:
+        """This rank's own; a rank without a tree takes what comes."""
+        return Leaves(None) if self._tensor is None else leaves_of(self._tensor, self.operation)
+
+    def validate(self, comms: Communicators, agreed: Agreement) -> None:
+        if self._source in agreed.absent and len(agreed.absent) < comms.size > 1:
+            raise ValueError(f"{self.operation}: rank {self._source} is the source, but its tree is None")
+        if unlike := agreed.tied_unlike(self._source):
+            raise ValueError(
+                f"{self.operation}: leaves that are one tensor on rank {unlike[0]} are not on rank {self._source}, so "
+                "they cannot hold its values; tie the same leaves on all ranks, or pass copies"
+            )
+        super().validate(comms, agreed)
+
+    def exchange(self, comms: Communicators, agreed: Agreement) -> _Arrived | None:
+        if len(agreed.absent) == comms.size or comms.size == 1:
+            return None
+        leaves = agreed.call.tree
+        if agreed.absent:
+            shared = self._shared(comms)
+            leaves = shared if agreed.call.absent else leaves
+        elif agreed.has_payload:
+            return leaves, dict(enumerate(leaves.layout.packing.unpack(agreed.payload(self._source)))), False
+        return leaves, _move(comms, leaves, agreed.uniform, self._source), agreed.uniform
+
+    def _shared(self, comms: Communicators) -> Leaves:
+        """Leaves like the source's, on the ranks that passed None too."""
+
+        def announcement() -> Call:
+            return announced(Call(), self._tensor) if comms.rank == self._source else Call()
+
+        agreed = agree(comms, self.operation, announcement)
+        return shared_leaves(comms, self.operation, self._tensor, self._source, agreed)
+
+    def result(self, comms: Communicators, agreed: Agreement, arrived: _Arrived | None) -> Tree:
+        if arrived is None or comms.rank == self._source:
+            return self._tensor
+        leaves, values, tied = arrived
+        return leaves.write(values, tied)
+
+
+class _CopyTensorToDevices(_Broadcast):
+    operation = "copy_tensor_to_devices"
+    needs_headers = True
+
+    def __init__(self, tensor: Tree) -> None:
+        super().__init__(tensor, -1)
+
+    def prepare(self, comms: Communicators) -> Call:
+        return Call(leaves=self._leaves(), absent=self._tensor is None)
+
+    def validate(self, comms: Communicators, agreed: Agreement) -> None:
+        holders = [rank for rank in range(comms.size) if rank not in agreed.absent]
+        if len(holders) != 1:
+            raise ValueError(f"copy_tensor_to_devices: exactly one rank has to hold the tensor, but ranks {holders} do")
+        self._source = holders[0]
+        super().validate(comms, agreed)
+
+
+def _move(comms: Communicators, leaves: Leaves, tied: bool, source: int) -> dict[int, torch.Tensor]:
+    """Move the source's values; those of a contiguous leaf may arrive in the leaf itself."""
+    arrived: dict[int, torch.Tensor] = {}
+    works = []
+    nbytes = [packing.nbytes(tensor) for tensor in leaves.tensors]
+    for comm, members in by_comm(comms, leaves.tensors, leaves.travelling(tied), sum(nbytes)):
+        buffers = []
+        for bucket in large_alone(members, nbytes):
+            targets = [leaves.tensors[i] for i in bucket]
+            buffers.append(packing.pack(targets, comm.get_device()) if comms.rank == source else _target(comm, targets))
+            views = packing.unpack(buffers[-1], [t.dtype for t in targets], [t.shape for t in targets])
+            arrived |= dict(zip(bucket, views, strict=True))
+        works.append(comm.broadcast_parts(buffers, source, async_op=True))
+    for work in works:
+        work.wait()
+    return arrived
+
+
+def _target(comm: TorchComm, targets: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Where a broadcast arrives: the target itself where there is one, contiguous and in the right place."""
+    if len(targets) == 1 and targets[0].is_contiguous() and targets[0].device.type == comm.get_device().type:
+        return packing.as_bytes(targets[0])
+    return packed_like(comm, [t.dtype for t in targets], [t.shape for t in targets])

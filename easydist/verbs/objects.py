@@ -1,0 +1,381 @@
+"""The verbs for any Python value.
+
+They use pickle, which can run code on the receiver, unless ``weights_only`` is set. What a sender's own decoder would
+refuse then never leaves it: all ranks raise, before any data has moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import index
+from typing import Any, overload
+
+import torch
+
+from easydist import memory
+from easydist.agreement.call import Call
+from easydist.agreement.frames import Agreement
+from easydist.agreement.runner import Verb, run
+from easydist.arguments import UNSET, either, hiding
+from easydist.eager import eager
+from easydist.format import codec
+from easydist.groups.communicators import Communicators
+from easydist.state import communicators
+from easydist.typing import Group, T, Timeout
+from easydist.verbs.ranks import check_rank
+
+__all__ = ["broadcast_object_list", "gather_object", "scatter_object_list"]
+
+
+@overload
+def gather_object(
+    object: Any,
+    *,
+    dst: None = None,
+    weights_only: bool = False,
+    group: Group = None,
+    check: bool | None = None,
+    timeout: Timeout | None = None,
+) -> list[Any]: ...
+@overload
+def gather_object(
+    object: Any,
+    *,
+    dst: int | None,
+    weights_only: bool = False,
+    group: Group = None,
+    check: bool | None = None,
+    timeout: Timeout | None = None,
+) -> list[Any] | None: ...
+@overload
+def gather_object(
+    *,
+    obj: Any,
+    dst: None = None,
+    weights_only: bool = False,
+    group: Group = None,
+    check: bool | None = None,
+    timeout: Timeout | None = None,
+) -> list[Any]: ...
+@eager
+@hiding("obj")
+def gather_object(
+    object: Any = UNSET,
+    *,
+    dst: int | None = None,
+    weights_only: bool = False,
+    group: Group = None,
+    check: bool | None = None,
+    timeout: Timeout | None = None,
+    obj: Any = UNSET,
+) -> list[Any] | None:
+    """Collect every rank's value.
+
+    Law: for lists ``gather_object(x) == x of rank 0 + … + x of rank W-1``; for anything else
+    ``gather_object(x) == [x of rank 0, …, x of rank W-1]``. Holds at W = 1 as well.
+
+    Example:
+        >>> import easydist
+        >>> easydist.gather_object(["a", "b"]), easydist.gather_object({"a": 1})
+        (['a', 'b'], [{'a': 1}])
+
+    Args:
+        object: Anything that can be pickled; on all ranks a list, or on none.
+        dst: The only rank that gets the result; None is all of them.
+        weights_only: Decode nothing but containers, numbers, text, dates, tensors, arrays, and what was allowed by
+            ``easydist.allow_globals``; the same on all ranks.
+        group: The ranks that take part.
+        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
+        timeout: How long the call may take; None is the group's.
+        obj: Another name of ``object``.
+
+    Returns:
+        The list, on every rank; copies, also of this rank's own value. On ranks other than ``dst``: None.
+
+    Raises:
+        ValueError: ``dst`` is not a rank of the group.
+        RemoteError: A rank's value cannot be pickled, or is not allow-listed (``weights_only``).
+        UnsafeObjectError: ``weights_only`` is False and pickle is denied; a value is not allow-listed.
+        DisagreementError: Some ranks gave a list and some did not.
+
+    Cost: one header exchange, which carries small objects (32 KiB in small groups); for larger ones an exchange in
+    which every rank sends just its own bytes, and sends them to ``dst`` only if there is one. Tensors and arrays are
+    copied once, into the message; those that arrive share its memory.
+
+    Source: accelerate's ``gather_object``.
+    """
+    if obj is not UNSET or object is UNSET:
+        object = either("gather_object", "object", object, "obj", obj)
+    return run(_GatherObject(object, dst, weights_only), communicators(group), timeout, check)
+
+
+@overload
+def broadcast_object_list(
+    object_list: list[T],
+    from_process: int = 0,
+    *,
+    weights_only: bool = False,
+    group: Group = None,
+    check: bool | None = None,
+    timeout: Timeout | None = None,
+) -> list[T]: ...
+@overload
+def broadcast_object_list(
+    *,
+    objects: list[Any],
+    src: int = 0,
+    weights_only: bool = False,
+    group: Group = None,
+    check: bool | None = None,
+    timeout: Timeout | None = None,
+) -> list[Any]: ...
+@eager
+@hiding("objects", "src", from_process=0)
+def broadcast_object_list(
+    object_list: list[Any] = UNSET,
+    from_process: int = UNSET,
+    *,
+    weights_only: bool = False,
+    group: Group = None,
+    check: bool | None = None,
+    timeout: Timeout | None = None,
+    objects: list[Any] = UNSET,
+    src: int = UNSET,
+) -> list[Any]:
+    """Give every rank the source's objects, in place.
+
+    Law: ``object_list == object_list of rank from_process``, element by element. An empty list is a no-op. So is a
+    world of one: its objects need not be picklable.
+
+    Example:
+        >>> import easydist
+        >>> easydist.broadcast_object_list([{"lr": 0.1}, None])
+        [{'lr': 0.1}, None]
+
+    Args:
+        object_list: Lists of one length on all ranks; what the other ranks' hold is replaced.
+        from_process: The source, a rank inside the group.
+        weights_only: As in ``gather_object``.
+        group: The ranks that take part.
+        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
+        timeout: How long the call may take; None is the group's.
+        objects: Another name of ``object_list``.
+        src: Another name of ``from_process``.
+
+    Returns:
+        The same list.
+
+    Raises:
+        DisagreementError: The lists differ in length.
+        RemoteError: The source's objects cannot be pickled, or are not allow-listed; a rank gave no list.
+        UnsafeObjectError: As in ``gather_object``.
+        ValueError: ``from_process`` is not a rank of the group.
+
+    Cost: one header exchange, which carries small objects (32 KiB in small groups); for larger ones a broadcast of the
+    pickled bytes.
+
+    Source: accelerate's ``broadcast_object_list``.
+    """
+    if objects is not UNSET or object_list is UNSET:
+        object_list = either("broadcast_object_list", "object_list", object_list, "objects", objects)
+    if src is not UNSET or from_process is UNSET:
+        from_process = either("broadcast_object_list", "from_process", from_process, "src", src, default=0)
+    verb = BroadcastObjectList(object_list, from_process, weights_only)
+    return run(verb, communicators(group), timeout, check)
+
+
+@eager
+def scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: list[Any] | None = None,
+    src: int = 0,
+    *,
+    weights_only: bool = False,
+    group: Group = None,
+    check: bool | None = None,
+    timeout: Timeout | None = None,
+) -> None:
+    """Give each rank one of the source's objects.
+
+    Law: ``scatter_object_output_list[0] == scatter_object_input_list[rank] of rank src``.
+
+    Example:
+        >>> import easydist
+        >>> output = [None]
+        >>> easydist.scatter_object_list(output, ["mine"])
+        >>> output
+        ['mine']
+
+    Args:
+        scatter_object_output_list: A list of at least one element; the first is replaced.
+        scatter_object_input_list: On the source one object per rank; not looked at elsewhere.
+        src: The source, a rank inside the group.
+        weights_only: As in ``gather_object``.
+        group: The ranks that take part.
+        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
+        timeout: How long the call may take; None is the group's.
+
+    Raises:
+        ValueError: A list is missing or has the wrong length, or ``src`` is not a rank of the group.
+        RemoteError: That happened on another rank; an object cannot be pickled, or is not allow-listed.
+        UnsafeObjectError: As in ``gather_object``. Raised by this rank alone where it allows less than the source does.
+
+    Cost: one header exchange, one exchange of sizes, one scatter in which each rank gets just its own bytes.
+
+    Source: ``torch.distributed.scatter_object_list``.
+    """
+    verb = _ScatterObjectList(scatter_object_output_list, scatter_object_input_list, src, weights_only)
+    run(verb, communicators(group), timeout, check)
+
+
+class _GatherObject(Verb["list[Any] | None"]):
+    operation = "gather_object"
+
+    def __init__(self, value: Any, dst: int | None, weights_only: bool) -> None:
+        self._value, self._dst, self._mine = value, dst, _Encoded(weights_only)
+
+    def prepare(self, comms: Communicators) -> Call:
+        check_rank(comms, "dst", self._dst)
+        arguments = {"is_list": isinstance(self._value, list), **self._mine.arguments()}
+        if self._dst is not None:
+            arguments["dst"] = index(self._dst)
+        return Call(arguments, nbytes=self._mine.fill(self._value), payload=[self._mine.data])
+
+    def exchange(self, comms: Communicators, agreed: Agreement) -> list[torch.Tensor] | None:
+        if agreed.has_payload:
+            return None
+        comm = comms.cpu(sum(agreed.nbytes))
+        if self._dst not in (None, comms.rank):
+            comm.gather([], self._mine.data, self._dst, async_op=False)
+            return None
+        messages = [memory.empty([nbytes], torch.uint8) for nbytes in agreed.nbytes]
+        messages[comms.rank] = self._mine.data
+        if self._dst is None:
+            comm.all_gather_v(messages, self._mine.data, async_op=False)
+        else:
+            comm.gather(messages, self._mine.data, self._dst, async_op=False)
+        return messages
+
+    def result(self, comms: Communicators, agreed: Agreement, arrived: list[torch.Tensor] | None) -> list[Any] | None:
+        if self._dst not in (None, comms.rank):
+            return None
+        values = [
+            self._mine.own()
+            if rank == comms.rank
+            else self._mine.decoded(agreed.payload(rank).clone() if arrived is None else arrived[rank])
+            for rank in range(comms.size)
+        ]
+        return _chained(values) if isinstance(self._value, list) else values
+
+
+class BroadcastObjectList(Verb[list[Any]]):
+    """The source's objects in the lists of all ranks."""
+
+    operation = "broadcast_object_list"
+
+    def __init__(self, values: list[Any], source: int, weights_only: bool) -> None:
+        self._values, self._source, self._mine = values, source, _Encoded(weights_only)
+
+    def prepare(self, comms: Communicators) -> Call:
+        _check_list(self.operation, "object_list", self._values)
+        check_rank(comms, "from_process", self._source)
+        arguments = {"from_process": index(self._source), "length": len(self._values), **self._mine.arguments()}
+        travels = self._values and (comms.size > 1 or self._mine.weights_only)  # else nothing need be picklable
+        nbytes = self._mine.fill(self._values) if comms.rank == self._source and travels else 0
+        return Call(arguments, nbytes=nbytes, payload=[self._mine.data])
+
+    def exchange(self, comms: Communicators, agreed: Agreement) -> torch.Tensor | None:
+        if comms.size == 1 or agreed.has_payload:
+            return None
+        nbytes = agreed.nbytes[self._source]
+        message = self._mine.data if comms.rank == self._source else memory.empty([nbytes], torch.uint8)
+        comms.cpu(nbytes).broadcast(message, self._source, async_op=False)
+        return message
+
+    def result(self, comms: Communicators, agreed: Agreement, arrived: torch.Tensor | None) -> list[Any]:
+        if comms.rank != self._source and self._values:
+            message = agreed.payload(self._source).clone() if arrived is None else arrived
+            self._values[:] = self._mine.decoded(message)
+        return self._values
+
+
+class _ScatterObjectList(Verb[None]):
+    operation = "scatter_object_list"
+
+    def __init__(self, outputs: list[Any], inputs: list[Any] | None, source: int, weights_only: bool) -> None:
+        self._outputs, self._inputs, self._source = outputs, inputs, source
+        self._mine = _Encoded(weights_only)
+        self._parts: list[torch.Tensor] = []
+
+    def prepare(self, comms: Communicators) -> Call:
+        _check_list(self.operation, "scatter_object_output_list", self._outputs)
+        check_rank(comms, "src", self._source)
+        if not self._outputs:
+            raise ValueError("scatter_object_list: scatter_object_output_list needs at least one element")
+        arguments = {"src": index(self._source), **self._mine.arguments()}
+        for value in _to_scatter(comms, self._inputs) if comms.rank == self._source else ():
+            self._mine.fill(value)
+            self._parts.append(self._mine.data)
+        return Call(arguments)
+
+    def exchange(self, comms: Communicators, agreed: Agreement) -> torch.Tensor:
+        sizes = torch.tensor([part.numel() for part in self._parts] or [0] * comms.size, device="cpu")
+        comms.control.broadcast(sizes, self._source, async_op=False)
+        output = torch.empty(int(sizes[comms.rank]), dtype=torch.uint8, device="cpu")
+        comms.control.scatter(output, self._parts, self._source, async_op=False)
+        return output
+
+    def result(self, comms: Communicators, agreed: Agreement, arrived: torch.Tensor) -> None:
+        self._outputs[0] = self._mine.decoded(arrived)
+
+
+def _chained(lists: Sequence[list[Any]]) -> list[Any]:
+    chained: list[Any] = []
+    for each in lists:
+        chained += each  # four times as fast as itertools.chain
+    return chained
+
+
+def _to_scatter(comms: Communicators, values: list[Any] | None) -> list[Any]:
+    _check_list("scatter_object_list", "scatter_object_input_list", values)
+    if len(values or ()) != comms.size:
+        raise ValueError(
+            f"scatter_object_list: scatter_object_input_list needs one object per rank, {comms.size}, "
+            f"got {len(values or ())}"
+        )
+    return values or []
+
+
+class _Encoded:
+    """A value's bytes, made inside the agreed preparation and sent after it."""
+
+    def __init__(self, weights_only: bool) -> None:
+        self.data = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.weights_only = weights_only
+        self._strings: list[str] | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """What the ranks have to agree on; a fault where it is denied."""
+        if not self.weights_only:
+            codec.demand_pickle()
+        return {"weights_only": True} if self.weights_only else {}
+
+    def fill(self, value: Any) -> int:
+        """Encode; refuse here what all receivers would refuse."""
+        message = codec.EncodedObject(value)
+        self.data, self._strings = message.joined(), value if message.is_strings else None
+        if self.weights_only and not message.is_strings:
+            self.decoded(self.data)
+        return self.data.numel()
+
+    def own(self) -> Any:
+        """A copy of the value, as the others get it."""
+        return self.decoded(self.data) if self._strings is None else list(self._strings)
+
+    def decoded(self, message: torch.Tensor) -> Any:
+        return codec.decode(message, weights_only=self.weights_only)
+
+
+def _check_list(operation: str, name: str, value: object) -> None:
+    if not isinstance(value, list):
+        raise TypeError(f"{operation}: {name} has to be a list, got {type(value).__name__}")

@@ -1,0 +1,294 @@
+"""Parameters that are spread over ranks, whole for a while."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager, suppress
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from easydist.agreement.call import Call
+from easydist.agreement.frames import Agreement
+from easydist.agreement.runner import Verb, meet, run
+from easydist.arguments import UNSET, either, hiding
+from easydist.groups.communicators import Communicators
+from easydist.state import communicators
+from easydist.verbs.broadcast import broadcast
+from easydist.verbs.sharded import (
+    check_resharded,
+    fsdp_aside,
+    full,
+    is_sharded,
+    modules_of,
+    reshard,
+    trade,
+    trade_back,
+    write_shard,
+)
+
+__all__ = ["GatheredParameters"]
+
+
+class GatheredParameters(ContextDecorator, AbstractContextManager[None]):
+    """Inside the body the parameters are whole on every rank; a change made on ``modifier_rank`` reaches every shard.
+
+    Takes FSDP2 parameters (``DTensor``, any placement), FSDP1 modules, DeepSpeed ZeRO-3 parameters where DeepSpeed is
+    installed, and plain parameters, which are whole already (``modifier_rank``'s values are then given to all).
+
+    ``load_state_dict`` and forward passes of an FSDP2 module whose parameters are all whole work in the body, on the
+    whole parameters. An instance can be used again after its body has ended.
+
+    Args:
+        *models: Modules (all their parameters), parameters, or lists of them. After a single one DeepSpeed's and
+            accelerate's order is taken as well: ``GatheredParameters(params, modifier_rank, fwd_module, enabled)``.
+        modifier_rank: The rank whose changes count; None means that changes are thrown away.
+        fwd_module: For DeepSpeed: the module whose forward needs the parameters.
+        enabled: Do nothing if False.
+        params: Another name of a single one of ``models``.
+
+    Raises:
+        RemoteError: The body raised on another rank; no shard was changed. Where it raised, its own exception goes on.
+        TypeError: Something is no parameter, or a parameter of an FSDP1 module was passed instead of the module.
+        RuntimeError: A parameter cannot be made whole, because a weak reference to it exists; it was replaced by
+            another one in the body; the body of this instance has not ended yet.
+
+    Example:
+        >>> import torch, easydist
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> with easydist.GatheredParameters(layer, modifier_rank=0):
+        ...     _ = torch.nn.init.zeros_(layer.weight)
+
+    Cost: three header exchanges; one all-gather per sharded parameter; with ``modifier_rank`` what ``broadcast`` costs
+    for all of them.
+
+    Source: DeepSpeed's and accelerate's ``GatheredParameters``.
+    """
+
+    @hiding("params")
+    def __init__(
+        self,
+        *models: Any,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+        params: Any = UNSET,
+    ) -> None:
+        if params is not UNSET or not models:
+            models = (either("GatheredParameters", "models", models or UNSET, "params", params),)
+        if len(models) > 1 and not isinstance(models[1], torch.Tensor | nn.Module | Iterable):
+            models, modifier_rank, fwd_module, enabled = _in_their_order(models, modifier_rank, fwd_module, enabled)
+        self._params = [[*model] if isinstance(model, Iterator) else model for model in models]
+        self._modifier_rank, self._fwd_module, self._enabled = modifier_rank, fwd_module, enabled
+        self._body: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> None:
+        body = self._gathered()
+        body.__enter__()
+        self._body = body
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        body, self._body = self._body, None
+        assert body is not None
+        return body.__exit__(kind, error, trace)
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        if not self._enabled:
+            yield
+            return
+        modifier_rank = self._modifier_rank
+        modules, parameters = run(_Opening(self._params, modifier_rank, self._body is not None), communicators())
+        with ExitStack() as stack:
+            for module in modules:
+                stack.enter_context(_summoned(module, modifier_rank))
+            zero = [p for p in parameters if hasattr(p, "ds_id")]
+            if zero:
+                stack.enter_context(_deepspeed(zero, modifier_rank, self._fwd_module))
+            stack.enter_context(_whole([p for p in parameters if not hasattr(p, "ds_id")], modifier_rank))
+            yield
+
+
+_Arguments = tuple[tuple[Any, ...], "int | None", "nn.Module | None", bool]
+
+
+def _in_their_order(
+    models: tuple[Any, ...], modifier_rank: int | None, fwd_module: nn.Module | None, enabled: bool
+) -> _Arguments:
+    """Take the arguments in the order of DeepSpeed and accelerate: something else than a model comes second."""
+    theirs = ("params", "modifier_rank", "fwd_module", "enabled")
+    if len(models) > len(theirs):
+        raise TypeError(f"GatheredParameters: takes {', '.join(theirs)}, or models alone, got {len(models)} arguments")
+    given = dict(zip(theirs, models, strict=False))
+    if modifier_rank is not None or ("fwd_module" in given and fwd_module is not None):
+        raise TypeError("GatheredParameters: an argument was passed by position and by name")
+    fwd_module, enabled = given.get("fwd_module", fwd_module), given.get("enabled", enabled)
+    return models[:1], given["modifier_rank"], fwd_module, enabled
+
+
+_Sorted = tuple[list[nn.Module], list[nn.Parameter]]
+"""FSDP1 modules, and single parameters, each once."""
+
+
+class _Opening(Verb[_Sorted]):
+    """The agreement of all ranks on what becomes whole."""
+
+    operation = "GatheredParameters"
+
+    def __init__(self, params: Sequence[Any], modifier_rank: int | None, is_open: bool) -> None:
+        self._params, self._modifier_rank, self._is_open = params, modifier_rank, is_open
+
+    def prepare(self, comms: Communicators) -> Call:
+        modifier_rank = self._modifier_rank
+        if self._is_open:
+            raise RuntimeError("GatheredParameters: the body of this instance has not ended yet; make another instance")
+        if modifier_rank is not None and not 0 <= modifier_rank < comms.size:
+            raise ValueError(f"modifier_rank={modifier_rank} is not a rank: there are {comms.size}, counted from 0")
+        self._sorted = modules, parameters = _sort(self._params)
+        check_resharded(parameters)
+        return Call({"modifier_rank": modifier_rank, "modules": len(modules), "parameters": len(parameters)})
+
+    def result(self, comms: Communicators, agreed: Agreement, arrived: None) -> _Sorted:
+        return self._sorted
+
+
+def _sort(params: Sequence[Any]) -> _Sorted:
+    modules: list[nn.Module] = []
+    found: list[nn.Parameter] = []
+    for item in _opened(params):
+        if isinstance(item, nn.Module) and _is_fsdp1(item):
+            modules.append(item)
+        elif isinstance(item, nn.Module):
+            reshard(item)
+            found += item.parameters()
+        else:
+            found.append(item)
+    for item in found:
+        if not isinstance(item, torch.Tensor):
+            raise TypeError(f"GatheredParameters takes parameters and modules, got {type(item).__name__}")
+        if getattr(item, "_is_flat_param", False) or getattr(item, "_fsdp_flattened", False):
+            raise TypeError("GatheredParameters: a parameter of an FSDP1 module is a part of a shard; pass the module")
+    return modules, [*{id(parameter): parameter for parameter in found}.values()]
+
+
+def _opened(params: Sequence[Any]) -> Iterator[Any]:
+    """Parameters and modules, also those in lists, one by one."""
+    for item in params:
+        if isinstance(item, torch.Tensor | nn.Module):
+            yield item
+        elif isinstance(item, Iterable):
+            yield from item
+        else:
+            yield item  # which is refused by its type
+
+
+def _is_fsdp1(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # a module can be one only if somebody imported the class
+    return fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in module.modules())
+
+
+@contextmanager
+def _summoned(module: nn.Module, modifier_rank: int | None) -> Iterator[None]:
+    """The parameters of an FSDP1 module; ``summon_full_params`` writes each rank's shard back."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    whole = FullyShardedDataParallel.summon_full_params(module, writeback=True)
+    with whole, _kept(list(module.parameters()), modifier_rank):
+        yield
+
+
+@contextmanager
+def _whole(params: list[nn.Parameter], modifier_rank: int | None) -> Iterator[None]:
+    """Plain parameters, and DTensors, which trade places with their full tensors."""
+    sharded = [parameter for parameter in params if is_sharded(parameter)]
+    others = [full(parameter) for parameter in sharded]
+    fault: Exception | None = None
+    try:
+        trade(sharded, others)
+    except RuntimeError as error:  # somebody holds a weak reference, or the parameter's place in a graph
+        fault = error
+    try:
+        meet(communicators(), "GatheredParameters", fault)
+    except Exception:
+        if fault is None:
+            trade_back(sharded, others)
+        raise
+    try:
+        with fsdp_aside(sharded), _kept(params, modifier_rank):
+            yield
+    finally:
+        trade_back(sharded, others)
+    for parameter, whole in zip(sharded, others, strict=True):
+        write_shard(parameter, whole)
+
+
+@contextmanager
+def _kept(params: list[nn.Parameter], modifier_rank: int | None) -> Iterator[None]:
+    """Whole parameters that end as ``modifier_rank`` leaves them; as they were without one, or where a body raised."""
+    before = [parameter.detach().clone() for parameter in params]
+    comms = communicators()
+    try:
+        try:
+            with _no_replacing(params):
+                yield
+        except BaseException as error:
+            with suppress(Exception):  # the others raise RemoteError; here the body's own exception goes on
+                meet(comms, "GatheredParameters", error)
+            raise
+        meet(comms, "GatheredParameters")
+        if modifier_rank is not None:
+            broadcast([parameter.data for parameter in params], modifier_rank)
+            before = [parameter.detach() for parameter in params]
+    finally:
+        for parameter, values in zip(params, before, strict=True):
+            parameter.data.copy_(values)
+
+
+@contextmanager
+def _no_replacing(params: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Refuse to put other parameters in the places of these: what was made of them would be lost at the end."""
+    ours = {id(parameter) for parameter in params}
+    places = [(module, dict(module._parameters)) for module in modules_of(params)]
+
+    def check(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        old = module._parameters.get(name)
+        if id(old) in ours and parameter is not old:
+            raise RuntimeError(_replaced(module, name))
+
+    handle = register_module_parameter_registration_hook(check)
+    replaced = []
+    try:
+        yield
+    finally:
+        handle.remove()
+        for module, before in places:
+            names = [n for n, old in before.items() if id(old) in ours and module._parameters.get(n) is not old]
+            if names:  # deleted first, or put in by force
+                replaced.append(_replaced(module, names[0]))
+                now = {name: one for name, one in module._parameters.items() if name not in names}
+                module._parameters.clear()
+                module._parameters.update({name: now.pop(name, old) for name, old in before.items()} | now)
+    if replaced:
+        raise RuntimeError(replaced[0])
+
+
+def _replaced(module: nn.Module, name: str) -> str:
+    return (
+        f"GatheredParameters: {name} of {type(module).__name__} was replaced by another parameter in the body, whose "
+        f"values would be lost; write into it instead: with torch.no_grad(): module.{name}.copy_(values)"
+    )
+
+
+def _deepspeed(
+    params: list[nn.Parameter], modifier_rank: int | None, fwd_module: nn.Module | None
+) -> AbstractContextManager[Any]:
+    import deepspeed  # a parameter has ds_id only where DeepSpeed made it
+
+    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(params, modifier_rank, fwd_module)
+    return context

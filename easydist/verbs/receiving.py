@@ -1,0 +1,99 @@
+"""Where every rank's part of the leaves arrives, and how the parts become results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from easydist import memory
+from easydist.agreement.frames import Agreement
+from easydist.data import packing
+from easydist.data.leaves import Leaves
+from easydist.transport.comm import TorchComm
+from easydist.verbs.buckets import Shapes, packed_like, packed_nbytes, resized
+
+
+def from_payloads(
+    agreement: Agreement, leaves: Leaves, shapes: Sequence[Shapes], dims: Sequence[int]
+) -> list[torch.Tensor]:
+    """The leaves that came with the headers, concatenated over ranks."""
+    if agreement.uniform and not any(dims):
+        return leaves.layout.packing.unpack_rows(agreement.payloads())
+    return join([agreement.payload(rank) for rank in range(len(shapes))], leaves.layout.dtypes, shapes, dims)
+
+
+class Receiving(NamedTuple):
+    """Where the parts of one bucket arrive, and what makes results of them."""
+
+    buffers: Sequence[torch.Tensor]
+    """One per rank."""
+
+    results: Callable[[], list[torch.Tensor]]
+    """Called when all parts have arrived."""
+
+
+def receiving(
+    comm: TorchComm, tensors: Sequence[torch.Tensor], shapes: Sequence[Shapes], dims: Sequence[int]
+) -> Receiving:
+    """Memory for every rank's part of the leaves of one bucket.
+
+    A single leaf along dim 0 arrives in its place in the result. Leaves of one size on all ranks, along dim 0, arrive
+    in rows of equal length and are copied once. Anything else is concatenated from one packed buffer per rank.
+    """
+    dtypes = [tensor.dtype for tensor in tensors]
+    if not any(dims) and len(tensors) == 1:
+        return _in_place(comm, dtypes[0], [shape for (shape,) in shapes])
+    if not any(dims) and all(row == shapes[0] for row in shapes):
+        return _in_rows(comm, dtypes, shapes[0])
+    buffers = [packed_like(comm, dtypes, row) for row in shapes]
+    return Receiving(buffers, lambda: join(buffers, dtypes, shapes, dims))
+
+
+def _in_place(comm: TorchComm, dtype: torch.dtype, shapes: Shapes) -> Receiving:
+    rows = [shape[0] for shape in shapes]
+    whole = memory.empty(resized(shapes[0], 0, sum(rows)), dtype, comm.get_device())
+    return Receiving([packing.as_bytes(part) for part in whole.split(rows)], lambda: [whole])
+
+
+def _in_rows(comm: TorchComm, dtypes: Sequence[torch.dtype], shapes: Shapes) -> Receiving:
+    nbytes = packed_nbytes(dtypes, shapes)
+    width = (nbytes // 16 + 1) * 16  # a multiple of every item size
+    rows = memory.empty((comm.get_size(), width), torch.uint8, comm.get_device())
+    return Receiving(rows[:, :nbytes].unbind(), lambda: packing.unpack_rows(rows, dtypes, shapes))
+
+
+def join(
+    buffers: Sequence[torch.Tensor],
+    dtypes: Sequence[torch.dtype],
+    shapes: Sequence[Shapes],
+    dims: Sequence[int],
+) -> list[torch.Tensor]:
+    """Concatenate what came from every rank, leaf by leaf.
+
+    Args:
+        buffers: One packed buffer per rank.
+        dtypes: Of the leaves.
+        shapes: ``[r][i]``: the shape of leaf i in buffer r.
+        dims: Along which dimension each leaf is concatenated.
+
+    Cost: one copy per leaf.
+    """
+    parts = [packing.unpack(buffer, dtypes, shape) for buffer, shape in zip(buffers, shapes, strict=True)]
+    return [_cat(column, dim) for column, dim in zip(zip(*parts, strict=True), dims, strict=True)]
+
+
+def _cat(column: tuple[torch.Tensor, ...], dim: int) -> torch.Tensor:
+    dtype = column[0].dtype
+    if packing.is_copyable(dtype):
+        return torch.cat(column, dim)
+    return torch.cat([part.view(packing.BITS[dtype.itemsize]) for part in column], dim).view(dtype)
+
+
+def at_home(leaves: Leaves, comm: TorchComm, results: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The results by index, each on the device of its leaf, which a communicator of another device may have carried."""
+    device = comm.get_device()
+    if all(leaves.tensors[i].device == device for i in results):
+        return results
+    return {i: result.to(leaves.tensors[i].device) for i, result in results.items()}

@@ -1,0 +1,196 @@
+"""A tree between ranks: a header that says all there is to know, then the data.
+
+The header is safetensors' (``header``), with the structure of the tree as its metadata (``outline``) and, under
+``easydist.devices``, JSON ``{name: device type}`` of what is not on the CPU. The data is one message for each large
+tensor, which is not copied, and one for all others of a device type, packed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from easydist import memory
+from easydist.data import packing
+from easydist.format import header, outline
+from easydist.format.header import Entry, Header
+from easydist.format.targets import Targets
+from easydist.groups.communicators import Communicators
+from easydist.typing import Tree
+from easydist.verbs.buckets import LARGE
+
+DEVICES = "easydist.devices"
+
+Buffers = list[tuple[str, torch.Tensor]]
+"""Messages in the order in which they travel: the device type of the data, and what is sent or where it arrives."""
+
+
+class Outgoing:
+    """A tree made ready to be sent.
+
+    Attributes:
+        header: Its bytes.
+    """
+
+    def __init__(self, data: Tree) -> None:
+        text, tensors = outline.encode(data, "a tensor dict", "send its parts, or use broadcast_object_list")
+        devices = {name: tensor.device.type for name, tensor in tensors.items() if not tensor.is_cpu}
+        metadata = {outline.METADATA: text, **({DEVICES: json.dumps(devices)} if devices else {})}
+        self.header = torch.frombuffer(bytearray(header.encode(tensors, metadata)), dtype=torch.uint8)
+        self._tensors = [tensors[name] for name in header.order(tensors)]
+
+    def buffers(self, comms: Communicators) -> Buffers:
+        """What to send; whatever has to be copied for that is copied now."""
+        kinds, sizes = [t.device.type for t in self._tensors], [packing.nbytes(t) for t in self._tensors]
+        return [
+            (kind, packing.pack([self._tensors[i] for i in members], there))
+            for kind, there, members in _together(comms, kinds, sizes)
+        ]
+
+
+def _together(
+    comms: Communicators, kinds: Sequence[str], sizes: Sequence[int]
+) -> Iterator[tuple[str, torch.device, list[int]]]:
+    """Which tensors make one message, and on which device; by device types and sizes alone, the same on both sides."""
+    for kind in dict.fromkeys(kinds):
+        there = comms.data(torch.device(kind)).get_device()
+        members = [i for i, other in enumerate(kinds) if other == kind and sizes[i]]
+        yield from ((kind, there, [i]) for i in members if sizes[i] >= LARGE)
+        if small := [i for i in members if sizes[i] < LARGE]:
+            yield kind, there, small
+
+
+class Incoming:
+    """The tree that a header announces. All memory is there before the first byte of data comes."""
+
+    def __init__(self, comms: Communicators, encoded: torch.Tensor, into: Tree = None) -> None:
+        """Read the header.
+
+        Args:
+            comms: The group.
+            encoded: The header's bytes.
+            into: Where the data shall be written in place; None is new memory.
+
+        Raises:
+            WireError: The header is not valid.
+            RuntimeError: There is no memory, or no device of the kind that the data comes from.
+        """
+        head = header.decode(encoded.numpy(), apart=True)
+        self._targets = None if into is None else Targets(into)
+        self._receiving, self._tensors = self._allocate(comms, head)
+        self._outline = head.metadata.get(outline.METADATA, "")
+        self._tree, self._leaves = self._decoded()
+
+    def _decoded(self) -> tuple[Tree, dict[str, Any]]:
+        wanted = None if self._targets is None else self._targets.values
+        return outline.decode(self._outline, self._tensors, None, wanted)
+
+    def _allocate(self, comms: Communicators, head: Header) -> tuple[list[_ReceiveBuffer], dict[str, torch.Tensor]]:
+        """The memory for each message, and all tensors by name."""
+        devices = header.parse_json(head.metadata.get(DEVICES, "{}").encode())
+        kinds = [devices.get(entry.name, "cpu") for entry in head.entries]
+        receiving = [
+            _ReceiveBuffer(kind, there, [head.entries[i] for i in members], self._targets)
+            for kind, there, members in _together(comms, kinds, [_size(entry) for entry in head.entries])
+        ]
+        tensors = {name: tensor for receive in receiving for name, tensor in receive.tensors.items()}
+        for entry, kind in zip(head.entries, kinds, strict=True):
+            if not _size(entry):
+                tensors[entry.name] = _empty(entry, kind if self._targets is None else "cpu")
+        return receiving, tensors
+
+    def misfit(self) -> dict[str, Any] | None:
+        """How ``into`` differs from what comes; None where it does not.
+
+        Raises:
+            ValueError: It does not differ, but cannot be written.
+        """
+        if self._targets is None:
+            return None
+        if rows := self._targets.differing(self._leaves):
+            return {"rows": rows, "of": self._targets.count(self._leaves)}
+        self._targets.check_writable("recv_tensor_dict", "what is sent", self._leaves)
+        return None
+
+    def buffers(self) -> Buffers:
+        """Where the data has to arrive."""
+        return [(receive.kind, receive.buffer) for receive in self._receiving]
+
+    def finish(self) -> Tree:
+        """The tree, when all data has arrived."""
+        for receive in self._receiving:
+            receive.finish()
+        if '"scalar"' in self._outline:  # NumPy's scalars are copies of what was there before
+            self._tree, self._leaves = self._decoded()
+        return self._tree if self._targets is None else self._targets.write(self._leaves)
+
+
+def _size(entry: Entry) -> int:
+    return entry.stop - entry.start
+
+
+class _ReceiveBuffer:
+    """The memory for one message.
+
+    Attributes:
+        kind: The device type of the data.
+        buffer: Where it arrives.
+        tensors: By name, what is in it; the values are there after ``finish``.
+    """
+
+    def __init__(self, kind: str, there: torch.device, entries: Sequence[Entry], targets: Targets | None) -> None:
+        self.kind, self._there = kind, there
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if len(entries) == 1 and (place := self._place(entries[0], targets)) is not None:
+            self.buffer, self.tensors[entries[0].name] = packing.as_bytes(place), place
+        else:
+            self.buffer = memory.empty([sum(map(_size, entries))], torch.uint8, there)
+            self._cut(entries, kind if targets is None else None)
+
+    def _place(self, entry: Entry, targets: Targets | None) -> torch.Tensor | None:
+        """Where a message of one tensor can arrive without being copied: in the target, or in the result."""
+        target = targets.values.get(entry.name) if targets is not None else None
+        if _fits(target, entry, self._there):
+            return target.detach()  # type: ignore[no-any-return, union-attr]
+        if targets is None and self.kind != self._there.type:  # a device that the group's communicators cannot reach
+            return None
+        return memory.empty(entry.shape, entry.dtype, self._there)
+
+    def _cut(self, entries: Sequence[Entry], kind: str | None) -> None:
+        """Tensors of their own for the parts of the buffer; views of it where targets get copies anyway."""
+        parts = self.buffer.split([_size(entry) for entry in entries])
+        for entry, part in zip(entries, parts, strict=True):
+            if kind is None:
+                self.tensors[entry.name] = part.view(entry.dtype).view(entry.shape)
+            else:
+                tensor = self.tensors[entry.name] = _empty(entry, kind)
+                self._copies.append((packing.as_bytes(tensor), part))
+
+    def finish(self) -> None:
+        for target, part in self._copies:
+            target.copy_(part)
+        self._copies = []
+
+
+def _fits(target: Any, entry: Entry, device: torch.device) -> bool:
+    """Whether a message can arrive in the target itself."""
+    return (
+        type(target) in (torch.Tensor, torch.nn.Parameter)
+        and (target.dtype, tuple(target.shape), target.device.type) == (entry.dtype, entry.shape, device.type)
+        and target.layout is torch.strided
+        and target.is_contiguous()
+        and not (target.is_conj() or target.is_neg())
+    )
+
+
+def _empty(entry: Entry, kind: str) -> torch.Tensor:
+    try:
+        return memory.empty(entry.shape, entry.dtype, kind)
+    except (RuntimeError, AssertionError) as error:
+        raise RuntimeError(
+            f"{entry.name or 'the tensor'} is on {kind}, where this process cannot make a tensor ({error}); pass into="
+        ) from error

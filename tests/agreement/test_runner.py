@@ -1,0 +1,270 @@
+"""One runner for every verb: a rank that fails alone is never waited for until the time is over."""
+
+import functools
+import gc
+
+import psutil
+import pytest
+import torch
+from groups import BACKENDS, check_works, made, of_all
+
+import easydist
+from easydist import RemoteError
+from easydist.agreement.runner import Verb
+from easydist.testing import distributed
+from easydist.verbs import padding
+
+assert [getattr(easydist, name) for name in dir(easydist)]  # loads all verbs
+LARGE = torch.ones(300_000)
+RAGGED = [torch.ones(1 + i % 3) for i in range(6000)]
+
+
+def pad(group):
+    longer = {"x": torch.ones(2 + group.rank()), "rest": RAGGED}  # too many sizes for the headers
+    return easydist.pad_across_processes(longer, group=group, timeout=30)
+
+
+def scatter_objects(group):
+    easydist.scatter_object_list([None], [LARGE] * group.size(), group=group, timeout=30)
+
+
+VERBS = {
+    "gather": lambda group: easydist.gather(LARGE, group=group, timeout=30),
+    "broadcast": lambda group: easydist.broadcast(LARGE.clone(), group=group, timeout=30),
+    "copy_tensor_to_devices": lambda group: easydist.copy_tensor_to_devices(
+        None if group.rank() else LARGE, group=group, timeout=30
+    ),
+    "scatter": lambda group: easydist.scatter(LARGE, group=group, timeout=30),
+    "all_to_all": lambda group: easydist.all_to_all(LARGE, group=group, timeout=30),
+    "reduce": lambda group: easydist.reduce(LARGE, group=group, timeout=30),
+    "pad_across_processes": pad,
+    "gather_object": lambda group: easydist.gather_object(LARGE, group=group, timeout=30),
+    "broadcast_object_list": lambda group: easydist.broadcast_object_list([LARGE], group=group, timeout=30),
+    "scatter_object_list": scatter_objects,
+    "broadcast_tensor_dict": lambda group: easydist.broadcast_tensor_dict({"x": LARGE}, group=group, timeout=30),
+    "synchronize_rng_states": lambda group: easydist.synchronize_rng_states(["torch", "numpy"], group=group),
+}
+OF_TWO = {"send_tensor_dict", "recv_tensor_dict"}
+WITHOUT_DATA = {"GatheredParameters"}
+
+
+def every(cls):
+    """All classes below a class that state an operation."""
+    for sub in cls.__subclasses__():
+        yield from every(sub)
+        if isinstance(getattr(sub, "operation", None), str):
+            yield sub
+
+
+def class_of(operation):
+    return next(cls for cls in every(Verb) if cls.operation == operation)
+
+
+def no_memory(*args, **kwargs):
+    raise MemoryError("no memory in the middle")
+
+
+def outcome(call):
+    try:
+        call()
+    except (MemoryError, easydist.EasydistError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "a result"
+
+
+def test_every_verb_is_tested_here():
+    for name in easydist.__all__:  # loaded when it is first used
+        getattr(easydist, name)
+    assert {cls.operation for cls in every(Verb)} == VERBS.keys() | OF_TWO | WITHOUT_DATA
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", VERBS)
+@BACKENDS
+@distributed(world_size=3)
+def test_a_rank_that_fails_before_its_data_moves_ends_the_call_for_all(rank, backend, operation):
+    with made(backend) as group, pytest.MonkeyPatch.context() as patch:
+        check_works(group, backend)
+        if rank == 1:
+            patch.setattr(class_of(operation), "exchange", no_memory)
+        found = of_all(outcome(lambda: VERBS[operation](group)))
+        patch.undo()
+        told = (
+            f"RemoteError: {operation}: rank 1 failed in the middle\n  rank 1: MemoryError: no memory in the middle\n"
+        )
+        assert found[1] == "MemoryError: no memory in the middle"
+        assert all(text.startswith(told) for text in (found[0], found[2]) if text != "a result")
+        check_works(group, backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", VERBS)
+@distributed(world_size=2)
+def test_a_rank_that_fails_when_all_data_has_moved_raises_alone(rank, operation):
+    with made("shm") as group, pytest.MonkeyPatch.context() as patch:
+        check_works(group, "shm")
+        if rank == 1:
+            patch.setattr(class_of(operation), "result", no_memory)
+        found = of_all(outcome(lambda: VERBS[operation](group)))
+        patch.undo()
+        assert found == ["a result", "MemoryError: no memory in the middle"]
+        check_works(group, "shm")
+
+
+@pytest.mark.slow
+@BACKENDS
+@distributed(world_size=3)
+def test_a_rank_without_memory_for_the_sizes_fails_the_padding_of_all(rank, backend):
+    with made(backend) as group, pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(padding, "sizes_along", no_memory)
+        with pytest.raises(MemoryError if rank == 1 else RemoteError, match="no memory in the middle"):
+            pad(group)
+        patch.undo()
+        check_works(group, backend)
+
+
+@pytest.mark.slow
+@distributed(world_size=3)
+def test_one_of_two_ranks_that_fails_in_the_middle_is_not_waited_for(rank):
+    name = "recv_tensor_dict" if rank == 1 else "send_tensor_dict"
+    with made("gloo") as group, pytest.MonkeyPatch.context() as patch:
+        check_works(group, "gloo")
+        if rank == 1:
+            patch.setattr(class_of(name), "exchange", no_memory)
+        if rank == 0:
+            found = outcome(lambda: easydist.send_tensor_dict({"x": LARGE}, 1, group=group, timeout=30))
+            assert found == "a result" or found.startswith("RemoteError: ")
+        elif rank == 1:
+            assert outcome(lambda: easydist.recv_tensor_dict(0, group=group, timeout=30)).startswith("MemoryError")
+        patch.undo()
+        check_works(group, "gloo")
+
+
+@distributed(world_size=2)
+def test_what_all_ranks_find_wrong_alike_is_raised_by_each_and_the_next_call_works(rank):
+    for _ in range(3):
+        with pytest.raises(ValueError, match="exactly one rank has to hold the tensor, but ranks \\[0, 1\\] do"):
+            easydist.copy_tensor_to_devices(torch.ones(2))
+        with pytest.raises(ValueError, match="rank 0 is the source, but its tree is None"):
+            easydist.broadcast(torch.ones(2) if rank else None)
+        with pytest.raises(ValueError, match="there is no reduction 'total'"):
+            easydist.reduce(torch.ones(2), "total")
+        assert easydist.gather(rank).tolist() == [0, 1]
+
+
+@distributed(world_size=2)
+def test_a_body_that_raises_the_same_on_all_ranks_raises_its_own_exception(rank):
+    with pytest.raises(KeyError, match="missing"), easydist.together():
+        raise KeyError("missing")
+    with pytest.raises(SystemExit), easydist.together():
+        raise SystemExit(3)
+    assert easydist.gather(rank).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("operation", VERBS)
+@distributed(world_size=2)
+def test_a_call_leaves_nothing_to_the_garbage_collector(rank, operation):
+    with made("shm") as group:
+        for _ in range(2):
+            VERBS[operation](group)
+        gc.collect()
+        gc.disable()
+        try:
+            VERBS[operation](group)
+            assert gc.collect() == 0
+        finally:
+            gc.enable()
+
+
+@pytest.mark.slow
+@BACKENDS
+@distributed(world_size=[2, 4])
+def test_many_gathers_need_no_more_memory_than_one(rank, backend):
+    with made(backend) as group:
+        leaves = [torch.ones(16 << 10) for _ in range(500)]
+        easydist.gather(leaves, group=group)
+        gc.disable()
+        try:
+            before = psutil.Process().memory_info().rss
+            for _ in range(10):
+                easydist.gather(leaves, group=group)
+            grown = psutil.Process().memory_info().rss - before
+        finally:
+            gc.enable()
+        assert grown < 2 * group.size() * 500 * (64 << 10)  # twice the result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["reduce", "broadcast"])
+@BACKENDS
+@distributed(world_size=3)
+def test_without_the_check_a_rank_that_raises_alone_is_not_waited_for(rank, backend, verb):
+    """Its tree cannot be used, and there is no exchange in which the others would hear of that."""
+    call = getattr(easydist, verb)
+    with made(backend) as group:
+        check_works(group, backend)
+        data = torch.ones(3).to_sparse() if rank == 1 else torch.ones(3)
+        if rank == 1:
+            with pytest.raises(TypeError, match="not a dense tensor"):
+                call(data, group=group, check=False)
+        else:
+            found = outcome(lambda: call(data, group=group, check=False, timeout=30))
+            assert found == "a result" or found.startswith(f"RemoteError: {verb}: rank 1 failed in the middle")
+        check_works(group, backend)
+
+
+# --- modes in which tensors have no data
+
+
+def objects(group):
+    return easydist.gather_object({"x": 1}, group=group)
+
+
+CALLS = {name: VERBS[name] for name in ("gather", "broadcast", "reduce", "scatter", "synchronize_rng_states")}
+CALLS |= {
+    "broadcast": lambda group: easydist.broadcast(torch.ones(2), group=group),
+    "gather_object": objects,
+    "pad_across_processes": lambda group: easydist.pad_across_processes(torch.ones(2), group=group),
+    "broadcast_tensor_dict": lambda group: easydist.broadcast_tensor_dict({"x": 1}, group=group),
+    "GatheredParameters": lambda group: easydist.GatheredParameters(LAYER).__enter__(),
+}
+LAYER = torch.nn.Linear(1, 1)
+FAKE = "under FakeTensorMode, where tensors have no data"
+TRANSFORM = "inside vmap or another transform of torch.func, whose tensors stand for several"
+
+
+def under_fake_tensor_mode(call):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        call()
+
+
+def inside_vmap(call):
+    torch.vmap(lambda row: (call(), row)[1])(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(("mode", "where"), [(under_fake_tensor_mode, FAKE), (inside_vmap, TRANSFORM)])
+@distributed(world_size=(1, 2))
+def test_a_verb_where_tensors_have_no_data_is_an_error_on_all_ranks(rank, world_size, mode, where):
+    group = torch.distributed.group.WORLD
+    for operation, call in CALLS.items():
+        said = f"{operation}: called {where}; call it outside, with tensors that have data"
+        with pytest.raises(TypeError, match=f"^{said}$"):  # the first call of the group is among them
+            mode(functools.partial(call, group))
+        if world_size > 1:
+            with pytest.raises(RemoteError, match=f"rank 1: TypeError: {said}"):
+                mode(functools.partial(call, group)) if rank == 1 else call(group)
+        mode(easydist.wait_for_everyone)  # moves nothing
+        assert easydist.gather(rank).tolist() == list(range(world_size))
+
+
+@distributed(world_size=2)
+def test_both_ends_of_a_pair_raise_where_one_has_no_data(rank):
+    said = f"called {FAKE}; call it outside"
+    for fake in (0, 1):
+        call = (lambda: easydist.recv_tensor_dict(0)) if rank else lambda: easydist.send_tensor_dict({"x": 1}, 1)
+        with pytest.raises((TypeError, RemoteError), match=said):
+            under_fake_tensor_mode(call) if rank == fake else call()
+    assert easydist.gather(rank).tolist() == [0, 1]

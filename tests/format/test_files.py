@@ -1,0 +1,554 @@
+"""Laws of trees on disk: what is saved is loaded, whole or not at all, and only what was checked."""
+
+import contextlib
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tracemalloc
+from collections import OrderedDict
+from pathlib import Path
+
+import launching
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings, strategies as st
+from trees import CASES, DTYPES, OUTSIDERS, THING, Batch, Point, arrays, assert_same, bits, numbers, tensors
+
+import easydist
+from easydist import WireError, tree
+from easydist.format import header, outline
+
+PROPERTY = settings(max_examples=launching.examples(60))
+PLAIN_KEYS = st.text(max_size=3) | st.integers() | st.booleans() | st.none() | st.binary(max_size=2)
+REFUSED = {"enum", "int enum", "object", "class", "function", "set", "odd keys", "statics", "registered"}
+PLAINER = {  # what comes back as another class
+    "parameter": torch.Tensor,
+    **dict.fromkeys(("array >i4", "array >f8"), np.ndarray),
+    **dict.fromkeys(("namedtuple", "namedtuple with its own __new__", "deep"), dict),
+    **{name: dict for name in CASES if "dataclass" in name},
+    **dict.fromkeys(("empty defaultdict", "default dict", "dict subclass", "counter", "mapping proxy"), dict),
+    **dict.fromkeys(("empty UserDict", "user dict", "frozen mapping", *OUTSIDERS), dict),
+    **dict.fromkeys(("empty deque", "deque", "list subclass"), list),
+    **dict.fromkeys(("return type", "tuple subclass"), tuple),
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "tree.safetensors"
+
+
+def made(name):
+    if name in OUTSIDERS:
+        pytest.importorskip("tensordict" if name == "TensorDict" else "transformers")
+    return CASES[name]()
+
+
+def saved_and_loaded(data, path):
+    easydist.save(data, path)
+    return easydist.load(path)
+
+
+def leaf_bits(data):
+    return [bits(v) if isinstance(v, torch.Tensor | np.ndarray) else repr(v) for v in tree.leaves(data)]
+
+
+def native(leaf):
+    return leaf.astype(leaf.dtype.newbyteorder("=")) if isinstance(leaf, np.ndarray) else leaf
+
+
+# --- what is saved is loaded
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in REFUSED and name not in PLAINER])
+def test_load_is_the_inverse_of_save(name, path):
+    assert_same(saved_and_loaded(made(name), path), made(name))
+
+
+@pytest.mark.parametrize("name", PLAINER)
+def test_other_classes_come_back_as_plain_containers_of_the_same_leaves(name, path):
+    data = made(name)
+    got = saved_and_loaded(data, path)
+    assert type(got) is PLAINER[name]
+    assert leaf_bits(got) == leaf_bits(tree.map(native, data))
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_json_cannot_hold_is_refused_with_its_path_and_no_file(name, path):
+    with pytest.raises(TypeError, match=r"\['x'\].* is an? \w+; a file holds tensors, arrays, numbers, text"):
+        easydist.save({"x": CASES[name]()}, path)
+    assert not list(path.parent.iterdir())
+
+
+plain = st.recursive(
+    tensors(max_dims=2, max_side=2) | arrays() | numbers() | st.integers() | st.text(max_size=3) | st.none(),
+    lambda child: st.one_of(
+        st.lists(child, max_size=3),
+        st.lists(child, max_size=3).map(tuple),
+        st.dictionaries(PLAIN_KEYS | st.tuples(PLAIN_KEYS), child, max_size=3),
+        st.dictionaries(PLAIN_KEYS, child, max_size=3).map(OrderedDict),
+    ),
+    max_leaves=8,
+)
+
+
+@pytest.mark.slow
+@PROPERTY
+@given(plain)
+def test_plain_trees_come_back_bit_for_bit(tmp_path_factory, data):
+    path = tmp_path_factory.getbasetemp() / "plain.safetensors"
+    assert_same(saved_and_loaded(data, path), tree.map(native, data))
+    safetensors.torch.load_file(path)
+
+
+@pytest.mark.parametrize("number", [2**200, -(2**63) - 1, float("-inf"), -0.0, 5e-324, complex(-0.0, float("nan"))])
+def test_every_python_number_comes_back_as_it_was(number, path):
+    assert repr(saved_and_loaded([number, {number: 1}], path)) == repr([number, {number: 1}])
+
+
+def test_names_are_the_paths_of_the_leaves(path):
+    data = {"layer": {"weight": torch.ones(2)}, 3: [np.zeros(1), Point(torch.ones(1), 5)], "n": 1}
+    easydist.save(data, path)
+    want = [p for p, leaf in zip(tree.flatten(data)[1].paths, tree.leaves(data), strict=True) if type(leaf) is not int]
+    assert sorted(safetensors.torch.load_file(path)) == sorted(want) == ["['layer']['weight']", "[3][0]", "[3][1].x"]
+
+
+def test_ties_are_stored_once_and_tied_again(path):
+    weight, array = torch.arange(1000.0), np.arange(1000.0)
+    same_memory = weight.detach()
+    got = saved_and_loaded({"a": weight, "b": [weight], "c": same_memory, "d": array, "e": (array,)}, path)
+    assert got["a"] is got["b"][0] is got["c"]
+    assert got["d"] is got["e"][0]
+    assert path.stat().st_size < 4000 + 8000 + 1000
+
+
+def test_other_views_of_one_memory_are_stored_for_themselves(path):
+    z = torch.tensor([[1 + 2j, 3], [4, 5]])
+    data = {"z": z, "t": z.t(), "conj": z.conj(), "row": z[0], "re": z.real, "bits": z.view(torch.int64)}
+    assert_same(saved_and_loaded(data, path), data)
+
+
+def test_a_state_dict_comes_back(path):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3))
+    model[2].weight = model[0].weight
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    got = saved_and_loaded({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    assert got["model"]["0.weight"] is got["model"]["2.weight"]
+    assert_same(got, {"model": OrderedDict(model.state_dict()), "optimizer": optimizer.state_dict()})
+    other = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3))
+    other.load_state_dict(got["model"])
+    torch.optim.Adam(model.parameters()).load_state_dict(got["optimizer"])
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+# --- other writers and readers
+
+
+def test_a_plain_safetensors_file_is_a_flat_dict(path):
+    values = {str(d): torch.tensor([0, 1, 1]).to(d) for d in DTYPES if d is not torch.complex128}
+    safetensors.torch.save_file(values, path, {"format": "pt"})
+    assert_same(dict(sorted(easydist.load(path).items())), dict(sorted(values.items())))
+    assert easydist.load_metadata(path) == {"format": "pt"}
+
+
+def test_metadata_is_kept_for_every_reader(path):
+    easydist.save([torch.ones(1)], path, {"format": "pt", "é": "ü"})
+    assert easydist.load_metadata(path) == {"format": "pt", "é": "ü"}
+    with safetensors.safe_open(path, "pt") as file:
+        assert file.metadata().items() >= {"format": "pt", "é": "ü"}.items()
+
+
+def test_metadata_of_ours_and_of_other_types_is_refused(path):
+    with pytest.raises(ValueError, match=r"keys that begin with 'easydist\.' are taken: 'easydist\.tree'"):
+        easydist.save([], path, {"easydist.tree": "x"})
+    with pytest.raises(TypeError, match=r"metadata has to be a dict of str to str, got \{'a': 1\}"):
+        easydist.save([], path, {"a": 1})
+    assert not list(path.parent.iterdir())
+
+
+# --- in place
+
+
+def test_into_writes_tensors_and_arrays_in_place_and_returns_the_tree(path):
+    data = {"a": torch.arange(6.0).view(2, 3), "b": Batch(np.arange(3), "x"), "p": Point(torch.ones(2), 7), "n": 0.5}
+    easydist.save(data, path)
+    parameter = torch.nn.Parameter(torch.zeros(3, 2))
+    into = {"p": Point(torch.zeros(2), 0), "b": Batch(np.zeros(3, int), "y"), "a": parameter.t(), "n": 0.0}
+    got = easydist.load(path, into=into)
+    assert parameter.tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert got["b"].ids is into["b"].ids
+    assert (got["b"].ids.tolist(), got["b"].name, got["p"].x.tolist(), got["p"].y, got["n"]) == (
+        *([0, 1, 2], "y", [1, 1], 7, 0.5),
+    )
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n not in REFUSED and n not in ("expanded", "read-only array")])
+def test_into_fills_every_class_that_can_be_saved(name, path):
+    if name == "broadcast array":
+        pytest.skip("is read-only")
+    data = made(name)
+    easydist.save(data, path)
+    into = made(name)
+    for leaf in tree.leaves(into):
+        if isinstance(leaf, torch.Tensor):
+            leaf.detach().zero_()
+        elif isinstance(leaf, np.ndarray):
+            leaf[...] = 0
+    assert leaf_bits(easydist.load(path, into=into)) == leaf_bits(data)
+    assert type(easydist.load(path, into=into)) is type(data)
+
+
+def test_into_takes_a_plain_file(path):
+    safetensors.torch.save_file({"w": torch.ones(2)}, path)
+    into = {"w": torch.zeros(2)}
+    easydist.load(path, into=into)
+    assert into["w"].tolist() == [1, 1]
+
+
+def test_into_of_other_leaves_is_refused_and_untouched(path):
+    easydist.save({"a": torch.ones(3), "b": torch.ones(2), "c": torch.ones(1), "n": 1, "e": torch.ones(1)}, path)
+    into = {
+        "a": torch.zeros(4),
+        "b": torch.zeros(2, dtype=torch.int32),
+        "d": np.zeros(1),
+        "n": 1.0,
+        "e": torch.zeros(1),
+    }
+    with pytest.raises(ValueError, match="into= differ in") as caught:
+        easydist.load(path, into=into)
+    assert str(caught.value).splitlines() == [
+        f"load: {path} and into= differ in 5 of 6 leaves",
+        "  ['a']  file: float32 (3,)   into: float32 (4,)",
+        "  ['b']  file: float32 (2,)   into: int32 (2,)",
+        "  ['c']  file: float32 (1,)   into: missing",
+        "  ['d']  file: missing   into: float64 (1,)",
+        "  ['n']  file: int   into: float",
+        "Pass the structure, dtypes and shapes of the file, or load without into=.",
+    ]
+    assert not any(leaf.any() for leaf in into.values() if not isinstance(leaf, float))
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        (np.broadcast_to(np.zeros(1, np.float32), 2), r"leaf \['b'\] is a read-only array"),
+        (torch.zeros(1).expand(2), r"leaf \['b'\] is an expanded tensor"),
+    ],
+)
+def test_into_that_cannot_be_written_is_refused_and_untouched(path, target, text):
+    easydist.save({"a": torch.ones(2), "b": torch.ones(2)}, path)
+    into = {"a": torch.zeros(2), "b": target}
+    with pytest.raises(ValueError, match=text):
+        easydist.load(path, into=into)
+    assert not into["a"].any()
+
+
+def test_into_with_ties_that_the_file_lacks_is_refused_and_untouched(path):
+    easydist.save([torch.ones(2), torch.zeros(2) + 2], path)
+    tied = torch.zeros(2)
+    for other in (tied, tied.detach()):  # as in a state_dict()
+        with pytest.raises(ValueError, match=r"\[0\] and \[1\] are one tensor in into=, but two in the file"):
+            easydist.load(path, into=[tied, other])
+    assert not tied.any()
+
+
+# --- whole or not at all
+
+
+def test_a_file_in_use_keeps_its_values_when_it_is_replaced(path):
+    first = saved_and_loaded({"a": torch.zeros(5000)}, path)
+    easydist.save({"a": first["a"] + 1}, path)
+    first["a"] += 2
+    assert (first["a"].sum(), easydist.load(path)["a"].sum()) == (10000, 5000)
+    easydist.save(easydist.load(path), path)
+    assert easydist.load(path)["a"].sum() == 5000
+
+
+def test_a_link_stays_a_link_and_the_mode_is_that_of_new_files(path):
+    link = path.parent / "latest"
+    link.symlink_to(path.name)
+    easydist.save([1], link)
+    assert link.is_symlink()
+    (other := path.parent / "other").touch()
+    assert path.stat().st_mode == other.stat().st_mode
+
+
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(path):
+    easydist.save({"a": 1}, path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            easydist.save({"a": torch.ones(100_000)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert easydist.load(path) == {"a": 1}
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.slow
+def test_a_crash_in_the_middle_leaves_the_old_file(path):
+    easydist.save({"a": 1}, path)
+    script = (
+        "import easydist, resource, signal, sys, torch\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the kernel ends the process in the middle of a write\n"
+        "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "easydist.save({'a': torch.ones(100_000)}, sys.argv[1])\n"
+    )
+    launching.python("-c", script, path, status=-signal.SIGXFSZ)
+    assert easydist.load(path) == {"a": 1}
+
+
+def resident():
+    """Bytes of this process's own memory, without pages of files."""
+    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="counts memory as Linux does")
+def test_neither_saving_nor_loading_copies_the_data(path):
+    data = {"a": torch.ones(10_000_000), "b": np.ones(5_000_000)}
+    before = resident()
+    easydist.save(data, path)
+    got = easydist.load(path)
+    total = float(got["a"].sum()) + float(got["b"].sum())
+    assert total == 15_000_000
+    assert resident() - before < 20_000_000  # the data are 80 MB
+    easydist.load(path, into=data)
+    assert resident() - before < 20_000_000
+
+
+# --- files that are wrong
+
+
+def with_structure(path, text, **values):
+    path.write_bytes(b"".join(header.chunks(values, {"easydist.tree": text})))
+
+
+@pytest.mark.parametrize(
+    ("structure", "text"),
+    [
+        ("{", "the header is not JSON"),
+        ("[]", "needs 'tree' and may have 'ties'"),
+        ('{"tree": 1, "x": 2}', "needs 'tree' and may have 'ties'"),
+        ('{"tree": {"tensor": "a"}, "ties": 1}', "ties of the structure are not an object of texts"),
+        ('{"tree": {"tensor": "c"}}', "there is no entry 'c'"),
+        ('{"tree": {"tensor": "b"}}', "entry 'a' has no place in the structure"),
+        ('{"tree": {"tensor": "a", "x": 1}}', "a node of the structure has 2 keys, not one"),
+        ('{"tree": {}}', "a node of the structure has 0 keys, not one"),
+        ('{"tree": {"pickle": "a"}}', "a node 'pickle' that means nothing"),
+        ('{"tree": {"dict": []}}', "a node 'dict' that means nothing"),
+        ('{"tree": {"items": [[1]]}}', "a bad pair of key and value"),
+        ('{"tree": {"items": [[[], 1]]}}', "that means nothing"),
+        ('{"tree": {"items": [[1, "a"], [true, "b"]]}}', "the structure has the key True twice in one dict"),
+        ('{"tree": {"items": [[1, "a"], [1.0, "b"]]}}', r"the structure has the key 1\.0 twice in one dict"),
+        ('{"tree": {"ordered": [["x", "a"], ["x", "b"]]}}', "the structure has the key 'x' twice in one dict"),
+        ('{"tree": {"items": [[{"tuple": [1]}, 1], [{"tuple": [true]}, 2]]}}', r"has the key \(True,\) twice"),
+        ('{"tree": {"items": [[{"int": "0x1' + "0" * 4000 + '"}, 1]]}}', "has a key of 16001 bits, more than 13000"),
+        (
+            '{"tree": {"items": ['
+            + ",".join(f'[{{"int": "{5 + i * 8 * (2**61 - 1):#x}"}}, 1]' for i in range(101))
+            + "]}}",
+            "more than 100 keys of one dict of the structure have the same hash",
+        ),
+        ('{"tree": {"size": ["x"]}}', "torch.Size of something else"),
+        ('{"tree": {"dtype": "nn"}}', "a node 'dtype' that means nothing"),
+        ('{"tree": {"dtype": 1}}', "a node 'dtype' that means nothing"),
+        ('{"tree": {"device": "moon"}}', "a node 'device' that means nothing"),
+        ('{"tree": {"float": "00"}}', "a node 'float' that means nothing"),
+        ('{"tree": {"bytes": "?"}}', "a node 'bytes' that means nothing"),
+        ('{"tree": {"array": "a"}}', "should be an array, but NumPy has no torch.bfloat16"),
+        ('{"tree": {"scalar": "b"}}', r"entry 'b' should be a scalar, but has the shape \(2,\)"),
+        ('{"tree": ' + "[" * 102 + "]" * 102 + "}", "nested deeper than 100 containers"),
+        ('{"tree": ' + "[" * 50000 + "]" * 50000 + "}", "nested too deeply"),
+    ],
+)
+def test_a_wrong_structure_is_named(path, structure, text):
+    with_structure(path, structure, a=torch.ones(2, dtype=torch.bfloat16), b=torch.ones(2))
+    with pytest.raises(WireError, match=text) as caught:
+        easydist.load(path)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+nodes = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["a", "['a']", "", "7ff8", "cpu", "size"]),
+    lambda child: (
+        st.lists(child, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    *("tensor", "array", "scalar", "dict", "items", "ordered", "fields", "tuple", "size"),
+                    *("float", "complex", "int", "bytes", "dtype", "device", "x"),
+                ]
+            ),
+            child,
+            min_size=1,
+            max_size=1,
+        )
+    ),
+    max_leaves=10,
+)
+
+
+@pytest.mark.slow
+@settings(max_examples=launching.examples(300))
+@given(nodes, st.dictionaries(st.sampled_from(["a", "b"]), st.sampled_from(["a", "b"])))
+def test_any_json_is_a_structure_or_an_error(node, ties):
+    text = json.dumps({"tree": node, "ties": ties})
+    try:
+        data, _ = outline.decode(text, {"a": torch.ones(1)})
+    except WireError:
+        return
+    assert_same(outline.decode(*outline.encode(data))[0], data)
+
+
+@pytest.mark.slow
+def test_the_name_of_a_dtype_imports_nothing(path):
+    with_structure(path, '{"tree": {"dtype": "_inductor"}}')
+    script = (
+        "import sys, easydist\n"
+        "try: easydist.load(sys.argv[1])\n"
+        "except easydist.WireError: sys.exit('torch._inductor' in sys.modules)"
+    )
+    root = Path(__file__).parent.parent.parent
+    subprocess.run([sys.executable, "-c", script, str(path)], env={**os.environ, "PYTHONPATH": str(root)}, check=True)
+
+
+def test_what_is_no_regular_file_is_refused_at_once(path):
+    os.mkfifo(path)
+    for operation, call in (
+        ("load", lambda: easydist.load(path)),
+        ("load", lambda: easydist.load_metadata(path)),
+        ("save", lambda: easydist.save({}, path)),
+    ):
+        with pytest.raises(OSError, match=f"{operation} needs a regular file, and this is a FIFO: '{path}'"):
+            call()
+    assert path.is_fifo()
+    with pytest.raises(OSError, match="load needs a regular file, and this is a device: '/dev/zero'"):
+        easydist.load("/dev/zero")
+    with pytest.raises(IsADirectoryError):
+        easydist.load(path.parent)
+
+
+def peak_nbytes(path, into=None):
+    """What loading allocates at most at a time."""
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(WireError, ValueError):
+            easydist.load(path, into=into)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+ALLOWANCE, PER_BYTE = 20_000_000, 150
+
+
+@pytest.mark.parametrize("into", [None, {"a": 1}], ids=["alone", "into"])
+def test_long_keys_of_many_children_take_no_memory_out_of_proportion(path, into):
+    with_structure(path, '{"tree": {"dict": {"' + "k" * 40_000 + '": [' + "1," * 20_000 + "1]}}}")
+    assert peak_nbytes(path, into) < ALLOWANCE + PER_BYTE * path.stat().st_size
+
+
+def test_into_of_long_paths_is_filled(path):
+    data = {"k" * 40_000: list(range(2000))}
+    easydist.save(data, path)
+    assert easydist.load(path, into={"k" * 40_000: [0] * 2000}) == data
+
+
+def drawn_node(draw, depth=0):
+    """JSON of a random node, in which a part may come many times."""
+    times = draw.choice([1, 2, 3000])
+    kind = draw.randrange(4 if depth < 2 else 0, 9) if depth < 5 else 0
+    if kind < 4:
+        leaves = ["1", "null", '""', "1.5", '{"float":"7ff8000000000000"}', '{"int":"0x' + "1" * times + '"}']
+        return draw.choice([*leaves, '{"tensor":"a"}', '{"bytes":"' + "AAAA" * times + '"}', '{"dtype":"int8"}', '"b"'])
+    if kind < 6:
+        child, kind = drawn_node(draw, depth + 1), draw.choice(["tuple", "size", ""])
+        children = ",".join([child] * (times if len(child) * times < 100_000 else 1))
+        return f'{{"{kind}":[{children}]}}' if kind else f"[{children}]"
+    if kind == 6:
+        keys = ["k" * draw.choice([0, 1, 20_000]) + str(i) for i in range(draw.randrange(3))]
+        kind, pairs = draw.choice(["dict", "fields"]), [f'"{key}":{drawn_node(draw, depth + 1)}' for key in keys]
+        return f'{{"{kind}":{{{",".join(pairs)}}}}}'
+    kind = draw.choice(["items", "ordered"])
+    pairs = [f"[{drawn_node(draw, 9)},{drawn_node(draw, depth + 1)}]" for _ in range(draw.randrange(3))]
+    return f'{{"{kind}":[{",".join(pairs)}]}}'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100))
+def test_random_files_allocate_in_proportion_to_their_length(path, seed):
+    draw = random.Random(seed)
+    while not 3000 < len(text := drawn_node(draw)) < 200_000:
+        pass
+    ties = json.dumps({draw.choice("ab"): draw.choice("ab") for _ in range(draw.randrange(3))})
+    with_structure(path, f'{{"tree":{text},"ties":{ties}}}', a=torch.ones(2))
+    data = bytearray(path.read_bytes())
+    for _ in range(draw.choice([0, 0, 1, 2])):
+        data[draw.randrange(len(data))] = draw.choice(b'0123456789-.eE{}[],:"\\ aU\xff\0')
+    path.write_bytes(data)
+    for into in (None, {"a": 1}):
+        assert peak_nbytes(path, into) < ALLOWANCE + PER_BYTE * len(data), seed
+
+
+@pytest.mark.parametrize("nbytes", [0, 7, 8, 30])
+def test_a_truncated_file_is_a_wire_error(path, nbytes):
+    easydist.save([torch.ones(3)], path)
+    path.write_bytes(path.read_bytes()[:nbytes])
+    with pytest.raises(WireError):
+        easydist.load(path)
+    with pytest.raises(WireError):
+        easydist.load_metadata(path)
+
+
+def test_a_tree_nested_101_deep_is_refused(path):
+    data = leaf = []
+    for _ in range(99):
+        leaf.append([])
+        leaf = leaf[0]
+    assert saved_and_loaded(data, path) == data
+    leaf.append([])
+    with pytest.raises(ValueError, match="is nested deeper than 100 containers"):
+        easydist.save(data, path)
+
+
+def test_a_missing_file_is_an_os_error(path):
+    with pytest.raises(FileNotFoundError):
+        easydist.load(path)
+    with pytest.raises(FileNotFoundError):
+        easydist.save([], path / "nowhere")
+
+
+def test_things_are_named_where_they_stand(path):
+    with pytest.raises(TypeError, match=r"^\['a'\]\[0\]\.name is a Thing; a file holds"):
+        easydist.save({"a": [Batch(torch.ones(1), THING)]}, path)
+    with pytest.raises(TypeError, match=r"^\['a'\] is an array of <U1; a file holds"):
+        easydist.save({"a": np.array(["x"])}, path)
+    with pytest.raises(TypeError, match=r"leaf \['a'\] is not a dense tensor"):
+        easydist.save({"a": torch.eye(2).to_sparse()}, path)
+
+
+def test_swapped_arguments_are_an_error_that_says_so(tmp_path):
+    for path in (tmp_path / "x.safetensors", str(tmp_path / "x.safetensors")):
+        with pytest.raises(
+            TypeError, match=r"^save: got dict as the path, .*they are swapped; pass save\(tree, path\)$"
+        ):
+            easydist.save(path, {"a": torch.ones(1)})
+    with pytest.raises(TypeError, match=r"^save: got int as the path; pass save\(tree, path\)$"):
+        easydist.save({"a": 1}, 5)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,131 @@
+"""A forked child must not speak in its parent's name."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+CHILD_CALLS_FIRST = """
+import os, easydist, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+if (child := os.fork()) == 0:
+    try:
+        easydist.gather(1.0)
+    except RuntimeError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.slow
+def test_groups_made_before_the_first_use_of_easydist_are_known_as_the_parents():
+    command, env = [sys.executable, "-c", CHILD_CALLS_FIRST], os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("this process was forked from one of the group's ranks and is none itself")
+
+
+LOADS_DATA = """
+import os, sys, torch, easydist
+from torch.utils.data import DataLoader
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 2
+    def __getitem__(self, i):
+        state = easydist.ProcessState()
+        try:
+            easydist.gather(torch.ones(1))
+        except RuntimeError as error:
+            return f"{state.process_index} of {state.num_processes}: {error}"
+
+if "first" in sys.argv:
+    easydist.gather(1)
+rank = easydist.ProcessState().process_index
+for texts in DataLoader(Data(), num_workers=1, multiprocessing_context="fork"):
+    assert texts[0].startswith(f"{rank} of 2: this process was forked from one of the group's ranks"), texts
+assert easydist.gather(rank).tolist() == [0, 1]
+os.write(1, f"well {rank}\\n".encode())
+"""
+
+LAUNCHES = """
+import os, sys, torch, easydist
+from accelerate import debug_launcher, notebook_launcher
+
+def train():
+    state = easydist.ProcessState()
+    ranks = easydist.gather(torch.tensor([state.process_index])).tolist()
+    os.write(1, f"rank {state.process_index} of {state.num_processes} {ranks}\\n".encode())
+
+if "first" in sys.argv:
+    assert easydist.ProcessState().num_processes == 1
+    easydist.gather(1)
+if "debug" in sys.argv:
+    debug_launcher(train, num_processes=2)
+else:
+    notebook_launcher(train, (), num_processes=2, use_port=sys.argv[1])
+"""
+
+FORKS_RANKS = """
+import os, sys, torch, easydist
+from multiprocessing import get_context
+
+def rank(index, port):
+    os.environ.update(RANK=str(index), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    os.write(1, f"{easydist.gather_object(index)}\\n".encode())
+
+import torch.distributed as dist
+if "first" in sys.argv:  # a group of one of the parent's own
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    easydist.gather(1)
+children = [get_context("fork").Process(target=rank, args=(i, sys.argv[1])) for i in range(2)]
+for child in children: child.start()
+for child in children: child.join()
+assert [child.exitcode for child in children] == [0, 0]
+assert easydist.gather(7).tolist() == [7]
+"""
+
+
+def run(folder, text, *arguments, torchrun=False):
+    script = folder / "script.py"
+    script.write_text(text)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if torchrun else []
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, *launcher, str(script), *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "works alone" not in done.stderr
+    return sorted(done.stdout.splitlines())
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+WHEN = pytest.mark.parametrize("when", ["first", "later"])
+
+
+@pytest.mark.slow
+@WHEN
+def test_a_worker_of_a_data_loader_knows_its_rank_and_exchanges_nothing(tmp_path, when):
+    assert run(tmp_path, LOADS_DATA, when, torchrun=True) == ["well 0", "well 1"]
+
+
+@pytest.mark.slow
+@WHEN
+@pytest.mark.parametrize("launcher", ["notebook", "debug"])
+def test_the_children_of_accelerates_launchers_are_ranks(tmp_path, launcher, when):
+    lines = run(tmp_path, LAUNCHES, free_port(), launcher, when)
+    assert [line for line in lines if line.startswith("rank")] == ["rank 0 of 2 [0, 1]", "rank 1 of 2 [0, 1]"]
+
+
+@pytest.mark.slow
+@WHEN
+def test_forked_children_with_ranks_of_their_own_form_a_world(tmp_path, when):
+    assert run(tmp_path, FORKS_RANKS, free_port(), when) == ["[0, 1]", "[0, 1]"]

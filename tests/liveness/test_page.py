@@ -1,0 +1,28 @@
+"""What a process tells on its page: whom it tells, and until when it counts."""
+
+import os
+import stat
+import time
+
+from easydist.liveness.monitor import Monitor
+from easydist.liveness.page import OwnPage, own_page
+from easydist.liveness.peer import Peer, record
+
+
+def test_only_the_same_user_can_open_the_page():
+    status = os.fstat(OwnPage().address[1])
+    assert stat.S_IMODE(status.st_mode) == 0o600
+
+
+def test_a_failure_report_counts_though_the_wall_clock_steps_back(monkeypatch):
+    page = own_page()
+    peer = Peer(1, record(page, -1, True))
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    try:
+        Monitor(0, 2, 1.0).post("late", "too late", 1.0)
+        report = peer.report()
+        assert report is not None
+        assert report.text == "too late"
+        assert Peer(1, record(page, -1, True)).report() is None  # of an earlier group
+    finally:
+        page.set_report("")

@@ -1,0 +1,158 @@
+"""Whoever starts the ranks: easydist finds the world that was launched, and leaves no mess behind."""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import launching
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPTS = ROOT / "tests" / "scripts"
+WORLD = SCRIPTS / "world.py"
+PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "PMI", "MPI", "OMPI", "I_MPI", "MV2_", "SLURM_", "ACCELERATE_")
+ENV = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)} | {
+    "PATH": PATH,
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "ACCELERATE_USE_CPU": "1",
+}
+
+pytestmark = pytest.mark.slow
+needs_mpich = pytest.mark.skipif(
+    "HYDRA" not in subprocess.run([found, "--version"], capture_output=True, text=True).stdout
+    if (found := shutil.which("mpirun", path=PATH))
+    else True,
+    reason="there is no mpirun of MPICH",
+)
+
+
+def start(*command: object, **env: object) -> subprocess.Popen:
+    variables = {name: value for name, value in (ENV | env).items() if value is not None}
+    return launching.start(*command, env=variables, cwd=ROOT)
+
+
+def finish(*processes: subprocess.Popen) -> str:
+    """All of them end well; what they wrote."""
+    texts = ["".join(told) for told in launching.finished(*processes)]
+    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(texts)
+    return "\n".join(texts)
+
+
+def launch(*command: object, **env: object) -> str:
+    return finish(start(*command, **env))
+
+
+def torchrun(nproc: int, *script: object) -> str:
+    return launch(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", *script)
+
+
+def accelerate(*arguments: object) -> str:
+    command = (sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", free_port())
+    return launch(*command, *arguments, ACCELERATE_USE_CPU=None)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def worlds(folder: Path) -> list[dict]:
+    """What the ranks found, in order."""
+    return sorted((json.loads(path.read_text()) for path in folder.glob("*.json")), key=lambda found: found["rank"])
+
+
+def a_world_of(size: int, *, adopted: bool = False) -> list[dict]:
+    everyone = list(range(size))
+    return [
+        {"rank": r, "size": size, "local_rank": r, "gathered": everyone, "adopted": adopted, "warnings": []}
+        for r in everyone
+    ]
+
+
+@pytest.mark.parametrize("size", [2])  # accelerate's own checks, below, run on 4 as well
+def test_torchrun_on_the_cpu_means_the_launched_world(size, tmp_path):
+    text = torchrun(size, WORLD, tmp_path)
+    assert worlds(tmp_path) == a_world_of(size)
+    assert "Traceback" not in text
+    assert "Warning" not in text
+
+
+def test_python_alone_is_a_world_of_one(tmp_path):
+    assert launch(sys.executable, WORLD, tmp_path) == ""
+    assert worlds(tmp_path) == a_world_of(1)
+
+
+def test_the_group_of_accelerate_is_adopted(tmp_path):
+    torchrun(2, WORLD, tmp_path, "accelerate-first")
+    assert worlds(tmp_path) == a_world_of(2, adopted=True)
+
+
+def test_accelerate_launch_with_one_process_works_and_says_so(tmp_path):
+    accelerate("--cpu", "--num_processes", 2, WORLD, tmp_path)
+    (found,) = worlds(tmp_path)
+    assert (found["size"], found["gathered"]) == (1, [0])
+    assert len(found["warnings"]) == 1
+    assert "accelerate launch started one process although it was asked for several" in found["warnings"][0]
+    assert "torchrun --nproc-per-node" in found["warnings"][0]
+
+
+@needs_mpich
+def test_accelerate_launch_with_mpirun(tmp_path):
+    accelerate("--config_file", "examples/accelerate_cpu.yaml", WORLD, tmp_path)
+    assert worlds(tmp_path) == a_world_of(2)
+
+
+@needs_mpich
+def test_two_jobs_of_mpirun_side_by_side(tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    finish(*[start("mpirun", "-n", 2, sys.executable, WORLD, folder) for folder in folders])
+    assert [worlds(folder) for folder in folders] == [a_world_of(2)] * 2
+
+
+def test_a_job_step_of_slurm(tmp_path):
+    step = {
+        "SLURM_JOB_ID": os.getpid(),
+        "SLURM_STEP_ID": 0,
+        "SLURM_STEP_NUM_TASKS": 2,
+        "SLURM_STEP_TASKS_PER_NODE": 2,
+        "SLURM_STEP_NODELIST": "localhost",
+    }
+    finish(
+        *[start(sys.executable, WORLD, tmp_path, **step, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in range(2)]
+    )
+    assert worlds(tmp_path) == a_world_of(2)
+
+
+def test_scripts_without_any_cleanup_end_well():
+    cases = ["none"] * 14 + ["0", "3"] * 3
+    text = launch(sys.executable, SCRIPTS / "exits.py", *cases)
+    assert sorted(text.splitlines()) == sorted(f"{case} 0 0 0 0" for case in cases)
+
+
+def test_at_exit_easydist_takes_down_its_own_group_only(tmp_path):
+    (folder := tmp_path / "left").mkdir()
+    launch(sys.executable, SCRIPTS / "leave.py", folder, "mine", "easydist", "later")
+    left = {path.name: path.read_text() for path in folder.iterdir()}
+    assert left == {f"{who}-{rank}": str(who != "easydist") for who in ("mine", "easydist", "later") for rank in (0, 1)}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_accelerates_own_checks_pass(size, tmp_path):
+    source = Path(importlib.util.find_spec("accelerate").submodule_search_locations[0])
+    text = (source / "test_utils" / "scripts" / "test_ops.py").read_text()
+    names = "from accelerate import|from accelerate.utils.dataclasses import|from accelerate.utils.operations import"
+    text, count = re.subn(f"^({names})", "from easydist import", text, flags=re.MULTILINE)
+    assert count == 3
+    (tmp_path / "ops.py").write_text(text)
+    assert "testing sending tensors across devices" in torchrun(size, tmp_path / "ops.py")

@@ -1,0 +1,34 @@
+"""transformers' Trainer with easydist's functions in the places of accelerate's: the same results, bit for bit."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+from test_launchers import ENV, ROOT, SCRIPTS
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not all(map(importlib.util.find_spec, ("accelerate", "transformers"))), reason="transformers is not installed"
+    ),
+]
+CALLED = {
+    "sequences": {"broadcast", "broadcast_object_list", "concatenate", "slice_tensors"},
+    "tokens": {"recursively_apply"},
+    "generation": set(),
+}
+ALWAYS = {"gather", "pad_across_processes", "send_to_device"}
+
+
+@pytest.mark.parametrize("kind", CALLED)
+def test_a_trainer_gets_what_it_gets_from_accelerate(kind, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(SCRIPTS / "trainer.py"), str(tmp_path), kind]
+    done = subprocess.run(command, env=ENV, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["differences"] == []
+        assert set(found["called"]) >= CALLED[kind] | ALWAYS

@@ -1,0 +1,253 @@
+"""The package's root: what it names, and what it loads when."""
+
+import ast
+import copy
+import importlib
+import os
+import pickle
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import easydist
+
+ROOT = Path(__file__).parent.parent
+STUB = ROOT / "easydist" / "__init__.pyi"
+ALIASES = {"PartialState": "ProcessState", "DistributedOperationException": "DisagreementError"}
+SUBMODULES = {"comms", "memory", "queue", "testing", "tree"}
+
+
+def names() -> set[str]:
+    """The names in the stub."""
+    imports = [node for node in ast.walk(ast.parse(STUB.read_text())) if isinstance(node, ast.ImportFrom)]
+    assert all(alias.asname == alias.name for node in imports for alias in node.names), "type checkers want `as`"
+    return {alias.name for node in imports for alias in node.names}
+
+
+def run(*code: str) -> str:
+    """What a fresh interpreter prints."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", "\n".join(code)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_easydist_loads_nothing_heavy():
+    before = "import sys; before = set(sys.modules)"
+    loaded = set(run(before, "import easydist", "print(*set(sys.modules) - before)").split())
+    assert {name for name in loaded if name.startswith("easydist")} == {"easydist", "easydist.forks"}
+    assert {name.split(".")[0] for name in loaded} <= sys.stdlib_module_names | {"easydist", "lazy_loader"}
+
+
+@pytest.mark.slow
+def test_all_names_load_torch_and_nothing_heavier():
+    before = "import sys, torch.distributed; before = set(sys.modules)"
+    loaded = set(run(before, "from easydist import *", "print(*set(sys.modules) - before)").split())
+    assert "easydist.queue.queue" in loaded
+    assert {name.split(".")[0] for name in loaded} <= sys.stdlib_module_names | {"easydist", "lazy_loader"}
+
+
+@pytest.mark.slow
+def test_only_process_group_registers_a_backend():
+    run(
+        "import sys, torch.distributed as d",
+        "from easydist import *",
+        "assert not d.Backend._plugins",
+        "import easydist.process_group",
+        "assert list(d.Backend._plugins) == ['EASYDIST_SHM']",
+        "assert 'torch._dynamo' not in sys.modules",
+    )
+
+
+@pytest.mark.slow
+def test_submodules_need_no_import_of_their_own():
+    used = "queue.MessageQueue tree.map memory.release testing.distributed comms.TorchComm"
+    run("import easydist", *[f"easydist.{name}" for name in used.split()])
+
+
+@pytest.mark.slow
+def test_threads_may_load_all_names_at_once():
+    run(
+        "import sys, easydist",
+        "from concurrent.futures import ThreadPoolExecutor",
+        "sys.setswitchinterval(1e-5)",
+        "with ThreadPoolExecutor(16) as pool:",
+        "    for name, value in zip(dir(easydist), pool.map(lambda n: getattr(easydist, n), dir(easydist))):",
+        "        assert value is getattr(easydist, name)",
+    )
+
+
+def test_the_stub_is_the_list_of_names():
+    assert dir(easydist) == sorted(names())
+    assert sorted(easydist.__all__) == dir(easydist)
+
+
+def test_every_name_resolves_and_is_kept():
+    for name in names():
+        value = getattr(easydist, name)
+        assert vars(easydist)[name] is value
+        assert isinstance(value, types.ModuleType) == (name in SUBMODULES)
+    assert easydist.__version__
+
+
+def test_every_name_is_documented():
+    text = "\n".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    documented = set(re.findall(r"automodule:: easydist\.(\w+)", text))
+    assert documented == SUBMODULES
+    for name in names() - SUBMODULES:  # automodule leaves out what has no docstring
+        assert ALIASES.get(name) or getattr(easydist, name).__doc__, name
+    assert ":exclude-members: " + ", ".join(ALIASES) in text
+
+
+def test_accelerates_names_mean_ours():
+    for theirs, ours in ALIASES.items():
+        assert getattr(easydist, theirs) is getattr(easydist, ours)
+
+
+@pytest.mark.parametrize("name", ["gahter", "errors_", "np"])
+def test_an_unknown_name_is_an_attribute_error(name):
+    assert not hasattr(easydist, name)
+    with pytest.raises(AttributeError, match=f"^module 'easydist' has no attribute '{name}'$") as caught:
+        getattr(easydist, name)
+    assert (caught.value.name, caught.value.obj) == (name, easydist)
+    with pytest.raises(ImportError, match=f"cannot import name '{name}' from 'easydist'"):
+        exec(f"from easydist import {name}")
+
+
+def test_what_the_root_names_can_be_pickled():
+    for name in names() - SUBMODULES:
+        value = getattr(easydist, name)
+        assert copy.copy(value) is value
+        assert pickle.loads(pickle.dumps(value)) is value
+        assert getattr(importlib.import_module(value.__module__), value.__name__) is value
+
+
+SCRIPT = """
+import easydist
+from easydist import ProcessState, errors, gather, tree
+from easydist.queue import MessageQueue
+
+state: ProcessState = easydist.PartialState()
+rank: int = state.process_index
+queue: MessageQueue = easydist.queue.MessageQueue(1, 1)
+try:
+    with easydist.together():
+        gather({"rank": rank}, group=easydist.comms.TorchComm(easydist.comms.Solo()))
+except (errors.DisagreementError, easydist.DistributedOperationException) as error:
+    print(tree.map(str, [error]), easydist.__version__)
+
+easydist.gahter(1)  # wrong
+gather(1, dst="all")  # wrong
+rank = easydist.__version__  # wrong
+from easydist import calling  # wrong
+"""
+
+
+def errors_of_mypy(folder, script):
+    """The lines of a user's script that mypy refuses, and all that it says."""
+    (folder / "script.py").write_text(script)
+    (folder / "mypy.ini").write_text("[mypy]\nfollow_imports = silent\n[mypy-torch.*]\nfollow_imports = skip\n")
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", folder / "cache", "script.py"]
+    env = os.environ | {"MYPYPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
+    found = [int(line) for line in re.findall(r"^script\.py:(\d+): error", done.stdout, re.MULTILINE)]
+    return found, done.stdout + done.stderr
+
+
+def wrong_lines(script):
+    return [number for number, line in enumerate(script.splitlines(), 1) if line.endswith("# wrong")]
+
+
+@pytest.mark.slow
+def test_type_checkers_see_every_name(tmp_path):
+    found, said = errors_of_mypy(tmp_path, SCRIPT)
+    assert found == wrong_lines(SCRIPT), said
+
+
+USES = """
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from typing_extensions import assert_type
+from typing import Any, Callable
+
+import easydist
+from easydist import ProcessState
+
+tensor, array, batch = torch.ones(1), np.ones(1), {"x": torch.ones(1)}
+
+assert_type(easydist.gather(tensor), torch.Tensor)
+assert_type(easydist.gather(array), "NDArray[np.float64]")
+assert_type(easydist.gather(1), torch.Tensor)
+assert_type(easydist.gather(0.5), torch.Tensor)
+assert_type(easydist.gather(batch), Any)
+assert_type(easydist.gather(tensor, dst=0), Any)
+assert_type(easydist.reduce(tensor, "sum"), torch.Tensor)
+assert_type(easydist.reduce(array), "NDArray[Any]")
+assert_type(easydist.reduce(batch), Any)
+assert_type(easydist.broadcast(batch), "dict[str, torch.Tensor]")
+assert_type(easydist.broadcast(3), int)
+assert_type(easydist.broadcast(None), Any)
+assert_type(easydist.copy_tensor_to_devices(), Any)
+assert_type(easydist.scatter(batch), "dict[str, torch.Tensor]")
+assert_type(easydist.all_to_all(batch), "dict[str, torch.Tensor]")
+assert_type(easydist.pad_across_processes(batch, dim=1), "dict[str, torch.Tensor]")
+assert_type(easydist.unpad(tensor, like=1), torch.Tensor)
+assert_type(easydist.send_to_device(batch, "cpu"), "dict[str, torch.Tensor]")
+assert_type(easydist.send_to_device(array, "cpu"), torch.Tensor)
+assert_type(easydist.convert_to_fp32(batch), "dict[str, torch.Tensor]")
+assert_type(easydist.concatenate([batch, batch]), "dict[str, torch.Tensor]")
+assert_type(easydist.broadcast_object_list([1]), "list[int]")
+
+state = ProcessState()
+
+
+@state.on_process(process_index=1)
+def one(path: str) -> int:
+    return len(path)
+
+
+@state.on_local_process(local_process_index=1)
+def other(path: str) -> int:
+    return len(path)
+
+
+@state.on_main_process
+def main(path: str) -> int:
+    return len(path)
+
+
+assert_type(one("a"), "int | None")
+assert_type(other("a"), "int | None")
+assert_type(main("a"), "int | None")
+assert_type(state.on_process(len, 1)([1]), "int | None")
+
+one(1)  # wrong
+easydist.reduce(tensor, "average")  # wrong
+easydist.gather(array).no_such_method()  # wrong
+easydist.broadcast(batch)[0]  # wrong
+"""
+
+TORCH = """
+from typing import Any
+class Size(tuple[int, ...]): ...
+class dtype: ...
+class device:
+    def __init__(self, name: str) -> None: ...
+class Tensor: ...
+def ones(size: int) -> Tensor: ...
+def __getattr__(name: str) -> Any: ...
+"""
+"""What type checkers have to know of torch here; reading all of it takes them half a minute."""
+
+
+@pytest.mark.slow
+def test_type_checkers_know_what_verbs_return(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.pyi").write_text(TORCH)
+    found, said = errors_of_mypy(tmp_path, USES)
+    assert found == wrong_lines(USES), said

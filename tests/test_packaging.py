@@ -1,0 +1,46 @@
+"""What is installed, and what setup.cfg and the documents say of it."""
+
+import configparser
+import re
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+import launching
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+SETUP = configparser.ConfigParser()
+SETUP.read(ROOT / "setup.cfg")
+
+
+@pytest.mark.slow
+def test_a_wheel_has_types_and_licence(tmp_path):
+    pytest.importorskip("setuptools", "77")
+    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "easydist", source / "easydist", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    process = launching.start(sys.executable, "-c", build, tmp_path, cwd=source)
+    ((_, err),) = launching.finished(process)
+    assert process.returncode == 0, err
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        metadata = archive.read(next(name for name in names if name.endswith("/METADATA"))).decode()
+    modules = {
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "easydist").rglob("*.py*") if path.suffix != ".pyc"
+    }
+    assert modules | {"easydist/py.typed"} == {name for name in names if name.startswith("easydist/")}
+    assert any(name.endswith("/licenses/LICENSE") for name in names)
+    assert "License: Apache-2.0" in metadata
+    assert "Classifier: Typing :: Typed" in metadata
+
+
+def test_the_classifiers_name_the_pythons_that_are_promised():
+    lowest = int(SETUP["options"]["python_requires"].removeprefix(">=3."))
+    named = [int(minor) for minor in re.findall(r"Python :: 3\.(\d+)$", SETUP["metadata"]["classifiers"], re.MULTILINE)]
+    assert named == list(range(lowest, named[-1] + 1))
