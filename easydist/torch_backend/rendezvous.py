@@ -68,7 +68,8 @@ class Meeting:
         # A store may have seen a group of this name before: each generation has keys of its own.
         generation = (store.add("came", 1) - 1) // size
         self.store = PrefixStore(f"{generation}", store)
-        self.monitor = Monitor(rank, size, self._timeout)
+        self._timed_store = TimedStore(self.store)
+        self.monitor = Monitor(rank, size, self._timeout, self._timed_store)
         self.monitor.waits_in_memory, self.monitor.advice = True, texts.ENDED
         self.monitor.begin("init_process_group", site(), NEVER)
         self._turns = itertools.count()
@@ -104,7 +105,7 @@ class Meeting:
 
     def _exchange(self, mine: bytes) -> list[bytes]:
         """Send a message to all ranks through the store; returns the messages of all ranks."""
-        store, turn = TimedStore(self.store), next(self._turns)
+        store, turn = self._timed_store, next(self._turns)
         store.set(f"{turn}/{self.rank}", mine.decode())
         missing = list(range(self.size))
         while missing := [r for r in missing if not store.check([f"{turn}/{r}"])]:

@@ -16,6 +16,7 @@ from easydist import CollectiveTimeout, ProcessState, RemoteError
 from easydist.comms import Communicators
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.watchdog import watchdog
+from easydist.shm import streams
 from easydist.testing import distributed
 
 LONG = launching.within(10)
@@ -175,7 +176,7 @@ def test_two_ranks_talk_before_the_third_has_come(rank, backend, numel):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("backend", "place"), [("shm", "sched_yield"), ("shm", "hears_signals"), ("gloo", "hears_signals")]
+    ("backend", "place"), [("shm", "give_core"), ("shm", "hears_signals"), ("gloo", "hears_signals")]
 )
 @distributed(world_size=3)
 def test_ctrl_c_at_an_awkward_moment_is_told_and_nothing_runs_on(rank, backend, place):
@@ -184,7 +185,7 @@ def test_ctrl_c_at_an_awkward_moment_is_told_and_nothing_runs_on(rank, backend, 
         os.kill(os.getpid(), signal.SIGINT)
         return inner(*args)
 
-    owner = os if place == "sched_yield" else Communicators
+    owner = streams if place == "give_core" else Communicators
     inner = getattr(owner, place)
     with made(backend) as group:
         check_works(group, backend)

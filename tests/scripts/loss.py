@@ -98,7 +98,17 @@ def meet(scenario: str, rank: int, world_size: int) -> None:
     return None
 
 
-def work(case: str, rank: int, world_size: int) -> None:
+def wake_the_store(pid: int, rank: int, world_size: int, pipe: tuple[int, int]) -> None:
+    """Rank 1 wakes rank 0, which keeps the store, when the ranks of the other host have given up, too."""
+    if rank > 1:
+        os.write(pipe[1], b".")
+    elif rank == 1:
+        for _ in range(2, world_size):
+            os.read(pipe[0], 1)
+        os.kill(pid, signal.SIGCONT)
+
+
+def work(case: str, rank: int, world_size: int, pipe: tuple[int, int]) -> None:
     scenario = case.split("/")[2]
     pids = None if scenario == "kill_first" else easydist.gather(os.getpid()).tolist()
     row = {"case": case, "rank": rank, "pids": pids, "type": None, "text": ""}
@@ -113,8 +123,8 @@ def work(case: str, rank: int, world_size: int) -> None:
             raise
         row |= {"type": "ValueError", "text": str(error)}
     row["seconds"] = time.monotonic() - start
-    if scenario == "store_stops" and rank == 1:
-        os.kill(pids[0], signal.SIGCONT)
+    if scenario == "store_stops":
+        wake_the_store(pids[0], rank, world_size, pipe)
     if scenario in ("late", "together", "interrupt", "store_stops"):
         row["next"] = easydist.gather(rank).tolist()
     elif row["type"] is not None:
@@ -132,7 +142,7 @@ def launch(case: str) -> bool:
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": size}
     variables["EASYDIST_SHM"] = str(int(backend != "gloo"))
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    pids = []
+    pids, pipe = [], os.pipe()
     for rank in range(world_size):
         pid = os.fork()
         if pid == 0:
@@ -141,7 +151,7 @@ def launch(case: str) -> bool:
                 os.environ[name] = str(value)
             if hosts:
                 os.environ["EASYDIST_HOST_ID"] = hosts[rank]
-            work(case, rank, world_size)
+            work(case, rank, world_size, pipe)
             return True
         pids.append(pid)
     if scenario == "interrupt" and signal.sigtimedwait([signal.SIGUSR1], DEADLINE):

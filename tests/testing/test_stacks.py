@@ -95,5 +95,5 @@ def test_long_stacks_are_shown_to_their_end(monkeypatch):
         _, *stuck = failures(3, get_stuck_with_threads)
         assert [type(error) for error in stuck] == [Stuck, Stuck]
         notes = [error.__notes__[-1] for error in stuck]
-        assert [note.count(" in at_depth") for note in notes] == [60 * 81] * 2
+        assert [note.count(" in at_depth") for note in notes] == [60 * 81] * 2, notes
         assert all("in get_stuck_with_threads" in note.rpartition("\n\n")[2] for note in notes)
