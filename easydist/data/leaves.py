@@ -308,8 +308,9 @@ class Leaves:
         for path, value in zip(self.layout.paths, self.values, strict=True):
             if reason := _unwritable(value):
                 raise ValueError(f"{_at(path)} {reason}, so it cannot be written in place")
-        if (pair := overlap([self.tensors[i] for i in self._filled()])) is not None:
-            first, second = (self.layout.paths[self._filled()[i]] for i in pair)
+        filled = self._filled()
+        if (pair := overlap([self.tensors[i] for i in filled])) is not None:
+            first, second = (self.layout.paths[filled[i]] for i in pair)
             raise ValueError(f"{_at(first)} and {second} share memory, so they cannot be written in place; pass copies")
 
     def _filled(self) -> Sequence[int]:

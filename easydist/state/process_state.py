@@ -127,20 +127,22 @@ class ProcessState:
         """The world as it is now: the default group wherever somebody has made one, else what the launcher said."""
         if not self._shared:
             self._forget()
-        if self._generation != forks.generation and not forks.is_copy():
-            self._become_own_rank()
         group = default_group()
+        if self._generation != forks.generation and (group is None or group in forks.groups_of_parents):
+            group = self._after_fork()
         if self._world is None or group is not self._group:
             self._group, self._device = group, None
             self._world = launched() if group is None else world_of(group)
             self._device = self._choose_device(self._world)
         return self._world
 
-    def _become_own_rank(self) -> None:
-        """Forget what was true of the parent of this forked process, which has been given a rank of its own."""
-        self._generation, self._world = forks.generation, None
-        if default_group() in forks.groups_of_parents:
-            leave_groups_of_parents()
+    def _after_fork(self) -> dist.ProcessGroup | None:
+        """Forget what was true of the parent, if this forked process has been given a rank of its own since then."""
+        if not forks.is_copy():
+            self._generation, self._world = forks.generation, None
+            if default_group() is not None:
+                leave_groups_of_parents()
+        return default_group()
 
     def _choose_device(self, world: World) -> torch.device:
         if named := os.environ.get("ACCELERATE_TORCH_DEVICE"):
@@ -431,7 +433,7 @@ PartialState = ProcessState
 
 def communicators(group: Group = None) -> Communicators:
     """The communicators of ``group``; see ``ProcessState.communicators``."""
-    if group is None and not forks.generation and (default := default_group()) is not None:
+    if group is None and (default := default_group()) is not None and default not in forks.groups_of_parents:
         return of_group(default)  # adopted by the state when somebody asks it
     return ProcessState().communicators(group)
 
