@@ -11,6 +11,7 @@ from groups import BACKENDS, check_works, made, of_all
 import easydist
 from easydist import RemoteError
 from easydist.agreement.runner import Verb
+from easydist.metrics import Counts, compute
 from easydist.testing import distributed
 from easydist.verbs import padding
 
@@ -28,6 +29,12 @@ def scatter_objects(group):
     easydist.scatter_object_list([None], [LARGE] * group.size(), group=group, timeout=30)
 
 
+def counted(group):
+    counts = Counts()
+    counts.update(range(20_000))
+    return compute(counts, group=group, timeout=30)
+
+
 VERBS = {
     "gather": lambda group: easydist.gather(LARGE, group=group, timeout=30),
     "broadcast": lambda group: easydist.broadcast(LARGE.clone(), group=group, timeout=30),
@@ -43,9 +50,10 @@ VERBS = {
     "scatter_object_list": scatter_objects,
     "broadcast_tensor_dict": lambda group: easydist.broadcast_tensor_dict({"x": LARGE}, group=group, timeout=30),
     "synchronize_rng_states": lambda group: easydist.synchronize_rng_states(["torch", "numpy"], group=group),
+    "compute": counted,
 }
 OF_TWO = {"send_tensor_dict", "recv_tensor_dict"}
-WITHOUT_DATA = {"GatheredParameters"}
+WITHOUT_DATA = {"GatheredParameters", "distributed_loader"}
 
 
 def every(cls):
