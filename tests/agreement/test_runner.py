@@ -37,6 +37,9 @@ def counted(group):
 
 VERBS = {
     "gather": lambda group: easydist.gather(LARGE, group=group, timeout=30),
+    "gather_for_metrics": lambda group: easydist.gather_for_metrics(
+        LARGE, indices=range(len(LARGE)), group=group, timeout=30
+    ),
     "broadcast": lambda group: easydist.broadcast(LARGE.clone(), group=group, timeout=30),
     "copy_tensor_to_devices": lambda group: easydist.copy_tensor_to_devices(
         None if group.rank() else LARGE, group=group, timeout=30

@@ -297,3 +297,19 @@ def test_an_epoch_costs_a_header_at_its_beginning(rank, kind, count):
     assert exchanges(lambda: distributed_loader(kind(50), 1)) == ["header"]
     loader = distributed_loader(kind(50), 1)
     assert exchanges(lambda: list(loader)) == count * ["header"]
+
+
+@pytest.mark.parametrize("kind", [Rows, Stream])
+@distributed(world_size=(1, 2, 3))
+def test_gather_for_metrics_knows_that_nothing_is_repeated(rank, world_size, kind):
+    for total in (1, 8, 13):
+        loader = distributed_loader(kind(total), 2)
+        every, whole = {"x": [], "id": []}, []
+        for batch in loader:
+            whole += easydist.gather_for_metrics(batch["x"][:, 0], loader=loader).tolist()
+            every = {"x": [*every["x"], *batch["x"][:, 0].tolist()], "id": [*every["id"], *batch["id"]]}
+        assert whole == list(range(total))
+        rows = {"x": torch.tensor(every["x"], dtype=torch.int16), "id": every["id"]}
+        after = easydist.gather_for_metrics(rows, loader=loader)
+        assert after["x"].tolist() == whole
+        assert after["id"] == [f"row {i}" for i in whole]
