@@ -29,6 +29,9 @@ class Objects(NamedTuple):
     rows: torch.Tensor | None
 
 
+_PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
+
+
 def is_column(value: object) -> bool:
     """True if a value is a leaf of a tree of columns: data, or a column of objects."""
     return isinstance(value, Objects) or tree.is_leaf(value)
@@ -70,8 +73,13 @@ def _is_object(value: Any, ragged: bool) -> bool:
 
 
 def _has_tensors(data: Tree) -> bool:
-    leaves = tree.flatten(data)[0]
-    return any(isinstance(leaf, torch.Tensor | np.ndarray) for leaf in leaves)
+    """Whether a tree holds a tensor or an array; quick where it has many small lists and dicts."""
+    if isinstance(data, dict | list | tuple):
+        children = data.values() if isinstance(data, dict) else data
+        return not _PLAIN.issuperset(map(type, children)) and any(map(_has_tensors, children))
+    if tree.is_container(data):
+        return any(map(_has_tensors, tree.leaves(data)))
+    return isinstance(data, torch.Tensor | np.ndarray)
 
 
 def _encoded(value: Any) -> Objects:

@@ -26,8 +26,14 @@ def active_loader() -> Any:
         return None
     if (active := state().active_dataloader) is not None:
         return active
-    done = [loader for loader in _alive(_prepared()) if loader.end_of_dataloader]
+    if len(done := _done()) > 1:
+        gc.collect()  # some may be garbage
+        done = _done()
     return done[0] if len(done) == 1 else None
+
+
+def _done() -> list[Any]:
+    return [loader for loader in _alive(_prepared()) if loader.end_of_dataloader]
 
 
 def dealt_by(loader: Any, size: int, total: int | None = None) -> Dealt:
@@ -106,7 +112,7 @@ def _check_size(found: int, size: int) -> None:
 def _dispatched(loader: Any, size: int) -> Dealt:
     """Rank 0 reads the batches, and tells all at the end how many samples the last step has."""
     _check_size(loader.state.num_processes, size)
-    batch_size = loader.batch_sampler.batch_size
+    batch_size = next(part.batch_size for part in _samplers(loader) if hasattr(part, "batch_size"))
     block = batch_size // size if loader.split_batches else batch_size
     return Dealt(block, loader.remainder if loader.end_of_dataloader else None)
 

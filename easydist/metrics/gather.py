@@ -149,7 +149,7 @@ class _GatherForMetrics(Gather):
             self._paths = [f".input_data{path}" for path in spec.paths]
         call = super().prepare(comms)
         del call.arguments["dim"]
-        call.arguments |= {"samples": tuple(self._dealt), "ragged": self._ragged, "pad_index": self._pad_index}
+        call.arguments |= self._dealt._asdict() | {"ragged": self._ragged, "pad_index": self._pad_index}
         return call
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: Moved) -> Tree:

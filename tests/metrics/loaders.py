@@ -3,7 +3,6 @@
 import contextlib
 
 import pytest
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 
@@ -40,13 +39,10 @@ def accelerate_state(rank, world_size):
             GradientState._reset_state()
 
 
-def prepared(dataset, batch_size, *, shuffle=False, drop_last=False, even_batches=True, **options):
-    """A loader that a real Accelerator has prepared."""
+def prepared(dataset, batch_size, *, order=None, drop_last=False, **options):
+    """A loader that a real Accelerator has prepared; ``order`` is that of the samples of a data set with a length."""
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration
 
-    config = DataLoaderConfiguration(even_batches=even_batches, use_seedable_sampler=shuffle, **options)
-    generator = torch.Generator().manual_seed(5)
-    more = {} if isinstance(dataset, IterableDataset) else {"shuffle": shuffle, "generator": generator}
-    loader = DataLoader(dataset, batch_size=batch_size, drop_last=drop_last, **more)
-    return Accelerator(cpu=True, dataloader_config=config).prepare(loader)
+    loader = DataLoader(dataset, batch_size, sampler=order, drop_last=drop_last)
+    return Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options)).prepare(loader)
