@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,17 +12,19 @@ import torch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["ExactSum", "State", "numbers"]
+__all__ = ["ExactSum", "numbers"]
 
 _SCALE = 1074
 """The sums are kept as multiples of 2**-1074, the smallest float64."""
 
-_MANTISSA = 53
-_LOW = 26
-"""Bits of the lower part of a mantissa; sums of 2**36 such parts fit 64 bits."""
+_MANTISSA, _LOW = 53, 26
+"""Bits of a float64's mantissa, and of the lower part in which it is summed."""
 
-State: TypeAlias = tuple[int, float, bool]
-"""The sum of what is finite as a multiple of 2**-1074, the sum of what is not, and whether all were integers."""
+_MOST = 1 << _LOW
+"""Elements that are summed at once: sums of so many parts of 27 bits are exact in float64."""
+
+_FEW = 64
+"""Elements up to which they are added one by one, which is quicker."""
 
 
 class ExactSum:
@@ -39,18 +41,19 @@ class ExactSum:
         self._finite, self._special, self._is_whole = 0, 0.0, True
 
     @classmethod
-    def of(cls, states: Iterable[State]) -> ExactSum:
+    def of(cls, states: Iterable[str]) -> ExactSum:
         """Sum the sums of several ranks."""
         total = cls()
-        for finite, special, is_whole in states:
-            total._finite += finite
-            total._special += special
-            total._is_whole &= is_whole
+        for state in states:
+            finite, special, is_whole = state.split()
+            total._finite += int(finite, 16)
+            total._special += float(special)
+            total._is_whole &= is_whole == "whole"
         return total
 
-    def state(self) -> State:
-        """Give the sum as plain numbers."""
-        return self._finite, self._special, self._is_whole
+    def state(self) -> str:
+        """Give the sum as text, which travels more quickly than three numbers."""
+        return f"{self._finite:x} {self._special} {'whole' if self._is_whole else 'float'}"
 
     def add(self, values: NDArray[Any]) -> None:
         """Add the elements of an array of one dimension: integers, bools, Python integers or float64."""
@@ -58,9 +61,18 @@ class ExactSum:
             self._finite += sum(values.tolist()) << _SCALE
             return
         self._is_whole = False
-        finite = np.isfinite(values)
-        self._special += sum(values[~finite].tolist())
-        self._finite += _exact(values[finite])
+        if len(values) > _FEW:
+            is_finite = np.isfinite(values)
+            for first in range(0, len(values), _MOST):
+                part = slice(first, first + _MOST)
+                self._finite += _exact(values[part][is_finite[part]])
+            values = values[~is_finite]
+        for value in values.tolist():
+            if math.isfinite(value):
+                above, below = value.as_integer_ratio()  # below is a power of 2
+                self._finite += above << (_SCALE + 1 - below.bit_length())
+            else:
+                self._special += value
 
     def value(self) -> int | float:
         """Give the sum: an int if all were integers, else the nearest float64."""
@@ -78,20 +90,20 @@ class ExactSum:
 
 
 def _exact(values: NDArray[np.float64]) -> int:
-    """The sum of finite numbers, as a multiple of 2**-1074."""
-    if len(values) == 1:
-        above, below = float(values[0]).as_integer_ratio()
-        return (above << _SCALE) // below
+    """The sum of finite numbers, as a multiple of 2**-1074: the mantissas of each exponent are summed as integers."""
     fractions, exponents = np.frexp(values)
     mantissas = np.ldexp(fractions, _MANTISSA).astype(np.int64)
-    return sum(_scaled(mantissas[exponents == exponent], int(exponent)) for exponent in np.unique(exponents))
+    lowest = exponents.min(initial=0)
+    high = np.bincount(exponents - lowest, weights=mantissas >> _LOW)
+    low = np.bincount(exponents - lowest, weights=mantissas & ((1 << _LOW) - 1))
+    total = 0
+    for place in np.flatnonzero((high != 0) | (low != 0)).tolist():
+        total += ((int(high[place]) << _LOW) + int(low[place])) << place
+    return _shifted(total, int(lowest) - _MANTISSA + _SCALE)
 
 
-def _scaled(mantissas: NDArray[np.int64], exponent: int) -> int:
-    """The sum of mantissas times ``2 ** (exponent - 53)``, as a multiple of 2**-1074."""
-    total = (int((mantissas >> _LOW).sum()) << _LOW) + int((mantissas & ((1 << _LOW) - 1)).sum())
-    shift = exponent - _MANTISSA + _SCALE
-    return total << shift if shift >= 0 else total >> -shift  # a subnormal's lowest bits are 0
+def _shifted(value: int, bits: int) -> int:
+    return value << bits if bits >= 0 else value >> -bits  # what is cut off of subnormal numbers is 0
 
 
 def numbers(value: Any, name: str) -> NDArray[Any]:
@@ -103,9 +115,9 @@ def numbers(value: Any, name: str) -> NDArray[Any]:
     if isinstance(value, torch.Tensor):
         tensor = value.detach().cpu()
         value = (tensor.double() if tensor.is_floating_point() else tensor).numpy()
-    if isinstance(value, int) and not isinstance(value, bool):
-        return np.array([value], dtype=object)
-    array = np.atleast_1d(value).ravel() if isinstance(value, bool | float | np.ndarray | np.generic) else None
+    if isinstance(value, float | int):
+        return np.array([value], dtype=np.float64 if isinstance(value, float) else object)
+    array = np.atleast_1d(value).ravel() if isinstance(value, np.ndarray | np.generic) else None
     if array is None or array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
         raise TypeError(f"{name} is {type(value).__name__}; pass a real number, or a tensor or array of such")
     return array.astype(np.float64) if array.dtype.kind == "f" else array
