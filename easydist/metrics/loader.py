@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb, run
-from easydist.eager import eager
+from easydist.eager import eager, eager_methods
 from easydist.groups.communicators import Communicators
 from easydist.metrics.collate import Collate
 from easydist.metrics.sources import Indexed, Sharing, Source, Streamed, is_stream
@@ -80,6 +80,7 @@ def distributed_loader(
     return DistributedLoader(comms, dataset, run(opening, comms), with_indices)
 
 
+@eager_methods
 class DistributedLoader:
     """What ``distributed_loader`` makes. Iterating is one epoch, on all ranks together.
 
