@@ -1,6 +1,6 @@
 """The gathering in an evaluation loop of 200 batches: easydist beside accelerate and torchmetrics in one run.
 
-python benchmarks/metrics.py [--ranks 2 4] [--batches 200] [--rounds 5]
+python benchmarks/metrics.py [--ranks 2 4] [--batches 200] [--rounds 5] [--only TEXT]
 
 Every batch has nested outputs and a text id per sample. Only the time spent in gathering counts, not that of loading.
 Prints for each loop the median time of both, and the peer's time over easydist's: median, min and max of the rounds.
@@ -164,7 +164,9 @@ def loops(rank: int, world_size: int, count: int) -> Iterable[Loop]:
             )
 
 
-def measure(rank: int, world_size: int, count: int, rounds: int) -> list[tuple[str, str, list[tuple[float, float]]]]:
+def measure(
+    rank: int, world_size: int, count: int, rounds: int, only: str
+) -> list[tuple[str, str, list[tuple[float, float]]]]:
     """Times of (ours, theirs) in several rounds, on this rank."""
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", OMP_NUM_THREADS="1")
@@ -172,6 +174,8 @@ def measure(rank: int, world_size: int, count: int, rounds: int) -> list[tuple[s
 
     rows = []
     for loop in loops(rank, world_size, count):
+        if only not in loop.name:
+            continue
         loop.ours(), loop.theirs()  # connections and memory
         rows.append((loop.name, loop.peer, [(loop.ours(), loop.theirs()) for _ in range(rounds)]))
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -197,10 +201,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--batches", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="", help="the rows whose name contains this text")
     options = parser.parse_args()
     with Pool(timeout=600) as pool:
         for world_size in options.ranks:
-            report(world_size, pool.run(measure, world_size, count=options.batches, rounds=options.rounds)[0])
+            asked = {"count": options.batches, "rounds": options.rounds, "only": options.only}
+            report(world_size, pool.run(measure, world_size, **asked)[0])
 
 
 if __name__ == "__main__":
