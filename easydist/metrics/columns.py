@@ -14,7 +14,7 @@ from easydist.data.leaves import is_numeric
 from easydist.format import codec
 from easydist.typing import Tree
 
-__all__ = ["Objects", "Padded", "encoded", "is_column", "joined", "padded", "taken"]
+__all__ = ["Objects", "Padded", "as_indices", "as_objects", "encoded", "is_column", "joined", "padded", "taken"]
 
 
 class Objects(NamedTuple):
@@ -57,12 +57,12 @@ def encoded(data: Tree, ragged: bool = False, whole: bool = False) -> Tree:
         torch.Size([2, 0])
     """
     if whole or not (tree.is_leaf(data) or tree.is_container(data)):
-        return _encoded(data)
+        return as_objects(data)
 
     def is_end(value: Any) -> bool:
         return tree.is_leaf(value) or (isinstance(value, list) and (ragged or not _has_tensors(value)))
 
-    return tree.map(lambda value: _encoded(value) if _is_object(value, ragged) else value, data, is_end)
+    return tree.map(lambda value: as_objects(value) if _is_object(value, ragged) else value, data, is_end)
 
 
 def _is_object(value: Any, ragged: bool) -> bool:
@@ -82,7 +82,16 @@ def _has_tensors(data: Tree) -> bool:
     return isinstance(data, torch.Tensor | np.ndarray)
 
 
-def _encoded(value: Any) -> Objects:
+def as_objects(value: Any) -> Objects:
+    """Encode one column, or one value.
+
+    Args:
+        value: A list, array or tensor has one row per item; anything else is one value.
+
+    Raises:
+        TypeError: An object cannot be pickled.
+        UnsafeObjectError: pickle is denied, and an object is not allow-listed.
+    """
     message = codec.EncodedObject(value)
     if not codec.is_pickle_allowed():
         message.check()
@@ -129,6 +138,24 @@ def taken(rows: Any, order: torch.Tensor | slice | None) -> Any:
     if packing.is_copyable(rows.dtype):
         return rows[order.to(rows.device)]
     return rows.view(packing.BITS[rows.dtype.itemsize])[order.to(rows.device)].view(rows.dtype)
+
+
+def as_indices(indices: Any, operation: str) -> torch.Tensor:
+    """Sample indices as int64 on the CPU.
+
+    Args:
+        indices: A tensor, an array or a sequence of integers.
+        operation: For the error.
+
+    Raises:
+        ValueError: They are anything else.
+    """
+    found = torch.as_tensor(indices)
+    if not found.numel():
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    if found.ndim != 1 or found.is_floating_point() or found.dtype == torch.bool:
+        raise ValueError(f"{operation}: indices has to be one integer per row, got {found.dtype} {tuple(found.shape)}")
+    return found.to("cpu", torch.int64)
 
 
 class Padded(NamedTuple):

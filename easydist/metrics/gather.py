@@ -16,7 +16,7 @@ from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
 from easydist.eager import eager
 from easydist.groups.communicators import Communicators
-from easydist.metrics.columns import Objects, encoded, is_column, joined, padded, taken
+from easydist.metrics.columns import Objects, as_indices, encoded, is_column, joined, padded, taken
 from easydist.metrics.dealing import active_loader, dealt_by
 from easydist.metrics.order import Dealt, by_index, in_order
 from easydist.state import communicators
@@ -145,7 +145,7 @@ class _GatherForMetrics(Gather):
         self._columns, spec = tree.flatten(data, is_column)
         self._tensor, self._paths = data, spec.paths
         if self._samples.indices is not None:
-            self._tensor = _Rows(data, _as_indices(self._samples.indices))
+            self._tensor = _Rows(data, as_indices(self._samples.indices, "gather_for_metrics"))
             self._paths = [f".input_data{path}" for path in spec.paths]
         call = super().prepare(comms)
         del call.arguments["dim"]
@@ -218,17 +218,6 @@ class _Column:
 def _sizes(paths: Sequence[str], shapes: Sequence[Shapes]) -> dict[str, list[int]]:
     """Of each leaf the rows that each rank has."""
     return {path: [row[i][0] for row in shapes] for i, path in enumerate(paths)}
-
-
-def _as_indices(indices: Any) -> torch.Tensor:
-    found = torch.as_tensor(indices)
-    if not found.numel():
-        return torch.empty(0, dtype=torch.int64, device="cpu")
-    if found.ndim != 1 or found.is_floating_point() or found.dtype == torch.bool:
-        raise ValueError(
-            f"gather_for_metrics: indices has to be one integer per row, got {found.dtype} {tuple(found.shape)}"
-        )
-    return found.to("cpu", torch.int64)
 
 
 def _listed(rows: Sequence[int]) -> str:
