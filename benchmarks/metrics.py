@@ -75,6 +75,17 @@ def loop_of_ours(total: int, group: dist.ProcessGroup) -> float:
     return gather.seconds
 
 
+def loop_collected(total: int, group: dist.ProcessGroup) -> float:
+    """The same columns, kept on their rank and put together once at the end."""
+    loader = metrics.distributed_loader(range(total), BATCH_SIZE, group=group)
+    collector = easydist.MetricCollector(total, group=group)
+    update, compute = Timed(collector.update), Timed(collector.compute)
+    for indices in loader:
+        update(indices, id=ids(indices), **outputs(indices))
+    assert len(compute()["id"]) == total
+    return update.seconds + compute.seconds
+
+
 def loop_of_accelerate(total: int) -> float:
     """Two calls a batch, as it does not take tensors and text in one."""
     from accelerate import Accelerator
@@ -146,12 +157,13 @@ def loops(rank: int, world_size: int, count: int) -> Iterable[Loop]:
         os.environ["EASYDIST_SHM"] = way
         group = dist.new_group()
         easydist.gather(rank, group=group)  # the ranks meet, in the way that is set now
-        yield Loop(
-            f"{count} batches, {name}",
-            functools.partial(loop_of_ours, total, group),
-            functools.partial(loop_of_accelerate, total),
-            "accelerate",
-        )
+        for title, ours in (("", loop_of_ours), (", collected", loop_collected)):
+            yield Loop(
+                f"{count} batches{title}, {name}",
+                functools.partial(ours, total, group),
+                functools.partial(loop_of_accelerate, total),
+                "accelerate",
+            )
         for title, ours, theirs in (
             ("ten means a step", means_of_ours, means_of_torchmetrics),
             ("predictions at the end", curve_of_ours, curve_of_torchmetrics),

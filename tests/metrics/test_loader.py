@@ -313,3 +313,17 @@ def test_gather_for_metrics_knows_that_nothing_is_repeated(rank, world_size, kin
         after = easydist.gather_for_metrics(rows, loader=loader)
         assert after["x"].tolist() == whole
         assert after["id"] == [f"row {i}" for i in whole]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@distributed(world_size=(1, 2, 4))
+def test_a_collector_has_the_whole_data_set_in_order(rank, world_size, shuffle):
+    for total in (1, 5, 16):
+        loader = distributed_loader(Rows(total), 3, shuffle=shuffle, with_indices=True)
+        collector = easydist.MetricCollector(total=total)
+        for indices, batch in loader:
+            collector.update(indices, **batch)
+        columns = collector.compute()
+        assert columns["x"][:, 0].tolist() == list(range(total))
+        assert list(columns["id"]) == [f"row {i}" for i in range(total)]
+        assert columns["half"].tolist() == [i / 2 for i in range(total)]
