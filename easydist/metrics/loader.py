@@ -75,9 +75,8 @@ def distributed_loader(
     Source: ``torch.utils.data.DataLoader`` and ``DistributedSampler``.
     """
     arguments = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
-    comms = communicators(group)
-    opening = _Opening(dataset, arguments, collate_fn, options)
-    return DistributedLoader(comms, dataset, run(opening, comms), with_indices)
+    source = run(_Opening(dataset, arguments, collate_fn, options), communicators(group))
+    return DistributedLoader(dataset, source, with_indices, group)
 
 
 @eager_methods
@@ -94,36 +93,40 @@ class DistributedLoader:
         total: How many samples an epoch has over all ranks; None if the data set does not say.
     """
 
-    def __init__(self, comms: Communicators, dataset: Any, source: Source, with_indices: bool = False) -> None:
+    def __init__(self, dataset: Any, source: Source, with_indices: bool, group: Group) -> None:
         self.dataset, self.batch_size, self.total = dataset, source.sharing.batch_size, source.total
-        self.epoch = self.position = 0
-        self._comms, self._source, self._with_indices, self._start = comms, source, with_indices, 0
+        self.epoch = self.position = self._start = 0
+        self._source, self._with_indices, self._group = source, with_indices, group
 
     def __len__(self) -> int:
         if self.total is None:
             raise TypeError("the data set of this loader has no length")
-        size = self.batch_size * self._comms.size
+        size = self.batch_size * self._source.sharing.world_size
         return self.total // size if self._source.sharing.drop_last else -(-self.total // size)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that comes next, on all ranks; it begins at its first sample, unless one was loaded in it.
 
         Args:
-            epoch: Its number; the order depends on it and on the seed. A data set that has ``set_epoch`` is told, too.
+            epoch: Its number; the order depends on it and on the seed. An iterable data set is told by its own
+                ``set_epoch``, if it has one.
         """
         if index(epoch) != self.epoch:
             self.epoch, self.position, self._start = index(epoch), 0, 0
 
     def __iter__(self) -> Iterator[Any]:
-        start, self._start = self._start, 0
-        self.position = start
-        run(_Meeting("begin_epoch", epoch=self.epoch, position=start, total=self.total), self._comms)
+        start = self._start
+        self._meet("begin_epoch", epoch=self.epoch, position=start, total=self.total)
+        self.position, self._start = start, 0
         for position, indices, batch in self._source.batches(self.epoch, start):
             self.position = position
             yield (indices, batch) if self._with_indices else batch
         if isinstance(self._source, Streamed):
-            run(_Meeting("end_epoch", epoch=self.epoch, position=self.position), self._comms)
+            self._meet("end_epoch", epoch=self.epoch, position=self.position)
         self.epoch, self.position = self.epoch + 1, 0
+
+    def _meet(self, operation: str, **arguments: Any) -> None:
+        run(_Meeting(operation, arguments), communicators(self._group))
 
     def state_dict(self) -> dict[str, Any]:
         """Say where the ranks are: after the batch that was yielded last; the same on all ranks.
@@ -183,7 +186,7 @@ class _Meeting(Verb[None]):
 
     needs_data = False
 
-    def __init__(self, operation: str, **arguments: Any) -> None:
+    def __init__(self, operation: str, arguments: dict[str, Any]) -> None:
         self.operation, self._arguments = operation, arguments
 
     def prepare(self, comms: Communicators) -> Call:

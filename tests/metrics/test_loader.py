@@ -171,6 +171,18 @@ def test_the_epoch_that_was_loaded_is_gone_on_with(rank):
 
 
 @distributed(world_size=2)
+def test_a_state_that_one_rank_has_not_loaded_is_not_lost(rank):
+    loader = distributed_loader(Rows(10), 2, with_indices=True)
+    state = loader.state_dict() | {"position": 4}
+    if rank:
+        loader.load_state_dict(state)
+    with pytest.raises(DisagreementError, match=r"position=0.*\n.*position=4"):
+        list(loader)
+    loader.load_state_dict(state)
+    assert collected(loader) == [[4, 5, 6, 7], [8, 9]]
+
+
+@distributed(world_size=2)
 def test_a_state_of_another_order_is_refused(rank):
     loader = distributed_loader(Rows(10), 2)
     with pytest.raises(ValueError, match=r"'total': 11.*'total': 10.*same data set, shuffle and seed"):
