@@ -1,6 +1,6 @@
 """The names of easydist, and where they are defined: the one list, which ``__init__.py`` reads too."""
 
-from . import comms as comms, memory as memory, queue as queue, testing as testing, tree as tree
+from . import comms as comms, memory as memory, metrics as metrics, queue as queue, testing as testing, tree as tree
 from .data.precision import convert_outputs_to_fp32 as convert_outputs_to_fp32, convert_to_fp32 as convert_to_fp32
 from .data.structure import (
     TensorInformation as TensorInformation,
@@ -32,6 +32,8 @@ from .errors import (
 from .format.allowlist import allow_globals as allow_globals
 from .format.codec import allow_pickle as allow_pickle
 from .format.files import load as load, load_metadata as load_metadata, save as save
+from .metrics.collector import MetricCollector as MetricCollector
+from .metrics.gather import gather_for_metrics as gather_for_metrics
 from .state import (
     DistributedType as DistributedType,
     PartialState as PartialState,

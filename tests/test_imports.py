@@ -18,7 +18,7 @@ import easydist
 ROOT = Path(__file__).parent.parent
 STUB = ROOT / "easydist" / "__init__.pyi"
 ALIASES = {"PartialState": "ProcessState", "DistributedOperationException": "DisagreementError"}
-SUBMODULES = {"comms", "memory", "queue", "testing", "tree"}
+SUBMODULES = {"comms", "memory", "metrics", "queue", "testing", "tree"}
 
 
 def names() -> set[str]:
@@ -186,6 +186,7 @@ assert_type(easydist.gather(1), torch.Tensor)
 assert_type(easydist.gather(0.5), torch.Tensor)
 assert_type(easydist.gather(batch), Any)
 assert_type(easydist.gather(tensor, dst=0), Any)
+assert_type(easydist.gather(batch, as_list=True), "list[dict[str, torch.Tensor]]")
 assert_type(easydist.reduce(tensor, "sum"), torch.Tensor)
 assert_type(easydist.reduce(array), "NDArray[Any]")
 assert_type(easydist.reduce(batch), Any)

@@ -1,0 +1,25 @@
+"""Evaluation over all ranks: every sample once, in order, and metrics that do not depend on the number of ranks."""
+
+from easydist.metrics.collate import Collate
+from easydist.metrics.collector import MetricCollector
+from easydist.metrics.columns import Padded
+from easydist.metrics.gather import gather_for_metrics
+from easydist.metrics.loader import DistributedLoader, distributed_loader
+from easydist.metrics.progress import progress
+from easydist.metrics.sampler import DistributedBatchSampler
+from easydist.metrics.sums import Counts, Sums, WeightedMean, compute
+
+__all__ = [
+    "gather_for_metrics",
+    "MetricCollector",
+    "Padded",
+    "distributed_loader",
+    "DistributedLoader",
+    "DistributedBatchSampler",
+    "Collate",
+    "compute",
+    "Counts",
+    "Sums",
+    "WeightedMean",
+    "progress",
+]
