@@ -4,6 +4,7 @@ from . import (
     accelerate as accelerate,
     comms as comms,
     memory as memory,
+    metrics as metrics,
     queue as queue,
     testing as testing,
     tree as tree,

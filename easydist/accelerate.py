@@ -107,7 +107,7 @@ def enable() -> Enabled:
     where accelerate takes itself for alone in a world of several processes.
 
     Example:
-        >>> import easydist.accelerate
+        >>> import torch, easydist.accelerate
         >>> from accelerate import Accelerator
         >>> with easydist.accelerate.enable():
         ...     Accelerator(cpu=True).gather({"loss": torch.ones(2), "step": 3})

@@ -80,7 +80,7 @@ def gather_object(
         (['a', 'b'], [{'a': 1}])
 
     Args:
-        object: Anything that can be pickled; on all ranks a list, or on none.
+        object: Anything that can be pickled, without DTensors; on all ranks a list, or on none.
         dst: The only rank that gets the result; None is all of them.
         weights_only: Decode nothing but containers, numbers, text, dates, tensors, arrays, and what was allowed by
             ``easydist.allow_globals``; the same on all ranks.
@@ -106,7 +106,7 @@ def gather_object(
     """
     if obj is not UNSET or object is UNSET:
         object = either("gather_object", "object", object, "obj", obj)
-    return run(_GatherObject(object, dst, weights_only), communicators(group), timeout, check)
+    return run(GatherObject(object, dst, weights_only), communicators(group), timeout, check)
 
 
 @overload
@@ -228,7 +228,9 @@ def scatter_object_list(
     run(verb, communicators(group), timeout, check)
 
 
-class _GatherObject(Verb["list[Any] | None"]):
+class GatherObject(Verb["list[Any] | None"]):
+    """The values of all ranks, on all of them or on one."""
+
     operation = "gather_object"
 
     def __init__(self, value: Any, dst: int | None, weights_only: bool) -> None:

@@ -28,6 +28,18 @@ def scatter_objects(group):
     easydist.scatter_object_list([None], [LARGE] * group.size(), group=group, timeout=30)
 
 
+@functools.cache
+def large_metric():
+    """Kept, as a metric alone is a cycle."""
+    metric = pytest.importorskip("torchmetrics").CatMetric()
+    metric.update(LARGE)
+    return metric
+
+
+def sync(group):
+    easydist.metrics.sync_dist(large_metric(), group=group, timeout=30)
+
+
 VERBS = {
     "gather": lambda group: easydist.gather(LARGE, group=group, timeout=30),
     "broadcast": lambda group: easydist.broadcast(LARGE.clone(), group=group, timeout=30),
@@ -42,6 +54,7 @@ VERBS = {
     "broadcast_object_list": lambda group: easydist.broadcast_object_list([LARGE], group=group, timeout=30),
     "scatter_object_list": scatter_objects,
     "broadcast_tensor_dict": lambda group: easydist.broadcast_tensor_dict({"x": LARGE}, group=group, timeout=30),
+    "sync_dist": sync,
     "synchronize_rng_states": lambda group: easydist.synchronize_rng_states(["torch", "numpy"], group=group),
 }
 OF_TWO = {"send_tensor_dict", "recv_tensor_dict"}
