@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
+import numpy as np
 import torch
 
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
 from easydist.data import packing
-from easydist.data.leaves import Indexed, Leaves, as_array
+from easydist.data.leaves import Indexed, Leaves, as_array, as_value
 from easydist.eager import eager
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.transport.comm import TorchComm
-from easydist.typing import Group, Item, Timeout, Tree
+from easydist.typing import Group, Item, T, Timeout, Tree
 from easydist.verbs.buckets import (
     Shapes,
     by_comm,
@@ -44,6 +45,7 @@ def gather(
     *,
     dst: None = None,
     dim: int = 0,
+    as_list: Literal[False] = False,
     group: Group = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
@@ -54,6 +56,7 @@ def gather(
     *,
     dst: None = None,
     dim: int = 0,
+    as_list: Literal[False] = False,
     group: Group = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
@@ -64,16 +67,29 @@ def gather(
     *,
     dst: None = None,
     dim: int = 0,
+    as_list: Literal[False] = False,
     group: Group = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
 ) -> torch.Tensor: ...
 @overload
 def gather(
+    tensor: T,
+    *,
+    dst: None = None,
+    dim: int = 0,
+    as_list: Literal[True],
+    group: Group = None,
+    check: bool | None = None,
+    timeout: Timeout | None = None,
+) -> list[T]: ...
+@overload
+def gather(
     tensor: Tree,
     *,
     dst: int | None = None,
     dim: int = 0,
+    as_list: bool = False,
     group: Group = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
@@ -84,6 +100,7 @@ def gather(
     *,
     dst: int | None = None,
     dim: int = 0,
+    as_list: bool = False,
     group: Group = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
@@ -94,10 +111,14 @@ def gather(
     dimensions counts as one of shape ``(1,)``. Holds at W = 1 as well. The sizes along ``dim`` may differ between
     ranks.
 
+    With ``as_list``: ``gather(x, as_list=True) == [x of rank 0, …, x of rank W-1]``, a list of trees.
+
     Example:
         >>> import torch, easydist
         >>> easydist.gather({"loss": torch.tensor(0.5), "ids": ["a", torch.arange(2)]})
         {'loss': tensor([0.5000]), 'ids': ['a', tensor([0, 1])]}
+        >>> easydist.gather({"loss": torch.tensor(0.5)}, as_list=True)
+        [{'loss': tensor(0.5000)}]
 
     Args:
         tensor: Any tree. Leaves of any dtype, strides and device; NumPy arrays stay arrays; Python numbers become
@@ -105,6 +126,7 @@ def gather(
             ranks, and stays as it is.
         dst: The only rank that gets the result; None is all of them.
         dim: Along which dimension.
+        as_list: Keep the ranks apart. Leaves are views of one tensor per leaf; numbers stay Python numbers.
         group: The ranks that take part.
         check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
         timeout: How long the call may take; None is the group's.
@@ -125,28 +147,31 @@ def gather(
 
     Source: accelerate's ``gather``.
     """
-    return run(_Gather(tensor, dst, dim), communicators(group), timeout, check)
+    return run(Gather(tensor, dst, dim, as_list), communicators(group), timeout, check)
 
 
-_Moved = tuple[Sequence[Shapes], Indexed | None]
+Moved = tuple[Sequence[Shapes], Indexed | None]
 """Every rank's shapes, and the results, unless they came with the headers."""
 
 
-class _Gather(TreeVerb):
+class Gather(TreeVerb):
+    """The verb itself, of which others are made that change the tree before it travels and after."""
+
     operation = "gather"
 
-    def __init__(self, tensor: Tree, dst: int | None, dim: int) -> None:
-        self._tensor, self._dst, self._dim = tensor, dst, dim
+    def __init__(self, tensor: Tree, dst: int | None, dim: int = 0, as_list: bool = False) -> None:
+        self._tensor, self._dst, self._dim, self._as_list = tensor, dst, dim, as_list
 
     def prepare(self, comms: Communicators) -> Call:
         check_rank(comms, "dst", self._dst)
-        leaves = leaves_of(self._tensor, "gather", vectors=True)
-        dims_of(leaves, self._dim, "gather")
-        arguments = {"dst": self._dst if self._dst is None else index(self._dst), "dim": index(self._dim)}
+        leaves = leaves_of(self._tensor, self.operation, vectors=True)
+        dims_of(leaves, self._dim, self.operation)
+        arguments: dict[str, Any] = {"dst": self._dst if self._dst is None else index(self._dst)}
+        arguments |= {"dim": index(self._dim)} | ({"as_list": True} if self._as_list else {})
         nbytes, payload = leaves.layout.packing.nbytes, small_payload(comms, leaves)
         return Call(arguments, leaves, self._dim, nbytes, payload, advice=pad_first(self._dim))
 
-    def exchange(self, comms: Communicators, agreed: Agreement) -> _Moved:
+    def exchange(self, comms: Communicators, agreed: Agreement) -> Moved:
         leaves = agreed.call.tree
         shapes = every_shape(comms, leaves, self._dim, agreed)
         return shapes, None if agreed.has_payload else self._gather(comms, leaves, shapes, agreed.uniform)
@@ -189,11 +214,25 @@ class _Gather(TreeVerb):
 
         return finish
 
-    def result(self, comms: Communicators, agreed: Agreement, arrived: _Moved) -> Tree:
+    def result(self, comms: Communicators, agreed: Agreement, arrived: Moved) -> Tree:
         shapes, results = arrived
         if self._dst not in (None, comms.rank):
             return None
         leaves = agreed.call.tree
         if results is None:
             results = from_payloads(agreed, leaves, shapes, leaves.layout.free(self._dim)[0])
+        if self._as_list:
+            return apart(leaves, results, shapes, leaves.layout.free(self._dim)[0], agreed.uniform)
         return leaves.rebuild(results, agreed.uniform, as_array)
+
+
+def apart(leaves: Leaves, results: Indexed, shapes: Sequence[Shapes], dims: Sequence[int], tied: bool) -> list[Tree]:
+    """Each rank's tree, made of views of what was concatenated."""
+    indices = leaves.travelling(tied)
+    parts = {i: results[i].split([row[i][dims[i]] for row in shapes], dims[i]) for i in indices}
+    scalars = {i for i in indices if np.ndim(leaves.values[i]) == 0}
+    rows = [
+        {i: parts[i][rank].reshape(()) if i in scalars else parts[i][rank] for i in indices}
+        for rank in range(len(shapes))
+    ]
+    return [leaves.rebuild(row, tied, as_value) for row in rows]

@@ -40,8 +40,18 @@ def sync(group):
     easydist.metrics.sync_dist(large_metric(), group=group, timeout=30)
 
 
+def collect(group):
+    collector = easydist.MetricCollector(group=group)
+    collector.update(range(300), x=LARGE.view(300, 1000))
+    return collector.compute()
+
+
 VERBS = {
     "gather": lambda group: easydist.gather(LARGE, group=group, timeout=30),
+    "gather_for_metrics": lambda group: easydist.gather_for_metrics(
+        LARGE, indices=range(len(LARGE)), group=group, timeout=30
+    ),
+    "MetricCollector": collect,
     "broadcast": lambda group: easydist.broadcast(LARGE.clone(), group=group, timeout=30),
     "copy_tensor_to_devices": lambda group: easydist.copy_tensor_to_devices(
         None if group.rank() else LARGE, group=group, timeout=30

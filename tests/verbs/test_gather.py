@@ -163,6 +163,27 @@ def test_leaves_that_are_large_on_one_rank_only(rank, world_size, rows):
 
 
 @distributed(world_size=ALL)
+@pytest.mark.parametrize("rows", [3, 100_000], ids=["small", "large"])
+def test_as_list_keeps_the_ranks_apart(rank, world_size, rows):
+    def tree(r):
+        tied = torch.arange(rows + r) + r
+        return {"x": tied, "y": [tied, "text"], "array": np.full((r, 2), r), "number": r, "scalar": torch.tensor(r)}
+
+    got = easydist.gather(tree(rank), as_list=True)
+    assert len(got) == world_size
+    for r, found in enumerate(got):
+        want = tree(r)
+        assert torch.equal(found["x"], want["x"])
+        assert torch.equal(found["y"][0], want["x"])
+        assert found["y"][1] == "text"
+        assert np.array_equal(found["array"], want["array"])
+        assert (found["number"], found["scalar"].shape) == (r, ())
+    last = world_size - 1
+    got = easydist.gather(torch.ones(2, rank), dim=1, dst=last, as_list=True)
+    assert got is None if rank != last else [part.shape[1] for part in got] == [*range(world_size)]
+
+
+@distributed(world_size=ALL)
 def test_a_scalar_becomes_one_element_per_rank_at_every_world_size(rank, world_size):
     assert easydist.gather(torch.tensor(rank)).tolist() == list(range(world_size))
     assert easydist.gather(rank).dtype == torch.int64

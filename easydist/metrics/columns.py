@@ -1,0 +1,212 @@
+"""Trees of columns: one row per sample. Tensors and arrays travel as they are, everything else as encoded objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from easydist import tree
+from easydist.data import packing
+from easydist.data.leaves import is_numeric
+from easydist.format import codec
+from easydist.typing import Tree
+
+__all__ = ["Objects", "Padded", "as_indices", "as_objects", "encoded", "is_column", "joined", "padded", "taken"]
+
+
+class Objects(NamedTuple):
+    """A column of objects, made ready to travel with tensors.
+
+    Attributes:
+        message: The encoded list of this rank's items; bytes.
+        rows: An empty tensor with one row per item, whose size is known wherever sizes are; None: it is one value.
+    """
+
+    message: torch.Tensor
+    rows: torch.Tensor | None
+
+
+_PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
+
+
+def is_column(value: object) -> bool:
+    """True if a value is a leaf of a tree of columns: data, or a column of objects."""
+    return isinstance(value, Objects) or tree.is_leaf(value)
+
+
+def encoded(data: Tree, ragged: bool = False, whole: bool = False) -> Tree:
+    """Replace what is no tensor by ``Objects``.
+
+    A list that holds no tensor has one item per sample, and so has an array of strings.
+
+    Args:
+        data: The tree.
+        ragged: Lists with tensors have one item per sample, too, and so have tensors with several dimensions, which may
+            then differ between ranks.
+        whole: The whole tree is one column of objects: a list of samples, or one value.
+
+    Raises:
+        TypeError: An object cannot be pickled.
+        UnsafeObjectError: pickle is denied, and an object is not allow-listed.
+
+    Example:
+        >>> encoded({"x": torch.ones(2), "id": ["a", "b"]})["id"].rows.shape
+        torch.Size([2, 0])
+    """
+    if whole or not (tree.is_leaf(data) or tree.is_container(data)):
+        return as_objects(data)
+
+    def is_end(value: Any) -> bool:
+        return tree.is_leaf(value) or (isinstance(value, list) and (ragged or not _has_tensors(value)))
+
+    return tree.map(lambda value: as_objects(value) if _is_object(value, ragged) else value, data, is_end)
+
+
+def _is_object(value: Any, ragged: bool) -> bool:
+    """Whether a leaf cannot travel as a tensor."""
+    if isinstance(value, np.ndarray):
+        return not is_numeric(value) or (ragged and value.ndim > 1)
+    return isinstance(value, list) or (ragged and isinstance(value, torch.Tensor) and value.ndim > 1)
+
+
+def _has_tensors(data: Tree) -> bool:
+    """Whether a tree holds a tensor or an array; quick where it has many small lists and dicts."""
+    if isinstance(data, dict | list | tuple):
+        children = data.values() if isinstance(data, dict) else data
+        return not _PLAIN.issuperset(map(type, children)) and any(map(_has_tensors, children))
+    if tree.is_container(data):
+        return any(map(_has_tensors, tree.leaves(data)))
+    return isinstance(data, torch.Tensor | np.ndarray)
+
+
+def as_objects(value: Any) -> Objects:
+    """Encode one column, or one value.
+
+    Args:
+        value: A list, array or tensor has one row per item; anything else is one value.
+
+    Raises:
+        TypeError: An object cannot be pickled.
+        UnsafeObjectError: pickle is denied, and an object is not allow-listed.
+    """
+    message = codec.EncodedObject(value)
+    if not codec.is_pickle_allowed():
+        message.check()
+    is_rows = isinstance(value, list) or (isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0)
+    rows = torch.empty((len(value), 0), dtype=torch.uint8, device="cpu") if is_rows else None
+    return Objects(message.joined(), rows)
+
+
+def joined(column: Objects, nbytes: Sequence[int]) -> Any:
+    """Decode what all ranks have sent, joined in rank order.
+
+    Args:
+        column: The messages, one behind the other.
+        nbytes: Of each rank's message.
+
+    Returns:
+        A list; of arrays of strings an array.
+    """
+    values = [codec.decode(message.clone()) for message in column.message.split([*nbytes])]
+    if column.rows is None:
+        return values
+    if all(isinstance(value, np.ndarray) and not is_numeric(value) for value in values):
+        return np.concatenate(values)
+    return [item for value in values for item in value]
+
+
+def taken(rows: Any, order: torch.Tensor | slice | None) -> Any:
+    """Choose rows of a column.
+
+    Args:
+        rows: A tensor, an array or a list.
+        order: Their positions; None: all rows as they stand.
+
+    Example:
+        >>> taken(["a", "b"], torch.tensor([1, 0]))
+        ['b', 'a']
+    """
+    if order is None or isinstance(order, slice):
+        return rows if order is None else rows[order]
+    if isinstance(rows, list):
+        return [rows[i] for i in order.tolist()]
+    if isinstance(rows, np.ndarray):
+        return rows[order.numpy()]
+    if packing.is_copyable(rows.dtype):
+        return rows[order.to(rows.device)]
+    return rows.view(packing.BITS[rows.dtype.itemsize])[order.to(rows.device)].view(rows.dtype)
+
+
+def as_indices(indices: Any, operation: str) -> torch.Tensor:
+    """Sample indices as int64 on the CPU.
+
+    Args:
+        indices: A tensor, an array or a sequence of integers.
+        operation: For the error.
+
+    Raises:
+        ValueError: They are anything else.
+    """
+    found = torch.as_tensor(indices)
+    if not found.numel():
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    if found.ndim != 1 or found.is_floating_point() or found.dtype == torch.bool:
+        raise ValueError(f"{operation}: indices has to be one integer per row, got {found.dtype} {tuple(found.shape)}")
+    return found.to("cpu", torch.int64)
+
+
+class Padded(NamedTuple):
+    """Samples of several lengths in one tensor.
+
+    Attributes:
+        values: Of shape ``(samples, longest, …)``.
+        lengths: How much of each sample is not padding; int64.
+    """
+
+    values: torch.Tensor
+    lengths: torch.Tensor
+
+
+def padded(items: list[Any], pad_index: float) -> Any:
+    """Make one tensor of samples of several lengths.
+
+    Args:
+        items: Tensors, arrays, or lists of numbers; a column of anything else stays as it is.
+        pad_index: What to fill with.
+
+    Raises:
+        ValueError: The samples differ in more than their first dimension, or cannot hold ``pad_index``.
+
+    Example:
+        >>> padded([[1, 2], [3]], -1)
+        Padded(values=tensor([[ 1,  2],
+                [ 3, -1]]), lengths=tensor([2, 1]))
+    """
+    if not all(map(_is_sequence, items)):
+        return items
+    tensors = [torch.as_tensor(item) for item in items]
+    like = max(tensors, key=torch.Tensor.numel, default=torch.empty(0))
+    for i, tensor in enumerate(tensors):
+        if tensor.shape[1:] != like.shape[1:] and tensor.numel():
+            raise ValueError(f"sample {i} is of shape {tuple(tensor.shape)}, another of {tuple(like.shape)}")
+    lengths = torch.tensor([len(tensor) for tensor in tensors], dtype=torch.int64)
+    values = _filled(like, [len(tensors), len(like), *like.shape[1:]], pad_index)
+    for row, tensor in zip(values, tensors, strict=True):
+        row[: len(tensor)] = tensor
+    return Padded(values, lengths)
+
+
+def _filled(like: torch.Tensor, shape: list[int], pad_index: float) -> torch.Tensor:
+    if not (like.is_floating_point() or like.is_complex()) and like.new_full((1,), pad_index).item() != pad_index:
+        raise ValueError(f"{like.dtype} cannot hold pad_index={pad_index!r}")
+    return like.new_full(shape, pad_index)
+
+
+def _is_sequence(item: object) -> bool:
+    """Whether a sample is a tensor or an array with a length, or a list of numbers."""
+    if isinstance(item, torch.Tensor | np.ndarray):
+        return item.ndim > 0
+    return isinstance(item, list) and all(isinstance(each, int | float) for each in item)

@@ -1,0 +1,178 @@
+"""What loaders say of the samples that they deal to ranks: accelerate's, torch's, transformers', torchdata's, ours.
+
+None of these packages is imported; their classes are looked up where they have been.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from easydist.metrics.order import Dealt
+
+__all__ = ["active_loader", "dealt_by"]
+
+
+def active_loader() -> Any:
+    """Find the loader of accelerate that is being iterated, else the only one that has come to its end, else None."""
+    state = _class("accelerate.state", "GradientState")
+    if state is None or not state._shared_state:
+        return None
+    if (active := state().active_dataloader) is not None:
+        return active
+    if len(done := _done()) > 1:
+        gc.collect()  # some may be garbage
+        done = _done()
+    return done[0] if len(done) == 1 else None
+
+
+def _done() -> list[Any]:
+    return [loader for loader in _alive(_prepared()) if loader.end_of_dataloader]
+
+
+def dealt_by(loader: Any, size: int, total: int | None = None) -> Dealt:
+    """Say what a loader has dealt to the ranks, up to the batch that it yielded last.
+
+    Args:
+        loader: It may be prepared by accelerate.
+        size: The ranks that take part.
+        total: The number of samples, for a data set that has no length.
+
+    Raises:
+        ValueError: The loader does not say, or is made for another number of ranks.
+        TypeError: It is no loader.
+    """
+    if isinstance(loader, _classes("easydist.metrics.loader", "DistributedLoader")):
+        return Dealt(loader.batch_size)
+    if not isinstance(loader, DataLoader):  # accelerate's say that they are
+        raise TypeError(f"loader is {type(loader).__name__}, not a DataLoader")
+    if size == 1:
+        return Dealt()
+    if isinstance(loader, _classes("accelerate.data_loader", "DataLoaderDispatcher")):
+        return _dispatched(loader, size)
+    chain = list(_samplers(loader))
+    for part in [*chain, loader.dataset]:
+        if hasattr(part, "num_processes") and hasattr(part, "process_index"):
+            return _sharded(loader, part, size, total)
+    for part in chain:
+        if hasattr(part, "num_replicas") and hasattr(part, "total_size"):
+            return _strided(loader, part, size)
+        if isinstance(part, _classes("easydist.metrics.sampler", "DistributedBatchSampler")):
+            return Dealt(part.batch_size)
+    if total is None:
+        raise ValueError(
+            f"the loader does not say how it deals its samples to {size} ranks, so repeated ones would go unnoticed; "
+            "prepare it with accelerate, use distributed_loader or DistributedSampler, or pass total= or indices="
+        )
+    return Dealt()
+
+
+def _class(module: str, name: str) -> Any:
+    """A class of a module, if that has been imported."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+def _classes(module: str, *names: str) -> tuple[Any, ...]:
+    return tuple([cls for name in names if (cls := _class(module, name)) is not None])
+
+
+def _prepared() -> Any:
+    """Classes of the loaders that accelerate makes."""
+    return _class("accelerate.data_loader", "DataLoaderStateMixin") or ()
+
+
+def _alive(cls: Any) -> list[Any]:
+    """All instances there are; those of accelerate's loaders give another ``__class__``."""
+    return [each for each in gc.get_objects() if issubclass(type(each), cls)]
+
+
+def _samplers(loader: Any) -> Iterator[Any]:
+    """The loader's sampler of batches and those inside it, the outermost first."""
+    part = loader
+    while (part := _inner(part)) is not None:
+        yield part
+
+
+def _inner(part: Any) -> Any:
+    batch_sampler = getattr(part, "batch_sampler", None)
+    return getattr(part, "sampler", None) if batch_sampler is None else batch_sampler
+
+
+def _check_size(found: int, size: int) -> None:
+    if found != size:
+        raise ValueError(f"the loader deals to {found} ranks, and {size} take part; pass indices=, or another group")
+
+
+def _dispatched(loader: Any, size: int) -> Dealt:
+    """Rank 0 reads the batches, and tells all at the end how many samples the last step has."""
+    _check_size(loader.state.num_processes, size)
+    batch_size = next(part.batch_size for part in _samplers(loader) if hasattr(part, "batch_size"))
+    block = batch_size // size if loader.split_batches else batch_size
+    return Dealt(block, loader.remainder if loader.end_of_dataloader else None)
+
+
+def _sharded(loader: Any, shard: Any, size: int, total: int | None) -> Dealt:
+    """Each rank reads its own batches, to which a sampler or a data set of accelerate or transformers adds samples."""
+    _check_size(shard.num_processes, size)
+    if shard.batch_size is None:
+        raise ValueError("the loader's batches are of no one size, so its order is not known; pass indices=")
+    block = shard.batch_size // size if getattr(shard, "split_batches", False) else shard.batch_size
+    if shard.drop_last or not getattr(shard, "even_batches", True):
+        return Dealt(block)
+    total = _length(loader, shard) if total is None else total
+    steps = -(-total // (block * size))
+    ended = loader.end_of_dataloader if issubclass(type(loader), _prepared()) else _has_ended(loader, steps)
+    return Dealt(block, _rest(total, block * size) if ended else None)
+
+
+def _length(loader: Any, shard: Any) -> int:
+    """How many samples there are before any is repeated."""
+    inner = _inner(_inner(shard))
+    try:
+        return len(getattr(shard, "dataset", loader.dataset) if inner is None else inner)
+    except TypeError:
+        raise ValueError(
+            "the loader's data set has no length, and samples may be repeated at its end; pass total=, the number of "
+            "samples, or indices="
+        ) from None
+
+
+def _rest(total: int, step: int) -> int:
+    """The samples of the last step."""
+    return total % step or min(total, step)
+
+
+def _strided(loader: Any, sampler: Any, size: int) -> Dealt:
+    """Each rank takes every W-th sample: DistributedSampler and what is made like it."""
+    _check_size(sampler.num_replicas, size)
+    samples = getattr(sampler, "lengths", None)
+    total = len(sampler.dataset if samples is None else samples)
+    is_cut = loader.drop_last and sampler.num_samples % loader.batch_size
+    if sampler.total_size <= total or is_cut or not _has_ended(loader, len(loader)):
+        return Dealt(1)
+    return Dealt(1, _rest(total, size))
+
+
+_iterators: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
+"""Of each loader the iterator that was found last."""
+
+
+def _has_ended(loader: Any, batches: int) -> bool:
+    """Whether a torch DataLoader has yielded its last batch: its iterator says so, or is gone."""
+    known = _iterators.get(loader)
+    iterator = known() if known is not None else None
+    if iterator is None:
+        found = [each for each in _alive(_BaseDataLoaderIter) if each._index_sampler is loader._index_sampler]
+        if not found:
+            return True
+        if len(found) > 1:
+            raise ValueError(f"the loader is being iterated {len(found)} times at once, so its place is not known")
+        iterator = found[0]
+        _iterators[loader] = ref(iterator)
+    return bool(iterator._num_yielded >= batches)

@@ -1,0 +1,235 @@
+"""The verb ``gather_for_metrics``: every rank's samples, each once, in the order of the sampler."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from operator import index
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from easydist import tree
+from easydist.agreement.call import Call
+from easydist.agreement.frames import Agreement
+from easydist.agreement.runner import run
+from easydist.eager import eager
+from easydist.groups.communicators import Communicators
+from easydist.metrics.columns import Objects, as_indices, encoded, is_column, joined, padded, taken
+from easydist.metrics.dealing import active_loader, dealt_by
+from easydist.metrics.order import Dealt, by_index, in_order
+from easydist.state import communicators
+from easydist.typing import Group, Timeout, Tree
+from easydist.verbs.buckets import Shapes
+from easydist.verbs.gather import Gather, Moved
+
+__all__ = ["gather_for_metrics"]
+
+
+@eager
+def gather_for_metrics(
+    input_data: Tree,
+    use_gather_object: bool = False,
+    *,
+    loader: Any = None,
+    total: int | None = None,
+    indices: Any = None,
+    ragged: bool = False,
+    pad_index: float | None = None,
+    dst: int | None = None,
+    group: Group = None,
+    check: bool | None = None,
+    timeout: Timeout | None = None,
+) -> Tree:
+    """Collect every rank's samples, without those that a sampler repeated, in the sampler's order.
+
+    Law: over the batches of an epoch, or after it with the rows of all batches, each column is what one process gets
+    from the same data set; with ``indices`` it is sorted by them. Holds at W = 1 as well.
+
+    Example:
+        >>> import torch, easydist
+        >>> batch = {"prediction": torch.tensor([0.5, 0.25]), "id": ["b", "a"]}
+        >>> easydist.gather_for_metrics(batch, total=2)
+        {'prediction': tensor([0.5000, 0.2500]), 'id': ['b', 'a']}
+        >>> easydist.gather_for_metrics(batch, indices=[1, 0])
+        {'prediction': tensor([0.2500, 0.5000]), 'id': ['a', 'b']}
+
+    Args:
+        input_data: Any tree. Tensors and arrays have one row per sample along dim 0; a list without tensors has one
+            item per sample (text, numbers, other objects). A tensor without dimensions and a number are one row per
+            rank, of which none is dropped. What is neither has to be equal on all ranks, and stays as it is.
+        use_gather_object: Take ``input_data`` as one object: a list of samples, or one value per rank.
+        loader: What dealt the samples: a ``DataLoader`` with ``DistributedSampler`` or one made like it, one that
+            accelerate has prepared, or ``distributed_loader``. None is accelerate's loader that is being iterated,
+            else the only one that has come to its end.
+        total: How many samples there are: for a loader whose data set has no length. Without any loader the ranks have
+            to have so many rows in all, which are kept in rank order. With ``indices``, so many different ones.
+        indices: The index of each row of this rank in the data set. No loader is needed; where an index comes twice,
+            the first row counts.
+        ragged: Lists with tensors have one item per sample, too, and tensors of several dimensions become lists of one
+            tensor per sample, so that any dimension may differ between ranks.
+        pad_index: As ``ragged``, and what becomes a list of tensors or of lists of numbers becomes a ``Padded`` of
+            ``values``, filled up with this number, and ``lengths``.
+        dst: The only rank that gets the result; None is all of them.
+        group: The ranks that take part.
+        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
+        timeout: How long the call may take; None is the group's.
+
+    Returns:
+        A new tree of the same structure. On ranks other than ``dst``: None.
+
+    Raises:
+        ValueError: Nothing says which rows are repeated samples; the loader deals to another number of ranks, or its
+            order is not known; the rows are not those of the loader, of ``total`` or of ``indices``.
+        DisagreementError: Paths, dtypes or shapes apart from dim 0 differ between ranks, or what their loaders say.
+        RemoteError: Another rank's data could not travel.
+        TypeError: An object cannot be pickled; a leaf is no dense tensor.
+
+    Cost: that of ``gather``: one header exchange, which carries small data, and one exchange for larger data.
+
+    Source: ``Accelerator.gather_for_metrics``.
+    """
+    verb = _GatherForMetrics(input_data, dst, _Samples(loader, total, indices), use_gather_object, ragged, pad_index)
+    return run(verb, communicators(group), timeout, check)
+
+
+class _Samples(NamedTuple):
+    """What says which rows to keep."""
+
+    loader: Any
+    total: int | None
+    indices: Any
+
+    def dealt(self, size: int) -> Dealt:
+        """What has been dealt to the ranks."""
+        if self.indices is not None:
+            return Dealt()
+        loader = active_loader() if self.loader is None else self.loader
+        if loader is not None:
+            return dealt_by(loader, size, self.total)
+        if self.total is None:
+            raise ValueError(
+                "gather_for_metrics: no loader of accelerate says which samples are repeated; pass loader=, the one "
+                "that these rows are of, or indices=, or total=, the number of samples"
+            )
+        return Dealt(total=index(self.total))
+
+
+class _Rows(NamedTuple):
+    """Data and its indices, as they travel together."""
+
+    input_data: Tree
+    indices: torch.Tensor
+
+
+class _GatherForMetrics(Gather):
+    operation = "gather_for_metrics"
+
+    def __init__(
+        self,
+        input_data: Tree,
+        dst: int | None,
+        samples: _Samples,
+        whole: bool,
+        ragged: bool,
+        pad_index: float | None,
+    ) -> None:
+        super().__init__(input_data, dst)
+        self._input_data, self._samples, self._whole = input_data, samples, whole
+        self._ragged, self._pad_index = ragged or pad_index is not None, pad_index
+
+    def prepare(self, comms: Communicators) -> Call:
+        self._dealt = self._samples.dealt(comms.size)
+        data = encoded(self._input_data, self._ragged, self._whole)
+        self._columns, spec = tree.flatten(data, is_column)
+        self._tensor, self._paths = data, spec.paths
+        if self._samples.indices is not None:
+            self._tensor = _Rows(data, as_indices(self._samples.indices, "gather_for_metrics"))
+            self._paths = [f".input_data{path}" for path in spec.paths]
+        call = super().prepare(comms)
+        del call.arguments["dim"]
+        call.arguments |= self._dealt._asdict() | {"ragged": self._ragged, "pad_index": self._pad_index}
+        return call
+
+    def result(self, comms: Communicators, agreed: Agreement, arrived: Moved) -> Tree:
+        """Choose the rows on all ranks, so that all of them raise where these are wrong."""
+        sizes = _sizes(agreed.call.tree.layout.paths, arrived[0])
+        columns = [_Column(value, path, sizes) for value, path in zip(self._columns, self._paths, strict=True)]
+        orders = [self._order(column, sizes.get(".indices")) for column in columns]
+        if alone := [column.path for column in columns if column.rows is None]:
+            _warn_of_weights(self._dealt, comms.size, alone[0])
+        gathered = super().result(comms, agreed, arrived)
+        return None if self._dst not in (None, comms.rank) else self._kept(gathered, columns, orders)
+
+    def _order(self, column: _Column, indexed: list[int] | None) -> _Order:
+        """The rows of a column to keep, as far as their numbers tell."""
+        if column.rows is None:
+            return None
+        if indexed is not None and column.rows != indexed:
+            raise ValueError(
+                f"gather_for_metrics: {column.path or 'the data'} has {_listed(column.rows)} rows on the ranks, "
+                f"indices has {_listed(indexed)}; pass one index per row"
+            )
+        try:
+            return in_order(column.rows, self._dealt)
+        except ValueError as error:
+            raise ValueError(f"gather_for_metrics: {column.path or 'the data'}: {error}") from None
+
+    def _kept(self, gathered: Tree, columns: Sequence[_Column], orders: Sequence[_Order]) -> Tree:
+        """The rows that were chosen, in their order."""
+        if isinstance(gathered, _Rows):
+            order = self._by_index(gathered.indices)
+            gathered, orders = gathered.input_data, [None if column.rows is None else order for column in columns]
+        values, spec = tree.flatten(gathered, is_column)
+        every = zip(values, columns, orders, strict=True)
+        return spec.rebuild([self._finished(value, column, order) for value, column, order in every])
+
+    def _by_index(self, indices: torch.Tensor) -> torch.Tensor:
+        order, total = by_index(indices), self._samples.total
+        if total is not None and len(order) != total:
+            raise ValueError(f"gather_for_metrics: {len(order)} different indices came, and total is {total}")
+        return order
+
+    def _finished(self, value: Any, column: _Column, order: _Order) -> Any:
+        if isinstance(value, Objects):
+            value = joined(value, column.nbytes)
+        value = taken(value, order)
+        return padded(value, self._pad_index) if self._pad_index is not None and isinstance(value, list) else value
+
+
+_Order = torch.Tensor | slice | None
+"""The rows of a column to keep, see ``in_order``."""
+
+
+class _Column:
+    """One column, and what each rank has of it."""
+
+    def __init__(self, value: Any, path: str, sizes: Mapping[str, list[int]]) -> None:
+        self.path = path.removeprefix(".input_data")
+        self.nbytes = sizes.get(f"{path}.message", [])
+        self.rows: list[int] | None = None
+        if isinstance(value, Objects):
+            self.rows = None if value.rows is None else sizes[f"{path}.rows"]
+        elif np.ndim(value):
+            self.rows = sizes[path]
+
+
+def _sizes(paths: Sequence[str], shapes: Sequence[Shapes]) -> dict[str, list[int]]:
+    """Of each leaf the rows that each rank has."""
+    return {path: [row[i][0] for row in shapes] for i, path in enumerate(paths)}
+
+
+def _listed(rows: Sequence[int]) -> str:
+    return ", ".join(map(str, rows))
+
+
+def _warn_of_weights(dealt: Dealt, size: int, path: str) -> None:
+    """Say that values of ranks are not to be averaged where the ranks' batches differ."""
+    if dealt.rest is not None and dealt.block is not None and dealt.rest != dealt.block * size:
+        text = (
+            f"gather_for_metrics: {path or 'the data'} is one value per rank, and its last batches have repeated "
+            "samples or fewer of them, so its mean is not that of the data set; gather one value per sample, or use "
+            "easydist.metrics.WeightedMean"
+        )
+        warnings.warn(text, UserWarning, stacklevel=5)

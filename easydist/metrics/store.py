@@ -1,0 +1,168 @@
+"""The rows that one rank has collected: in memory, and above a limit in safetensors files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from easydist.data import packing
+from easydist.format import codec
+from easydist.format.files import load, save
+from easydist.metrics.columns import taken
+
+__all__ = ["Store"]
+
+_BLOCK = 1 << 20
+"""Bytes from which rows are joined to a block, so that many small updates do not remain many small tensors."""
+
+Leaves = list[Any]
+"""Of each column its rows: a tensor, or a list."""
+
+
+class _Block(NamedTuple):
+    """Consecutive rows; their leaves, or the file that has them."""
+
+    length: int
+    nbytes: int
+    leaves: Leaves | str
+
+    def read(self) -> Leaves:
+        """The rows, from the file if they are in one."""
+        if not isinstance(self.leaves, str):
+            return self.leaves
+        return [codec.decode(leaf[0]) if isinstance(leaf, list) else leaf for leaf in load(self.leaves)]
+
+
+class Store:
+    """Rows in the order in which they were added.
+
+    Args:
+        spill_nbytes: How much is held in memory, roughly; None: everything.
+        directory: Where files are made; None is the usual place for temporary ones. They end with the store.
+
+    Attributes:
+        nbytes: Of all rows, in memory and in files.
+
+    Example:
+        >>> store = Store()
+        >>> store.add(torch.tensor([7, 5]), [torch.tensor([70, 50]), ["g", "e"]], 40)
+        >>> store.rows(torch.tensor([1]))
+        [tensor([50]), ['e']]
+    """
+
+    def __init__(self, spill_nbytes: int | None = None, directory: str | os.PathLike[str] | None = None) -> None:
+        self._limit, self._directory = spill_nbytes, directory
+        self._delete: Callable[[], object] = _nothing
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all rows, and delete the files."""
+        self.nbytes = self._held = 0
+        self._blocks: list[_Block] = []
+        self._open: list[_Block] = []
+        self._indices: list[torch.Tensor] = []
+        self._delete()
+        self._folder = ""
+        self._order: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return sum([len(part) for part in self._indices])
+
+    @property
+    def indices(self) -> torch.Tensor:
+        """The index of every row."""
+        if len(self._indices) != 1:
+            self._indices = [torch.cat([torch.empty(0, dtype=torch.int64), *self._indices])]
+        return self._indices[0]
+
+    def between(self, first: int, last: int) -> torch.Tensor:
+        """Positions of the rows whose indices are in ``range(first, last)``, in order of the index."""
+        if self._order is None:
+            self._order = torch.argsort(self.indices, stable=True)
+        begin, end = torch.searchsorted(self.indices, torch.tensor([first, last]), sorter=self._order).tolist()
+        return self._order[begin:end]
+
+    def add(self, indices: torch.Tensor, leaves: Leaves, nbytes: int) -> None:
+        """Add rows.
+
+        Args:
+            indices: Their indices.
+            leaves: Of each column the rows; tensors that nobody else changes.
+            nbytes: How much they are.
+        """
+        self._order = None
+        self._indices.append(indices)
+        self._open.append(_Block(len(indices), nbytes, leaves))
+        self.nbytes += nbytes
+        self._held += nbytes
+        if sum([block.nbytes for block in self._open]) >= _BLOCK:
+            self._seal()
+
+    def rows(self, positions: torch.Tensor) -> Leaves:
+        """The rows at these positions, counted from the first that was added; at least one."""
+        self._seal()
+        ends = torch.tensor([block.length for block in self._blocks]).cumsum(0)
+        numbers = torch.bucketize(positions, ends, right=True)
+        parts = []
+        for number in numbers.unique().tolist():
+            block = self._blocks[number]
+            here = positions[numbers == number] - int(ends[number]) + block.length
+            chosen = _as_slice(here)
+            parts.append([taken(leaf, chosen) for leaf in block.read()])
+        back = _as_slice(torch.argsort(torch.argsort(numbers, stable=True)))
+        return [taken(_joined(column), back) for column in zip(*parts, strict=True)]
+
+    def _seal(self) -> None:
+        """Join what was added last to one block, and write blocks to files while there is too much of them."""
+        if self._open:
+            columns = zip(*[block.read() for block in self._open], strict=True)
+            length, nbytes = sum([block.length for block in self._open]), sum([block.nbytes for block in self._open])
+            self._blocks.append(_Block(length, nbytes, [_joined(column) for column in columns]))
+            self._open = []
+        for i, block in enumerate(self._blocks):
+            if self._limit is None or self._held <= self._limit:
+                break
+            if not isinstance(block.leaves, str):
+                self._blocks[i] = self._spilled(block, i)
+
+    def _spilled(self, block: _Block, number: int) -> _Block:
+        if not self._folder:
+            self._folder = tempfile.mkdtemp(prefix="easydist-", dir=self._directory)
+            self._delete = weakref.finalize(self, _delete, self._folder, os.getpid())
+        path = os.path.join(self._folder, f"{number}.safetensors")
+        leaves = [[codec.encode(leaf)] if isinstance(leaf, list) else leaf for leaf in block.read()]
+        save(leaves, path)
+        self._held -= block.nbytes
+        return block._replace(leaves=path)
+
+
+def _as_slice(positions: torch.Tensor) -> torch.Tensor | slice:
+    """Positions that follow one another as a slice, so that nothing is copied."""
+    first, last = int(positions[0]), int(positions[-1])
+    if last - first + 1 == len(positions) and bool((positions.diff() == 1).all()):
+        return slice(first, last + 1)
+    return positions
+
+
+def _nothing() -> None:
+    """There are no files."""
+
+
+def _delete(folder: str, pid: int) -> None:
+    """Delete the files, unless this is a process that was forked since."""
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _joined(column: Sequence[Any]) -> Any:
+    if isinstance(column[0], list):
+        return [item for part in column for item in part]
+    if len(column) == 1 or packing.is_copyable(column[0].dtype):
+        return column[0] if len(column) == 1 else torch.cat([*column])
+    return torch.cat([part.view(torch.uint8) for part in column]).view(column[0].dtype)

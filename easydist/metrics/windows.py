@@ -1,0 +1,196 @@
+"""The rows of all ranks, moved in order of their index, a window of indices at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from easydist import tree
+from easydist.agreement.call import Call
+from easydist.agreement.frames import Agreement
+from easydist.agreement.runner import run
+from easydist.data import packing
+from easydist.format import codec
+from easydist.groups.communicators import Communicators
+from easydist.metrics.columns import Objects, as_objects, joined, taken
+from easydist.metrics.order import by_index
+from easydist.metrics.schema import ColumnType, Schema
+from easydist.metrics.store import Store
+from easydist.state import communicators
+from easydist.typing import Group
+from easydist.verbs.gather import Gather, Moved, gather
+from easydist.verbs.objects import gather_object
+
+__all__ = ["Plan", "arrived_rows", "planned", "windows"]
+
+_WINDOW = 1 << 19
+"""Bytes of a window, roughly."""
+
+ALL = (-(1 << 63), (1 << 63) - 1)
+"""The window of all indices."""
+
+
+class Plan(NamedTuple):
+    """How all rows will move; the same on all ranks.
+
+    Attributes:
+        schema: Of all ranks that have rows.
+        length: The number of different indices.
+        bounds: The first index of each window, and one behind the last.
+        has_repeated: Whether an index comes more than once.
+    """
+
+    schema: Schema
+    length: int
+    bounds: list[int]
+    has_repeated: bool
+
+
+def planned(store: Store, schema: Schema, total: int | None, dst: int | None, group: Group) -> Plan:
+    """Learn which indices there are, and whether all are there.
+
+    Raises:
+        ValueError: The ranks have other columns, or another ``total``; indices are missing; on all ranks alike.
+    """
+    told = _told(([tuple(one) for one in schema.types], schema.template, total, len(store), store.nbytes), group)
+    schema = _common([Schema([ColumnType(*one) for one in types], template) for types, template, *_ in told])
+    if len({one[2] for one in told}) > 1:
+        raise ValueError(f"MetricCollector: the ranks have total={', '.join([str(one[2]) for one in told])}")
+    nbytes, rows = sum([one[4] for one in told]), max(sum([one[3] for one in told]), 1)
+    indices = gather(store.indices, dst=dst, group=group)
+    mine = None if indices is None else _found(indices, total, max(_WINDOW * rows // max(nbytes, 1), 1))
+    length, bounds, has_repeated, fault = next(one for one in _told(mine, group) if one is not None)
+    if fault:
+        raise ValueError(fault)
+    return Plan(schema, length, bounds, has_repeated)
+
+
+def _told(value: Any, group: Group) -> list[Any]:
+    """What each rank tells all others."""
+    return gather_object(value, weights_only=not codec.is_pickle_allowed(), group=group)
+
+
+def _common(schemas: Sequence[Schema]) -> Schema:
+    """The schema of all ranks that have columns."""
+    known = {rank: schema for rank, schema in enumerate(schemas) if schema.types}
+    if len({tuple(schema.types) for schema in known.values()}) > 1:
+        lines = [f"  rank {rank}: {', '.join(map(str, schema.types))}" for rank, schema in known.items()]
+        raise ValueError("\n".join(["MetricCollector: the ranks have other columns", *lines]))
+    return next(iter(known.values()), Schema())
+
+
+def _found(indices: torch.Tensor, total: int | None, rows: int) -> tuple[int, list[int], bool, str]:
+    """The number of different indices, the windows, whether some come more than once, and what is wrong."""
+    found, counts = indices.unique(return_counts=True)
+    bounds = [*found[::rows].tolist(), *(found[-1:] + 1).tolist()]
+    fault = ""
+    if total is not None and len(found) != total:
+        is_missing = torch.ones(total, dtype=torch.bool)
+        is_missing[found] = False
+        missing, repeated = is_missing.nonzero().flatten(), found[counts > 1]
+        fault = f"MetricCollector: {len(missing)} of {total} samples are missing: {_listed(missing)}"
+        fault += f"; {len(repeated)} came more than once: {_listed(repeated)}" if len(repeated) else ""
+    return len(found), bounds, len(found) < len(indices), fault
+
+
+_SHOWN = 20
+
+
+def _listed(indices: torch.Tensor) -> str:
+    text = ", ".join(map(str, indices[:_SHOWN].tolist()))
+    return f"{text}, …" if len(indices) > _SHOWN else text
+
+
+def windows(store: Store, plan: Plan, dst: int | None, rtol: float, group: Group) -> Iterator[list[Any] | None]:
+    """Yield the columns of each window in order of the index; None on ranks other than ``dst``.
+
+    Raises:
+        ValueError: An index came with different values; on all ranks alike.
+    """
+    for first, last in zip(plan.bounds, plan.bounds[1:], strict=False):
+        got = arrived_rows(store, plan.schema, (first, last), dst, group)
+        fault, leaves = "", None
+        if got is not None:
+            indices, rows = got
+            order = by_index(indices)
+            leaves = [taken(leaf, order) for leaf in rows]
+            if len(order) < len(indices):
+                fault = _difference(indices, rows, plan.schema.types, rtol)
+        if plan.has_repeated and any(faults := _told(fault, group)):
+            raise ValueError(next(filter(None, faults)))
+        yield leaves
+
+
+def _difference(indices: torch.Tensor, leaves: list[Any], types: Sequence[ColumnType], rtol: float) -> str:
+    """Which index came with different values, if one did."""
+    order = torch.argsort(indices, stable=True)
+    again = (indices[order][1:] == indices[order][:-1]).nonzero().flatten()
+    first, second = order[again], order[again + 1]
+    for leaf, one in zip(leaves, types, strict=True):
+        is_same = _same(taken(leaf, first), taken(leaf, second), rtol)
+        if not is_same.all():
+            which = int(is_same.logical_not().nonzero()[0])
+            values = [taken(leaf, part[which : which + 1])[0] for part in (first, second)]
+            texts = [f"{value.tolist() if isinstance(value, torch.Tensor) else value!r}"[:80] for value in values]
+            return (
+                f"MetricCollector: index {int(indices[first[which]])} came with different values of {one.path}: "
+                f"{texts[0]} and {texts[1]}"
+            )
+    return ""
+
+
+def _same(first: Any, second: Any, rtol: float) -> torch.Tensor:
+    """Of each pair of rows whether they are equal; NaN equals NaN."""
+    if isinstance(first, list):
+        return torch.tensor([_same_objects(a, b) for a, b in zip(first, second, strict=True)])
+    if first.is_floating_point() and packing.is_copyable(first.dtype):
+        equal = torch.isclose(first, second, rtol=rtol, atol=0.0, equal_nan=True)
+    else:
+        bits = packing.BITS[first.dtype.itemsize]
+        equal = first.view(bits) == second.view(bits)
+    return equal.flatten(1).all(1) if equal.ndim > 1 else equal
+
+
+def _same_objects(first: Any, second: Any) -> bool:
+    values, spec = tree.flatten(first)
+    others, other = tree.flatten(second)
+    is_alike = spec.paths == other.paths and spec.plain == other.plain
+    return is_alike and all(torch.equal(*map(torch.as_tensor, pair)) for pair in zip(values, others, strict=True))
+
+
+def arrived_rows(
+    store: Store, schema: Schema, window: tuple[int, int], dst: int | None, group: Group
+) -> tuple[torch.Tensor, list[Any]] | None:
+    """All ranks' rows of a window, with their indices, in rank order; None on ranks other than ``dst``."""
+    got: tuple[torch.Tensor, list[Any]] | None = run(_GatherRows(store, schema, window, dst), communicators(group))
+    return got
+
+
+class _GatherRows(Gather):
+    operation = "MetricCollector"
+
+    def __init__(self, store: Store, schema: Schema, window: tuple[int, int], dst: int | None) -> None:
+        super().__init__(None, dst)
+        self._store, self._schema, self._window = store, schema, window
+
+    def prepare(self, comms: Communicators) -> Call:
+        positions = self._store.between(*self._window)
+        leaves = self._store.rows(positions) if len(positions) else [one.empty() for one in self._schema.types]
+        columns = [as_objects(leaf) if isinstance(leaf, list) else leaf for leaf in leaves]
+        self._tensor = {"indices": self._store.indices[positions], "columns": columns}
+        return super().prepare(comms)
+
+    def result(self, comms: Communicators, agreed: Agreement, arrived: Moved) -> Any:
+        gathered = super().result(comms, agreed, arrived)
+        if gathered is None:
+            return None
+        at = {path: i for i, path in enumerate(agreed.call.tree.layout.paths)}
+        leaves = []
+        for i, column in enumerate(gathered["columns"]):
+            if isinstance(column, Objects):
+                leaf = at[f"['columns'][{i}].message"]
+                column = joined(column, [row[leaf][0] for row in arrived[0]])
+            leaves.append(column)
+        return gathered["indices"], leaves

@@ -1,0 +1,266 @@
+"""A collector gives what one process has of all samples in order, or says what is missing."""
+
+import gc
+
+import launching
+import numpy as np
+import psutil
+import pytest
+import torch
+from counting import exchanges
+from hypothesis import given, settings, strategies as st
+
+import easydist
+from easydist import MetricCollector, RemoteError
+from easydist.metrics import windows
+from easydist.testing import distributed
+
+ALL = (1, 2, 3, 4)
+
+
+def columns(indices):
+    """Columns of several kinds, each telling its samples' indices."""
+    numbers = [int(i) for i in indices]
+    return {
+        "logits": {"half": torch.tensor(numbers, dtype=torch.float16).view(-1, 1).expand(-1, 3), "n": numbers},
+        "array": np.array(numbers, dtype=np.uint16),
+        "text": [f"s{i}" for i in numbers],
+        "boxes": [torch.full((i % 4, 4), float(i)) for i in numbers],
+    }
+
+
+def check(got, want):
+    assert got["logits"]["half"].dtype == torch.float16
+    assert got["logits"]["half"].tolist() == [[i] * 3 for i in want]
+    assert got["logits"]["n"] == want
+    assert got["array"].dtype == np.uint16
+    assert got["array"].tolist() == want
+    assert got["text"] == [f"s{i}" for i in want]
+    assert [box.tolist() for box in got["boxes"]] == [[[float(i)] * 4] * (i % 4) for i in want]
+
+
+def batches(order, size):
+    return [order[i : i + size] for i in range(0, len(order), size)]
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=launching.examples(30))
+@given(
+    total=st.integers(0, 200),
+    batch_size=st.integers(1, 17),
+    seed=st.integers(0, 9),
+    repeated=st.integers(0, 5),
+    options=st.fixed_dictionaries({"every": st.sampled_from([None, 2]), "spill_nbytes": st.sampled_from([None, 0])}),
+    dst=st.sampled_from([None, 0]),
+)
+@distributed(world_size=ALL)
+def test_columns_come_in_order(rank, world_size, total, batch_size, seed, repeated, options, dst):
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).tolist()
+    order += order[:repeated]
+    collector = MetricCollector(total, dst=world_size - 1, **options)
+    steps = batches(order, batch_size * world_size)
+    for step in steps:
+        mine = step[rank * batch_size : (rank + 1) * batch_size]
+        collector.update(mine, **columns(mine))
+    got = collector.compute(dst)
+    if dst not in (None, rank):
+        assert got is None
+    elif steps:
+        check(got, [*range(total)])
+    collector.reset()
+    assert len(collector) == 0
+
+
+@distributed(world_size=(1, 3))
+def test_a_block_at_a_time(rank, world_size):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(windows, "_WINDOW", 4000)
+        collector = MetricCollector()
+        mine = [*range(rank, 900, world_size)]
+        collector.update(mine, x=torch.tensor(mine), t=torch.ones(len(mine), 3))
+        got = [*collector.blocks(dst=0)]
+        assert len(got) > 3
+        if rank:
+            assert {*got} == {None}
+        else:
+            assert torch.cat([block["x"] for block in got]).tolist() == [*range(900)]
+        assert collector.compute()["x"].tolist() == [*range(900)]
+
+
+@distributed(world_size=3)
+def test_ranks_that_have_nothing_get_the_result_too(rank):
+    collector = MetricCollector(2)
+    if rank == 1:
+        collector.update([1, 0], x=torch.tensor([10, 0]), nested=({"id": ["b", "a"]},))
+    got = collector.compute()
+    assert got["x"].tolist() == [0, 10]
+    assert got["nested"] == ({"id": ["a", "b"]},)
+    collector.reset()
+    with pytest.raises(ValueError, match="2 of 2 samples are missing: 0, 1"):
+        collector.compute()
+    assert MetricCollector().compute() == {}
+    empty = MetricCollector(0)
+    empty.update([], x=torch.ones(0, 2))
+    assert empty.compute(dst=2)["x"].shape == (0, 2) if rank == 2 else empty.compute(dst=2) is None
+
+
+@distributed(world_size=2)
+def test_missing_and_repeated_samples_are_named_on_all_ranks(rank):
+    collector = MetricCollector(101)
+    mine = [i for i in range(rank, 100, 2) if i not in (7, 50)]
+    collector.update([*mine, 3], x=torch.tensor([*mine, 3]))
+    said = r"MetricCollector: 3 of 101 samples are missing: 7, 50, 100; 1 came more than once: 3"
+    for dst in (None, 0, 1):
+        with pytest.raises(ValueError, match=said):
+            collector.compute(dst)
+    collector.update([7, 50, 100], x=torch.tensor([7, 50, 100]))
+    assert collector.compute()["x"].tolist() == [*range(101)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 2.5]]), r"\[1.0, 2.0\] and \[1.0, 2.5\]"),
+        (torch.tensor([3]), torch.tensor([4]), "3 and 4"),
+        (["a"], ["b"], "'a' and 'b'"),
+        ([{"box": torch.ones(2)}], [{"box": torch.zeros(2)}], "index 5 came with different values"),
+    ],
+)
+@distributed(world_size=2)
+def test_another_value_of_one_sample_is_an_error_that_names_it(rank, first, second, said):
+    collector = MetricCollector()
+    collector.update([5], x=second if rank else first)
+    for dst in (None, 1):
+        with pytest.raises(
+            ValueError, match=rf"MetricCollector: index 5 came with different values of \['x'\]: .*{said}|{said}"
+        ):
+            collector.compute(dst)
+    same = MetricCollector()
+    same.update([5, 6 + rank], x=torch.tensor([float("nan"), 1.0]), y=[first, rank])
+    assert same.compute()["x"][1:].tolist() == [1.0, 1.0]
+
+
+@distributed(world_size=2)
+def test_rounding_may_be_allowed(rank):
+    collector = MetricCollector(rtol=1e-4)
+    collector.update([0], x=torch.tensor([1.0 + 1e-5 * rank]))
+    assert collector.compute()["x"].tolist() == [1.0]
+
+
+@distributed(world_size=2)
+def test_ranks_that_differ_get_one_error(rank):
+    collector = MetricCollector()
+    collector.update([rank], x=torch.ones(1, dtype=torch.float64 if rank else torch.float32))
+    with pytest.raises(ValueError, match=r"other columns\n  rank 0: \['x'\] tensor float32 \(\)\n  rank 1: .* float64"):
+        collector.compute()
+    with pytest.raises(ValueError, match="the ranks have total=3, 4"):
+        MetricCollector(3 + rank).compute()
+    with pytest.raises((ValueError, RemoteError), match="dst=2 is not a rank"):
+        MetricCollector().compute(dst=2)
+    assert easydist.gather(rank).tolist() == [0, 1]
+
+
+def test_what_update_refuses():
+    collector = MetricCollector(5)
+    collector.update([0], x=torch.ones(1, 2), y=["a"])
+    x, y = torch.ones(1, 2), ["b"]
+    for indices, columns, said in [
+        ([1, 2], {"x": x, "y": y}, r"\['x'\] has 1 rows, indices has 2"),
+        ([1], {"x": 3.0, "y": y}, r"\['x'\] has one value"),
+        ([1], {"x": x, "y": "b"}, r"\['y'\] is 'b', not one row per sample"),
+        ([1], {"x": x}, "the columns are"),
+        ([1], {"x": x.double(), "y": y}, "float64"),
+        ([5], {"x": x, "y": y}, "index 5 is not one of 5"),
+        ([-1], {"x": x, "y": y}, "index -1 is not one of 5"),
+        ([0.5], {"x": x, "y": y}, "one integer per row"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            collector.update(indices, **columns)
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        collector.update([1], x=x, y=[lambda: 0])
+    assert len(collector) == 1
+    with pytest.raises(ValueError, match="every=0"):
+        MetricCollector(every=0)
+
+
+def test_rows_are_copies():
+    collector, x = MetricCollector(), torch.ones(1)
+    collector.update([0], x=x)
+    x.zero_()
+    assert collector.compute()["x"].tolist() == [1.0]
+    collector.compute()["x"].zero_()
+    assert collector.compute()["x"].tolist() == [1.0]
+
+
+def test_files_take_what_is_above_the_limit_and_end_with_the_collector(tmp_path):
+    collector = MetricCollector(spill_nbytes=1 << 20, directory=tmp_path)
+    for i in range(100):
+        collector.update([99 - i], x=torch.full((1, 10_000), i), name=[str(i)])
+    assert len([*tmp_path.rglob("*.safetensors")]) >= 2
+    got = collector.compute()
+    assert got["x"][:, 5].tolist() == [*range(99, -1, -1)]
+    assert got["name"] == [str(i) for i in range(99, -1, -1)]
+    collector.reset()
+    assert not [*tmp_path.iterdir()]
+
+
+@distributed(world_size=2)
+def test_small_columns_take_four_exchanges(rank):
+    collector = MetricCollector(6)
+    mine = [*range(3 * rank, 3 * rank + 3)]
+    collector.update(mine, **columns(mine))
+    assert exchanges(collector.compute) == ["header"] * 4
+    assert exchanges(lambda: collector.compute(dst=0)) == ["header"] * 4
+
+
+SAMPLES, WIDTH = 200_000, 100
+
+
+def uss():
+    return psutil.Process().memory_full_info().uss
+
+
+def recording(result, found):
+    """The same method, which notes the memory when the rows have arrived and when they are chosen."""
+
+    def recorded(*args):
+        found.append(uss())
+        got = result(*args)
+        found.append(uss())
+        return got
+
+    return recorded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deal", ["every nth", "in a row"])
+@distributed(world_size=4, timeout=300)
+def test_memory_is_bounded(rank, world_size, deal):
+    easydist.gather(torch.ones(1 << 20))
+    easydist.memory.release()
+    gc.collect()
+    share = SAMPLES // world_size
+    before = uss()
+    collector = MetricCollector(SAMPLES)
+    for step in range(0, share, 50):
+        rows = torch.arange(step, step + 50)
+        indices = rows * world_size + rank if deal == "every nth" else rows + rank * share
+        collector.update(indices, x=indices.float()[:, None].expand(-1, WIDTH))
+    found = [uss()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(windows._GatherRows, "result", recording(windows._GatherRows.result, found))
+        got = collector.compute(dst=0)
+    found.append(uss())
+    assert len(found) > 40
+    result = 4 * WIDTH * SAMPLES
+    if rank == 0:
+        assert got["x"][:, 7].tolist() == [*range(SAMPLES)]
+        assert max(found) - before < 2.2 * result
+    else:
+        assert max(found) - before < 1.3 * result / world_size
+    print(
+        deal,
+        rank,
+        (found[0] - before) / result * world_size,
+        (max(found) - before) / result * (world_size if rank else 1),
+    )

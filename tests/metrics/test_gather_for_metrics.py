@@ -1,0 +1,141 @@
+"""Over an epoch, gather_for_metrics gives what one process gets: each sample once, in the sampler's order."""
+
+import launching
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from loaders import Sized, Stream, accelerate_state, prepared
+from torch.utils.data import DataLoader, DistributedSampler
+from transformers.trainer_pt_utils import DistributedLengthGroupedSampler
+
+from easydist import broadcast_object_list, gather, gather_for_metrics
+from easydist.testing import distributed
+
+ALL = (1, 2, 3, 4)
+
+
+def rows(batch):
+    """What a model makes of a batch: several columns, each telling which sample its rows are of."""
+    numbers = [int(i) for i in batch]
+    return {"x": torch.as_tensor(numbers, dtype=torch.float16), "id": [f"s{i}" for i in numbers], "n": numbers}
+
+
+def whole(got):
+    """The samples that the columns tell of, which have to be the same in each."""
+    assert got["x"].dtype == torch.float16
+    assert got["id"] == [f"s{int(i)}" for i in got["x"]]
+    assert got["n"] == [int(i) for i in got["x"]]
+    return got["n"]
+
+
+def in_loop(batches, **options):
+    """Gathered batch by batch."""
+    return [i for batch in batches for i in whole(gather_for_metrics(rows(batch), **options))]
+
+
+def after(batches, **options):
+    """Gathered after the loop."""
+    mine = [int(i) for batch in batches for i in batch]
+    return whole(gather_for_metrics(rows(mine), **options))
+
+
+@distributed(world_size=2)
+def test_101_samples_of_a_prepared_loader(rank, world_size):
+    with accelerate_state(rank, world_size):
+        loader = prepared(range(101), 8)
+        assert in_loop(loader) == list(range(101))
+        assert after(loader) == list(range(101))
+        assert in_loop(loader, loader=loader) == list(range(101))
+
+
+def left(order, skipped, step, drop_last):
+    """The samples that are dealt in steps, from a sample on."""
+    rest = order[skipped:]
+    return rest[: len(rest) // step * step] if drop_last else rest
+
+
+totals, batch_sizes, flags = st.integers(0, 200), st.integers(1, 17), st.booleans()
+dispatching, skipped = st.sampled_from([None, True, False]), st.integers(0, 3)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=launching.examples(40))
+@given(
+    total=totals,
+    batch_size=batch_sizes,
+    shuffle=flags,
+    drop_last=flags,
+    even=flags,
+    split=flags,
+    dispatch=dispatching,
+    skip=skipped,
+)
+@distributed(world_size=ALL)
+def test_prepared_loaders(rank, world_size, total, batch_size, shuffle, drop_last, even, split, dispatch, skip):
+    from accelerate import skip_first_batches
+
+    batch_size *= world_size if split else 1
+    step = batch_size if split else batch_size * world_size
+    order = torch.randperm(total).tolist() if shuffle else [*range(total)]
+    order = broadcast_object_list([order])[0]
+    want = left(order, skip * (batch_size if dispatch else step), step, drop_last)
+    if dispatch and not want:
+        return  # accelerate raises
+    options = {"split_batches": split, "dispatch_batches": dispatch, "even_batches": even}
+    with accelerate_state(rank, world_size):
+        loader = prepared(range(total), batch_size, order=order, drop_last=drop_last, **options)
+        resumed = skip_first_batches(loader, skip) if skip else loader
+        if even or dispatch:  # else ranks have more batches than others
+            assert in_loop(resumed) == want
+        assert after(resumed, loader=resumed) == want
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=launching.examples(40))
+@given(
+    total=totals, batch_size=batch_sizes, sized=flags, drop_last=flags, split=flags, dispatch=dispatching, skip=skipped
+)
+@distributed(world_size=ALL)
+def test_prepared_streams(rank, world_size, total, batch_size, sized, drop_last, split, dispatch, skip):
+    from accelerate import skip_first_batches
+
+    batch_size *= world_size if split else 1
+    step = batch_size if split else batch_size * world_size
+    want = left([*range(total)], skip * step, step, drop_last)
+    if dispatch is not False and not want:
+        return
+    with accelerate_state(rank, world_size):
+        stream = (Sized if sized else Stream)(total)
+        options = {} if sized or dispatch is not False else {"total": total}
+        loader = prepared(stream, batch_size, drop_last=drop_last, split_batches=split, dispatch_batches=dispatch)
+        resumed = skip_first_batches(loader, skip) if skip else loader
+        assert in_loop(resumed, **options) == want
+        assert after(resumed, loader=resumed, **options) == want
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=launching.examples(40))
+@given(total=totals, batch_size=batch_sizes, shuffle=flags, drop_last=flags, drop_batch=flags, by_length=flags)
+@distributed(world_size=ALL)
+def test_samplers_that_deal_every_nth_sample(
+    rank, world_size, total, batch_size, shuffle, drop_last, drop_batch, by_length
+):
+    data = range(total)
+    if by_length and total >= world_size:  # it does not work with fewer samples
+        sampler = DistributedLengthGroupedSampler(
+            batch_size, data, world_size, rank, drop_last=drop_last, lengths=[1 + i % 7 for i in data]
+        )
+    else:
+        sampler = DistributedSampler(data, world_size, rank, shuffle, drop_last=drop_last)
+    loader = DataLoader(data, batch_size, sampler=sampler, drop_last=drop_batch)
+    want = every_nth(sampler, total, world_size)
+    if drop_batch:
+        want = want[: len(sampler) // batch_size * batch_size * world_size]
+    assert in_loop(loader, loader=loader) == want
+    assert after(loader, loader=loader) == want
+
+
+def every_nth(sampler, total, world_size):
+    """The order that all ranks' samplers deal together, without what is repeated."""
+    columns = gather(torch.tensor([*sampler], dtype=torch.int64)).view(world_size, -1)
+    return columns.t().reshape(-1)[:total].tolist()
