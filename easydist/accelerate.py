@@ -5,19 +5,24 @@ Importing this module changes nothing, and loads no accelerate; ``enable()`` doe
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType, TracebackType
 from typing import Any
+
+import torch
 
 from easydist.agreement.calling import as_inside
 from easydist.data import precision, structure
 from easydist.data.structure import TensorInformation
 from easydist.errors import DistributedOperationException
+from easydist.metrics.gather import gather_for_metrics
 from easydist.state import DistributedType, ProcessState, wait_for_everyone
 from easydist.tree import is_namedtuple
 from easydist.verbs.broadcast import broadcast, copy_tensor_to_devices
@@ -98,7 +103,9 @@ def enable() -> Enabled:
     Law: after it, ``accelerate.utils.gather(x) == easydist.gather(x)``, and so for every name that both have, for the
     methods of ``Accelerator`` and for transformers' ``Trainer``, which call these names. ``save`` and ``load`` stay
     accelerate's, whose arguments are others. ``find_batch_size`` raises where there is no tensor, as accelerate's code
-    expects.
+    expects. ``Accelerator.gather_for_metrics`` guesses as accelerate's does, and warns once where it has no loader to
+    go by; data that accelerate's cannot take (text or arrays beside tensors), and calls with an argument of
+    ``easydist.gather_for_metrics``, go to that.
 
     Call it on all ranks or on none, before or after ``Accelerator()``; twice is as good as once. ``disable()``, or the
     end of a ``with enable():`` block, puts accelerate's back; a block inside another one leaves that to the outer one.
@@ -174,12 +181,14 @@ def _owners() -> Iterator[Any]:
 @functools.cache
 def _pairs() -> list[tuple[Any, Any]]:
     """All that is replaced, as (accelerate's, ours)."""
-    from accelerate import utils
+    from accelerate import Accelerator, utils
     from accelerate.utils import operations
 
     theirs = {name: getattr(utils, name) for name in FUNCTIONS}
     ours = FUNCTIONS | {"find_batch_size": _strict(FUNCTIONS["find_batch_size"], theirs["find_batch_size"])}
     functions = [(theirs[name], _choosing(ours[name], theirs[name])) for name in FUNCTIONS]
+    method = Accelerator.gather_for_metrics
+    functions.append((method, _choosing(_guessing(method), method)))
     return functions + [(getattr(operations, name), cls) for name, cls in CLASSES.items()]
 
 
@@ -202,6 +211,55 @@ def _strict(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..
         return theirs(data) if found is None else found
 
     return find_batch_size
+
+
+def _guessing(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """``Accelerator.gather_for_metrics``: accelerate's guess where it makes one, over our verbs; else ours."""
+
+    @functools.wraps(theirs)
+    def method(accelerator: Any, input_data: Any, use_gather_object: bool = False, **options: Any) -> Any:
+        kind = "samples" if use_gather_object else _kind(input_data)
+        if options or kind == "columns":
+            return gather_for_metrics(input_data, use_gather_object, **options)
+        if accelerator.num_processes > 1:
+            _warn_without_loader(accelerator.gradient_state)
+            if kind == "samples":
+                input_data = list(input_data)  # what accelerate's gather_object takes everything for
+        return theirs(accelerator, input_data, use_gather_object)
+
+    return method
+
+
+def _kind(data: Any) -> str:
+    """``"tensors"`` and ``"samples"`` are what accelerate's ``gather_for_metrics`` takes, ``"columns"`` all else.
+
+    Example:
+        >>> _kind({"x": torch.ones(2)}), _kind(["a", "b"]), _kind({"x": torch.ones(2), "id": ["a", "b"]})
+        ('tensors', 'samples', 'columns')
+    """
+    with contextlib.suppress(TypeError):
+        structure.recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+        return "tensors"
+    is_samples = isinstance(data, list | tuple) and not any(isinstance(item, torch.Tensor) for item in data)
+    return "samples" if is_samples else "columns"
+
+
+def _warn_without_loader(state: Any) -> None:
+    """Say once that accelerate does not know which samples are repeated, and keeps all."""
+    loader = state.active_dataloader
+    if loader is None or (
+        loader.end_of_dataloader and loader.remainder == -1 and not getattr(loader, "_drop_last", False)
+    ):
+        _warn_once()
+
+
+@functools.cache
+def _warn_once() -> None:
+    warnings.warn(
+        "gather_for_metrics: no loader of accelerate says which samples are repeated, so all rows are kept, as "
+        "accelerate does; pass loader=, total= or indices= (easydist.gather_for_metrics) to have each sample once",
+        stacklevel=5,
+    )
 
 
 def _is_served() -> bool:

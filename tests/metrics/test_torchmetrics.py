@@ -253,6 +253,43 @@ def test_lists_without_a_reduction_may_differ_in_length(rank):
     assert easydist.metrics.sync_dist(metric) == [(1, 4), (2, 4), (3, 4)]
 
 
+def detections(rank, kind):
+    """Boxes or masks of another number of images on each rank; some have none."""
+    generator = torch.Generator().manual_seed(rank)
+    found, true = [], []
+    for i in range(3 + 2 * rank):
+        corner, count = 50 * torch.rand(i % 4, 2, generator=generator), i % 4
+        shapes = {
+            "boxes": torch.cat([corner, corner + 5 + 9 * torch.rand(count, 2, generator=generator)], dim=1),
+            "masks": torch.rand(count, 16, 16, generator=generator) > 0.3,
+        }
+        labels = torch.randint(0, 2, (count,), generator=generator)
+        true.append({kind: shapes[kind], "labels": labels})
+        moved = shapes[kind].roll(1, -1) if kind == "masks" else shapes[kind] + 1
+        found.append({kind: moved, "scores": torch.rand(count, generator=generator), "labels": labels})
+    return found, true
+
+
+@pytest.mark.parametrize(("kind", "iou"), [("boxes", "bbox"), ("masks", "segm")])
+@distributed(world_size=2)
+def test_mean_average_precision(rank, kind, iou):
+    try:
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError):  # the latter: its build is not that of torch
+        pytest.skip("torchvision does not run here")
+    pytest.importorskip("pycocotools")
+    from torchmetrics.detection import MeanAveragePrecision
+
+    metric = quietly(MeanAveragePrecision, iou_type=iou)
+    whole = quietly(MeanAveragePrecision, iou_type=iou, sync_on_compute=False)
+    metric.update(*detections(rank, kind))
+    for each in range(2):
+        whole.update(*detections(each, kind))
+    with collectives() as made:
+        same(easydist.metrics.sync_dist(metric), whole.compute())
+    assert made == []
+
+
 @distributed(world_size=2)
 def test_faults_are_those_of_all_ranks(rank):
     metric = filled(*METRICS["mean"], rank)

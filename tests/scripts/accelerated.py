@@ -7,6 +7,7 @@ Each rank writes what it found to ``FOLDER/RANK.json``.
 
 import json
 import sys
+import warnings
 from pathlib import Path
 
 import accelerate
@@ -54,6 +55,27 @@ def refused(accelerator):
     return "nothing"
 
 
+def evaluated(accelerator):
+    """What a loop over 11 samples collects on 2 or 4 ranks, whose samplers repeat some."""
+    data = [{"x": torch.tensor([float(i)]), "index": i} for i in range(11)]
+    loader = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=2))
+    found = {"tensors": [], "names": [], "columns": [], "rows": [], "after": []}
+    for batch in loader:
+        x, index, names = batch["x"], batch["index"], [f"n{i}" for i in batch["index"].tolist()]
+        found["tensors"] += accelerator.gather_for_metrics({"index": index, "x": x})["index"].tolist()
+        found["names"] += accelerator.gather_for_metrics(names)
+        found["columns"] += accelerator.gather_for_metrics({"x": x, "names": names, "array": x.numpy()})["names"]
+        found["rows"] += [int(row) for row in accelerator.gather_for_metrics(index, use_gather_object=True)]
+        found["after"] += index.tolist()
+    found["exact"] = accelerator.gather_for_metrics(torch.tensor(found["after"]), loader=loader).tolist()
+    found["sorted"] = accelerator.gather_for_metrics(torch.tensor(found["after"]), indices=found["after"]).tolist()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            found["guessed"] = accelerator.gather_for_metrics(torch.tensor(found["after"])).tolist()
+    return found | {"warnings": [str(warning.message) for warning in caught]}
+
+
 def batches(accelerator, **options):
     """What a loop over a prepared loader yields on this rank."""
     data = [{"x": torch.tensor([float(i)]), "index": i} for i in range(11)]
@@ -75,6 +97,7 @@ def main(folder, order):
         "rank": accelerator.process_index,
         "exchanged": easydist.listify(exchanged(accelerator)),
         "refused": refused(accelerator),
+        "evaluated": evaluated(accelerator),
         "sharded": batches(accelerator),
         "dispatched": batches(accelerator, dispatch_batches=True),
     }

@@ -96,6 +96,7 @@ def sequences():
     yield "without labels", bert, Samples(None), {}
     yield "dispatched", bert, Samples(lambda i, ids: i % 3, 6), {"accelerator_config": {"dispatch_batches": True}}
     yield "inputs, too", bert, samples, {"include_for_metrics": ["inputs", "loss"]}
+    yield "as objects", bert, Samples(lambda i, ids: i % 3, 6), {"eval_use_gather_object": True}
     yield "nested", Nested(), samples, {}
     yield "not joined", Nested(), samples, {"eval_do_concat_batches": False}
     yield "loss only", LossOnly(), samples, {}

@@ -26,6 +26,16 @@ def expected(rank, size):
     }
 
 
+def check_evaluation(found, dealt):
+    """Each of 11 samples once where a loader or indices say so; all that were dealt, and a warning, elsewhere."""
+    everything = list(range(11))
+    assert found["tensors"] == found["rows"] == found["exact"] == found["sorted"] == everything
+    assert found["names"] == found["columns"] == [f"n{i}" for i in everything]
+    assert len(found["guessed"]) == dealt > 11
+    (warning,) = found["warnings"]
+    assert warning.startswith("gather_for_metrics: no loader of accelerate says which samples are repeated")
+
+
 @pytest.mark.parametrize(("size", "order"), [(2, "before"), (4, "after")])
 def test_a_script_under_accelerate_launch(size, order, tmp_path):
     config = ("--config_file", "examples/accelerate_cpu.yaml", "--num_processes", size)
@@ -39,5 +49,6 @@ def test_a_script_under_accelerate_launch(size, order, tmp_path):
         assert each["dispatched"]["calls"] == ["broadcast", "broadcast_object_list"]
         assert each["after"] == ["accelerate.utils.operations"] * 2
         assert each["theirs"] == [1.0] * size
+        check_evaluation(each["evaluated"], -(-11 // (2 * size)) * 2 * size)
     for loader in ("sharded", "dispatched"):
         assert {row for each in found for row in each[loader]["rows"]} == set(range(11))
