@@ -1,6 +1,14 @@
 """The names of easydist, and where they are defined: the one list, which ``__init__.py`` reads too."""
 
-from . import comms as comms, memory as memory, metrics as metrics, queue as queue, testing as testing, tree as tree
+from . import (
+    accelerate as accelerate,
+    comms as comms,
+    memory as memory,
+    metrics as metrics,
+    queue as queue,
+    testing as testing,
+    tree as tree,
+)
 from .data.precision import convert_outputs_to_fp32 as convert_outputs_to_fp32, convert_to_fp32 as convert_to_fp32
 from .data.structure import (
     TensorInformation as TensorInformation,

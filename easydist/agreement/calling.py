@@ -124,14 +124,20 @@ def seconds(timeout: Timeout, operation: str) -> float:
 
 
 def _site() -> str:
-    """File and line of the caller outside of easydist."""
+    """File and line of the caller outside of easydist, and of what else counts as inside."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_inside):
         frame = frame.f_back
     return _site_text(frame.f_code.co_filename, frame.f_lineno)
 
 
-_INSIDE = (os.path.dirname(os.path.dirname(__file__)) + os.sep, contextlib.__file__)
+_inside: tuple[str, ...] = (os.path.dirname(os.path.dirname(__file__)) + os.sep, contextlib.__file__)
+
+
+def as_inside(folder: str, counts: bool) -> None:
+    """Let the files of a folder count as inside, or no longer: a call's site is the line that has called them."""
+    global _inside
+    _inside = tuple(path for path in _inside if path != folder) + ((folder,) if counts else ())
 
 
 @functools.lru_cache(maxsize=1024)

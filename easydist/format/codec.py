@@ -13,9 +13,10 @@ import os
 import pickle
 import re
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -74,10 +75,18 @@ def demand_pickle() -> None:
 
 
 class _Table(dict[type, Callable[[Any], Any]]):
-    """Ours, then whatever is registered with ``copyreg`` when it is asked for."""
+    """Ours, then whatever is registered with ``copyreg`` when it is asked for; no DTensor."""
 
     def __missing__(self, key: type) -> Callable[[Any], Any]:
+        dtensor = sys.modules.get("torch.distributed.tensor")
+        if dtensor is not None and issubclass(key, dtensor.DTensor):
+            return _refuse_dtensor
         return copyreg.dispatch_table[key]
+
+
+def _refuse_dtensor(tensor: torch.Tensor) -> NoReturn:
+    """On another rank this rank's part would count as that rank's, and the full tensor would be wrong."""
+    raise TypeError(f"a {type(tensor).__name__} is spread over ranks; pass .full_tensor() or .to_local()")
 
 
 _TABLE = _Table(REDUCERS)
@@ -96,7 +105,7 @@ class EncodedObject:
         nbytes: Of all parts.
 
     Raises:
-        TypeError: ``value`` holds something that pickle cannot write; pickle's own text is inside.
+        TypeError: ``value`` holds a DTensor, or something that pickle cannot write; pickle's own text is inside.
     """
 
     def __init__(self, value: object) -> None:
@@ -179,7 +188,7 @@ def encode(value: object) -> torch.Tensor:
         value: Anything that can be pickled.
 
     Raises:
-        TypeError: ``value`` holds something that pickle cannot write; pickle's own text is inside.
+        TypeError: ``value`` holds a DTensor, or something that pickle cannot write; pickle's own text is inside.
 
     Cost: one copy of the data of tensors and arrays.
     """

@@ -8,6 +8,7 @@ from easydist.metrics.loader import DistributedLoader, distributed_loader
 from easydist.metrics.progress import progress
 from easydist.metrics.sampler import DistributedBatchSampler
 from easydist.metrics.sums import Counts, Sums, WeightedMean, compute
+from easydist.metrics.torchmetrics import dist_sync_fn, sync_dist
 
 __all__ = [
     "gather_for_metrics",
@@ -22,4 +23,6 @@ __all__ = [
     "Sums",
     "WeightedMean",
     "progress",
+    "dist_sync_fn",
+    "sync_dist",
 ]

@@ -80,7 +80,7 @@ def gather_object(
         (['a', 'b'], [{'a': 1}])
 
     Args:
-        object: Anything that can be pickled; on all ranks a list, or on none.
+        object: Anything that can be pickled, without DTensors; on all ranks a list, or on none.
         dst: The only rank that gets the result; None is all of them.
         weights_only: Decode nothing but containers, numbers, text, dates, tensors, arrays, and what was allowed by
             ``easydist.allow_globals``; the same on all ranks.

@@ -108,7 +108,7 @@ def reduce(
 
     Raises:
         ValueError: There is no such reduction.
-        TypeError: ``"max"`` or ``"min"`` of complex numbers.
+        TypeError: ``"max"`` or ``"min"`` of complex numbers; a leaf is no dense tensor (sparse, DTensor, …).
         OverflowError: The sum or product of Python ints does not fit 64 bits; on every rank.
         DisagreementError: Paths, dtypes, shapes, ``reduction`` or ``scale`` differ between ranks.
         RemoteError: Another rank's tree could not be reduced.

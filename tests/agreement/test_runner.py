@@ -35,6 +35,18 @@ def counted(group):
     return compute(counts, group=group, timeout=30)
 
 
+@functools.cache
+def large_metric():
+    """Kept, as a metric alone is a cycle."""
+    metric = pytest.importorskip("torchmetrics").CatMetric()
+    metric.update(LARGE)
+    return metric
+
+
+def sync(group):
+    easydist.metrics.sync_dist(large_metric(), group=group, timeout=30)
+
+
 def collect(group):
     collector = easydist.MetricCollector(group=group)
     collector.update(range(300), x=LARGE.view(300, 1000))
@@ -59,6 +71,7 @@ VERBS = {
     "broadcast_object_list": lambda group: easydist.broadcast_object_list([LARGE], group=group, timeout=30),
     "scatter_object_list": scatter_objects,
     "broadcast_tensor_dict": lambda group: easydist.broadcast_tensor_dict({"x": LARGE}, group=group, timeout=30),
+    "sync_dist": sync,
     "synchronize_rng_states": lambda group: easydist.synchronize_rng_states(["torch", "numpy"], group=group),
     "compute": counted,
 }

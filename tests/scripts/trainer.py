@@ -13,15 +13,13 @@ import sys
 from pathlib import Path
 
 import accelerate
-import accelerate.utils
 import numpy as np
 import torch
 import transformers
-from accelerate.utils import operations
 from torch import nn
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
-import easydist
+import easydist.accelerate
 
 SAMPLES = 11
 WORDS = 50
@@ -98,6 +96,7 @@ def sequences():
     yield "without labels", bert, Samples(None), {}
     yield "dispatched", bert, Samples(lambda i, ids: i % 3, 6), {"accelerator_config": {"dispatch_batches": True}}
     yield "inputs, too", bert, samples, {"include_for_metrics": ["inputs", "loss"]}
+    yield "as objects", bert, Samples(lambda i, ids: i % 3, 6), {"eval_use_gather_object": True}
     yield "nested", Nested(), samples, {}
     yield "not joined", Nested(), samples, {"eval_do_concat_batches": False}
     yield "loss only", LossOnly(), samples, {}
@@ -175,17 +174,10 @@ def differences(one, other, path=""):
 # --- accelerate's functions and ours
 
 
-def put_ours_in_place(called):
-    """In every module of accelerate and transformers, wherever accelerate's function has been imported."""
-    shared = [name for name in easydist.__all__ if callable(getattr(operations, name, None))]
-    theirs = {name: getattr(operations, name) for name in shared if not isinstance(getattr(operations, name), type)}
-    theirs["synchronize_rng_states"] = accelerate.utils.synchronize_rng_states
-    modules = [m for name, m in list(sys.modules.items()) if name.split(".")[0] in ("accelerate", "transformers")]
-    for name, function in theirs.items():
-        ours = counted(getattr(easydist, name), name, called)
-        for module in modules:
-            if vars(module).get(name) is function:
-                setattr(module, name, ours)
+def count(called):
+    """Let easydist's functions, before they are put in the places of accelerate's, say that they have been called."""
+    ours = easydist.accelerate.FUNCTIONS
+    ours |= {name: counted(function, name, called) for name, function in ours.items()}
 
 
 def counted(function, name, called):
@@ -205,7 +197,8 @@ def main(folder, kind):
     called = set()
     for ours in (False, True):
         if ours:
-            put_ours_in_place(called)
+            count(called)
+            easydist.accelerate.enable()
         torch.manual_seed(0)
         rounds.append({name: outcome(model, samples, folder, options) for name, model, samples, options in cases})
     theirs, ours = rounds

@@ -1,0 +1,272 @@
+"""The states of torchmetrics' metrics: those of all ranks, in one exchange. It loads no torchmetrics of its own."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from easydist.agreement.call import Call
+from easydist.agreement.frames import Agreement
+from easydist.agreement.runner import run
+from easydist.data.structure import send_to_device
+from easydist.eager import eager
+from easydist.groups.communicators import Communicators
+from easydist.state import communicators
+from easydist.typing import Group, Timeout
+from easydist.verbs.objects import GatherObject
+
+__all__ = ["dist_sync_fn", "sync_dist"]
+
+
+@eager
+def sync_dist(metric: Any, *, group: Group = None, check: bool | None = None, timeout: Timeout | None = None) -> Any:
+    """Compute a metric, or a collection of them, over the data of all ranks.
+
+    Law: ``sync_dist(m)`` is the ``m.compute()`` of one process that has seen the data of rank 0, …, rank W-1. Holds at
+    W = 1 as well. ``m.compute()`` after it gives the same without an exchange, until ``m`` is updated or reset; the
+    rank's own states stay as they were, so that more data can follow.
+
+    Args:
+        metric: A ``Metric``, a ``MetricCollection``, or a wrapper such as ``ClasswiseWrapper``; with the same states on
+            all ranks. List states may differ in length and in rows; a rank may have no data at all.
+        group: The ranks that take part.
+        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
+        timeout: How long the call may take; None is the group's.
+
+    Returns:
+        What ``metric.compute()`` returns, on every rank.
+
+    Raises:
+        TypeError: It is no metric, or one whose states cannot be known (``Running``, or one with a ``_sync_dist`` of
+            its own).
+        ValueError: A metric has been synced already.
+        DisagreementError: The ranks' metrics differ in kind or in states.
+        RemoteError: Another rank's states could not travel.
+
+    Cost: one header exchange, which carries small states (32 KiB in small groups); for larger ones one exchange more,
+    whatever the number of metrics and states.
+
+    Source: ``torchmetrics.Metric.sync``, which takes a barrier and one or two exchanges for each state.
+    """
+    parts = run(_SyncDist(lambda: _states(metric)), communicators(group), timeout, check) or []
+    counts = [part._update_count for part, _ in parts]
+    try:
+        for part, every in parts:
+            _compute(part, every)
+        return metric.compute()
+    finally:
+        for (part, _), count in zip(parts, counts, strict=True):
+            part._update_count = count
+
+
+@eager
+def dist_sync_fn(result: torch.Tensor, group: Group = None) -> list[torch.Tensor]:
+    """Gather a state's tensors of all ranks; for ``Metric(dist_sync_fn=…)``.
+
+    All states that torchmetrics asks for before it looks at the first answer travel in one exchange: those of a metric.
+    A collection takes one exchange per group of metrics, where ``sync_dist`` takes one for all.
+
+    Example:
+        >>> import torch, easydist
+        >>> easydist.metrics.dist_sync_fn(torch.ones(2))
+        [tensor([1., 1.])]
+
+    Args:
+        result: A state; its size may differ between ranks, and be zero.
+        group: The ranks that take part.
+
+    Returns:
+        A list of the ranks' tensors, which is filled when it is first looked at; this rank's own is ``result`` itself.
+
+    Raises:
+        DisagreementError: When the list is looked at, if the ranks have another number of states: of lists without a
+            reduction, which ``sync_dist`` takes.
+
+    Cost: one header exchange for all states of a metric, and one exchange more where they are large.
+
+    Source: ``torchmetrics.utilities.distributed.gather_all_tensors``.
+    """
+    batch = _open.batch()
+    if batch is None or batch.rows or batch.group is not group:
+        batch = _Batch(group)
+        _open.batch = weakref.ref(batch)
+    batch.tensors.append(result)
+    return _Gathered(batch, len(batch.tensors) - 1)
+
+
+# --- the exchange
+
+
+_State = tuple[int, tuple[Any, ...]]
+"""What travels of one metric: how often it was updated, and its states in their order."""
+
+
+class _SyncDist(GatherObject):
+    """All ranks' states; this rank's own are the tensors themselves."""
+
+    operation = "sync_dist"
+
+    def __init__(self, states: Callable[[], tuple[Sequence[Any], Sequence[str], tuple[Any, ...]]]) -> None:
+        super().__init__(None, None, True)
+        self._states = states
+
+    def prepare(self, comms: Communicators) -> Call:
+        self._parts, names, self._value = self._states()
+        call = super().prepare(comms)
+        call.arguments = {"states": list(names)}
+        return call
+
+    def result(self, comms: Communicators, agreed: Agreement, arrived: Any) -> list[Any]:
+        """Each part with what it is on every rank."""
+        every = super().result(comms, agreed, arrived)
+        assert every is not None
+        every[comms.rank] = self._value
+        return list(zip(self._parts, zip(*every, strict=True), strict=True))
+
+
+# --- sync_dist
+
+
+def _states(metric: Any) -> tuple[list[Any], list[str], tuple[_State, ...]]:
+    """The metrics that have states of their own, their descriptions, and the states."""
+    metrics = list(_with_states(metric))
+    names = [f"{type(each).__name__}({', '.join(each._reductions)})" for each in metrics]
+    joined: dict[int, Any] = {}
+    return metrics, names, tuple([(each._update_count, tuple(_values(each, joined))) for each in metrics])
+
+
+def _with_states(metric: Any) -> Iterator[Any]:
+    from torchmetrics import Metric, MetricCollection
+    from torchmetrics.wrappers import Running
+    from torchmetrics.wrappers.abstract import WrapperMetric
+
+    if not isinstance(metric, Metric | MetricCollection):
+        raise TypeError(f"sync_dist: takes a Metric or a MetricCollection, got {type(metric).__name__}")
+    for each in metric.modules():
+        if isinstance(each, MetricCollection):
+            each.values(copy_state=False)  # metrics that share their states refer to them from now on
+    for each in metric.modules():
+        if isinstance(each, Running):
+            raise TypeError("sync_dist: the states of Running are known to itself alone; pass what it wraps")
+        if isinstance(each, Metric) and each._reductions and not isinstance(each, WrapperMetric):
+            _check(each, Metric)
+            yield each
+
+
+def _check(metric: Any, base: Any) -> None:
+    kind = type(metric)
+    if kind._sync_dist is not base._sync_dist and not kind.__module__.startswith("torchmetrics."):
+        raise TypeError(f"sync_dist: {kind.__name__} has a _sync_dist of its own; call its sync()")
+    if metric._is_synced:
+        raise ValueError(f"sync_dist: {kind.__name__} has been synced already; call its unsync() first")
+
+
+def _values(metric: Any, joined: dict[int, Any]) -> Iterator[Any]:
+    """The states; lists that will be concatenated are so already, once for all metrics that share them."""
+    from torchmetrics.utilities import dim_zero_cat
+
+    for name, reduction in metric._reductions.items():
+        value = getattr(metric, name)
+        if isinstance(value, list) and value and reduction is dim_zero_cat:
+            if id(value) not in joined:
+                joined[id(value)] = [dim_zero_cat(value)]
+            value = joined[id(value)]
+        yield value
+
+
+def _compute(metric: Any, every: Sequence[_State]) -> None:
+    """Let the metric compute with the states of all ranks, and keep the value; then it has its own states again."""
+    own = {name: getattr(metric, name) for name in [*metric._reductions, "_to_sync"]}
+    device = torch.device("cpu") if metric.compute_on_cpu else metric.device
+    try:
+        for i, (name, reduction) in enumerate(metric._reductions.items()):
+            values = [send_to_device(states[i], device) for _, states in every]
+            setattr(metric, name, _merged(values, reduction, isinstance(metric._defaults[name], list)))
+        metric._update_count = sum(count for count, _ in every)
+        metric._computed, metric._to_sync = None, False
+        metric.compute()
+    finally:
+        for name, value in own.items():
+            setattr(metric, name, value)
+
+
+def _merged(values: Sequence[Any], reduction: Callable[[Any], Any] | None, is_list: bool) -> Any:
+    """One state of all ranks; of lists the first elements of all ranks, then the second ones, as in torchmetrics."""
+    if is_list:
+        lists = [value if isinstance(value, list) else [value] for value in values]
+        merged: Any = [each[i] for i in range(max(map(len, lists))) for each in lists if i < len(each)]
+    else:
+        merged = torch.stack(list(values))
+    return merged if reduction is None or (is_list and not merged) else reduction(merged)
+
+
+# --- dist_sync_fn
+
+
+class _Batch:
+    """States that travel together, when the first of them is looked at."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.tensors: list[torch.Tensor] = []
+        self.rows: list[Any] = []
+
+    def row(self, index: int) -> list[torch.Tensor]:
+        if not self.rows:
+            numbers = range(len(self.tensors))
+            verb = _SyncDist(lambda: (numbers, list(map(str, numbers)), tuple(self.tensors)))
+            rows = run(verb, communicators(self.group))
+            self.rows = rows or []
+        return _fitting(self.rows[index][1])
+
+
+def _fitting(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Where a rank had no data, torchmetrics has an empty tensor of another dtype and shape than the others'."""
+    like = next((tensor for tensor in tensors if tensor.numel()), tensors[0])
+    return [
+        like.new_empty(0, *like.shape[1:]) if tensor.shape == (0,) and like.ndim else tensor.to(like.device)
+        for tensor in tensors
+    ]
+
+
+class _Open(threading.local):
+    """The batch of this thread that more states may join; it lasts as long as somebody waits for its results."""
+
+    batch: Callable[[], _Batch | None] = staticmethod(lambda: None)
+
+
+_open = _Open()
+
+
+class _Gathered(list[torch.Tensor]):
+    """All ranks' tensors of one state, once somebody looks at them."""
+
+    def __init__(self, batch: _Batch, index: int) -> None:
+        super().__init__()
+        self._pending: tuple[_Batch, int] | None = batch, index
+
+    def _fill(self) -> None:
+        if self._pending is not None:
+            batch, index = self._pending
+            self.extend(batch.row(index))
+            self._pending = None
+
+    def __len__(self) -> int:
+        self._fill()
+        return super().__len__()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self._fill()
+        return super().__iter__()
+
+    def __getitem__(self, index: Any) -> Any:
+        self._fill()
+        return super().__getitem__(index)
+
+    def __repr__(self) -> str:
+        self._fill()
+        return super().__repr__()

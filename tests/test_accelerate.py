@@ -1,0 +1,166 @@
+"""easydist in the places of accelerate's functions: which, where, until when, and whose run."""
+
+import subprocess
+import sys
+import types
+
+import accelerate
+import numpy as np
+import pytest
+import torch
+from accelerate import utils
+from accelerate.utils import gather, operations, reduce as reduced
+from accelerate.utils.operations import DistributedOperationException
+
+import easydist
+import easydist.accelerate
+from easydist.testing import distributed
+
+NAMES = easydist.accelerate.FUNCTIONS.keys() | easydist.accelerate.CLASSES.keys()
+OTHER_ARGUMENTS = {"save", "load"}
+OTHER_VALUES = {"DistributedType", "PartialState", "memory"}
+
+
+def installed():
+    return {name: vars(utils).get(name) or getattr(operations, name) for name in NAMES}
+
+
+THEIRS = installed()
+
+
+@pytest.fixture(autouse=True)
+def reset():
+    yield
+    easydist.accelerate.disable()
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+def is_ours(function):
+    return getattr(function, "__module__", "").startswith("easydist.")
+
+
+def test_every_name_of_accelerates_that_easydist_has_is_replaced():
+    shared = {name for name in easydist.__all__ if hasattr(utils, name) or hasattr(operations, name)}
+    assert shared - OTHER_ARGUMENTS - OTHER_VALUES == NAMES
+    assert not any(map(is_ours, THEIRS.values()))
+
+
+def test_the_names_are_ours_wherever_they_were_imported():
+    own = types.ModuleType("script")
+    sys.modules["script"] = own
+    own.collect, own.mine = gather, len
+    try:
+        with easydist.accelerate.enable():
+            modules = [utils, operations, accelerate.accelerator, accelerate.data_loader, sys.modules[__name__]]
+            assert all(is_ours(vars(m)[name]) for m in modules for name in NAMES & vars(m).keys())
+            assert own.collect is gather is utils.gather
+            assert gather.__wrapped__ is easydist.gather
+            assert DistributedOperationException is easydist.DistributedOperationException
+            own.later = utils.reduce
+            kept = utils.gather
+        assert own.collect is gather is THEIRS["gather"]
+        assert own.later is reduced is THEIRS["reduce"]
+        assert own.mine is len
+    finally:
+        del sys.modules["script"]
+    assert installed() == THEIRS
+    assert kept(torch.tensor(3.0)).shape == (), "kept elsewhere, it calls accelerate's"
+    assert DistributedOperationException is THEIRS["DistributedOperationException"]
+    assert easydist.TensorInformation is easydist.accelerate.CLASSES["TensorInformation"]
+
+
+def test_blocks_may_be_nested():
+    with easydist.accelerate.enable():
+        with easydist.accelerate.enable():
+            assert is_ours(utils.gather)
+        assert is_ours(utils.gather)
+    assert not is_ours(utils.gather)
+
+
+def test_twice_is_as_good_as_once():
+    easydist.accelerate.enable()
+    easydist.accelerate.enable()
+    with easydist.accelerate.enable():
+        assert is_ours(utils.gather)
+    assert is_ours(utils.gather)
+    easydist.accelerate.disable()
+    assert not is_ours(utils.gather)
+    easydist.accelerate.disable()
+
+
+def test_a_module_that_is_imported_later_gets_ours():
+    with easydist.accelerate.enable():
+        scope = {}
+        exec("from accelerate.utils import gather, find_batch_size", scope)
+        assert is_ours(scope["gather"])
+
+
+@pytest.mark.slow
+def test_the_import_alone_has_no_effect():
+    code = "import sys, easydist.accelerate; assert 'accelerate' not in sys.modules; easydist.accelerate.disable()"
+    subprocess.run([sys.executable, "-c", f"{code}; assert 'accelerate' not in sys.modules"], check=True)
+
+
+def test_one_process_without_a_group():
+    accelerator = accelerate.Accelerator(cpu=True)
+    with easydist.accelerate.enable():
+        assert accelerator.gather({"step": 3})["step"].tolist() == [3]
+        assert accelerator.reduce({"right": 3}) == {"right": 3}
+        assert accelerator.pad_across_processes(np.ones(2)).tolist() == [1, 1]
+        assert list(accelerator.prepare(torch.utils.data.DataLoader([1, 2]))) == [1, 2]
+        accelerator.wait_for_everyone()
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(("data", "error"), [("a", TypeError), ({}, ValueError), ([], ValueError)])
+def test_find_batch_size_raises_what_accelerates_raises(data, error):
+    with pytest.raises(error) as theirs:
+        utils.find_batch_size(data)
+    with easydist.accelerate.enable():
+        with pytest.raises(error) as ours:
+            utils.find_batch_size(data)
+        assert utils.find_batch_size(["text", np.ones((3, 2))]) == 3
+    assert str(ours.value) == str(theirs.value)
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA"])
+def test_accelerates_own_run_in_states_that_are_not_served(kind):
+    accelerate.PartialState(cpu=True).distributed_type = accelerate.DistributedType[kind]
+    with easydist.accelerate.enable():
+        assert utils.convert_to_fp32.__wrapped__ is easydist.convert_to_fp32
+        array = np.ones(2)
+        assert utils.listify({"x": array})["x"] is array
+        accelerate.PartialState().distributed_type = accelerate.DistributedType.NO
+        assert utils.listify({"x": array}) == {"x": [1.0, 1.0]}
+
+
+@distributed(world_size=2)
+def test_a_process_that_is_alone_for_accelerate_stays_alone(rank):
+    accelerate.PartialState._reset_state()
+    accelerate.PartialState().distributed_type = accelerate.DistributedType.NO
+    with easydist.accelerate.enable():
+        assert utils.gather(torch.ones(rank)).numel() == rank
+        accelerate.PartialState._reset_state()
+        assert utils.gather(torch.ones(rank)).numel() == 1
+
+
+@distributed(world_size=2)
+def test_bad_input_is_the_same_error_and_the_script_goes_on(rank):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": 2,
+            "LOCAL_WORLD_SIZE": 2,
+            "OMP_NUM_THREADS": 1,
+        }.items():
+            patch.setenv(name, str(value))
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = accelerate.Accelerator(cpu=True)
+    with easydist.accelerate.enable():
+        with pytest.raises(utils.operations.DistributedOperationException, match="rank 1: float32") as caught:
+            accelerator.gather(torch.ones(2, 1 + rank))
+        assert "test_accelerate.py:" in str(caught.value), "the script's line, not accelerate's"
+        assert accelerator.gather(torch.ones(1)).tolist() == [1.0, 1.0]
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
