@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from easydist.cli.env import env
+from easydist.cli.top import top
 
 _COMPLETION = """\b
 Completion of commands and options, in bash (zsh and fish alike):
@@ -18,5 +19,5 @@ def main() -> None:
     """Launch, look at and check distributed PyTorch programs."""
 
 
-for _command in (env,):
+for _command in (env, top):
     main.add_command(_command)
