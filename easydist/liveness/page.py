@@ -35,6 +35,7 @@ import json
 import mmap
 import os
 import secrets
+import struct
 from typing import NamedTuple
 
 from easydist.liveness import stacks
@@ -43,9 +44,10 @@ _NBYTES = 1 << 21  # of which the system provides what has been touched
 _REPORT, _ENTRIES, _ENTRY_NBYTES = 512, 1 << 15, 1 << 10
 _PLACE, _DESCRIPTION = 32, 640
 _ENTRY_COUNT = (_NBYTES - _ENTRIES) // _ENTRY_NBYTES
+_LONGEST = _DESCRIPTION - _PLACE - 8
+_SINCE_AND_PARTNER, _SINCE_TO_PLACE = struct.Struct("dq"), struct.Struct("dqQ")
 _PID, _USED, _LAST, _SIGNAL, _STACKS = 2, 3, 4, 5, 6
-_NUMBER, _INSIDE, _SINCE, _PARTNER = range(4)
-"""Words: of the page, and of an entry."""
+"""Words of the page."""
 
 
 class Membership(NamedTuple):
@@ -77,7 +79,7 @@ class Membership(NamedTuple):
 class _Page:
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
-        self._words, self._times = memoryview(memory).cast("q"), memoryview(memory).cast("d")
+        self._words = memoryview(memory).cast("q")
 
     def _text(self, start: int, stop: int) -> str:
         length = min(int.from_bytes(self._memory[start : start + 8], "little"), stop - start - 8)
@@ -154,25 +156,22 @@ class OwnPage(_Page):
         """
         if entry < 0:
             return
-        start = _start(entry)
-        self._write(start + _PLACE, start + _DESCRIPTION, place)
-        word, words = start >> 3, self._words
+        start, words, place = _ENTRIES + entry * _ENTRY_NBYTES, self._words, place[:_LONGEST]
+        head = _SINCE_TO_PLACE.pack(now, 1 if peer is None else 2 + peer, len(place))
+        self._memory[start + 16 : start + 40 + len(place)] = head + place
         if number is not None:
-            words[word + _INSIDE] = 1
-            words[word + _NUMBER] = number
-        self._times[word + _SINCE] = now
-        words[word + _PARTNER] = 1 if peer is None else 2 + peer
+            words[(start >> 3) + 1] = 1  # first: a rank that is not inside the call of its number has finished it
+            words[start >> 3] = number
         words[_LAST] = entry + 1
 
     def end(self, entry: int, now: float, is_done: bool = True) -> None:
         """The call that began last has ended; unless ``is_done``, its number counts as under way."""
         if entry < 0:
             return
-        word = _start(entry) >> 3
+        start = _ENTRIES + entry * _ENTRY_NBYTES
         if is_done:
-            self._words[word + _INSIDE] = 0
-        self._times[word + _SINCE] = now
-        self._words[word + _PARTNER] = 0
+            self._words[(start >> 3) + 1] = 0
+        _SINCE_AND_PARTNER.pack_into(self._memory, start + 16, now, 0)
 
     def set_report(self, text: str) -> None:
         """Leave a failure report."""
@@ -232,7 +231,7 @@ class PeerPage(_Page):
             group, meeting, rank, size = json.loads(self._text(start + _DESCRIPTION, start + _ENTRY_NBYTES))
         except (TypeError, ValueError):  # of no group, or read while it was being written
             return None
-        partner, since = self._words[(start >> 3) + _PARTNER], self._times[(start >> 3) + _SINCE]
+        since, partner = _SINCE_AND_PARTNER.unpack_from(self._memory, start + 16)
         peer = partner - 2 if partner > 1 else None
         number = self._words[start >> 3]
         return Membership(group, meeting, rank, size, number, self._place(entry), partner > 0, peer, since)
@@ -255,7 +254,7 @@ class PeerPage(_Page):
 
     def is_inside(self, entry: int) -> bool:
         """True if it is inside that call."""
-        return entry >= 0 and bool(self._words[(_start(entry) >> 3) + _INSIDE])
+        return entry >= 0 and bool(self._words[(_start(entry) >> 3) + 1])
 
 
 def _start(entry: int) -> int:
