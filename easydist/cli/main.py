@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from easydist.cli.env import env
+from easydist.cli.run import run
 from easydist.cli.top import top
 
 _COMPLETION = """\b
@@ -19,5 +20,5 @@ def main() -> None:
     """Launch, look at and check distributed PyTorch programs."""
 
 
-for _command in (env, top):
+for _command in (run, top, env):
     main.add_command(_command)
