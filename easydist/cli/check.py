@@ -1,0 +1,141 @@
+"""``easydist check``: does this machine, or this cluster, work?"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from easydist.cli.findings import Finding
+    from easydist.state.environment import World
+
+_EXAMPLE = """\b
+Example:
+  easydist check                             2 ranks on this machine
+  srun -n 8 easydist check                   the ranks of a launcher
+  torchrun --nnodes 2 … -m easydist check
+"""
+_MARKS = {"ok": "ok     ", "warning": "warning", "fault": "FAULT  "}
+Results = dict[str, Any]
+"""``findings`` and ``times``, as JSON."""
+
+
+@click.command(epilog=_EXAMPLE)
+@click.option("-n", "ranks", type=click.IntRange(2), default=2, show_default=True, help="Ranks, without a launcher.")
+@click.option("--timeout", type=click.FloatRange(1), default=60.0, show_default=True, help="Seconds to wait for ranks.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def check(ranks: int, timeout: float, as_json: bool) -> None:
+    """Check this machine, or the cluster under a launcher: limits, network, and a real run of all verbs.
+
+    Faults come with what to do about them. The exit status is 1 if there is one. Under a launcher rank 0 prints, and
+    each rank that finds a fault.
+    """
+    results, rank = _results(ranks, timeout)
+    has_fault = any(finding["state"] == "fault" for finding in results["findings"])
+    if rank == 0 or has_fault:
+        click.echo(json.dumps(results) if as_json else _text(results))
+    raise SystemExit(has_fault)
+
+
+def _results(ranks: int, timeout: float) -> tuple[Results, int]:
+    from easydist.cli.findings import Finding, surroundings
+    from easydist.state.environment import launched
+
+    found = surroundings()
+    try:
+        world = launched()
+    except ValueError as error:
+        advice = "Unset what another launcher has left over, or set it right."
+        return _as_results([*found, Finding("variables", "fault", str(error), advice)]), 0
+    if world.size > 1:
+        return _as_rank(world, found, timeout), world.rank
+    return _as_launcher(ranks, found, timeout), 0
+
+
+def _as_results(found: list[Finding], times: list[dict[str, Any]] | None = None) -> Results:
+    return {"findings": [finding.to_json() for finding in found], "times": times or []}
+
+
+def _as_rank(world: World, found: list[Finding], timeout: float) -> Results:
+    """Take part in the run of all ranks."""
+    import torch.distributed as dist
+
+    from easydist.cli import trial
+
+    met = trial.meet(world, timeout)
+    found = [*found, met]
+    if met.state == "fault":
+        return _as_results(found)
+    found += trial.verbs(world.rank, world.size)
+    times = trial.times(world.size)
+    dist.destroy_process_group()
+    return _as_results(found, times)
+
+
+def _as_launcher(ranks: int, found: list[Finding], timeout: float) -> Results:
+    """Start ranks that check, and collect what they have found."""
+    outcomes = _outcomes(ranks, timeout)
+    results = _as_results(found)
+    seen = {finding["check"] for finding in results["findings"]}
+    for rank, told in enumerate(outcomes):
+        results["findings"] += [
+            row for row in told["findings"] if row["check"] not in seen and (rank == 0 or row["state"] == "fault")
+        ]
+        results["times"] = results["times"] or told["times"]
+    return results
+
+
+def _outcomes(ranks: int, timeout: float) -> list[Results]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    command = [sys.executable, "-m", "easydist", "check", "--json", "--timeout", str(timeout)]
+    env = {"OMP_NUM_THREADS": "1"} | os.environ | meeting | {"LOCAL_WORLD_SIZE": meeting["WORLD_SIZE"]}
+    processes = [
+        subprocess.Popen(
+            command,
+            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        return [_outcome(rank, process) for rank, process in enumerate(processes)]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _outcome(rank: int, process: subprocess.Popen[bytes]) -> Results:
+    from easydist.cli.findings import Finding
+
+    out, err = process.communicate()
+    if not out and process.returncode == 0:
+        return _as_results([])
+    try:
+        results: Results = json.loads(out)
+    except ValueError:
+        said = f"rank {rank} ended with exit status {process.returncode}: {err.decode(errors='replace').strip()[-500:]}"
+        advice = "Run python -c 'import easydist; easydist.ProcessState()' to see more."
+        return _as_results([Finding("ranks", "fault", said, advice)])
+    return results
+
+
+def _text(results: Results) -> str:
+    lines = []
+    for row in results["findings"]:
+        lines.append(f"{_MARKS[row['state']]}  {row['check']}: {row['said']}")
+        if row["advice"]:
+            lines.append(f"         {row['advice']}")
+    for row in results["times"]:
+        ours, theirs = row["easydist"] * 1e6, row["gloo"] * 1e6
+        lines.append(f"time     {row['work']}: {ours:.0f} µs, gloo {theirs:.0f} µs")
+    return "\n".join(lines)

@@ -1,0 +1,170 @@
+"""A real run: the ranks meet, every verb moves data whose content is checked, and times stand beside plain gloo's."""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+import easydist
+from easydist.cli.findings import Finding
+from easydist.state.environment import World
+
+_LARGE = 1 << 20
+_ROUNDS = 15
+
+
+def meet(world: World, seconds: float) -> Finding:
+    """Let the ranks find one another, and make the default process group.
+
+    Args:
+        world: What the launcher has said.
+        seconds: How long it may take.
+
+    Returns:
+        A fault where that fails, with the ranks that are missing.
+    """
+    limit, where = timedelta(seconds=seconds), f"{world.address}:{world.port}"
+    is_host = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = TCPStore(world.address, world.port, world.size, is_host, limit, wait_for_workers=False)
+    except RuntimeError as error:  # also of DNS
+        said = f"rank {world.rank} cannot reach rank 0 at {where} within {seconds:.0f} s ({_first_line(error)})"
+        advice = (
+            "MASTER_ADDR has to be the host of rank 0 as all hosts know it, MASTER_PORT a free port that no firewall "
+            "closes; and rank 0 has to run."
+        )
+        return Finding("meeting", "fault", said, advice)
+    store.set(f"check/{world.rank}", socket.gethostname())
+    if missing := _missing(store, world.size, limit):
+        ranks = ", ".join(map(str, missing))
+        said = f"{len(missing)} of {world.size} ranks did not come to {where} within {seconds:.0f} s: {ranks}"
+        return Finding("meeting", "fault", said, "Start them, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE.")
+    return _connect(world, store, limit)
+
+
+def _missing(store: TCPStore, size: int, limit: timedelta) -> list[int]:
+    keys = [f"check/{rank}" for rank in range(size)]
+    try:
+        store.wait(keys, limit)
+    except RuntimeError:
+        return [rank for rank, key in enumerate(keys) if not store.check([key])]
+    return []
+
+
+def _connect(world: World, store: TCPStore, limit: timedelta) -> Finding:
+    try:
+        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
+        backend = easydist.ProcessState(cpu=True).communicators().met().control.get_backend()
+    except (RuntimeError, easydist.EasydistError) as error:
+        advice = "Hosts need an open port for each pair of ranks; GLOO_SOCKET_IFNAME names the network between them."
+        return Finding("meeting", "fault", f"rank {world.rank} cannot connect ({_first_line(error)})", advice)
+    return Finding("meeting", "ok", f"{world.size} ranks met at {world.address}:{world.port}, and talk over {backend}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def verbs(rank: int, size: int) -> list[Finding]:
+    """Call every verb once, on every rank, and check what it gives.
+
+    Args:
+        rank: This process in the default group.
+        size: How many there are.
+    """
+    found = []
+    for name, is_right in _trials(rank, size).items():
+        try:
+            said = "" if is_right() else "its result is wrong"
+        except (RuntimeError, ValueError, easydist.EasydistError) as error:
+            said = _first_line(error)
+        advice = "This is a fault of easydist, torch or the machine: report it with the output of easydist env."
+        found.append(Finding(name, "fault", said, advice) if said else Finding(name, "ok", "right"))
+    return found
+
+
+def _trials(rank: int, size: int) -> dict[str, Callable[[], bool]]:
+    numbers = list(range(size))
+    after, before = (rank + 1) % size, (rank - 1) % size
+    large = torch.full((_LARGE,), float(rank))
+
+    def mine() -> dict[str, Any]:
+        return {"a": torch.full((2,), rank), "b": [torch.ones(1)]}  # anew: broadcast writes into it
+
+    def passed_on() -> bool:
+        if rank % 2:
+            easydist.send_tensor_dict(mine(), after)
+        got = easydist.recv_tensor_dict(before) if before % 2 else None
+        return got is None or bool((got["a"] == before).all())
+
+    def scattered() -> bool:
+        got: list[Any] = [None]
+        easydist.scatter_object_list(got, [{"n": n} for n in numbers])
+        return bool(got == [{"n": rank}])
+
+    return {
+        "gather": lambda: easydist.gather(mine())["a"].tolist() == [n for n in numbers for _ in range(2)],
+        "gather, 4 MB": lambda: bool((easydist.gather(large)[::_LARGE] == torch.arange(size)).all()),
+        "reduce": lambda: easydist.reduce(mine(), "sum")["a"].tolist() == [sum(numbers)] * 2,
+        "broadcast": lambda: easydist.broadcast(mine())["a"].tolist() == [0, 0],
+        "scatter": lambda: easydist.scatter(torch.arange(size)).tolist() == [rank],
+        "all_to_all": lambda: easydist.all_to_all(torch.arange(size)).tolist() == [rank] * size,
+        "pad_across_processes": lambda: easydist.pad_across_processes(torch.ones(rank + 1)).numel() == size,
+        "gather_object": lambda: easydist.gather_object([rank]) == numbers,
+        "broadcast_object_list": lambda: easydist.broadcast_object_list([rank]) == [0],
+        "scatter_object_list": scattered,
+        "broadcast_tensor_dict": lambda: easydist.broadcast_tensor_dict(mine())["a"].tolist() == [0, 0],
+        "send_tensor_dict": passed_on,
+    }
+
+
+def times(size: int) -> list[dict[str, Any]]:
+    """Measure easydist beside gloo on the same data, turn by turn; called by every rank.
+
+    Args:
+        size: How many ranks there are.
+
+    Returns:
+        For each piece of work its name, and the median seconds of both on this rank.
+    """
+    return [
+        {"work": name, "easydist": ours, "gloo": theirs}
+        for name, work in _works(size)
+        for ours, theirs in [_medians(*work)]
+    ]
+
+
+def _works(size: int) -> Iterator[tuple[str, tuple[Callable[[], Any], Callable[[], Any]]]]:
+    leaves = {f"leaf{i}": torch.ones(4) for i in range(10)}
+    large = torch.ones(_LARGE)
+
+    def gathered(*tensors: torch.Tensor) -> None:
+        for tensor in tensors:
+            dist.all_gather([torch.empty_like(tensor) for _ in range(size)], tensor)
+
+    yield "barrier", (easydist.wait_for_everyone, dist.barrier)
+    yield "gather 10 leaves", (lambda: easydist.gather(leaves), lambda: gathered(*leaves.values()))
+    yield "gather 4 MB", (lambda: easydist.gather(large), lambda: gathered(large))
+    yield "reduce 4 MB", (lambda: easydist.reduce(large, "sum"), lambda: dist.all_reduce(large.clone()))
+
+
+def _medians(ours: Callable[[], Any], theirs: Callable[[], Any]) -> tuple[float, float]:
+    rounds = [(_timed(ours), _timed(theirs)) for _ in range(_ROUNDS)]
+    mine, others = zip(*rounds, strict=True)
+    return statistics.median(mine), statistics.median(others)
+
+
+def _timed(work: Callable[[], Any]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start

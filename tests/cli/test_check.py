@@ -1,0 +1,112 @@
+"""``easydist check`` on a machine that works, and on broken ones: each fault is named with what to do."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import launching
+import pytest
+from click.testing import CliRunner
+from test_env import easydist
+
+from easydist.cli.findings import surroundings
+from easydist.cli.main import main
+
+IS_POSSIBLE = ["unshare", "-m", "mount", "-t", "tmpfs", "none", "/dev/shm"]
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def states(results):
+    return {row["check"]: row["state"] for row in results["findings"]}
+
+
+@pytest.mark.slow
+def test_a_machine_that_works():
+    out, _ = easydist("check", "-n", "3", "--json")
+    results = json.loads(out)
+    assert set(states(results).values()) == {"ok"}
+    assert {"gather", "send_tensor_dict", "meeting", "/dev/shm"} <= set(states(results))
+    assert all(row["easydist"] > 0 and row["gloo"] > 0 for row in results["times"])
+
+
+@pytest.mark.slow
+def test_under_a_launcher_rank_0_prints():
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [start(env | {"RANK": str(rank)}) for rank in range(2)]
+    (out, err), (nothing, _) = launching.finished(*ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0], err
+    assert "ok       meeting: 2 ranks met at 127.0.0.1:" in out
+    assert "time     gather 4 MB: " in out
+    assert not nothing
+
+
+def start(env, *prefix):
+    own = {"PYTHONPATH": str(launching.ROOT), "OMP_NUM_THREADS": "1"}
+    command = [*prefix, sys.executable, "-m", "easydist", "check", "--timeout", "5"]
+    return launching.start(*command, env=os.environ | own | env)
+
+
+def fault(env, *prefix):
+    """What a rank prints that finds a fault."""
+    process = start(env, *prefix)
+    ((out, err),) = launching.finished(process)
+    assert process.returncode == 1, out + err
+    return out
+
+
+@pytest.mark.slow
+def test_a_missing_rank_is_named():
+    out = fault({"WORLD_SIZE": "3", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
+    assert "FAULT    meeting: 2 of 3 ranks did not come to 127.0.0.1:" in out
+    assert "within 5 s: 1, 2\n         Start them" in out
+
+
+@pytest.mark.slow
+def test_a_wrong_master_address_is_named():
+    out = fault({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "29500"})
+    assert "FAULT    meeting: rank 1 cannot reach rank 0 at no-such-host.invalid:29500" in out
+    assert "MASTER_ADDR has to be the host of rank 0" in out
+
+
+@pytest.mark.slow
+def test_too_few_file_descriptors_are_named():
+    out = fault({}, "sh", "-c", 'ulimit -n 64 && exec "$@"', "sh")
+    assert "FAULT    open files: a process may open 64" in out
+    assert "ulimit -n 4096" in out
+
+
+def can_mount():
+    return bool(shutil.which("unshare")) and subprocess.run(IS_POSSIBLE, capture_output=True).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_mount(), reason="needs the right to mount")
+def test_too_little_shared_memory_is_named():
+    """All verbs work nonetheless, over gloo."""
+    mount = 'mount -t tmpfs -o size=64k none /dev/shm && exec "$@"'
+    process = start({}, "unshare", "-m", "sh", "-c", mount, "sh")
+    ((out, err),) = launching.finished(process)
+    assert process.returncode == 0, out + err
+    assert "warning  /dev/shm: 0.1 MiB free\n         Ranks of one host exchange data there" in out
+    assert "talk over gloo\n" in out
+
+
+def test_variables_of_another_launcher_are_named(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = CliRunner().invoke(main, ["check"])
+    assert said.exit_code == 1
+    assert "FAULT    variables: RANK=3 is outside the world of WORLD_SIZE=2" in said.output
+
+
+def test_an_interface_that_is_not_there_is_named():
+    (found,) = [row for row in surroundings({"GLOO_SOCKET_IFNAME": "lo,eth99"}) if row.state == "fault"]
+    assert found.said == "GLOO_SOCKET_IFNAME=lo,eth99, but eth99 is not there or not up"
+    assert found.advice.startswith("Name one of ")
