@@ -68,7 +68,7 @@ def dist_sync_fn(result: torch.Tensor, group: Group = None) -> list[torch.Tensor
     """Gather a state's tensors of all ranks; for ``Metric(dist_sync_fn=…)``.
 
     All states that torchmetrics asks for before it looks at the first answer travel in one exchange: those of a metric.
-    A collection takes one exchange per group of metrics, where ``sync_dist`` takes one for all. Give lists without a
+    A collection takes one exchange per metric, where ``sync_dist`` takes one for all. Give lists without a
     reduction (retrieval metrics, ROUGE, ``MeanAveragePrecision``) to ``sync_dist``: torchmetrics passes their elements
     one by one, without a word of which list each is of, so that they have to be equally many on all ranks.
 
