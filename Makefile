@@ -52,6 +52,7 @@ docs: $(VENV)/.docs ## build build/docs and execute its examples
 bench: $(VENV)/.bench ## compare with the peers, ratios in one run
 	$(BIN)/python benchmarks/nested.py $(ARGS)
 	$(BIN)/python benchmarks/message_queue.py
+	$(BIN)/python benchmarks/metrics.py
 
 clean: ## remove what was built, not $(VENV)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov

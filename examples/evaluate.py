@@ -1,4 +1,4 @@
-"""Train a small classifier on scikit-learn's digits, then evaluate it on every rank and gather the nested results.
+"""Train a small classifier on scikit-learn's digits, then evaluate it in batches on every rank and collect the results.
 
 python examples/evaluate.py
 torchrun --standalone --nproc-per-node 2 examples/evaluate.py
@@ -12,8 +12,10 @@ from typing import NamedTuple
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import easydist
+from easydist import metrics
 
 
 class Confidence(NamedTuple):
@@ -23,13 +25,13 @@ class Confidence(NamedTuple):
     margin: torch.Tensor
 
 
-def load() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+def load() -> tuple[TensorDataset, TensorDataset]:
     """1797 images of 8 × 8 pixels: every third one is for the test."""
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float64) / 16
     labels = torch.tensor(digits.target)
     test = torch.arange(len(images)) % 3 == 0
-    return (images[~test], labels[~test]), (images[test], labels[test])
+    return TensorDataset(images[~test], labels[~test]), TensorDataset(images[test], labels[test])
 
 
 def train(images: torch.Tensor, labels: torch.Tensor, epochs: int = 12) -> nn.Module:
@@ -47,14 +49,14 @@ def train(images: torch.Tensor, labels: torch.Tensor, epochs: int = 12) -> nn.Mo
 
 
 @torch.no_grad()
-def predict(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, numbers: list[int]) -> dict[str, object]:
-    """What an evaluation loop collects, one image at a time, so that no sum depends on the size of a batch."""
+def predict(model: nn.Module, indices: torch.Tensor, images: torch.Tensor, labels: torch.Tensor) -> dict[str, object]:
+    """What is collected of a batch; one image at a time, so that no sum depends on the size of a batch."""
     logits = torch.cat([model(image[None]) for image in images]) if len(images) else images.new_zeros(0, 10)
     top, second = logits.softmax(-1).topk(2).values.unbind(-1)
     return {
         "logits": logits,
         "labels": labels,
-        "ids": [f"digit-{number:04d}" for number in numbers],
+        "ids": [f"digit-{index:04d}" for index in indices.tolist()],
         "confidence": Confidence(top, top - second),
     }
 
@@ -78,23 +80,21 @@ def summarize(outputs: dict[str, object]) -> str:
 def main() -> None:
     """Evaluate on every rank, and once more in one process, which has to give the same to the last digit."""
     state = easydist.ProcessState(cpu=True)
-    training, (images, labels) = load()
+    training, test = load()
     with state.main_process_first():  # one rank trains, the others take its weights
-        model = train(*training) if state.is_main_process else train(*training, epochs=0)
+        model = train(*training.tensors) if state.is_main_process else train(*training.tensors, epochs=0)
     easydist.broadcast(dict(model.named_parameters()))
 
-    numbers = list(range(len(images)))
-    with state.split_between_processes({"images": images, "labels": labels, "numbers": numbers}) as shard:
-        mine = predict(model, **shard)
-    ids = easydist.gather_object(mine.pop("ids"))  # text does not travel with tensors
-    outputs = easydist.gather(mine) | {"ids": ids}  # the shards have 599 / W images each, one more on the first ranks
+    collector = easydist.MetricCollector(total=len(test))
+    loader = metrics.distributed_loader(test, batch_size=32, with_indices=True)
+    for indices, (images, labels) in metrics.progress(loader, "evaluate"):
+        collector.update(indices, **predict(model, indices, images, labels))
+    outputs = collector.compute()
 
-    state.print(
-        f"{state.num_processes} ranks, {easydist.gather(torch.tensor(len(mine['labels']))).tolist()} images each"
-    )
+    state.print(f"{state.num_processes} ranks, {easydist.gather(len(collector)).tolist()} images each")
     state.print(summarize(outputs))
     if state.is_main_process:
-        alone = predict(model, images, labels, numbers)
+        alone = predict(model, torch.arange(len(test)), *test.tensors)
         assert summarize(outputs) == summarize(alone)
         assert torch.equal(outputs["logits"], alone["logits"])
         print("equal to the single-process run, to the last digit")

@@ -114,6 +114,7 @@ def test_a_verb_that_is_called_again_needs_no_new_memory(rank):
     assert all(torch.equal(kept[name], before[name]) for name in kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", ["kept = x", "torch.kept = x", "sys.kept = x[5:]", "torch.kept = [x, x.numpy()]"])
 def test_a_result_that_lives_until_the_end_ends_in_silence(keep):
     """Also where it outlives the names of easydist's modules."""

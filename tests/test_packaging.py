@@ -40,6 +40,13 @@ def test_a_wheel_has_types_and_licence(tmp_path):
     assert "Classifier: Typing :: Typed" in metadata
 
 
+def test_every_requirement_is_used():
+    required = re.findall(r"^[\w-]+", SETUP["options"]["install_requires"], re.MULTILINE)
+    code = "\n".join(path.read_text() for path in (ROOT / "easydist").rglob("*.py"))
+    imported = set(re.findall(r"^ *(?:import|from) (\w+)", code, re.MULTILINE))
+    assert {name.replace("-", "_") for name in required} - imported <= {"accelerate"}  # of easydist.accelerate, to come
+
+
 def test_the_classifiers_name_the_pythons_that_are_promised():
     lowest = int(SETUP["options"]["python_requires"].removeprefix(">=3."))
     named = [int(minor) for minor in re.findall(r"Python :: 3\.(\d+)$", SETUP["metadata"]["classifiers"], re.MULTILINE)]

@@ -57,12 +57,14 @@ class Agreement:
 
     Attributes:
         call: This rank's own.
+        absent: The ranks that have no data of their own.
         uniform: All ranks that have data have the same shapes and the same leaves tied.
         has_payload: The data of all ranks came with the headers.
     """
 
     def __init__(self, call: Call, headers: Sequence[Header], rows: torch.Tensor | None = None) -> None:
         self.call = call
+        self.absent = [rank for rank, header in enumerate(headers) if header.status == ABSENT]
         self.uniform = len({header.variations for header in headers if header.status == WELL}) <= 1
         self.has_payload = rows is not None and all(header.nbytes == header.payload for header in headers)
         self._headers, self._rows = headers, rows
@@ -71,11 +73,6 @@ class Agreement:
     def nbytes(self) -> list[int]:
         """What each rank will send."""
         return [header.nbytes for header in self._headers]
-
-    @property
-    def absent(self) -> list[int]:
-        """The ranks that have no data of their own."""
-        return [rank for rank, header in enumerate(self._headers) if header.status == ABSENT]
 
     def tied_unlike(self, source: int) -> list[int]:
         """The ranks whose leaves share memory in another way than the source's; all have one structure."""

@@ -7,6 +7,7 @@ are refused, but for leaves that are one and the same, which the source may have
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,26 +77,24 @@ def overlap(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
         >>> overlap([x[:, 0], x[:, 1]]), overlap([x[:2], x[1:]]), overlap([x, x])
         (None, (0, 1), None)
     """
-    if len(tensors) < 2:
+    spans = sorted([(start := t.data_ptr(), start + _extent(t), i) for i, t in enumerate(tensors) if t.numel()])
+    starts, stops = [span[0] for span in spans[1:]], [span[1] for span in spans]
+    if not any(map(operator.gt, stops, starts)):  # as nearly always
         return None
-    starts = [tensor.data_ptr() for tensor in tensors]
     active: list[tuple[int, int]] = []
-    for i in sorted(range(len(tensors)), key=starts.__getitem__):
-        tensor, start = tensors[i], starts[i]
-        if not tensor.numel():
-            continue
-        active = [(stop, other) for stop, other in active if stop > start]
+    for start, stop, i in spans:
+        active = [(other_stop, other) for other_stop, other in active if other_stop > start]
         for _, other in active:
-            if not _are_same(tensors[other], tensor) and _share(tensors[other], tensor):
+            if not _are_same(tensors[other], tensors[i]) and _share(tensors[other], tensors[i]):
                 return min(other, i), max(other, i)
-        active.append((start + _extent(tensor), i))
+        active.append((stop, i))
     return None
 
 
 def _extent(tensor: torch.Tensor) -> int:
     """The bytes from the first element to the end of the last."""
     if tensor.is_contiguous():
-        return tensor.numel() * tensor.itemsize
+        return tensor.nbytes
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (reach + 1) * tensor.itemsize
 

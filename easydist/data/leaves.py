@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -214,7 +215,8 @@ class Layout:
         self.ordered, self.placed = _picker(order), _picker(self.places)
         self.paths, self.dtypes, self.shapes = self.ordered(paths), self.ordered(dtypes), self.ordered(shapes)
         self.packing = Packing(self.dtypes, self.shapes)
-        self.fingerprint = fingerprint(self.types())
+        self._names = fingerprint(self.paths)
+        self.fingerprint = fingerprint((self._names, self._runs(self.shapes)))
         self._free: dict[int, tuple[list[int], int]] = {}
 
     def types(self, dim: int | None = None) -> list[LeafType]:
@@ -224,6 +226,11 @@ class Layout:
             for _, _, shape in rows:
                 shape[dim] = -1
         return rows
+
+    def _runs(self, shapes: Iterable[Sequence[int]]) -> list[tuple[str, tuple[int, ...], int]]:
+        """How many leaves in a row have one dtype and shape: short where there are many leaves, such as numbers."""
+        runs = itertools.groupby(zip(self.dtypes, shapes, strict=True))
+        return [(dtype_name(dtype), tuple(shape), sum(1 for _ in run)) for (dtype, shape), run in runs]
 
     def free(self, dim: int) -> tuple[list[int], int]:
         """``dim`` as a non-negative index into each shape, and the fingerprint of all but the sizes along it.
@@ -235,7 +242,9 @@ class Layout:
             for path, shape in zip(self.paths, self.shapes, strict=True):
                 if not -len(shape) <= dim < len(shape):
                     raise ValueError(f"{path or 'the tensor'} of shape {tuple(shape)} has no dim {dim}")
-            self._free[dim] = [dim % len(shape) for shape in self.shapes], fingerprint(self.types(dim))
+            dims = [dim % len(shape) for shape in self.shapes]
+            free = ((*s[:d], -1, *s[d + 1 :]) for s, d in zip(self.shapes, dims, strict=True))
+            self._free[dim] = dims, fingerprint((self._names, self._runs(free)))
         return self._free[dim]
 
 
@@ -308,8 +317,9 @@ class Leaves:
         for path, value in zip(self.layout.paths, self.values, strict=True):
             if reason := _unwritable(value):
                 raise ValueError(f"{_at(path)} {reason}, so it cannot be written in place")
-        if (pair := overlap([self.tensors[i] for i in self._filled()])) is not None:
-            first, second = (self.layout.paths[self._filled()[i]] for i in pair)
+        filled = self._filled()
+        if (pair := overlap([self.tensors[i] for i in filled])) is not None:
+            first, second = (self.layout.paths[filled[i]] for i in pair)
             raise ValueError(f"{_at(first)} and {second} share memory, so they cannot be written in place; pass copies")
 
     def _filled(self) -> Sequence[int]:

@@ -95,7 +95,7 @@ class Communicators:
         self._store = None if group is None or self.size == 1 else PrefixStore("easydist", group.get_group_store())
         self._data: dict[str, TorchComm] = {}
         store = None if self._store is None else TimedStore(self._store)
-        self.monitor = Monitor(self.rank, self.size, _timeout_of(group), store)
+        self.monitor = Monitor(self.rank, self.size, _timeout_of(group), store, self.name)
         self.frames = Frames(self.size)
         self.under_way: dict[str, Any] = {}
         if control is not None:

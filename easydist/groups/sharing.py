@@ -7,6 +7,7 @@ the group is being made.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import logging
 import os
@@ -64,6 +65,7 @@ def introduce(exchange: Exchange, monitor: Monitor, shares: bool, kind: type[Pee
         Which ranks may share memory; attaching has to prove it.
     """
     records = exchange(record(own_page(), monitor.entry, shares))
+    monitor.describe(hashlib.blake2b(b"".join(records), digest_size=8).hexdigest())  # every rank has the same records
     monitor.peers = {rank: kind(rank, records[rank]) for rank in monitor.peers}
     return by_host(records)
 

@@ -46,6 +46,7 @@ class Monitor(GroupStatus):
         size: How many processes the group has.
         timeout: Seconds that a call may take unless it says otherwise.
         store: Where ranks of other hosts leave their failure reports.
+        name: The group's.
 
     Attributes:
         broken: The error that ended the group's exchanges; None while all is well.
@@ -56,8 +57,8 @@ class Monitor(GroupStatus):
         waits: Even outside of waits in C++; rises with every beginning and end of one.
     """
 
-    def __init__(self, rank: int, size: int, timeout: float, store: TimedStore | None = None) -> None:
-        super().__init__(rank, size, store)
+    def __init__(self, rank: int, size: int, timeout: float, store: TimedStore | None = None, name: str = "") -> None:
+        super().__init__(rank, size, store, name)
         self.timeout = timeout
         self.waits = 0
         self.broken: EasydistError | None = None
@@ -78,7 +79,7 @@ class Monitor(GroupStatus):
             timeout: Seconds; None is the group's.
             peer: The only other rank that takes part; such calls are not counted. None: all do.
         """
-        self.peer, entry = peer, self.entry if peer is None else -1
+        self.peer = peer
         self.number += peer is None
         self.at = self.number + 0.5 * (peer is not None)
         self._seen_ended.clear()
@@ -88,7 +89,7 @@ class Monitor(GroupStatus):
         self._deadline, self._warn_at = now + self._limit, now + WARN_AFTER
         self._listen_at = now + _LISTEN_EVERY
         if self._page is not None:
-            self._page.begin(entry, self.number, self._place)
+            self._page.begin(self.entry, self._place, now, self.number if peer is None else None, peer)
         if self.broken is None and (self.was_interrupted or now - self._ended > _IDLE):
             self._check_missed()
 
@@ -102,8 +103,8 @@ class Monitor(GroupStatus):
         """End the call; unless ``is_done``, this rank has not sent all that others wait for."""
         self._deadline = self._warn_at = self._end_of_time
         self._ended, self.was_interrupted = time.monotonic(), False
-        if self._page is not None and is_done and self.peer is None:
-            self._page.end(self.entry)
+        if self._page is not None:
+            self._page.end(self.entry, self._ended, is_done and self.peer is None)
 
     @property
     def left(self) -> float | None:
@@ -225,7 +226,7 @@ class Monitor(GroupStatus):
         self.number = math.ceil(at) - is_between
         self.at = self.number + 0.5 * is_between
         if self._page is not None:
-            self._page.begin(self.entry, self.number, self._place)
+            self._page.begin(self.entry, self._place, time.monotonic(), self.number)
 
     def end_reconnecting(self) -> None:
         """Make the phase even: the ranks are connected."""

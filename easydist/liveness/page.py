@@ -1,4 +1,4 @@
-"""A page on which a process says what it is doing, for its peers on the same host to read.
+"""A page on which a process says what it is doing, for its peers on the same host and for ``easydist top`` to read.
 
 The page has no name: peers open it through ``/proc/<pid>/fd``, so that nothing can stay behind, and that a peer finds
 the page's 16 random bytes there proves that the pid means the same process for both. Reading and writing are not
@@ -8,9 +8,21 @@ synchronised: the texts are for people, the numbers are single words.
 bytes   content
 ======  =====================================================================
 0       16 random bytes
-16      length of the place, u64; the place (operation, call, file and line)
+16      three u64: the pid, as the process knows it; how many entries have been used; the entry of the last call, plus 1
+40      two u64: the signal on which the process writes its stacks, the descriptor of the file; 0 where it does not
 512     length of the failure report, u64; the failure report
-32768   one entry per group, two u64: number of its last call; 1 inside it, 0 after it
+32768   the entries: 1024 bytes for each group
+======  =====================================================================
+
+======  =====================================================================
+bytes   content of an entry
+======  =====================================================================
+0       number of the last call of all ranks
+8       1 inside that call, 0 after it
+16      when the call under way began, or when the last one ended: double, the seconds of the monotonic clock
+24      1 in a call of all ranks, 2 + r in a call with rank r alone, 0 outside of calls
+32      length of the place, u64; the place of the last call (operation, call, file and line)
+640     length of the description, u64; who this is in which group, as JSON
 ======  =====================================================================
 """
 
@@ -19,19 +31,55 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 import mmap
 import os
 import secrets
+import struct
+from typing import NamedTuple
 
-_NBYTES = 1 << 16
-_PLACE, _REPORT, _ENTRIES = 16, 512, 1 << 15
-_ENTRY_COUNT = (_NBYTES - _ENTRIES) // 16
+from easydist.liveness import stacks
+
+_NBYTES = 1 << 21  # of which the system provides what has been touched
+_REPORT, _ENTRIES, _ENTRY_NBYTES = 512, 1 << 15, 1 << 10
+_PLACE, _DESCRIPTION = 32, 640
+_ENTRY_COUNT = (_NBYTES - _ENTRIES) // _ENTRY_NBYTES
+_LONGEST = _DESCRIPTION - _PLACE - 8
+_SINCE_AND_PARTNER, _SINCE_TO_PLACE = struct.Struct("dq"), struct.Struct("dqQ")
+_PID, _USED, _LAST, _SIGNAL, _STACKS = 2, 3, 4, 5, 6
+"""Words of the page."""
+
+
+class Membership(NamedTuple):
+    """One rank of a group, as its page describes it.
+
+    Attributes:
+        group: The group's name.
+        meeting: Equal for all ranks of a group that have met; empty before.
+        rank: The process in the group.
+        size: How many processes the group has.
+        number: Of its last call of all ranks, 0 before the first.
+        place: Operation, call, file and line of its last call; empty before the first.
+        is_in_call: True if a call is under way.
+        peer: The only other rank in that call; None: all take part.
+        since: When that call began, or when the last one ended; seconds of the monotonic clock.
+    """
+
+    group: str
+    meeting: str
+    rank: int
+    size: int
+    number: int
+    place: str
+    is_in_call: bool
+    peer: int | None
+    since: float
 
 
 class _Page:
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
-        self._numbers = memoryview(memory)[_ENTRIES:].cast("q")
+        self._words = memoryview(memory).cast("q")
 
     def _text(self, start: int, stop: int) -> str:
         length = min(int.from_bytes(self._memory[start : start + 8], "little"), stop - start - 8)
@@ -48,8 +96,8 @@ class OwnPage(_Page):
     Example:
         >>> page = OwnPage()
         >>> entry = page.new_entry()
-        >>> page.begin(entry, 1, b"gather, call 1, at train.py:30")
-        >>> page.end(entry)
+        >>> page.begin(entry, b"gather, call 1, at train.py:30", 0.0, number=1)
+        >>> page.end(entry, 0.1)
         >>> peer = PeerPage.attach(*page.address)
         >>> peer.place(), peer.number(entry), peer.is_inside(entry)
         ('gather, call 1, at train.py:30', 1, False)
@@ -64,34 +112,66 @@ class OwnPage(_Page):
         os.ftruncate(self._descriptor, _NBYTES)
         super().__init__(mmap.mmap(self._descriptor, _NBYTES))
         self._memory[:16] = token = secrets.token_bytes(16)
+        self._words[_PID] = os.getpid()
         self.address = os.getpid(), self._descriptor, token.hex()
+        self._words[_SIGNAL], self._words[_STACKS] = stacks.agree()
         self._entries = itertools.count()
         self._free: list[int] = []
 
     def new_entry(self) -> int:
-        """Room for the call numbers of one more group; -1 where there is none."""
+        """Room for the calls of one more group; -1 where there is none."""
         entry = self._free.pop() if self._free else next(self._entries)
         if entry >= _ENTRY_COUNT:
             return -1
-        self._numbers[2 * entry] = self._numbers[2 * entry + 1] = 0
+        start = _start(entry)
+        self._memory[start : start + _ENTRY_NBYTES] = bytes(_ENTRY_NBYTES)
+        self._words[_USED] = max(self._words[_USED], entry + 1)
         return entry
 
     def free_entry(self, entry: int) -> None:
         """A group is no more."""
         if entry >= 0:
+            self._write(_start(entry) + _DESCRIPTION, _start(entry + 1), b"")
             self._free.append(entry)
 
-    def begin(self, entry: int, number: int, place: bytes) -> None:
-        """A call begins."""
-        self._write(_PLACE, _REPORT, place)
-        if entry >= 0:
-            self._numbers[2 * entry + 1] = 1
-            self._numbers[2 * entry] = number
+    def describe(self, entry: int, *who: str | int) -> None:
+        """Say which rank of which group an entry is about.
 
-    def end(self, entry: int) -> None:
-        """The call that began last has ended."""
+        Args:
+            entry: The group's.
+            *who: The first four fields of ``Membership``.
+        """
         if entry >= 0:
-            self._numbers[2 * entry + 1] = 0
+            self._write(_start(entry) + _DESCRIPTION, _start(entry + 1), json.dumps(who).encode())
+
+    def begin(self, entry: int, place: bytes, now: float, number: int | None = None, peer: int | None = None) -> None:
+        """A call begins.
+
+        Args:
+            entry: The group's.
+            place: Operation, call, file and line.
+            now: The time of the monotonic clock.
+            number: Of the call; None where it is not counted.
+            peer: The only other rank that takes part; None: all do.
+        """
+        if entry < 0:
+            return
+        start, words, place = _ENTRIES + entry * _ENTRY_NBYTES, self._words, place[:_LONGEST]
+        head = _SINCE_TO_PLACE.pack(now, 1 if peer is None else 2 + peer, len(place))
+        self._memory[start + 16 : start + 40 + len(place)] = head + place
+        if number is not None:
+            words[(start >> 3) + 1] = 1  # first: a rank that is not inside the call of its number has finished it
+            words[start >> 3] = number
+        words[_LAST] = entry + 1
+
+    def end(self, entry: int, now: float, is_done: bool = True) -> None:
+        """The call that began last has ended; unless ``is_done``, its number counts as under way."""
+        if entry < 0:
+            return
+        start = _ENTRIES + entry * _ENTRY_NBYTES
+        if is_done:
+            self._words[(start >> 3) + 1] = 0
+        _SINCE_AND_PARTNER.pack_into(self._memory, start + 16, now, 0)
 
     def set_report(self, text: str) -> None:
         """Leave a failure report."""
@@ -104,19 +184,65 @@ class PeerPage(_Page):
     @classmethod
     def attach(cls, pid: int, descriptor: int, token: str) -> PeerPage | None:
         """The page of process ``pid``; None where it is not to be seen: another host, container or user."""
-        path = f"/proc/{pid}/fd/{descriptor}"
+        page = cls._open(f"/proc/{pid}/fd/{descriptor}")
+        return page if page is not None and page._memory[:16].hex() == token else None
+
+    @classmethod
+    def _open(cls, path: str) -> PeerPage | None:
         try:
             if not os.readlink(path).startswith("/memfd:easydist"):  # opening a pipe of another program could block
                 return None
             with open(path, "rb") as file:
-                memory = mmap.mmap(file.fileno(), _NBYTES, access=mmap.ACCESS_READ)
+                return cls(mmap.mmap(file.fileno(), _NBYTES, access=mmap.ACCESS_READ))
         except (OSError, ValueError):
             return None
-        return cls(memory) if memory[:16].hex() == token else None
+
+    @classmethod
+    def find(cls, pid: int) -> PeerPage | None:
+        """Search for the page of process ``pid`` among the files that it has open; None where it has none to be seen.
+
+        Example:
+            >>> page = OwnPage()
+            >>> PeerPage.find(os.getpid()) is not None
+            True
+        """
+        try:
+            names = os.listdir(f"/proc/{pid}/fd")
+            with open(f"/proc/{pid}/status") as file:
+                own = next((line for line in file if line.startswith("NSpid:")), f"NSpid: {pid}").split()[-1]
+        except OSError:
+            return None
+        pages = [cls._open(f"/proc/{pid}/fd/{name}") for name in names]
+        # A forked child has its parent's page, too.
+        return next((page for page in pages if page is not None and page._words[_PID] == int(own)), None)
+
+    def stacks(self) -> tuple[int, int] | None:
+        """The signal on which the process writes its stacks, and the file's descriptor; None: it has not agreed."""
+        return (self._words[_SIGNAL], self._words[_STACKS]) if self._words[_SIGNAL] else None
+
+    def memberships(self) -> list[Membership]:
+        """The groups of the process, and where it is in each."""
+        found = [self._membership(entry) for entry in range(min(self._words[_USED], _ENTRY_COUNT))]
+        return [membership for membership in found if membership is not None]
+
+    def _membership(self, entry: int) -> Membership | None:
+        start = _start(entry)
+        try:
+            group, meeting, rank, size = json.loads(self._text(start + _DESCRIPTION, start + _ENTRY_NBYTES))
+        except (TypeError, ValueError):  # of no group, or read while it was being written
+            return None
+        since, partner = _SINCE_AND_PARTNER.unpack_from(self._memory, start + 16)
+        peer = partner - 2 if partner > 1 else None
+        number = self._words[start >> 3]
+        return Membership(group, meeting, rank, size, number, self._place(entry), partner > 0, peer, since)
 
     def place(self) -> str:
         """Where the process was last: operation, call number, file and line; empty before the first call."""
-        return self._text(_PLACE, _REPORT)
+        last = self._words[_LAST]
+        return self._place(last - 1) if 0 < last <= _ENTRY_COUNT else ""
+
+    def _place(self, entry: int) -> str:
+        return self._text(_start(entry) + _PLACE, _start(entry) + _DESCRIPTION)
 
     def report(self) -> str:
         """Its failure report as JSON; empty where there is none."""
@@ -124,11 +250,16 @@ class PeerPage(_Page):
 
     def number(self, entry: int) -> int | None:
         """The number of its last call in a group; None where that is not known."""
-        return self._numbers[2 * entry] if entry >= 0 else None
+        return self._words[_start(entry) >> 3] if entry >= 0 else None
 
     def is_inside(self, entry: int) -> bool:
         """True if it is inside that call."""
-        return entry >= 0 and bool(self._numbers[2 * entry + 1])
+        return entry >= 0 and bool(self._words[(_start(entry) >> 3) + 1])
+
+
+def _start(entry: int) -> int:
+    """The first byte of an entry."""
+    return _ENTRIES + entry * _ENTRY_NBYTES
 
 
 def own_page() -> OwnPage | None:

@@ -29,8 +29,10 @@ class GroupStatus:
         rank: This process in the group.
         size: How many processes the group has.
         store: Where ranks of other hosts write.
+        name: The group's.
 
     Attributes:
+        name: The group's.
         peers: The other ranks.
         entry: The group's entry on this process's page; -1 where there is none.
         number: Counts the calls of this group, but for those of two ranks alone.
@@ -44,8 +46,8 @@ class GroupStatus:
         advice: For the user, after an error.
     """
 
-    def __init__(self, rank: int, size: int, store: TimedStore | None = None) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, size: int, store: TimedStore | None = None, name: str = "") -> None:
+        self.rank, self.size, self.name = rank, size, name
         self.number, self.at, self.phase = 0, 0.0, 0
         self.operation, self.site = "", ""
         self.peer: int | None = None
@@ -57,11 +59,21 @@ class GroupStatus:
         self.entry = self._page.new_entry() if self._page else -1
         if self._page is not None:
             weakref.finalize(self, self._page.free_entry, self.entry)
+        self.describe()
         self._store = store
         self._place = b""
         self._published = (0, b"")
 
     # Pages and the store.
+
+    def describe(self, meeting: str = "") -> None:
+        """Say on the page which rank of which group this is.
+
+        Args:
+            meeting: Equal for all ranks of the group, and for no other group's; empty before they have met.
+        """
+        if self._page is not None:
+            self._page.describe(self.entry, self.name[:100], meeting, self.rank, self.size)
 
     def publish(self) -> None:
         """Tell ranks of other hosts where this one is, if it has been there for a while."""

@@ -1,8 +1,28 @@
-"""Evaluation metrics over all ranks' samples: exact, in order, and whole."""
+"""Evaluation over all ranks: every sample once, in order, and metrics that do not depend on the number of ranks."""
 
+from easydist.metrics.collate import Collate
 from easydist.metrics.collector import MetricCollector
 from easydist.metrics.columns import Padded
 from easydist.metrics.gather import gather_for_metrics
+from easydist.metrics.loader import DistributedLoader, distributed_loader
+from easydist.metrics.progress import progress
+from easydist.metrics.sampler import DistributedBatchSampler
+from easydist.metrics.sums import Counts, Sums, WeightedMean, compute
 from easydist.metrics.torchmetrics import dist_sync_fn, sync_dist
 
-__all__ = ["MetricCollector", "Padded", "dist_sync_fn", "gather_for_metrics", "sync_dist"]
+__all__ = [
+    "gather_for_metrics",
+    "MetricCollector",
+    "Padded",
+    "distributed_loader",
+    "DistributedLoader",
+    "DistributedBatchSampler",
+    "Collate",
+    "compute",
+    "Counts",
+    "Sums",
+    "WeightedMean",
+    "progress",
+    "dist_sync_fn",
+    "sync_dist",
+]

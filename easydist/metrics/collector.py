@@ -14,7 +14,7 @@ from easydist.metrics.columns import as_indices
 from easydist.metrics.schema import Schema, nbytes_of, opened
 from easydist.metrics.store import Store
 from easydist.metrics.windows import ALL, arrived_rows, planned, windows
-from easydist.state import communicators
+from easydist.state import communicators, together
 from easydist.typing import Group, Tree
 
 __all__ = ["MetricCollector"]
@@ -92,7 +92,7 @@ class MetricCollector:
                 index is negative, or not below ``total``.
             TypeError: A tensor is not dense; an item cannot be pickled.
 
-        Cost: no exchange; every ``every`` updates one ``gather`` to rank ``dst``.
+        Cost: no exchange; every ``every`` updates one ``gather`` to rank ``dst`` and a small one.
         """
         found = as_indices(indices, "MetricCollector")
         self._check(found)
@@ -118,23 +118,20 @@ class MetricCollector:
         Raises:
             ValueError: Samples are missing, which the text names; an index came with different values; the ranks have
                 other columns; on all ranks alike.
+            RemoteError: Another rank failed.
 
-        Cost: three small exchanges and one of the indices, then a ``gather`` of 512 KiB at a time; one more small
-        exchange with each where samples came more than once. Memory: the result on the ranks that get it, and no more
+        Cost: three small exchanges, one of the indices, and a ``gather`` of 512 KiB at a time; one more small exchange
+        with each of these where samples came more than once. Memory: the result on the ranks that get it, and no more
         than some MiB elsewhere.
         """
-        plan = planned(self._store, self._schema, self.total, dst, self._group)
-        columns: list[Any] = []
-        at = 0
-        for leaves in windows(self._store, plan, dst, self._rtol, self._group):
-            if leaves is None:
-                continue
-            columns = columns or [one.empty(plan.length) for one in plan.schema.types]
-            at += _put(columns, leaves, at)
-        if dst not in (None, communicators(self._group).rank):
-            return None
-        result: dict[str, Any] = plan.schema.rebuilt(columns or [one.empty() for one in plan.schema.types]) or {}
-        return result
+        with together(self._group):
+            plan = planned(self._store, self._schema, self.total, dst, self._group)
+            is_receiver = dst in (None, communicators(self._group).rank)
+            columns = [one.empty(plan.length if is_receiver else 0) for one in plan.schema.types]
+            at = 0
+            for leaves in windows(self._store, plan, dst, self._rtol, self._group):
+                at += 0 if leaves is None else _put(columns, leaves, at)
+            return (plan.schema.rebuilt(columns) or {}) if is_receiver else None
 
     def blocks(self, dst: int | None = None) -> Iterator[dict[str, Any] | None]:
         """Iterate over what ``compute`` gives, about 512 KiB of rows at a time; all ranks have to iterate to the end.
@@ -148,10 +145,14 @@ class MetricCollector:
         Raises:
             ValueError: As ``compute``; different values of one index are found when their block comes.
 
-        Cost: as ``compute``, in the memory of a block.
+        Cost: as ``compute``, and a small exchange per block; the memory of a block.
         """
-        plan = planned(self._store, self._schema, self.total, dst, self._group)
-        for leaves in windows(self._store, plan, dst, self._rtol, self._group):
+        with together(self._group):
+            plan = planned(self._store, self._schema, self.total, dst, self._group)
+        every = windows(self._store, plan, dst, self._rtol, self._group)
+        for _ in plan.bounds[1:]:
+            with together(self._group):
+                leaves = next(every)
             yield None if leaves is None else plan.schema.rebuilt(leaves)
 
     def _check(self, indices: torch.Tensor) -> None:
@@ -164,14 +165,13 @@ class MetricCollector:
 
     def _move(self) -> None:
         """Move what the ranks have to rank ``dst``, which keeps its own."""
-        comms = communicators(self._group)
-        is_there = comms.rank == self._dst
-        outgoing = Store() if is_there else self._store
-        got = arrived_rows(outgoing, self._schema, ALL, self._dst, self._group)
-        if got is None:
+        is_there = communicators(self._group).rank == self._dst
+        with together(self._group):
+            got = arrived_rows(Store() if is_there else self._store, self._schema, ALL, self._dst, self._group)
+            if got is not None:
+                self._store.add(*got, nbytes_of(got[1]))
+        if not is_there:
             self._store.clear()
-        else:
-            self._store.add(*got, nbytes_of(got[1]))
 
 
 def _put(columns: list[Any], leaves: list[Any], at: int) -> int:

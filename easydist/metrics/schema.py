@@ -51,7 +51,7 @@ class Schema(NamedTuple):
     types: Sequence[ColumnType] = ()
     template: Tree = None
 
-    def rebuilt(self, leaves: Sequence[Any]) -> Tree:
+    def rebuilt(self, leaves: Sequence[Any]) -> Any:
         """The tree of columns."""
         values = [leaf.numpy() if one.kind == "array" else leaf for one, leaf in zip(self.types, leaves, strict=True)]
         return tree.map(lambda i: values[i], self.template)

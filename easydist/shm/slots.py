@@ -29,7 +29,7 @@ import torch
 from easydist.shm.futex import Futex
 from easydist.shm.segment import Segment
 
-COLLECTIVES, MESSAGES = 0, 1
+COLLECTIVES, POINT_TO_POINT = 0, 1
 _CHANNELS = 2
 _LINE = 8
 """Numbers on a cache line of 64 bytes."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import builtins
 import enum
 import functools
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -15,7 +13,6 @@ from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from easydist import forks
 from easydist.agreement.calling import seconds
@@ -24,6 +21,7 @@ from easydist.data.split import split
 from easydist.eager import eager
 from easydist.errors import EasydistError
 from easydist.groups.communicators import SOLO, Communicators, of_comm, of_group
+from easydist.state.default_group import create, default_group, leave_groups_of_parents, world_of
 from easydist.state.environment import World, flag, launched
 from easydist.transport.comm import TorchComm
 from easydist.typing import Group, Timeout, Tree
@@ -115,7 +113,7 @@ class ProcessState:
         """Take an option, unless it would come too late to have an effect."""
         if value is None or self._options.get(name) == value:
             return
-        existing = _default_group()
+        existing = default_group()
         if existing is not None and not (name == "backend" and dist.get_backend() == value) and name != "cpu":
             raise ValueError(
                 f"ProcessState({name}={value!r}) comes too late: the process group exists already"
@@ -129,20 +127,22 @@ class ProcessState:
         """The world as it is now: the default group wherever somebody has made one, else what the launcher said."""
         if not self._shared:
             self._forget()
-        if self._generation != forks.generation and not forks.is_copy():
-            self._become_own_rank()
-        group = _default_group()
+        group = default_group()
+        if self._generation != forks.generation and (group is None or group in forks.groups_of_parents):
+            group = self._after_fork()
         if self._world is None or group is not self._group:
             self._group, self._device = group, None
-            self._world = launched() if group is None else _world_of(group)
+            self._world = launched() if group is None else world_of(group)
             self._device = self._choose_device(self._world)
         return self._world
 
-    def _become_own_rank(self) -> None:
-        """Forget what was true of the parent of this forked process, which has been given a rank of its own."""
-        self._generation, self._world = forks.generation, None
-        if _default_group() in forks.groups_of_parents:
-            _leave_groups_of_parents()
+    def _after_fork(self) -> dist.ProcessGroup | None:
+        """Forget what was true of the parent, if this forked process has been given a rank of its own since then."""
+        if not forks.is_copy():
+            self._generation, self._world = forks.generation, None
+            if default_group() is not None:
+                leave_groups_of_parents()
+        return default_group()
 
     def _choose_device(self, world: World) -> torch.device:
         if named := os.environ.get("ACCELERATE_TORCH_DEVICE"):
@@ -175,29 +175,9 @@ class ProcessState:
         return self._group
 
     def _create(self, world: World) -> None:
-        if forks.is_copy():
-            raise RuntimeError(forks.NOT_A_RANK)
-        if _creating.setdefault("thread", threading.current_thread()) is not threading.current_thread():
-            raise RuntimeError(
-                f"the process group is being created in {_creating['thread'].name}, by the first call of this process: "
-                "let one thread begin (ProcessState().process_group), then give each thread a group of its own"
-            )
-        try:
-            self._create_alone(world)
-        finally:
-            _creating.clear()
-
-    def _create_alone(self, world: World) -> None:
         timeout = self._options.get("timeout")
-        if timeout is not None:
-            timeout = timedelta(seconds=seconds(timeout, "ProcessState"))
-        store = PrefixStore(f"easydist/{len(_made)}", _store(world))  # a second group must not meet traces of the first
-        dist.init_process_group(
-            self._planned_backend(), store=store, rank=world.rank, world_size=world.size, timeout=timeout
-        )
-        _made.append(world)
-        self._group = dist.group.WORLD
-        atexit.register(_take_down, self._group)
+        limit = None if timeout is None else timedelta(seconds=seconds(timeout, "ProcessState"))
+        self._group = create(world, self._planned_backend(), limit)
 
     def _planned_backend(self) -> str:
         device = self.device.type
@@ -451,54 +431,9 @@ PartialState = ProcessState
 """accelerate's name."""
 
 
-def _take_down(group: dist.ProcessGroup | None) -> None:
-    """End the process group that easydist made, unless somebody else has done so."""
-    if _default_group() is group:
-        dist.destroy_process_group()
-
-
-def _leave_groups_of_parents() -> None:
-    """Let torch forget the parent's groups without ending them, so that this process can have its own."""
-    c10d: Any = dist.distributed_c10d
-    c10d._update_default_pg(None)
-    for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
-        getattr(c10d._world, name).clear()
-    c10d._world.group_count = 0
-    c10d._unregister_all_process_groups()
-
-
-def _default_group() -> dist.ProcessGroup | None:
-    return dist.group.WORLD  # None where there is none
-
-
-def _world_of(group: dist.ProcessGroup) -> World:
-    """The world of a group that exists; where LOCAL_RANK and its like are unset, all ranks count as one host's."""
-    rank, size = group.rank(), group.size()
-    told = launched(has_group=True)
-    if (told.rank, told.size) == (rank, size):
-        return told
-    return World("adopted", rank, size, int(os.environ.get("LOCAL_RANK") or rank), size)
-
-
-_creating: dict[str, threading.Thread] = {}
-"""The thread that creates the process group, while it does."""
-
-_made: list[World] = []
-"""One entry per process group that easydist has made in this process."""
-
-
-@functools.cache
-def _store(world: World) -> Store:
-    """Where the ranks meet; under torchrun the store of its agent, else rank 0 has it."""
-    has_agent = world.launcher == "torchrun" and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
-    url = "env://" if has_agent else f"tcp://{world.address}:{world.port}"
-    store: Store = next(rendezvous(url, world.rank, world.size))[0]
-    return store
-
-
 def communicators(group: Group = None) -> Communicators:
     """The communicators of ``group``; see ``ProcessState.communicators``."""
-    if group is None and not forks.generation and (default := _default_group()) is not None:
+    if group is None and (default := default_group()) is not None and default not in forks.groups_of_parents:
         return of_group(default)  # adopted by the state when somebody asks it
     return ProcessState().communicators(group)
 

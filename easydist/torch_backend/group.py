@@ -115,7 +115,9 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        # None before torch knows the group: torch 2.15 attaches its flight recorder to each new group with devices, and
+        # the recorder needs a backend in C++.
+        return [torch.device("cpu")] if self in dist.distributed_c10d._world.pg_map else []
 
     def _get_backend(self, device: torch.device) -> SharedMemoryGroup:
         if torch.device(device).type != "cpu":

@@ -69,7 +69,7 @@ class Meeting:
         generation = (store.add("came", 1) - 1) // size
         self.store = PrefixStore(f"{generation}", store)
         self._timed_store = TimedStore(self.store)
-        self.monitor = Monitor(rank, size, self._timeout, self._timed_store)
+        self.monitor = Monitor(rank, size, self._timeout, self._timed_store, NAME)
         self.monitor.waits_in_memory, self.monitor.advice = True, texts.ENDED
         self.monitor.begin("init_process_group", site(), NEVER)
         self._turns = itertools.count()

@@ -79,7 +79,10 @@ def check_reducible(dtype: torch.dtype, op: ReduceOp) -> None:
     Raises:
         RuntimeError: torch cannot combine it so (an order of complex numbers, …); what torch says.
     """
-    combine(op, [torch.zeros(1, dtype=dtype, device="cpu")] * 2)
+    try:
+        combine(op, [torch.zeros(1, dtype=dtype, device="cpu")] * 2)
+    except TypeError as error:  # what newer versions of torch raise
+        raise RuntimeError(str(error)) from None
 
 
 def _combine_uint64(op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:

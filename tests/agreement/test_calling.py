@@ -85,15 +85,15 @@ def test_a_call_in_a_signal_handler_is_an_error_and_the_one_under_way_stays_righ
     with made(backend) as group:
         check_works(group, backend)
         if rank == 0:
-            before = signal.signal(signal.SIGUSR1, handler)
-            main = threading.Thread(target=lambda: (in_call(group), os.kill(os.getpid(), signal.SIGUSR1), tell("sent")))
+            before = signal.signal(signal.SIGUSR2, handler)
+            main = threading.Thread(target=lambda: (in_call(group), os.kill(os.getpid(), signal.SIGUSR2), tell("sent")))
             main.start()
         else:
             wait_until(group, "sent")
         assert easydist.gather(torch.tensor([rank]), group=group).tolist() == [0, 1]
         if rank == 0:
             main.join(DEADLINE)
-            signal.signal(signal.SIGUSR1, before)
+            signal.signal(signal.SIGUSR2, before)
             assert all("another call of the group is under way" in text for text in refused)
         check_works(group, backend)
 

@@ -1,247 +1,54 @@
 """Ranks that differ, verb by verb: one error for all, nothing written, and the next call works."""
 
-import enum
 import itertools
 import random
 import threading
-from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from trees import Batch, bits, difference
+from mismatches import (
+    AB,
+    COMPARED,
+    DIFFER,
+    FAULT,
+    GRID,
+    HUGE,
+    MISUSE,
+    NAN,
+    ROW,
+    SIZES,
+    SPARSE,
+    TEXT,
+    A,
+    B,
+    Broken,
+    Cursed,
+    Elusive,
+    Rank,
+    Sealed,
+    Untrue,
+    X,
+    alike,
+    enter,
+    full,
+    inference,
+    odd_rank,
+    of,
+    pickling,
+    read_only,
+    stamped,
+    tied,
+    unpicklable,
+)
+from trees import bits
 
 import easydist
-from easydist import DisagreementError, ProcessState, RemoteError
+from easydist import ProcessState
 from easydist.testing import distributed
 
-SIZES = (2, 3, 4)
-
 pytestmark = pytest.mark.slow
-
-DIFFER, FAULT, MISUSE = DisagreementError, RemoteError, ValueError
-
-
-class Rank(NamedTuple):
-    """One rank's view of a case: who it is, how many there are, which of them is odd, and the verb."""
-
-    rank: int
-    size: int
-    odd: int
-    verb: Callable[..., Any] | None = None
-
-    def call(self, *args, **options):
-        """The call to make; what it is given is compared before and after."""
-        return partial(self.verb, *args, **options)
-
-    def pick(self, usual, odd):
-        return odd if self.rank == self.odd else usual
-
-    @property
-    def other(self):
-        """A rank that is not the odd one."""
-        return (self.odd + 1) % self.size
-
-
-def enter():
-    with ProcessState().main_process_first():
-        pass
-
-
-def pickling(allowed, verb, *args):
-    """``verb`` where pickle is allowed, or is not."""
-    easydist.allow_pickle(allowed)
-    try:
-        return verb(*args)
-    finally:
-        easydist.allow_pickle(True)
-
-
-# --- data that cannot travel
-
-
-class Broken(Mapping):
-    """A mapping whose iteration ends in an error."""
-
-    def __init__(self, error):
-        self.error = error
-
-    def __getitem__(self, key):
-        return torch.ones(1)
-
-    def __len__(self):
-        return 2
-
-    def __iter__(self):
-        yield "first"
-        raise self.error
-
-
-class Mute(Exception):
-    def __str__(self):
-        raise ValueError("no text")
-
-
-class Nameless(float):
-    def __repr__(self):
-        raise KeyError("no repr")
-
-
-class Sealed:
-    def __reduce__(self):
-        raise OSError("sealed")
-
-
-class Same:
-    """A key of which all print alike."""
-
-    def __repr__(self):
-        return "same"
-
-
-def alike():
-    return {Same(): ROW, Same(): ROW + 1}
-
-
-class Cursed:
-    def __index__(self):
-        raise OSError("cursed")
-
-
-class Elusive:
-    @property
-    def __class__(self):
-        raise OSError("gone")
-
-
-class Untrue:
-    def __bool__(self):
-        raise OSError("neither")
-
-
-def read_only(array):
-    array.flags.writeable = False
-    return array
-
-
-def inference():
-    with torch.inference_mode():
-        return torch.zeros(4)
-
-
-def cycle():
-    loop = [torch.ones(1)]
-    loop.append(loop)
-    return loop
-
-
-def deep(levels=3_000):
-    nest = []
-    for _ in range(levels):
-        nest = [nest]
-    return nest
-
-
-def of(dtype):
-    return {"x": torch.zeros(2, dtype=dtype)}
-
-
-def full(on, *shape):
-    """A tensor that is another one on each rank: a write would show."""
-    return torch.full(shape, 1.0 + on.rank)
-
-
-def stamped(on, data):
-    """The tree with tensors and arrays that are other ones on each rank."""
-
-    def stamp(leaf):
-        return (torch if isinstance(leaf, torch.Tensor) else np).full_like(leaf, 1 + on.rank)
-
-    return easydist.tree.map(stamp, data)
-
-
-A, B, AB = {"a": torch.ones(2)}, {"b": torch.ones(2)}, {"a": torch.ones(2), "b": torch.ones(2)}
-X, GRID, NAN = {"x": torch.ones(2)}, torch.arange(6.0).view(2, 3), float("nan")
-SPARSE, TEXT = {"x": torch.eye(2).to_sparse()}, {"x": np.array(["text"])}
-HUGE, META = {"x": 1 << 64}, {"x": torch.empty(2, device="meta")}
-
-TREES = {
-    "a key less": ("['b']", AB, A),
-    "a key more": ("['b']", A, AB),
-    "another key": ("['a']", A, B),
-    "another nested key": ("['m'][0]['v']", {"m": [{"w": GRID}]}, {"m": [{"v": GRID}]}),
-    "a shorter list": ("[1]", [GRID, GRID], [GRID]),
-    "a dataclass for a dict": (".ids", {"ids": GRID}, Batch(GRID)),
-    "no leaf": ("rank {odd}: missing", A, {}),
-    "a leaf where others have none": ("['a']", {}, A),
-    "text for a tensor": ("rank {odd}: 'text'", GRID, "text"),
-    "int32 for float32": ("rank {odd}: int32", of(torch.float32), of(torch.int32)),
-    "uint8 for bool": ("rank {odd}: uint8", of(torch.bool), of(torch.uint8)),
-    "float16 for bfloat16": ("rank {odd}: float16", of(torch.bfloat16), of(torch.float16)),
-    "one float8 for another": ("rank {odd}: float8_e5m2", of(torch.float8_e4m3fn), of(torch.float8_e5m2)),
-    "complex64 for float64": ("rank {odd}: complex64", of(torch.float64), of(torch.complex64)),
-    "an array of another dtype": ("rank {odd}: float64", of(torch.float32), {"x": np.zeros(2)}),
-    "a transposed matrix": ("(3, 2)", {"m": GRID}, {"m": GRID.T}),
-    "a dimension more": ("(2, 3, 1)", {"m": GRID}, {"m": GRID[..., None]}),
-    "another last dimension": ("(2, 2)", {"m": GRID}, {"m": GRID[:, :2]}),
-}
-"""Unequal trees: what the text shows, the usual one, the odd one."""
-
-FAULTS = {
-    "a sparse leaf": ("leaf ['x'] is not a dense tensor", SPARSE),
-    "a meta tensor": ("on meta", META),
-    "an array of text": ("leaf ['x'] is a NumPy array of <U4", TEXT),
-    "an array of objects": ("NumPy array of object", {"x": np.array([None, 1])}),
-    "an array of dates": ("datetime64", {"x": np.array(["2024-01-01"], "M8[D]")}),
-    "a masked array": ("masked array", {"x": np.ma.masked_array([1.0], [True])}),
-    "an int beyond 64 bits": ("leaf ['x'] is an int that does not fit", HUGE),
-    "a cycle": ("cycle", cycle()),
-    "a nest too deep": ("recursion limit", deep()),
-    "an iteration that raises": ("rank {odd}: OSError: the stream ended", Broken(OSError("the stream ended"))),
-    "an iteration that stops": ("rank {odd}: RuntimeError", Broken(StopIteration())),
-    "an error without a text": ("rank {odd}: Mute", Broken(Mute())),
-    "an error of several lines": ("second", Broken(OSError("first\nsecond\n"))),
-    "an error in odd letters": ("\udcff – é", Broken(OSError("\udcff – é"))),
-    "a key without a repr": ("rank {odd}: KeyError", {Nameless(1): torch.ones(1)}),
-}
-"""Trees that no verb can send: what the text shows, the odd rank's tree."""
-
-COMPARED = {
-    **{
-        name: (DIFFER, shows, lambda on, n=name: on.call(stamped(on, on.pick(*TREES[n][1:]))))
-        for name, (shows, *_) in TREES.items()
-    },
-    **{
-        name: (FAULT, shows, lambda on, n=name: on.call(on.pick(stamped(on, X), FAULTS[n][1])))
-        for name, (shows, _) in FAULTS.items()
-    },
-    "a fault on all but one": (FAULT, "leaf ['x']", lambda on: on.call(on.pick(SPARSE, X))),
-    "another fault on each rank": (FAULT, "ranks 0, 1", lambda on: on.call([SPARSE, TEXT, HUGE, META][on.rank])),
-    "a fault, and other keys elsewhere": (
-        FAULT,
-        "rank {odd}: TypeError",
-        lambda on: on.call([A, B, AB, SPARSE][on.pick(on.rank % 3, 3)]),
-    ),
-    "another tree on each rank": (DIFFER, "['leaf1']", lambda on: on.call({f"leaf{on.rank}": GRID})),
-    "many leaves": (DIFFER, "… and 30 more", lambda on: on.call({f"{i:02}": on.pick(GRID, GRID.T) for i in range(40)})),
-}
-"""For every verb that compares trees."""
-
-
-def unpicklable(send):
-    """For every verb for objects; ``send(on, value)`` is the call in which the odd rank has ``value`` to send."""
-    return {
-        "a lock": (FAULT, "_thread.lock", lambda on: send(on, threading.Lock())),
-        "a lambda": (FAULT, "<lambda>", lambda on: send(on, lambda: None)),
-        "a refusal": (FAULT, "rank {odd}: OSError: sealed", lambda on: send(on, {"x": Sealed()})),
-        "a nest too deep": (FAULT, "rank {odd}: RecursionError", lambda on: send(on, deep())),
-        "a class that is not allowed": (FAULT, "trees.Batch", lambda on: send(on, Batch(1), weights_only=True)),
-    }
-
-
-# --- the matrix: what all ranks raise, what the text shows ({odd} is the odd rank), each rank's call
 
 CASES = {
     "gather": {
@@ -550,8 +357,6 @@ OPERATIONS = {
 }
 """Any two of them are different calls."""
 
-# --- how a case is judged
-
 
 def snapshot(*values):
     """What ``values`` hold, bit for bit, which objects are in their containers, and the generators' states."""
@@ -626,11 +431,6 @@ def judge(rows, rank):
     assert rank or not any(found.values()), "\n".join(f"{name}: {text}" for name, text in found.items() if text)
 
 
-def odd_rank(number, size):
-    """Rank 0, the last one and one in the middle by turns."""
-    return (0, size - 1, size // 2)[number // 3 % 3]
-
-
 def rows_of(verb, rank, size):
     """The verb's part of the matrix; of what other verbs have as well each world size takes a third."""
     function = getattr(easydist, verb)
@@ -685,242 +485,3 @@ def test_a_body_that_raises_on_one_rank(rank, world_size):
         assert every[0][0] == "RemoteError"
         assert "main_process_first" in every[0][1]
         assert f"rank {odd}: KeyError: 'lost'" in every[0][1]
-
-
-# --- differences that may be: what a call gives, what it should give
-
-
-class Kind(str, enum.Enum):
-    TORCH = "torch"
-
-
-def swapped(on, a, b):
-    return on.pick({"a": a, "b": b}, {"b": b, "a": a})
-
-
-def joined(on, usual, odd):
-    return torch.cat([odd if rank == on.odd else usual for rank in range(on.size)])
-
-
-def tied(tensor):
-    return [tensor, tensor]
-
-
-def filled(verb, target, *args, **options):
-    """``target``, after the call that fills it."""
-    verb(target, *args, **options)
-    return target
-
-
-def with_ties(pair):
-    """The pair, and whether it is one object twice."""
-    return pair, pair[0] is pair[1]
-
-
-def drawn(on, kinds):
-    """Numbers that all ranks draw alike once their generators are in step."""
-    easydist.set_seed(on.rank)
-    easydist.synchronize_rng_states(kinds)
-    return torch.rand(1).item()
-
-
-def first_of(seed):
-    return torch.rand(1, generator=torch.Generator().manual_seed(seed)).item()
-
-
-ROW, ONES, DOUBLE = torch.arange(3), torch.ones(2), torch.float64
-
-WORKS = {
-    "gather: another order of keys": lambda on: (
-        easydist.gather(swapped(on, torch.tensor(on.rank), torch.tensor(-on.rank))),
-        swapped(on, torch.arange(on.size), -torch.arange(on.size)),
-    ),
-    "gather: another length": lambda on: (easydist.gather(ROW[on.pick(1, 0) :]), joined(on, ROW[1:], ROW)),
-    "gather: no rows": lambda on: (easydist.gather(GRID[on.pick(0, 2) :]), joined(on, GRID, GRID[2:])),
-    "gather: no dimension": lambda on: (easydist.gather(on.pick(ROW, ROW[0])), joined(on, ROW, ROW[:1])),
-    "gather: tied on one rank": lambda on: (
-        easydist.gather(on.pick([ROW, ROW.clone()], tied(ROW))),
-        [ROW.repeat(on.size)] * 2,
-    ),
-    "gather: not tied on one rank": lambda on: (
-        easydist.gather(on.pick(tied(ROW), [ROW, ROW.clone()])),
-        [ROW.repeat(on.size)] * 2,
-    ),
-    "gather: tied and longer on one rank": lambda on: (
-        easydist.gather(on.pick([ROW[1:], ROW[1:]], tied(ROW))),
-        [joined(on, ROW[1:], ROW)] * 2,
-    ),
-    "gather: an array": lambda on: (
-        easydist.gather(on.pick(ROW, ROW.numpy())),
-        on.pick(ROW.repeat(on.size), ROW.repeat(on.size).numpy()),
-    ),
-    "gather: a number": lambda on: (
-        easydist.gather(on.pick(np.float64(2), 2.0)),
-        on.pick(np.ones, torch.ones)(on.size, dtype=on.pick(float, DOUBLE)) * 2,
-    ),
-    "gather: a tuple": lambda on: (
-        easydist.gather(on.pick([ROW], (ROW,))),
-        on.pick(list, tuple)([ROW.repeat(on.size)]),
-    ),
-    "gather: text beside tensors": lambda on: (easydist.gather([ROW, "a"]), [ROW.repeat(on.size), "a"]),
-    "gather: other strides": lambda on: (
-        easydist.gather(on.pick(GRID, GRID.T.contiguous().T)),
-        GRID.repeat(on.size, 1),
-    ),
-    "gather: with a gradient": lambda on: (
-        easydist.gather(ONES.clone().requires_grad_(on.pick(False, True))),
-        ONES.repeat(on.size),
-    ),
-    "gather: a conjugate view": lambda on: (
-        easydist.gather(on.pick(torch.tensor([1 - 2j]), torch.tensor([1 + 2j]).conj())),
-        torch.tensor([1 - 2j] * on.size),
-    ),
-    "gather: dim and dst of NumPy": lambda on: (
-        easydist.gather(ROW, dst=on.pick(0, np.int64(0)), dim=on.pick(0, np.int32(0))),
-        None if on.rank else ROW.repeat(on.size),
-    ),
-    "gather: no leaf anywhere": lambda on: (easydist.gather(on.pick({}, ())), on.pick({}, ())),
-    "broadcast: another order of keys": lambda on: (
-        easydist.broadcast(swapped(on, torch.tensor(on.rank), torch.tensor(-on.rank)), on.odd),
-        swapped(on, torch.tensor(on.odd), torch.tensor(-on.odd)),
-    ),
-    "broadcast: None on one rank": lambda on: (easydist.broadcast(on.pick(ROW.clone(), None), on.other), ROW),
-    "broadcast: None on all but one": lambda on: (
-        easydist.broadcast(on.pick(None, {"x": ROW, "s": "text"}), on.odd),
-        {"x": ROW, "s": "text"},
-    ),
-    "broadcast: None everywhere": lambda on: (easydist.broadcast(None, on.odd), None),
-    "broadcast: tied at the source, None elsewhere": lambda on: (
-        with_ties(easydist.broadcast(on.pick(None, tied(ROW)), on.odd)),
-        ([ROW, ROW], True),
-    ),
-    "broadcast: tied at the source": lambda on: (
-        with_ties(easydist.broadcast(on.pick([ROW * 0, ROW * 0], tied(ROW)), on.odd)),
-        ([ROW, ROW], on.rank == on.odd),
-    ),
-    "broadcast: an array and a number": lambda on: (
-        filled(easydist.broadcast, [on.pick(ROW.clone(), np.zeros(3, int)), 1], on.other),
-        [on.pick(ROW, ROW.numpy()), 1],
-    ),
-    "broadcast: a number": lambda on: (
-        easydist.broadcast(on.pick(torch.tensor(2.5, dtype=DOUBLE), 0.0), on.other),
-        on.pick(torch.tensor(2.5, dtype=DOUBLE), 2.5),
-    ),
-    "broadcast: a target with gaps": lambda on: (
-        filled(easydist.broadcast, on.pick(GRID.clone(), torch.zeros(2, 6)[:, ::2]), on.other),
-        GRID,
-    ),
-    "broadcast: an expanded source": lambda on: (
-        filled(easydist.broadcast, on.pick(torch.zeros(4), torch.ones(1).expand(4)), on.odd),
-        torch.ones(4),
-    ),
-    "broadcast: a read-only source": lambda on: (
-        filled(easydist.broadcast, on.pick(np.zeros(2), read_only(np.ones(2))), on.odd),
-        np.ones(2),
-    ),
-    "broadcast: an inference source": lambda on: (
-        filled(easydist.broadcast, on.pick(torch.ones(4), inference()), on.odd),
-        torch.zeros(4),
-    ),
-    "broadcast: a target with a gradient": lambda on: (
-        filled(
-            easydist.broadcast, torch.full((2,), float(on.rank)).requires_grad_(on.pick(False, True)), on.other
-        ).detach(),
-        torch.full((2,), float(on.other)),
-    ),
-    "reduce: another order of keys": lambda on: (
-        easydist.reduce(swapped(on, ROW, -ROW), "sum"),
-        swapped(on, ROW * on.size, -ROW * on.size),
-    ),
-    "reduce: tied on one rank": lambda on: (easydist.reduce(on.pick([ROW, ROW + 1], tied(ROW)), "max"), [ROW, ROW + 1]),
-    "reduce: a number, a tensor": lambda on: (
-        easydist.reduce(on.pick(2, torch.tensor(2)), "sum"),
-        on.pick(2 * on.size, torch.tensor(2 * on.size)),
-    ),
-    "reduce: a scale that is an int": lambda on: (easydist.reduce(ROW, "sum", on.pick(1.0, 1)), ROW * on.size),
-    "scatter: None elsewhere": lambda on: (
-        easydist.scatter(on.pick(None, torch.arange(on.size)), on.odd),
-        torch.tensor([on.rank]),
-    ),
-    "scatter: anything elsewhere": lambda on: (
-        easydist.scatter(on.pick(SPARSE, torch.arange(on.size)), on.odd),
-        torch.tensor([on.rank]),
-    ),
-    "scatter: tied at the source": lambda on: (
-        with_ties(easydist.scatter(on.pick(None, tied(torch.arange(on.size))), on.odd)),
-        ([torch.tensor([on.rank])] * 2, True),
-    ),
-    "all_to_all: another length": lambda on: (
-        easydist.all_to_all(ROW[: on.pick(0, on.size)]),
-        torch.tensor_split(ROW[: on.size], on.size)[on.rank],
-    ),
-    "all_to_all: tied on one rank": lambda on: (
-        easydist.all_to_all(on.pick([ROW, ROW.clone()], tied(ROW))),
-        [torch.tensor_split(ROW, on.size)[on.rank].repeat(on.size)] * 2,
-    ),
-    "pad_across_processes: another length": lambda on: (
-        easydist.pad_across_processes(ONES[: on.pick(2, 1)]),
-        on.pick(ONES, torch.tensor([1.0, 0.0])),
-    ),
-    "pad_across_processes: tied on one rank": lambda on: (
-        easydist.pad_across_processes(on.pick([ONES, ONES.clone()], tied(ONES[:1])), 0, 1),
-        [ONES, ONES],
-    ),
-    "pad_across_processes: arguments of other types": lambda on: (
-        easydist.pad_across_processes(ONES, on.pick(0, np.int64(0)), on.pick(0, 0.0), on.pick(False, 0)),
-        ONES,
-    ),
-    "gather_object: another length": lambda on: (easydist.gather_object([on.rank] * on.pick(0, 2)), [on.odd] * 2),
-    "gather_object: another type": lambda on: (
-        easydist.gather_object(on.pick("a", None)),
-        ["a"] * on.odd + [None] + ["a"] * (on.size - on.odd - 1),
-    ),
-    "broadcast_object_list: a lock elsewhere": lambda on: (
-        filled(easydist.broadcast_object_list, [on.pick(threading.Lock(), 1)], on.odd),
-        [1],
-    ),
-    "broadcast_object_list: empty": lambda on: (easydist.broadcast_object_list([], on.odd), []),
-    "broadcast_object_list: a source of NumPy": lambda on: (
-        easydist.broadcast_object_list([on.rank], on.pick(0, np.int64(0))),
-        [0],
-    ),
-    "scatter_object_list: anything elsewhere": lambda on: (
-        filled(easydist.scatter_object_list, [None], on.pick(7, [5] * on.size), on.odd),
-        [5],
-    ),
-    "scatter_object_list: a longer output": lambda on: (
-        filled(easydist.scatter_object_list, [8] * on.pick(1, 2), [5] * on.size),
-        [5] + [8] * on.pick(0, 1),
-    ),
-    "scatter_object_list: a source of NumPy": lambda on: (
-        filled(easydist.scatter_object_list, [None], [5] * on.size, on.pick(0, np.int64(0))),
-        [5],
-    ),
-    "copy_tensor_to_devices: any rank": lambda on: (
-        easydist.copy_tensor_to_devices(on.pick(None, {"x": ROW, "n": 1})),
-        {"x": ROW, "n": 1},
-    ),
-    "copy_tensor_to_devices: tied": lambda on: (
-        with_ties(easydist.copy_tensor_to_devices(on.pick(None, tied(ROW)))),
-        ([ROW, ROW], True),
-    ),
-    "synchronize_rng_states: a tuple, an enum": lambda on: (drawn(on, on.pick(["torch"], (Kind.TORCH,))), first_of(0)),
-    "synchronize_rng_states: None": lambda on: (drawn(on, on.pick(None, ["torch", "numpy", "python"])), first_of(0)),
-}
-
-
-def shortfall(name, case, on):
-    """What a call that should work gives instead."""
-    try:
-        unlike = difference(*case(on))
-    except Exception as error:
-        unlike = f"{type(error).__name__}: {error}"
-    return [f"{name}, odd rank {on.odd}, rank {on.rank}: {unlike}"] if unlike else []
-
-
-@distributed(world_size=SIZES)
-def test_differences_that_may_be(rank, world_size):
-    wrong = []
-    for number, (name, case) in enumerate(WORKS.items()):
-        wrong += shortfall(name, case, Rank(rank, world_size, odd_rank(number, world_size)))
-    assert not wrong, "\n".join(wrong)

@@ -273,3 +273,25 @@ def test_an_inference_tensor_can_be_written_in_inference_mode():
 def test_an_expanded_dimension_of_size_one_can_be_written():
     Leaves(torch.ones(3).expand(1, 3)).check_writable()
     Leaves(torch.ones(3, 2).t().expand(4, 2, 3)[:1]).check_writable()  # neither contiguous nor overlapping
+
+
+def test_fingerprints_tell_paths_dtypes_and_shapes_apart():
+    one, other = torch.ones(2, 3), torch.ones(3, 2)
+    trees = [
+        [one],
+        [one, one.double()],
+        {"a": one},
+        {"a": one, "b": one},
+        {"a": one, "b": other},
+        {"a": other, "b": one},
+    ]
+    assert len({Leaves(data).layout.fingerprint for data in trees}) == len(trees)
+    assert Leaves({"a": one, "b": other}).layout.fingerprint == Leaves({"b": other, "a": one}).layout.fingerprint
+
+
+def test_a_free_dimension_is_left_out_of_the_fingerprint():
+    def free(dim, *shapes):
+        return Leaves([torch.ones(shape) for shape in shapes]).layout.free(dim)[1]
+
+    assert free(0, (2, 3), (4,)) == free(0, (5, 3), (2,)) != free(0, (2, 4), (4,))
+    assert free(-1, (2, 3), (2, 5)) == free(-1, (2, 1), (2, 9)) != free(0, (2, 3), (2, 5))

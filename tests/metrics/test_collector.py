@@ -160,6 +160,25 @@ def test_ranks_that_differ_get_one_error(rank):
     assert easydist.gather(rank).tolist() == [0, 1]
 
 
+def no_memory(*args):
+    raise MemoryError("no memory in the middle")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failing", ["_GatherRows.prepare", "_GatherRows.result", "_found"])
+@distributed(world_size=3)
+def test_a_rank_that_fails_alone_is_an_error_on_all(rank, failing):
+    collector = MetricCollector()
+    collector.update(range(500), x=torch.ones(500, 1000))
+    for call in (collector.compute, lambda: [*collector.blocks()]):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(f"easydist.metrics.windows.{failing}", no_memory)
+            with pytest.raises((MemoryError, RemoteError), match="no memory in the middle"):
+                call()
+        assert collector.compute()["x"].shape == (500, 1000)
+
+
 def test_what_update_refuses():
     collector = MetricCollector(5)
     collector.update([0], x=torch.ones(1, 2), y=["a"])
@@ -205,12 +224,12 @@ def test_files_take_what_is_above_the_limit_and_end_with_the_collector(tmp_path)
 
 
 @distributed(world_size=2)
-def test_small_columns_take_four_exchanges(rank):
+def test_small_columns_take_five_exchanges(rank):
     collector = MetricCollector(6)
     mine = [*range(3 * rank, 3 * rank + 3)]
     collector.update(mine, **columns(mine))
-    assert exchanges(collector.compute) == ["header"] * 4
-    assert exchanges(lambda: collector.compute(dst=0)) == ["header"] * 4
+    assert exchanges(collector.compute) == ["header"] * 5
+    assert exchanges(lambda: collector.compute(dst=0)) == ["header"] * 5
 
 
 SAMPLES, WIDTH = 200_000, 100

@@ -18,11 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import easydist
 from easydist.errors import CollectiveTimeout, RemoteError
+from easydist.liveness.monitor import Monitor
 from easydist.process_group import NAME
 from easydist.shm.segment import Segment
 from easydist.testing import distributed
 from easydist.torch_backend.group import SharedMemoryGroup
 from easydist.transport.backends.c10d import over
+from easydist.transport.backends.solo import Solo
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
 MOVED = [*DTYPES, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16]
@@ -323,6 +325,11 @@ def test_ddp_join(initial, rank):
             model(torch.full((1, 2), 10.0)).sum().backward()
     third = 15 if initial else 30  # of rank 1 alone
     assert model.module.weight.grad.unique().tolist() == [[20, third][rank]]
+
+
+def test_a_group_that_torch_does_not_know_yet_names_no_device():
+    made = SharedMemoryGroup(Solo(), dist.HashStore(), timedelta(seconds=1), Monitor(0, 1, 1.0))
+    assert made._device_types == []  # else torch 2.15 would ask C++ for its backend, before the group is made
 
 
 @distributed(world_size=2)

@@ -41,7 +41,7 @@ _TICK = 0.25
 _LARGE = 1 << 18
 """Bytes of a message that may be half on its way when its sender dies."""
 
-Message = tuple[torch.Tensor, int]
+Transfer = tuple[torch.Tensor, int]
 """A flat tensor and the rank it goes to or comes from."""
 
 
@@ -73,7 +73,7 @@ class _Group(Backend):
         self._group = group
 
     @abstractmethod
-    def _exchange(self, sends: Iterable[Message], recvs: Iterable[Message]) -> Sequence[Pending]:
+    def _exchange(self, sends: Iterable[Transfer], recvs: Iterable[Transfer]) -> Sequence[Pending]:
         """Post all messages at once; none is empty, none goes to this rank itself."""
 
     def _swap(self, sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor]) -> TorchWork:
@@ -82,7 +82,7 @@ class _Group(Backend):
             recvs[self.rank].copy_(sends[self.rank])
         return TorchWork(self._exchange(self._others(sends), self._others(recvs)), keep=(*sends, *recvs))
 
-    def _others(self, tensors: Sequence[torch.Tensor]) -> Iterable[Message]:
+    def _others(self, tensors: Sequence[torch.Tensor]) -> Iterable[Transfer]:
         return [(tensor, r) for r, tensor in enumerate(tensors) if r != self.rank and tensor.numel()]
 
     def all_gather_v(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> TorchWork:
@@ -185,7 +185,7 @@ class Gloo(_Group):
         part.rank, part.size = part._members.index(self.rank), len(ranks)
         return part
 
-    def _exchange(self, sends: Iterable[Message], recvs: Iterable[Message]) -> Sequence[Pending]:
+    def _exchange(self, sends: Iterable[Transfer], recvs: Iterable[Transfer]) -> Sequence[Pending]:
         posted = [self._recv(tensor, peer, _TAG) for tensor, peer in recvs]
         return posted + [self._send(tensor, peer, _TAG) for tensor, peer in sends]
 
@@ -276,7 +276,7 @@ _NATIVE_DTYPES = frozenset(
 class Native(_Group):
     """Tensors on the device of a group that has good collectives of its own."""
 
-    def _exchange(self, sends: Iterable[Message], recvs: Iterable[Message]) -> Sequence[Pending]:
+    def _exchange(self, sends: Iterable[Transfer], recvs: Iterable[Transfer]) -> Sequence[Pending]:
         ops = [dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=peer) for tensor, peer in recvs]
         ops += [dist.P2POp(dist.isend, tensor, group=self._group, group_peer=peer) for tensor, peer in sends]
         return dist.batch_isend_irecv(ops) if ops else []

@@ -19,7 +19,7 @@ import torch
 
 from easydist.data.plan import split_bounds
 from easydist.shm.segment import Segment
-from easydist.shm.slots import COLLECTIVES, MESSAGES, Need, Slots, copy
+from easydist.shm.slots import COLLECTIVES, POINT_TO_POINT, Need, Slots, copy
 from easydist.shm.steps import Place, Steps
 from easydist.shm.streams import Guard, Streams
 from easydist.transport.backend import Backend
@@ -129,10 +129,10 @@ class Shm(Backend):
         return self._swap(dict(enumerate(inputs)), {})
 
     def send(self, tensor: torch.Tensor, dst: int) -> TorchWork:
-        return self._swap({dst: tensor}, {}, MESSAGES)
+        return self._swap({dst: tensor}, {}, POINT_TO_POINT)
 
     def recv(self, tensor: torch.Tensor, src: int) -> TorchWork:
-        return self._swap({}, {src: tensor}, MESSAGES)
+        return self._swap({}, {src: tensor}, POINT_TO_POINT)
 
     def close(self) -> None:
         """Give the memory back; what is under way does not end."""

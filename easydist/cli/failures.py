@@ -1,0 +1,96 @@
+"""Which rank has failed first, and why."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+_BEGINNING = "Traceback (most recent call last):"
+_CHAINED = ("During handling of the above", "The above exception was")
+_BECAUSE_OF_OTHERS = ("easydist.errors.RemoteError", "easydist.errors.PeerLostError")
+_LINES = 20
+_OF_TORCH = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
+"""What torch writes before each line of an exception once there is a process group."""
+
+
+def report(failures: Mapping[int, ProcessFailure], logs: Path) -> int:
+    """Say which ranks have failed, the first one with its traceback; return the exit status of that one.
+
+    Args:
+        failures: By rank.
+        logs: Where torchrun has kept what the ranks wrote.
+    """
+    said = {rank: _said(failure, logs) for rank, failure in failures.items()}
+    first, *others = sorted(failures, key=lambda rank: _order(failures[rank], said[rank]))
+    click.echo(f"\nRank {first} failed first: {_how(failures[first])}.", err=True)
+    click.echo(traceback_in(said[first][1]) or _nothing(failures[first]), err=True)
+    for rank in others:
+        click.echo(f"Rank {rank}: {_how(failures[rank])}. {_last_line(said[rank][1])}".rstrip(), err=True)
+    status = failures[first].exitcode
+    return status if status >= 0 else 128 - status
+
+
+def _said(failure: ProcessFailure, logs: Path) -> tuple[float, str]:
+    """Return when a rank has written to its stderr for the last time, and what it has written there."""
+    found = [(path.stat().st_mtime, path) for path in logs.glob(f"*/attempt_*/{failure.local_rank}/stderr.log")]
+    if not found:
+        return float(failure.timestamp), ""
+    time, path = max(found)
+    return time, path.read_text(errors="replace")
+
+
+def _order(failure: ProcessFailure, said: tuple[float, str]) -> tuple[bool, bool, float]:
+    """Sort those that the launcher has ended last, and before them those that failed because of others."""
+    was_ended = failure.exitcode == -signal.SIGTERM
+    is_because_of_others = _last_line(said[1]).startswith(_BECAUSE_OF_OTHERS)
+    return was_ended, is_because_of_others, said[0]
+
+
+def _how(failure: ProcessFailure) -> str:
+    if failure.exitcode < 0:
+        return f"process {failure.pid} was killed by {signal.Signals(-failure.exitcode).name}"
+    return f"process {failure.pid} ended with exit status {failure.exitcode}"
+
+
+def _nothing(failure: ProcessFailure) -> str:
+    if failure.exitcode == -signal.SIGKILL:
+        return "It left no traceback. SIGKILL may come from the system where memory is short: see dmesg."
+    return "It left no traceback."
+
+
+def _last_line(text: str) -> str:
+    """Return the last line of the last traceback that stands on the left, which names the exception."""
+    lines = [line for line in traceback_in(text).splitlines() if line and not line[0].isspace()]
+    named = [line for line in lines if line.partition(":")[0].replace(".", "").isidentifier()]
+    return named[-1] if named else ""
+
+
+def traceback_in(text: str) -> str:
+    r"""Return the last traceback in what a process has written, with those of which it is a consequence.
+
+    Where there is none, return the last lines.
+
+    Args:
+        text: What it has written.
+
+    Example:
+        >>> first = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: b'
+        >>> traceback_in(f"a warning\n{first}") == first
+        True
+    """
+    lines = _OF_TORCH.sub("", text).rstrip().splitlines()
+    starts = [number for number, line in enumerate(lines) if line.lstrip(" +|").endswith(_BEGINNING)]
+    if not starts:
+        return "\n".join(lines[-_LINES:])
+    start = starts.pop()
+    while starts and lines[start - 2].startswith(_CHAINED):
+        start = starts.pop()
+    return "\n".join(lines[start:])

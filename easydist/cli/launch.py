@@ -1,0 +1,140 @@
+"""Ranks of this machine, started by ``torch.distributed.run``, and what is said of them where they fail."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import difflib
+import io
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import click
+import psutil
+import torch
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from easydist.cli.failures import report
+
+_PR_SET_CHILD_SUBREAPER = 36
+_SECONDS = 5.0
+_PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+_OF_SEVERAL_HOSTS = ("rdzv_endpoint", "master_port")
+
+
+def launch(arguments: Sequence[str]) -> int:
+    """Run a script on several ranks, and return when all have ended.
+
+    Args:
+        arguments: Those of torchrun, and ``-n`` for ``--nproc-per-node``.
+
+    Returns:
+        0, the exit status of the rank that failed first, or 128 and the number of the signal that ended the ranks.
+
+    Raises:
+        click.UsageError: An option that is none, or a script that is not there.
+
+    Source: ``torch.distributed.run``
+    """
+    args = _parsed(arguments)
+    with tempfile.TemporaryDirectory(prefix="easydist-run-") as folder:
+        args.log_dir = args.log_dir or folder
+        _prepare()
+        status = 1
+        try:
+            status = _run(args)
+        finally:
+            if status:
+                _kill_children()
+    return status
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
+        torchrun.run(args)
+    except ChildFailedError as error:
+        return report(error.failures, Path(args.log_dir))
+    except SignalException as error:
+        click.echo(f"easydist run: ended by {error.sigval.name}", err=True)
+        return 128 + error.sigval
+    return 0
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = torchrun.get_args_parser()
+    parser.add_argument("-n", dest="nproc_per_node")
+    parser.error = _fail  # type: ignore[method-assign]
+    if "PET_NPROC_PER_NODE" not in os.environ:
+        parser.set_defaults(nproc_per_node=str(torch.cuda.device_count() or 2))
+    if "PET_TEE" not in os.environ:
+        parser.set_defaults(tee="3")
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        known = [name for action in parser._actions for name in action.option_strings]
+        raise click.NoSuchOption(unknown[0], possibilities=difflib.get_close_matches(unknown[0], known))
+    if not args.module and not args.no_python:
+        args.no_python = _has_own_interpreter(args.training_script)
+    if args.no_python and os.path.isfile(args.training_script):
+        args.training_script = os.path.abspath(args.training_script)  # the system looks on PATH for what has no folder
+    args.standalone |= _is_alone(args)
+    return args
+
+
+def _fail(message: str) -> NoReturn:
+    raise click.UsageError(message)
+
+
+def _is_alone(args: argparse.Namespace) -> bool:
+    """True if nothing says where other machines are, so that any free port will do."""
+    return (
+        args.nnodes in ("1", "1:1")
+        and args.rdzv_backend == "static"
+        and not any(map(vars(args).get, _OF_SEVERAL_HOSTS))
+    )
+
+
+def _has_own_interpreter(script: str) -> bool:
+    """True if a script is to be run by what its first line names, and that is not Python.
+
+    Raises:
+        click.UsageError: There is no such file.
+    """
+    try:
+        with open(script, "rb") as file:
+            first = file.readline(256)
+    except OSError as error:
+        hint = " (a module? then put -m before its name)" if "/" not in script and not script.endswith(".py") else ""
+        raise click.UsageError(f"cannot read {script}: {error.strerror}{hint}") from None
+    return first.startswith(b"#!") and b"python" not in first and b"easydist" not in first
+
+
+def _prepare() -> None:
+    """Let the lines of ranks come at once, after their ranks, and torchrun say nothing of failures."""
+    os.environ.setdefault(_PREFIX, "[rank ${rank}] ")
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, but it says so in five lines
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    if sys.platform == "linux":  # processes that lose their parent become our children
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _kill_children() -> None:
+    """Kill all that was started and still runs; also the children of ranks that have ended."""
+    seen: set[psutil.Process] = set()
+    while left := set(psutil.Process().children(recursive=True)) - seen:
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(left, timeout=_SECONDS)
+        seen |= left

@@ -1,0 +1,24 @@
+"""The group of all commands."""
+
+from __future__ import annotations
+
+import click
+
+from easydist.cli.env import env
+from easydist.cli.run import run
+from easydist.cli.top import top
+
+_COMPLETION = """\b
+Completion of commands and options, in bash (zsh and fish alike):
+  eval "$(_EASYDIST_COMPLETE=bash_source easydist)"
+"""
+
+
+@click.group(epilog=_COMPLETION, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="easydist")
+def main() -> None:
+    """Launch, look at and check distributed PyTorch programs."""
+
+
+for _command in (run, top, env):
+    main.add_command(_command)

@@ -1,0 +1,185 @@
+"""The ranks on this host, from the pages that their processes publish; nothing is written, and nobody is asked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from easydist.liveness.page import Membership, PeerPage
+
+if TYPE_CHECKING:
+    import psutil
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One rank of one group.
+
+    Attributes:
+        membership: As it stands on the page of its process.
+        pid: Its process.
+        parent: The process that has started it; the launcher, as a rule.
+        command: How it was started.
+        cpu: Percent of one core since the look before; 0 at the first.
+        memory: Resident bytes.
+        status: Of the process, as psutil says it: ``"running"``, ``"sleeping"``, ``"stopped"``, …
+        seconds: How long it has been in its call, or out of the last one.
+    """
+
+    membership: Membership
+    pid: int
+    parent: int
+    command: str
+    cpu: float
+    memory: int
+    status: str
+    seconds: float
+
+    @property
+    def group(self) -> tuple[str, str, int]:
+        """The group, distinct from those of the same name in other jobs."""
+        told = self.membership
+        return told.meeting or str(self.parent), told.group, told.size
+
+
+class Ranks:
+    """The ranks of the user's processes on this host.
+
+    Args:
+        pid: A rank's process or one that has started ranks, such as a launcher; the groups of its job count, as far
+            as they share ranks. None: all processes.
+
+    Example:
+        >>> Ranks(pid=0).look()  # no process
+        []
+    """
+
+    def __init__(self, pid: int | None = None) -> None:
+        self._pid = pid
+        self._processes: dict[int, psutil.Process] = {}
+
+    def look(self) -> list[list[Rank]]:
+        """Return the ranks of each group, ascending; CPU percentages are those since the last look."""
+        found = self._found()
+        groups: defaultdict[tuple[str, str, int], list[Rank]] = defaultdict(list)
+        for rank in found:
+            groups[rank.group].append(rank)
+        rows = [sorted(ranks, key=lambda rank: rank.membership.rank) for _, ranks in sorted(groups.items())]
+        return rows if self._pid is None else self._of_job(rows)
+
+    def _of_job(self, groups: list[list[Rank]]) -> list[list[Rank]]:
+        """Return the groups of the asked processes, and of those that share a group with them."""
+        asked = {rank.pid for ranks in groups for rank in ranks if self._is_asked(rank.pid)}
+        job = {rank.pid for ranks in groups for rank in ranks if any(other.pid in asked for other in ranks)}
+        return [ranks for ranks in groups if any(rank.pid in job for rank in ranks)]
+
+    def _found(self) -> list[Rank]:
+        import psutil
+
+        own = {pid: process for pid in psutil.pids() if (process := self._process(pid)) is not None}
+        self._processes = own
+        found: list[Rank] = []
+        for process in own.values():
+            with contextlib.suppress(psutil.Error):  # it has ended
+                found += _ranks_of(process)
+        return found
+
+    def _process(self, pid: int) -> psutil.Process | None:
+        """Return the process if it belongs to this user; the same object at each look, which measures the CPU."""
+        import psutil
+
+        with contextlib.suppress(psutil.Error):
+            process = self._processes.get(pid) or psutil.Process(pid)
+            return process if process.is_running() and process.uids().real == os.getuid() else None
+        return None
+
+    def _is_asked(self, pid: int) -> bool:
+        import psutil
+
+        with contextlib.suppress(psutil.Error):
+            return pid == self._pid or any(parent.pid == self._pid for parent in psutil.Process(pid).parents())
+        return False
+
+
+def _ranks_of(process: psutil.Process) -> list[Rank]:
+    if (page := PeerPage.find(process.pid)) is None:
+        return []
+    now = time.monotonic()
+    with process.oneshot():
+        command = " ".join(process.cmdline())
+        parent, memory, status = process.ppid(), process.memory_info().rss, process.status()
+    cpu = process.cpu_percent()
+    return [
+        Rank(told, process.pid, parent, command, cpu, memory, status, max(0.0, now - told.since))
+        for told in page.memberships()
+    ]
+
+
+def awaited(ranks: Iterable[Rank]) -> dict[int, list[int]]:
+    """Return for whom each rank of a group waits; rank by rank, empty for one that waits for nobody.
+
+    A rank waits for those that have not begun its call, as far as they can be seen, and for those that cannot.
+
+    Args:
+        ranks: The group's that can be seen.
+    """
+    known = {rank.membership.rank: rank.membership for rank in ranks}
+    return {rank: _awaited_by(told, known) for rank, told in known.items()}
+
+
+def _awaited_by(told: Membership, known: Mapping[int, Membership]) -> list[int]:
+    if not told.is_in_call:
+        return []
+    if told.peer is not None:
+        peer = known.get(told.peer)
+        return [] if peer is not None and peer.is_in_call and peer.peer == told.rank else [told.peer]
+    return [rank for rank in range(told.size) if rank not in known or known[rank].number < told.number]
+
+
+def as_json(groups: Iterable[list[Rank]]) -> list[dict[str, Any]]:
+    """Return groups as JSON can hold them."""
+    return [_group_as_json(ranks) for ranks in groups]
+
+
+def _group_as_json(ranks: list[Rank]) -> dict[str, Any]:
+    told, waits = ranks[0].membership, awaited(ranks)
+    rows = [_rank_as_json(rank, waits[rank.membership.rank]) for rank in ranks]
+    return {"group": told.group, "meeting": told.meeting, "size": told.size, "ranks": rows}
+
+
+def _rank_as_json(rank: Rank, waits_for: list[int]) -> dict[str, Any]:
+    told = rank.membership
+    operation, call, site = placed(told.place)
+    return {
+        "rank": told.rank,
+        "pid": rank.pid,
+        "parent": rank.parent,
+        "cpu": rank.cpu,
+        "memory": rank.memory,
+        "status": rank.status,
+        "is_in_call": told.is_in_call,
+        "operation": operation,
+        "call": call,
+        "site": site,
+        "waits_for": waits_for,
+        "seconds": round(rank.seconds, 3),
+    }
+
+
+def placed(place: str) -> tuple[str, int, str]:
+    """Return operation, call number and site of a place.
+
+    Example:
+        >>> placed("gather, call 3, at train.py:30")
+        ('gather', 3, 'train.py:30')
+        >>> placed("")
+        ('', 0, '')
+    """
+    what, _, site = place.partition(", at ")
+    operation, _, number = what.partition(", call ")
+    return operation, int(number) if number.isdecimal() else 0, site

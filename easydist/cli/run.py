@@ -1,0 +1,42 @@
+"""``easydist run``: a script on several ranks of this machine, over ``torch.distributed.run``."""
+
+from __future__ import annotations
+
+import click
+from click.shell_completion import CompletionItem
+
+_EXAMPLE = """\b
+Example:
+  easydist run train.py --lr 0.1            one rank for each GPU; 2 where there is none
+  easydist run -n 4 -m package.train        a module
+  easydist run -n 2 -- ./train --lr 0.1     whatever follows -- or the script is the script's
+  easydist run --nnodes 2 --rdzv-endpoint node1:29400 --rdzv-backend c10d train.py
+"""
+
+
+def _files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(incomplete, type="file")]
+
+
+@click.command(
+    epilog=_EXAMPLE,
+    options_metavar="[-n N] [-m] [TORCHRUN OPTIONS]",
+    context_settings={
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+        "help_option_names": ["--help"],
+    },
+)
+@click.argument(
+    "arguments", metavar="SCRIPT [ARGUMENTS]...", nargs=-1, type=click.UNPROCESSED, required=True, shell_complete=_files
+)
+def run(arguments: tuple[str, ...]) -> None:
+    """Run a script on N ranks of this machine, each line of their output after its rank.
+
+    -n N is how many ranks this machine has, -m says that SCRIPT is a module. All options of torchrun may be given, also
+    those for several machines. If ranks fail, the traceback of the first stands at the end. Ctrl-C ends all that was
+    started; a second one does not wait for it.
+    """
+    from easydist.cli.launch import launch
+
+    raise SystemExit(launch(arguments))

@@ -1,0 +1,196 @@
+"""A loader for several ranks: every sample exactly once, and equally many batches on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from operator import index
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from easydist.agreement.call import Call
+from easydist.agreement.frames import Agreement
+from easydist.agreement.runner import Verb, run
+from easydist.eager import eager, eager_methods
+from easydist.groups.communicators import Communicators
+from easydist.metrics.collate import Collate
+from easydist.metrics.sources import Indexed, Sharing, Source, Streamed, is_stream
+from easydist.state import communicators
+from easydist.typing import Group
+
+__all__ = ["DistributedLoader", "distributed_loader"]
+
+_OURS = frozenset({"batch_sampler", "sampler"})
+"""Arguments of ``DataLoader`` that say which samples this rank takes."""
+
+
+@eager
+def distributed_loader(
+    dataset: Dataset[Any] | Sequence[Any],
+    batch_size: int = 1,
+    *,
+    shuffle: bool = False,
+    seed: int = 0,
+    drop_last: bool = False,
+    with_indices: bool = False,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    group: Group = None,
+    **options: Any,
+) -> DistributedLoader:
+    """Make a loader that shares a data set out to the ranks, without repeating a sample.
+
+    Law: the batches of step s, joined in rank order, are ``order[s * W * B : (s + 1) * W * B]``, where ``order`` is the
+    data set, shuffled if asked. Each sample is in exactly one batch of one rank. All ranks have equally many batches,
+    so collectives in the loop match; only the last may be shorter, down to no rows, with the same dtypes, trailing
+    shapes and keys (``Collate`` says how). Holds at W = 1 as well.
+
+    Args:
+        dataset: The same on all ranks. One with a length is indexed. An ``IterableDataset`` is read whole by every
+            rank, which keeps its share; all have to read the same samples in the same order.
+        batch_size: B, the samples of one batch of one rank.
+        shuffle: Draw another order in each epoch, as ``DistributedSampler`` does; not for an iterable data set.
+        seed: For the order.
+        drop_last: Leave out the last step if it has fewer than W * B samples.
+        with_indices: Yield ``(indices, batch)``: int64 positions in the data set, or in the stream.
+        collate_fn: Makes a batch of a list of samples; None is torch's ``default_collate``.
+        group: The ranks that take part.
+        **options: Those of ``torch.utils.data.DataLoader``: ``num_workers``, ``pin_memory``, ….
+
+    Raises:
+        DisagreementError: The length of the data set or an argument differs between ranks.
+        ValueError: ``batch_size`` is below 1; an iterable data set is to be shuffled, or read by several workers or by
+            one that persists.
+        TypeError: ``sampler`` or ``batch_sampler`` is given, or ``DataLoader`` does not know an option.
+        RemoteError: One of these happened on another rank.
+
+    Example:
+        >>> from easydist.metrics import distributed_loader
+        >>> loader = distributed_loader(range(5), batch_size=2)
+        >>> [batch.tolist() for batch in loader]
+        [[0, 1], [2, 3], [4]]
+
+    Cost: one header exchange, and one more at the beginning of each epoch; at the end of each epoch of an iterable data
+    set another one. None in between.
+
+    Source: ``torch.utils.data.DataLoader`` and ``DistributedSampler``.
+    """
+    arguments = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
+    source = run(_Opening(dataset, arguments, collate_fn, options), communicators(group))
+    return DistributedLoader(dataset, source, with_indices, group)
+
+
+@eager_methods
+class DistributedLoader:
+    """What ``distributed_loader`` makes. Iterating is one epoch, on all ranks together.
+
+    An epoch that was read to its end is followed by the next one, in another order if the loader shuffles.
+
+    Attributes:
+        dataset: As it was given.
+        batch_size: The samples of one batch of one rank.
+        epoch: The epoch that is read or comes next.
+        position: How many samples of the epoch the ranks have been given, all together.
+        total: How many samples an epoch has over all ranks; None if the data set does not say.
+    """
+
+    def __init__(self, dataset: Any, source: Source, with_indices: bool, group: Group) -> None:
+        self.dataset, self.batch_size, self.total = dataset, source.sharing.batch_size, source.total
+        self.epoch = self.position = self._start = 0
+        self._source, self._with_indices, self._group = source, with_indices, group
+
+    def __len__(self) -> int:
+        if self.total is None:
+            raise TypeError("the data set of this loader has no length")
+        size = self.batch_size * self._source.sharing.world_size
+        return self.total // size if self._source.sharing.drop_last else -(-self.total // size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that comes next, on all ranks; it begins at its first sample, unless one was loaded in it.
+
+        Args:
+            epoch: Its number; the order depends on it and on the seed. An iterable data set is told by its own
+                ``set_epoch``, if it has one.
+        """
+        if index(epoch) != self.epoch:
+            self.epoch, self.position, self._start = index(epoch), 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        start = self._start
+        self._meet("begin_epoch", epoch=self.epoch, position=start, total=self.total)
+        self.position, self._start = start, 0
+        for position, indices, batch in self._source.batches(self.epoch, start):
+            self.position = position
+            yield (indices, batch) if self._with_indices else batch
+        if isinstance(self._source, Streamed):
+            self._meet("end_epoch", epoch=self.epoch, position=self.position)
+        self.epoch, self.position = self.epoch + 1, 0
+
+    def _meet(self, operation: str, **arguments: Any) -> None:
+        run(_Meeting(operation, arguments), communicators(self._group))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Say where the ranks are: after the batch that was yielded last; the same on all ranks.
+
+        Example:
+            >>> distributed_loader(range(5), batch_size=2).state_dict()
+            {'epoch': 0, 'position': 0, 'order': {'shuffle': False, 'seed': 0, 'total': 5}}
+        """
+        return {"epoch": self.epoch, "position": self.position, "order": self._source.order}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken, with any number of ranks and any batch size; on all ranks.
+
+        The samples of the epoch that were not yielded then are yielded by the next iteration, in the same order.
+
+        Args:
+            state: What ``state_dict`` gave.
+
+        Raises:
+            ValueError: The order of the samples is another one: another length, seed or ``shuffle``.
+        """
+        if state["order"] != self._source.order:
+            raise ValueError(
+                f"load_state_dict: the state is of a loader with {state['order']}, this one has "
+                f"{self._source.order}; make it with the same data set, shuffle and seed"
+            )
+        self.epoch, self._start = state["epoch"], state["position"]
+        self.position = self._start
+
+
+class _Opening(Verb[Source]):
+    """The ranks compare what they are going to share out."""
+
+    operation = "distributed_loader"
+    needs_data = False
+
+    def __init__(self, dataset: Any, arguments: dict[str, Any], collate_fn: Any, options: dict[str, Any]) -> None:
+        self._dataset, self._arguments, self._collate_fn, self._options = dataset, arguments, collate_fn, options
+
+    def prepare(self, comms: Communicators) -> Call:
+        if taken := sorted(_OURS & self._options.keys()):
+            raise TypeError(
+                f"distributed_loader: {taken[0]}= is not taken, as the loader itself shares the samples out"
+            )
+        collate = Collate(self._collate_fn, self._dataset)
+        kind = Streamed if is_stream(self._dataset) else Indexed
+        sharing = Sharing(comms.rank, comms.size, **self._arguments)
+        self._source = kind(self._dataset, sharing, collate, self._options)
+        return Call({"total": self._source.total, **self._arguments})
+
+    def result(self, comms: Communicators, agreed: Agreement, arrived: Any) -> Source:
+        return self._source
+
+
+class _Meeting(Verb[None]):
+    """The ranks meet at the beginning or the end of an epoch, all at the same place in it."""
+
+    needs_data = False
+
+    def __init__(self, operation: str, arguments: dict[str, Any]) -> None:
+        self.operation, self._arguments = operation, arguments
+
+    def prepare(self, comms: Communicators) -> Call:
+        return Call(self._arguments)
+
+    def result(self, comms: Communicators, agreed: Agreement, arrived: Any) -> None:
+        return None

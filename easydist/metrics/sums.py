@@ -1,0 +1,281 @@
+"""Sums, means and counts over all ranks: exact, and all of them in one exchange."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from easydist import tree
+from easydist.agreement.call import Call
+from easydist.agreement.frames import Agreement
+from easydist.agreement.runner import run
+from easydist.eager import eager
+from easydist.groups.communicators import Communicators
+from easydist.metrics.exact import ExactSum, numbers
+from easydist.state import communicators
+from easydist.typing import Group, Timeout
+from easydist.verbs.objects import GatherObject
+
+__all__ = ["Counts", "Metric", "Sums", "WeightedMean", "compute"]
+
+
+class Metric(ABC):
+    """A value over all samples of all ranks, which every rank adds its own to."""
+
+    def compute(self, *, group: Group = None, timeout: Timeout | None = None) -> Any:
+        """Combine all ranks' values; ``metrics.compute`` does that with many in one exchange, and says more."""
+        return compute(self, group=group, timeout=timeout)
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Begin anew, on this rank."""
+
+    @abstractmethod
+    def state(self) -> Any:
+        """Give what this rank has added: containers and numbers."""
+
+    @abstractmethod
+    def merged(self, states: list[Any]) -> Any:
+        """Give the value of the states of all ranks, in rank order."""
+
+
+class Sums(Metric):
+    """Sums by name.
+
+    Law: ``compute()[name]`` is ``math.fsum`` of all numbers that any rank has added under the name, or their exact sum
+    where all of them are integers. The result depends neither on their order nor on which rank added which.
+
+    Example:
+        >>> sums = Sums()
+        >>> sums.update(tokens=512, loss=0.1)
+        >>> sums.update(tokens=torch.tensor([100, 28]), loss=0.2)
+        >>> sums.compute()
+        {'tokens': 640, 'loss': 0.30000000000000004}
+
+    Cost: as ``compute``. ``update`` costs no exchange; it reads its values, so it waits for those on an accelerator.
+
+    Source: ``math.fsum``; torchmetrics' ``SumMetric`` for the verbs.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, ExactSum] = {}
+
+    def update(self, **values: Any) -> None:
+        """Add to the sums, on this rank.
+
+        Args:
+            **values: By name, a number, or a tensor or array, all of whose elements are added. Bools count as 0 and 1.
+                A name that some ranks do not have is a sum of nothing there.
+
+        Raises:
+            TypeError: A value is none of these, or complex; nothing was added.
+        """
+        added = {name: numbers(value, name) for name, value in values.items()}
+        for name, some in added.items():
+            self._sums.setdefault(name, ExactSum()).add(some)
+
+    def reset(self) -> None:
+        """Forget all names, on this rank."""
+        self._sums.clear()
+
+    def state(self) -> dict[str, Any]:
+        """Give the names and their exact sums."""
+        return {name: total.state() for name, total in self._sums.items()}
+
+    def merged(self, states: list[dict[str, Any]]) -> dict[str, int | float]:
+        """Give the sums of all names, in the order in which the ranks first had them."""
+        names = dict.fromkeys(name for state in states for name in state)
+        return {name: ExactSum.of([state[name] for state in states if name in state]).value() for name in names}
+
+
+class WeightedMean(Metric):
+    """A mean whose weights are stated.
+
+    Law: ``compute()`` is the sum of ``value * weight`` over the sum of ``weight``, of all that any rank has added: each
+    product is a float64, both sums are exact, and their quotient is rounded once. The result depends neither on the
+    order nor on which rank added which. A mean of no weight is NaN.
+
+    Example:
+        >>> loss = WeightedMean()
+        >>> loss.update(0.5, weight=8)  # the mean of a batch of 8
+        >>> loss.update(2.0, weight=1)  # the last batch
+        >>> loss.compute()
+        0.6666666666666666
+
+    Cost: as ``compute``. ``update`` costs no exchange; it reads its values, so it waits for those on an accelerator.
+
+    Source: torchmetrics' ``MeanMetric`` for the verbs.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def update(self, value: Any, weight: Any) -> None:
+        """Add to the mean, on this rank.
+
+        Args:
+            value: A number, or a tensor or array of several.
+            weight: How much each of them counts, such as the number of samples in the batch whose mean it is: one
+                number for all, or as many as there are values. Not negative.
+
+        Raises:
+            TypeError: One of them is no number and no tensor or array of such.
+            ValueError: There are more or fewer weights than values; a weight is negative or not finite.
+        """
+        values, weights = numbers(value, "value"), numbers(weight, "weight")
+        if len(weights) not in (1, len(values)):
+            raise ValueError(
+                f"WeightedMean: {len(values)} values, but {len(weights)} weights; pass one, or one for each"
+            )
+        if not (np.isfinite(weights.astype(np.float64)) & (weights >= 0)).all():
+            raise ValueError("WeightedMean: a weight is negative or not finite")
+        weights = np.broadcast_to(weights, values.shape)
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite shows in the mean
+            self._weighted.add(values.astype(np.float64) * weights.astype(np.float64))
+        self._weights.add(weights)
+
+    def reset(self) -> None:
+        """Forget all values, on this rank."""
+        self._weighted, self._weights = ExactSum(), ExactSum()
+
+    def state(self) -> tuple[Any, Any]:
+        """Give the exact sums."""
+        return self._weighted.state(), self._weights.state()
+
+    def merged(self, states: list[tuple[Any, Any]]) -> float:
+        """Give the quotient of the sums of all ranks."""
+        weighted, weights = (ExactSum.of(list(column)) for column in zip(*states, strict=True))
+        return weighted.over(weights)
+
+
+class Counts(Metric):
+    """How often each key occurs.
+
+    Law: ``compute()`` is the ``Counter`` of all keys that any rank has added; a key that some ranks do not have counts
+    as 0 there.
+
+    Example:
+        >>> counts = Counts()
+        >>> counts.update(["cat", "dog", "cat"])
+        >>> counts.update({"dog": 2})
+        >>> counts.compute()
+        Counter({'dog': 3, 'cat': 2})
+
+    Cost: as ``compute``.
+
+    Source: ``collections.Counter``.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[Hashable] = Counter()
+
+    def update(self, keys: Iterable[Hashable] | Mapping[Any, int] | torch.Tensor) -> None:
+        """Count keys, on this rank.
+
+        Args:
+            keys: Text, numbers, tuples and other plain values: an iterable of them, a mapping from them to how often
+                they occur, or a tensor or array of numbers.
+
+        Raises:
+            TypeError: ``keys`` is a text, whose characters were counted; a key cannot be hashed, or a count is no int.
+        """
+        if isinstance(keys, str | bytes):
+            raise TypeError(f"Counts: {keys[:60]!r} is one key; pass it in a list")
+        if isinstance(keys, torch.Tensor | np.ndarray):
+            keys = keys.flatten().tolist()
+        added = Counter(keys)
+        counts: Iterable[Any] = added.values()
+        if wrong := [count for count in counts if not isinstance(count, int)]:
+            raise TypeError(f"Counts: counts are ints, got {wrong[0]!r}")
+        self._counts.update(added)
+
+    def reset(self) -> None:
+        """Forget all keys, on this rank."""
+        self._counts.clear()
+
+    def state(self) -> dict[Hashable, int]:
+        """Give this rank's counts."""
+        return dict(self._counts)
+
+    def merged(self, states: list[dict[Hashable, int]]) -> Counter[Hashable]:
+        """Give the counts of all ranks."""
+        total: Counter[Hashable] = Counter()
+        for state in states:
+            total.update(state)
+        return total
+
+
+@eager
+def compute(metrics: Any, *, group: Group = None, timeout: Timeout | None = None) -> Any:
+    """Combine the values of all ranks, of many metrics at once.
+
+    Law: every metric's value is that of a single process which has added what the ranks have, to the last digit.
+
+    Example:
+        >>> loss, right = WeightedMean(), Sums()
+        >>> loss.update(0.25, weight=4)
+        >>> right.update(top1=3, top5=4)
+        >>> compute({"loss": loss, "right": right})
+        {'loss': 0.25, 'right': {'top1': 3, 'top5': 4}}
+
+    Args:
+        metrics: ``Sums``, ``WeightedMean`` and ``Counts`` in any dicts, lists and tuples, or a single one.
+        group: The ranks that take part.
+        timeout: How long the call may take; None is the group's.
+
+    Returns:
+        The same structure with the values in place of the metrics, on every rank. The metrics stay as they are:
+        ``reset`` them to begin anew.
+
+    Raises:
+        TypeError: ``metrics`` holds something else, or none at all.
+        DisagreementError: The ranks' metrics differ in place or kind.
+        RemoteError: Another rank's metrics could not travel.
+
+    Cost: one header exchange, however many metrics there are; where a rank's values take more than 32 KiB (less in
+    groups of more than 32 ranks) one exchange more.
+
+    Source: torchmetrics' ``compute``, which is one gather per state.
+    """
+    return run(_Compute(metrics), communicators(group), timeout)
+
+
+class _Compute(GatherObject):
+    operation = "compute"
+
+    def __init__(self, metrics: Any) -> None:
+        super().__init__(None, dst=None, weights_only=True)
+        self._metrics = metrics
+
+    def prepare(self, comms: Communicators) -> Call:
+        self._leaves, self._spec = tree.flatten(self._metrics, lambda value: not tree.is_container(value))
+        named = dict(zip(self._spec.paths, self._leaves, strict=True))
+        _check(named)
+        self._value = {path: metric.state() for path, metric in named.items()}
+        call = super().prepare(comms)
+        kinds = {path: type(named[path]).__name__ for path in sorted(named)}
+        call.arguments = {"metrics": kinds.get("", kinds)}  # a single metric has no path
+        return call
+
+    def result(self, comms: Communicators, agreed: Agreement, arrived: list[torch.Tensor] | None) -> Any:
+        rows = super().result(comms, agreed, arrived)
+        assert rows is not None
+        return self._spec.rebuild(list(self._values(rows)))
+
+    def _values(self, rows: list[dict[str, Any]]) -> Iterator[Any]:
+        for path, metric in zip(self._spec.paths, self._leaves, strict=True):
+            yield metric.merged([row[path] for row in rows])
+
+
+def _check(named: dict[str, Any]) -> None:
+    if not named:
+        raise TypeError("compute: there is no metric; pass Sums, WeightedMean or Counts")
+    for path, metric in named.items():
+        if not isinstance(metric, Metric):
+            where = path or "the value"
+            raise TypeError(f"compute: {where} is {type(metric).__name__}; pass Sums, WeightedMean or Counts")

@@ -1,0 +1,89 @@
+"""The default process group of ``torch.distributed``: found, created, left, taken down."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
+
+from easydist import forks
+from easydist.state.environment import World, launched
+
+_creating: dict[str, threading.Thread] = {}
+"""The thread that creates the group, while it does."""
+
+_made: list[World] = []
+"""One entry per group that easydist has made in this process."""
+
+
+def default_group() -> dist.ProcessGroup | None:
+    """Return the default group, whoever made it; None where there is none."""
+    return dist.group.WORLD
+
+
+def world_of(group: dist.ProcessGroup) -> World:
+    """The world of a group that exists; where LOCAL_RANK and its like are unset, all ranks count as one host's."""
+    rank, size = group.rank(), group.size()
+    told = launched(has_group=True)
+    if (told.rank, told.size) == (rank, size):
+        return told
+    return World("adopted", rank, size, int(os.environ.get("LOCAL_RANK") or rank), size)
+
+
+def create(world: World, backend: str, timeout: timedelta | None) -> dist.ProcessGroup | None:
+    """Create the default group, with all ranks of the world; it is taken down at exit.
+
+    Raises:
+        RuntimeError: This process is a copy of a rank, or another thread is creating the group.
+    """
+    if forks.is_copy():
+        raise RuntimeError(forks.NOT_A_RANK)
+    if _creating.setdefault("thread", threading.current_thread()) is not threading.current_thread():
+        raise RuntimeError(
+            f"the process group is being created in {_creating['thread'].name}, by the first call of this process: "
+            "let one thread begin (ProcessState().process_group), then give each thread a group of its own"
+        )
+    try:
+        return _create_alone(world, backend, timeout)
+    finally:
+        _creating.clear()
+
+
+def _create_alone(world: World, backend: str, timeout: timedelta | None) -> dist.ProcessGroup | None:
+    store = PrefixStore(f"easydist/{len(_made)}", _store(world))  # a second group must not meet traces of the first
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+    _made.append(world)
+    group = default_group()
+    atexit.register(_take_down, group)
+    return group
+
+
+def _take_down(group: dist.ProcessGroup | None) -> None:
+    """End the group that easydist made, unless somebody else has done so."""
+    if default_group() is group:
+        dist.destroy_process_group()
+
+
+def leave_groups_of_parents() -> None:
+    """Let torch forget the parent's groups without ending them, so that this process can have its own."""
+    c10d: Any = dist.distributed_c10d
+    c10d._update_default_pg(None)
+    for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
+        getattr(c10d._world, name).clear()
+    c10d._world.group_count = 0
+    c10d._unregister_all_process_groups()
+
+
+@functools.cache
+def _store(world: World) -> Store:
+    """Where the ranks meet; under torchrun the store of its agent, else rank 0 has it."""
+    has_agent = world.launcher == "torchrun" and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
+    url = "env://" if has_agent else f"tcp://{world.address}:{world.port}"
+    store: Store = next(rendezvous(url, world.rank, world.size))[0]
+    return store

@@ -1,0 +1,144 @@
+"""The same evaluation in the usual ways, which give wrong numbers on several ranks, and in ways that do not.
+
+torchrun --standalone --nproc-per-node 2 examples/metrics_exactly_right.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import easydist
+from easydist import metrics
+
+BATCH_SIZE = 8
+
+
+class Numbers(NamedTuple):
+    """What is reported of an evaluation."""
+
+    samples: float
+    accuracy: float
+    f1: float
+
+
+def data() -> TensorDataset:
+    """101 samples: what a classifier says of each, and what is true; one in five is positive."""
+    random = torch.Generator().manual_seed(11)
+    truth = torch.rand(101, generator=random) < 0.2
+    is_wrong = torch.rand(101, generator=random) < 0.15
+    return TensorDataset(truth ^ is_wrong, truth)
+
+
+def numbers_of(said: torch.Tensor, truth: torch.Tensor) -> Numbers:
+    """Accuracy, and F1 of the positive class, of whole columns."""
+    hits, positives = int((said & truth).sum()), int(said.sum()) + int(truth.sum())
+    return Numbers(len(said), int((said == truth).sum()) / len(said), 2 * hits / positives if positives else 0.0)
+
+
+def joined(batches: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> Numbers:
+    """The numbers of all rows of all batches."""
+    said, truth = zip(*batches, strict=True)
+    return numbers_of(torch.cat(said), torch.cat(truth))
+
+
+# --- wrong, each in its own way
+
+
+def padded_by_the_sampler() -> Numbers:
+    """DistributedSampler repeats samples, so that all ranks have equally many."""
+    sampler = DistributedSampler(data(), *world(), shuffle=False)
+    loader = DataLoader(data(), BATCH_SIZE, sampler=sampler)
+    return joined(easydist.gather(batch) for batch in loader)
+
+
+def mean_of_means() -> Numbers:
+    """Each batch and each rank weighs the same, however few samples it has; and F1 is no mean at all."""
+    loader = metrics.distributed_loader(data(), BATCH_SIZE)
+    batches = [numbers_of(*batch) for batch in loader if len(batch[0])]
+    mean = torch.tensor(batches, dtype=torch.float64).mean(0)
+    samples = easydist.reduce(sum(batch.samples for batch in batches), "sum")
+    return Numbers(samples, *easydist.reduce(mean[1:]).tolist())
+
+
+def rank_0_only() -> Numbers:
+    """What the main process logs of its own samples."""
+    mine = joined(metrics.distributed_loader(data(), BATCH_SIZE))
+    return Numbers(*easydist.broadcast(tuple(mine)))
+
+
+def prepared_and_gathered() -> Numbers:
+    """accelerate repeats samples until the last batch of every rank is full; gather does not know."""
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(data(), BATCH_SIZE))
+    return joined(accelerator.gather(tuple(batch)) for batch in loader)
+
+
+# --- right
+
+
+def gathered_for_metrics() -> Numbers:
+    """Any loader: gather_for_metrics drops what is repeated."""
+    loader = Accelerator(cpu=True).prepare(DataLoader(data(), BATCH_SIZE))
+    return joined(easydist.gather_for_metrics(tuple(batch), loader=loader) for batch in loader)
+
+
+def loaded_once() -> Numbers:
+    """A loader that repeats nothing: gather is enough."""
+    return joined(easydist.gather(batch) for batch in metrics.distributed_loader(data(), BATCH_SIZE))
+
+
+def summed() -> Numbers:
+    """Sums of what the numbers are made of: nothing else travels, once for the whole loop."""
+    sums = metrics.Sums()
+    for said, truth in metrics.distributed_loader(data(), BATCH_SIZE):
+        sums.update(samples=len(said), right=said == truth, hits=said & truth, said=said, truth=truth)
+    total = sums.compute()
+    return Numbers(
+        total["samples"], total["right"] / total["samples"], 2 * total["hits"] / (total["said"] + total["truth"])
+    )
+
+
+WRONG = {
+    "DistributedSampler, gather": padded_by_the_sampler,
+    "mean of the batches' means": mean_of_means,
+    "rank 0's samples": rank_0_only,
+    "accelerate: prepare, gather": prepared_and_gathered,
+}
+RIGHT = {
+    "gather_for_metrics": gathered_for_metrics,
+    "distributed_loader, gather": loaded_once,
+    "distributed_loader, Sums": summed,
+}
+
+
+def world() -> tuple[int, int]:
+    """How many ranks there are, and which one this is."""
+    state = easydist.ProcessState(cpu=True)
+    return state.num_processes, state.process_index
+
+
+def line(name: str, numbers: Numbers) -> str:
+    """A row of the table."""
+    return f"{name:30}{numbers.samples:8.0f}  {numbers.accuracy:.6f}  {numbers.f1:.6f}"
+
+
+def main() -> None:
+    """Print the numbers of all ways, and make sure that the right ones are right."""
+    state = easydist.ProcessState(cpu=True)
+    want = numbers_of(*data().tensors)
+    state.print(f"{f'{state.num_processes} ranks':30} samples  accuracy  F1")
+    state.print(line("one process", want))
+    ways: dict[str, Callable[[], Numbers]] = WRONG | RIGHT
+    for name, way in ways.items():
+        got = way()
+        state.print(line(name, got) + ("" if got == want else "  wrong"))
+        assert got == want or name in WRONG
+
+
+if __name__ == "__main__":
+    main()

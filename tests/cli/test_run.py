@@ -1,0 +1,132 @@
+"""``easydist run``: ranks, their lines, their failures, and what is left after Ctrl-C."""
+
+import os
+import signal
+import sys
+import threading
+
+import launching
+import psutil
+import pytest
+from click.testing import CliRunner
+from test_env import easydist
+
+from easydist.cli.failures import traceback_in
+from easydist.cli.main import main
+
+HELLO = "import os, sys\nprint('hello', os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])"
+
+
+def script(folder, text, name="script.py"):
+    path = folder / name
+    path.write_text(text)
+    path.chmod(0o700)
+    return path
+
+
+@pytest.mark.slow
+def test_each_line_stands_after_its_rank_and_the_script_has_its_arguments(tmp_path):
+    out, err = easydist("run", "-n", "2", script(tmp_path, HELLO), "-n", "7", "--help", "--", "x")
+    rest = "2 ['-n', '7', '--help', '--', 'x']"
+    assert sorted(out.splitlines()) == [f"[rank {rank}] hello {rank} {rest}" for rank in range(2)]
+    assert not err
+
+
+@pytest.mark.slow
+def test_modules_torchruns_options_and_two_ranks_by_default(tmp_path):
+    script(tmp_path, HELLO, "hello_module.py")
+    path = os.pathsep.join([str(launching.ROOT), str(tmp_path)])
+    out, _ = easydist("run", "--max-restarts", "0", "-m", "--", "hello_module", "x", PYTHONPATH=path)
+    assert sorted(out.splitlines()) == [f"[rank {rank}] hello {rank} 2 ['x']" for rank in range(2)]
+
+
+@pytest.mark.slow
+def test_a_script_with_another_interpreter_is_run_by_it(tmp_path):
+    path = script(tmp_path, "#!/bin/sh\necho shell $RANK $1", "script")
+    out, _ = easydist("run", "-n", "2", path, "x")
+    assert sorted(out.splitlines()) == ["[rank 0] shell 0 x", "[rank 1] shell 1 x"]
+
+
+RAISES = """
+import easydist, torch
+state = easydist.ProcessState(cpu=True)
+easydist.gather(torch.ones(1))
+if state.process_index == 1:
+    try:
+        {}["key"]
+    except KeyError:
+        raise ValueError("bad data")
+easydist.gather(torch.ones(1))
+"""
+
+
+@pytest.mark.slow
+def test_the_first_failing_rank_is_shown_first_with_its_traceback(tmp_path):
+    """Rank 0 fails, too, because of rank 1."""
+    _, err = easydist("run", "-n", "2", script(tmp_path, RAISES), status=1)
+    end = err.partition("\nRank 1 failed first: process ")[2]
+    assert "ended with exit status 1." in end.splitlines()[0]
+    assert end.splitlines()[1] == "Traceback (most recent call last):"
+    assert "KeyError: 'key'" in end
+    assert end.index("ValueError: bad data") < end.index("Rank 0:")
+    assert "ChildFailedError" not in err
+
+
+KILLED = RAISES.partition("    try")[0] + "    import os\n    os.kill(os.getpid(), 9)\neasydist.gather(torch.ones(1))"
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_is_named(tmp_path):
+    _, err = easydist("run", "-n", "2", script(tmp_path, KILLED), status=137)
+    assert "Rank 1 failed first: process " in err
+    assert "was killed by SIGKILL.\nIt left no traceback." in err
+
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: print("ignored", flush=True))
+print("pids", os.getpid(), child.pid, flush=True)
+while True:
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_no_orphan(tmp_path):
+    """The ranks ignore it, and have children in sessions of their own: a second one kills them all."""
+    command = [sys.executable, "-m", "easydist", "run", "-n", "2", script(tmp_path, STUBBORN)]
+    process = launching.start(*command, env=os.environ | {"PYTHONPATH": launching.ROOT})
+    limit = threading.Timer(launching.within(60), process.kill)
+    limit.start()
+    try:
+        lines = [process.stdout.readline() for _ in range(2)]
+        pids = [int(text) for line in lines for text in line.partition("pids")[2].split()]
+        assert len(pids) == 4, process.communicate()
+        process.send_signal(signal.SIGINT)
+        assert "ignored" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate()
+    finally:
+        limit.cancel()
+        process.kill()
+    assert process.returncode == 130, err
+    assert "ended by SIGINT" in err
+    assert not [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+
+
+def test_wrong_options_give_a_suggestion():
+    said = CliRunner().invoke(main, ["run", "--nodes", "2", "x.py"])
+    assert said.exit_code == 2
+    assert "--nnodes" in said.output
+
+
+def test_a_script_that_is_not_there_is_said_at_once():
+    said = CliRunner().invoke(main, ["run", "package.train"])
+    assert said.exit_code == 2
+    assert "cannot read package.train: No such file or directory (a module? then put -m before its name)" in said.output
+
+
+def test_without_a_traceback_the_last_lines_are_shown():
+    assert traceback_in("\n".join(map(str, range(100)))).splitlines() == [str(i) for i in range(80, 100)]

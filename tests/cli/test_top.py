@@ -1,0 +1,184 @@
+"""``easydist top``: what it sees of ranks that wait, are late, talk two by two, or have ended."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import launching
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+
+import easydist
+from easydist.cli.main import main
+from easydist.cli.ranks import Rank, Ranks, as_json, awaited
+from easydist.cli.top import late_ranks, screen
+from easydist.liveness.page import Membership, OwnPage, PeerPage
+from easydist.testing import distributed
+
+
+def seen(condition, pid=None):
+    """The ranks of a group as JSON, once they are as awaited; the group is one of this process, or of those of pid."""
+    ranks, deadline = Ranks(pid or os.getpid()), time.monotonic() + launching.within(10)
+    while time.monotonic() < deadline:
+        for group in as_json(ranks.look()):
+            rows = {row["rank"]: row for row in group["ranks"]}
+            if condition(rows):
+                return rows
+    raise AssertionError(as_json(ranks.look()))
+
+
+@distributed(world_size=3)
+def test_ranks_that_wait_are_shown_with_whom_they_wait_for(rank):
+    easydist.gather(torch.ones(1))
+    if rank == 0:
+        rows = seen(lambda rows: len(rows) == 3 and rows[1]["is_in_call"] and rows[2]["is_in_call"])
+        assert [rows[i]["waits_for"] for i in range(3)] == [[], [0], [0]]
+        assert [rows[i]["operation"] for i in range(3)] == ["gather", "reduce", "reduce"]
+        assert rows[0]["call"] == rows[1]["call"] - 1 == rows[2]["call"] - 1
+        assert {rows[i]["site"].partition(":")[0] for i in range(3)} == {"tests/cli/test_top.py"}
+        assert rows[0]["pid"] == os.getpid()
+        assert rows[0]["memory"] > 1 << 20
+    assert easydist.reduce(torch.ones(1), "sum").item() == 3
+
+
+@distributed(world_size=3)
+def test_ranks_of_a_group_that_have_not_met_are_shown(rank):
+    """A hang in the very first call is the most frequent one."""
+    if rank == 0:
+        rows = seen(
+            lambda rows: [*rows] == [1, 2] and all(row["waits_for"] == [0] for row in rows.values()), os.getppid()
+        )
+        assert [row["call"] for row in rows.values()] == [1, 1]
+    easydist.gather(torch.ones(1))
+
+
+@distributed(world_size=3)
+def test_a_call_between_two_ranks_waits_for_one(rank):
+    easydist.gather(torch.ones(1))
+    if rank == 1:
+        easydist.send_tensor_dict({"a": torch.ones(1)}, dst=2)
+    if rank == 2:
+        rows = seen(lambda rows: len(rows) == 3 and rows[1]["is_in_call"])
+        assert rows[1]["operation"] == "send_tensor_dict"
+        assert rows[1]["waits_for"] == [2]
+        easydist.recv_tensor_dict(src=1)
+    easydist.wait_for_everyone()
+
+
+@distributed(world_size=2)
+def test_groups_are_apart(rank):
+    pairs = dist.new_group([0, 1])
+    easydist.gather(torch.ones(1))
+    if rank == 0:
+        rows = seen(
+            lambda rows: [row["waits_for"] for row in rows.values()] == [[0]]
+        )  # of which this rank knows nothing
+        groups = {group["group"]: group["ranks"] for group in as_json(Ranks(os.getpid()).look())}
+        assert [row["is_in_call"] for row in groups[dist.group.WORLD.group_name]] == [False, False]
+        assert [row["pid"] for row in groups[pairs.group_name]] == [rows[1]["pid"]]
+    easydist.gather(torch.ones(1), group=pairs)
+
+
+@distributed(world_size=2)
+def test_a_group_that_is_gone_is_not_shown(rank):
+    group = dist.new_group([0, 1])
+    name = group.group_name
+    easydist.gather(torch.ones(1), group=group)
+    dist.destroy_process_group(group)
+    del group
+    easydist.wait_for_everyone()
+    assert name not in [told.group for told in PeerPage.find(os.getpid()).memberships()]
+
+
+@pytest.mark.slow
+def test_a_forked_child_is_no_rank():
+    """It has its parent's page open, too."""
+    page = OwnPage()
+    page.describe(page.new_entry(), "0", "", 0, 2)
+    child = os.fork()
+    if not child:
+        os._exit(0 if PeerPage.find(os.getpid()) is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def rank_of(number, last=1, in_call=True, seconds=9.0, peer=None):
+    told = Membership("0", "abc", number, 3, last, "gather, call 1, at a[b].py:1", in_call, peer, 0.0)
+    return Rank(told, 100 + number, 1, "python", 0.0, 1 << 20, "running", seconds)
+
+
+def test_who_cannot_be_seen_is_awaited():
+    assert awaited([rank_of(0), rank_of(1)]) == {0: [2], 1: [2]}
+    assert awaited([rank_of(0, peer=2)]) == {0: [2]}
+    assert awaited([rank_of(0, peer=2), rank_of(2, peer=0)]) == {0: [], 2: []}
+
+
+def test_late_is_who_lets_others_wait():
+    late = rank_of(1, last=0, in_call=False)
+    assert late_ranks([rank_of(0), late, rank_of(2)]) == [late]
+    assert late_ranks([rank_of(0, seconds=0.1), late]) == []
+    assert late_ranks([rank_of(0), rank_of(1)]) == []
+
+
+def test_the_table_names_each_rank(capsys):
+    from rich.console import Console
+
+    Console(width=160).print(screen([[rank_of(0), rank_of(1, last=0, in_call=False)]], {101: "stack of it"}))
+    said = capsys.readouterr().out
+    first = next(line for line in said.splitlines() if " 100 " in line)
+    assert first.split() == ["0", "100", "0", "1", "MiB", "1", "gather", "a[b].py:1", "1–2", "9.0", "s"]
+    assert "not in a call, last: gather" in said
+    assert "pid 101\nstack of it" in said
+
+
+def test_nobody_is_said():
+    said = CliRunner().invoke(main, ["top", "0", "--once"])
+    assert said.exit_code == 0
+    assert said.output.startswith("No process of yours")
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+STUCK = """
+import os, sys, torch, easydist
+easydist.ProcessState(cpu=True)
+easydist.gather(torch.ones(1))
+if os.environ["RANK"] == "1":
+    sys.stdin.read()
+easydist.gather(torch.ones(1))
+"""
+
+
+@pytest.mark.slow
+def test_a_job_that_hangs_is_seen_from_another_process(tmp_path):
+    """Rank 1 reads what nobody writes; rank 0 is stopped in the end, and is seen nonetheless."""
+    from test_env import easydist as command
+
+    (tmp_path / "stuck.py").write_text(STUCK)
+    env = {"PYTHONPATH": str(launching.ROOT), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    env["EASYDIST_STACK_SIGNAL"] = "SIGUSR2"
+    env |= {"MASTER_PORT": str(free_port())}
+    jobs = [
+        subprocess.Popen([sys.executable, tmp_path / "stuck.py"], env=os.environ | env | {"RANK": str(rank)}, stdin=-1)
+        for rank in range(2)
+    ]
+    try:
+        ranks, deadline = Ranks(jobs[0].pid), time.monotonic() + launching.within(60)
+        while not [row for rows in ranks.look() for row in late_ranks(rows)]:
+            assert time.monotonic() < deadline
+        out, _ = command("top", str(jobs[0].pid), "--json", "--stack")
+        found = json.loads(out)
+        assert [row["waits_for"] for row in found["groups"][0]["ranks"]] == [[1], []]
+        assert list(found["stacks"]) == [str(jobs[1].pid)]
+        assert "stuck.py" in found["stacks"][str(jobs[1].pid)]
+    finally:
+        for job in jobs:
+            job.kill()
+            job.communicate()

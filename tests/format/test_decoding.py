@@ -1,0 +1,149 @@
+"""Fuzz of restricted decoding: random bytes, random programs, mutated messages."""
+
+import contextlib
+import random
+import struct
+from types import NoneType
+
+import launching
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from pickles import (
+    ALLOWANCE,
+    BIG,
+    PER_BYTE,
+    VALID,
+    get,
+    integer,
+    is_decoded,
+    kept,
+    made,
+    message,
+    named,
+    peak_nbytes,
+    tensor_call,
+    text,
+)
+
+import easydist
+from easydist import UnsafeObjectError, WireError
+from easydist.format import codec
+from easydist.format.allowlist import CALLABLES
+from easydist.format.parts import MAKERS
+
+
+def try_to_decode(data):
+    with contextlib.suppress(UnsafeObjectError, WireError):
+        codec.decode(torch.frombuffer(bytearray(data), dtype=torch.uint8), weights_only=True)
+
+
+@settings(max_examples=launching.examples(300), deadline=None)
+@given(st.binary(min_size=1, max_size=200))
+def test_random_bytes_are_decoded_or_refused(data):
+    try_to_decode(data)
+    try_to_decode(bytes(message(b"\x80\x05" + data + b".").numpy()))
+
+
+@pytest.mark.slow
+@settings(max_examples=launching.examples(150), deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(sorted(easydist.format.unpickler.OPCODES)).map(lambda c: bytes([c])) | st.binary(max_size=3)
+    )
+)
+def test_random_programs_are_decoded_or_refused(steps):
+    program = b"".join(steps)
+    for prefix in (b"", named("collections", "OrderedDict") + b")R", made("make_tensor", *tensor_call()[1:])[2:-1]):
+        try_to_decode(bytes(message(prefix + program + b".", b"12345678").numpy()))
+
+
+class Programs:
+    """Random programs of every opcode and every callable that is allow-listed, in which a few steps come many times.
+
+    Args:
+        seed: Of a program; the same seed is the same program.
+    """
+
+    def __init__(self, seed):
+        self.draw = random.Random(seed)
+        self.steps, self.kinds = b"\x80\x05", []
+        for kind, steps in self.atoms():
+            self.keep(kind, steps)
+        self.callables = []
+        makers = dict.fromkeys(MAKERS.values(), (object,))
+        others = {function: kinds for function, kinds in CALLABLES.items() if "return_types" not in function.__module__}
+        for function, kinds in self.draw.sample([*others.items(), *makers.items(), *CALLABLES.items()], 16):
+            self.callables.append((get(len(self.kinds)), kinds))
+            self.keep(type, named(function.__module__, function.__qualname__))
+
+    def keep(self, kind, steps):
+        self.steps += kept(steps)
+        self.kinds.append(kind)
+
+    def atoms(self):
+        draw = self.draw
+        for number in draw.sample([0, 3, -1, 1 << 40, 1 << 4000, 3**5000, BIG, BIG // 3], 4):
+            yield int, integer(number)
+        for value in draw.sample(["", "a", "cpu", "1.5", "a/b" * 5000, "x\\" * 3000, "7" * 9000, "f" * 32], 4):
+            yield str, text(value)
+        for length in draw.sample([0, 4, 8, 9000], 2):
+            yield bytes, b"B" + struct.pack("<I", length) + draw.randbytes(length)
+            yield bytearray, b"\x96" + struct.pack("<Q", length) + draw.randbytes(length)
+        yield float, b"G" + draw.randbytes(8)
+        yield from ((NoneType, b"N"), (dict, b"}"), (list, b"]"), (str, text("<f8")), (type, named("torch", "float32")))
+        for _ in range(3):
+            items = b"".join(self.some() for _ in range(draw.randrange(3)))
+            yield tuple, b"(" + items * draw.choice([1, 1, 3000]) + b"t"
+        yield list, b"](" + self.some() * draw.choice([1, 2000]) + b"e"
+
+    def some(self, *kinds):
+        """A value that was kept: of these types, where there is one."""
+        fitting = [i for i, kind in enumerate(self.kinds) if issubclass(kind, kinds or object)]
+        return get(self.draw.choice(fitting or range(len(self.kinds))))
+
+    def step(self):
+        """A few opcodes that push something."""
+        draw = self.draw
+        kind = draw.randrange(9)
+        if kind < 5:
+            function, kinds = draw.choice(self.callables)
+            args = b"".join(self.some(*kinds) for _ in range(draw.choice([0, 1, 1, 2, 2, 3, 4])))
+            return function + (self.some(tuple) if draw.random() < 0.1 else b"(" + args + b"t") + b"R"
+        if kind == 5:
+            return b"}(" + b"".join(self.some() + b"N" for _ in range(draw.randrange(4))) + b"u"
+        if kind == 6:
+            return b"(" + b"".join(self.some() for _ in range(draw.randrange(4))) + draw.choice([b"t", b"\x91"])
+        if kind == 7:
+            return self.some() + draw.choice([b"\x85", b"\x94", b"\x98", b"\x94" + self.some() + b"\x86"])
+        return bytes([draw.choice(sorted(easydist.format.unpickler.OPCODES))]) + draw.randbytes(draw.randrange(3))
+
+    def made(self):
+        """A program: many times those two of its steps that allocate most."""
+        chosen = {}
+        for _ in range(40):
+            step = self.step()
+            if is_decoded(self.steps + b"](" + step + b"e."):
+                chosen[step] = peak_nbytes(self.steps + b"](" + step * 50 + b"e.")
+                if self.draw.random() < 0.2 and is_decoded(self.steps + kept(step) + b"N."):
+                    self.keep(object, step)
+        block = b"".join(sorted(chosen, key=chosen.get)[-2:]) or b"N"
+        start, end = self.draw.choice([(b"](", b"e."), (b"](", b"e."), (b"\x8f(", b"\x90.")])
+        return self.steps + start + block * (40_000 // len(block)) + end
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_random_programs_allocate_in_proportion_to_their_length(seed):
+    program = Programs(seed).made()
+    assert peak_nbytes(program) < ALLOWANCE + PER_BYTE * len(program), seed
+
+
+@pytest.mark.slow
+@settings(max_examples=launching.examples(300), deadline=None)
+@given(st.sampled_from(VALID), st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 255)), min_size=1, max_size=4))
+def test_mutated_messages_are_decoded_or_refused(valid, changes):
+    data = bytearray(valid)
+    for at, byte in changes:
+        data[at % len(data)] = byte
+    try_to_decode(data)

@@ -1,0 +1,212 @@
+"""A queue's port, and who is let in."""
+
+import dataclasses
+import os
+import resource
+import socket
+from contextlib import contextmanager, suppress
+
+import pytest
+import torch
+from queues import SOON, eventually, filled, in_thread
+
+import easydist
+import easydist.queue.writer
+from easydist import PeerLostError
+from easydist.errors import WireError
+from easydist.queue import MessageQueue, tcp
+
+
+def test_wrong_key_is_refused():
+    writer = MessageQueue(1, 0, connect_ip="127.0.0.1")
+    handle = writer.export_handle()
+    assert handle.key.hex() not in repr(handle)
+    assert str(handle.key) not in repr(handle)
+    connection = socket.create_connection(handle.address)
+    connection.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(1000))
+    wrong = MessageQueue.create_from_handle(dataclasses.replace(handle, key=bytes(32)), 0)
+    thread = in_thread(writer.wait_until_ready, SOON)
+    with pytest.raises(PermissionError, match="does not let this reader in"):
+        wrong.dequeue(SOON)
+    reader = MessageQueue.create_from_handle(handle, 0)
+    thread.join()
+    writer.enqueue("secret")
+    assert reader.dequeue(SOON) == "secret"
+    with suppress(ConnectionResetError):
+        assert connection.recv(1 << 16) == b""
+    for end in (connection, wrong, reader, writer):
+        end.close()
+
+
+def test_a_false_writer_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        writer = MessageQueue(1, 0, connect_ip="127.0.0.1")
+        handle = dataclasses.replace(writer.export_handle(), address=server.getsockname())
+        reader = MessageQueue.create_from_handle(handle, 0)
+        connection, _ = server.accept()
+        connection.sendall(bytes(1000))
+        with pytest.raises(PermissionError, match="does not have the key"):
+            reader.dequeue(SOON)
+        for end in (connection, reader, writer):
+            end.close()
+
+
+@pytest.mark.slow
+def test_silent_connections_do_not_keep_a_reader_out():
+    with MessageQueue(1, 0, connect_ip="127.0.0.1") as writer:
+        handle = writer.export_handle()
+        waiting = in_thread(writer.wait_until_ready, SOON)
+        silent = []
+        for _ in range(150):
+            silent.append(socket.create_connection(handle.address))
+            if len(silent) % 50 == 0:  # none of them waits in the kernel
+                eventually(lambda: len(writer._end._listener._pending) == min(64, len(silent)))
+        with MessageQueue.create_from_handle(handle, 0) as reader:
+            reader.wait_until_ready(5)  # what says nothing may stay for 10 s
+            waiting.join()
+            writer.enqueue(1)
+            assert reader.dequeue(SOON) == 1
+        for connection in silent:
+            connection.close()
+
+
+@contextmanager
+def no_descriptor_left():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.fixture
+def remote():
+    """A writer and its reader by TCP, which the writer has not let in yet."""
+    writer = MessageQueue(1, 0, connect_ip="127.0.0.1")
+    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+    yield writer, reader
+    reader.close()
+    writer.close()
+
+
+@pytest.mark.parametrize("wait", ["enqueue", "wait_until_ready"])
+def test_a_writer_without_descriptors_says_so_and_goes_on_when_it_has_some(remote, wait):
+    writer, reader = remote
+    text = r"^MessageQueue: a reader cannot be let in: Too many open files\. If .* raise the limit \(ulimit"
+    with no_descriptor_left(), pytest.raises(ConnectionError, match=text):
+        writer.enqueue("lost", SOON) if wait == "enqueue" else writer.wait_until_ready(SOON)
+    writer.wait_until_ready(SOON)
+    writer.enqueue("next")
+    assert reader.dequeue(SOON) == "next"
+
+
+def test_a_reader_without_descriptors_says_so(remote):
+    text = r"no connection to process .*: Too many open files\. Close some files"
+    with no_descriptor_left(), pytest.raises(ConnectionError, match=text):
+        MessageQueue.create_from_handle(remote[0].export_handle(), 0)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        *(b"", b"\xff" * 512, b"[" * 512, b"[1]", b'{"a": 1}', b'[1.0, "h", "i", true, -1, "../../x", 3, "t"]'),
+        b'[1.0, "h", "i", true, -1, 1, 3, null]',
+    ],
+)
+def test_a_reader_that_tells_nonsense_is_refused_and_the_writer_says_so(record):
+    with MessageQueue(1, 0, connect_ip="127.0.0.1") as writer:
+        handle = writer.export_handle()
+        hello = tcp._HELLO.pack(0, bytes(32), record.ljust(tcp.RECORD_NBYTES))
+        with socket.create_connection(handle.address) as connection:
+            connection.sendall(hello + tcp._proof(handle.key, b"reader", hello))
+            with pytest.raises(
+                ConnectionError, match="reader 0 was not let in: what it tells of its process is damaged"
+            ):
+                writer.enqueue(1)
+            assert connection.recv(1) == b""
+        with MessageQueue.create_from_handle(handle, 0) as reader:
+            writer.enqueue(2)
+            assert reader.dequeue(SOON) == 2
+        with pytest.raises(WireError, match="what it tells of its process is damaged"):
+            MessageQueue.create_from_handle(dataclasses.replace(handle, writer=record), 0)
+
+
+def test_a_message_that_no_memory_can_hold_is_an_error_of_the_queue(remote):
+    writer, reader = remote
+    writer.wait_until_ready(SOON)
+    writer._end._senders[0]._add(tcp._LENGTH.pack(2**62))
+    with pytest.raises(ConnectionError, match=f"announces a message of {2**62} bytes, for which there is no memory"):
+        reader.dequeue(SOON)
+    with pytest.raises(PeerLostError):
+        reader.dequeue(SOON)
+
+
+def test_each_rank_is_let_in_once(pair):
+    writer, reader = pair()
+    with pytest.raises((RuntimeError, ConnectionError), match=r"taken|has all its readers"):
+        MessageQueue.create_from_handle(writer.export_handle(), 0)
+    writer.enqueue(1)
+    assert reader.dequeue(SOON) == 1
+
+
+def test_more_readers_than_announced_are_refused():
+    writer = MessageQueue(2, 0, connect_ip="127.0.0.1")
+    first, again = [MessageQueue.create_from_handle(writer.export_handle(), 3) for _ in range(2)]
+    thread = in_thread(writer.wait_until_ready, SOON)
+    with pytest.raises(PermissionError, match="its rank has been taken"):
+        again.dequeue(SOON)
+    second = MessageQueue.create_from_handle(writer.export_handle(), 0)
+    thread.join()
+    writer.enqueue(1)
+    assert first.dequeue(SOON) == second.dequeue(SOON) == 1
+    for end in (again, first, second, writer):
+        end.close()
+
+
+def test_local_reader_that_cannot_attach_is_connected():
+    writer = MessageQueue(2, 2)
+    handle = writer.export_handle()
+    writer.enqueue(filled(3 << 20))
+    writer.enqueue("second")
+    hidden = dataclasses.replace(handle, ring=("1/999999/0/0", handle.ring[1]))
+    far, near = MessageQueue.create_from_handle(hidden, 0), MessageQueue.create_from_handle(handle, 1)
+    writer.wait_until_ready(SOON)
+    writer.enqueue("third")
+    for reader in (far, near):
+        assert torch.equal(reader.dequeue(SOON), filled(3 << 20))
+        assert [reader.dequeue(SOON), reader.dequeue(SOON)] == ["second", "third"]
+    assert (far._end.is_local, near._end.is_local) == (False, True)
+    for end in (far, near, writer):
+        end.close()
+
+
+def test_shared_memory_that_is_not_wanted(monkeypatch):
+    with MessageQueue(1, 1) as writer:
+        monkeypatch.setenv("EASYDIST_SHM", "0")
+        with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+            writer.enqueue(1)
+            assert reader.dequeue(SOON) == 1
+            assert not reader._end.is_local
+        with MessageQueue(1, 1) as other:
+            assert other.export_handle().ring is None
+
+
+def test_host_without_shared_memory(monkeypatch, caplog):
+    def full(shape):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(easydist.queue.writer, "RingWriter", full)
+    writer = MessageQueue(1, 1)
+    assert "no shared memory" in caplog.text
+    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+    writer.enqueue(1)
+    assert reader.dequeue(SOON) == 1
+    writer.close()
+    reader.close()
