@@ -219,12 +219,14 @@ def _guessing(theirs: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(theirs)
     def method(accelerator: Any, input_data: Any, use_gather_object: bool = False, **options: Any) -> Any:
         kind = "samples" if use_gather_object else _kind(input_data)
+        if not options and kind != "tensors" and accelerator.num_processes == 1:
+            return input_data
         if options or kind == "columns":
             return gather_for_metrics(input_data, use_gather_object, **options)
         if accelerator.num_processes > 1:
             _warn_without_loader(accelerator.gradient_state)
-            if kind == "samples":
-                input_data = list(input_data)  # what accelerate's gather_object takes everything for
+        if kind == "samples":
+            input_data = list(input_data)  # what accelerate's gather_object takes everything for
         return theirs(accelerator, input_data, use_gather_object)
 
     return method

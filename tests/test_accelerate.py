@@ -113,6 +113,17 @@ def test_one_process_without_a_group():
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("data", [torch.ones(3), ["a", "b"], {"x": torch.ones(2), "id": ["a", "b"]}, {"loss": 0.5}])
+def test_gather_for_metrics_of_one_process_is_accelerates(data, whole):
+    accelerator = accelerate.Accelerator(cpu=True)
+    expected = accelerator.gather_for_metrics(data, use_gather_object=whole)
+    with easydist.accelerate.enable():
+        found = accelerator.gather_for_metrics(data, use_gather_object=whole)
+        assert accelerator.gather_for_metrics(["b", "a"], indices=[1, 0]) == ["a", "b"]
+    assert str(found) == str(expected)
+
+
 @pytest.mark.parametrize(("data", "error"), [("a", TypeError), ({}, ValueError), ([], ValueError)])
 def test_find_batch_size_raises_what_accelerates_raises(data, error):
     with pytest.raises(error) as theirs:

@@ -48,7 +48,7 @@ def sync_dist(metric: Any, *, group: Group = None, check: bool | None = None, ti
         RemoteError: Another rank's states could not travel.
 
     Cost: one header exchange, which carries small states (32 KiB in small groups); for larger ones one exchange more,
-    whatever the number of metrics and states.
+    whatever the number of metrics and states. States on an accelerator travel by way of the CPU.
 
     Source: ``torchmetrics.Metric.sync``, which takes a barrier and one or two exchanges for each state.
     """
@@ -68,7 +68,9 @@ def dist_sync_fn(result: torch.Tensor, group: Group = None) -> list[torch.Tensor
     """Gather a state's tensors of all ranks; for ``Metric(dist_sync_fn=…)``.
 
     All states that torchmetrics asks for before it looks at the first answer travel in one exchange: those of a metric.
-    A collection takes one exchange per group of metrics, where ``sync_dist`` takes one for all.
+    A collection takes one exchange per metric, where ``sync_dist`` takes one for all. Give lists without a
+    reduction (retrieval metrics, ROUGE, ``MeanAveragePrecision``) to ``sync_dist``: torchmetrics passes their elements
+    one by one, without a word of which list each is of, so that they have to be equally many on all ranks.
 
     Example:
         >>> import torch, easydist
@@ -83,8 +85,7 @@ def dist_sync_fn(result: torch.Tensor, group: Group = None) -> list[torch.Tensor
         A list of the ranks' tensors, which is filled when it is first looked at; this rank's own is ``result`` itself.
 
     Raises:
-        DisagreementError: When the list is looked at, if the ranks have another number of states: of lists without a
-            reduction, which ``sync_dist`` takes.
+        DisagreementError: When the list is looked at, if the ranks have passed another number of states.
 
     Cost: one header exchange for all states of a metric, and one exchange more where they are large.
 
@@ -180,14 +181,14 @@ def _values(metric: Any, joined: dict[int, Any]) -> Iterator[Any]:
 
 def _compute(metric: Any, every: Sequence[_State]) -> None:
     """Let the metric compute with the states of all ranks, and keep the value; then it has its own states again."""
-    own = {name: getattr(metric, name) for name in [*metric._reductions, "_to_sync"]}
+    own = {name: getattr(metric, name) for name in [*metric._reductions, "_to_sync", "compute_with_cache"]}
     device = torch.device("cpu") if metric.compute_on_cpu else metric.device
     try:
         for i, (name, reduction) in enumerate(metric._reductions.items()):
             values = [send_to_device(states[i], device) for _, states in every]
             setattr(metric, name, _merged(values, reduction, isinstance(metric._defaults[name], list)))
         metric._update_count = sum(count for count, _ in every)
-        metric._computed, metric._to_sync = None, False
+        metric._computed, metric._to_sync, metric.compute_with_cache = None, False, True
         metric.compute()
     finally:
         for name, value in own.items():

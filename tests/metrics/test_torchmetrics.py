@@ -291,6 +291,42 @@ def test_mean_average_precision(rank, kind, iou):
 
 
 @distributed(world_size=2)
+def test_a_metric_that_keeps_no_value_is_computed_without_a_collective_too(rank):
+    make, data = METRICS["auroc"]
+    metric = filled(make, data, rank, compute_with_cache=False)
+    with collectives() as made:
+        same(easydist.metrics.sync_dist(metric), alone(make, data, 2))
+        same(metric.compute(), alone(make, data, 2))
+    assert made == []
+    assert metric.compute_with_cache is False
+
+
+class Exact:
+    """A metric in the way of Hugging Face evaluate."""
+
+    def compute(self, predictions, references):
+        return {"exact_match": sum(map(str.__eq__, predictions, references)) / len(references)}
+
+
+@distributed(world_size=2)
+def test_gathered_samples_are_what_functions_of_other_libraries_take(rank):
+    sklearn = pytest.importorskip("sklearn.metrics")
+    logits, labels = scores(11, 0)
+    mine = slice(6 * rank, 6 + 5 * rank)
+    said, references = flat_pairs(11, 0)
+    columns = {
+        "said": said[mine],
+        "references": references[mine],
+        "labels": labels[mine],
+        "logits": logits[mine].numpy(),
+    }
+    every = easydist.gather_for_metrics(columns, total=11)
+    expected = sklearn.roc_auc_score(labels, logits, multi_class="ovr")
+    assert sklearn.roc_auc_score(every["labels"], every["logits"], multi_class="ovr") == expected
+    assert Exact().compute(every["said"], every["references"]) == Exact().compute(said, references)
+
+
+@distributed(world_size=2)
 def test_faults_are_those_of_all_ranks(rank):
     metric = filled(*METRICS["mean"], rank)
     with pytest.raises(RemoteError, match="TypeError: sync_dist: takes a Metric or a MetricCollection, got int"):
