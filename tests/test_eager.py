@@ -41,6 +41,7 @@ def on_one(x):
 VERBS = [
     lambda x: easydist.gather({"x": x, "n": 2})["x"],
     lambda x: easydist.reduce([x, 1.5], "sum")[0],
+    lambda x: easydist.gather_for_metrics({"x": x, "id": ["a"] * len(x)}, indices=range(len(x)))["x"],
     easydist.broadcast,
     on_one,
     easydist.scatter,

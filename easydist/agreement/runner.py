@@ -126,6 +126,7 @@ def meet(comms: Communicators, operation: str, fault: BaseException | None = Non
         RemoteError: A rank reported a fault.
         DisagreementError: A rank called something else.
     """
-    if isinstance(fault, EasydistError) and fault.raised_in is comms:
-        raise fault  # the others have it already
+    is_known = isinstance(fault, EasydistError) and fault.raised_in is comms
+    if fault is not None and (is_known or comms.size == 1):
+        raise fault  # the others have it already, or there are none
     run(_Meeting(operation, fault), comms)

@@ -300,3 +300,9 @@ def test_both_ends_of_a_pair_raise_where_one_has_no_data(rank):
         with pytest.raises((TypeError, RemoteError), match=said):
             under_fake_tensor_mode(call) if rank == fake else call()
     assert easydist.gather(rank).tolist() == [0, 1]
+
+
+def test_a_body_that_raises_where_there_is_one_rank_raises_its_own_error():
+    with pytest.raises(ValueError, match=r"^alone$") as caught, easydist.together():
+        raise ValueError("alone")
+    assert caught.value.__cause__ is caught.value.__context__ is None
