@@ -11,29 +11,71 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from easydist.metrics.order import Dealt
 
-__all__ = ["active_loader", "dealt_by"]
+__all__ = ["dealt_by", "dealt_last"]
 
 
-def active_loader() -> Any:
-    """Find the loader of accelerate that is being iterated, else the only one that has come to its end, else None."""
+def dealt_last(size: int, total: int | None = None) -> Dealt | None:
+    """Say what accelerate's loader has dealt that is being iterated, else the only one that has come to its end.
+
+    Where another loader was meant, the rows are hardly as many: one batch, or all of the epoch.
+
+    Returns:
+        None where there is no such loader.
+
+    Raises:
+        ValueError: As in ``dealt_by``.
+    """
     state = _class("accelerate.state", "GradientState")
     if state is None or not state._shared_state:
         return None
     if (active := state().active_dataloader) is not None:
-        return active
+        dealt = dealt_by(active, size, total)
+        return dealt._replace(most=dealt.block)
     if len(done := _done()) > 1:
         gc.collect()  # some may be garbage
         done = _done()
-    return done[0] if len(done) == 1 else None
+    if len(done) != 1:
+        return None
+    return dealt_by(done[0], size, total)._replace(kept=_epoch(done[0], size, total))
 
 
 def _done() -> list[Any]:
     return [loader for loader in _alive(_prepared()) if loader.end_of_dataloader]
+
+
+def _epoch(loader: Any, size: int, total: int | None) -> int | None:
+    """How many samples an epoch has; None where that is not known, or where it was begun in the middle."""
+    parts = [loader, *_samplers(loader)]
+    if any(getattr(part, "skip_batches", 0) for part in parts):
+        return None
+    try:
+        total = len(_source(loader)) if total is None else total
+    except TypeError:
+        return None
+    if not loader._drop_last:
+        return total
+    batch_size = next(part.batch_size for part in parts[1:] if hasattr(part, "batch_size"))
+    is_split = any(getattr(part, "split_batches", False) for part in [*parts, loader.dataset])
+    step: int = batch_size if is_split else batch_size * size
+    return total // step * step
+
+
+def _source(loader: Any) -> Any:
+    """What has as many items as there are samples before any is repeated: a sampler, or a data set."""
+    if isinstance(loader.dataset, IterableDataset):
+        return _unsharded(loader.dataset)
+    samplers = [part for part in _samplers(loader) if _inner(part) is None and not hasattr(part, "batch_size")]
+    return samplers[0] if samplers else loader.dataset
+
+
+def _unsharded(data: Any) -> Any:
+    """The user's data set, where one of accelerate or transformers shards it."""
+    return data.dataset if hasattr(data, "process_index") else data
 
 
 def dealt_by(loader: Any, size: int, total: int | None = None) -> Dealt:
@@ -114,7 +156,7 @@ def _dispatched(loader: Any, size: int) -> Dealt:
     _check_size(loader.state.num_processes, size)
     batch_size = next(part.batch_size for part in _samplers(loader) if hasattr(part, "batch_size"))
     block = batch_size // size if loader.split_batches else batch_size
-    return Dealt(block, loader.remainder if loader.end_of_dataloader else None)
+    return Dealt(block, loader.remainder) if loader.end_of_dataloader else Dealt(block, is_full=True)
 
 
 def _sharded(loader: Any, shard: Any, size: int, total: int | None) -> Dealt:
@@ -125,17 +167,16 @@ def _sharded(loader: Any, shard: Any, size: int, total: int | None) -> Dealt:
     block = shard.batch_size // size if getattr(shard, "split_batches", False) else shard.batch_size
     if shard.drop_last or not getattr(shard, "even_batches", True):
         return Dealt(block)
-    total = _length(loader, shard) if total is None else total
+    total = _length(loader) if total is None else total
     steps = -(-total // (block * size))
     ended = loader.end_of_dataloader if issubclass(type(loader), _prepared()) else _has_ended(loader, steps)
-    return Dealt(block, _rest(total, block * size) if ended else None)
+    return Dealt(block, _rest(total, block * size)) if ended else Dealt(block, is_full=True)
 
 
-def _length(loader: Any, shard: Any) -> int:
+def _length(loader: Any) -> int:
     """How many samples there are before any is repeated."""
-    inner = _inner(_inner(shard))
     try:
-        return len(getattr(shard, "dataset", loader.dataset) if inner is None else inner)
+        return len(_source(loader))
     except TypeError:
         raise ValueError(
             "the loader's data set has no length, and samples may be repeated at its end; pass total=, the number of "

@@ -17,7 +17,7 @@ from easydist.agreement.runner import run
 from easydist.eager import eager
 from easydist.groups.communicators import Communicators
 from easydist.metrics.columns import Objects, as_indices, encoded, is_column, joined, padded, taken
-from easydist.metrics.dealing import active_loader, dealt_by
+from easydist.metrics.dealing import dealt_by, dealt_last
 from easydist.metrics.order import Dealt, by_index, in_order
 from easydist.state import communicators
 from easydist.typing import Group, Timeout, Tree
@@ -62,7 +62,7 @@ def gather_for_metrics(
         use_gather_object: Take ``input_data`` as one object: a list of samples, or one value per rank.
         loader: What dealt the samples: a ``DataLoader`` with ``DistributedSampler`` or one made like it, one that
             accelerate has prepared, or ``distributed_loader``. None is accelerate's loader that is being iterated,
-            else the only one that has come to its end.
+            of which the rows are one batch, else the only one that has come to its end, of which they are all.
         total: How many samples there are: for a loader whose data set has no length. Without any loader the ranks have
             to have so many rows in all, which are kept in rank order. With ``indices``, so many different ones.
         indices: The index of each row of this rank in the data set. No loader is needed; where an index comes twice,
@@ -105,9 +105,10 @@ class _Samples(NamedTuple):
         """What has been dealt to the ranks."""
         if self.indices is not None:
             return Dealt()
-        loader = active_loader() if self.loader is None else self.loader
-        if loader is not None:
-            return dealt_by(loader, size, self.total)
+        if self.loader is not None:
+            return dealt_by(self.loader, size, self.total)
+        if (dealt := dealt_last(size, self.total)) is not None:
+            return dealt
         if self.total is None:
             raise ValueError(
                 "gather_for_metrics: no loader of accelerate says which samples are repeated; pass loader=, the one "

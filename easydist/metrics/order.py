@@ -21,12 +21,18 @@ class Dealt(NamedTuple):
     Attributes:
         block: Consecutive samples of one rank in one step; None: all that a rank has.
         rest: Of the last step the samples that are not repeated; None: no sample is repeated.
+        is_full: All ranks have their whole blocks of every step; else that may be otherwise in the last one.
         total: How many rows the ranks have, where no more is known.
+        most: How many rows a rank may have, where the loader was not named.
+        kept: How many rows are kept, likewise.
     """
 
     block: int | None = None
     rest: int | None = None
+    is_full: bool = False
     total: int | None = None
+    most: int | None = None
+    kept: int | None = None
 
 
 def in_order(rows: Sequence[int], dealt: Dealt) -> torch.Tensor | slice | None:
@@ -50,20 +56,47 @@ def in_order(rows: Sequence[int], dealt: Dealt) -> torch.Tensor | slice | None:
         >>> in_order([3, 2], Dealt()) is None
         True
     """
+    _check(rows, dealt)
+    order = None if dealt.block is None or not any(rows) else _order(rows, dealt.block, dealt.rest)
+    kept = sum(rows) if order is None else len(range(sum(rows))[order]) if isinstance(order, slice) else len(order)
+    if dealt.kept not in (None, kept):
+        raise ValueError(
+            f"{_told(rows)}, of which {kept} count, and the only loader that has come to its end has {dealt.kept} "
+            "samples; pass loader=, the one that these rows are of"
+        )
+    return order
+
+
+def _told(rows: Sequence[int]) -> str:
+    return f"the ranks have {', '.join(map(str, rows))} rows"
+
+
+def _check(rows: Sequence[int], dealt: Dealt) -> None:
+    """Make sure that the ranks have as many rows as samples were dealt to them, as far as that is known."""
     if dealt.total is not None and sum(rows) != dealt.total:
         raise ValueError(
-            f"the ranks have {', '.join(map(str, rows))} rows, {sum(rows)} in all, and total is {dealt.total}; pass "
-            "loader= or indices=, which say what is repeated"
+            f"{_told(rows)}, {sum(rows)} in all, and total is {dealt.total}; pass loader= or indices=, which say what "
+            "is repeated"
         )
-    if dealt.block is None or not any(rows):
-        return None
-    steps = -(-max(rows) // dealt.block)
-    order = None if steps == 1 else _by_step(rows, dealt.block, steps)
-    if dealt.rest is None:
+    if dealt.is_full and dealt.block is not None and any(count % dealt.block for count in rows):
+        raise ValueError(
+            f"{_told(rows)}, and the loader's batches have {dealt.block}; pass one row per sample, or indices="
+        )
+    if dealt.most is not None and max(rows) > dealt.most:
+        raise ValueError(
+            f"{_told(rows)}, and a batch of the loader that is being iterated has {dealt.most}; pass loader=, the one "
+            "that these rows are of"
+        )
+
+
+def _order(rows: Sequence[int], block: int, rest: int | None) -> torch.Tensor | slice | None:
+    steps = -(-max(rows) // block)
+    order = None if steps == 1 else _by_step(rows, block, steps)
+    if rest is None:
         return order
-    last = [max(count - (steps - 1) * dealt.block, 0) for count in rows]
-    _check_last(rows, last, dealt.block, dealt.rest)
-    kept = sum(rows) - sum(last) + dealt.rest
+    last = [max(count - (steps - 1) * block, 0) for count in rows]
+    _check_last(rows, last, block, rest)
+    kept = sum(rows) - sum(last) + rest
     if kept == sum(rows):
         return order
     return slice(kept) if order is None else order[:kept]
@@ -85,8 +118,8 @@ def _check_last(rows: Sequence[int], last: Sequence[int], block: int, rest: int)
     even = -(-rest // len(rows))
     if sum(last) < rest or ({*last} != {block} and max(last) != even):
         raise ValueError(
-            f"the ranks have {', '.join(map(str, rows))} rows, which are not the loader's: its last step has "
-            f"{rest} samples in batches of {block}; pass one row per sample, or indices="
+            f"{_told(rows)}, which are not the loader's: its last step has {rest} samples in batches of {block}; pass "
+            "one row per sample, or indices="
         )
 
 

@@ -39,10 +39,10 @@ def accelerate_state(rank, world_size):
             GradientState._reset_state()
 
 
-def prepared(dataset, batch_size, *, order=None, drop_last=False, **options):
+def prepared(dataset, batch_size, *, order=None, shuffle=None, drop_last=False, **options):
     """A loader that a real Accelerator has prepared; ``order`` is that of the samples of a data set with a length."""
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration
 
-    loader = DataLoader(dataset, batch_size, sampler=order, drop_last=drop_last)
+    loader = DataLoader(dataset, batch_size, shuffle, order, drop_last=drop_last)
     return Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options)).prepare(loader)

@@ -48,6 +48,36 @@ def test_101_samples_of_a_prepared_loader(rank, world_size):
         assert in_loop(loader, loader=loader) == list(range(101))
 
 
+@distributed(world_size=(1, 2))
+def test_another_loader_than_the_one_that_was_meant_is_noticed(rank, world_size):
+    with accelerate_state(rank, world_size):
+        train, test = prepared(range(37), 4), prepared(range(101), 8)
+        assert in_loop(train) == [*range(37)]
+        with pytest.raises(ValueError, match="the only loader that has come to its end has 37 samples; pass loader="):
+            gather_for_metrics(torch.ones(8))
+        mine = [int(i) for batch in test for i in batch]
+        with pytest.raises(ValueError, match="no loader of accelerate says"):
+            gather_for_metrics(rows(mine))
+        assert whole(gather_for_metrics(rows(mine), loader=test)) == [*range(101)]
+        if world_size == 2:
+            for _ in train:
+                with pytest.raises(ValueError, match="a batch of the loader that is being iterated has 4"):
+                    gather_for_metrics(torch.ones(8))
+                assert whole(gather_for_metrics(rows(mine), loader=test)) == [*range(101)]
+            for _ in train:
+                with pytest.raises(ValueError, match="pass one row per sample, or indices="):
+                    gather_for_metrics(torch.ones(6), loader=train)
+
+
+@distributed(world_size=2)
+def test_accelerates_own_shuffling(rank, world_size):
+    with accelerate_state(rank, world_size):
+        for seedable in (True, False):
+            loader = prepared(range(101), 8, shuffle=True, use_seedable_sampler=seedable)
+            assert sorted(in_loop(loader)) == [*range(101)]
+            assert sorted(after(loader, loader=loader)) == [*range(101)]
+
+
 def left(order, skipped, step, drop_last):
     """The samples that are dealt in steps, from a sample on."""
     rest = order[skipped:]
