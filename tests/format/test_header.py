@@ -85,11 +85,13 @@ def test_what_safetensors_writes_is_read_here(values):
 @pytest.mark.parametrize("dtype", ONLY_FILES, ids=str)
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (0,), (3, 1)], ids=str)
 def test_dtypes_that_safetensors_reads_from_files_only_go_both_ways(dtype, shape, tmp_path):
-    value = torch.arange(torch.Size(shape).numel(), dtype=torch.uint8).view(shape).view(dtype)
+    plain = torch.arange(torch.Size(shape).numel(), dtype=torch.uint8).view(shape)
+    value = plain.view(dtype)
     safetensors.torch.save_file({"a": value}, tmp_path / "theirs")
     (tmp_path / "ours").write_bytes(message({"a": value}))
     for got in (read(bytearray((tmp_path / "theirs").read_bytes())), safetensors.torch.load_file(tmp_path / "ours")):
-        assert (got["a"].dtype, got["a"].shape, bits(got["a"])) == (dtype, value.shape, bits(value))
+        assert (got["a"].dtype, got["a"].shape) == (dtype, value.shape)
+        assert torch.equal(got["a"].view(torch.uint8), plain)
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 1)], ids=str)
