@@ -146,6 +146,7 @@ def test_accelerates_own_run_in_states_that_are_not_served(kind):
         assert utils.listify({"x": array}) == {"x": [1.0, 1.0]}
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
 def test_a_process_that_is_alone_for_accelerate_stays_alone(rank):
     accelerate.PartialState._reset_state()
@@ -156,6 +157,7 @@ def test_a_process_that_is_alone_for_accelerate_stays_alone(rank):
         assert utils.gather(torch.ones(rank)).numel() == 1
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
 def test_bad_input_is_the_same_error_and_the_script_goes_on(rank):
     with pytest.MonkeyPatch.context() as patch:
