@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -290,6 +291,9 @@ def _timeout_of(group: dist.ProcessGroup | None) -> float:
 
 
 _CACHE: dict[dist.ProcessGroup, Communicators] = {}
+_making = threading.RLock()
+"""Held while communicators are made."""
+
 SOLO = Communicators(TorchComm(Solo(), "solo"))
 """The communicators of a process that is alone."""
 
@@ -297,17 +301,25 @@ SOLO = Communicators(TorchComm(Solo(), "solo"))
 def of_group(group: dist.ProcessGroup) -> Communicators:
     """The communicators of ``group``."""
     found = _CACHE.get(group)
-    if found is None:
+    return _make(group) if found is None else found
+
+
+def _make(group: dist.ProcessGroup) -> Communicators:
+    with _making:  # two threads may come at once, and have to find each other's calls
+        if (found := _CACHE.get(group)) is not None:
+            return found
         for gone in [known for known in _CACHE if known not in dist.distributed_c10d._world.pg_map]:
             _CACHE.pop(gone).let_go()  # a destroyed group would hold its connections as long as it is known here
         if group in groups_of_parents:
             raise RuntimeError(NOT_A_RANK)
         backend = over(group)
         found = _CACHE[group] = Communicators(TorchComm(backend, group.group_name) if backend else None, group)
-    return found
+        return found
 
 
 def _after_fork() -> None:
+    global _making
+    _making = threading.RLock()  # the parent's may have been taken
     keep([group for comms in _CACHE.values() for group in comms.groups()])
 
 
@@ -322,6 +334,7 @@ def of_comm(comm: TorchComm) -> Communicators:
     """
     if comm.get_device().type != "cpu":
         raise ValueError(f"group= needs a communicator on the CPU, or the ProcessGroup itself; got {comm!r}")
-    if comm.communicators is None:
-        comm.communicators = Communicators(comm)
+    with _making:
+        if comm.communicators is None:
+            comm.communicators = Communicators(comm)
     return cast(Communicators, comm.communicators)

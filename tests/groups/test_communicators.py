@@ -1,5 +1,6 @@
 """Frames, time limits and hosts of a group, and which of its communicators carries which data."""
 
+import threading
 from datetime import timedelta
 
 import pytest
@@ -9,6 +10,7 @@ from groups import BACKENDS, check_works, made
 import easydist
 from easydist import CollectiveTimeout, ProcessState
 from easydist.comms import Hierarchical
+from easydist.groups import communicators
 from easydist.groups.communicators import Frames
 from easydist.shm.segment import Segment
 from easydist.testing import distributed
@@ -77,3 +79,27 @@ def test_hosts_stand_in_the_order_of_their_lowest_ranks(rank):
     assert isinstance(comms.control.backend, Hierarchical)
     assert comms._hosts == [[0], [1, 3], [2]]
     assert easydist.gather(rank).tolist() == [0, 1, 2, 3]
+
+
+@distributed(world_size=1)
+def test_two_threads_that_come_first_get_the_same():
+    """Else neither would know of the other's calls."""
+    over, arrived, go_on, found = communicators.over, threading.Event(), threading.Event(), []
+
+    def slowly(group):
+        arrived.set()
+        assert go_on.wait(20)
+        return over(group)
+
+    with made("gloo") as group, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(communicators, "over", slowly)
+        threads = [threading.Thread(target=lambda: found.append(communicators.of_group(group))) for _ in range(2)]
+        threads[0].start()
+        assert arrived.wait(20)
+        arrived.clear()
+        threads[1].start()
+        assert not arrived.wait(0.1)  # it waits for the first
+        go_on.set()
+        for thread in threads:
+            thread.join(20)
+        assert found[0] is found[1]
