@@ -211,6 +211,7 @@ def test_rows_are_copies():
     assert collector.compute()["x"].tolist() == [1.0]
 
 
+@pytest.mark.slow
 def test_files_take_what_is_above_the_limit_and_end_with_the_collector(tmp_path):
     collector = MetricCollector(spill_nbytes=1 << 20, directory=tmp_path)
     for i in range(100):
