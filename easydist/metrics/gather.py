@@ -139,6 +139,7 @@ class _GatherForMetrics(Gather):
         super().__init__(input_data, dst)
         self._input_data, self._samples, self._whole = input_data, samples, whole
         self._ragged, self._pad_index = ragged or pad_index is not None, pad_index
+        self._orders: dict[tuple[int, ...], _Order] = {}
 
     def prepare(self, comms: Communicators) -> Call:
         self._dealt = self._samples.dealt(comms.size)
@@ -172,10 +173,13 @@ class _GatherForMetrics(Gather):
                 f"gather_for_metrics: {column.path or 'the data'} has {_listed(column.rows)} rows on the ranks, "
                 f"indices has {_listed(indexed)}; pass one index per row"
             )
+        rows = tuple(column.rows)
         try:
-            return in_order(column.rows, self._dealt)
+            if rows not in self._orders:  # one for all columns that have as many rows
+                self._orders[rows] = in_order(rows, self._dealt)
         except ValueError as error:
             raise ValueError(f"gather_for_metrics: {column.path or 'the data'}: {error}") from None
+        return self._orders[rows]
 
     def _kept(self, gathered: Tree, columns: Sequence[_Column], orders: Sequence[_Order]) -> Tree:
         """The rows that were chosen, in their order."""

@@ -39,6 +39,7 @@ def after(batches, **options):
     return whole(gather_for_metrics(rows(mine), **options))
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
 def test_101_samples_of_a_prepared_loader(rank, world_size):
     with accelerate_state(rank, world_size):
@@ -48,6 +49,7 @@ def test_101_samples_of_a_prepared_loader(rank, world_size):
         assert in_loop(loader, loader=loader) == list(range(101))
 
 
+@pytest.mark.slow
 @distributed(world_size=(1, 2))
 def test_another_loader_than_the_one_that_was_meant_is_noticed(rank, world_size):
     with accelerate_state(rank, world_size):
@@ -69,6 +71,7 @@ def test_another_loader_than_the_one_that_was_meant_is_noticed(rank, world_size)
                     gather_for_metrics(torch.ones(6), loader=train)
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
 def test_accelerates_own_shuffling(rank, world_size):
     with accelerate_state(rank, world_size):
