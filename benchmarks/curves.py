@@ -34,7 +34,7 @@ def measure(rank: int, world_size: int, with_peer: bool) -> dict[str, dict[str, 
     """Best time of a call in microseconds, per panel and library."""
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    from nested import agreed, timed
+    from easydist.cli.measure import agreed, timed
 
     libraries: dict[str, Any] = {"easydist": easydist.gather}
     if with_peer:

@@ -13,62 +13,15 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from timing import agreed, timed
 
 import easydist
+from easydist.cli.measure import Row, Work, beside_accelerate, measured, trees
 from easydist.comms import ReduceOp
 from easydist.testing import Pool
-
-
-class Work(NamedTuple):
-    """One row of the table; each function is called with nothing and does the whole of the work."""
-
-    name: str
-    ours: Callable[[], Any]
-    theirs: Callable[[], Any]
-    peer: str = "accelerate"
-
-
-def trees(rank: int) -> dict[str, Any]:
-    """The data of the table."""
-    return {
-        "10 small leaves": {f"leaf{i}": torch.full((4,), float(rank)) for i in range(10)},
-        "1000 small leaves": {f"leaf{i}": torch.full((4,), float(rank)) for i in range(1000)},
-        "16 x 1 MB": {f"leaf{i}": torch.full((1 << 18,), float(rank)) for i in range(16)},
-    }
-
-
-def table(rank: int) -> Iterator[Work]:
-    """All rows, accelerate's functions beside ours."""
-    from accelerate.utils import operations as peer
-
-    for name, tree in trees(rank).items():
-        yield Work(f"gather {name}", lambda t=tree: easydist.gather(t), lambda t=tree: peer.gather(t))
-        yield Work(f"broadcast {name}", lambda t=tree: easydist.broadcast(t), lambda t=tree: peer.broadcast(t))
-        yield Work(f"reduce {name}", lambda t=tree: easydist.reduce(t), lambda t=tree: peer.reduce(t))
-    ragged = {"ids": torch.ones(8, 10 + rank), "mask": torch.ones(8, 10 + rank, dtype=torch.int64)}
-    yield Work(
-        "pad + gather 2 ragged leaves",
-        lambda: easydist.gather(easydist.pad_across_processes(ragged, dim=1)),
-        lambda: peer.gather(peer.pad_across_processes(ragged, dim=1)),
-    )
-    small, strings = [{"rank": rank, "loss": 0.5}], [f"prediction {rank} {i}" for i in range(10_000)]
-    for name, value in (("a small dict", small), ("10 000 strings", strings)):
-        yield Work(
-            f"gather_object {name}",
-            lambda v=value: easydist.gather_object(v),
-            lambda v=value: peer.gather_object(v),
-        )
-        yield Work(
-            f"broadcast_object_list {name}",
-            lambda v=value: easydist.broadcast_object_list(list(v)),
-            lambda v=value: peer.broadcast_object_list(list(v)),
-        )
 
 
 def primitives(world_size: int) -> Iterator[Work]:
@@ -103,30 +56,13 @@ def primitives(world_size: int) -> Iterator[Work]:
     )
 
 
-def measure(rank: int, world_size: int, seconds: float, only: str) -> list[tuple[str, str, list[tuple[float, float]]]]:
+def measure(rank: int, world_size: int, seconds: float, only: str) -> list[Row]:
     """Times of (ours, theirs) in several rounds, on this rank."""
-    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(world_size))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", OMP_NUM_THREADS="1")
-    from accelerate import PartialState
-
-    PartialState(cpu=True)
-    rows = []
-    for work in [*table(rank), *primitives(world_size)]:
-        if only not in work.name:
-            continue
-        often = [repeats(fn, seconds / 10) for fn in (work.ours, work.theirs)]
-        rounds = [(timed(work.ours, often[0]), timed(work.theirs, often[1])) for _ in range(7)]
-        rows.append((work.name, work.peer, rounds))
-    PartialState._reset_state()
-    return rows
+    works = lambda: [*beside_accelerate(rank), *primitives(world_size)]  # noqa: E731
+    return measured(rank, world_size, seconds, only, works)
 
 
-def repeats(fn: Callable[[], Any], seconds: float) -> int:
-    """How often to do a piece of work in this time, the same on all ranks."""
-    return max(1, min(200, int(seconds / agreed(timed(fn, 3)))))
-
-
-def report(world_size: int, rows: list[tuple[str, str, list[tuple[float, float]]]]) -> None:
+def report(world_size: int, rows: list[Row]) -> None:
     """The table of one world size, from rank 0's times."""
     print(f"\n{world_size} ranks, {os.cpu_count()} cores")
     print(f"{'':42}{'easydist':>12}{'peer':>12}   peer / easydist: median (min to max)")

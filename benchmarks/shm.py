@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from timing import agreed, timed
 
+from easydist.cli.measure import agreed, timed
 from easydist.comms import Backend, ReduceOp, over
 from easydist.shm.segment import Segment
 from easydist.testing import Pool

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from easydist.cli.bench import bench
 from easydist.cli.check import check
 from easydist.cli.env import env
 from easydist.cli.run import run
@@ -21,5 +22,5 @@ def main() -> None:
     """Launch, look at and check distributed PyTorch programs."""
 
 
-for _command in (run, top, check, env):
+for _command in (run, top, check, bench, env):
     main.add_command(_command)

@@ -14,9 +14,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-import easydist
 from easydist.cli.findings import Finding
+from easydist.errors import EasydistError
+from easydist.state import ProcessState, wait_for_everyone
 from easydist.state.environment import World
+from easydist.verbs.all_to_all import all_to_all
+from easydist.verbs.broadcast import broadcast
+from easydist.verbs.gather import gather
+from easydist.verbs.objects import broadcast_object_list, gather_object, scatter_object_list
+from easydist.verbs.padding import pad_across_processes
+from easydist.verbs.reduce import reduce
+from easydist.verbs.scatter import scatter
+from easydist.verbs.tensor_dicts import broadcast_tensor_dict, recv_tensor_dict, send_tensor_dict
 
 _LARGE = 1 << 20
 _ROUNDS = 15
@@ -63,8 +72,8 @@ def _missing(store: TCPStore, size: int, limit: timedelta) -> list[int]:
 def _connect(world: World, store: TCPStore, limit: timedelta) -> Finding:
     try:
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
-        backend = easydist.ProcessState(cpu=True).communicators().met().control.get_backend()
-    except (RuntimeError, easydist.EasydistError) as error:
+        backend = ProcessState(cpu=True).communicators().met().control.get_backend()
+    except (RuntimeError, EasydistError) as error:
         advice = "Hosts need an open port for each pair of ranks; GLOO_SOCKET_IFNAME names the network between them."
         return Finding("meeting", "fault", f"rank {world.rank} cannot connect ({_first_line(error)})", advice)
     return Finding("meeting", "ok", f"{world.size} ranks met at {world.address}:{world.port}, and talk over {backend}")
@@ -85,7 +94,7 @@ def verbs(rank: int, size: int) -> list[Finding]:
     for name, is_right in _trials(rank, size).items():
         try:
             said = "" if is_right() else "its result is wrong"
-        except (RuntimeError, ValueError, easydist.EasydistError) as error:
+        except (RuntimeError, ValueError, EasydistError) as error:
             said = _first_line(error)
         advice = "This is a fault of easydist, torch or the machine: report it with the output of easydist env."
         found.append(Finding(name, "fault", said, advice) if said else Finding(name, "ok", "right"))
@@ -102,27 +111,27 @@ def _trials(rank: int, size: int) -> dict[str, Callable[[], bool]]:
 
     def passed_on() -> bool:
         if rank % 2:
-            easydist.send_tensor_dict(mine(), after)
-        got = easydist.recv_tensor_dict(before) if before % 2 else None
+            send_tensor_dict(mine(), after)
+        got = recv_tensor_dict(before) if before % 2 else None
         return got is None or bool((got["a"] == before).all())
 
     def scattered() -> bool:
         got: list[Any] = [None]
-        easydist.scatter_object_list(got, [{"n": n} for n in numbers])
+        scatter_object_list(got, [{"n": n} for n in numbers])
         return bool(got == [{"n": rank}])
 
     return {
-        "gather": lambda: easydist.gather(mine())["a"].tolist() == [n for n in numbers for _ in range(2)],
-        "gather, 4 MB": lambda: bool((easydist.gather(large)[::_LARGE] == torch.arange(size)).all()),
-        "reduce": lambda: easydist.reduce(mine(), "sum")["a"].tolist() == [sum(numbers)] * 2,
-        "broadcast": lambda: easydist.broadcast(mine())["a"].tolist() == [0, 0],
-        "scatter": lambda: easydist.scatter(torch.arange(size)).tolist() == [rank],
-        "all_to_all": lambda: easydist.all_to_all(torch.arange(size)).tolist() == [rank] * size,
-        "pad_across_processes": lambda: easydist.pad_across_processes(torch.ones(rank + 1)).numel() == size,
-        "gather_object": lambda: easydist.gather_object([rank]) == numbers,
-        "broadcast_object_list": lambda: easydist.broadcast_object_list([rank]) == [0],
+        "gather": lambda: gather(mine())["a"].tolist() == [n for n in numbers for _ in range(2)],
+        "gather, 4 MB": lambda: bool((gather(large)[::_LARGE] == torch.arange(size)).all()),
+        "reduce": lambda: reduce(mine(), "sum")["a"].tolist() == [sum(numbers)] * 2,
+        "broadcast": lambda: broadcast(mine())["a"].tolist() == [0, 0],
+        "scatter": lambda: scatter(torch.arange(size)).tolist() == [rank],
+        "all_to_all": lambda: all_to_all(torch.arange(size)).tolist() == [rank] * size,
+        "pad_across_processes": lambda: pad_across_processes(torch.ones(rank + 1)).numel() == size,
+        "gather_object": lambda: gather_object([rank]) == numbers,
+        "broadcast_object_list": lambda: broadcast_object_list([rank]) == [0],
         "scatter_object_list": scattered,
-        "broadcast_tensor_dict": lambda: easydist.broadcast_tensor_dict(mine())["a"].tolist() == [0, 0],
+        "broadcast_tensor_dict": lambda: broadcast_tensor_dict(mine())["a"].tolist() == [0, 0],
         "send_tensor_dict": passed_on,
     }
 
@@ -151,10 +160,10 @@ def _works(size: int) -> Iterator[tuple[str, tuple[Callable[[], Any], Callable[[
         for tensor in tensors:
             dist.all_gather([torch.empty_like(tensor) for _ in range(size)], tensor)
 
-    yield "barrier", (easydist.wait_for_everyone, dist.barrier)
-    yield "gather 10 leaves", (lambda: easydist.gather(leaves), lambda: gathered(*leaves.values()))
-    yield "gather 4 MB", (lambda: easydist.gather(large), lambda: gathered(large))
-    yield "reduce 4 MB", (lambda: easydist.reduce(large, "sum"), lambda: dist.all_reduce(large.clone()))
+    yield "barrier", (wait_for_everyone, dist.barrier)
+    yield "gather 10 leaves", (lambda: gather(leaves), lambda: gathered(*leaves.values()))
+    yield "gather 4 MB", (lambda: gather(large), lambda: gathered(large))
+    yield "reduce 4 MB", (lambda: reduce(large, "sum"), lambda: dist.all_reduce(large.clone()))
 
 
 def _medians(ours: Callable[[], Any], theirs: Callable[[], Any]) -> tuple[float, float]:

@@ -1,0 +1,93 @@
+"""``easydist bench``: easydist beside accelerate and gloo, on the user's machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from easydist.cli.measure import Row
+
+_EXAMPLE = """\b
+Example:
+  easydist bench                        2 ranks, about a minute
+  easydist bench -n 2 -n 4 --plot bench.svg
+  easydist bench --only gather --json
+"""
+
+
+@click.command(epilog=_EXAMPLE)
+@click.option("-n", "sizes", type=click.IntRange(2), multiple=True, default=[2], show_default=True, help="Ranks.")
+@click.option("--seconds", type=click.FloatRange(0.01), default=0.5, show_default=True, help="For each row, roughly.")
+@click.option("--only", default="", help="Measure the rows whose name contains this text.")
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, writable=True), help="Draw the ratios; matplotlib has to be there."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def bench(sizes: Sequence[int], seconds: float, only: str, plot: str | None, as_json: bool) -> None:
+    """Measure easydist beside accelerate and gloo: the same data on the same ranks of this machine, turn by turn.
+
+    Times are medians of seven rounds. The ratio is the peer's time over easydist's: above 1 easydist is faster.
+    """
+    rows = [row for size in sizes for row in _measured(size, seconds, only)]
+    if not rows:
+        raise click.BadParameter(f"no row has {only!r} in its name", param_hint="--only")
+    if as_json:
+        click.echo(json.dumps({"cores": os.cpu_count(), "rows": rows}))
+    else:
+        _print(rows)
+    if plot:
+        _draw(rows, plot)
+
+
+def _measured(size: int, seconds: float, only: str) -> list[dict[str, Any]]:
+    from easydist.cli.measure import measure
+    from easydist.testing import Pool
+
+    with Pool(timeout=600) as pool:
+        return [_summary(size, row) for row in pool.run(measure, size, seconds=seconds, only=only)[0]]
+
+
+def _summary(size: int, row: Row) -> dict[str, Any]:
+    work, peer, rounds = row
+    ours, theirs = (statistics.median(column) for column in zip(*rounds, strict=True))
+    ratios = sorted(their / our for our, their in rounds)
+    spread = {"ratio": statistics.median(ratios), "least": ratios[0], "most": ratios[-1]}
+    return {"ranks": size, "work": work, "peer": peer, "easydist": ours, "theirs": theirs, **spread}
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{os.cpu_count()} cores", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("ranks", "work", "easydist", "peer", "", "peer / easydist", "least–most"):
+        table.add_column(name, justify="left" if name in ("work", "") else "right", no_wrap=True)
+    for row in rows:
+        times = [f"{row[name] * 1e6:,.0f} µs" for name in ("easydist", "theirs")]
+        spread = f"{row['least']:.1f}–{row['most']:.1f}"
+        style = "yellow" if row["ratio"] < 1 else None
+        table.add_row(str(row["ranks"]), row["work"], *times, row["peer"], f"{row['ratio']:.1f}", spread, style=style)
+    console = Console()
+    console.print(table) if console.is_terminal else Console(width=140).print(table)
+
+
+def _draw(rows: list[dict[str, Any]], path: str) -> None:
+    """Draw a bar for each row: the peer's time over easydist's."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise click.ClickException("--plot needs matplotlib: pip install matplotlib") from None
+    figure = Figure(figsize=(8, 1 + 0.3 * len(rows)), layout="constrained")
+    axes = figure.add_subplot()
+    names = [f"{row['work']} ({row['ranks']} ranks, {row['peer']})" for row in reversed(rows)]
+    axes.barh(names, [row["ratio"] for row in reversed(rows)])
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set(xscale="log", xlabel="peer's time / easydist's")
+    figure.savefig(path)

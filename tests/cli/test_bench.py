@@ -1,0 +1,42 @@
+"""``easydist bench``: rows, JSON and the plot; the figures themselves are nobody's promise."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from easydist.cli.bench import bench
+
+
+def invoke(*arguments):
+    said = CliRunner().invoke(bench, ["--seconds", "0.01", *arguments])
+    return said.exit_code, said.stdout
+
+
+@pytest.mark.slow
+def test_the_table_and_the_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    status, said = invoke("--only", "gather 10 small", "--plot", str(tmp_path / "bench.svg"))
+    assert status == 0
+    (row,) = [line for line in said.splitlines() if "gather 10 small leaves" in line]
+    assert row.split()[0] == "2"
+    assert row.split()[9] == "accelerate"
+    assert "gather 10 small leaves" in (tmp_path / "bench.svg").read_text()
+
+
+@pytest.mark.slow
+def test_json_and_several_world_sizes():
+    status, said = invoke("--only", "gather 10", "--json", "-n", "2", "-n", "3")
+    assert status == 0
+    rows = json.loads(said)["rows"]
+    both = [("gather 10 small leaves", "accelerate"), ("gather 1000 small leaves", "accelerate")]
+    assert [(row["ranks"], row["work"], row["peer"]) for row in rows] == [
+        (size, *row) for size in (2, 3) for row in both
+    ]
+    assert all(row["least"] <= row["ratio"] <= row["most"] for row in rows)
+
+
+@pytest.mark.slow
+def test_a_row_that_is_not_there_is_said():
+    status, _ = invoke("--only", "no such row")
+    assert status == 2
