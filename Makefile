@@ -9,7 +9,7 @@ ranks = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo quick test stress coverage lint format docs bench clean
+.PHONY: help demo quick test stress coverage lint format docs bench matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ bench: $(VENV)/.bench ## compare with the peers, ratios in one run
 	$(BIN)/python benchmarks/nested.py $(ARGS)
 	$(BIN)/python benchmarks/message_queue.py
 	$(BIN)/python benchmarks/metrics.py
+
+matrix: ## test the oldest and the newest torch, and other Pythons; gigabytes
+	.ci/matrix
 
 clean: ## remove what was built, not $(VENV)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov

@@ -14,7 +14,18 @@ from easydist.data.leaves import is_numeric
 from easydist.format import codec
 from easydist.typing import Tree
 
-__all__ = ["Objects", "Padded", "as_indices", "as_objects", "encoded", "is_column", "joined", "padded", "taken"]
+__all__ = [
+    "Objects",
+    "Padded",
+    "as_indices",
+    "as_objects",
+    "encoded",
+    "is_column",
+    "is_text",
+    "joined",
+    "padded",
+    "taken",
+]
 
 
 class Objects(NamedTuple):
@@ -29,6 +40,7 @@ class Objects(NamedTuple):
     rows: torch.Tensor | None
 
 
+_TEXT = frozenset({str, bytes})
 _PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
 
 
@@ -40,7 +52,8 @@ def is_column(value: object) -> bool:
 def encoded(data: Tree, ragged: bool = False, whole: bool = False) -> Tree:
     """Replace what is no tensor by ``Objects``.
 
-    A list that holds no tensor has one item per sample, and so has an array of strings.
+    A list that holds no tensor has one item per sample, and so have an array of strings and a tuple of text, which is
+    what torch's ``default_collate`` makes of text.
 
     Args:
         data: The tree.
@@ -60,7 +73,9 @@ def encoded(data: Tree, ragged: bool = False, whole: bool = False) -> Tree:
         return as_objects(data)
 
     def is_end(value: Any) -> bool:
-        return tree.is_leaf(value) or (isinstance(value, list) and (ragged or not _has_tensors(value)))
+        return (
+            tree.is_leaf(value) or is_text(value) or (isinstance(value, list) and (ragged or not _has_tensors(value)))
+        )
 
     return tree.map(lambda value: as_objects(value) if _is_object(value, ragged) else value, data, is_end)
 
@@ -69,7 +84,12 @@ def _is_object(value: Any, ragged: bool) -> bool:
     """Whether a leaf cannot travel as a tensor."""
     if isinstance(value, np.ndarray):
         return not is_numeric(value) or (ragged and value.ndim > 1)
-    return isinstance(value, list) or (ragged and isinstance(value, torch.Tensor) and value.ndim > 1)
+    return isinstance(value, list | tuple) or (ragged and isinstance(value, torch.Tensor) and value.ndim > 1)
+
+
+def is_text(value: object) -> bool:
+    """True if a value is a tuple of nothing but text, which has one item per sample."""
+    return type(value) is tuple and _TEXT.issuperset(map(type, value))
 
 
 def _has_tensors(data: Tree) -> bool:
@@ -86,7 +106,7 @@ def as_objects(value: Any) -> Objects:
     """Encode one column, or one value.
 
     Args:
-        value: A list, array or tensor has one row per item; anything else is one value.
+        value: A list, array, tensor or tuple of text has one row per item; anything else is one value.
 
     Raises:
         TypeError: An object cannot be pickled.
@@ -95,7 +115,9 @@ def as_objects(value: Any) -> Objects:
     message = codec.EncodedObject(value)
     if not codec.is_pickle_allowed():
         message.check()
-    is_rows = isinstance(value, list) or (isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0)
+    is_rows = (
+        isinstance(value, list) or is_text(value) or (isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0)
+    )
     rows = torch.empty((len(value), 0), dtype=torch.uint8, device="cpu") if is_rows else None
     return Objects(message.joined(), rows)
 
@@ -108,14 +130,15 @@ def joined(column: Objects, nbytes: Sequence[int]) -> Any:
         nbytes: Of each rank's message.
 
     Returns:
-        A list; of arrays of strings an array.
+        A list; of arrays of strings an array, of tuples a tuple.
     """
     values = [codec.decode(message.clone()) for message in column.message.split([*nbytes])]
     if column.rows is None:
         return values
     if all(isinstance(value, np.ndarray) and not is_numeric(value) for value in values):
         return np.concatenate(values)
-    return [item for value in values for item in value]
+    items = [item for value in values for item in value]
+    return tuple(items) if all(isinstance(value, tuple) for value in values) else items
 
 
 def taken(rows: Any, order: torch.Tensor | slice | None) -> Any:
@@ -131,8 +154,8 @@ def taken(rows: Any, order: torch.Tensor | slice | None) -> Any:
     """
     if order is None or isinstance(order, slice):
         return rows if order is None else rows[order]
-    if isinstance(rows, list):
-        return [rows[i] for i in order.tolist()]
+    if isinstance(rows, list | tuple):
+        return type(rows)([rows[i] for i in order.tolist()])
     if isinstance(rows, np.ndarray):
         return rows[order.numpy()]
     if packing.is_copyable(rows.dtype):

@@ -12,6 +12,7 @@ from easydist import tree
 from easydist.data.leaves import Leaves, is_numeric
 from easydist.data.packing import dtype_name
 from easydist.format import codec
+from easydist.metrics.columns import is_text
 from easydist.typing import Tree
 
 __all__ = ["ColumnType", "Schema", "nbytes_of", "opened"]
@@ -71,11 +72,11 @@ def opened(columns: Mapping[str, Tree], count: int) -> tuple[Schema, list[Any], 
         ValueError: A column has another number of rows, or is not one row per sample.
         TypeError: A tensor is not dense; an item of a list cannot be pickled.
     """
-    values, spec = tree.flatten(columns, lambda value: isinstance(value, list) or tree.is_leaf(value))
+    values, spec = tree.flatten(columns, lambda value: isinstance(value, list) or is_text(value) or tree.is_leaf(value))
     if spec.plain:
         raise ValueError(f"MetricCollector: {spec.plain[0][0]} is {spec.plain[0][1]!r:.60}, not one row per sample")
     for path, value in zip(spec.paths, values, strict=True):
-        rows = len(value) if isinstance(value, list) or np.ndim(value) else None
+        rows = len(value) if isinstance(value, list | tuple) or np.ndim(value) else None
         if rows != count:
             said = "one value" if rows is None else f"{rows} rows"
             raise ValueError(f"MetricCollector: {path} has {said}, indices has {count}; pass one row per sample")
@@ -95,7 +96,7 @@ def nbytes_of(leaves: Sequence[Any]) -> int:
 
 def _taken(value: Any) -> Any:
     """A copy of the rows; objects are the same ones."""
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [*value]
     if isinstance(value, np.ndarray) and not is_numeric(value):
         return value.tolist()

@@ -11,7 +11,7 @@ from groups import no_memory_from
 from torch.utils.data import DataLoader, DistributedSampler
 
 import easydist
-from easydist import RemoteError, gather_for_metrics
+from easydist import MetricCollector, RemoteError, gather_for_metrics
 from easydist.metrics.columns import Padded
 from easydist.testing import distributed
 from easydist.testing.conformance import MOVED, sample
@@ -50,6 +50,20 @@ def test_columns_of_all_kinds_are_joined(rank, world_size, count):
     assert got["names"].tolist() == [f"n{i}" for i in want]
     assert [column.tolist() for column in got["alone"]] == [[*range(world_size)]] * 2
     assert got["plain"] == "the same"
+
+
+@distributed(world_size=(1, 2, 3))
+def test_tuples_of_text_are_columns(rank, world_size):
+    """As default_collate makes them; those of a rank that has no row are empty."""
+    names = tuple(f"s{rank}{i}" for i in range(rank))
+    every = [f"s{r}{i}" for r in range(world_size) for i in range(r)]
+    got = gather_for_metrics((torch.zeros(rank), names), total=len(every))
+    assert (got[0].shape, got[1]) == ((len(every),), tuple(every))
+    places = [every.index(name) for name in names]
+    assert gather_for_metrics(names, indices=[-i for i in places]) == tuple(reversed(every))
+    collector = MetricCollector(total=len(every))
+    collector.update(places, names=names)
+    assert collector.compute() == {"names": every}
 
 
 @distributed(world_size=2)

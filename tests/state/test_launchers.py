@@ -137,7 +137,8 @@ def test_a_job_step_of_slurm(tmp_path):
 def test_scripts_without_any_cleanup_end_well():
     cases = ["none"] * 14 + ["0", "3"] * 3
     text = launch(sys.executable, SCRIPTS / "exits.py", *cases)
-    assert sorted(text.splitlines()) == sorted(f"{case} 0 0 0 0" for case in cases)
+    said = [line for line in text.splitlines() if not line.startswith("[Gloo]")]  # torch 2.9 prints that it connects
+    assert sorted(said) == sorted(f"{case} 0 0 0 0" for case in cases)
 
 
 def test_at_exit_easydist_takes_down_its_own_group_only(tmp_path):
