@@ -57,8 +57,9 @@ def gather_for_metrics(
 
     Args:
         input_data: Any tree. Tensors and arrays have one row per sample along dim 0; a list without tensors has one
-            item per sample (text, numbers, other objects), and so has a tuple of text. A tensor without dimensions and a number are one row per
-            rank, of which none is dropped. What is neither has to be equal on all ranks, and stays as it is.
+            item per sample (text, numbers, other objects), and so has a tuple of text. A tensor without dimensions and
+            a number are one row per rank, of which none is dropped. What is neither has to be equal on all ranks, and
+            stays as it is.
         use_gather_object: Take ``input_data`` as one object: a list of samples, or one value per rank.
         loader: What dealt the samples: a ``DataLoader`` with ``DistributedSampler`` or one made like it, one that
             accelerate has prepared, or ``distributed_loader``. None is accelerate's loader that is being iterated,
