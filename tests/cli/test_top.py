@@ -71,16 +71,21 @@ def test_a_call_between_two_ranks_waits_for_one(rank):
     easydist.wait_for_everyone()
 
 
+def is_of_this_file(group):
+    """Groups of earlier tests have the same names; some of them live as long as an exception that was kept."""
+    return all(row["site"].startswith("tests/cli/test_top.py:") for row in group["ranks"])
+
+
 @distributed(world_size=2)
 def test_groups_are_apart(rank):
-    gc.collect()  # groups of earlier tests have the same names
     pairs = dist.new_group([0, 1])
     easydist.gather(torch.ones(1))
     if rank == 0:
         rows = seen(
             lambda rows: [row["waits_for"] for row in rows.values()] == [[0]]
         )  # of which this rank knows nothing
-        groups = {group["group"]: group["ranks"] for group in as_json(Ranks(os.getpid()).look())}
+        every = as_json(Ranks(os.getpid()).look())
+        groups = {group["group"]: group["ranks"] for group in every if is_of_this_file(group)}
         assert [row["is_in_call"] for row in groups[dist.group.WORLD.group_name]] == [False, False]
         assert [row["pid"] for row in groups[pairs.group_name]] == [rows[1]["pid"]]
     easydist.gather(torch.ones(1), group=pairs)
@@ -88,14 +93,19 @@ def test_groups_are_apart(rank):
 
 @distributed(world_size=2)
 def test_a_group_that_is_gone_is_not_shown(rank):
-    gc.collect()  # groups of earlier tests have the same names
+    def times_seen():
+        return [told.group for told in PeerPage.find(os.getpid()).memberships()].count(name)
+
+    gc.collect()
     group = dist.new_group([0, 1])
     name = group.group_name
+    before = times_seen()  # groups of earlier tests have the same names
     easydist.gather(torch.ones(1), group=group)
+    assert times_seen() > 0
     dist.destroy_process_group(group)
     del group
-    easydist.wait_for_everyone()
-    assert name not in [told.group for told in PeerPage.find(os.getpid()).memberships()]
+    easydist.wait_for_everyone()  # the first call of another group lets go of it
+    assert times_seen() <= before
 
 
 @pytest.mark.slow
