@@ -53,7 +53,7 @@ class Timed:
 
 
 def outputs(indices: torch.Tensor) -> dict[str, Any]:
-    """What a model gives for a batch."""
+    """A model's output for a batch."""
     x = indices.float()
     boxes = {"xyxy": x[:, None] * torch.ones(4), "score": x / 7}
     return {"logits": x[:, None] * torch.ones(10), "loss": x / 3, "label": indices % 10, "boxes": boxes}

@@ -78,11 +78,11 @@ _SERVED = {kind.value for kind in DistributedType} - _NOT_SERVED
 
 _lock = threading.RLock()
 _places: list[tuple[Any, str, Any]] = []
-"""Where something of ours stands instead of accelerate's: module or class, name, accelerate's. Empty: not enabled."""
+"""The places that ``enable`` has changed: module or class, name, accelerate's object. Empty: not enabled."""
 
 
 class Enabled:
-    """What ``enable`` returns; as a context manager it ends with its block what ``enable`` has begun."""
+    """The result of ``enable``; as a context manager it puts accelerate's functions back after its block."""
 
     def __init__(self, is_first: bool) -> None:
         self._is_first = is_first

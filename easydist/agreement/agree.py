@@ -24,7 +24,7 @@ from easydist.groups.communicators import Communicators
 E = TypeVar("E", bound=BaseException)
 
 CHECKED = os.environ.get("EASYDIST_CHECK", "1") != "0"
-"""Whether calls are compared unless they say otherwise; the same on all ranks."""
+"""True if calls are compared unless they say otherwise; the same on all ranks."""
 
 
 def agree(comms: Communicators, operation: str, prepare: Callable[[], Call], check: bool | None = None) -> Agreement:
@@ -75,7 +75,7 @@ def trust(comms: Communicators, prepare: Callable[[], Call], check: bool | None)
 
 
 def alone(prepare: Callable[[], Call]) -> Agreement:
-    """What ``agree`` gives where there is nobody to agree with."""
+    """The result of ``agree`` where there is nobody to agree with."""
     call = _noted(prepare())
     return Agreement(call, [Header(ABSENT if call.absent else WELL, nbytes=call.nbytes)])
 

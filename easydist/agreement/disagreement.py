@@ -74,7 +74,7 @@ def trees_text(every: list[dict[str, Any]]) -> str:
 
 
 def _sites_of(every: list[dict[str, Any]]) -> str:
-    """Where each rank made its call."""
+    """The place of each rank's call."""
     return _sites_text({rank: one["site"] for rank, one in enumerate(every)})
 
 

@@ -71,7 +71,7 @@ class Agreement:
 
     @property
     def nbytes(self) -> list[int]:
-        """What each rank will send."""
+        """The bytes that each rank will send."""
         return [header.nbytes for header in self._headers]
 
     def tied_unlike(self, source: int) -> list[int]:
@@ -83,7 +83,7 @@ class Agreement:
         return [r for r, one in enumerate(self._headers) if one.status == WELL and one.variations not in usual]
 
     def payload(self, rank: int) -> torch.Tensor:
-        """What a rank sent along, as bytes that start at a multiple of 16."""
+        """The bytes that a rank sent along; they start at a multiple of 16."""
         assert self._rows is not None
         start = _start(self._headers[rank].sizes)
         return self._rows[rank, start : start + self._headers[rank].payload]
