@@ -113,7 +113,8 @@ while True:
 def test_ctrl_c_leaves_no_orphan(tmp_path):
     """The ranks ignore it, and have children in sessions of their own: a second one kills them all."""
     command = [sys.executable, "-m", "easydist", "run", "-n", "2", script(tmp_path, STUBBORN)]
-    process = launching.start(*command, env=os.environ | {"PYTHONPATH": launching.ROOT})
+    env = {"PYTHONPATH": launching.ROOT, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": 2}
+    process = launching.start(*command, env=os.environ | env)
     limit = threading.Timer(launching.within(60), process.kill)
     limit.start()
     try:
