@@ -22,8 +22,8 @@ HOME = "/home/ann"
 COLUMNS = 120
 SIZE = {"columns": COLUMNS, "rows": 40}
 STEPS = {
-    "clone": f"git clone --quiet {ROOT} easydist",
-    "demo": "cd easydist && make demo",
+    "clone": f"git clone --quiet {ROOT} easydist && cd easydist",
+    "demo": "make demo",
     "run": "easydist run -n 2 examples/evaluate.py",
     "check": "easydist check",
 }
