@@ -8,6 +8,7 @@ from . import (
     queue as queue,
     testing as testing,
     tree as tree,
+    weights as weights,
 )
 from .data.precision import convert_outputs_to_fp32 as convert_outputs_to_fp32, convert_to_fp32 as convert_to_fp32
 from .data.structure import (

@@ -1,0 +1,6 @@
+"""Weights of a model: from the ranks that have them to those that need them."""
+
+from easydist.weights.broadcast import broadcast_state_dict
+from easydist.weights.checkpoint import broadcast_checkpoint
+
+__all__ = ["broadcast_checkpoint", "broadcast_state_dict"]
