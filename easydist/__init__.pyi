@@ -6,6 +6,7 @@ from . import (
     memory as memory,
     metrics as metrics,
     queue as queue,
+    ray as ray,
     testing as testing,
     tree as tree,
     weights as weights,

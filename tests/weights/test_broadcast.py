@@ -1,6 +1,7 @@
 """broadcast_state_dict: what receivers have afterwards, what is refused before a byte moves, what it costs."""
 
 import contextlib
+import pickle
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from trees import DTYPES, assert_same
 
 import easydist
-from easydist import DisagreementError, RemoteError, WireError, weights
+from easydist import CollectiveTimeout, DisagreementError, PeerLostError, RemoteError, WireError, weights
 from easydist.comms import TorchComm
 from easydist.state import communicators
 from easydist.testing import distributed
@@ -337,3 +338,11 @@ def test_memory_is_bounded_by_the_bucket(rank, backend):
 @distributed(world_size=1)
 def test_a_bar_is_shown_where_it_is_wanted(rank):
     assert list(weights.broadcast_state_dict(nn.Linear(2, 1), progress=True)) == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("error", [PeerLostError, CollectiveTimeout, RemoteError, DisagreementError, WireError])
+def test_errors_go_to_the_process_that_started_this_one(error):
+    one = error("text")
+    one.raised_in, one.rank = lambda: None, 3
+    copy = pickle.loads(pickle.dumps(one))
+    assert (type(copy), str(copy), copy.rank, copy.raised_in) == (error, "text", 3, None)
