@@ -2,5 +2,6 @@
 
 from easydist.weights.broadcast import broadcast_state_dict
 from easydist.weights.checkpoint import broadcast_checkpoint
+from easydist.weights.versions import WeightPublisher, WeightReceiver
 
-__all__ = ["broadcast_checkpoint", "broadcast_state_dict"]
+__all__ = ["WeightPublisher", "WeightReceiver", "broadcast_checkpoint", "broadcast_state_dict"]

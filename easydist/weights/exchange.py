@@ -56,7 +56,12 @@ class BroadcastWeights(Verb[Any]):
         wanted: How a receiver wants it; the filter and the names count on a source, too.
         sending: What counts on the first source.
         shows_progress: Whether the first rank shows a bar.
+
+    Attributes:
+        announced: What the header says, once all ranks have accepted it.
     """
+
+    announced: Announced
 
     def __init__(
         self,
@@ -85,6 +90,13 @@ class BroadcastWeights(Verb[Any]):
         """Whether a rank takes what comes."""
         return rank not in sources
 
+    def notes(self) -> Mapping[str, Any]:
+        """What else the header says."""
+        return {}
+
+    def check(self, announced: Announced) -> None:
+        """Refuse what comes, on a receiver."""
+
     def prepare(self, comms: Communicators) -> Call:
         """Make the source ready, on the rank that speaks for it."""
         sources = [index(rank) for rank in ([self._src] if hasattr(self._src, "__index__") else self._src)]
@@ -108,7 +120,7 @@ class BroadcastWeights(Verb[Any]):
             sources = _in_group(comms, ranks, self._first)
         dtype, bucket_nbytes, verify = self._sending
         spoken = None if dtype is None else dtype_name(dtype)
-        about = {"sources": sources, "dtype": spoken, "bucket": bucket_nbytes, "verify": verify}
+        about = {"sources": sources, "dtype": spoken, "bucket": bucket_nbytes, "verify": verify, **self.notes()}
         self._source = Source(state, names, dtype, about)
         self._header = self._source.header
 
@@ -120,7 +132,7 @@ class BroadcastWeights(Verb[Any]):
             self._header if self._source else torch.empty(agreed.nbytes[self._first], dtype=torch.uint8, device="cpu")
         )
         comms.control.broadcast(encoded, self._first, async_op=False)
-        announced = self._accept(comms, encoded)
+        announced = self.announced = self._accept(comms, encoded)
         messages = schedule(self._items(comms, announced), announced.about["bucket"])
         digests = Digests() if announced.about["verify"] else None
         side = _Side(comms, self._source, self._target, digests)
@@ -138,13 +150,13 @@ class BroadcastWeights(Verb[Any]):
         def judge() -> Call:
             found.append(announced := Announced(encoded))
             mine.update(self._judged(comms, announced))
-            return Call(nbytes=len(_as_bytes(mine)) if mine else 0)
+            return Call(nbytes=nbytes_of(mine))
 
-        told = _told(comms, agree(comms, self.operation, judge).nbytes, mine)
-        rows = {rank: one["rows"] for rank, one in told.items() if "rows" in one}
+        every = told(comms, agree(comms, self.operation, judge).nbytes, mine)
+        rows = {rank: one["rows"] for rank, one in every.items() if "rows" in one}
         if rows:
             raise shared(comms, DisagreementError(texts.disagreement(self.operation, self._first, rows)))
-        self._shards = {rank: one["shards"] for rank, one in told.items()}
+        self._shards = {rank: one["shards"] for rank, one in every.items()}
         return found[0]
 
     def _judged(self, comms: Communicators, announced: Announced) -> dict[str, Any]:
@@ -154,6 +166,7 @@ class BroadcastWeights(Verb[Any]):
             Digests()
         rows = self._unlike(announced) if comms.rank in sources else []
         if self.is_receiver(comms.rank, sources):
+            self.check(announced)
             self._target = Target(self._model_or_dict, announced, self._received)
             rows += self._target.misfit()
         if rows:
@@ -191,11 +204,10 @@ class BroadcastWeights(Verb[Any]):
     def _verify(self, comms: Communicators, announced: Announced, differing: list[int]) -> None:
         names = [announced.entries[i].name for i in differing]
         mine = {"rows": names} if names else {}
-        told = _told(comms, agree(comms, self.operation, lambda: Call(nbytes=len(_as_bytes(mine)))).nbytes, mine)
-        if told:
-            raise shared(
-                comms, WireError(texts.damaged(self.operation, {rank: one["rows"] for rank, one in told.items()}))
-            )
+        every = told(comms, agree(comms, self.operation, lambda: Call(nbytes=nbytes_of(mine))).nbytes, mine)
+        if every:
+            rows = {rank: one["rows"] for rank, one in every.items()}
+            raise shared(comms, WireError(texts.damaged(self.operation, rows)))
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: None) -> Any:
         """The state dict of this rank."""
@@ -251,8 +263,21 @@ def _as_bytes(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value).encode(errors="backslashreplace") if value else b""
 
 
-def _told(comms: Communicators, nbytes: Sequence[int], mine: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """What the ranks have to say to each other, of those that have."""
+def nbytes_of(value: Mapping[str, Any]) -> int:
+    """How much a rank has to say in ``told``: nothing, where this is empty."""
+    return len(_as_bytes(value))
+
+
+def told(comms: Communicators, nbytes: Sequence[int], mine: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """What the ranks say to each other, by rank, of those that say something.
+
+    Args:
+        comms: The group.
+        nbytes: What ``nbytes_of`` gives on each rank.
+        mine: What this rank says, as JSON.
+
+    Cost: one all-gather, if any rank says something.
+    """
     if not any(nbytes):
         return {}
     every = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in nbytes]

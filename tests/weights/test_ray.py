@@ -357,3 +357,78 @@ def test_nothing_is_left_behind(actors):
         once()
     assert all(now <= then + 4 for now, then in zip(each(pair, open_files), before, strict=True))
     assert not {name for name in set(os.listdir("/dev/shm")) - segments if "easydist" in name}
+
+
+# --- versions
+
+
+def within_each(actors, call, *args):
+    """Begin a call on every actor; ``call(actor, rank, *args)`` keeps in the actor what it needs later."""
+    return [one.__ray_call__.remote(call, rank, *args) for rank, one in enumerate(actors)]
+
+
+def enrols(actor, rank, size, name, fill):
+    """Become the publisher or a receiver of a new generation; returns the version, and the time it took."""
+    import time
+
+    began = time.monotonic()
+    easydist.ray.init_group(size, rank, name, timeout=60.0)
+    group = easydist.ray.group(name)
+    if not hasattr(actor, "member"):
+        actor.weights = {str(i): torch.full((1 << 18,), fill) for i in range(8)}
+        kind = easydist.weights.WeightPublisher if rank == 0 else easydist.weights.WeightReceiver
+        actor.member = kind(actor.weights, group=group)
+    version = actor.member.regroup(group)
+    return version, time.monotonic() - began
+
+
+def publishes(actor, rank, fill, mortal=None, when=None):
+    """The next version; ``mortal`` ends ``when`` it has come so far. Gives version, values, and the error if any."""
+    import os
+
+    from easydist.weights import exchange, versions
+
+    for value in actor.weights.values() if rank == 0 else ():
+        value.fill_(fill)
+
+    def end(*args):
+        os._exit(1)
+
+    if rank == mortal:
+        if when == "header":
+            end()
+        elif when == "middle":
+            exchange._Side.take = end
+        else:
+            versions.agree = end
+    call = actor.member.publish if rank == 0 else actor.member.receive
+    found = outcome(call)
+    return actor.member.version, sorted({float(one.mean()) for one in actor.weights.values()}), found
+
+
+def test_a_version_is_complete_or_not_there_whoever_is_lost(actors):
+    """A receiver or the publisher ends before the header, in the middle, before the last acknowledgement."""
+    *spare, second, first = members(5)
+    group, version = [first, second, actors[3]], 0
+    for mortal, when in ((1, "header"), (0, "middle"), (1, "acknowledgement")):
+        enrolled = ray.get(within_each(group, enrols, 3, "team", float(version)), timeout=within(60))
+        assert [found[0] for found in enrolled] == [version] * 3
+        version += 1
+        found = ray.get(within_each(group, publishes, float(version)), timeout=within(60))
+        assert found == [(version, [float(version)], version)] * 3
+        refs = within_each(group, publishes, -1.0, mortal, when)
+        survivors = [rank for rank in range(3) if rank != mortal]
+        for rank, (has, values, error) in zip(
+            survivors, ray.get([refs[r] for r in survivors], timeout=within(60)), strict=True
+        ):
+            assert has == version
+            assert rank == 0 or values == [float(version)]
+            assert error[0] == "PeerLostError"
+            assert f"rank {mortal} is lost" in error[1]
+        group[mortal] = spare.pop()
+    enrolled = ray.get(
+        within_each(group, enrols, 3, "team", 0.0), timeout=within(60)
+    )  # the new publisher goes on where the old one was
+    assert [found[0] for found in enrolled] == [version] * 3
+    found = ray.get(within_each(group, publishes, 77.0), timeout=within(60))
+    assert found == [(version + 1, [77.0], version + 1)] * 3
