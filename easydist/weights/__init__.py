@@ -2,6 +2,14 @@
 
 from easydist.weights.broadcast import broadcast_state_dict
 from easydist.weights.checkpoint import broadcast_checkpoint
+from easydist.weights.resharding import LocalShard, Resharding
 from easydist.weights.versions import WeightPublisher, WeightReceiver
 
-__all__ = ["WeightPublisher", "WeightReceiver", "broadcast_checkpoint", "broadcast_state_dict"]
+__all__ = [
+    "LocalShard",
+    "Resharding",
+    "WeightPublisher",
+    "WeightReceiver",
+    "broadcast_checkpoint",
+    "broadcast_state_dict",
+]

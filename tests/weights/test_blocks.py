@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -55,6 +55,7 @@ def layouts(draw):
     return shape, mesh, [draw(st.just(Replicate()) | dims) for _ in mesh]
 
 
+@settings(max_examples=40)
 @given(layouts())
 def test_shards_are_those_of_chunk(layout):
     shape, mesh, placements = layout
