@@ -1,0 +1,112 @@
+"""A rank's part in its cluster: the process groups, made and renewed with the other ranks; values for the notebook."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
+
+from easydist.groups.communicators import forget
+from easydist.process_group import NAME, SharedMemoryGroup
+from easydist.torch_backend.rendezvous import meeting_in
+
+_MEETING = 60.0
+"""Seconds in which ranks that are there meet."""
+
+
+class Member:
+    """This process as a rank.
+
+    Args:
+        rank: Its number.
+        size: How many there are.
+        folder: The cluster's.
+    """
+
+    def __init__(self, rank: int, size: int, folder: str) -> None:
+        self._rank, self._size, self._folder = rank, size, folder
+
+    def names(self) -> dict[str, Any]:
+        """What cells find."""
+        return {"rank": self._rank, "world_size": self._size, "torch": torch, "easydist": sys.modules["easydist"]}
+
+    def join(self, epoch: int) -> None:
+        """Make the default process group, or make what is left of the groups usable again; all ranks do it together.
+
+        A failed cell may have left ranks in different calls. The groups stay the objects that they are, so what
+        holds them, such as DDP, goes on.
+
+        Args:
+            epoch: The number of this meeting.
+        """
+        store = FileStore(os.path.join(self._folder, f"store-{epoch}"), self._size)
+        if not dist.is_initialized():
+            store.set(f"groups/{self._rank}", "{}")
+            self._create(store)
+        elif isinstance(dist.group.WORLD, SharedMemoryGroup):
+            self._renew(store)
+        else:  # gloo and nccl end with their group
+            store.set(f"groups/{self._rank}", "{}")
+            dist.destroy_process_group()
+            self._create(store)
+        dist.distributed_c10d._world.group_count = 1 + 1000 * epoch  # a rank that is new has made fewer groups
+
+    def _create(self, store: Store) -> None:
+        if torch.cuda.is_available() and torch.cuda.device_count() >= self._size:
+            torch.cuda.set_device(self._rank)
+            own = PrefixStore("torch", store)
+            dist.init_process_group("cpu:gloo,cuda:nccl", store=own, rank=self._rank, world_size=self._size)
+            return
+        with meeting_in(PrefixStore(_DEFAULT, store)):
+            dist.init_process_group(NAME, store=PrefixStore("torch", store), rank=self._rank, world_size=self._size)
+
+    def _renew(self, store: Store) -> None:
+        """Renew the default group, and those others that all their ranks know."""
+        own: dict[str, Any] = {group.group_name: group for group in dist.distributed_c10d._world.pg_map}
+        default: Any = dist.group.WORLD
+        del own[default.group_name]
+        ranks = {name: dist.get_process_group_ranks(group) for name, group in own.items()}
+        store.set(f"groups/{self._rank}", json.dumps(ranks))
+        told = [json.loads(_awaited(store, f"groups/{rank}")) for rank in range(self._size)]
+        forget(default)
+        default.renew(PrefixStore(_DEFAULT, store))
+        for name, group in own.items():
+            forget(group)
+            if isinstance(group, SharedMemoryGroup) and all(
+                told[rank].get(name) == ranks[name] for rank in ranks[name]
+            ):
+                group.renew(PrefixStore(f"group/{name}", store))
+
+    def act(self, meta: dict[str, Any], buffers: Sequence[Any], publish: Callable[[Any], None]) -> Any:
+        """Do what the notebook asks for.
+
+        Args:
+            meta: ``action`` and its arguments.
+            buffers: Bytes that came along.
+            publish: Sends bytes back.
+        """
+        return getattr(self, f"_{meta['action']}")(meta, buffers, publish)
+
+    def _join(self, meta: dict[str, Any], buffers: Sequence[Any], publish: Callable[[Any], None]) -> None:
+        self.join(meta["epoch"])
+
+
+_DEFAULT = "group/default"
+
+
+def _awaited(store: Store, key: str) -> bytes:
+    """What stands in the store, once it does; unlike ``get`` it can be interrupted."""
+    deadline = time.monotonic() + _MEETING
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the ranks did not meet within {_MEETING:.0f} s: {key} is missing")
+        time.sleep(0.002)
+    value: bytes = store.get(key)
+    return value
