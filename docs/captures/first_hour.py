@@ -8,12 +8,17 @@ It takes some minutes: `make demo` makes an environment of its own. Only what is
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from terminal import Terminal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -26,8 +31,9 @@ STEPS = {
     "demo": "make demo",
     "run": "easydist run -n 2 examples/evaluate.py",
     "check": "easydist check",
+    "notebook": "jupyter execute --output=done examples/notebook.ipynb",
 }
-WAITED = re.compile(r" main_process_first +examples/evaluate\.py:\d+ +0 +(0\.[4-9]|1\.)")
+WAITED = re.compile(r" main_process_first +examples/evaluate\.py:\d+ +0 +(0\.[4-9]|[1-9])")
 
 
 class Newcomer:
@@ -64,7 +70,25 @@ def main() -> None:
             text = ann.types(command)
             typed = command.replace(str(ROOT), "…")
             (SHOWN / f"{name}.txt").write_text(f"$ {typed}\n{text}".rstrip() + "\n", encoding="utf-8")
+        done = json.loads((Path(folder) / "easydist" / "examples" / "done.ipynb").read_text(encoding="utf-8"))
+        (SHOWN / "notebook_cells.txt").write_text("\n\n".join(cells_of(done)) + "\n", encoding="utf-8")
         look_beside(ann)
+
+
+def cells_of(notebook: dict[str, Any]) -> Iterator[str]:
+    """The cells that hold code, and their outputs, as a terminal would show them."""
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            yield f"In [{cell['execution_count']}]:\n" + "".join(cell["source"])
+            if said := "".join(map(said_in, cell["outputs"])).rstrip():
+                yield said
+
+
+def said_in(output: dict[str, Any]) -> str:
+    """The text of one output of a cell, without colours."""
+    data = output.get("data", {})
+    text = output.get("text") or output.get("traceback") or data.get("text/plain", "")
+    return re.sub(r"\x1b\[[\d;]*m", "", "\n".join(text) if "traceback" in output else "".join(text)) + "\n" * bool(data)
 
 
 def look_beside(ann: Newcomer) -> None:
