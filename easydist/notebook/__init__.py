@@ -2,6 +2,6 @@
 
 from easydist.notebook.cluster import Cluster
 from easydist.notebook.failures import CellError, CellInterrupted, RankLostError
-from easydist.notebook.launcher import start
+from easydist.notebook.launcher import notebook_launcher, start
 
-__all__ = ["CellError", "CellInterrupted", "Cluster", "RankLostError", "start"]
+__all__ = ["CellError", "CellInterrupted", "Cluster", "RankLostError", "notebook_launcher", "start"]

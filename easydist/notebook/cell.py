@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from easydist.notebook.failures import CellError, CellInterrupted, RankLostError, named
+from easydist.notebook.messages import VALUE
 from easydist.notebook.output import Output
 from easydist.notebook.waits import Pages, Wait, where
 
@@ -126,7 +127,7 @@ class Cell:
                 continue
             elif kind == "execute_result":
                 self._output.result(rank, content)
-            elif kind == "easydist_value":
+            elif kind == VALUE:
                 outcome.values += message["buffers"]
             elif kind == "error":
                 outcome.error = content

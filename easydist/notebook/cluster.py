@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from easydist.notebook.failures import RankLostError, named
+from easydist.notebook.messages import ACT
 from easydist.notebook.output import Notebook, Output, Sink
 
 if TYPE_CHECKING:
     from easydist.notebook.cell import Outcome
     from easydist.notebook.process import RankProcess
+    from easydist.notebook.status import Status
 
 STARTS_WITHIN = 120.0
 """Seconds in which a rank has to be there; on an idle machine it takes 3."""
 
 _ASK_EVERY = 0.1
 """Seconds between two requests to a rank that is there and not heard yet."""
+
+_GIVES_UP_WITHIN = 2.0
+"""Seconds in which ranks leave a meeting that has failed."""
 
 _LONGEST_FOLDER = 70
 """Characters: the sockets' names in it may have 107 in all."""
@@ -53,7 +59,7 @@ class Cluster:
         zmq = _demand_extra()
         self.size = size
         self._sink = sink or Notebook()
-        self._epoch, self._needs_meeting, self._cells = 0, False, 0
+        self._epoch, self._needs_meeting, self._last_cell = 0, False, 0
         self._owner, self._lock = os.getpid(), threading.RLock()
         self._folder = _private_folder()
         self._context: Any = zmq.Context()
@@ -78,14 +84,28 @@ class Cluster:
         self._epoch += 1
         self._needs_meeting = True
         for rank in self._ranks:
-            rank.send("__easydist__()", {"action": "join", "epoch": self._epoch}, silent=True)
+            rank.send(ACT, {"action": "join", "epoch": self._epoch}, silent=True)
         for number in ranks:
             rank = RankProcess(number, self.size, self._folder, self._read_end, self._epoch, self._context)
             self._ranks.append(rank)
             rank.send("", {}, silent=True)
         self._ranks.sort(key=lambda rank: rank.rank)
-        self._await_all()
+        try:
+            self._await_all()
+        except BaseException:
+            self._give_up_meeting()
+            raise
         self._needs_meeting = False
+
+    def _give_up_meeting(self) -> None:
+        """Let no rank wait for the others any more."""
+        deadline = time.monotonic() + _GIVES_UP_WITHIN
+        for rank in self._ranks:
+            rank.interrupt()
+        while time.monotonic() < deadline and any(rank.request and rank.status() is None for rank in self._ranks):
+            time.sleep(0.005)
+            for rank in self._ranks:
+                self._look_whether_idle(rank)
 
     def _await_all(self) -> None:
         """Wait until each rank has answered on both connections, so that it is there and has met the others."""
@@ -123,8 +143,8 @@ class Cluster:
             KeyboardInterrupt: The user has interrupted it; variables stay.
             RuntimeError: The cluster is stopped, or a rank of it is lost or busy.
         """
-        self._cells += 1
-        self._run(source, {"number": _cell_number() or self._cells}, ranks)
+        self._last_cell = _cell_number() or self._last_cell + 1
+        self._run(source, {"number": self._last_cell}, ranks)
 
     def _run(
         self,
@@ -141,7 +161,7 @@ class Cluster:
             self._meet_again()
             for rank in chosen:
                 rank.send(source, meta, is_silent, buffers)
-            cell = Cell(chosen, self._ranks, Output([rank.rank for rank in chosen], self._sink), meta.get("number", 0))
+            cell = Cell(chosen, self._ranks, Output([rank.rank for rank in chosen], self._sink), self._last_cell)
             try:
                 return cell.run()
             except BaseException:
@@ -180,6 +200,99 @@ class Cluster:
         """After a failure, let all ranks renew their groups together; without those that are lost it has to wait."""
         if self._needs_meeting and all(rank.status() is None and not rank.request for rank in self._ranks):
             self._begin([])
+
+    def run(self, fn: Callable[..., Any], *args: Any, ranks: Collection[int] | None = None, **kwargs: Any) -> list[Any]:
+        """Call ``fn(*args, **kwargs)`` on the ranks.
+
+        Law: ``[fn(*args, **kwargs) on rank r for r in ranks]``.
+
+        Args:
+            fn: A function; it travels by cloudpickle, with the globals that it uses.
+            *args: For it.
+            ranks: On which; None: all.
+            **kwargs: For it.
+
+        Returns:
+            What it returned on each rank, unpickled.
+
+        Raises:
+            TypeError: It cannot be pickled; the text names what cannot, and says what to do.
+            CellError: It raised on a rank, or ranks waited in vain, as in ``execute``.
+        """
+        return self._call(fn, args, kwargs, ranks)
+
+    def launch(self, fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str]) -> None:
+        """Call ``fn(*args)`` on all ranks, as a program that is launched there.
+
+        Args:
+            fn: A function.
+            args: For it.
+            environment: Variables that are set meanwhile.
+        """
+        self._call(_without_result(fn), args, {}, launch=environment)
+
+    def _call(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        ranks: Collection[int] | None = None,
+        launch: dict[str, str] | None = None,
+    ) -> list[Any]:
+        from easydist.notebook.values import pack_call, sources, unpack
+
+        meta = {"action": "call", "launch": launch, "sources": sources(fn)}
+        outcomes = self._run(ACT, meta, ranks, [pack_call(fn, args, kwargs)], is_silent=True)
+        return [unpack(outcome.values[0], weights_only=False) for _, outcome in sorted(outcomes.items())]
+
+    def push(self, ranks: Collection[int] | None = None, **values: Any) -> None:
+        """Give the ranks values, under names that their cells then find.
+
+        Args:
+            ranks: To which; None: all.
+            **values: By name: tensors and plain data as they are, everything else by cloudpickle.
+
+        Raises:
+            TypeError: A value cannot be pickled.
+        """
+        from easydist.notebook.values import pack
+
+        packed = [pack(value, name) for name, value in values.items()]
+        self._run(ACT, {"action": "push", "names": list(values)}, ranks, packed, is_silent=True)
+
+    def pull(self, name: str, ranks: Collection[int] | None = None, *, weights_only: bool = True) -> list[Any]:
+        """Get the value of a name from each rank.
+
+        Args:
+            name: As in the ranks' cells.
+            ranks: From which; None: all.
+            weights_only: Take tensors, arrays and plain data only. Otherwise what a rank sends is unpickled, which can
+                run any code.
+
+        Returns:
+            The ranks' values; tensors on the CPU.
+
+        Raises:
+            CellError: A rank has no such name, or its value is not plain.
+        """
+        from easydist.notebook.values import unpack
+
+        meta = {"action": "pull", "names": [name], "weights_only": weights_only}
+        outcomes = self._run(ACT, meta, ranks, is_silent=True)
+        return [unpack(outcome.values[0], weights_only=weights_only) for _, outcome in sorted(outcomes.items())]
+
+    def status(self) -> Status:
+        """See where each rank is: process, state, operation, call site, for whom it waits, memory; nobody is asked."""
+        from easydist.liveness.texts import status_text
+        from easydist.notebook.status import look
+
+        ended = {rank.rank: status_text(rank.status()) for rank in self._ranks if rank.status() is not None}
+        for rank in self._ranks:
+            if self._lock.acquire(blocking=False):
+                self._look_whether_idle(rank)
+                self._lock.release()
+        busy = [rank.rank for rank in self._ranks if rank.request and rank.rank not in ended]
+        return look([rank.pid for rank in self._ranks], busy, ended, self._last_cell)
 
     # Life.
 
@@ -230,8 +343,19 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    def _repr_html_(self) -> str:
+        return f"<b>{self.size} ranks</b>{self.status()._repr_html_()}" if self.is_running else "<b>stopped</b>"
+
     def __repr__(self) -> str:
         return f"<Cluster of {self.size} ranks>" if self.is_running else "<Cluster, stopped>"
+
+
+def _without_result(fn: Callable[..., Any]) -> Callable[..., None]:
+    @functools.wraps(fn)
+    def call(*args: Any) -> None:
+        fn(*args)
+
+    return call
 
 
 def _demand_extra() -> Any:

@@ -37,7 +37,8 @@ class CellError(_Short, RemoteError):
         return CellError, (self.ranks, self.ename, self.evalue, self.traceback, self.note)
 
     def _render_traceback_(self) -> list[str]:
-        shown = [f"{named(self.ranks)} raised", *self.traceback] if self.ename else ["CellError"]
+        trace = "\n".join(self.traceback).rstrip("\n").split("\n")
+        shown = [f"{named(self.ranks)} raised", *trace] if self.ename else ["CellError"]
         return [*shown, *filter(None, [self.note])]
 
 

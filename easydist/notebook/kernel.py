@@ -6,7 +6,9 @@ would write to the same files.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import importlib
 import json
 import linecache
 import os
@@ -16,10 +18,16 @@ import signal
 import sys
 import threading
 import types
+from collections.abc import Iterator
 from typing import Any
+
+from easydist.notebook.messages import ACT, META, VALUE
 
 _ALIVE = 1000
 """Milliseconds between two looks at the parent, whose end closes the pipe in any case but one: a child has it too."""
+
+
+_ACT_NAME = "<easydist>"
 
 
 def watch(lifeline: int, parent: int, folder: str) -> None:
@@ -47,12 +55,12 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     watch(settings["lifeline"], settings["parent"], settings["folder"])
     sys.path[:] = settings["path"]
+    sys.modules["tqdm.autonotebook"] = _BarsAsText("tqdm.autonotebook")
     app = _application(settings)
     from easydist.notebook.member import Member
 
-    member = Member(settings["rank"], settings["size"], settings["folder"])
+    member = Member(settings["rank"], settings["size"], settings["folder"], app.shell.user_ns)
     member.join(settings["epoch"])
-    app.shell.user_ns.update(member.names())
     app.shell.user_ns_hidden.update(app.shell.user_ns)
     app.kernel.member = member
     app.start()
@@ -69,6 +77,8 @@ def _application(settings: dict[str, Any]) -> Any:
         """Names cells by the notebook's numbers, so that ``easydist top`` says ``<cell 5>:3``."""
 
         def get_code_name(self, raw_code: str, code: str, number: int) -> str:
+            if raw_code.strip() == ACT:
+                return _ACT_NAME
             name = f"<cell {number}>"
             return name if name not in linecache.cache else f"<cell {number}, part {len(linecache.cache)}>"
 
@@ -84,12 +94,15 @@ def _application(settings: dict[str, Any]) -> Any:
 
         def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
             self.kernel.is_interruptible = False
-            with contextlib.suppress(ValueError):
-                kind, value, trace = self._get_exc_info(exc_tuple)
-                exc_tuple = kind, value, users_part(trace)
-                value.__traceback__ = exc_tuple[2]
-                kwargs["tb_offset"] = 0
-            super().showtraceback(exc_tuple, *args, **kwargs)
+            kind, value, trace = self._get_exc_info(exc_tuple)
+            value.__traceback__ = users_part(trace)
+            if value.__traceback__ is None:  # of a request without source
+                self._showtraceback(kind, value, self.InteractiveTB.get_exception_only(kind, value))
+            else:
+                super().showtraceback((kind, value, value.__traceback__), *args, **kwargs | {"tb_offset": 0})
+
+        def ask_exit(self) -> None:
+            print("exit() does not end a rank: cluster.stop() ends all of them", file=sys.stderr)
 
     class Kernel(IPythonKernel):  # type: ignore[misc]
         """Takes the cell's number from the notebook, and requests that carry bytes."""
@@ -105,12 +118,29 @@ def _application(settings: dict[str, Any]) -> Any:
         post_handler_hook = pre_handler_hook
 
         async def do_execute(self, code: str, silent: bool, *args: Any, cell_meta: Any = None, **kwargs: Any) -> Any:
-            meta = (cell_meta or {}).get("easydist", {})
+            meta = (cell_meta or {}).get(META, {})
             if "number" in meta:
                 self.shell.execution_count = meta["number"]
             if "action" in meta:
-                self.shell.user_ns["__easydist__"] = lambda: self.act(meta)
+                self.shell.user_ns[ACT.partition("(")[0]] = lambda: self.act(meta)
             return await super().do_execute(code, silent, *args, cell_meta=cell_meta, **kwargs)
+
+        @contextlib.contextmanager
+        def _cancel_on_sigint(self, future: Any) -> Iterator[None]:
+            """In a cell that awaits: end what it calls, or what it awaits, now and not with the loop's next event."""
+            loop = future.get_loop()
+
+            def cancel(*_: object) -> None:
+                if asyncio.current_task(loop) is future:
+                    self.on_interrupt()
+                else:
+                    loop.call_soon_threadsafe(future.cancel)
+
+            before = signal.signal(signal.SIGINT, cancel)
+            try:
+                yield
+            finally:
+                signal.signal(signal.SIGINT, before)
 
         def act(self, meta: dict[str, Any]) -> Any:
             """Do what a request asks for that has no source."""
@@ -120,7 +150,7 @@ def _application(settings: dict[str, Any]) -> Any:
         def publish(self, buffer: Any) -> None:
             """Send bytes to the notebook."""
             parent, topic = self.get_parent("shell"), self._topic("easydist_value")
-            self.session.send(self.iopub_socket, "easydist_value", {}, parent, topic, [buffer])
+            self.session.send(self.iopub_socket, VALUE, {}, parent, topic, [buffer])
 
         def on_interrupt(self, *_: object) -> None:
             """What SIGINT does."""
@@ -161,8 +191,15 @@ def _application(settings: dict[str, Any]) -> Any:
     return app
 
 
+class _BarsAsText(types.ModuleType):
+    """In the place of the module that chooses widgets in a kernel: those of a rank have no way to the notebook's page."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module("tqdm.std"), name)
+
+
 def users_part(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """A traceback without the frames of easydist, torch and IPython; as it is where no others are left."""
+    """A traceback without the frames of easydist, torch and IPython; None where no others are left."""
     frames = []
     part = trace
     while part is not None:
@@ -172,14 +209,14 @@ def users_part(trace: types.TracebackType | None) -> types.TracebackType | None:
     shorter: types.TracebackType | None = None
     for frame in reversed(users):
         shorter = types.TracebackType(shorter, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-    return shorter or trace
+    return shorter
 
 
 def _inner() -> tuple[str, ...]:
     names = ("torch", "IPython", "ipykernel", "asyncio")
     loaded = [sys.modules[name].__file__ for name in names if name in sys.modules]
     folders = [os.path.dirname(file) + os.sep for file in loaded if file]
-    return (*folders, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+    return (*folders, _ACT_NAME, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 
 
 if __name__ == "__main__":

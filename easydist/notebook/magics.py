@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from IPython.core.error import UsageError
 from IPython.core.getipython import get_ipython
-from IPython.core.magic import Magics, cell_magic, magics_class
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from easydist.notebook.cluster import Cluster
 from easydist.notebook.current import running
@@ -19,6 +21,23 @@ class RankMagics(Magics):  # type: ignore[misc]
         """Run the cell on all ranks, or on those that the line names: ``%%ranks 0,2`` or ``%%ranks 1-3``."""
         cluster = _cluster()
         cluster.execute(_with_first_line(line, cell), chosen(line, cluster.size))
+
+    @line_magic  # type: ignore[untyped-decorator]
+    def push(self, line: str) -> None:
+        """Give all ranks values of the notebook: ``%push model batch_size``."""
+        names, cluster, own = line.replace(",", " ").split(), _cluster(), self.shell.user_ns
+        if missing := [name for name in names if name not in own]:
+            raise UsageError(f"%push: the notebook has no {', '.join(missing)}")
+        cluster.push(**{name: own[name] for name in names})
+
+    @line_magic  # type: ignore[untyped-decorator]
+    def pull(self, line: str) -> Any:
+        """Get the values that a name has on the ranks, as a list: ``losses = %pull loss``; a dict for several names."""
+        names, cluster = line.replace(",", " ").split(), _cluster()
+        if not names:
+            raise UsageError("%pull: name what to get, as in losses = %pull loss")
+        values = {name: cluster.pull(name) for name in names}
+        return values if len(names) > 1 else values[names[0]]
 
 
 def _cluster() -> Cluster:

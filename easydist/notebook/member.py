@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import linecache
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 
+from easydist.errors import UnsafeObjectError
 from easydist.groups.communicators import forget
+from easydist.notebook.values import is_plain, pack, unpack
 from easydist.process_group import NAME, SharedMemoryGroup
 from easydist.torch_backend.rendezvous import meeting_in
 
@@ -28,14 +32,15 @@ class Member:
         rank: Its number.
         size: How many there are.
         folder: The cluster's.
+        namespace: Where cells find and leave names; some are there from the start.
+
+    Attributes:
+        namespace: The same.
     """
 
-    def __init__(self, rank: int, size: int, folder: str) -> None:
-        self._rank, self._size, self._folder = rank, size, folder
-
-    def names(self) -> dict[str, Any]:
-        """What cells find."""
-        return {"rank": self._rank, "world_size": self._size, "torch": torch, "easydist": sys.modules["easydist"]}
+    def __init__(self, rank: int, size: int, folder: str, namespace: dict[str, Any]) -> None:
+        self._rank, self._size, self._folder, self.namespace = rank, size, folder, namespace
+        namespace |= {"rank": rank, "world_size": size, "torch": torch, "easydist": sys.modules["easydist"]}
 
     def join(self, epoch: int) -> None:
         """Make the default process group, or make what is left of the groups usable again; all ranks do it together.
@@ -94,11 +99,59 @@ class Member:
         """
         return getattr(self, f"_{meta['action']}")(meta, buffers, publish)
 
+    def _push(self, meta: dict[str, Any], buffers: Sequence[Any], publish: Callable[[Any], None]) -> None:
+        for name, message in zip(meta["names"], buffers, strict=True):
+            self.namespace[name] = unpack(message, weights_only=False)
+
+    def _pull(self, meta: dict[str, Any], buffers: Sequence[Any], publish: Callable[[Any], None]) -> None:
+        for name in meta["names"]:
+            if name not in self.namespace:
+                raise NameError(f"name {name!r} is not defined")
+            if meta["weights_only"] and not is_plain(self.namespace[name]):
+                raise UnsafeObjectError(_NOT_PLAIN.format(name=name, kind=type(self.namespace[name]).__name__))
+            publish(pack(self.namespace[name], name))
+
+    def _call(self, meta: dict[str, Any], buffers: Sequence[Any], publish: Callable[[Any], None]) -> None:
+        fn, args, kwargs = unpack(buffers[0], weights_only=False)
+        for name, text in meta["sources"].items():
+            linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
+        if meta["launch"] is not None:
+            forget_accelerate()
+        with patched(meta["launch"] or {}):
+            value = fn(*args, **kwargs)
+        publish(pack(value, f"the result of {getattr(fn, '__name__', fn)}"))
+
     def _join(self, meta: dict[str, Any], buffers: Sequence[Any], publish: Callable[[Any], None]) -> None:
         self.join(meta["epoch"])
 
 
 _DEFAULT = "group/default"
+
+_NOT_PLAIN = (
+    "{name} is a {kind}, which only pickle can send: pull the plain data of it, such as a state_dict, or say "
+    "cluster.pull({name!r}, weights_only=False) if you trust the ranks"
+)
+
+
+@contextlib.contextmanager
+def patched(environment: dict[str, str]) -> Iterator[None]:
+    """While this lasts, these variables are set."""
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def forget_accelerate() -> None:
+    """Let accelerate, if it is loaded, look again where it is, as in a process of its own."""
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def _awaited(store: Store, key: str) -> bytes:

@@ -76,10 +76,11 @@ class Output:
         ...     def write(self, stream, text):
         ...         print(text, end="")
         >>> output = Output([0, 1, 2], Printed())
-        >>> for rank in (0, 1, 2):
-        ...     output.stream(rank, "stdout", f"epoch 1\nloss {min(rank, 1)}\n")
-        >>> output.close()
+        >>> output.stream(0, "stdout", "epoch 1\nloss 0\n")
+        >>> output.stream(1, "stdout", "epoch 1\nloss 1\n")
+        >>> output.stream(2, "stdout", "epoch 1\nloss 1\n")
         ranks 0–2: epoch 1
+        >>> output.close()
         rank 0: loss 0
         ranks 1–2: loss 1
     """
@@ -92,6 +93,7 @@ class Output:
         self._results: dict[int, Mapping[str, Any]] = {}
         self._shown: dict[int, list[tuple[str, Mapping[str, Any]]]] = {rank: [] for rank in ranks}
         self._bar: str | None = None
+        self._last_bar = ""
 
     def stream(self, rank: int, name: str, text: str) -> None:
         """A rank has written.
@@ -121,10 +123,10 @@ class Output:
     def _progress(self, name: str, text: str) -> None:
         """Show the last state of a progress bar in place of the one before."""
         last = [part for part in text.replace("\x1b[A", "").split("\r") if part.strip()]
-        if last:
+        if last and last[-1] != self._last_bar:
             if self._bar != name:
                 self._end_bar()
-            self._bar = name
+            self._bar, self._last_bar = name, last[-1]
             self._sink.write(name, f"\r{named([self._lead])}: {last[-1]}")
 
     def _end_bar(self) -> None:

@@ -22,6 +22,8 @@ import zmq
 from jupyter_client.connect import write_connection_file
 from jupyter_client.session import Session
 
+from easydist.notebook.messages import META
+
 _PORTS = {"shell_port": 1, "iopub_port": 2, "stdin_port": 3, "hb_port": 4, "control_port": 5}
 _FROM_LAUNCHERS = ("TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_COMM_WORLD_", "PMI_", "SLURM_")
 """The notebook may have been started by one; a rank has another place."""
@@ -91,7 +93,7 @@ class RankProcess:
             buffers: Bytes for it.
         """
         content = {"code": code, "silent": silent, "store_history": False, "allow_stdin": False, "stop_on_error": False}
-        message = self._session.msg("execute_request", content, metadata={"easydist": meta})
+        message = self._session.msg("execute_request", content, metadata={META: meta})
         self.request = message["header"]["msg_id"]
         self._session.send(self.shell, message, buffers=list(buffers))
 

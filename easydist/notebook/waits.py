@@ -77,17 +77,20 @@ class Pages:
             unseen = []
         others = set(self._pids) - {rank for rank, _ in members.values()}
         if told.group == _COUNTS_ALL:
-            is_vain = self._is_stuck(members, running)
+            is_vain = self._is_stuck(told.size, members, others, running)
         else:
             is_vain = any(rank not in running for rank in ranks) or (bool(unseen) and not others & set(running))
         operation, _, site = placed(told.place)
         awaited = ranks | (others if unseen else set())
         return Wait(operation, site, tuple(sorted(awaited)), told.since, is_vain)
 
-    def _is_stuck(self, members: Mapping[int, tuple[int, Membership]], running: Collection[int]) -> bool:
-        """True if all ranks of a group wait, but for those that run no cell: who waits for whom is not known there."""
+    def _is_stuck(
+        self, size: int, members: Mapping[int, tuple[int, Membership]], others: set[int], running: Collection[int]
+    ) -> bool:
+        """True if no rank of a group can move on: all that run the cell wait, and some do not run it."""
         here = [told for rank, told in members.values() if rank in running]
-        return len(here) < len(members) and all(told.is_in_call for told in here)
+        may_come = others & set(running) if len(members) < size else set()
+        return len(here) < size and not may_come and all(told.is_in_call for told in here)
 
 
 def where(site: str, number: int) -> str:

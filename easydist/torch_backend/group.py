@@ -151,6 +151,8 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             EasydistError: Not all ranks came, as when the group is made.
         """
         self._monitor.end()
+        if self.size() == 1:
+            return
         self.shutdown()
         meeting = Meeting(store, self.rank(), self.size(), self.timeout)
         self._backend, self._monitor, self._store = meeting.join(), meeting.monitor, meeting.store
