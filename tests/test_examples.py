@@ -1,5 +1,6 @@
 """The examples print what the documentation says."""
 
+import re
 import shutil
 from importlib.util import find_spec
 
@@ -64,8 +65,11 @@ def test_the_notebook_trains_evaluates_exactly_and_plots(tmp_path):
     assert right == pytest.approx(round(right))
     assert right > 0.9 * 599
     (error,) = [output for output in fails.outputs if output.output_type == "error"]
-    assert "ValueError: a bad batch" in "\n".join(error.traceback)
-    assert "ranks 0–1, 3 waited for rank 2 in gather, cell line 4, and were released" in "\n".join(error.traceback)
+    shown = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(error.traceback))
+    assert shown.startswith("rank 2 raised\n")
+    assert f"Cell In[{fails.execution_count}], line 3\n" in shown
+    waited = "ranks 0–1, 3 waited for rank 2 in gather, cell line 4, and were released"
+    assert shown.endswith(f"\nValueError: a bad batch\n{waited}")
     assert said(works) == "ranks 0–3: tensor([0, 1, 2, 3])\n"
     assert any("image/png" in output.get("data", {}) for output in plot.outputs)
     assert any("text/html" in output.get("data", {}) for output in status.outputs)

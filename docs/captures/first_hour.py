@@ -92,14 +92,21 @@ def said_in(output: dict[str, Any]) -> str:
 
 
 def look_beside(ann: Newcomer) -> None:
-    """In a second terminal, look at a job while rank 1 waits for the rank that trains."""
-    with (
-        ann.terminal(STEPS["run"], **SIZE) as job,
-        ann.terminal(f"easydist top {job.pid} --interval 0.1", columns=104, rows=7) as top,
-    ):
-        top.wait_for(lambda: any(map(WAITED.search, top.lines)), 120, "rank 1 to have waited for rank 0")
-        top.save_svg(HERE / "top_beside.svg", "easydist top")
-        assert job.finish(120) == 0
+    """In a second terminal, look at a job while rank 1 waits for the rank that trains; again if that was too short."""
+    while True:
+        with (
+            ann.terminal(STEPS["run"], **SIZE) as job,
+            ann.terminal(f"easydist top {job.pid} --interval 0.1", columns=104, rows=7) as top,
+        ):
+            top.wait_for(lambda: is_waiting(top) or job.is_over(), 300, "rank 1 to have waited for rank 0")
+            if is_waiting(top):
+                top.save_svg(HERE / "top_beside.svg", "easydist top")
+                assert job.finish(120) == 0
+                return
+
+
+def is_waiting(top: Terminal) -> bool:
+    return any(map(WAITED.search, top.lines))
 
 
 if __name__ == "__main__":

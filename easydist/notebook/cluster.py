@@ -376,7 +376,7 @@ def _private_folder() -> Path:
 
 
 def _cell_number() -> int | None:
-    """The number of the notebook's cell that runs."""
+    """The number of the notebook's cell that runs. IPython counts on before it runs a cell or after, by its version."""
     import sys
 
     if "IPython" not in sys.modules:
@@ -384,7 +384,7 @@ def _cell_number() -> int | None:
     from IPython.core.getipython import get_ipython
 
     shell = get_ipython()
-    return shell.execution_count if shell is not None else None
+    return len(shell.user_ns.get("In", ())) - 1 if shell is not None else None
 
 
 def _answer(rank: RankProcess, message: dict[str, Any]) -> str:

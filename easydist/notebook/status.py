@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import html
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from easydist import html
+
 _COLUMNS = ("rank", "pid", "state", "operation", "at", "waits for", "for", "memory")
+_TEXTS = ("state", "operation", "at", "waits for")
 
 
 @dataclass(frozen=True)
@@ -60,14 +62,8 @@ class Status(list[RankStatus]):
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(map(_row, self))}</tbody></table>"
-
-
-def _row(rank: RankStatus) -> str:
-    cells = "".join(f'<td style="text-align:left">{html.escape(cell)}</td>' for cell in rank.cells())
-    is_well = rank.state in ("idle", "runs a cell", "waits")
-    return f"<tr>{cells}</tr>" if is_well else f'<tr style="color:#c33;font-weight:bold">{cells}</tr>'
+        marked = [row for row, rank in enumerate(self) if rank.state not in ("idle", "runs a cell", "waits")]
+        return html.table(_COLUMNS, [rank.cells() for rank in self], _TEXTS, marked)
 
 
 def look(pids: Sequence[int], running: Sequence[int], ended: dict[int, str], number: int) -> Status:
