@@ -33,7 +33,7 @@ STEPS = {
     "check": "easydist check",
     "notebook": "jupyter execute --output=done examples/notebook.ipynb",
 }
-WAITED = re.compile(r" main_process_first +examples/evaluate\.py:\d+ +0 +(0\.[4-9]|[1-9])")
+WAITED = re.compile(r" main_process_first +examples/evaluate\.py:\d+ +0 +[1-9]")
 
 
 class Newcomer:
@@ -96,7 +96,7 @@ def look_beside(ann: Newcomer) -> None:
     while True:
         with (
             ann.terminal(STEPS["run"], **SIZE) as job,
-            ann.terminal(f"easydist top {job.pid} --interval 0.1", columns=104, rows=7) as top,
+            ann.terminal(f"easydist top {job.pid} --interval 0.1", columns=112, rows=7) as top,
         ):
             top.wait_for(lambda: is_waiting(top) or job.is_over(), 300, "rank 1 to have waited for rank 0")
             if is_waiting(top):

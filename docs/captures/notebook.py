@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 WIDTH, HEIGHT, MARGIN = 1000, 2000, 12
 CELLS = [
-    "import easydist.notebook\n\ncluster = easydist.notebook.start(4)\ncluster",
+    "import easydist.notebook\n\ncluster = easydist.notebook.start(4)",
     """%%ranks
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -51,6 +51,11 @@ f"{rank} of {world_size}\"""",
 if rank == 2:
     raise ValueError("a bad batch")
 total = easydist.reduce(loss.detach(), "sum")""",
+    """%%ranks
+import os, signal
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+easydist.wait_for_everyone()""",
     "cluster.status()",
 ]
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}

@@ -101,6 +101,7 @@ class Terminal:
         for row in self._rows():
             console.print(_styled(row), soft_wrap=True)
         svg = console.export_svg(title=title, theme=_THEME, code_format=_FORMAT, unique_id=path.stem)
+        svg = re.sub(r' clip-path="url\(#[^)]*-line-\d+\)"', "", svg)  # it cuts off the underscores of most fonts
         path.write_text("\n".join(line.rstrip() for line in svg.splitlines()) + "\n", encoding="utf-8")
 
 

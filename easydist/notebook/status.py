@@ -63,7 +63,11 @@ class Status(list[RankStatus]):
 
     def _repr_html_(self) -> str:
         marked = [row for row, rank in enumerate(self) if rank.state not in ("idle", "runs a cell", "waits")]
-        return html.table(_COLUMNS, [rank.cells() for rank in self], _TEXTS, marked)
+        columns = zip(*(rank.cells() for rank in self), strict=True)
+        shown = [(title, cells) for title, cells in zip(_COLUMNS, columns, strict=True) if any(cells)]
+        return html.table(
+            [title for title, _ in shown], zip(*(cells for _, cells in shown), strict=True), _TEXTS, marked
+        )
 
 
 def look(pids: Sequence[int], running: Sequence[int], ended: dict[int, str], number: int) -> Status:
