@@ -192,7 +192,7 @@ def _application(settings: dict[str, Any]) -> Any:
 
 
 class _BarsAsText(types.ModuleType):
-    """In the place of the module that chooses widgets in a kernel: those of a rank have no way to the notebook's page."""
+    """In place of the module that chooses widgets in a kernel: a rank's have no way to the notebook's page."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(importlib.import_module("tqdm.std"), name)

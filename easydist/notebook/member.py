@@ -66,11 +66,11 @@ class Member:
     def _create(self, store: Store) -> None:
         if torch.cuda.is_available() and torch.cuda.device_count() >= self._size:
             torch.cuda.set_device(self._rank)
-            own = PrefixStore("torch", store)
+            own = PrefixStore(_TORCH, store)
             dist.init_process_group("cpu:gloo,cuda:nccl", store=own, rank=self._rank, world_size=self._size)
             return
         with meeting_in(PrefixStore(_DEFAULT, store)):
-            dist.init_process_group(NAME, store=PrefixStore("torch", store), rank=self._rank, world_size=self._size)
+            dist.init_process_group(NAME, store=PrefixStore(_TORCH, store), rank=self._rank, world_size=self._size)
 
     def _renew(self, store: Store) -> None:
         """Renew the default group, and those others that all their ranks know."""
@@ -82,12 +82,16 @@ class Member:
         told = [json.loads(_awaited(store, f"groups/{rank}")) for rank in range(self._size)]
         forget(default)
         default.renew(PrefixStore(_DEFAULT, store))
+        known = dist.distributed_c10d._world.pg_map
+        known[default] = known[default][0], PrefixStore(_TORCH, store)  # where the ranks of new groups meet
         for name, group in own.items():
             forget(group)
-            if isinstance(group, SharedMemoryGroup) and all(
-                told[rank].get(name) == ranks[name] for rank in ranks[name]
-            ):
+            if not isinstance(group, SharedMemoryGroup):
+                continue
+            if all(told[rank].get(name) == ranks[name] for rank in ranks[name]):
                 group.renew(PrefixStore(f"group/{name}", store))
+            else:  # a rank of it is new
+                group.shutdown()
 
     def act(self, meta: dict[str, Any], buffers: Sequence[Any], publish: Callable[[Any], None]) -> Any:
         """Do what the notebook asks for.
@@ -125,7 +129,8 @@ class Member:
         self.join(meta["epoch"])
 
 
-_DEFAULT = "group/default"
+_DEFAULT, _TORCH = "group/default", "torch"
+"""Where the ranks meet, and what torch gets for itself."""
 
 _NOT_PLAIN = (
     "{name} is a {kind}, which only pickle can send: pull the plain data of it, such as a state_dict, or say "
