@@ -61,7 +61,14 @@ class Member:
             store.set(f"groups/{self._rank}", "{}")
             dist.destroy_process_group()
             self._create(store)
-        dist.distributed_c10d._world.group_count = 1 + 1000 * epoch  # a rank that is new has made fewer groups
+        self._agree_on_new_groups(store, epoch)
+
+    def _agree_on_new_groups(self, store: Store, epoch: int) -> None:
+        """Let groups that are made from now on have equal names and meet in one store, also with ranks that are new."""
+        world, default = dist.distributed_c10d._world, dist.group.WORLD
+        assert default is not None
+        world.group_count = 1 + 1000 * epoch
+        world.pg_map[default] = world.pg_map[default][0], PrefixStore(_NEW_GROUPS, store)
 
     def _create(self, store: Store) -> None:
         if torch.cuda.is_available() and torch.cuda.device_count() >= self._size:
@@ -82,8 +89,6 @@ class Member:
         told = [json.loads(_awaited(store, f"groups/{rank}")) for rank in range(self._size)]
         forget(default)
         default.renew(PrefixStore(_DEFAULT, store))
-        known = dist.distributed_c10d._world.pg_map
-        known[default] = known[default][0], PrefixStore(_TORCH, store)  # where the ranks of new groups meet
         for name, group in own.items():
             forget(group)
             if not isinstance(group, SharedMemoryGroup):
@@ -129,8 +134,8 @@ class Member:
         self.join(meta["epoch"])
 
 
-_DEFAULT, _TORCH = "group/default", "torch"
-"""Where the ranks meet, and what torch gets for itself."""
+_DEFAULT, _TORCH, _NEW_GROUPS = "group/default", "torch", "new"
+"""Where the ranks meet, what torch gets for itself, and for groups that are made later."""
 
 _NOT_PLAIN = (
     "{name} is a {kind}, which only pickle can send: pull the plain data of it, such as a state_dict, or say "
