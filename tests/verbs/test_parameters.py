@@ -34,6 +34,13 @@ def sharded(world_size):
     return fully_shard(net, mesh=mesh)
 
 
+def collect_fsdp1():
+    """Let go of it here: torch 2.9 warns of its own FSDP1, in whatever runs when that is collected."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Deallocating Tensor that still has live PyObject references")
+        gc.collect()
+
+
 def full(net):
     return [p.full_tensor().detach().clone() for p in net.parameters()]
 
@@ -126,9 +133,7 @@ def test_fsdp1_modules(rank):
     with FullyShardedDataParallel.summon_full_params(net):
         assert [p.unique().tolist() for p in net.parameters()] == [[1.0]] * 3
     del net, parameter
-    with warnings.catch_warnings():  # torch 2.9 warns of its own FSDP1, in whatever runs when that is collected
-        warnings.filterwarnings("ignore", "Deallocating Tensor that still has live PyObject references")
-        gc.collect()
+    collect_fsdp1()
 
 
 @distributed(world_size=2)
@@ -212,6 +217,8 @@ def test_parameters_of_an_fsdp1_module_have_to_be_passed_as_the_module(rank):
         net = FullyShardedDataParallel(model(), device_id=torch.device("cpu"), use_orig_params=use_orig_params)
         with pytest.raises(TypeError, match="pass the module"):
             easydist.GatheredParameters(list(net.parameters())).__enter__()
+    del net
+    collect_fsdp1()
 
 
 # --- the class, and the calls it takes
