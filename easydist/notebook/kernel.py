@@ -96,6 +96,7 @@ def _application(settings: dict[str, Any]) -> Any:
             self.kernel.is_interruptible = False
             kind, value, trace = self._get_exc_info(exc_tuple)
             value.__traceback__ = users_part(trace)
+            cut_causes(value)
             if value.__traceback__ is None:  # of a request without source
                 self._showtraceback(kind, value, self.InteractiveTB.get_exception_only(kind, value))
             else:
@@ -192,10 +193,22 @@ def _application(settings: dict[str, Any]) -> Any:
 
 
 class _BarsAsText(types.ModuleType):
-    """In the place of the module that chooses widgets in a kernel: those of a rank cannot reach the notebook's page."""
+    """In place of the module that chooses widgets in a kernel: a rank's have no way to the notebook's page."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(importlib.import_module("tqdm.std"), name)
+
+
+def cut_causes(error: BaseException) -> None:
+    """Leave out what has led to an error inside easydist and torch; of the rest, keep the user's frames."""
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause is None:
+        return
+    cause.__traceback__ = users_part(cause.__traceback__)
+    if cause.__traceback__ is None:
+        error.__cause__, error.__suppress_context__ = None, True
+    else:
+        cut_causes(cause)
 
 
 def users_part(trace: types.TracebackType | None) -> types.TracebackType | None:

@@ -61,16 +61,23 @@ class Member:
             store.set(f"groups/{self._rank}", "{}")
             dist.destroy_process_group()
             self._create(store)
-        dist.distributed_c10d._world.group_count = 1 + 1000 * epoch  # a rank that is new has made fewer groups
+        self._agree_on_new_groups(store, epoch)
+
+    def _agree_on_new_groups(self, store: Store, epoch: int) -> None:
+        """Let groups that are made from now on have equal names and meet in one store, also with ranks that are new."""
+        world, default = dist.distributed_c10d._world, dist.group.WORLD
+        assert default is not None
+        world.group_count = 1 + 1000 * epoch
+        world.pg_map[default] = world.pg_map[default][0], PrefixStore(_NEW_GROUPS, store)
 
     def _create(self, store: Store) -> None:
         if torch.cuda.is_available() and torch.cuda.device_count() >= self._size:
             torch.cuda.set_device(self._rank)
-            own = PrefixStore("torch", store)
+            own = PrefixStore(_TORCH, store)
             dist.init_process_group("cpu:gloo,cuda:nccl", store=own, rank=self._rank, world_size=self._size)
             return
         with meeting_in(PrefixStore(_DEFAULT, store)):
-            dist.init_process_group(NAME, store=PrefixStore("torch", store), rank=self._rank, world_size=self._size)
+            dist.init_process_group(NAME, store=PrefixStore(_TORCH, store), rank=self._rank, world_size=self._size)
 
     def _renew(self, store: Store) -> None:
         """Renew the default group, and those others that all their ranks know."""
@@ -84,10 +91,12 @@ class Member:
         default.renew(PrefixStore(_DEFAULT, store))
         for name, group in own.items():
             forget(group)
-            if isinstance(group, SharedMemoryGroup) and all(
-                told[rank].get(name) == ranks[name] for rank in ranks[name]
-            ):
+            if not isinstance(group, SharedMemoryGroup):
+                continue
+            if all(told[rank].get(name) == ranks[name] for rank in ranks[name]):
                 group.renew(PrefixStore(f"group/{name}", store))
+            else:  # a rank of it is new
+                group.shutdown()
 
     def act(self, meta: dict[str, Any], buffers: Sequence[Any], publish: Callable[[Any], None]) -> Any:
         """Do what the notebook asks for.
@@ -125,7 +134,8 @@ class Member:
         self.join(meta["epoch"])
 
 
-_DEFAULT = "group/default"
+_DEFAULT, _TORCH, _NEW_GROUPS = "group/default", "torch", "new"
+"""Where the ranks meet, what torch gets for itself, and for groups that are made later."""
 
 _NOT_PLAIN = (
     "{name} is a {kind}, which only pickle can send: pull the plain data of it, such as a state_dict, or say "

@@ -132,6 +132,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         """Give the memory back; what is under way does not end."""
         if not self._is_closed:
             self._is_closed = True
+            self._monitor.end()
             self._backend.close()
 
     def abort(self) -> None:
@@ -150,7 +151,6 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         Raises:
             EasydistError: Not all ranks came, as when the group is made.
         """
-        self._monitor.end()
         if self.size() == 1:
             return
         self.shutdown()

@@ -11,8 +11,9 @@ import pytest
 from click.testing import CliRunner
 from test_check import free_port
 from test_env import easydist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from easydist.cli.failures import traceback_in
+from easydist.cli.failures import report, traceback_in
 from easydist.cli.main import main
 
 HELLO = "import os, sys\nprint('hello', os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])"
@@ -63,14 +64,27 @@ easydist.gather(torch.ones(1))
 
 @pytest.mark.slow
 def test_the_first_failing_rank_is_shown_first_with_its_traceback(tmp_path):
-    """Rank 0 fails, too, because of rank 1."""
+    """Rank 0 fails, too, because of rank 1, and may end before it."""
     _, err = easydist("run", "-n", "2", script(tmp_path, RAISES), status=1)
     end = err.partition("\nRank 1 failed first: process ")[2]
-    assert "ended with exit status 1." in end.splitlines()[0]
+    assert end.splitlines()[0].endswith((" ended with exit status 1.", " was ended by SIGTERM after its exception."))
     assert end.splitlines()[1] == "Traceback (most recent call last):"
     assert "KeyError: 'key'" in end
     assert end.index("ValueError: bad data") < end.index("Rank 0:")
     assert "ChildFailedError" not in err
+
+
+def test_a_rank_that_the_launcher_ends_after_its_exception_has_failed_first(tmp_path, capsys):
+    """Its process was still ending when the other one had failed because of it."""
+    said = {0: "easydist.errors.RemoteError: rank 1 failed", 1: "ValueError: bad data"}
+    for rank, line in said.items():
+        (folder := tmp_path / "run" / "attempt_0" / str(rank)).mkdir(parents=True)
+        (folder / "stderr.log").write_text(f"Traceback (most recent call last):\n  here\n{line}\n")
+    failures = {rank: ProcessFailure(rank, 100 + rank, status, "") for rank, status in ((0, 1), (1, -signal.SIGTERM))}
+    assert report(failures, tmp_path) == 1
+    err = capsys.readouterr().err
+    assert "Rank 1 failed first: process 101 was ended by SIGTERM after its exception." in err
+    assert "Rank 0: process 100 ended with exit status 1. easydist.errors.RemoteError: rank 1 failed" in err
 
 
 KILLED = RAISES.partition("    try")[0] + "    import os\n    os.kill(os.getpid(), 9)\neasydist.gather(torch.ones(1))"
@@ -156,7 +170,8 @@ while True:
 def test_ctrl_c_leaves_no_orphan(tmp_path):
     """The ranks ignore it, and have children in sessions of their own: a second one kills them all."""
     command = [sys.executable, "-m", "easydist", "run", "-n", "2", script(tmp_path, STUBBORN)]
-    process = launching.start(*command, env=os.environ | {"PYTHONPATH": launching.ROOT})
+    env = {"PYTHONPATH": launching.ROOT, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": 2}
+    process = launching.start(*command, env=os.environ | env)
     limit = threading.Timer(launching.within(60), process.kill)
     limit.start()
     try:
