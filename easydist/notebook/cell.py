@@ -220,9 +220,11 @@ class Cell:
         texts = [f"{named([rank])} is lost: {_end(self._ranks[rank])}" for rank in lost]
         released = self._released()
         advice = (
-            f"cluster.restart(ranks={list(lost)}) replaces {'it' if len(lost) == 1 else 'them'}, and the others keep "
+            f"cluster.restart(ranks={sorted(lost)}) replaces {'it' if len(lost) == 1 else 'them'}, and the others keep "
             "their variables; cluster.restart() starts all ranks again."
         )
+        if len(lost) == len(self._everyone):
+            advice = "cluster.restart() starts them again."
         return RankLostError.of("\n".join([*texts, *filter(None, [released]), advice]), self._ranks[lost[0]])
 
     def _interrupted(self) -> str:
