@@ -74,7 +74,7 @@ def test_under_srun_rank_0_prints():
 
 def start(env, *prefix):
     own = {"PYTHONPATH": str(launching.ROOT), "OMP_NUM_THREADS": "1"}
-    command = [*prefix, sys.executable, "-m", "easydist", "check", "--timeout", "5"]
+    command = [*prefix, sys.executable, "-m", "easydist", "check", "--timeout", str(launching.within(5))]
     return launching.start(*command, env=os.environ | own | env)
 
 
