@@ -334,12 +334,12 @@ def _flatten(node: Any, path: str, walk: _Walk) -> Any:
         plain_values.append((path, node))
         return _Static(node)
     names, children, context = kind.open(node)
-    if not skip and (plain.issuperset(builtins.map(type, children)) or all(builtins.map(is_leaf, children))):
-        first = len(values)
+    first = len(values)
+    nodes: list[Any] = []
+    if not skip and plain.issuperset(builtins.map(type, children)):
         values.extend(children)
         paths.extend([path + name for name in names] if path else names)  # the same strings, whose hash is known
         return kind.close, context, slice(first, len(values))
-    nodes: list[Any] = []
     for name, child in zip(names, children, strict=True):
         if name in skip:
             nodes.append(_Static(child))

@@ -33,7 +33,7 @@ class Objects(NamedTuple):
     """A column of objects, made ready to travel with tensors.
 
     Attributes:
-        message: The encoded list of this rank's items; bytes.
+        message: The encoded list of this rank's items, and zeros; bytes.
         rows: An empty tensor with one row per item, whose size is known wherever sizes are; None: it is one value.
     """
 
@@ -163,21 +163,34 @@ def as_objects(value: Any) -> Objects:
         isinstance(value, list) or is_text(value) or (isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0)
     )
     rows = torch.empty((len(value), 0), dtype=torch.uint8, device="cpu") if is_rows else None
-    return Objects(message.joined(), rows)
+    return Objects(message.joined(_rounded(message.nbytes)), rows)
+
+
+def _rounded(nbytes: int) -> int:
+    """One of few lengths, so that the layout of a batch is that of one before, and often that of all ranks.
+
+    Multiples of 64, so that the messages of all ranks are aligned where they lie one behind the other.
+
+    Example:
+        >>> [_rounded(n) for n in (20, 100, 900, 5000, 40_000, 1_000_000)]
+        [64, 128, 1024, 8192, 40960, 1048576]
+    """
+    unit = max(64, 1 << nbytes.bit_length() - 4, min(4096, 1 << (nbytes - 1).bit_length()))
+    return -(-nbytes // unit) * unit
 
 
 def joined(message: torch.Tensor, nbytes: Sequence[int], has_rows: bool) -> Any:
     """Decode what all ranks have sent, joined in rank order.
 
     Args:
-        message: The messages, one behind the other.
+        message: The messages, one behind the other; not to be used afterwards, as tensors and arrays share its memory.
         nbytes: Of each rank's message.
         has_rows: Whether each is a column of items, and not one value.
 
     Returns:
         A list; of arrays of strings an array, of tuples a tuple.
     """
-    values = [codec.decode(part.clone()) for part in message.split_with_sizes([*nbytes])]
+    values = [codec.decode(part, is_padded=True) for part in message.split_with_sizes([*nbytes])]
     if not has_rows:
         return values
     if all(isinstance(value, np.ndarray) and not is_numeric(value) for value in values):
