@@ -15,16 +15,17 @@ from easydist.format import codec
 from easydist.typing import Tree
 
 __all__ = [
+    "Column",
     "Objects",
     "Padded",
     "as_indices",
     "as_objects",
-    "encoded",
-    "is_column",
     "is_text",
     "joined",
+    "opened",
     "padded",
     "taken",
+    "travelling",
 ]
 
 
@@ -32,7 +33,7 @@ class Objects(NamedTuple):
     """A column of objects, made ready to travel with tensors.
 
     Attributes:
-        message: The encoded list of this rank's items; bytes.
+        message: The encoded list of this rank's items, and zeros; bytes.
         rows: An empty tensor with one row per item, whose size is known wherever sizes are; None: it is one value.
     """
 
@@ -44,13 +45,24 @@ _TEXT = frozenset({str, bytes})
 _PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
 
 
-def is_column(value: object) -> bool:
-    """True if a value is a leaf of a tree of columns: data, or a column of objects."""
-    return isinstance(value, Objects) or tree.is_leaf(value)
+class Column(NamedTuple):
+    """Where one column is among the leaves that travel.
+
+    Attributes:
+        path: In the tree.
+        leaf: Its data, or the message of its objects.
+        rows: The leaf that has as many rows; None: it is one value per rank.
+        is_objects: Whether it is encoded.
+    """
+
+    path: str
+    leaf: int
+    rows: int | None
+    is_objects: bool
 
 
-def encoded(data: Tree, ragged: bool = False, whole: bool = False) -> Tree:
-    """Replace what is no tensor by ``Objects``.
+def opened(data: Tree, ragged: bool = False, whole: bool = False) -> tuple[list[Any], tree.Spec]:
+    """Take a tree of columns apart.
 
     A list that holds no tensor has one item per sample, and so have an array of strings and a tuple of text, which is
     what torch's ``default_collate`` makes of text.
@@ -61,23 +73,55 @@ def encoded(data: Tree, ragged: bool = False, whole: bool = False) -> Tree:
             then differ between ranks.
         whole: The whole tree is one column of objects: a list of samples, or one value.
 
+    Returns:
+        The columns, of which those that are no tensors are ``Objects``, and the structure.
+
     Raises:
         TypeError: An object cannot be pickled.
         UnsafeObjectError: pickle is denied, and an object is not allow-listed.
 
     Example:
-        >>> encoded({"x": torch.ones(2), "id": ["a", "b"]})["id"].rows.shape
+        >>> columns, _ = opened({"x": torch.ones(2), "id": ["a", "b"]})
+        >>> columns[1].rows.shape
         torch.Size([2, 0])
     """
     if whole or not (tree.is_leaf(data) or tree.is_container(data)):
-        return as_objects(data)
+        _, spec = tree.flatten(data, lambda _: True)
+        return [as_objects(data)], spec
 
     def is_end(value: Any) -> bool:
-        return (
-            tree.is_leaf(value) or is_text(value) or (isinstance(value, list) and (ragged or not _has_tensors(value)))
-        )
+        if isinstance(value, list):
+            return ragged or not _has_tensors(value)
+        return tree.is_leaf(value) or is_text(value)
 
-    return tree.map(lambda value: as_objects(value) if _is_object(value, ragged) else value, data, is_end)
+    values, spec = tree.flatten(data, is_end)
+    return [as_objects(value) if _is_object(value, ragged) else value for value in values], spec
+
+
+def travelling(columns: Sequence[Any], spec: tree.Spec) -> tuple[list[Column], list[Any], list[str]]:
+    """List the leaves that travel for columns: where each column is among them, the leaves, and their paths.
+
+    Example:
+        >>> columns, spec = opened({"id": ["a", "b"], "x": torch.ones(2)})
+        >>> places, _, paths = travelling(columns, spec)
+        >>> places[1], paths
+        (Column(path="['x']", leaf=2, rows=2, is_objects=False), ["['id'].message", "['id'].rows", "['x']"])
+    """
+    places: list[Column] = []
+    leaves: list[Any] = []
+    paths: list[str] = []
+    for value, path in zip(columns, spec.paths, strict=True):
+        at = len(leaves)
+        if isinstance(value, Objects):
+            has_rows = value.rows is not None
+            places.append(Column(path, at, at + 1 if has_rows else None, True))
+            leaves += value if has_rows else value[:1]
+            paths += [f"{path}.message", f"{path}.rows"] if has_rows else [f"{path}.message"]
+        else:
+            places.append(Column(path, at, at if getattr(value, "ndim", 0) else None, False))
+            leaves.append(value)
+            paths.append(path)
+    return places, leaves, paths
 
 
 def _is_object(value: Any, ragged: bool) -> bool:
@@ -119,21 +163,35 @@ def as_objects(value: Any) -> Objects:
         isinstance(value, list) or is_text(value) or (isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0)
     )
     rows = torch.empty((len(value), 0), dtype=torch.uint8, device="cpu") if is_rows else None
-    return Objects(message.joined(), rows)
+    return Objects(message.joined(_rounded(message.nbytes)), rows)
 
 
-def joined(column: Objects, nbytes: Sequence[int]) -> Any:
+def _rounded(nbytes: int) -> int:
+    """One of few lengths, so that the layout of a batch is that of one before, and often that of all ranks.
+
+    Multiples of 64, so that the messages of all ranks are aligned where they lie one behind the other.
+
+    Example:
+        >>> [_rounded(n) for n in (20, 100, 900, 5000, 40_000, 1_000_000)]
+        [64, 128, 1024, 8192, 40960, 1048576]
+    """
+    unit = max(64, 1 << nbytes.bit_length() - 4, min(4096, 1 << (nbytes - 1).bit_length()))
+    return -(-nbytes // unit) * unit
+
+
+def joined(message: torch.Tensor, nbytes: Sequence[int], has_rows: bool) -> Any:
     """Decode what all ranks have sent, joined in rank order.
 
     Args:
-        column: The messages, one behind the other.
+        message: The messages, one behind the other; not to be used afterwards, as tensors and arrays share its memory.
         nbytes: Of each rank's message.
+        has_rows: Whether each is a column of items, and not one value.
 
     Returns:
         A list; of arrays of strings an array, of tuples a tuple.
     """
-    values = [codec.decode(message.clone()) for message in column.message.split([*nbytes])]
-    if column.rows is None:
+    values = [codec.decode(part, is_padded=True) for part in message.split_with_sizes([*nbytes])]
+    if not has_rows:
         return values
     if all(isinstance(value, np.ndarray) and not is_numeric(value) for value in values):
         return np.concatenate(values)

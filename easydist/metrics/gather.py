@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import index
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from easydist import tree
@@ -16,12 +15,11 @@ from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
 from easydist.eager import eager
 from easydist.groups.communicators import Communicators
-from easydist.metrics.columns import Objects, as_indices, encoded, is_column, joined, padded, taken
+from easydist.metrics.columns import Column, as_indices, joined, opened, padded, taken, travelling
 from easydist.metrics.dealing import dealt_by, dealt_last
 from easydist.metrics.order import Dealt, by_index, in_order
 from easydist.state import communicators
 from easydist.typing import Group, Timeout, Tree
-from easydist.verbs.buckets import Shapes
 from easydist.verbs.gather import Gather, Moved
 
 __all__ = ["gather_for_metrics"]
@@ -118,13 +116,6 @@ class _Samples(NamedTuple):
         return Dealt(total=index(self.total))
 
 
-class _Rows(NamedTuple):
-    """Data and its indices, as they travel together."""
-
-    input_data: Tree
-    indices: torch.Tensor
-
-
 class _GatherForMetrics(Gather):
     operation = "gather_for_metrics"
 
@@ -138,18 +129,18 @@ class _GatherForMetrics(Gather):
         pad_index: float | None,
     ) -> None:
         super().__init__(input_data, dst)
-        self._input_data, self._samples, self._whole = input_data, samples, whole
+        self._samples, self._whole = samples, whole
         self._ragged, self._pad_index = ragged or pad_index is not None, pad_index
         self._orders: dict[tuple[int, ...], _Order] = {}
 
     def prepare(self, comms: Communicators) -> Call:
         self._dealt = self._samples.dealt(comms.size)
-        data = encoded(self._input_data, self._ragged, self._whole)
-        self._columns, spec = tree.flatten(data, is_column)
-        self._tensor, self._paths = data, spec.paths
+        columns, self._tree = opened(self._tensor, self._ragged, self._whole)
+        self._columns, self._tensor, paths = travelling(columns, self._tree)
         if self._samples.indices is not None:
-            self._tensor = _Rows(data, as_indices(self._samples.indices, "gather_for_metrics"))
-            self._paths = [f".input_data{path}" for path in spec.paths]
+            self._tensor.append(as_indices(self._samples.indices, "gather_for_metrics"))
+            paths.append("indices=")
+        self._spec = tree.listed(paths, self._tree.plain)
         call = super().prepare(comms)
         del call.arguments["dim"]
         call.arguments |= self._dealt._asdict() | {"ragged": self._ragged, "pad_index": self._pad_index}
@@ -157,24 +148,25 @@ class _GatherForMetrics(Gather):
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: Moved) -> Tree:
         """Choose the rows on all ranks, so that all of them raise where these are wrong."""
-        sizes = _sizes(agreed.call.tree.layout.paths, arrived[0])
-        columns = [_Column(value, path, sizes) for value, path in zip(self._columns, self._paths, strict=True)]
-        orders = [self._order(column, sizes.get(".indices")) for column in columns]
-        if alone := [column.path for column in columns if column.rows is None]:
+        places, shapes = agreed.call.tree.layout.places, arrived[0]
+        sizes = [[row[place][0] for row in shapes] for place in places]
+        orders = [self._order(column, sizes) for column in self._columns]
+        if alone := [column.path for column in self._columns if column.rows is None]:
             _warn_of_weights(self._dealt, comms.size, alone[0])
         gathered = super().result(comms, agreed, arrived)
-        return None if self._dst not in (None, comms.rank) else self._kept(gathered, columns, orders)
+        return None if self._dst not in (None, comms.rank) else self._kept(gathered, sizes, orders)
 
-    def _order(self, column: _Column, indexed: list[int] | None) -> _Order:
+    def _order(self, column: Column, sizes: Sequence[list[int]]) -> _Order:
         """The rows of a column to keep, as far as their numbers tell."""
         if column.rows is None:
             return None
-        if indexed is not None and column.rows != indexed:
+        counts = sizes[column.rows]
+        if self._samples.indices is not None and counts != sizes[-1]:
             raise ValueError(
-                f"gather_for_metrics: {column.path or 'the data'} has {_listed(column.rows)} rows on the ranks, "
-                f"indices has {_listed(indexed)}; pass one index per row"
+                f"gather_for_metrics: {column.path or 'the data'} has {_listed(counts)} rows on the ranks, "
+                f"indices has {_listed(sizes[-1])}; pass one index per row"
             )
-        rows = tuple(column.rows)
+        rows = tuple(counts)
         try:
             if rows not in self._orders:  # one for all columns that have as many rows
                 self._orders[rows] = in_order(rows, self._dealt)
@@ -182,14 +174,16 @@ class _GatherForMetrics(Gather):
             raise ValueError(f"gather_for_metrics: {column.path or 'the data'}: {error}") from None
         return self._orders[rows]
 
-    def _kept(self, gathered: Tree, columns: Sequence[_Column], orders: Sequence[_Order]) -> Tree:
+    def _kept(self, leaves: Sequence[Any], sizes: Sequence[list[int]], orders: Sequence[_Order]) -> Tree:
         """The rows that were chosen, in their order."""
-        if isinstance(gathered, _Rows):
-            order = self._by_index(gathered.indices)
-            gathered, orders = gathered.input_data, [None if column.rows is None else order for column in columns]
-        values, spec = tree.flatten(gathered, is_column)
-        every = zip(values, columns, orders, strict=True)
-        return spec.rebuild([self._finished(value, column, order) for value, column, order in every])
+        if self._samples.indices is not None:
+            order = self._by_index(leaves[-1])
+            orders = [None if column.rows is None else order for column in self._columns]
+        values = [
+            joined(leaves[c.leaf], sizes[c.leaf], c.rows is not None) if c.is_objects else leaves[c.leaf]
+            for c in self._columns
+        ]
+        return self._tree.rebuild([self._finished(*each) for each in zip(values, orders, strict=True)])
 
     def _by_index(self, indices: torch.Tensor) -> torch.Tensor:
         order, total = by_index(indices), self._samples.total
@@ -197,33 +191,13 @@ class _GatherForMetrics(Gather):
             raise ValueError(f"gather_for_metrics: {len(order)} different indices came, and total is {total}")
         return order
 
-    def _finished(self, value: Any, column: _Column, order: _Order) -> Any:
-        if isinstance(value, Objects):
-            value = joined(value, column.nbytes)
+    def _finished(self, value: Any, order: _Order) -> Any:
         value = taken(value, order)
         return padded(value, self._pad_index) if self._pad_index is not None and isinstance(value, list) else value
 
 
 _Order = torch.Tensor | slice | None
 """The rows of a column to keep, see ``in_order``."""
-
-
-class _Column:
-    """One column, and what each rank has of it."""
-
-    def __init__(self, value: Any, path: str, sizes: Mapping[str, list[int]]) -> None:
-        self.path = path.removeprefix(".input_data")
-        self.nbytes = sizes.get(f"{path}.message", [])
-        self.rows: list[int] | None = None
-        if isinstance(value, Objects):
-            self.rows = None if value.rows is None else sizes[f"{path}.rows"]
-        elif np.ndim(value):
-            self.rows = sizes[path]
-
-
-def _sizes(paths: Sequence[str], shapes: Sequence[Shapes]) -> dict[str, list[int]]:
-    """Of each leaf the rows that each rank has."""
-    return {path: [row[i][0] for row in shapes] for i, path in enumerate(paths)}
 
 
 def _listed(rows: Sequence[int]) -> str:

@@ -191,6 +191,6 @@ class _GatherRows(Gather):
         for i, column in enumerate(gathered["columns"]):
             if isinstance(column, Objects):
                 leaf = at[f"['columns'][{i}].message"]
-                column = joined(column, [row[leaf][0] for row in arrived[0]])
+                column = joined(column.message, [row[leaf][0] for row in arrived[0]], has_rows=True)
             leaves.append(column)
         return gathered["indices"], leaves
