@@ -23,6 +23,7 @@ class Shown:
     results: list = field(default_factory=list)
     displays: list = field(default_factory=list)
     errors: list = field(default_factory=list)
+    number: int = 0
 
     def hear(self, message):
         kind, content = message["msg_type"], message["content"]
@@ -72,7 +73,8 @@ class Kernel:
             if hook is not None:
                 hook(shown)
 
-        self.client.execute_interactive(code, output_hook=hear, timeout=within(seconds), allow_stdin=False)
+        reply = self.client.execute_interactive(code, output_hook=hear, timeout=within(seconds), allow_stdin=False)
+        shown.number = reply["content"]["execution_count"]
         return shown
 
     def good(self, code, seconds=30):

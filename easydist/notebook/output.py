@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +16,9 @@ _PATIENCE = 0.15
 
 _TOGETHER = 0.05
 """Seconds within which lines count as written at once, and come in the order of ranks."""
+
+_FURTHER = 50
+"""Lines of a rank among which an equal one is looked for."""
 
 _END = float("inf")
 """The time at which no line waits any more."""
@@ -88,7 +93,7 @@ class Output:
     def __init__(self, ranks: Sequence[int], sink: Sink) -> None:
         self._ranks, self._sink = list(ranks), sink
         self._lead = self._ranks[0]
-        self._lines: dict[int, list[tuple[float, _Line]]] = {rank: [] for rank in ranks}
+        self._lines: dict[int, deque[tuple[float, _Line]]] = {rank: deque() for rank in ranks}
         self._partial: dict[tuple[int, str], str] = {}
         self._results: dict[int, Mapping[str, Any]] = {}
         self._shown: dict[int, list[tuple[str, Mapping[str, Any]]]] = {rank: [] for rank in ranks}
@@ -141,7 +146,7 @@ class Output:
             now: The time; infinity: all of them.
         """
         while (ranks := self._next(now)) is not None:
-            line = [self._lines[rank].pop(0)[1] for rank in ranks][-1]
+            line = [self._lines[rank].popleft()[1] for rank in ranks][-1]
             self._end_bar()
             self._sink.write(line.stream, f"{named(ranks)}: {line.text}\n")
 
@@ -163,7 +168,7 @@ class Output:
     def _is_further_down(self, line: _Line, heads: Sequence[int]) -> bool:
         """True if another rank has written the same line after others, which then come first."""
         others = [lines for rank, lines in self._lines.items() if rank not in heads]
-        return any(line == later for lines in others for _, later in lines[1:])
+        return any(line == later for lines in others for _, later in itertools.islice(lines, 1, _FURTHER))
 
     def result(self, rank: int, content: Mapping[str, Any]) -> None:
         """The value of the last expression on a rank."""
