@@ -1,8 +1,7 @@
-"""Trees of columns: one row per sample. Tensors and arrays travel as they are, everything else as encoded objects."""
+"""Trees of columns, taken apart: one row per sample."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,54 +10,25 @@ import torch
 from easydist import tree
 from easydist.data import packing
 from easydist.data.leaves import is_numeric
-from easydist.format import codec
 from easydist.typing import Tree
 
-__all__ = [
-    "Column",
-    "Objects",
-    "Padded",
-    "as_indices",
-    "as_objects",
-    "is_text",
-    "joined",
-    "opened",
-    "padded",
-    "taken",
-    "travelling",
-]
-
-
-class Objects(NamedTuple):
-    """A column of objects, made ready to travel with tensors.
-
-    Attributes:
-        message: The encoded list of this rank's items, and zeros; bytes.
-        rows: An empty tensor with one row per item, whose size is known wherever sizes are; None: it is one value.
-    """
-
-    message: torch.Tensor
-    rows: torch.Tensor | None
+__all__ = ["Items", "Padded", "as_indices", "has_rows", "is_text", "opened", "padded", "taken"]
 
 
 _TEXT = frozenset({str, bytes})
 _PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
 
 
-class Column(NamedTuple):
-    """Where one column is among the leaves that travel.
+class Items(NamedTuple):
+    """A column that is no tensor: a list, a tuple of text, an array of strings, rows that differ in shape, or a value.
 
     Attributes:
-        path: In the tree.
-        leaf: Its data, or the message of its objects.
-        rows: The leaf that has as many rows; None: it is one value per rank.
-        is_objects: Whether it is encoded.
+        value: The column.
+        has_rows: Whether it has one item per sample, and is not one value.
     """
 
-    path: str
-    leaf: int
-    rows: int | None
-    is_objects: bool
+    value: Any
+    has_rows: bool
 
 
 def opened(data: Tree, ragged: bool = False, whole: bool = False) -> tuple[list[Any], tree.Spec]:
@@ -74,20 +44,16 @@ def opened(data: Tree, ragged: bool = False, whole: bool = False) -> tuple[list[
         whole: The whole tree is one column of objects: a list of samples, or one value.
 
     Returns:
-        The columns, of which those that are no tensors are ``Objects``, and the structure.
-
-    Raises:
-        TypeError: An object cannot be pickled.
-        UnsafeObjectError: pickle is denied, and an object is not allow-listed.
+        The columns, of which those that are no tensors are ``Items``, and the structure.
 
     Example:
         >>> columns, _ = opened({"x": torch.ones(2), "id": ["a", "b"]})
-        >>> columns[1].rows.shape
-        torch.Size([2, 0])
+        >>> columns[1]
+        Items(value=['a', 'b'], has_rows=True)
     """
     if whole or not (tree.is_leaf(data) or tree.is_container(data)):
         _, spec = tree.flatten(data, lambda _: True)
-        return [as_objects(data)], spec
+        return [_items(data)], spec
 
     def is_end(value: Any) -> bool:
         if isinstance(value, list):
@@ -95,33 +61,17 @@ def opened(data: Tree, ragged: bool = False, whole: bool = False) -> tuple[list[
         return tree.is_leaf(value) or is_text(value)
 
     values, spec = tree.flatten(data, is_end)
-    return [as_objects(value) if _is_object(value, ragged) else value for value in values], spec
+    return [_items(value) if _is_object(value, ragged) else value for value in values], spec
 
 
-def travelling(columns: Sequence[Any], spec: tree.Spec) -> tuple[list[Column], list[Any], list[str]]:
-    """List the leaves that travel for columns: where each column is among them, the leaves, and their paths.
+def has_rows(column: Any) -> bool:
+    """True if a column has one row or item per sample, and is not one value."""
+    return column.has_rows if isinstance(column, Items) else getattr(column, "ndim", 0) > 0
 
-    Example:
-        >>> columns, spec = opened({"id": ["a", "b"], "x": torch.ones(2)})
-        >>> places, _, paths = travelling(columns, spec)
-        >>> places[1], paths
-        (Column(path="['x']", leaf=2, rows=2, is_objects=False), ["['id'].message", "['id'].rows", "['x']"])
-    """
-    places: list[Column] = []
-    leaves: list[Any] = []
-    paths: list[str] = []
-    for value, path in zip(columns, spec.paths, strict=True):
-        at = len(leaves)
-        if isinstance(value, Objects):
-            has_rows = value.rows is not None
-            places.append(Column(path, at, at + 1 if has_rows else None, True))
-            leaves += value if has_rows else value[:1]
-            paths += [f"{path}.message", f"{path}.rows"] if has_rows else [f"{path}.message"]
-        else:
-            places.append(Column(path, at, at if getattr(value, "ndim", 0) else None, False))
-            leaves.append(value)
-            paths.append(path)
-    return places, leaves, paths
+
+def _items(value: Any) -> Items:
+    is_array = isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0
+    return Items(value, is_array or isinstance(value, list) or is_text(value))
 
 
 def _is_object(value: Any, ragged: bool) -> bool:
@@ -144,59 +94,6 @@ def _has_tensors(data: Tree) -> bool:
     if tree.is_container(data):
         return any(map(_has_tensors, tree.leaves(data)))
     return isinstance(data, torch.Tensor | np.ndarray)
-
-
-def as_objects(value: Any) -> Objects:
-    """Encode one column, or one value.
-
-    Args:
-        value: A list, array, tensor or tuple of text has one row per item; anything else is one value.
-
-    Raises:
-        TypeError: An object cannot be pickled.
-        UnsafeObjectError: pickle is denied, and an object is not allow-listed.
-    """
-    message = codec.EncodedObject(value)
-    if not codec.is_pickle_allowed():
-        message.check()
-    is_rows = (
-        isinstance(value, list) or is_text(value) or (isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0)
-    )
-    rows = torch.empty((len(value), 0), dtype=torch.uint8, device="cpu") if is_rows else None
-    return Objects(message.joined(_rounded(message.nbytes)), rows)
-
-
-def _rounded(nbytes: int) -> int:
-    """One of few lengths, so that the layout of a batch is that of one before, and often that of all ranks.
-
-    Multiples of 64, so that the messages of all ranks are aligned where they lie one behind the other.
-
-    Example:
-        >>> [_rounded(n) for n in (20, 100, 900, 5000, 40_000, 1_000_000)]
-        [64, 128, 1024, 8192, 40960, 1048576]
-    """
-    unit = max(64, 1 << nbytes.bit_length() - 4, min(4096, 1 << (nbytes - 1).bit_length()))
-    return -(-nbytes // unit) * unit
-
-
-def joined(message: torch.Tensor, nbytes: Sequence[int], has_rows: bool) -> Any:
-    """Decode what all ranks have sent, joined in rank order.
-
-    Args:
-        message: The messages, one behind the other; not to be used afterwards, as tensors and arrays share its memory.
-        nbytes: Of each rank's message.
-        has_rows: Whether each is a column of items, and not one value.
-
-    Returns:
-        A list; of arrays of strings an array, of tuples a tuple.
-    """
-    values = [codec.decode(part, is_padded=True) for part in message.split_with_sizes([*nbytes])]
-    if not has_rows:
-        return values
-    if all(isinstance(value, np.ndarray) and not is_numeric(value) for value in values):
-        return np.concatenate(values)
-    items = [item for value in values for item in value]
-    return tuple(items) if all(isinstance(value, tuple) for value in values) else items
 
 
 def taken(rows: Any, order: torch.Tensor | slice | None) -> Any:
