@@ -100,8 +100,9 @@ class Terminal:
         console = Console(record=True, width=self._screen.columns, file=io.StringIO(), highlight=False)
         for row in self._rows():
             console.print(_styled(row), soft_wrap=True)
+        console.print()  # else the picture ends at the last line's base, which cuts off its underscores
         svg = console.export_svg(title=title, theme=_THEME, code_format=_FORMAT, unique_id=path.stem)
-        svg = re.sub(r' clip-path="url\(#[^)]*-line-\d+\)"', "", svg)  # it cuts off the underscores of most fonts
+        svg = re.sub(r' clip-path="url\(#[^)]*-line-\d+\)"', "", svg)  # those of other lines
         path.write_text("\n".join(line.rstrip() for line in svg.splitlines()) + "\n", encoding="utf-8")
 
 
