@@ -88,12 +88,12 @@ class Kernel:
         return self.run(code, seconds, hook).error
 
     def interrupted_in(self, operation, code, rank=0):
-        """Run a cell, and interrupt it as soon as a rank is in an operation; what it says."""
+        """Run a cell, and interrupt it as soon as a rank is in an operation, if one is named; what it says."""
         asked = []  # once
 
         def interrupt(shown):
             if "ready" in shown.out and not asked:
-                until(lambda: self.is_in(operation, rank))
+                until(lambda: not operation or self.is_in(operation, rank))
                 asked.append(rank)
                 self.manager.interrupt_kernel()
 

@@ -217,16 +217,15 @@ class Cell:
         return " and ".join(texts) or "ranks that do not come"
 
     def _lost(self, lost: Sequence[int]) -> RankLostError:
-        first = self._ranks[lost[0]]
         texts = [f"{named([rank])} is lost: {_end(self._ranks[rank])}" for rank in lost]
         released = self._released()
         advice = (
-            f"cluster.restart(ranks={list(lost)}) replaces {'it' if len(lost) == 1 else 'them'}, and the others keep "
+            f"cluster.restart(ranks={sorted(lost)}) replaces {'it' if len(lost) == 1 else 'them'}, and the others keep "
             "their variables; cluster.restart() starts all ranks again."
         )
-        error = RankLostError("\n".join([*texts, *filter(None, [released]), advice]))
-        error.rank, error.pid, error.exit_status = first.rank, first.pid, first.status()
-        return error
+        if len(lost) == len(self._everyone):
+            advice = "cluster.restart() starts them again."
+        return RankLostError.of("\n".join([*texts, *filter(None, [released]), advice]), self._ranks[lost[0]])
 
     def _interrupted(self) -> str:
         if busy := self.running:

@@ -83,7 +83,8 @@ class Cluster:
 
         self._epoch += 1
         self._needs_meeting = True
-        for rank in self._ranks:
+        known = list(self._ranks)
+        for rank in known:
             rank.send(ACT, {"action": "join", "epoch": self._epoch}, silent=True)
         for number in ranks:
             rank = RankProcess(number, self.size, self._folder, self._read_end, self._epoch, self._context)
@@ -93,18 +94,18 @@ class Cluster:
         try:
             self._await_all()
         except BaseException:
-            self._give_up_meeting()
+            self._give_up_meeting(known)
             raise
         self._needs_meeting = False
 
-    def _give_up_meeting(self) -> None:
-        """Let no rank wait for the others any more."""
+    def _give_up_meeting(self, ranks: Sequence[RankProcess]) -> None:
+        """Let none of these ranks wait for the others any more."""
         deadline = time.monotonic() + _GIVES_UP_WITHIN
-        for rank in self._ranks:
+        for rank in ranks:
             rank.interrupt()
-        while time.monotonic() < deadline and any(rank.request and rank.status() is None for rank in self._ranks):
+        while time.monotonic() < deadline and any(rank.request and rank.status() is None for rank in ranks):
             time.sleep(0.005)
-            for rank in self._ranks:
+            for rank in ranks:
                 self._look_whether_idle(rank)
 
     def _await_all(self) -> None:
@@ -139,9 +140,9 @@ class Cluster:
 
         Raises:
             CellError: It raised on a rank, or ranks waited in vain; variables stay, and the next call works.
-            RankLostError: The process of a rank has ended.
+            RankLostError: The process of a rank has ended, now or before.
             KeyboardInterrupt: The user has interrupted it; variables stay.
-            RuntimeError: The cluster is stopped, or a rank of it is lost or busy.
+            RuntimeError: The cluster is stopped, or a rank of it is busy.
         """
         self._last_cell = _cell_number() or self._last_cell + 1
         self._run(source, {"number": self._last_cell}, ranks)
@@ -181,7 +182,8 @@ class Cluster:
             raise ValueError(f"there is no {named(unknown)}: the cluster has {named(range(self.size))}")
         chosen = [rank for rank in self._ranks if ranks is None or rank.rank in ranks]
         if lost := [rank.rank for rank in chosen if rank.status() is not None]:
-            raise RankLostError(f"{named(lost)} {_is(lost)} lost: cluster.restart(ranks={lost}) replaces {_them(lost)}")
+            text = f"{named(lost)} {_is(lost)} lost: cluster.restart(ranks={lost}) replaces {_them(lost)}"
+            raise RankLostError.of(text, next(rank for rank in chosen if rank.rank == lost[0]))
         for rank in chosen:
             self._look_whether_idle(rank)
         if busy := [rank.rank for rank in chosen if rank.request]:
@@ -306,11 +308,16 @@ class Cluster:
 
         Args:
             ranks: Which; None: all of them.
+
+        Raises:
+            ValueError: There is no such rank.
+            RuntimeError: The cluster is stopped; others are lost or busy, too; or a rank did not start.
         """
         with self._lock:
             if not self.is_running:
                 raise RuntimeError("the cluster is stopped; start another one: cluster = easydist.notebook.start()")
             again = sorted(range(self.size) if ranks is None else set(ranks))
+            self._demand_the_others(again)
             for rank in [rank for rank in self._ranks if rank.rank in again]:
                 rank.close()
                 self._ranks.remove(rank)
@@ -319,6 +326,22 @@ class Cluster:
             except BaseException:
                 self.stop()
                 raise
+
+    def _demand_the_others(self, ranks: Sequence[int]) -> None:
+        """That all ranks but these can meet them.
+
+        Raises:
+            ValueError: There is no such rank.
+            RuntimeError: Others are lost or busy.
+        """
+        if unknown := [rank for rank in ranks if not 0 <= rank < self.size]:
+            raise ValueError(f"there is no {named(unknown)}: the cluster has {named(range(self.size))}")
+        others = [rank for rank in self._ranks if rank.rank not in ranks]
+        for rank in others:
+            self._look_whether_idle(rank)
+        if away := [rank.rank for rank in others if rank.status() is not None or rank.request]:
+            advice = f"cluster.restart(ranks={sorted({*ranks, *away})})"
+            raise RuntimeError(f"{named(away)} {_is(away)} lost or busy, and could not meet the others: {advice}")
 
     def stop(self) -> None:
         """End all ranks and what they have started; at the end of the program this happens by itself."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from easydist.errors import PeerLostError, RemoteError
+
+if TYPE_CHECKING:
+    from easydist.notebook.process import RankProcess
 
 
 class _Short:
@@ -43,7 +48,15 @@ class CellError(_Short, RemoteError):
 
 
 class RankLostError(_Short, PeerLostError):
-    """The process of a rank has ended."""
+    """The process of a rank has ended; the attributes are those of the first one."""
+
+    @classmethod
+    def of(cls, text: str, process: RankProcess) -> RankLostError:
+        """The loss of a rank."""
+        error = cls(text)
+        error.rank, error.pid, error.exit_status = process.rank, process.pid, process.status()
+        error.host = socket.gethostname()
+        return error
 
 
 class CellInterrupted(_Short, KeyboardInterrupt):

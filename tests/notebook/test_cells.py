@@ -101,6 +101,12 @@ def test_interrupting_a_cell_interrupts_all_ranks(nb, operation):
     assert shown.lines == ["ranks 0–2: [0, 1, 2]"]
 
 
+def test_interrupting_a_cell_that_awaits(nb):
+    text = nb.interrupted_in("", "%%ranks\nimport asyncio\nprint('ready')\nawait asyncio.sleep(600)")
+    assert text == "Interrupted on all ranks; their variables are kept."
+    assert nb.good("%%ranks\n1").lines == ["ranks 0–2: 1"]
+
+
 TRAIN = """%%ranks
 from torch.nn.parallel import DistributedDataParallel
 torch.manual_seed(0)

@@ -31,6 +31,7 @@ def test_a_killed_rank_is_named_and_replaced(nb):
     assert "rank 0 waited for rank 1 in gather, cell line 3, and was released" in text
     assert "cluster.restart(ranks=[1])" in text
     assert "rank 1 is lost" in nb.bad("%%ranks\nkept")
+    assert "cluster.restart(ranks=[0, 1])" in nb.bad("cluster.restart(ranks=[0])")
     assert nb.good("%%ranks 0\nkept").lines == ["rank 0: 7"]
     assert "killed by SIGKILL" in nb.good("cluster").results[0]["text/html"]
     nb.good("cluster.restart(ranks=[1])", 60)
