@@ -4,7 +4,6 @@ Importing this module registers it. ``import easydist`` alone does not: as soon 
 leaves the default backend of ``init_process_group("cpu:gloo")`` undefined.
 """
 
-from easydist.torch_backend.group import SharedMemoryGroup
-from easydist.torch_backend.rendezvous import NAME
+from easydist.torch_backend.group import NAME, SharedMemoryGroup
 
 __all__ = ["NAME", "SharedMemoryGroup"]

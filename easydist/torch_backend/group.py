@@ -14,13 +14,13 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from easydist.data.packing import as_bytes
 from easydist.eager import eager_methods
 from easydist.errors import EasydistError, RemoteError
+from easydist.groups.meeting import NEVER, Meeting, site
 from easydist.liveness.monitor import Monitor
-from easydist.torch_backend.rendezvous import NAME, NEVER, Meeting, site
 from easydist.torch_backend.work import GroupWork, Target, Tensors, all_bytes, dense, seen
 from easydist.transport.backend import Backend
 from easydist.transport.backends.solo import Solo
@@ -38,6 +38,11 @@ _OPS: dict[Any, _Op] = {
     dist.ReduceOp.MAX: (ReduceOp.MAX, False),
 }
 
+
+NAME = "easydist_shm"
+"""What ``init_process_group`` and ``new_group`` are given."""
+
+_INSTEAD = "Use gloo: init_process_group('gloo')"
 
 _MOST_HELD = 100
 """How many works that nobody waits for live on although nothing in Python holds them; see ``GroupWork``."""
@@ -442,8 +447,10 @@ def _create(store: Store, rank: int, size: int, timeout: timedelta) -> SharedMem
     """What torch calls for a group with this backend."""
     if size == 1:
         return SharedMemoryGroup(Solo(), store, timeout, Monitor(0, 1, timeout.total_seconds()))
-    meeting = Meeting(store, rank, size, timeout)
-    group = SharedMemoryGroup(meeting.join(), meeting.store, timeout, meeting.monitor)
+    # A store may have seen a group of this name before: each generation has keys of its own.
+    own = PrefixStore(f"{(store.add('came', 1) - 1) // size}", store)
+    meeting = Meeting(own, rank, size, timeout, name=NAME, operation="init_process_group", instead=_INSTEAD)
+    group = SharedMemoryGroup(meeting.join(), own, timeout, meeting.monitor)
     meeting.look_to(group.guard)
     return group
 

@@ -1,4 +1,4 @@
-"""How the ranks of a ``torch.distributed`` group come to share memory, through the group's store.
+"""How the ranks of a group that is being made come together, through the group's store.
 
 Every rank learns which ranks could attach the memory, so all raise the same error, or none does. A process that ends
 meanwhile is noticed, as later in the group's operations.
@@ -6,6 +6,7 @@ meanwhile is noticed, as later in the group's operations.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
@@ -15,18 +16,15 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
-from easydist.groups.sharing import introduce, is_wanted, share
+from easydist.groups.sharing import Hosts, introduce, is_wanted, share
 from easydist.liveness import texts
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.peer import Peer
 from easydist.liveness.timed_store import POLL, TimedStore
 from easydist.shm.streams import Guard
 from easydist.transport.backends.shm import Shm
-
-NAME = "easydist_shm"
-"""What ``init_process_group`` and ``new_group`` are given."""
 
 _SLOTS = (2 << 20, 1 << 19, 1 << 17, 1 << 14)
 """How much a rank can publish at once, in bytes: the first for which there is room, six times for each rank."""
@@ -51,51 +49,73 @@ class Meeting:
     """What the ranks of a group that is being made tell one another, through its store.
 
     Args:
-        store: The group's.
+        store: For this group alone.
         rank: This process in the group.
         size: How many processes the group has.
         timeout: How long all of it may last.
+        name: The group's, in errors.
+        operation: Which call makes the group.
+        instead: What to do where ranks cannot share memory.
 
     Attributes:
-        store: For this generation of the group.
         monitor: Knows the other processes.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: timedelta, *, name: str, operation: str, instead: str
+    ) -> None:
         self.rank, self.size = rank, size
         self._timeout = timeout.total_seconds()
         self._deadline = time.monotonic() + self._timeout
-        # A store may have seen a group of this name before: each generation has keys of its own.
-        generation = (store.add("came", 1) - 1) // size
-        self.store = PrefixStore(f"{generation}", store)
-        self._timed_store = TimedStore(self.store)
-        self.monitor = Monitor(rank, size, self._timeout, self._timed_store, NAME)
+        self._store, self._name, self._instead = store, name, instead
+        self._timed_store = TimedStore(store)
+        self.monitor = Monitor(rank, size, self._timeout, self._timed_store, name)
         self.monitor.waits_in_memory, self.monitor.advice = True, texts.ENDED
-        self.monitor.begin("init_process_group", site(), NEVER)
+        self.monitor.begin(operation, site(), NEVER)
         self._turns = itertools.count()
         self._guard_of_group: Guard = self.monitor.guard
 
-    def join(self) -> Shm:
+    def introduce(self, shares: bool) -> Hosts:
+        """Learn who the other ranks are; returns which of them may share memory.
+
+        Args:
+            shares: True if this process would use shared memory.
+
+        Raises:
+            EasydistError: They did not all come.
+        """
+        return introduce(self._exchange, self.monitor, shares, _Member)
+
+    def join(self, hosts: Hosts | None = None) -> Shm:
         """Attach the memory that rank 0 makes, all ranks or none of them.
+
+        Args:
+            hosts: What ``introduce`` has returned, if that has been called.
 
         Raises:
             RuntimeError: They cannot share memory; the same text on every rank.
         """
-        hosts = introduce(self._exchange, self.monitor, is_wanted(), _Member)
+        hosts = self.introduce(is_wanted()) if hosts is None else hosts
         if len(hosts) > 1:
             seen = ", ".join(f"rank {r} on {self._host(r)}" for r in range(self.size))
-            raise _impossible(
+            raise self._impossible(
                 [f"ranks are on several hosts, have EASYDIST_SHM=0, or lack Linux's memory files: {seen}"]
             )
         backend, failures = share(self._exchange, self.rank, hosts, _SLOTS, self._guard)
         if backend is None or any(failures):
-            raise _impossible([text for text in failures if text])
+            raise self._impossible([text for text in failures if text])
         self.monitor.end()
         return backend
 
     def look_to(self, guard: Guard) -> None:
         """From now on ``guard`` says how waits in the memory end."""
         self._guard_of_group = guard
+
+    def leave(self) -> None:
+        """Take back what this rank has told, so that the others do not count on it any more."""
+        for turn in range(next(self._turns)):
+            with contextlib.suppress(RuntimeError):
+                self._store.delete_key(f"{turn}/{self.rank}")
 
     def _guard(self, awaited: Sequence[int], waited: float) -> None:
         self._guard_of_group(awaited, waited)
@@ -111,17 +131,15 @@ class Meeting:
         while missing := [r for r in missing if not store.check([f"{turn}/{r}"])]:
             self._check(missing)
             time.sleep(POLL)
-        return [self.store.get(f"{turn}/{r}") for r in range(self.size)]
+        return [self._store.get(f"{turn}/{r}") for r in range(self.size)]
 
     def _check(self, missing: Sequence[int]) -> None:
         self.monitor.guard(missing)
         if time.monotonic() >= self._deadline:
             raise self.monitor.late(missing, self._timeout)
 
-
-def _impossible(reasons: Sequence[str]) -> RuntimeError:
-    text = "; ".join(reasons)
-    return RuntimeError(f"{NAME} needs memory that all ranks share: {text}. Use gloo: init_process_group('gloo')")
+    def _impossible(self, reasons: Sequence[str]) -> RuntimeError:
+        return RuntimeError(f"{self._name} needs memory that all ranks share: {'; '.join(reasons)}. {self._instead}")
 
 
 def site() -> str:
