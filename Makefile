@@ -2,7 +2,10 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 STRESS ?= 20000
+JOBS ?= 2
 BIN := $(VENV)/bin
+# Files side by side, since most tests wait for other processes; in their order, so that the long ones don't come last.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 EVALUATE := examples/evaluate.py
 # One thread a rank: as torchrun does it, and the same sums on 1, 2 and 3 ranks.
 ranks = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node
@@ -22,13 +25,13 @@ demo: $(VENV)/.test ## evaluate a classifier on 1, 2 and 3 ranks
 	set -x; OMP_NUM_THREADS=1 accelerate launch --config_file examples/accelerate_cpu.yaml --main_process_port $$((20000 + $$$$ % 10000)) $(EVALUATE)
 
 quick: $(VENV)/.test ## run the tests that are not marked slow
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 test: $(VENV)/.test ## run the tests; ARGS="-k gather -x" goes to pytest
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 stress: $(VENV)/.test ## many more random calls, messages and trees; STRESS=100000 calls
-	EASYDIST_STRESS=$(STRESS) $(BIN)/python -m pytest -m stress $(ARGS)
+	EASYDIST_STRESS=$(STRESS) $(PYTEST) -m stress $(ARGS)
 
 coverage: $(VENV)/.test ## run the tests and list the lines they miss
 	$(BIN)/coverage erase

@@ -18,9 +18,21 @@ after a timeout the next call reconnects. Misuse that every rank commits alike s
 
 from __future__ import annotations
 
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from easydist import html
+
+_PACKAGE = str(Path(__file__).parent)
+
 
 class EasydistError(Exception):
     """Any error that concerns more than one process.
+
+    In IPython and Jupyter its traceback ends at the call of easydist: what lies inside is left out. ``%xmode Verbose``
+    shows all of it, as ``traceback.print_exc`` does.
 
     Attributes:
         raised_in: The communicators of the group, all of whose ranks raise this error.
@@ -31,6 +43,33 @@ class EasydistError(Exception):
     raised_in: object = None
     is_final = False
     is_earlier = False
+
+    def _render_traceback_(self) -> list[str]:
+        """IPython shows these lines."""
+        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+        if shell is None:
+            return traceback.format_exception(self)
+        shown = shell.InteractiveTB
+        frames = self.__traceback__ if shown.mode == "Verbose" else _outside(self.__traceback__)
+        lines: list[str] = shown.structured_traceback(type(self), self, frames)
+        return lines
+
+    def _repr_html_(self) -> str:
+        return html.text(str(self), f"{type(self).__name__}:")
+
+
+def _outside(frames: TracebackType | None) -> TracebackType | None:
+    """The traceback down to the last frame that is not easydist's; the whole of it where all are."""
+    chain = []
+    while frames is not None:
+        chain.append(frames)
+        frames = frames.tb_next
+    outside = [not frame.tb_frame.f_code.co_filename.startswith(_PACKAGE) for frame in chain]
+    kept = chain[: len(chain) - outside[::-1].index(True)] if any(outside) else chain
+    shown: TracebackType | None = None
+    for frame in reversed(kept):
+        shown = TracebackType(shown, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return shown
 
 
 class DisagreementError(EasydistError):

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, SupportsIndex
 
+from easydist import html
 from easydist.agreement.notes import Notes, listeners
 from easydist.state import communicators, together
 from easydist.typing import Group
@@ -130,13 +131,19 @@ class Trace:
 
         Cost: no exchange.
         """
-        ranks = [self.calls] if every is None else every
-        calls = [call for own in ranks for call in own]
-        spread = f"{len(ranks)} ranks, {len(calls)} calls" if every is not None else f"{len(calls)} calls of this rank"
-        if not calls:
-            return spread
-        seconds = (max(call.end for call in calls) - min(call.start for call in calls)) / 1e9
-        return "\n".join([f"{spread} in {seconds:.3f} s; times in ms", *_table(calls), *_waits(calls, every is None)])
+        calls = self.calls if every is None else [call for own in every for call in own]
+        spread = f"{len(calls)} calls of this rank" if every is None else f"{len(every)} ranks, {len(calls)} calls"
+        return "\n".join([_titled(spread, calls), *_aligned(_columns(calls)), *_waits(calls, every is None)])
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def _repr_html_(self) -> str:
+        columns, calls = _columns(self.calls), self.calls
+        title, waits = _titled(f"{len(calls)} calls of this rank", calls), "\n".join(_waits(calls, True))
+        titles, *rows = zip(*columns, strict=True) if columns else [()]
+        shown = [html.text(title), html.table(titles, rows, _TEXTS) if rows else "", html.text(waits) if waits else ""]
+        return "".join(shown)
 
     def save(self, path: str | os.PathLike[str], *, group: Group = None) -> None:
         """Write the calls of every rank as one file for https://ui.perfetto.dev or ``chrome://tracing``.
@@ -178,7 +185,8 @@ def trace() -> Trace:
         [('reduce', 12)]
 
     Returns:
-        The ``Trace``, whose ``summary()`` is a table and whose ``save(path)`` writes a file for Perfetto.
+        The ``Trace``, whose ``summary()`` is a table, which ``print(trace)`` prints and a notebook shows, and whose
+        ``save(path)`` writes a file for Perfetto.
 
     Cost: some microseconds and some hundred bytes per call.
     """
@@ -209,22 +217,35 @@ def _plain(peer: object) -> int | None:
     return index(peer) if isinstance(peer, SupportsIndex) else None
 
 
-def _table(calls: Sequence[TracedCall]) -> list[str]:
-    """The rows of operations, aligned; columns in which nothing stands are left out."""
+def _titled(spread: str, calls: Sequence[TracedCall]) -> str:
+    """The first line: how many calls there are, and how long it took from the first to the last."""
+    if not calls:
+        return spread
+    seconds = (max(call.end for call in calls) - min(call.start for call in calls)) / 1e9
+    return f"{spread} in {seconds:.3f} s; times in ms"
+
+
+def _columns(calls: Sequence[TracedCall]) -> list[list[str]]:
+    """The columns of the table, each with its title first; those in which nothing stands are left out."""
+    if not calls:
+        return []
     by_key: dict[tuple[str, str, str], list[TracedCall]] = {}
     for call in calls:
         by_key.setdefault((call.operation, call.site, call.group), []).append(call)
     groups = sorted(by_key.items(), key=lambda item: (-_waited(item[1]), -sum(map(_nanoseconds, item[1]))))
     several = len({group for _, _, group in by_key}) > 1
     cells = [[operation, site, group if several else "", *_cells(own)] for (operation, site, group), own in groups]
-    columns = [[title, *column] for title, column in zip(_TITLES, zip(*cells, strict=True), strict=True) if any(column)]
-    return ["  ".join(row).rstrip() for row in zip(*map(_aligned, columns), strict=True)]
+    return [[title, *column] for title, column in zip(_TITLES, zip(*cells, strict=True), strict=True) if any(column)]
 
 
-def _aligned(column: Sequence[str]) -> list[str]:
-    """The cells of a column, equally long; its title comes first."""
-    width = max(map(len, column))
-    return [cell.ljust(width) if column[0] in _TEXTS else cell.rjust(width) for cell in column]
+def _aligned(columns: Sequence[Sequence[str]]) -> list[str]:
+    """The rows of the table, the cells of each column equally long."""
+    widths = [max(map(len, column)) for column in columns]
+    padded = [
+        [cell.ljust(width) if column[0] in _TEXTS else cell.rjust(width) for cell in column]
+        for column, width in zip(columns, widths, strict=True)
+    ]
+    return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
 
 
 def _cells(calls: Sequence[TracedCall]) -> list[str]:

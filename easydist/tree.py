@@ -20,12 +20,18 @@ import numpy as np
 import torch
 from torch.utils import _pytree
 
+from easydist import html
 from easydist.typing import Tree
 
 __all__ = ["Spec", "flatten", "is_container", "is_leaf", "is_namedtuple", "is_registered", "leaves", "map", "register"]
 
 _PLAIN_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, np.ndarray, bool, int, float, complex})
 """Types whose instances need no second look."""
+
+_SHOWN = 100
+"""Rows that a notebook shows of a structure."""
+_WIDTH = 80
+"""Characters that it shows of a value."""
 
 _LEAVES = (torch.Tensor, np.ndarray, int, float, complex, np.number, np.bool_)
 
@@ -213,7 +219,7 @@ class _Static(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Spec:
-    """The structure of a tree without its leaves.
+    """The structure of a tree without its leaves; a notebook shows it as a table of its paths.
 
     Attributes:
         paths: One readable path per leaf, as Python would write the access: ``['batch']['ids'][0]``, ``.loss``. The
@@ -240,6 +246,18 @@ class Spec:
         if len(leaves) != len(self.paths):
             raise ValueError(f"the tree has {len(self.paths)} leaves, got {len(leaves)}")
         return _close(self._root, leaves)
+
+    def _repr_html_(self) -> str:
+        """Notebooks show a table of the paths."""
+        rows = [(str(number), path, "") for number, path in enumerate(self.paths)]
+        rows += [("", path, _shortened(repr(value))) for path, value in self.plain]
+        titles, more = ("leaf", "path", "plain value"), len(rows) - _SHOWN
+        shown = html.table(titles, rows[:_SHOWN], titles[1:])
+        return shown + html.text(f"… and {more} more") if more > 0 else shown
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"
 
 
 def _close(node: Any, leaves: list[Any]) -> Tree:

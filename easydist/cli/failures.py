@@ -30,12 +30,19 @@ def report(failures: Mapping[int, ProcessFailure], logs: Path) -> int:
     """
     said = {rank: _said(failure, logs) for rank, failure in failures.items()}
     first, *others = sorted(failures, key=lambda rank: _order(failures[rank], said[rank]))
-    click.echo(f"\nRank {first} failed first: {_how(failures[first])}.", err=True)
+    when = "because of another rank" if _is_because_of_others(said[first][1]) else "first"
+    click.echo(f"\nRank {first} failed {when}: {_how(failures[first], said[first][1])}.", err=True)
     click.echo(traceback_in(said[first][1]) or _nothing(failures[first]), err=True)
     for rank in others:
-        click.echo(f"Rank {rank}: {_how(failures[rank])}. {_last_line(said[rank][1])}".rstrip(), err=True)
-    status = failures[first].exitcode
-    return status if status >= 0 else 128 - status
+        how = _how(failures[rank], said[rank][1])
+        click.echo(f"Rank {rank}: {how}. {_last_line(said[rank][1])}".rstrip(), err=True)
+    return _status(failures[first], said[first][1])
+
+
+def _status(failure: ProcessFailure, said: str) -> int:
+    if failure.exitcode >= 0:
+        return failure.exitcode
+    return 1 if _was_ending(failure, said) else 128 - failure.exitcode
 
 
 def _said(failure: ProcessFailure, logs: Path) -> tuple[float, str]:
@@ -48,13 +55,24 @@ def _said(failure: ProcessFailure, logs: Path) -> tuple[float, str]:
 
 
 def _order(failure: ProcessFailure, said: tuple[float, str]) -> tuple[bool, bool, float]:
-    """Sort those that the launcher has ended last, and before them those that failed because of others."""
+    """Sort those that failed because of others last, and those that the launcher has ended after those that ended."""
     was_ended = failure.exitcode == -signal.SIGTERM
-    is_because_of_others = _last_line(said[1]).startswith(_BECAUSE_OF_OTHERS)
-    return was_ended, is_because_of_others, said[0]
+    is_no_cause = _is_because_of_others(said[1]) or (was_ended and not _was_ending(failure, said[1]))
+    return is_no_cause, was_ended, said[0]
 
 
-def _how(failure: ProcessFailure) -> str:
+def _is_because_of_others(said: str) -> bool:
+    return _last_line(said).startswith(_BECAUSE_OF_OTHERS)
+
+
+def _was_ending(failure: ProcessFailure, said: str) -> bool:
+    """True if a rank had raised already when the launcher ended it, as ranks that waited for it had ended before."""
+    return failure.exitcode == -signal.SIGTERM and _BEGINNING in said and not _is_because_of_others(said)
+
+
+def _how(failure: ProcessFailure, said: str) -> str:
+    if _was_ending(failure, said):
+        return f"process {failure.pid} was ended by SIGTERM after its exception"
     if failure.exitcode < 0:
         return f"process {failure.pid} was killed by {signal.Signals(-failure.exitcode).name}"
     return f"process {failure.pid} ended with exit status {failure.exitcode}"

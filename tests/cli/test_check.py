@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import launching
 import pytest
@@ -45,6 +46,30 @@ def test_under_a_launcher_rank_0_prints():
     assert "ok       meeting: 2 ranks met at 127.0.0.1:" in out
     assert "time     gather 4 MB: " in out
     assert not nothing
+
+
+MPIRUN = Path(sys.executable).parent / "mpirun"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MPIRUN.exists(), reason="there is no mpirun beside the interpreter")
+def test_under_mpirun_rank_0_prints():
+    process = start({}, MPIRUN, "-n", "2")
+    ((out, err),) = launching.finished(process)
+    assert process.returncode == 0, out + err
+    lines = out.splitlines()
+    assert [line.partition("meeting: ")[2][:11] for line in lines if "meeting" in line] == ["2 ranks met"]
+    assert sum(line.startswith("ok       gather: right") for line in lines) == 1
+    assert not any(line.startswith("FAULT") for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("srun"), reason="there is no srun")
+def test_under_srun_rank_0_prints():
+    process = start({}, "srun", "-n", "2")
+    ((out, err),) = launching.finished(process)
+    assert process.returncode == 0, out + err
+    assert out.count("meeting: 2 ranks met") == 1
 
 
 def start(env, *prefix):

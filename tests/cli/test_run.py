@@ -9,9 +9,11 @@ import launching
 import psutil
 import pytest
 from click.testing import CliRunner
+from test_check import free_port
 from test_env import easydist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from easydist.cli.failures import traceback_in
+from easydist.cli.failures import report, traceback_in
 from easydist.cli.main import main
 
 HELLO = "import os, sys\nprint('hello', os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])"
@@ -62,14 +64,27 @@ easydist.gather(torch.ones(1))
 
 @pytest.mark.slow
 def test_the_first_failing_rank_is_shown_first_with_its_traceback(tmp_path):
-    """Rank 0 fails, too, because of rank 1."""
+    """Rank 0 fails, too, because of rank 1, and may end before it."""
     _, err = easydist("run", "-n", "2", script(tmp_path, RAISES), status=1)
     end = err.partition("\nRank 1 failed first: process ")[2]
-    assert "ended with exit status 1." in end.splitlines()[0]
+    assert end.splitlines()[0].endswith((" ended with exit status 1.", " was ended by SIGTERM after its exception."))
     assert end.splitlines()[1] == "Traceback (most recent call last):"
     assert "KeyError: 'key'" in end
     assert end.index("ValueError: bad data") < end.index("Rank 0:")
     assert "ChildFailedError" not in err
+
+
+def test_a_rank_that_the_launcher_ends_after_its_exception_has_failed_first(tmp_path, capsys):
+    """Its process was still ending when the other one had failed because of it."""
+    said = {0: "easydist.errors.RemoteError: rank 1 failed", 1: "ValueError: bad data"}
+    for rank, line in said.items():
+        (folder := tmp_path / "run" / "attempt_0" / str(rank)).mkdir(parents=True)
+        (folder / "stderr.log").write_text(f"Traceback (most recent call last):\n  here\n{line}\n")
+    failures = {rank: ProcessFailure(rank, 100 + rank, status, "") for rank, status in ((0, 1), (1, -signal.SIGTERM))}
+    assert report(failures, tmp_path) == 1
+    err = capsys.readouterr().err
+    assert "Rank 1 failed first: process 101 was ended by SIGTERM after its exception." in err
+    assert "Rank 0: process 100 ended with exit status 1. easydist.errors.RemoteError: rank 1 failed" in err
 
 
 KILLED = RAISES.partition("    try")[0] + "    import os\n    os.kill(os.getpid(), 9)\neasydist.gather(torch.ones(1))"
@@ -80,6 +95,64 @@ def test_a_rank_that_is_killed_is_named(tmp_path):
     _, err = easydist("run", "-n", "2", script(tmp_path, KILLED), status=137)
     assert "Rank 1 failed first: process " in err
     assert "was killed by SIGKILL.\nIt left no traceback." in err
+
+
+SLOW_TO_END = RAISES.replace("    try", "    import atexit, time; atexit.register(time.sleep, 1000)\n    try")
+
+
+@pytest.mark.slow
+def test_a_rank_that_raised_is_first_even_if_the_launcher_has_to_end_it(tmp_path):
+    """Rank 0 has ended before, because of rank 1."""
+    _, err = easydist("run", "-n", "2", script(tmp_path, SLOW_TO_END), status=1)
+    end = err.partition("\nRank 1 failed first: process ")[2]
+    assert "was ended by SIGTERM after its exception." in end.splitlines()[0]
+    assert end.index("ValueError: bad data") < end.index("Rank 0: process ")
+
+
+def on_two_nodes(path, *options):
+    """The lines, the errors and the status of two agents on this machine, with two ranks each."""
+    own = {"PYTHONPATH": launching.ROOT, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    nodes = [
+        launching.start(
+            *(sys.executable, "-m", "easydist", "run", "--nnodes", "2", "-n", "2", "--node-rank", str(node)),
+            *(*options, path),
+            env=os.environ | own | {"EASYDIST_HOST_ID": f"node{node}"},
+        )
+        for node in range(2)
+    ]
+    told = launching.finished(*nodes)
+    return [(sorted(out.splitlines()), err, node.returncode) for (out, err), node in zip(told, nodes, strict=True)]
+
+
+MEETS = """
+import easydist, os
+state = easydist.ProcessState(cpu=True)
+print(os.environ["GROUP_RANK"], easydist.gather_object([state.process_index]), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_two_nodes_that_are_told_where_they_meet(tmp_path):
+    first, second = on_two_nodes(
+        script(tmp_path, MEETS), "--master-addr", "127.0.0.1", "--master-port", str(free_port())
+    )
+    assert first == ([f"[rank {rank}] 0 [0, 1, 2, 3]" for rank in (0, 1)], "", 0)
+    assert second == ([f"[rank {rank}] 1 [0, 1, 2, 3]" for rank in (2, 3)], "", 0)
+
+
+@pytest.mark.slow
+def test_on_two_nodes_each_says_why_its_ranks_failed(tmp_path):
+    """They agree on who is the first node by themselves."""
+    place = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "job")
+    nodes = on_two_nodes(script(tmp_path, RAISES.replace("== 1", "== 3")), *place)
+    ends = dict(err.partition("\nRank ")[2].partition(" failed ")[::2] for _, err, _ in nodes)
+    assert [status for _, _, status in nodes] == [1, 1], ends
+    assert ends.pop("3").startswith("first: process ")
+    ((rank, end),) = ends.items()
+    assert rank in "01"
+    assert end.startswith("because of another rank: process ")
+    assert "RemoteError: gather: rank 3 ended with an exception" in end
+    assert "rank 3: ValueError: bad data" in end
 
 
 STUBBORN = """
@@ -97,7 +170,8 @@ while True:
 def test_ctrl_c_leaves_no_orphan(tmp_path):
     """The ranks ignore it, and have children in sessions of their own: a second one kills them all."""
     command = [sys.executable, "-m", "easydist", "run", "-n", "2", script(tmp_path, STUBBORN)]
-    process = launching.start(*command, env=os.environ | {"PYTHONPATH": launching.ROOT})
+    env = {"PYTHONPATH": launching.ROOT, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": 2}
+    process = launching.start(*command, env=os.environ | env)
     limit = threading.Timer(launching.within(60), process.kill)
     limit.start()
     try:

@@ -20,7 +20,7 @@ PROPERTY = settings(max_examples=launching.examples(60), deadline=None)
 UNPICKLABLE = {"object", "statics", "namedtuple with its own __new__", "mapping proxy", "BatchEncoding"}
 
 
-@pytest.mark.parametrize("name", CASES.keys() - UNPICKLABLE)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in UNPICKLABLE])
 def test_decode_is_the_inverse_of_encode(name):
     assert_same(round_trip(CASES[name]()), CASES[name]())
 

@@ -1,8 +1,9 @@
 """One rank of a transformers.Trainer that evaluates and predicts, first with accelerate's functions, then with ours.
 
-Usage: torchrun trainer.py FOLDER sequences|tokens|generation
+Usage: torchrun trainer.py FOLDER
 
-Each rank writes what differed, and which functions were called, to ``FOLDER/RANK.json``. Models are tiny and random.
+Each rank writes what differed, and which functions were called, to ``FOLDER/KIND-RANK.json``.
+Models are tiny and random.
 """
 
 import copy
@@ -189,25 +190,28 @@ def counted(function, name, called):
     return call
 
 
-def main(folder, kind):
+def main(folder):
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    cases = list({"sequences": sequences, "tokens": tokens, "generation": generation}[kind]())
-    rounds = []
+    cases = {kind.__name__: list(kind()) for kind in (sequences, tokens, generation)}
     called = set()
-    for ours in (False, True):
-        if ours:
-            count(called)
-            easydist.accelerate.enable()
-        torch.manual_seed(0)
-        rounds.append({name: outcome(model, samples, folder, options) for name, model, samples, options in cases})
-    theirs, ours = rounds
-    found = {
-        "cases": [name for name, *_ in cases],
-        "differences": list(differences(theirs, ours)),
-        "called": sorted(called),
-    }
-    Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+    theirs = {kind: outcomes(own, folder) for kind, own in cases.items()}
+    count(called)
+    easydist.accelerate.enable()
+    for kind, own in cases.items():
+        called.clear()
+        found = {
+            "cases": [name for name, *_ in own],
+            "differences": list(differences(theirs[kind], outcomes(own, folder))),
+            "called": sorted(called),
+        }
+        Path(folder, f"{kind}-{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
-main(*sys.argv[1:])
+def outcomes(cases, folder):
+    """What the Trainer gives in each case."""
+    torch.manual_seed(0)
+    return {name: outcome(model, samples, folder, options) for name, model, samples, options in cases}
+
+
+main(sys.argv[1])

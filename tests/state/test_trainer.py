@@ -22,13 +22,20 @@ CALLED = {
 ALWAYS = {"gather", "pad_across_processes", "send_to_device"}
 
 
-@pytest.mark.parametrize("kind", CALLED)
-def test_a_trainer_gets_what_it_gets_from_accelerate(kind, tmp_path):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where each rank has written what it found."""
+    folder = tmp_path_factory.mktemp("trainer")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(SCRIPTS / "trainer.py"), str(tmp_path), kind]
+    command += [str(SCRIPTS / "trainer.py"), str(folder)]
     done = subprocess.run(command, env=ENV, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("kind", CALLED)
+def test_a_trainer_gets_what_it_gets_from_accelerate(kind, folder):
     for rank in range(2):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        found = json.loads((folder / f"{kind}-{rank}.json").read_text())
         assert found["differences"] == []
         assert set(found["called"]) >= CALLED[kind] | ALWAYS

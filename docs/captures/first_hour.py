@@ -1,0 +1,81 @@
+"""Write first_hour/*.txt and top_beside.svg: what a new user sees, in a fresh clone of this repository.
+
+pip install -e '.[docs]' -c constraints.txt
+python docs/captures/first_hour.py
+
+It takes some minutes: `make demo` makes an environment of its own. Only what is committed is in the clone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+from terminal import Terminal
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+SHOWN = HERE / "first_hour"
+HOME = "/home/ann"
+COLUMNS = 120
+SIZE = {"columns": COLUMNS, "rows": 40}
+STEPS = {
+    "clone": f"git clone --quiet {ROOT} easydist && cd easydist",
+    "demo": "make demo",
+    "run": "easydist run -n 2 examples/evaluate.py",
+    "check": "easydist check",
+}
+WAITED = re.compile(r" main_process_first +examples/evaluate\.py:\d+ +0 +1\.")
+
+
+class Newcomer:
+    """Somebody with an empty home and nothing activated, who types commands."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self._env = {name: os.environ[name] for name in ("PATH", "LANG", "HOME") if name in os.environ}
+        self._env |= {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+        binary = home / "easydist" / ".venv" / "bin"
+        self._env["PATH"] = os.pathsep.join([str(binary), self._env["PATH"]])
+
+    def terminal(self, command: str, **size: int) -> Terminal:
+        folder = self._home / "easydist"
+        return Terminal("bash", "-c", command, cwd=folder if folder.exists() else self._home, env=self._env, **size)
+
+    def types(self, command: str) -> str:
+        """What stands in the terminal at the end."""
+        print("$", command, flush=True)
+        with self.terminal(command, **SIZE) as terminal:
+            status = terminal.finish(1800)
+            lines = terminal.lines
+        assert status == 0, "\n".join(lines)
+        return "\n".join(lines).replace(str(self._home), HOME)
+
+
+def main() -> None:
+    """Type what a new user types."""
+    SHOWN.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        ann = Newcomer(Path(folder))
+        for name, command in STEPS.items():
+            text = ann.types(command)
+            typed = command.replace(str(ROOT), "…")
+            (SHOWN / f"{name}.txt").write_text(f"$ {typed}\n{text}".rstrip() + "\n", encoding="utf-8")
+        look_beside(ann)
+
+
+def look_beside(ann: Newcomer) -> None:
+    """In a second terminal, look at a job while rank 1 waits for the rank that trains."""
+    with (
+        ann.terminal(STEPS["run"], **SIZE) as job,
+        ann.terminal(f"easydist top {job.pid} --interval 0.1", columns=104, rows=7) as top,
+    ):
+        top.wait_for(lambda: any(map(WAITED.search, top.lines)), 120, "rank 1 to have waited for rank 0")
+        top.save_svg(HERE / "top_beside.svg", "easydist top")
+        assert job.finish(120) == 0
+
+
+if __name__ == "__main__":
+    main()

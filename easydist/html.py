@@ -1,0 +1,46 @@
+"""What notebooks show of easydist's values: tables and texts as HTML, in the colours of the page around them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from html import escape
+
+_TEXT = "white-space: pre-wrap; font-family: var(--jp-code-font-family, monospace); line-height: 1.4; margin: 0 0 .5em"
+_CELL = "padding: .2em .7em; white-space: nowrap; font-variant-numeric: tabular-nums"
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]], texts: Collection[str] = ()) -> str:
+    """Return a table as HTML.
+
+    Args:
+        titles: Of the columns.
+        rows: The cells of each row, which are escaped.
+        texts: The titles of columns that are aligned to the left, and not to the right as numbers are.
+
+    Example:
+        >>> table(["rank"], [["<1>"]]).count("&lt;1&gt;</td>")
+        1
+    """
+    styles = [f"text-align: {'left' if title in texts else 'right'}; {_CELL}" for title in titles]
+    head = "".join(_cells("th", styles, titles))
+    body = "".join(f"<tr>{''.join(_cells('td', styles, row))}</tr>" for row in rows)
+    return f'<table style="margin: 0 0 .5em"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def _cells(tag: str, styles: Sequence[str], row: Sequence[str]) -> Iterable[str]:
+    return (f'<{tag} style="{style}">{escape(text)}</{tag}>' for style, text in zip(styles, row, strict=True))
+
+
+def text(said: str, title: str = "") -> str:
+    """Return a text as HTML that keeps its lines and columns.
+
+    Args:
+        said: The text, which is escaped.
+        title: What stands before it, in bold.
+
+    Example:
+        >>> "<b>Title</b> a &lt; b" in text("a < b", "Title")
+        True
+    """
+    bold = f"<b>{escape(title)}</b> " if title else ""
+    return f'<pre style="{_TEXT}">{bold}{escape(said)}</pre>'
