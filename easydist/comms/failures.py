@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
 from easydist.errors import CollectiveTimeout, PeerLostError
 from easydist.liveness.peer import Peer
+
+_GRACE = 1.0
+"""Seconds in which a process whose connection broke has to end."""
 
 
 class CommTimeout(CollectiveTimeout, RuntimeError):
@@ -30,18 +34,27 @@ def explained(
         limit: Its time limit.
         peers: The other ranks, as far as they are known.
     """
-    gone = [peer for peer in peers if peer.has_ended()]
+    broke = "onnection" in str(error)
+    gone = _ended(peers, _GRACE if broke else 0.0)
     if gone or isinstance(error, PeerLostError):
         return _lost(error, what, gone)
     waited = getattr(error, "peer", None)
-    whom = f"rank {waited} did not come" if waited is not None else "not all ranks came"
     if isinstance(error, CollectiveTimeout) or "imed out" in str(error):
+        missing = getattr(error, "missing", ()) or (() if waited is None else (waited,))
+        whom = f"rank {', '.join(map(str, missing))} did not come" if missing else "not all ranks came"
         late = CommTimeout(f"{what}: timed out; {whom} within {limit.total_seconds():g} s. {_broken(error)}")
-        late.missing = getattr(error, "missing", ()) or (() if waited is None else (waited,))
+        late.missing = missing
         return late
     whom = "" if waited is None else f" in the exchange with rank {waited}"
-    kind = CommPeerLost if "onnection" in str(error) else RuntimeError
-    return kind(f"{what}: failed{whom}. {_broken(error)}")
+    return (CommPeerLost if broke else RuntimeError)(f"{what}: failed{whom}. {_broken(error)}")
+
+
+def _ended(peers: Sequence[Peer], seconds: float) -> list[Peer]:
+    """Those that have ended: a connection breaks a moment before the process is gone."""
+    deadline = time.monotonic() + seconds
+    while not (gone := [peer for peer in peers if peer.has_ended()]) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return gone
 
 
 def _lost(error: BaseException, what: str, gone: Sequence[Peer]) -> CommPeerLost:

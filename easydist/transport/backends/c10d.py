@@ -122,7 +122,7 @@ class _Posted:
 
     def wait(self, timeout: timedelta | None = None) -> None:
         if (monitor := self._monitor) is None:
-            self._work.wait() if timeout is None else self._work.wait(timeout)
+            self._wait_alone(timeout)
             return
         if timeout is None and monitor.left is not None:
             timeout = _FOREVER  # the watchdog ends it when the call's time is over
@@ -136,6 +136,13 @@ class _Posted:
             monitor.end_wait()
         if monitor.broken is not None:  # the message came when this rank had given up already
             monitor.raise_if_broken()
+
+    def _wait_alone(self, timeout: timedelta | None) -> None:
+        try:
+            self._work.wait() if timeout is None else self._work.wait(timeout)
+        except RuntimeError as error:
+            error.peer = self._peer  # type: ignore[attr-defined]  # for whoever explains it
+            raise
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
