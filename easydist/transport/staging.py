@@ -17,6 +17,8 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
         >>> flat(torch.tensor([[1, 2], [3, 4]]).t())
         tensor([1, 3, 2, 4])
     """
+    if tensor.stride() == (1,) and not (tensor.requires_grad or tensor.is_complex() or tensor.is_neg()):
+        return tensor  # nothing to change; the other ways cost two microseconds
     if not is_direct(tensor):
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # A single element may have any stride.

@@ -16,6 +16,7 @@ WORLD = 4
 GROUPS = [(0, 1, 2, 3), (0, 1), (2, 1), (3, 0, 2), (2, 3), (1,)]
 """Members of the communicators, in the order of their ranks; all but the first are splits of it."""
 
+NAMES = ["all_reduce", "reduce", "broadcast", "all_gather", "gather", "all_to_all", "ring", "barrier"]
 OPS = {"SUM": torch.add, "MAX": torch.maximum, "BXOR": torch.bitwise_xor, "PRODUCT": torch.mul}
 
 
