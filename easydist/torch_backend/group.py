@@ -19,8 +19,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from easydist.data.packing import as_bytes
 from easydist.eager import eager_methods
 from easydist.errors import EasydistError, RemoteError
+from easydist.groups.meeting import NEVER, site
 from easydist.liveness.monitor import Monitor
-from easydist.torch_backend.rendezvous import NAME, NEVER, Meeting, site
+from easydist.torch_backend.rendezvous import NAME, begin_meeting
 from easydist.torch_backend.work import GroupWork, Target, Tensors, all_bytes, dense, seen
 from easydist.transport.backend import Backend
 from easydist.transport.backends.solo import Solo
@@ -154,8 +155,8 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         if self.size() == 1:
             return
         self.shutdown()
-        meeting = Meeting(store, self.rank(), self.size(), self.timeout)
-        self._backend, self._monitor, self._store = meeting.join(), meeting.monitor, meeting.store
+        meeting, self._store = begin_meeting(store, self.rank(), self.size(), self.timeout)
+        self._backend, self._monitor = meeting.join(), meeting.monitor
         meeting.look_to(self.guard)
         self._under_way, self._is_closed, self._batch = 0, False, None
         self._held.clear()
@@ -463,8 +464,8 @@ def _create(store: Store, rank: int, size: int, timeout: timedelta) -> SharedMem
     """What torch calls for a group with this backend."""
     if size == 1:
         return SharedMemoryGroup(Solo(), store, timeout, Monitor(0, 1, timeout.total_seconds()))
-    meeting = Meeting(store, rank, size, timeout)
-    group = SharedMemoryGroup(meeting.join(), meeting.store, timeout, meeting.monitor)
+    meeting, own = begin_meeting(store, rank, size, timeout)
+    group = SharedMemoryGroup(meeting.join(), own, timeout, meeting.monitor)
     meeting.look_to(group.guard)
     return group
 

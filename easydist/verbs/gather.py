@@ -18,7 +18,7 @@ from easydist.data.leaves import Indexed, Leaves, as_array, as_value
 from easydist.eager import eager
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
-from easydist.transport.comm import TorchComm
+from easydist.transport.comm import Collectives
 from easydist.typing import Group, Item, T, Timeout, Tree
 from easydist.verbs.buckets import (
     Shapes,
@@ -192,7 +192,7 @@ class Gather(TreeVerb):
         return {i: result for finish in begun for i, result in finish().items()}
 
     def _begin(
-        self, comm: TorchComm, leaves: Leaves, shapes: Sequence[Shapes], buckets: Sequence[Sequence[int]]
+        self, comm: Collectives, leaves: Leaves, shapes: Sequence[Shapes], buckets: Sequence[Sequence[int]]
     ) -> Callable[[], dict[int, torch.Tensor]]:
         """Begin to gather the leaves of one communicator; returns what waits for them."""
         dst, dims = self._dst, leaves.layout.free(self._dim)[0]
