@@ -151,7 +151,7 @@ class Cell:
 
     def _release(self, now: float) -> None:
         """Interrupt the ranks that wait for one that will not come: it has left the cell, never ran it, or is lost."""
-        waits = {rank: wait for rank, wait in self._pages.waits(self.running).items() if wait.missing}
+        waits = {rank: wait for rank, wait in self._pages.waits(self.running).items() if wait.is_vain}
         for rank, wait in waits.items():
             if self._in_vain.get(rank) == (wait.operation, wait.since):
                 self.outcomes[rank].wait = self.outcomes[rank].wait or wait
@@ -212,7 +212,7 @@ class Cell:
         texts = [f"{named(gone)}"] if gone else []
         if outside:
             texts.append(f"{named(outside)}, which {'does' if len(outside) == 1 else 'do'} not run this cell,")
-        return " and ".join(texts)
+        return " and ".join(texts) or "a rank of its group that does not come"
 
     def _lost(self, lost: Sequence[int]) -> RankLostError:
         texts = [f"{named([rank])} is lost: {_end(self._ranks[rank])}" for rank in lost]

@@ -22,13 +22,15 @@ class Wait(NamedTuple):
         site: Where that was called.
         ranks: For whom, as far as that is known.
         since: When it began, by the monotonic clock.
-        missing: Those that will not come; empty if the wait may end.
+        is_vain: True if some of them will not come.
+        missing: Those that will not, as far as that is known.
     """
 
     operation: str
     site: str
     ranks: tuple[int, ...]
     since: float
+    is_vain: bool
     missing: tuple[int, ...]
 
 
@@ -46,6 +48,12 @@ class _Group(NamedTuple):
     numbers: dict[int, int]
     told: dict[int, Membership]
     others: set[int]
+
+    @property
+    def everyone(self) -> set[int]:
+        """The ranks in it; those that cannot be seen only where there is no doubt who they are."""
+        seen = set(self.numbers.values())
+        return seen | self.others if len(seen) + len(self.others) == self.size else seen
 
 
 class Pages:
@@ -88,15 +96,15 @@ class Pages:
 
     def _wait(self, told: Membership, group: _Group, running: Collection[int]) -> Wait:
         awaited = self._awaited(told, group)
-        absent = {rank for rank in self._everyone_in(group) if rank not in running}
+        absent = {rank for rank in group.everyone if rank not in running}
         if told.group == _COUNTS_ALL:
             is_vain = self._is_stuck(group, running)
         else:
             unseen = [number for number in awaited_by(told, group.told) if number not in group.numbers]
             is_vain = bool(awaited & absent) or (bool(unseen) and not group.others & set(running))
         operation, _, site = placed(told.place)
-        missing = (awaited & absent or absent) if is_vain else set()
-        return Wait(operation, site, tuple(sorted(awaited)), told.since, tuple(sorted(missing)))
+        missing = awaited & absent or absent
+        return Wait(operation, site, tuple(sorted(awaited)), told.since, is_vain, tuple(sorted(missing)))
 
     def _awaited(self, told: Membership, group: _Group) -> set[int]:
         """For whom a rank waits; a group of as many ranks as the cluster has is in the cluster's order."""
@@ -104,10 +112,6 @@ class Pages:
         if group.size == len(self._pids):
             return {group.numbers.get(number, number) for number in numbers}
         return {group.numbers[number] for number in numbers if number in group.numbers}
-
-    def _everyone_in(self, group: _Group) -> set[int]:
-        """The ranks that are in a group, or may be, since not all of it can be seen."""
-        return set(group.numbers.values()) | (group.others if len(group.numbers) < group.size else set())
 
     def _is_stuck(self, group: _Group, running: Collection[int]) -> bool:
         """True if no rank of a group can move on: all that run the cell wait, and some do not run it."""
