@@ -57,13 +57,14 @@ class Cluster:
 
     def __init__(self, size: int, sink: Sink | None = None) -> None:
         zmq = _demand_extra()
+        from easydist.notebook.process import Home, free_port
+
         self.size = size
         self._sink = sink or Notebook()
         self._epoch, self._needs_meeting, self._last_cell = 0, False, 0
         self._owner, self._lock = os.getpid(), threading.RLock()
-        self._folder = _private_folder()
-        self._context: Any = zmq.Context()
-        self._read_end, self._write_end = os.pipe()
+        read_end, self._write_end = os.pipe()
+        self._home = Home(size, _private_folder(), read_end, free_port(), zmq.Context())
         self._ranks: list[RankProcess] = []
         atexit.register(self.stop)
         try:
@@ -87,7 +88,7 @@ class Cluster:
         for rank in known:
             rank.send(ACT, {"action": "join", "epoch": self._epoch}, silent=True)
         for number in ranks:
-            rank = RankProcess(number, self.size, self._folder, self._read_end, self._epoch, self._context)
+            rank = RankProcess(number, self._epoch, self._home)
             self._ranks.append(rank)
             rank.send("", {}, silent=True)
         self._ranks.sort(key=lambda rank: rank.rank)
@@ -355,10 +356,10 @@ class Cluster:
             rank.close()
         if self._write_end >= 0:
             os.close(self._write_end)
-            os.close(self._read_end)
+            os.close(self._home.lifeline)
             self._write_end = -1
-            self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+            self._home.context.term()
+        shutil.rmtree(self._home.folder, ignore_errors=True)
 
     def __enter__(self) -> Cluster:
         return self

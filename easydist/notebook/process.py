@@ -11,10 +11,11 @@ import json
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,32 @@ _GRACE = 1.0
 """Seconds in which a killed process is collected."""
 
 
+@dataclass(frozen=True)
+class Home:
+    """What the ranks of a cluster share.
+
+    Attributes:
+        size: How many there are.
+        folder: Theirs, which only this user may open.
+        lifeline: The read end of a pipe; a rank ends when the other end is closed.
+        port: For process groups that the user makes; the cluster itself needs none.
+        context: For sockets.
+    """
+
+    size: int
+    folder: Path
+    lifeline: int
+    port: int
+    context: zmq.Context[Any]
+
+
 class RankProcess:
     """A rank of a cluster.
 
     Args:
         rank: Its number.
-        size: How many ranks there are.
-        folder: The cluster's, which only this user may open.
-        lifeline: The read end of a pipe; the process ends when the other end is closed.
         epoch: Which meeting of the ranks it joins first.
-        context: For the sockets.
+        home: The cluster's.
 
     Attributes:
         rank: Its number.
@@ -49,26 +66,24 @@ class RankProcess:
         request: The request under way; empty where there is none.
     """
 
-    def __init__(
-        self, rank: int, size: int, folder: Path, lifeline: int, epoch: int, context: zmq.Context[Any]
-    ) -> None:
+    def __init__(self, rank: int, epoch: int, home: Home) -> None:
         self.rank, self.request = rank, ""
-        place = folder / f"{rank}-{epoch}"
+        place = home.folder / f"{rank}-{epoch}"
         self._log = place.with_suffix(".log")
         self._session = Session(key=secrets.token_hex(32).encode())
-        settings = {"rank": rank, "size": size, "epoch": epoch, "folder": str(folder), "path": sys.path}
         file, _ = write_connection_file(
             f"{place}.json", transport="ipc", ip=str(place), key=self._session.key, **_PORTS
         )
-        settings |= {"connection_file": file, "lifeline": lifeline, "parent": os.getpid()}
-        self._process = self._start(settings, lifeline, _environment(rank, size))
+        settings = {"rank": rank, "size": home.size, "epoch": epoch, "folder": str(home.folder), "path": sys.path}
+        settings |= {"connection_file": file, "lifeline": home.lifeline, "parent": os.getpid()}
+        self._process = self._start(settings, home.lifeline, _environment(rank, home))
         self.pid = self._process.pid
-        self.shell, self.iopub = context.socket(zmq.DEALER), context.socket(zmq.SUB)
+        self.shell, self.iopub = home.context.socket(zmq.DEALER), home.context.socket(zmq.SUB)
         self.iopub.rcvhwm = 0  # nothing is dropped
         self.iopub.subscribe(b"")
-        for socket, port in ((self.shell, "shell_port"), (self.iopub, "iopub_port")):
-            socket.linger = 0
-            socket.connect(f"ipc://{place}-{_PORTS[port]}")
+        for connection, number in ((self.shell, "shell_port"), (self.iopub, "iopub_port")):
+            connection.linger = 0
+            connection.connect(f"ipc://{place}-{_PORTS[number]}")
 
     def _start(self, settings: dict[str, Any], lifeline: int, env: dict[str, str]) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "easydist.notebook.kernel", json.dumps(settings)]
@@ -99,9 +114,9 @@ class RankProcess:
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """What has come from the rank since the last look."""
-        for socket in (self.iopub, self.shell):
+        for connection in (self.iopub, self.shell):
             while True:
-                _, message = self._session.recv(socket)
+                _, message = self._session.recv(connection)
                 if message is None:
                     break
                 yield message
@@ -134,26 +149,19 @@ class RankProcess:
             return self._log.read_text(errors="replace")[-4000:].strip()
         return ""
 
-    def collected(self) -> int | None:
-        """How the process has ended, a moment after its connections have."""
-        deadline = time.monotonic() + _GRACE
-        while self.status() is None and time.monotonic() < deadline:
-            time.sleep(0.005)
-        return self.status()
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
-def _environment(rank: int, size: int) -> dict[str, str]:
+def _environment(rank: int, home: Home) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(_FROM_LAUNCHERS)}
     env.pop("MPLBACKEND", None)  # the notebook's own kernel has set it
-    threads = max(1, (os.cpu_count() or 1) // size)
-    if env.get("GLOO_SOCKET_IFNAME") is None:
-        env["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-    return (
-        env
-        | {name: str(value) for name, value in place.items()}
-        | {
-            "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", str(threads)),
-            "PYDEVD_DISABLE_FILE_VALIDATION": "1",
-        }
-    )
+    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // home.size)))
+    env.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    place = {"RANK": rank, "WORLD_SIZE": home.size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": home.size}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": home.port, "PYDEVD_DISABLE_FILE_VALIDATION": 1}
+    return env | {name: str(value) for name, value in (place | address).items()}

@@ -13,7 +13,7 @@ from launching import finished, python, start, within
 
 pytestmark = pytest.mark.slow
 
-FOLDER = "cluster._folder"
+FOLDER = "cluster._home.folder"
 
 
 @pytest.fixture(scope="module")
