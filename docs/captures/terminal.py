@@ -85,6 +85,7 @@ class Terminal:
             data = b""
         self._stream.feed(data)
         if not data:
+            os.close(self._side)
             self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def _rows(self) -> Iterator[Sequence[pyte.screens.Char]]:

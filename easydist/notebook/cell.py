@@ -200,21 +200,19 @@ class Cell:
         places: dict[str, list[int]] = {}
         for rank, outcome in sorted(self.outcomes.items()):
             if (wait := outcome.wait) is not None:
-                awaited = [other for other in wait.ranks if other not in self._ranks or other != rank]
-                reason = self._reason(awaited)
-                text = f"{reason} in {wait.operation}, {where(wait.site, self._number)}"
+                text = f"{self._reason(wait.missing)} in {wait.operation}, {where(wait.site, self._number)}"
                 places.setdefault(text, []).append(rank)
         return "\n".join(
             f"{named(ranks)} waited for {text}, and {_were(ranks)} released" for text, ranks in places.items()
         )
 
-    def _reason(self, awaited: Sequence[int]) -> str:
-        outside = [rank for rank in awaited if rank not in self._ranks]
-        gone = [rank for rank in awaited if rank in self._ranks]
+    def _reason(self, missing: Sequence[int]) -> str:
+        outside = [rank for rank in missing if rank not in self._ranks]
+        gone = [rank for rank in missing if rank in self._ranks]
         texts = [f"{named(gone)}"] if gone else []
         if outside:
             texts.append(f"{named(outside)}, which {'does' if len(outside) == 1 else 'do'} not run this cell,")
-        return " and ".join(texts) or "ranks that do not come"
+        return " and ".join(texts) or "a rank of its group that does not come"
 
     def _lost(self, lost: Sequence[int]) -> RankLostError:
         texts = [f"{named([rank])} is lost: {_end(self._ranks[rank])}" for rank in lost]

@@ -23,6 +23,7 @@ class Wait(NamedTuple):
         ranks: For whom, as far as that is known.
         since: When it began, by the monotonic clock.
         is_vain: True if some of them will not come.
+        missing: Those that will not, as far as that is known.
     """
 
     operation: str
@@ -30,6 +31,29 @@ class Wait(NamedTuple):
     ranks: tuple[int, ...]
     since: float
     is_vain: bool
+    missing: tuple[int, ...]
+
+
+class _Group(NamedTuple):
+    """A group, as far as it can be seen.
+
+    Attributes:
+        size: How many ranks it has.
+        numbers: The cluster's rank of each number in the group.
+        told: What each of them has published, by its number in the group.
+        others: The cluster's ranks that are not known to be in it.
+    """
+
+    size: int
+    numbers: dict[int, int]
+    told: dict[int, Membership]
+    others: set[int]
+
+    @property
+    def everyone(self) -> set[int]:
+        """The ranks in it; those that cannot be seen only where there is no doubt who they are."""
+        seen = set(self.numbers.values())
+        return seen | self.others if len(seen) + len(self.others) == self.size else seen
 
 
 class Pages:
@@ -61,36 +85,39 @@ class Pages:
             for told in memberships:
                 groups[told.meeting, told.group, told.size][told.rank] = rank, told
         waits: dict[int, Wait] = {}
-        for members in groups.values():
-            for rank, told in members.values():
-                if told.is_in_call and rank in running:
-                    waits[rank] = self._wait(told, members, running)
+        for (_, _, size), members in groups.items():
+            numbers = {number: rank for number, (rank, _) in members.items()}
+            seen = {number: told for number, (_, told) in members.items()}
+            group = _Group(size, numbers, seen, set(self._pids) - set(numbers.values()))
+            for number, rank in numbers.items():
+                if seen[number].is_in_call and rank in running:
+                    waits[rank] = self._wait(seen[number], group, running)
         return waits
 
-    def _wait(self, told: Membership, members: Mapping[int, tuple[int, Membership]], running: Collection[int]) -> Wait:
-        known = {number: membership for number, (_, membership) in members.items()}
-        numbers = awaited_by(told, known)
-        ranks = {members[number][0] for number in numbers if number in members}
-        unseen = [number for number in numbers if number not in members]
-        if unseen and told.size == len(self._pids):
-            ranks |= set(unseen)
-            unseen = []
-        others = set(self._pids) - {rank for rank, _ in members.values()}
+    def _wait(self, told: Membership, group: _Group, running: Collection[int]) -> Wait:
+        awaited = self._awaited(told, group)
+        absent = {rank for rank in group.everyone if rank not in running}
         if told.group == _COUNTS_ALL:
-            is_vain = self._is_stuck(told.size, members, others, running)
+            is_vain = self._is_stuck(group, running)
         else:
-            is_vain = any(rank not in running for rank in ranks) or (bool(unseen) and not others & set(running))
+            unseen = [number for number in awaited_by(told, group.told) if number not in group.numbers]
+            is_vain = bool(awaited & absent) or (bool(unseen) and not group.others & set(running))
         operation, _, site = placed(told.place)
-        awaited = ranks | (others if unseen else set())
-        return Wait(operation, site, tuple(sorted(awaited)), told.since, is_vain)
+        missing = awaited & absent or absent
+        return Wait(operation, site, tuple(sorted(awaited)), told.since, is_vain, tuple(sorted(missing)))
 
-    def _is_stuck(
-        self, size: int, members: Mapping[int, tuple[int, Membership]], others: set[int], running: Collection[int]
-    ) -> bool:
+    def _awaited(self, told: Membership, group: _Group) -> set[int]:
+        """For whom a rank waits; a group of as many ranks as the cluster has is in the cluster's order."""
+        numbers = awaited_by(told, group.told)
+        if group.size == len(self._pids):
+            return {group.numbers.get(number, number) for number in numbers}
+        return {group.numbers[number] for number in numbers if number in group.numbers}
+
+    def _is_stuck(self, group: _Group, running: Collection[int]) -> bool:
         """True if no rank of a group can move on: all that run the cell wait, and some do not run it."""
-        here = [told for rank, told in members.values() if rank in running]
-        may_come = others & set(running) if len(members) < size else set()
-        return len(here) < size and not may_come and all(told.is_in_call for told in here)
+        here = [told for number, told in group.told.items() if group.numbers[number] in running]
+        may_come = group.others & set(running) if len(group.told) < group.size else set()
+        return len(here) < group.size and not may_come and all(told.is_in_call for told in here)
 
 
 def where(site: str, number: int) -> str:
