@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from easydist.comms import TorchComm
+from easydist.transport.comm import Collectives as TorchComm
 
 KINDS = {
     "all_gather_upto": "header",

@@ -18,7 +18,18 @@ import easydist
 ROOT = Path(__file__).parent.parent
 STUB = ROOT / "easydist" / "__init__.pyi"
 ALIASES = {"PartialState": "ProcessState", "DistributedOperationException": "DisagreementError"}
-SUBMODULES = {"accelerate", "comms", "memory", "metrics", "queue", "ray", "testing", "tree", "weights"}
+SUBMODULES = {
+    "accelerate",
+    "comms",
+    "memory",
+    "metrics",
+    "notebook",
+    "queue",
+    "ray",
+    "testing",
+    "tree",
+    "weights",
+}
 
 
 def names() -> set[str]:

@@ -26,7 +26,7 @@ from easydist.transport.backend import Backend
 from easydist.transport.backends.c10d import Gloo, over
 from easydist.transport.backends.hierarchical import Hierarchical
 from easydist.transport.backends.solo import Solo
-from easydist.transport.comm import TorchComm
+from easydist.transport.comm import Collectives
 
 T = TypeVar("T")
 
@@ -81,20 +81,21 @@ class Communicators:
         under_way: The call that this process makes in the group; empty outside of calls.
     """
 
-    control: TorchComm
-    _first: TorchComm
+    control: Collectives
+    _first: Collectives
 
-    def __init__(self, control: TorchComm | None, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, control: Collectives | None, group: dist.ProcessGroup | None = None) -> None:
         if control is not None:
             self.name, self.rank, self.size = control.get_name(), control.get_rank(), control.get_size()
         elif group is not None:
             self.name, self.rank, self.size = group.group_name, group.rank(), group.size()
+            control = Collectives(Solo(), self.name) if self.size == 1 else None  # whatever its backend is
         self._group = group
-        self._bulk: TorchComm | None = None
+        self._bulk: Collectives | None = None
         self._shared: list[Backend] = []
         self._hosts: Hosts = []
         self._store = None if group is None or self.size == 1 else PrefixStore("easydist", group.get_group_store())
-        self._data: dict[str, TorchComm] = {}
+        self._data: dict[str, Collectives] = {}
         store = None if self._store is None else TimedStore(self._store)
         self.monitor = Monitor(self.rank, self.size, _timeout_of(group), store, self.name)
         self.frames = Frames(self.size)
@@ -179,22 +180,22 @@ class Communicators:
         self._waits_in_cpp = isinstance(self.control.backend, Gloo | Hierarchical)
         self.monitor.is_awaited, self.has_met = False, True
 
-    def _use(self, control: TorchComm) -> None:
+    def _use(self, control: Collectives) -> None:
         """Talk by this communicator, and have its waits looked after."""
         self.control = self._first = self._data[control.get_device().type] = control
         if self.size > 1 and isinstance(backend := control.backend, Gloo):
             backend.monitor, self.monitor.disconnect = self.monitor, backend.disconnect
             watchdog().add(self.monitor)
 
-    def _over(self, near: Backend, channel: int) -> TorchComm:
+    def _over(self, near: Backend, channel: int) -> Collectives:
         """A communicator over the memory of this host's ranks; between hosts over the first one's connections."""
         if near.size < self.size:
             assert isinstance(self._first.backend, Gloo)
             near = Hierarchical(near, self._first.backend, self._hosts, channel)
         self._shared.append(near)
-        return TorchComm(near, self.name)
+        return Collectives(near, self.name)
 
-    def cpu(self, nbytes: int) -> TorchComm:
+    def cpu(self, nbytes: int) -> Collectives:
         """The communicator for data on the CPU: where memory is shared, one with more room for large data.
 
         Args:
@@ -209,7 +210,7 @@ class Communicators:
             self._bulk = self._over(near, 1) if hosts == self._hosts else self.control
         return self._bulk
 
-    def between_two(self, nbytes: int) -> TorchComm:
+    def between_two(self, nbytes: int) -> Collectives:
         """The communicator for data on the CPU that only two ranks exchange: they cannot make one with more room.
 
         Args:
@@ -217,12 +218,12 @@ class Communicators:
         """
         return self.control if nbytes < _LARGE else self._bulk or self._first
 
-    def data(self, device: torch.device) -> TorchComm:
+    def data(self, device: torch.device) -> Collectives:
         """The communicator for tensors on ``device``; the control communicator where the group has none for it."""
         comm = self._data.get(device.type)
         if comm is None:
             backend = None if self._group is None else over(self._group, device)
-            comm = self._data[device.type] = TorchComm(backend, self.name) if backend else self.control
+            comm = self._data[device.type] = Collectives(backend, self.name) if backend else self.control
         return comm
 
     @property
@@ -273,7 +274,7 @@ class Communicators:
     def _rebuild(self, backend: Gloo) -> None:
         cpu = self._data.get("cpu")
         self._data = {kind: comm for kind, comm in self._data.items() if comm is not cpu}
-        self._use(TorchComm(backend, self.name))
+        self._use(Collectives(backend, self.name))
         self._bulk, self.has_met = None, False
         self.monitor.end_reconnecting()
         self._meet()
@@ -294,7 +295,7 @@ _CACHE: dict[dist.ProcessGroup, Communicators] = {}
 _making = threading.RLock()
 """Held while communicators are made."""
 
-SOLO = Communicators(TorchComm(Solo(), "solo"))
+SOLO = Communicators(Collectives(Solo(), "solo"))
 """The communicators of a process that is alone."""
 
 
@@ -313,8 +314,20 @@ def _make(group: dist.ProcessGroup) -> Communicators:
         if group in groups_of_parents:
             raise RuntimeError(NOT_A_RANK)
         backend = over(group)
-        found = _CACHE[group] = Communicators(TorchComm(backend, group.group_name) if backend else None, group)
+        found = _CACHE[group] = Communicators(Collectives(backend, group.group_name) if backend else None, group)
         return found
+
+
+def forget(group: dist.ProcessGroup) -> None:
+    """Let the next call make new communicators, in which the ranks meet again; all ranks have to do it.
+
+    Args:
+        group: The group, whose store may be another one by then.
+    """
+    with _making:
+        if (known := _CACHE.pop(group, None)) is not None:
+            known.stop()
+            known.let_go()
 
 
 def _after_fork() -> None:
@@ -326,7 +339,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def of_comm(comm: TorchComm) -> Communicators:
+def of_comm(comm: Collectives) -> Communicators:
     """The communicators of a group that is given by a communicator on the CPU.
 
     Raises:
@@ -336,5 +349,5 @@ def of_comm(comm: TorchComm) -> Communicators:
         raise ValueError(f"group= needs a communicator on the CPU, or the ProcessGroup itself; got {comm!r}")
     with _making:
         if comm.communicators is None:
-            comm.communicators = Communicators(comm)
+            comm.communicators = Communicators(comm.core())
     return cast(Communicators, comm.communicators)

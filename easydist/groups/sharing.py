@@ -23,7 +23,7 @@ from easydist.shm.streams import Guard
 from easydist.transport.backend import Backend
 from easydist.transport.backends.shm import Shm
 from easydist.transport.backends.solo import Solo
-from easydist.transport.comm import TorchComm
+from easydist.transport.comm import Collectives
 
 Hosts = Sequence[Sequence[int]]
 """The ranks of each host, ascending; the hosts by their lowest ranks."""
@@ -44,7 +44,7 @@ def is_wanted() -> bool:
     return is_asked and hasattr(os, "O_TMPFILE") and own_page() is not None
 
 
-def all_gather(control: TorchComm, mine: bytes) -> list[bytes]:
+def all_gather(control: Collectives, mine: bytes) -> list[bytes]:
     """Exchange messages over a communicator of the group."""
     rows = torch.empty((control.get_size(), RECORD_NBYTES), dtype=torch.uint8, device="cpu")
     message = bytearray(mine.ljust(RECORD_NBYTES)[:RECORD_NBYTES])
@@ -70,7 +70,7 @@ def introduce(exchange: Exchange, monitor: Monitor, shares: bool, kind: type[Pee
     return by_host(records)
 
 
-def attach(control: TorchComm, monitor: Monitor, hosts: Hosts, slots: Sequence[int]) -> tuple[Backend, Hosts]:
+def attach(control: Collectives, monitor: Monitor, hosts: Hosts, slots: Sequence[int]) -> tuple[Backend, Hosts]:
     """Share memory with the ranks of this host, as far as that is possible.
 
     A rank that cannot attach counts as a host of its own; if the first of a host can give no memory, all of them do.

@@ -215,7 +215,9 @@ class Streams:
             return told
         ranks = self._awaited(operation)
         if over:
-            raise CollectiveTimeout(f"not all ranks came within {limit:g} s: ranks {ranks} are missing")
+            late = CollectiveTimeout(f"not all ranks came within {limit:g} s: ranks {ranks} are missing")
+            late.missing = tuple(ranks)
+            raise late
         self._guard(ranks, now - began)
         return now
 

@@ -23,7 +23,7 @@ from easydist.errors import EasydistError
 from easydist.groups.communicators import SOLO, Communicators, of_comm, of_group
 from easydist.state.default_group import create, default_group, leave_groups_of_parents, world_of
 from easydist.state.environment import World, flag, launched
-from easydist.transport.comm import TorchComm
+from easydist.transport.comm import Collectives
 from easydist.typing import Group, Timeout, Tree
 
 P = ParamSpec("P")
@@ -197,7 +197,7 @@ class ProcessState:
             return SOLO if default is None else of_group(default)
         if isinstance(group, dist.ProcessGroup):
             return of_group(group)
-        if isinstance(group, TorchComm):
+        if isinstance(group, Collectives):
             return of_comm(group)
         if group is dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
             raise ValueError(self._not_a_member())

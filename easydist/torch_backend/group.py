@@ -19,8 +19,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from easydist.data.packing import as_bytes
 from easydist.eager import eager_methods
 from easydist.errors import EasydistError, RemoteError
+from easydist.groups.meeting import NEVER, site
 from easydist.liveness.monitor import Monitor
-from easydist.torch_backend.rendezvous import NAME, NEVER, Meeting, site
+from easydist.torch_backend.rendezvous import NAME, begin_meeting
 from easydist.torch_backend.work import GroupWork, Target, Tensors, all_bytes, dense, seen
 from easydist.transport.backend import Backend
 from easydist.transport.backends.solo import Solo
@@ -132,12 +133,33 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         """Give the memory back; what is under way does not end."""
         if not self._is_closed:
             self._is_closed = True
+            self._monitor.end()
             self._backend.close()
 
     def abort(self) -> None:
         """The same, and ranks that wait for this one raise."""
         self._monitor.give_up(RemoteError(f"rank {self.rank()} has aborted the group {self._group_name!r}"))
         self.shutdown()
+
+    def renew(self, store: Store) -> None:
+        """Connect the ranks again, all of them together, after operations have failed; nothing may be under way.
+
+        The group stays the object that it is, so what holds it (DDP, a mesh) goes on with it.
+
+        Args:
+            store: A new one, in which all ranks meet.
+
+        Raises:
+            EasydistError: Not all ranks came, as when the group is made.
+        """
+        if self.size() == 1:
+            return
+        self.shutdown()
+        meeting, self._store = begin_meeting(store, self.rank(), self.size(), self.timeout)
+        self._backend, self._monitor = meeting.join(), meeting.monitor
+        meeting.look_to(self.guard)
+        self._under_way, self._is_closed, self._batch = 0, False, None
+        self._held.clear()
 
     # Operations. ``opts: Any``: torch has a class of its own for each of them.
 
@@ -442,8 +464,8 @@ def _create(store: Store, rank: int, size: int, timeout: timedelta) -> SharedMem
     """What torch calls for a group with this backend."""
     if size == 1:
         return SharedMemoryGroup(Solo(), store, timeout, Monitor(0, 1, timeout.total_seconds()))
-    meeting = Meeting(store, rank, size, timeout)
-    group = SharedMemoryGroup(meeting.join(), meeting.store, timeout, meeting.monitor)
+    meeting, own = begin_meeting(store, rank, size, timeout)
+    group = SharedMemoryGroup(meeting.join(), own, timeout, meeting.monitor)
     meeting.look_to(group.guard)
     return group
 

@@ -10,12 +10,16 @@ import torch
 from easydist.transport.reduce_op import ReduceOp, combine
 from easydist.transport.work import Pending, TorchWork
 
+Transfer = tuple[torch.Tensor, int]
+"""A flat tensor and the rank it goes to or comes from."""
+
 
 class Backend(ABC):
     """Moves flat, contiguous, detached tensors between the ranks of one group.
 
-    ``TorchComm`` checks every argument first, so that a backend only moves data: every tensor has one dimension, ranks
-    are in range, the sizes fit. Where data only moves, the dtype is uint8. An operation may return before it has ended.
+    ``Collectives`` checks every argument first, so that a backend only moves data: every tensor has one dimension,
+    ranks are in range, the sizes fit. Where data only moves, the dtype is uint8. An operation may return before it has
+    ended.
 
     Attributes:
         name: ``"gloo"``, ``"nccl"``, ``"solo"``, …
@@ -108,6 +112,11 @@ class Backend(ABC):
     @abstractmethod
     def send(self, tensor: torch.Tensor, dst: int) -> TorchWork:
         """To another rank, which receives as many bytes; never meets a collective's messages."""
+
+    def batch(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> TorchWork:
+        """Several ``send`` and ``recv`` as one operation: all begin before any is waited for."""
+        works = [self.recv(*recv) for recv in recvs]
+        return TorchWork(works + [self.send(*send) for send in sends])
 
     def close(self) -> None:  # noqa: B027 - most backends own nothing
         """Give back what the backend itself has created."""

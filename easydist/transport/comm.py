@@ -1,37 +1,27 @@
-"""The communicator: the one object that talks to other processes."""
+"""Collectives over one group's tensors: every argument is checked here, before a backend moves the bytes."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import SupportsIndex
 
 import torch
 
-from easydist.data.packing import as_bytes
-from easydist.transport.backend import Backend
-from easydist.transport.reduce_op import ReduceOp
+from easydist.transport.checked import BYTES, Hints, How, bits, demand, split
+from easydist.transport.reductions import Reductions
+from easydist.transport.staging import Staging, flat
 from easydist.transport.work import TorchWork
 
-Hints = Mapping[str, str] | None
 
-
-class TorchComm:
-    """Collectives over the tensors of one group, with torchcomms' names and signatures.
+class Collectives(Reductions):
+    """Collectives over the tensors of one group, with torchcomms' names and signatures; the core of ``TorchComm``.
 
     Every method checks its arguments before anything is sent and raises ``RuntimeError`` where they do not fit. Tensors
-    have to be contiguous and on the communicator's device; dtypes are free (data moves as bytes, reductions in the
-    tensor's own dtype). With ``async_op=True`` an operation returns at once, and its result may be used after
-    ``wait()``. ``hints`` are accepted and not used. ``timeout`` limits each wait; None or zero is the group's own.
-
-    Example:
-        >>> from easydist.comms import ReduceOp, Solo, TorchComm
-        >>> comm = TorchComm(Solo(), "main")
-        >>> tensor = torch.ones(2)
-        >>> comm.all_reduce(tensor, ReduceOp.SUM, async_op=False).wait()
-        >>> tensor
-        tensor([1., 1.])
+    have to be on the communicator's device; strides and dtypes are free (data moves as bytes, reductions in the
+    tensor's own dtype). Shapes are not compared, numbers of elements are. With ``async_op=True`` an operation returns
+    at once, and its result may be used after ``wait()``. ``hints`` are accepted and not used. ``timeout`` limits each
+    wait; None or zero is the group's own.
 
     Attributes:
         communicators: What easydist's verbs know of the group, once it was given to one of them.
@@ -39,41 +29,29 @@ class TorchComm:
     Source: the torchcomms API.
     """
 
-    def __init__(self, backend: Backend, name: str = "") -> None:
-        self._backend = backend
-        self._name = name
-        self.communicators: object = None
+    def core(self) -> Collectives:
+        """The same communicator for the verbs, which have rules of their own for hooks, time limits and failures."""
+        return self
 
-    def __repr__(self) -> str:
-        return (
-            f"TorchComm({self._name!r}, backend={self.get_backend()!r}, rank={self.get_rank()}, "
-            f"size={self.get_size()}, device={self.get_device()})"
+    def all_gather(
+        self,
+        tensor_list: Sequence[torch.Tensor],
+        tensor: torch.Tensor,
+        async_op: bool,
+        hints: Hints = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Law: ``tensor_list[r] == tensor of rank r``; all of one size.
+
+        Args:
+            tensor_list: One tensor per rank, each with as many elements as ``tensor``.
+            tensor: What this rank sends; as many elements on every rank.
+        """
+        sizes = {tensor.numel() for tensor in self._one_per_rank("all_gather", "tensor_list", tensor_list)}
+        demand(
+            sizes == {tensor.numel()}, "All tensors in tensor_list must have same size as input tensor for all_gather"
         )
-
-    @property
-    def backend(self) -> Backend:
-        """What moves the bytes."""
-        return self._backend
-
-    def get_backend(self) -> str:
-        """The backend's name, such as ``"gloo"``, ``"nccl"``, ``"solo"``."""
-        return self._backend.name
-
-    def get_device(self) -> torch.device:
-        """Where the tensors have to be."""
-        return self._backend.device
-
-    def get_name(self) -> str:
-        """The name given when the communicator was made."""
-        return self._name
-
-    def get_rank(self) -> int:
-        """This process in the group."""
-        return self._backend.rank
-
-    def get_size(self) -> int:
-        """How many processes the group has."""
-        return self._backend.size
+        return self._all_gather("all_gather", tensor_list, tensor, (async_op, hints, timeout))
 
     def all_gather_single(
         self,
@@ -87,12 +65,17 @@ class TorchComm:
 
         Args:
             output: ``W * input.numel()`` elements of the same dtype.
-            input: As many elements on every rank.
+            input: As many elements on every rank; may be this rank's own part of ``output``.
         """
         name = "all_gather_single"
-        self._same_dtype(name, output, input)
-        _demand(output.numel() == input.numel() * self.get_size(), name, "output must have comm_size * input elements")
-        return self._run(lambda: self._backend.all_gather_single(as_bytes(output), as_bytes(input)), async_op, timeout)
+        self._check(name, [output], [input])
+        fits = output.numel() == input.numel() * self.get_size()
+        demand(
+            fits, f"Output tensor size must be input_size * comm_size for {name}: the numbers of elements do not fit"
+        )
+        staging = Staging()
+        target, data = staging.target(output).view(BYTES), flat(input).view(BYTES)
+        return self._run(name, lambda: self._backend.all_gather_single(target, data), async_op, hints, timeout, staging)
 
     def all_gather_upto(
         self,
@@ -107,15 +90,15 @@ class TorchComm:
         For short messages whose lengths the others do not know; they stand in the messages, or nobody needs them.
 
         Args:
-            rows: uint8, one row per rank, all of one length; this rank's own row holds its message.
+            rows: uint8, contiguous, one row per rank, all of one length; this rank's own row holds its message.
             nbytes: The length of this rank's message.
         """
         name = "all_gather_upto"
-        self._check(name, rows)
-        shaped = rows.dtype is torch.uint8 and rows.ndim == 2 and rows.shape[0] == self.get_size()
-        _demand(shaped, name, "rows must be uint8 of the shape (comm_size, length)")
-        _demand(0 <= nbytes <= rows.shape[1], name, "nbytes must fit a row")
-        return self._run(lambda: self._backend.all_gather_upto(rows, nbytes), async_op, timeout)
+        self._check(name, [rows])
+        shaped = rows.dtype is BYTES and rows.ndim == 2 and rows.shape[0] == self.get_size() and rows.is_contiguous()
+        demand(shaped, f"{name}: rows must be contiguous uint8 of the shape (comm_size, length)")
+        demand(0 <= nbytes <= rows.shape[1], f"{name}: nbytes must fit a row")
+        return self._run(name, lambda: self._backend.all_gather_upto(rows, nbytes), async_op, hints, timeout)
 
     def all_gather_v(
         self,
@@ -131,8 +114,7 @@ class TorchComm:
             tensor_list: One tensor per rank, each with as many elements as that rank sends.
             tensor: What this rank sends.
         """
-        self._check_rows("all_gather_v", tensor_list, tensor)
-        return self._run(lambda: self._backend.all_gather_v(_flats(tensor_list), as_bytes(tensor)), async_op, timeout)
+        return self._all_gather("all_gather_v", tensor_list, tensor, (async_op, hints, timeout))
 
     def all_gather_parts(
         self,
@@ -148,48 +130,14 @@ class TorchComm:
             tensor_lists: One or more; each has one tensor per rank, with as many elements as that rank sends.
             tensors: What this rank sends, one for each list.
         """
-        name = "all_gather_parts"
+        name, staging = "all_gather_parts", Staging()
         for tensor_list, tensor in zip(tensor_lists, tensors, strict=True):
             self._check_rows(name, tensor_list, tensor)
-        outputs = [_flats(tensor_list) for tensor_list in tensor_lists]
-        return self._run(lambda: self._backend.all_gather_parts(outputs, _flats(tensors)), async_op, timeout)
-
-    def all_reduce(
-        self,
-        tensor: torch.Tensor,
-        op: ReduceOp,
-        async_op: bool,
-        hints: Hints = None,
-        timeout: timedelta | None = None,
-    ) -> TorchWork:
-        """Law, in place: ``tensor == op(op(tensor of rank 0, tensor of rank 1), …)``; the same bits on every rank."""
-        self._check("all_reduce", tensor)
-        _check_op("all_reduce", op)
-        flat = tensor.detach().reshape(-1)
-        return self._run(lambda: self._backend.all_reduce(flat, op), async_op, timeout)
-
-    def all_reduce_from(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        op: ReduceOp,
-        async_op: bool,
-        hints: Hints = None,
-        timeout: timedelta | None = None,
-    ) -> TorchWork:
-        """Law: ``output == op(op(input of rank 0, input of rank 1), …)``; ``input`` stays. Saves ``all_reduce`` a copy.
-
-        Args:
-            output: As many elements as ``input``, of the same dtype; in other memory.
-            input: As many elements on every rank.
-            op: The reduction.
-        """
-        name = "all_reduce_from"
-        self._same_dtype(name, output, input)
-        _check_op(name, op)
-        _demand(output.numel() == input.numel(), name, "output must have as many elements as input")
-        flats = output.detach().reshape(-1), input.detach().reshape(-1)
-        return self._run(lambda: self._backend.all_reduce_from(*flats, op), async_op, timeout)
+        outputs = [bits(staging.targets(tensor_list)) for tensor_list in tensor_lists]
+        parts = bits(map(flat, tensors))
+        return self._run(
+            name, lambda: self._backend.all_gather_parts(outputs, parts), async_op, hints, timeout, staging
+        )
 
     def all_to_all(
         self,
@@ -205,19 +153,69 @@ class TorchComm:
             output_tensor_list: One tensor per rank, for what comes from it.
             input_tensor_list: One tensor per rank, for what goes to it.
         """
-        name, rank = "all_to_all", self.get_rank()
-        self._one_per_rank(name, "output_tensor_list", output_tensor_list)
-        self._one_per_rank(name, "input_tensor_list", input_tensor_list)
-        self._same_dtype(name, *output_tensor_list, *input_tensor_list)
-        own = output_tensor_list[rank].numel() == input_tensor_list[rank].numel()
-        _demand(own, name, "own output must fit the own input")
+        return self._all_to_all("all_to_all", output_tensor_list, input_tensor_list, (async_op, hints, timeout))
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        async_op: bool,
+        hints: Hints = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Law: ``all_to_all`` of the W equal parts of the elements of ``input``, in their order.
+
+        Args:
+            output: As many elements as ``input``, of the same dtype; in other memory.
+            input: A multiple of W elements, as many on every rank.
+        """
+        name, size = "all_to_all_single", self.get_size()
+        self._check(name, [output], [input])
+        same = output.numel() == input.numel()
+        demand(same, f"Input and output tensors must have same size for {name}")
+        demand(input.numel() % size == 0, f"Tensor size must be divisible by comm_size for {name}")
+        demand(not _share_memory(output, input), f"{name}: output and input must not share memory")
+        staging = Staging()
+        outputs, inputs = (split(part, [part.numel() // size] * size) for part in (staging.target(output), flat(input)))
         return self._run(
-            lambda: self._backend.all_to_all_v(_flats(output_tensor_list), _flats(input_tensor_list)), async_op, timeout
+            name, lambda: self._backend.all_to_all_v(bits(outputs), bits(inputs)), async_op, hints, timeout, staging
+        )
+
+    def all_to_all_v_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[SupportsIndex],
+        input_split_sizes: Sequence[SupportsIndex],
+        async_op: bool,
+        hints: Hints = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Law: ``all_to_all`` of parts of dim 0, of ``input_split_sizes`` and ``output_split_sizes`` rows.
+
+        Args:
+            output: Rows behind those that arrive stay as they are.
+            input: Rows behind those that are sent are not looked at.
+            output_split_sizes: How many rows come from each rank.
+            input_split_sizes: How many rows go to each rank.
+        """
+        name = "all_to_all_v_single"
+        self._check(name, [output], [input])
+        demand(not _share_memory(output, input), f"{name}: output and input must not share memory")
+        staging = Staging()
+        counts = (
+            self._rows(name, "output", output, output_split_sizes),
+            self._rows(name, "input", input, input_split_sizes),
+        )
+        self._demand_own(name, counts[0][self.get_rank()], counts[1][self.get_rank()])
+        outputs, inputs = split(staging.target(output), counts[0]), split(flat(input), counts[1])
+        return self._run(
+            name, lambda: self._backend.all_to_all_v(bits(outputs), bits(inputs)), async_op, hints, timeout, staging
         )
 
     def barrier(self, async_op: bool, hints: Hints = None, timeout: timedelta | None = None) -> TorchWork:
         """Block until every rank has reached this call."""
-        return self._run(self._backend.barrier, async_op, timeout)
+        return self._run("barrier", self._backend.barrier, async_op, hints, timeout)
 
     def broadcast(
         self,
@@ -229,8 +227,10 @@ class TorchComm:
     ) -> TorchWork:
         """Law, in place: ``tensor == tensor of root``."""
         rank = self._rank("root", root)
-        self._check("broadcast", tensor)
-        return self._run(lambda: self._backend.broadcast(as_bytes(tensor), rank), async_op, timeout)
+        self._check("broadcast", [tensor])
+        staging = Staging()
+        target = staging.target(tensor).view(BYTES)
+        return self._run("broadcast", lambda: self._backend.broadcast(target, rank), async_op, hints, timeout, staging)
 
     def broadcast_parts(
         self,
@@ -240,10 +240,17 @@ class TorchComm:
         hints: Hints = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Law, in place: ``tensors[i] == tensors[i] of root``; several ``broadcast`` as one operation."""
-        rank = self._rank("root", root)
-        self._check("broadcast_parts", *tensors)
-        return self._run(lambda: self._backend.broadcast_parts(_flats(tensors), rank), async_op, timeout)
+        """Law, in place: ``tensors[i] == tensors[i] of root``; several ``broadcast`` as one operation.
+
+        Args:
+            tensors: Of the same sizes on every rank.
+            root: The sending rank.
+        """
+        name, rank, staging = "broadcast_parts", self._rank("root", root), Staging()
+        for tensor in tensors:
+            self._check(name, [tensor])
+        targets = bits(staging.targets(tensors))
+        return self._run(name, lambda: self._backend.broadcast_parts(targets, rank), async_op, hints, timeout, staging)
 
     def gather(
         self,
@@ -261,13 +268,41 @@ class TorchComm:
             input_tensor: What this rank sends.
             root: The receiving rank.
         """
-        rank = self._rank("root", root)
+        name, rank = "gather", self._rank("root", root)
         outputs = output_tensor_list if rank == self.get_rank() else []
         if rank == self.get_rank():
-            self._one_per_rank("gather", "output_tensor_list", outputs)
-            _demand(outputs[rank].numel() == input_tensor.numel(), "gather", "own entry must fit the input")
-        self._same_dtype("gather", *outputs, input_tensor)
-        return self._run(lambda: self._backend.gather(_flats(outputs), as_bytes(input_tensor), rank), async_op, timeout)
+            self._one_per_rank(name, "output_tensor_list", outputs)
+            own = outputs[rank].numel() == input_tensor.numel()
+            demand(
+                own, "All output tensors must have same size as input tensor: own entry must fit the input for gather"
+            )
+        return self._gather(name, outputs, input_tensor, rank, (async_op, hints, timeout))
+
+    def gather_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        root: SupportsIndex,
+        async_op: bool,
+        hints: Hints = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Law, on ``root``: ``output.flatten() == cat([input.flatten() of rank 0, …, of rank W-1])``.
+
+        Args:
+            output: On ``root`` ``W * input.numel()`` elements; not looked at elsewhere.
+            input: As many elements on every rank.
+            root: The receiving rank.
+        """
+        name, rank, size = "gather_single", self._rank("root", root), self.get_size()
+        if rank != self.get_rank():
+            return self._gather(name, [], input, rank, (async_op, hints, timeout))
+        self._check(name, [output], [input])
+        fits = output.numel() == input.numel() * size
+        demand(fits, f"Output tensor size must be input_size * comm_size for {name}")
+        staging, data = Staging(), flat(input).view(BYTES)
+        parts = bits(split(staging.target(output), [input.numel()] * size))
+        return self._run(name, lambda: self._backend.gather(parts, data, rank), async_op, hints, timeout, staging)
 
     def recv(
         self,
@@ -284,72 +319,11 @@ class TorchComm:
             src: Another rank.
         """
         rank = self._rank("src", src)
-        self._check("recv", tensor)
-        _demand(rank != self.get_rank(), "recv", "Cannot recv from self")
-        return self._run(lambda: self._backend.recv(as_bytes(tensor), rank), async_op, timeout)
-
-    def reduce(
-        self,
-        tensor: torch.Tensor,
-        root: SupportsIndex,
-        op: ReduceOp,
-        async_op: bool,
-        hints: Hints = None,
-        timeout: timedelta | None = None,
-    ) -> TorchWork:
-        """Law, in place on ``root``: ``tensor == op(op(tensor of rank 0, tensor of rank 1), …)``."""
-        rank = self._rank("root", root)
-        self._check("reduce", tensor)
-        _check_op("reduce", op)
-        return self._run(lambda: self._backend.reduce(tensor.detach().reshape(-1), rank, op), async_op, timeout)
-
-    def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        input_list: Sequence[torch.Tensor],
-        op: ReduceOp,
-        async_op: bool,
-        hints: Hints = None,
-        timeout: timedelta | None = None,
-    ) -> TorchWork:
-        """Law: ``output == op(op(input_list[rank] of rank 0, input_list[rank] of rank 1), …)``; the sizes may differ.
-
-        Args:
-            output: As many elements as ``input_list[rank]`` of every rank.
-            input_list: One tensor per rank.
-            op: The reduction.
-        """
-        name = "reduce_scatter"
-        self._one_per_rank(name, "input_list", input_list)
-        self._same_dtype(name, output, *input_list)
-        _check_op(name, op)
-        _demand(input_list[self.get_rank()].numel() == output.numel(), name, "own entry must fit the output")
-        inputs = [tensor.detach().reshape(-1) for tensor in input_list]
-        return self._run(
-            lambda: self._backend.reduce_scatter(output.detach().reshape(-1), inputs, op), async_op, timeout
-        )
-
-    def reduce_scatter_single(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        op: ReduceOp,
-        async_op: bool,
-        hints: Hints = None,
-        timeout: timedelta | None = None,
-    ) -> TorchWork:
-        """Law: ``reduce_scatter`` of the W equal parts of ``input``.
-
-        Args:
-            output: As many elements on every rank.
-            input: ``W * output.numel()`` elements of the same dtype.
-            op: The reduction.
-        """
-        name = "reduce_scatter_single"
-        self._check(name, input)
-        _demand(input.numel() == output.numel() * self.get_size(), name, "input must have comm_size * output elements")
-        parts = input.detach().reshape(self.get_size(), -1).unbind()
-        return self.reduce_scatter(output, parts, op, async_op, hints, timeout)
+        self._check("recv", [tensor])
+        demand(rank != self.get_rank(), "Cannot recv from self")
+        staging = Staging()
+        target = staging.target(tensor).view(BYTES)
+        return self._run("recv", lambda: self._backend.recv(target, rank), async_op, hints, timeout, staging)
 
     def scatter(
         self,
@@ -367,15 +341,17 @@ class TorchComm:
             input_tensor_list: On ``root`` one tensor per rank; not looked at elsewhere.
             root: The sending rank.
         """
-        rank = self._rank("root", root)
+        name, rank, staging = "scatter", self._rank("root", root), Staging()
         inputs = input_tensor_list if rank == self.get_rank() else []
         if rank == self.get_rank():
-            self._one_per_rank("scatter", "input_tensor_list", inputs)
-            _demand(inputs[rank].numel() == output_tensor.numel(), "scatter", "own entry must fit the output")
-        self._same_dtype("scatter", output_tensor, *inputs)
-        return self._run(
-            lambda: self._backend.scatter(as_bytes(output_tensor), _flats(inputs), rank), async_op, timeout
-        )
+            self._one_per_rank(name, "input_tensor_list", inputs)
+            own = inputs[rank].numel() == output_tensor.numel()
+            demand(
+                own, "All input tensors must have same size as output tensor: own entry must fit the output for scatter"
+            )
+        self._check(name, [output_tensor], inputs)
+        target, data = staging.target(output_tensor).view(BYTES), bits(map(flat, inputs))
+        return self._run(name, lambda: self._backend.scatter(target, data, rank), async_op, hints, timeout, staging)
 
     def send(
         self,
@@ -392,61 +368,39 @@ class TorchComm:
             dst: Another rank.
         """
         rank = self._rank("dst", dst)
-        self._check("send", tensor)
-        _demand(rank != self.get_rank(), "send", "Cannot send to self")
-        return self._run(lambda: self._backend.send(as_bytes(tensor), rank), async_op, timeout)
+        self._check("send", [], [tensor])
+        demand(rank != self.get_rank(), "Cannot send to self")
+        data = flat(tensor).view(BYTES)
+        return self._run("send", lambda: self._backend.send(data, rank), async_op, hints, timeout)
 
-    def finalize(self) -> None:
-        """Give back what the communicator itself has created; a process group that it was put on stays."""
-        self._backend.close()
+    def _all_gather(self, name: str, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, how: How) -> TorchWork:
+        self._check_rows(name, outputs, tensor)
+        staging = Staging()
+        targets, data = bits(staging.targets(outputs)), flat(tensor).view(BYTES)
+        return self._run(name, lambda: self._backend.all_gather_v(targets, data), *how, staging)
 
-    def _run(self, begin: Callable[[], TorchWork], async_op: bool, timeout: timedelta | None) -> TorchWork:
-        if timeout is not None and not isinstance(timeout, timedelta):
-            raise TypeError(f"timeout must be a timedelta, got {timeout!r}")
-        work = begin().within(timeout)
-        if not async_op:
-            work.wait()
-        return work
+    def _all_to_all(
+        self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], how: How
+    ) -> TorchWork:
+        rank, staging = self.get_rank(), Staging()
+        self._one_per_rank(name, "output_tensor_list", outputs)
+        self._one_per_rank(name, "input_tensor_list", inputs)
+        self._check(name, outputs, inputs)
+        self._demand_own(name, outputs[rank].numel(), inputs[rank].numel())
+        targets, data = bits(staging.targets(outputs)), bits(map(flat, inputs))
+        return self._run(name, lambda: self._backend.all_to_all_v(targets, data), *how, staging)
 
-    def _rank(self, what: str, rank: SupportsIndex) -> int:
-        value, size = operator.index(rank), self.get_size()
-        if not 0 <= value < size:
-            raise RuntimeError(f"{what} must be in range [0, {size}), but got {value}")
-        return value
-
-    def _check(self, name: str, *tensors: torch.Tensor) -> None:
-        for tensor in tensors:
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"{name}() takes tensors, got {type(tensor).__name__}")
-            _demand(tensor.is_contiguous(), name, "tensor must be contiguous")
-            if tensor.device.type != self.get_device().type:
-                raise RuntimeError(f"{name}: tensor is on {tensor.device}, the communicator on {self.get_device()}")
-
-    def _same_dtype(self, name: str, *tensors: torch.Tensor) -> None:
-        self._check(name, *tensors)
-        dtypes = {tensor.dtype for tensor in tensors}
-        if len(dtypes) > 1:
-            raise RuntimeError(f"{name}: all tensors must have one dtype, got {sorted(map(str, dtypes))}")
-
-    def _check_rows(self, name: str, tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
-        self._one_per_rank(name, "tensor_list", tensor_list)
-        self._same_dtype(name, *tensor_list, tensor)
-        _demand(tensor_list[self.get_rank()].numel() == tensor.numel(), name, "own entry must fit the input")
-
-    def _one_per_rank(self, name: str, what: str, tensors: Sequence[torch.Tensor]) -> None:
-        if len(tensors) != self.get_size():
-            raise RuntimeError(f"{name}: {what} size must equal comm_size")
+    def _gather(
+        self, name: str, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, rank: int, how: How
+    ) -> TorchWork:
+        self._check(name, outputs, [tensor])
+        staging, data = Staging(), flat(tensor).view(BYTES)
+        targets = bits(staging.targets(outputs))
+        return self._run(name, lambda: self._backend.gather(targets, data, rank), *how, staging)
 
 
-def _check_op(name: str, op: object) -> None:
-    if not isinstance(op, ReduceOp):
-        raise TypeError(f"{name}(): op must be a ReduceOp, got {op!r}")
-
-
-def _demand(condition: bool, name: str, text: str) -> None:
-    if not condition:
-        raise RuntimeError(f"{name}: {text}")
-
-
-def _flats(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [as_bytes(tensor) for tensor in tensors]
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if both are contiguous and overlap; of others an operation has copies."""
+    if not (one.is_contiguous() and other.is_contiguous()):
+        return False
+    return one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes

@@ -4,72 +4,189 @@ from __future__ import annotations
 
 import enum
 import functools
+import operator
 from collections.abc import Callable, Sequence
+from typing import Any, SupportsFloat, SupportsIndex
 
 import torch
 
 
 class RedOpType(enum.IntEnum):
-    """What a reduction does with two values."""
+    """What a reduction does with two values; the numbers are torchcomms'."""
 
     SUM = 0
     PRODUCT = 1
     MIN = 2
     MAX = 3
+    BAND = 4
+    BOR = 5
+    BXOR = 6
+    PREMUL_SUM = 7
+    AVG = 8
 
 
 class ReduceOp:
-    """A reduction: ``ReduceOp.SUM``, ``PRODUCT``, ``MIN`` or ``MAX``.
+    """A reduction: ``ReduceOp.SUM``, ``AVG``, ``PREMUL_SUM(factor)``, ….
+
+    ``AVG`` of integers truncates toward zero, and is worked out in 64 bits; of floats of 16 and 8 bits it is worked out
+    in float32, so neither overflows on the way. ``BAND``, ``BOR`` and ``BXOR`` take integers and bools. Operations of
+    one type and factor are equal, and can be pickled.
+
+    Args:
+        opType: Any type but ``PREMUL_SUM``, which needs a factor.
 
     Example:
-        >>> from easydist.comms import ReduceOp
-        >>> ReduceOp.SUM.type.name
-        'SUM'
+        >>> from easydist.comms import RedOpType, ReduceOp
+        >>> ReduceOp.SUM.type.name, ReduceOp(RedOpType.SUM) == ReduceOp.SUM
+        ('SUM', True)
+        >>> ReduceOp.PREMUL_SUM(0.5)
+        ReduceOp.PREMUL_SUM(0.5)
+
+    Raises:
+        TypeError: ``opType`` is no ``RedOpType``.
+        RuntimeError: ``opType`` is ``PREMUL_SUM``.
+
+    Source: the torchcomms API.
     """
 
-    SUM: ReduceOp
-    PRODUCT: ReduceOp
-    MIN: ReduceOp
+    AVG: ReduceOp
+    BAND: ReduceOp
+    BOR: ReduceOp
+    BXOR: ReduceOp
     MAX: ReduceOp
+    MIN: ReduceOp
+    PRODUCT: ReduceOp
+    SUM: ReduceOp
 
-    def __init__(self, op_type: RedOpType) -> None:
-        self._type = op_type
+    def __init__(self, opType: RedOpType) -> None:  # noqa: N803 - torchcomms' name
+        if not isinstance(opType, RedOpType):
+            raise TypeError(f"ReduceOp() takes a RedOpType, got {opType!r}")
+        if opType is RedOpType.PREMUL_SUM:
+            raise RuntimeError("RedOpType.PREMUL_SUM needs a factor: use ReduceOp.PREMUL_SUM(factor)")
+        self._type, self._factor = opType, None
+
+    _type: RedOpType
+    _factor: Any
+
+    @staticmethod
+    def PREMUL_SUM(factor: torch.Tensor | SupportsFloat) -> ReduceOp:  # noqa: N802 - torchcomms' name
+        """Multiply each rank's values by its factor, and add up; the input keeps its values.
+
+        Args:
+            factor: A number, or a tensor that can be broadcast to the data; ranks may have different ones.
+
+        Raises:
+            TypeError: ``factor`` is neither.
+        """
+        if not isinstance(factor, torch.Tensor | SupportsIndex | SupportsFloat):
+            raise TypeError(f"PREMUL_SUM() takes a number or a tensor, got {factor!r}")
+        op = ReduceOp.__new__(ReduceOp)
+        op._type, op._factor = RedOpType.PREMUL_SUM, factor
+        if not isinstance(factor, torch.Tensor):
+            op._factor = operator.index(factor) if isinstance(factor, SupportsIndex) else float(factor)
+        return op
 
     @property
     def type(self) -> RedOpType:
-        """Which operation this is."""
+        """The type of the operation."""
         return self._type
 
+    @property
+    def is_scaled(self) -> bool:
+        """True for ``PREMUL_SUM``."""
+        return self._factor is not None
+
+    def scaled(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The values of ``tensor`` times the factor, of the same dtype and shape, in memory of their own.
+
+        Raises:
+            RuntimeError: The product has another dtype or another shape than ``tensor``.
+        """
+        factor = self._factor
+        if isinstance(factor, torch.Tensor):
+            factor = factor.to(tensor.device)
+            factor = factor.reshape(()) if factor.numel() == 1 else factor
+        product: torch.Tensor = torch.mul(tensor.detach(), factor)
+        if product.dtype != tensor.dtype:
+            raise RuntimeError(f"PREMUL_SUM: {tensor.dtype} times this factor is {product.dtype}; convert one of them")
+        if product.shape != tensor.shape:
+            raise RuntimeError(f"PREMUL_SUM: the factor's shape does not fit {tuple(tensor.shape)}")
+        return product
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ReduceOp):
+            return NotImplemented
+        mine, theirs = self._factor, other._factor
+        if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
+            return mine is theirs or (mine.dtype == theirs.dtype and torch.equal(mine, theirs))
+        is_tensor = isinstance(mine, torch.Tensor) or isinstance(theirs, torch.Tensor)
+        return self._type is other._type and not is_tensor and mine == theirs
+
+    def __hash__(self) -> int:
+        return hash(self._type)
+
     def __repr__(self) -> str:
-        return f"ReduceOp.{self._type.name}"
+        return f"ReduceOp.{self._type.name}" + (f"({self._factor!r})" if self.is_scaled else "")
 
 
 for _type in RedOpType:
-    setattr(ReduceOp, _type.name, ReduceOp(_type))
+    if _type is not RedOpType.PREMUL_SUM:
+        setattr(ReduceOp, _type.name, ReduceOp(_type))
 
 _COMBINE: dict[RedOpType, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     RedOpType.SUM: torch.add,
     RedOpType.PRODUCT: torch.mul,
     RedOpType.MIN: torch.minimum,
     RedOpType.MAX: torch.maximum,
+    RedOpType.BAND: torch.bitwise_and,
+    RedOpType.BOR: torch.bitwise_or,
+    RedOpType.BXOR: torch.bitwise_xor,
+    RedOpType.AVG: torch.add,
 }
+_BITWISE = frozenset({RedOpType.BAND, RedOpType.BOR, RedOpType.BXOR})
 _WIDE = {torch.uint16: torch.int64, torch.uint32: torch.int64}
+
+
+def accumulator(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
+    """The dtype in which values are combined before they are rounded, or cut, once.
+
+    Example:
+        >>> accumulator(torch.float16, ReduceOp.SUM), accumulator(torch.int8, ReduceOp.AVG)
+        (torch.float32, torch.int64)
+    """
+    if dtype.is_floating_point and dtype.itemsize < 4:
+        return torch.float32
+    is_whole = not dtype.is_floating_point and not dtype.is_complex
+    if op.type is RedOpType.AVG and is_whole and dtype is not torch.uint64:
+        return torch.int64
+    return _WIDE.get(dtype, dtype)
 
 
 def combine(op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Fold tensors of one dtype from the left: ``op(op(parts[0], parts[1]), …)``, in that dtype.
 
-    Floats of 16 and 8 bits are accumulated in float32 and rounded once; MIN and MAX pass NaN on.
+    Floats of 16 and 8 bits are accumulated in float32 and rounded once; MIN and MAX pass NaN on; AVG divides by the
+    number of parts.
 
     Example:
         >>> combine(ReduceOp.MAX, [torch.tensor([1, 5]), torch.tensor([3, 2])])
         tensor([3, 5])
+        >>> combine(ReduceOp.AVG, [torch.tensor([-3, 3]), torch.tensor([0, 0])])
+        tensor([-1,  1])
     """
     dtype = parts[0].dtype
     if dtype is torch.uint64:
         return _combine_uint64(op, parts)
-    wide = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else _WIDE.get(dtype, dtype)
-    return functools.reduce(_COMBINE[op.type], (part.to(wide) for part in parts)).to(dtype)
+    wide = accumulator(dtype, op)
+    total = functools.reduce(_COMBINE[op.type], (part.to(wide) for part in parts))
+    return (average(total, len(parts)) if op.type is RedOpType.AVG else total).to(dtype)
+
+
+def average(total: torch.Tensor, count: int) -> torch.Tensor:
+    """A sum divided by a number of ranks; whole numbers are truncated toward zero."""
+    if total.is_floating_point() or total.is_complex():
+        return total / count
+    return torch.div(total, count, rounding_mode="trunc")
 
 
 @functools.cache
@@ -79,6 +196,11 @@ def check_reducible(dtype: torch.dtype, op: ReduceOp) -> None:
     Raises:
         RuntimeError: torch cannot combine it so (an order of complex numbers, …); what torch says.
     """
+    is_whole = not dtype.is_floating_point and not dtype.is_complex
+    if op.type in _BITWISE and not is_whole:
+        raise RuntimeError(f"Cannot use {op} with non-integral dtype {dtype}")
+    if op.type is RedOpType.AVG and dtype is torch.bool:
+        raise RuntimeError("Cannot use ReduceOp.AVG with torch.bool: convert it to a float")
     try:
         combine(op, [torch.zeros(1, dtype=dtype, device="cpu")] * 2)
     except TypeError as error:  # what newer versions of torch raise
@@ -87,6 +209,8 @@ def check_reducible(dtype: torch.dtype, op: ReduceOp) -> None:
 
 def _combine_uint64(op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """As int64: sums and products have the same bits; for an order, the sign bit is turned over."""
+    if op.type is RedOpType.AVG:
+        raise RuntimeError("Cannot use ReduceOp.AVG with torch.uint64: torch cannot divide it")
     signs = torch.iinfo(torch.int64).min if op.type in (RedOpType.MIN, RedOpType.MAX) else 0
     combined = functools.reduce(_COMBINE[op.type], (part.view(torch.int64) ^ signs for part in parts))
     return (combined ^ signs).view(torch.uint64)

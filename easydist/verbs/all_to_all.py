@@ -16,7 +16,7 @@ from easydist.data.plan import split_bounds
 from easydist.eager import eager
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
-from easydist.transport.comm import TorchComm
+from easydist.transport.comm import Collectives
 from easydist.typing import Group, T, Timeout, Tree
 from easydist.verbs.buckets import (
     Shapes,
@@ -93,7 +93,7 @@ class _AllToAll(TreeVerb):
         return arrived
 
     def _move(
-        self, comm: TorchComm, leaves: Leaves, every: Sequence[Shapes], indices: Sequence[int]
+        self, comm: Collectives, leaves: Leaves, every: Sequence[Shapes], indices: Sequence[int]
     ) -> list[torch.Tensor]:
         """Exchange the leaves of one communicator."""
         rank, size = comm.get_rank(), comm.get_size()

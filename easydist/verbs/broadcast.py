@@ -17,7 +17,7 @@ from easydist.data.leaves import Leaves
 from easydist.eager import eager
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
-from easydist.transport.comm import TorchComm
+from easydist.transport.comm import Collectives
 from easydist.typing import Group, T, Timeout, Tree
 from easydist.verbs.buckets import by_comm, large_alone, packed_like, small_payload
 from easydist.verbs.ranks import check_rank
@@ -231,7 +231,7 @@ def _move(comms: Communicators, leaves: Leaves, tied: bool, source: int) -> dict
     return arrived
 
 
-def _target(comm: TorchComm, targets: Sequence[torch.Tensor]) -> torch.Tensor:
+def _target(comm: Collectives, targets: Sequence[torch.Tensor]) -> torch.Tensor:
     """Where a broadcast arrives: the target itself where there is one, contiguous and in the right place."""
     if len(targets) == 1 and targets[0].is_contiguous() and targets[0].device.type == comm.get_device().type:
         return packing.as_bytes(targets[0])

@@ -13,7 +13,7 @@ from easydist.agreement.frames import Agreement
 from easydist.data.leaves import Leaves
 from easydist.data.plan import split_bounds
 from easydist.groups.communicators import Communicators
-from easydist.transport.comm import TorchComm
+from easydist.transport.comm import Collectives
 
 Shapes = Sequence[Sequence[int]]
 """Of the leaves in one buffer."""
@@ -82,7 +82,7 @@ def every_shape(comms: Communicators, leaves: Leaves, dim: int, agreement: Agree
 
 def by_comm(
     comms: Communicators, tensors: Sequence[torch.Tensor], indices: Sequence[int], total: int
-) -> Iterable[tuple[TorchComm, Sequence[int]]]:
+) -> Iterable[tuple[Collectives, Sequence[int]]]:
     """The leaves that share a communicator.
 
     Args:
@@ -93,7 +93,7 @@ def by_comm(
     """
     if all(tensors[i].is_cpu for i in indices):
         return [(comms.cpu(total), indices)] if indices else []
-    groups: dict[int, tuple[TorchComm, list[int]]] = {}
+    groups: dict[int, tuple[Collectives, list[int]]] = {}
     for i in indices:
         comm = comms.cpu(total) if tensors[i].is_cpu else comms.data(tensors[i].device)
         groups.setdefault(id(comm), (comm, []))[1].append(i)
@@ -134,7 +134,7 @@ def small_payload(comms: Communicators, leaves: Leaves) -> Sequence[torch.Tensor
     return leaves.tensors if all(map(_is_cpu, leaves.tensors)) else ()
 
 
-def packed_like(comm: TorchComm, dtypes: Sequence[torch.dtype], shapes: Shapes) -> torch.Tensor:
+def packed_like(comm: Collectives, dtypes: Sequence[torch.dtype], shapes: Shapes) -> torch.Tensor:
     """A buffer for tensors of these dtypes and shapes, where ``comm`` wants it."""
     return memory.empty([packed_nbytes(dtypes, shapes)], torch.uint8, comm.get_device())
 

@@ -11,7 +11,7 @@ from easydist import memory
 from easydist.agreement.frames import Agreement
 from easydist.data import packing
 from easydist.data.leaves import Leaves
-from easydist.transport.comm import TorchComm
+from easydist.transport.comm import Collectives
 from easydist.verbs.buckets import Shapes, packed_like, packed_nbytes, resized
 
 
@@ -35,7 +35,7 @@ class Receiving(NamedTuple):
 
 
 def receiving(
-    comm: TorchComm, tensors: Sequence[torch.Tensor], shapes: Sequence[Shapes], dims: Sequence[int]
+    comm: Collectives, tensors: Sequence[torch.Tensor], shapes: Sequence[Shapes], dims: Sequence[int]
 ) -> Receiving:
     """Memory for every rank's part of the leaves of one bucket.
 
@@ -51,13 +51,13 @@ def receiving(
     return Receiving(buffers, lambda: join(buffers, dtypes, shapes, dims))
 
 
-def _in_place(comm: TorchComm, dtype: torch.dtype, shapes: Shapes) -> Receiving:
+def _in_place(comm: Collectives, dtype: torch.dtype, shapes: Shapes) -> Receiving:
     rows = [shape[0] for shape in shapes]
     whole = memory.empty(resized(shapes[0], 0, sum(rows)), dtype, comm.get_device())
     return Receiving([packing.as_bytes(part) for part in whole.split(rows)], lambda: [whole])
 
 
-def _in_rows(comm: TorchComm, dtypes: Sequence[torch.dtype], shapes: Shapes) -> Receiving:
+def _in_rows(comm: Collectives, dtypes: Sequence[torch.dtype], shapes: Shapes) -> Receiving:
     nbytes = packed_nbytes(dtypes, shapes)
     width = (nbytes // 16 + 1) * 16  # a multiple of every item size
     rows = memory.empty((comm.get_size(), width), torch.uint8, comm.get_device())
@@ -91,7 +91,7 @@ def _cat(column: tuple[torch.Tensor, ...], dim: int) -> torch.Tensor:
     return torch.cat([part.view(packing.BITS[dtype.itemsize]) for part in column], dim).view(dtype)
 
 
-def at_home(leaves: Leaves, comm: TorchComm, results: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+def at_home(leaves: Leaves, comm: Collectives, results: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """The results by index, each on the device of its leaf, which a communicator of another device may have carried."""
     device = comm.get_device()
     if all(leaves.tensors[i].device == device for i in results):

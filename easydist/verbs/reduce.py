@@ -16,7 +16,7 @@ from easydist.data.leaves import Leaves, as_value
 from easydist.eager import eager
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
-from easydist.transport.comm import TorchComm
+from easydist.transport.comm import Collectives
 from easydist.transport.reduce_op import ReduceOp, combine
 from easydist.transport.work import TorchWork
 from easydist.typing import Group, Reduction, Timeout, Tree
@@ -201,7 +201,7 @@ def _check_ordered(leaves: Leaves, reduction: str) -> None:
 
 
 def _begin(
-    comm: TorchComm, leaves: Leaves, dtype: torch.dtype, members: Sequence[int], op: ReduceOp | None
+    comm: Collectives, leaves: Leaves, dtype: torch.dtype, members: Sequence[int], op: ReduceOp | None
 ) -> tuple[torch.Tensor, TorchWork]:
     """Begin to reduce; gives the total, to be used once the work has ended."""
     data = leaves.tensors[members[0]]

@@ -22,7 +22,7 @@ from easydist.eager import eager
 from easydist.errors import DisagreementError, EasydistError, RemoteError
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
-from easydist.transport.comm import TorchComm
+from easydist.transport.comm import Collectives
 from easydist.transport.work import TorchWork
 from easydist.typing import Group, Timeout, Tree
 from easydist.verbs.ranks import check_rank
@@ -288,8 +288,8 @@ def _as_bytes(text: str) -> torch.Tensor:
 def _move(
     comms: Communicators,
     buffers: Buffers,
-    choose: Callable[[int], TorchComm],
-    post: Callable[[TorchComm, torch.Tensor], TorchWork],
+    choose: Callable[[int], Collectives],
+    post: Callable[[Collectives, torch.Tensor], TorchWork],
 ) -> None:
     """Exchange the data; ``choose`` gives the communicator for this much of it on the CPU."""
     carried = [(comms.data(torch.device(kind)), buffer) for kind, buffer in buffers]

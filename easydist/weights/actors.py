@@ -17,7 +17,7 @@ from typing import Any
 
 from easydist.agreement.calling import seconds
 from easydist.errors import CollectiveTimeout, PeerLostError
-from easydist.transport.comm import TorchComm
+from easydist.transport.comm import Collectives
 from easydist.typing import Timeout
 from easydist.weights.group import Place, PrivateGroup, connect, serve
 
@@ -121,7 +121,7 @@ def destroy_group(group_name: str = "default") -> None:
         group.close()
 
 
-def group(group_name: str = "default") -> TorchComm:
+def group(group_name: str = "default") -> Collectives:
     """The group of that name, for ``group=`` of any verb; one of ``ray.util.collective`` gets a private twin.
 
     Raises:

@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # 
 from easydist.errors import CollectiveTimeout
 from easydist.groups.communicators import Communicators
 from easydist.transport.backends.c10d import Gloo
-from easydist.transport.comm import TorchComm
+from easydist.transport.comm import Collectives
 
 _CONNECT = 5.0
 """Seconds in which a store that exists answers."""
@@ -81,7 +81,7 @@ class PrivateGroup:
         store.set(f"here/{place.rank}", "")
         _meet(name, store, place.size, deadline, wait)
         self._group = _group(f"{name}/{secrets.token_hex(4)}", store, place, timeout)
-        self.comm = TorchComm(Gloo(self._group, torch.device("cpu"), "gloo"), name)
+        self.comm = Collectives(Gloo(self._group, torch.device("cpu"), "gloo"), name)
         self._communicators = Communicators(self.comm, self._group)
         self.comm.communicators = self._communicators
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from easydist.groups.communicators import Communicators
-from easydist.transport.comm import TorchComm
+from easydist.transport.comm import Collectives
 from easydist.transport.work import TorchWork
 from easydist.weights.schedule import Message
 
@@ -34,7 +34,7 @@ class Carriers:
         cpu = comms.cpu(sum(message.nbytes for message in messages if message.kind in on_cpu))
         self._carried = carried | dict.fromkeys(on_cpu, cpu)
 
-    def __getitem__(self, message: Message) -> TorchComm:
+    def __getitem__(self, message: Message) -> Collectives:
         return self._carried[message.kind]
 
 

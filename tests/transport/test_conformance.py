@@ -77,12 +77,13 @@ def test_an_output_that_does_not_fit_the_input_is_refused(name):
     for output, text in (
         (torch.zeros(3, 2, dtype=torch.int32), "all tensors must have one dtype, got"),
         (torch.zeros(7), "own .* must fit|elements"),
-        (torch.zeros(2, 3).t(), "tensor must be contiguous"),
+        (torch.zeros(1, 1).expand(3, 2), "must be contiguous or strided; .* share memory"),
         (torch.zeros(3, 2, device="meta"), "tensor is on meta, the communicator on cpu"),
     ):
         with pytest.raises(RuntimeError, match=text):
             BETWEEN[name](comm, output, grid)
     BETWEEN[name](comm, torch.zeros(6), grid)
+    BETWEEN[name](comm, torch.zeros(2, 3).t(), grid)
 
 
 def gloo(rank, world_size):

@@ -14,9 +14,9 @@ from trees import DTYPES, assert_same
 
 import easydist
 from easydist import CollectiveTimeout, DisagreementError, PeerLostError, RemoteError, WireError, weights
-from easydist.comms import TorchComm
 from easydist.state import communicators
 from easydist.testing import distributed
+from easydist.transport.comm import Collectives
 
 KiB, MiB = 1 << 10, 1 << 20
 
@@ -260,7 +260,7 @@ def test_all_ranks_raise_or_none(rank):
     assert target["w"].all() or rank == 0
 
 
-class Damaging(TorchComm):
+class Damaging(Collectives):
     """A communicator on which one bit of every long message changes."""
 
     def broadcast(self, tensor, root, async_op, *rest):

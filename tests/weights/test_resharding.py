@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
 from easydist import DisagreementError, RemoteError
-from easydist.comms import TorchComm
 from easydist.testing import distributed
+from easydist.transport.comm import Collectives
 from easydist.weights import LocalShard, Resharding
 from easydist.weights.blocks import Block, common
 from easydist.weights.plan import everywhere, laid_out, plan
@@ -70,14 +70,14 @@ def test_holes_are_refused():
 @contextlib.contextmanager
 def sent():
     """The bytes that this process sends, by receiver."""
-    found, inner = Counter(), TorchComm.send
+    found, inner = Counter(), Collectives.send
 
     def send(comm, tensor, dst, *args, **kwargs):
         found[dst] += tensor.nbytes
         return inner(comm, tensor, dst, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TorchComm, "send", send)
+        patch.setattr(Collectives, "send", send)
         yield found
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from easydist.data.plan import split_sizes
 from easydist.liveness.monitor import Monitor
-from easydist.transport.backend import Backend
+from easydist.transport.backend import Backend, Transfer, set_to
 from easydist.transport.reduce_op import RedOpType, ReduceOp, combine
 from easydist.transport.work import Pending, TorchWork
 from easydist.typing import Device
@@ -36,13 +37,16 @@ _NOBODYS_TAG = _TAG + 2
 _TAGS = 4
 """How far the tags of one channel are from those of the next."""
 
+_TURN_TAG, _TURNS, _TURN_CHANNELS = 1 << 30, 1 << 20, 1 << 10
+"""Operations of several steps have tags of their own, as their ranks may take the later steps in any order."""
+
+_REDUCED_AT_ONCE = 1 << 15
+"""Bytes of all ranks up to which every rank reduces everything: one turn instead of two."""
+
 _FOREVER = timedelta(days=365)
 _TICK = 0.25
 _LARGE = 1 << 18
 """Bytes of a message that may be half on its way when its sender dies."""
-
-Transfer = tuple[torch.Tensor, int]
-"""A flat tensor and the rank it goes to or comes from."""
 
 
 def over(group: dist.ProcessGroup, device: Device = "cpu") -> Backend | None:
@@ -121,7 +125,7 @@ class _Posted:
 
     def wait(self, timeout: timedelta | None = None) -> None:
         if (monitor := self._monitor) is None:
-            self._work.wait() if timeout is None else self._work.wait(timeout)
+            self._wait_alone(timeout)
             return
         if timeout is None and monitor.left is not None:
             timeout = _FOREVER  # the watchdog ends it when the call's time is over
@@ -135,6 +139,13 @@ class _Posted:
             monitor.end_wait()
         if monitor.broken is not None:  # the message came when this rank had given up already
             monitor.raise_if_broken()
+
+    def _wait_alone(self, timeout: timedelta | None) -> None:
+        try:
+            self._work.wait() if timeout is None else self._work.wait(timeout)
+        except RuntimeError as error:
+            error.peer = self._peer  # type: ignore[attr-defined]  # for whoever explains it
+            raise
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
@@ -172,6 +183,7 @@ class Gloo(_Group):
         super().__init__(group, device, name)
         self._members: Sequence[int] = range(self.size)
         self._channel = 0
+        self._turns = itertools.count()
 
     def among(self, ranks: Sequence[int], channel: int) -> Gloo:
         """Some of the ranks, over the same connections.
@@ -181,25 +193,27 @@ class Gloo(_Group):
             channel: Not zero; what is sent on one channel never meets what is sent on another.
         """
         part = copy.copy(self)
-        part._members, part._channel = list(ranks), channel
+        part._members, part._channel, part._turns = list(ranks), channel, itertools.count()
         part.rank, part.size = part._members.index(self.rank), len(ranks)
         return part
 
-    def _exchange(self, sends: Iterable[Transfer], recvs: Iterable[Transfer]) -> Sequence[Pending]:
-        posted = [self._recv(tensor, peer, _TAG) for tensor, peer in recvs]
-        return posted + [self._send(tensor, peer, _TAG) for tensor, peer in sends]
+    def _exchange(
+        self, sends: Iterable[Transfer], recvs: Iterable[Transfer], tag: int | None = None
+    ) -> Sequence[Pending]:
+        tag = self._tag(_TAG) if tag is None else tag
+        posted = [self._post(self._group.recv, tensor, self._members[peer], tag) for tensor, peer in recvs]
+        return posted + [self._post(self._group.send, tensor, self._members[peer], tag) for tensor, peer in sends]
 
-    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> _Posted:
-        return self._post(self._group.send, tensor, self._members[peer], tag)
+    def _tag(self, tag: int) -> int:
+        return tag + _TAGS * self._channel
 
-    def _recv(self, tensor: torch.Tensor, peer: int, tag: int) -> _Posted:
-        return self._post(self._group.recv, tensor, self._members[peer], tag)
+    def _turn(self) -> int:
+        """The tag of one operation of all ranks."""
+        return _TURN_TAG + self._channel % _TURN_CHANNELS * _TURNS + next(self._turns) % _TURNS
 
     def _post(self, fn: Callable[..., dist.Work], tensor: torch.Tensor, peer: int, tag: int) -> _Posted:
         try:
-            return _Posted(
-                fn([tensor], peer, tag + _TAGS * self._channel), peer, self.monitor, tensor.numel() >= _LARGE
-            )
+            return _Posted(fn([tensor], peer, tag), peer, self.monitor, tensor.numel() >= _LARGE)
         except RuntimeError as error:  # the connection broke before
             if self.monitor is None:
                 raise
@@ -217,10 +231,14 @@ class Gloo(_Group):
                     self._group.recv([nothing], peer, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
 
     def send(self, tensor: torch.Tensor, dst: int) -> TorchWork:
-        return TorchWork([self._send(tensor, dst, _SEND_TAG)] if tensor.numel() else [], keep=[tensor])
+        return TorchWork(self._message(self._group.send, tensor, dst), keep=[tensor])
 
     def recv(self, tensor: torch.Tensor, src: int) -> TorchWork:
-        return TorchWork([self._recv(tensor, src, _SEND_TAG)] if tensor.numel() else [], keep=[tensor])
+        return TorchWork(self._message(self._group.recv, tensor, src), keep=[tensor])
+
+    def _message(self, fn: Callable[..., dist.Work], tensor: torch.Tensor, peer: int) -> Sequence[Pending]:
+        tag = self._tag(_SEND_TAG)
+        return [self._post(fn, tensor, self._members[peer], tag)] if tensor.numel() else []
 
     def all_gather_upto(self, rows: torch.Tensor, nbytes: int) -> TorchWork:
         every = rows.unbind()
@@ -233,27 +251,34 @@ class Gloo(_Group):
         bits = [1 << k for k in range(self.size.bit_length()) if not place or 1 << k < place & -place]
         children = [(place + bit + root) % self.size for bit in reversed(bits) if place + bit < self.size]
 
+        turn = self._turn()
+
         def pass_on() -> Sequence[Pending]:
-            return self._exchange([(tensor, child) for child in children if tensor.numel()], [])
+            return self._exchange([(tensor, child) for child in children if tensor.numel()], [], turn)
 
         if place == 0:
             return TorchWork(pass_on(), keep=[tensor])
         parent = ((place & (place - 1)) + root) % self.size
-        work = TorchWork(self._exchange([], [(tensor, parent)] if tensor.numel() else []), keep=[tensor])
+        work = TorchWork(self._exchange([], [(tensor, parent)] if tensor.numel() else [], turn), keep=[tensor])
         return work.followed_by(pass_on) if children else work
 
     def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> TorchWork:
         return self._swap([data] * self.size, output.chunk(self.size) if output.numel() else [output] * self.size)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
+        if tensor.nbytes * self.size <= _REDUCED_AT_ONCE:
+            every = tensor.new_empty(self.size, tensor.numel()).unbind()
+            work = self._swap([_bits(tensor)] * self.size, [_bits(part) for part in every])
+            return work.followed_by(lambda: set_to(tensor, combine(op, every)))
         chunks = tensor.split(split_sizes(tensor.numel(), self.size))
         mine = chunks[self.rank]
         parts = tensor.new_empty(self.size, mine.numel()).unbind()
-        first = self._swap([_bits(chunk) for chunk in chunks], [_bits(part) for part in parts])
+        first, turn = self._swap([_bits(chunk) for chunk in chunks], [_bits(part) for part in parts]), self._turn()
 
         def reduce_and_share() -> Sequence[Pending]:
             mine.copy_(combine(op, parts))
-            return self._exchange(self._others([_bits(mine)] * self.size), self._others([_bits(c) for c in chunks]))
+            sends = self._others([_bits(mine)] * self.size)
+            return self._exchange(sends, self._others([_bits(c) for c in chunks]), turn)
 
         return first.followed_by(reduce_and_share)
 
@@ -281,6 +306,11 @@ class Native(_Group):
         ops += [dist.P2POp(dist.isend, tensor, group=self._group, group_peer=peer) for tensor, peer in sends]
         return dist.batch_isend_irecv(ops) if ops else []
 
+    def batch(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> TorchWork:
+        keep = [tensor for tensor, _ in (*sends, *recvs)]
+        full = [[transfer for transfer in way if transfer[0].numel()] for way in (sends, recvs)]
+        return TorchWork(self._exchange(*full), keep=keep)
+
     def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> TorchWork:
         return TorchWork([self._group._allgather_base(output, data)], keep=[output, data])
 
@@ -290,10 +320,13 @@ class Native(_Group):
         return TorchWork([self._group.broadcast([tensor], options)], keep=[tensor])
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
-        if tensor.dtype not in _NATIVE_DTYPES:
+        native = _NATIVE_OPS.get(op.type)
+        if op.type is RedOpType.AVG and self.name == "nccl" and tensor.is_floating_point():
+            native = dist.ReduceOp.AVG  # divides before it adds up
+        if tensor.dtype not in _NATIVE_DTYPES or native is None:
             return self._gather_and_reduce(tensor, op)
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(_NATIVE_OPS[op.type])
+        options.reduceOp = dist.ReduceOp(native)
         return TorchWork([self._group.allreduce([tensor], options)], keep=[tensor])
 
     def _gather_and_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:

@@ -17,7 +17,7 @@ from easydist.data.plan import split_sizes
 from easydist.transport.backend import Backend, set_to
 from easydist.transport.backends.c10d import Gloo
 from easydist.transport.backends.run_queue import RunQueue
-from easydist.transport.reduce_op import RedOpType, ReduceOp, check_reducible, combine
+from easydist.transport.reduce_op import RedOpType, ReduceOp, accumulator, average, check_reducible, combine
 from easydist.transport.work import TorchWork
 
 _LENGTH = struct.Struct("<q")
@@ -163,15 +163,17 @@ class Hierarchical(Backend):
 
     def _reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Iterator[TorchWork]:
         """Between hosts, each leader gets a chunk of every host's result, and gives back a chunk of the total."""
-        is_narrow = tensor.is_floating_point() and tensor.itemsize < 4
-        wide = tensor.float() if is_narrow and op.type in (RedOpType.SUM, RedOpType.PRODUCT) else tensor
+        grows = op.type in (RedOpType.SUM, RedOpType.PRODUCT, RedOpType.AVG)
+        wide = tensor.to(accumulator(tensor.dtype, op)) if grows and tensor.dtype is not torch.uint64 else tensor
+        is_mean, op = op.type is RedOpType.AVG, ReduceOp.SUM if op.type is RedOpType.AVG else op
         yield self._near.all_reduce(wide, op)
         if self._far:
             sizes = split_sizes(tensor.numel(), self._far.size)
             parts = wide.new_empty(self._far.size, sizes[self._host]).unbind()
             yield self._far.all_to_all_v(_bits(parts), _bits(wide.split(sizes)))
             chunks = tensor.split(sizes)
-            chunks[self._host].copy_(combine(op, parts))
+            total = combine(op, parts)
+            chunks[self._host].copy_(average(total, self.size) if is_mean else total)
             yield self._exchange(_bits(chunks))
         yield self._near.broadcast(tensor.view(torch.uint8), 0)
 

@@ -78,7 +78,7 @@ class RunQueue:
             while self._queue and not (last and last.is_done):
                 first = self._queue[0]
                 if last is not None:
-                    first.step.wait(timeout)
+                    first.step.within(timeout).wait()
                 elif not first.step.is_completed():
                     return
                 if (step := next(first.steps, None)) is None:

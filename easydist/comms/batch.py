@@ -1,0 +1,129 @@
+"""Several sends and receives at once."""
+
+from __future__ import annotations
+
+import enum
+import operator
+from typing import SupportsIndex
+
+import torch
+
+from easydist.comms.options import BatchP2POptions
+from easydist.transport.backend import Transfer
+from easydist.transport.checked import BYTES, Checked, demand
+from easydist.transport.staging import Staging, flat
+from easydist.transport.work import TorchWork
+
+
+class P2POpType(enum.Enum):
+    """Which way a message goes."""
+
+    SEND = 0
+    RECV = 1
+
+
+class P2POp:
+    """One message of a batch.
+
+    Args:
+        type: ``P2POpType.SEND`` or ``RECV``.
+        tensor: What is sent, or filled.
+        peer: The other rank.
+
+    Example:
+        >>> import torch
+        >>> from easydist.comms import P2POp, P2POpType
+        >>> P2POp(P2POpType.SEND, torch.ones(2), 1).peer
+        1
+
+    Raises:
+        TypeError: ``type`` is no ``P2POpType``, ``tensor`` no tensor, ``peer`` no integer.
+    """
+
+    def __init__(self, type: P2POpType, tensor: torch.Tensor, peer: SupportsIndex) -> None:
+        for value, kind in ((type, P2POpType), (tensor, torch.Tensor)):
+            if not isinstance(value, kind):
+                raise TypeError(f"P2POp() takes a P2POpType, a tensor and a rank, got {value!r}")
+        self.type, self.tensor, self.peer = type, tensor, operator.index(peer)
+
+    def __repr__(self) -> str:
+        return f"P2POp({self.type.name}, {tuple(self.tensor.shape)}, {self.peer})"
+
+
+class BatchSendRecv:
+    """Sends and receives that begin together, so that their order cannot block anybody.
+
+    The i-th send to a rank meets the i-th receive from this one there, in whatever batches or calls they stand. Ranks
+    that a batch does not name need not know of it. It may be issued again.
+
+    Args:
+        comm: The communicator.
+
+    Attributes:
+        ops: The messages so far.
+
+    Example:
+        >>> from easydist.comms import Solo, TorchComm
+        >>> batch = TorchComm(Solo()).batch_op_create()
+        >>> batch.ops
+        []
+        >>> batch.issue(False)
+        Traceback (most recent call last):
+        RuntimeError: Cannot issue empty batch operation
+    """
+
+    def __init__(self, comm: Checked) -> None:
+        self._comm = comm
+        self.ops: list[P2POp] = []
+
+    def send(self, tensor: torch.Tensor, dst: SupportsIndex) -> None:
+        """Add a send.
+
+        Args:
+            tensor: Not to be changed while the batch is under way.
+            dst: Another rank.
+        """
+        self.ops.append(P2POp(P2POpType.SEND, tensor, dst))
+
+    def recv(self, tensor: torch.Tensor, src: SupportsIndex) -> None:
+        """Add a receive.
+
+        Args:
+            tensor: As many bytes as are sent.
+            src: Another rank.
+        """
+        self.ops.append(P2POp(P2POpType.RECV, tensor, src))
+
+    def issue(self, async_op: bool, options: BatchP2POptions = BatchP2POptions()) -> TorchWork:  # noqa: B008
+        """Begin all messages; they are checked first.
+
+        Args:
+            async_op: Return at once.
+            options: Hints and time limit.
+
+        Raises:
+            RuntimeError: There are none, or one does not fit.
+        """
+        demand(bool(self.ops), "Cannot issue empty batch operation")
+        staging = Staging()
+        sends, recvs = self._sends(), self._recvs(staging)
+        backend = self._comm.backend
+        begin = lambda: backend.batch(sends, recvs)  # noqa: E731
+        return self._comm._run("batch_op", begin, async_op, options.hints, options.timeout, staging)
+
+    def _sends(self) -> list[Transfer]:
+        chosen = [op for op in self.ops if op.type is P2POpType.SEND]
+        for op in chosen:
+            self._check("send", "dst", op, [], [op.tensor])
+        return [(flat(op.tensor).view(BYTES), op.peer) for op in chosen]
+
+    def _recvs(self, staging: Staging) -> list[Transfer]:
+        chosen = [op for op in self.ops if op.type is P2POpType.RECV]
+        for op in chosen:
+            self._check("recv", "src", op, [op.tensor], [])
+        return [(staging.target(op.tensor).view(BYTES), op.peer) for op in chosen]
+
+    def _check(self, name: str, what: str, op: P2POp, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        peer = self._comm._rank(what, op.peer)
+        demand(peer != self._comm.get_rank(), f"Cannot {name} {'to' if name == 'send' else 'from'} self")
+        self._comm._check(name, outputs, inputs)

@@ -1,0 +1,130 @@
+"""``DeviceMesh`` over communicators, for DDP, FSDP2, DTensor and tensor parallelism."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from easydist.comms.comm import TorchComm
+from easydist.comms.new_comm import new_comm
+from easydist.comms.presenting import group_of, make_default
+
+__all__ = ["init_device_mesh"]
+
+_SEVERAL = (
+    "More than one torch comm objects are passed but no global comm(_global_comm) is provided. Pass the communicator "
+    "of all ranks as _global_comm="
+)
+
+
+def init_device_mesh(
+    mesh_dim_comms: tuple[TorchComm, ...] | str,
+    mesh_dim_names: tuple[str, ...] | Mapping[str, int],
+    _global_comm: TorchComm | None = None,
+) -> DeviceMesh:
+    """Make a ``DeviceMesh`` whose dimensions are communicators; called by all ranks.
+
+    Where there is no default process group, the global communicator becomes it. ``destroy_process_group()`` takes the
+    groups of the mesh away, and ``finalize`` ends the communicators.
+
+    Args:
+        mesh_dim_comms: One per dimension, from the outermost: that of this rank's neighbours along it. Or the name of a
+            backend, of which communicators are made.
+        mesh_dim_names: Their names; the process groups get them, too. With a backend's name: names and sizes.
+        _global_comm: Of all ranks. May be left out for one dimension, and with a backend's name.
+
+    Returns:
+        A mesh of the sizes of the communicators; a rank's place in it is its ranks in them.
+
+    Raises:
+        RuntimeError: The communicators do not make a mesh of all ranks, or ``_global_comm`` is missing.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from easydist.comms import Solo, TorchComm
+        >>> from easydist.comms.device_mesh import init_device_mesh
+        >>> mesh = init_device_mesh((TorchComm(Solo()),), ("dp",))
+        >>> mesh.mesh_dim_names, mesh.size()
+        (('dp',), 1)
+        >>> dist.destroy_process_group()
+
+    Cost: an all-gather of the global communicator, and one of each dimension's.
+
+    Source: the torchcomms API.
+    """
+    if isinstance(mesh_dim_comms, str):
+        if not isinstance(mesh_dim_names, Mapping):
+            raise TypeError("init_device_mesh: with a backend's name, mesh_dim_names= maps names to sizes")
+        comms, everyone = _made(mesh_dim_comms, mesh_dim_names, _global_comm)
+    else:
+        comms, everyone = tuple(mesh_dim_comms), _everyone(tuple(mesh_dim_comms), _global_comm)
+    names = tuple(mesh_dim_names)
+    if len(names) != len(comms):
+        raise RuntimeError(f"init_device_mesh: {len(comms)} communicators have {len(names)} names")
+    if not dist.is_initialized():
+        make_default(everyone)
+    mesh = _layout(comms, everyone)
+    groups = [_group(mesh, dim, comm, name) for dim, (comm, name) in enumerate(zip(comms, names, strict=True))]
+    kind = everyone.get_device().type
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], kind, mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, kind, mesh, mesh_dim_names=names)
+
+
+def _everyone(comms: Sequence[TorchComm], given: TorchComm | None) -> TorchComm:
+    if given is None and len(comms) != 1:
+        raise RuntimeError(_SEVERAL)
+    return comms[0] if given is None else given
+
+
+def _made(backend: str, sizes: Mapping[str, int], given: TorchComm | None) -> tuple[tuple[TorchComm, ...], TorchComm]:
+    """Communicators of all ranks, in rank order along the dimensions."""
+    device = torch.device("cuda" if backend == "nccl" else "cpu")
+    everyone = given or new_comm(backend, device, f"mesh {' '.join(sizes)}")
+    shape, rank = tuple(sizes.values()), everyone.get_rank()
+    if math.prod(shape) != everyone.get_size():
+        raise RuntimeError(f"init_device_mesh: {everyone.get_size()} ranks make no mesh of {dict(sizes)}")
+    mesh = torch.arange(math.prod(shape)).view(shape)
+    members = [_line(mesh, dim, rank) for dim in range(len(shape))]
+    parts = [everyone.split(ranks, name) for ranks, name in zip(members, sizes, strict=True)]
+    return tuple(cast(TorchComm, part) for part in parts), everyone
+
+
+def _line(mesh: torch.Tensor, dim: int, rank: int) -> list[int]:
+    """The ranks along a dimension that meet in one."""
+    place = (mesh == rank).nonzero()[0].tolist()
+    index = tuple(slice(None) if d == dim else at for d, at in enumerate(place))
+    ranks: list[int] = mesh[index].tolist()
+    return ranks
+
+
+def _layout(comms: Sequence[TorchComm], everyone: TorchComm) -> torch.Tensor:
+    """Which rank of the default group is where, from what all of them say."""
+    mine = torch.tensor([dist.get_rank(), *(comm.get_rank() for comm in comms)], device=everyone.get_device())
+    rows = torch.empty((everyone.get_size(), len(mine)), dtype=torch.int64, device=mine.device)
+    everyone.core().all_gather_single(rows, mine, False)
+    mesh = torch.full([comm.get_size() for comm in comms], -1)
+    for rank, *place in rows.tolist():
+        if all(at < size for at, size in zip(place, mesh.shape, strict=True)):
+            mesh[tuple(place)] = rank
+    if mesh.numel() != everyone.get_size() or (mesh < 0).any():
+        sizes = " × ".join(map(str, mesh.shape))
+        raise RuntimeError(
+            f"init_device_mesh: the communicators make no mesh of {sizes} of {everyone.get_size()} ranks: two ranks "
+            f"have one place, or some place has none: {rows[:, 1:].tolist()}"
+        )
+    return mesh
+
+
+def _group(mesh: torch.Tensor, dim: int, comm: TorchComm, name: str) -> dist.ProcessGroup:
+    ranks = _line(mesh, dim, dist.get_rank())
+    rows = torch.empty(comm.get_size(), dtype=torch.int64, device=comm.get_device())
+    comm.core().all_gather_single(rows, torch.tensor([dist.get_rank()], device=rows.device), False)
+    if rows.tolist() != ranks:
+        raise RuntimeError(f"init_device_mesh: {name!r} holds the ranks {rows.tolist()}, the mesh needs {ranks}")
+    return group_of(comm, name, ranks)

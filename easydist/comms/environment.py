@@ -1,0 +1,95 @@
+"""Who this process is, and in which store it meets the others, unless somebody says so."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from easydist.state.environment import World, launched
+
+_UNKNOWN = (
+    "Unable to determine rank and size from environment variables. Please set TORCHCOMM_RANK and TORCHCOMM_SIZE, or "
+    "ensure you are running in a supported environment (torchrun, MPI, SLURM), or make a process group first."
+)
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This process and how many there are: ``TORCHCOMM_RANK`` and ``_SIZE``, the launcher's, or the default group's.
+
+    Raises:
+        RuntimeError: None of them says so, or a variable is not a number.
+    """
+    env = os.environ
+    if env.get("TORCHCOMM_RANK") and env.get("TORCHCOMM_SIZE"):
+        rank, size = _number("TORCHCOMM_RANK"), _number("TORCHCOMM_SIZE")
+    elif (world := _world()) is not None:
+        rank, size = world.rank, world.size
+    elif dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+    else:
+        raise RuntimeError(_UNKNOWN)
+    if not 0 <= rank < size:
+        raise RuntimeError(f"Unable to determine rank and size: rank {rank} is outside of {size} ranks")
+    return rank, size
+
+
+def _number(name: str) -> int:
+    text = os.environ[name]
+    if not re.fullmatch(r"\s*\d+\s*", text):
+        raise RuntimeError(f"Invalid value for environment variable {name}: {text}")
+    return int(text)
+
+
+def _world() -> World | None:
+    try:
+        world = launched(os.environ, has_group=True)
+    except ValueError as error:
+        raise RuntimeError(f"Invalid value for environment variable: {error}") from error
+    return None if world.launcher == "none" else world
+
+
+def default_store(rank: int, timeout: timedelta) -> Store:
+    """The default group's store, or one at ``MASTER_ADDR`` and ``MASTER_PORT``.
+
+    Where no launcher serves it, a rank 0 of that host does: of all ranks, or of a communicator.
+
+    Args:
+        rank: This process in the communicator.
+        timeout: How long to wait for it.
+
+    Raises:
+        RuntimeError: Nothing says where it is.
+    """
+    if dist.is_initialized():
+        return PrefixStore("easydist/comms", dist.distributed_c10d._get_default_store())
+    world = _world()
+    address = os.environ.get("MASTER_ADDR") or (world.address if world else "")
+    port = os.environ.get("MASTER_PORT") or (str(world.port) if world else "")
+    if not address or not port:
+        missing = "MASTER_PORT" if address else "MASTER_ADDR"
+        raise RuntimeError(f"new_comm: {missing} env is not set; set it, or pass store=")
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"easydist/comms/{restarts}", _connected(os.getpid(), address, int(port), not rank, timeout))
+
+
+@functools.cache
+def _connected(pid: int, address: str, port: int, serves: bool, timeout: timedelta) -> Store:
+    """A store that lives as long as the process, so that communicators may be made and split at any time."""
+    if serves and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and _is_here(address):
+        with contextlib.suppress(RuntimeError):  # another process serves it already
+            return TCPStore(address, port, None, True, timeout, wait_for_workers=False, multi_tenant=True)
+    return TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+
+
+def _is_here(address: str) -> bool:
+    """True if this is an address of this host."""
+    with contextlib.suppress(OSError), socket.create_server((address, 0)):
+        return True
+    return False

@@ -1,0 +1,77 @@
+"""What a communicator raises when an operation has failed: ``RuntimeError``, as torchcomms does, that says who."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+from easydist.errors import CollectiveTimeout, PeerLostError
+from easydist.liveness.peer import Peer
+
+_GRACE = 1.0
+"""Seconds in which a process whose connection broke has to end."""
+
+
+class CommTimeout(CollectiveTimeout, RuntimeError):
+    """Not all ranks came to an operation in time."""
+
+
+class CommPeerLost(PeerLostError, RuntimeError):
+    """A rank's process ended, or its connection broke, while an operation waited for it."""
+
+
+def explained(
+    error: BaseException, what: str, limit: timedelta, peers: Sequence[Peer]
+) -> CommTimeout | CommPeerLost | RuntimeError:
+    """The error for what ended an operation.
+
+    Args:
+        error: What the backend raised.
+        what: The operation, and where.
+        limit: Its time limit.
+        peers: The other ranks, as far as they are known.
+    """
+    broke = "onnection" in str(error)
+    gone = _ended(peers, _GRACE if broke else 0.0)
+    if gone or isinstance(error, PeerLostError):
+        return _lost(error, what, gone)
+    waited = getattr(error, "peer", None)
+    if isinstance(error, CollectiveTimeout) or "imed out" in str(error):
+        missing = getattr(error, "missing", ()) or (() if waited is None else (waited,))
+        whom = f"rank {', '.join(map(str, missing))} did not come" if missing else "not all ranks came"
+        late = CommTimeout(f"{what}: timed out; {whom} within {limit.total_seconds():g} s. {_broken(error)}")
+        late.missing = missing
+        return late
+    whom = "" if waited is None else f" in the exchange with rank {waited}"
+    return (CommPeerLost if broke else RuntimeError)(f"{what}: failed{whom}. {_broken(error)}")
+
+
+def _ended(peers: Sequence[Peer], seconds: float) -> list[Peer]:
+    """Those that have ended: a connection breaks a moment before the process is gone."""
+    deadline = time.monotonic() + seconds
+    while not (gone := [peer for peer in peers if peer.has_ended()]) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return gone
+
+
+def _lost(error: BaseException, what: str, gone: Sequence[Peer]) -> CommPeerLost:
+    who = ", ".join(f"rank {peer.rank} (process {peer.pid} on {peer.host})" for peer in gone)
+    lost = CommPeerLost(f"{what}: {who or 'a rank'} has ended. {_broken(error)}")
+    if gone:
+        lost.rank, lost.pid, lost.host = gone[0].rank, gone[0].pid, gone[0].host
+        lost.exit_status = gone[0].exit_status()
+    return lost
+
+
+def _broken(error: BaseException) -> str:
+    return f"The communicator is broken: make a new one with the ranks that are left. ({error})"
+
+
+def abort(error: BaseException) -> None:
+    """End this process after writing why, as ``abort_process_on_timeout_or_error=True`` asks."""
+    sys.stderr.write(f"easydist: aborting the process: {error}\n")
+    sys.stderr.flush()
+    os.abort()

@@ -1,0 +1,212 @@
+"""Backends by name, made by ranks that meet in a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
+
+from easydist.comms.options import CommOptions
+from easydist.errors import EasydistError
+from easydist.groups.meeting import Meeting
+from easydist.groups.sharing import Hosts, is_wanted
+from easydist.liveness.monitor import Monitor
+from easydist.shm.streams import Guard
+from easydist.transport.backend import Backend
+from easydist.transport.backends.c10d import Gloo, Native
+from easydist.transport.backends.solo import Solo
+
+T = TypeVar("T")
+
+
+class Place(NamedTuple):
+    """Which rank of which communicator a backend is made for."""
+
+    store: Store
+    """For this communicator alone."""
+    rank: int
+    size: int
+    device: torch.device
+    name: str
+    options: CommOptions
+    timeout: timedelta
+    """For the making."""
+
+
+class Made(NamedTuple):
+    """A backend, and what is known of the ranks."""
+
+    backend: Backend
+    monitor: Monitor | None = None
+    look_to: Callable[[Guard], None] | None = None
+    """Sets what ends waits in shared memory."""
+
+
+Factory = Callable[[Place], Backend]
+
+_factories: dict[str, Factory] = {}
+_BUILT_IN = ("auto", "gloo", "nccl", "shm")
+
+
+def register_backend(name: str, factory: Factory) -> None:
+    """Let ``new_comm(name, …)`` make communicators over a backend of your own.
+
+    Args:
+        name: Not one of the built-in backends.
+        factory: Called with a ``Place`` (``store``, ``rank``, ``size``, ``device``, ``name``, ``options``, ``timeout``)
+            on each rank; returns its ``Backend``.
+
+    Raises:
+        ValueError: ``name`` is a built-in backend's.
+
+    Example:
+        >>> import torch
+        >>> from easydist.comms import Solo, new_comm, register_backend
+        >>> register_backend("alone", lambda place: Solo())
+    """
+    if name in _BUILT_IN:
+        raise ValueError(f"register_backend: {name!r} is built in")
+    _factories[name] = factory
+
+
+def check_backend(name: object) -> None:
+    """Make sure that there is a backend of this name.
+
+    Raises:
+        TypeError: It is no name.
+        ModuleNotFoundError: There is none.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"backend must be a str, got {name!r}")
+    if name not in _BUILT_IN and name not in _factories:
+        known = ", ".join([*_BUILT_IN, *_factories])
+        raise ModuleNotFoundError(
+            f"failed to find backend {name}, is it registered via entry_points.txt? "
+            f"Known are {known}; register_backend(name, factory) adds one"
+        )
+
+
+def make(kind: str, place: Place) -> Made:
+    """Make a backend; called by all ranks that shall have it.
+
+    Args:
+        kind: Its name.
+        place: Which rank of which communicator this is; the store may have been used for the same one before.
+
+    Raises:
+        RuntimeError: The ranks did not all come, or it cannot be made.
+    """
+    if kind in _factories:
+        return Made(_assembled(place, _factories[kind]))
+    if place.size == 1:
+        alone = Solo(place.device)
+        alone.name = kind if kind != "auto" else "shm" if place.device.type == "cpu" else "nccl"
+        return Made(alone)
+    return _assembled(place, lambda own: _made(kind, own))
+
+
+def _assembled(place: Place, build: Callable[[Place], T]) -> T:
+    """Build with keys of this time's own: the i-th arrival of each rank meets the i-th of all others."""
+    arrivals = f"came/{place.rank}"
+    turn = place.store.add(arrivals, 1)
+    try:
+        return build(place._replace(store=PrefixStore(str(turn), place.store)))
+    except EasydistError:  # not all have come: those that come later must find this rank as if it had not come either
+        with suppress(RuntimeError):
+            place.store.add(arrivals, -1)
+        raise
+
+
+def _made(kind: str, place: Place) -> Made:
+    meeting = Meeting(
+        PrefixStore("meeting", place.store),
+        place.rank,
+        place.size,
+        place.timeout,
+        name=f"the communicator {place.name!r} over shm",
+        operation=f"new_comm {place.name!r}",
+        instead="Use gloo: new_comm('gloo', …), or 'auto'",
+    )
+    try:
+        hosts = meeting.introduce(is_wanted() and place.device.type == "cpu")
+    except EasydistError:
+        meeting.leave()
+        raise
+    build = {"shm": _shm, "gloo": _gloo, "nccl": _nccl}[_chosen(kind, place, hosts)]
+    backend = build(place, meeting, hosts)
+    meeting.monitor.end()
+    return Made(backend, meeting.monitor, meeting.look_to)
+
+
+def _chosen(kind: str, place: Place, hosts: Hosts) -> str:
+    """The backend that ``auto`` means."""
+    if kind != "auto":
+        return kind
+    if place.device.type == "cpu":
+        return "shm" if len(hosts) == 1 else "gloo"
+    return "nccl"
+
+
+def _shm(place: Place, meeting: Meeting, hosts: Hosts) -> Backend:
+    if place.device.type != "cpu":
+        raise RuntimeError(f"the backend shm moves tensors on the CPU, not on {place.device}")
+    return meeting.join(hosts)
+
+
+class OwnGloo(Gloo):
+    """Gloo over a group that nobody else knows.
+
+    Attributes:
+        process_group: The group; None once the backend is closed.
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        super().__init__(group, device, "gloo")
+        self.process_group = group
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.process_group = None
+        del self._group
+
+
+_dist: Any = dist
+_Gloo: Any = ProcessGroupGloo
+"""Not checked: what stubs say depends on the build of torch."""
+
+
+def _gloo(place: Place, meeting: Meeting, hosts: Hosts) -> Backend:
+    if place.device.type != "cpu":
+        raise RuntimeError(f"the backend gloo moves tensors on the CPU, not on {place.device}; use nccl")
+    hints, options = place.options.hints, _Gloo._Options()
+    where = {key: hints[key] for key in ("hostname", "interface") if key in hints}
+    options._timeout = place.timeout
+    options._devices = [_Gloo.create_device(**where) if where else _Gloo.create_default_device()]
+    return OwnGloo(_Gloo(PrefixStore("gloo", place.store), place.rank, place.size, options), place.device)
+
+
+def _nccl(place: Place, meeting: Meeting, hosts: Hosts) -> Backend:
+    if place.device.type != "cuda" or not _dist.is_nccl_available():
+        raise RuntimeError(f"the backend nccl needs a GPU and a torch that was built with it; device is {place.device}")
+    from torch.distributed import ProcessGroupNCCL
+
+    given = ":" in str(place.device)
+    device = place.device if given else torch.device("cuda", place.rank % torch.cuda.device_count())
+    group: Any = dist.ProcessGroup(PrefixStore("nccl", place.store), place.rank, place.size)
+    nccl = ProcessGroupNCCL(PrefixStore("nccl", place.store), place.rank, place.size, _nccl_options(place))
+    group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, nccl)
+    return Native(group, device, "nccl")
+
+
+def _nccl_options(place: Place) -> Any:
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = place.timeout
+    options.is_high_priority_stream = place.options.hints.get("high_priority_stream") == "1"
+    return options

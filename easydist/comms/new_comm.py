@@ -1,0 +1,115 @@
+"""Communicators from nothing, and from process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from easydist.comms.comm import TorchComm, made_comm
+from easydist.comms.environment import default_store, rank_and_size
+from easydist.comms.making import Place, check_backend
+from easydist.comms.options import CommOptions, Milliseconds, checked_hints, limited
+from easydist.transport.backends.c10d import over
+from easydist.transport.checked import checked_timeout
+
+
+def new_comm(
+    backend: str,
+    device: torch.device,
+    name: str,
+    abort_process_on_timeout_or_error: bool | None = None,
+    timeout: timedelta | None = None,
+    high_priority_stream: bool | None = None,
+    store: Store | None = None,
+    hints: Mapping[str, str] | None = None,
+) -> TorchComm:
+    """Make a communicator; all of its ranks call.
+
+    Rank and size are those of ``TORCHCOMM_RANK`` and ``TORCHCOMM_SIZE``, else the launcher's, else the default process
+    group's. The ranks meet in ``store``, else in the default group's store, else at ``MASTER_ADDR:MASTER_PORT``. Names
+    may be used again, communicators may share a store, and no rank of the job is special.
+
+    Args:
+        backend: ``"gloo"``, ``"nccl"``, ``"shm"`` (memory of one host), ``"auto"`` (shm where all ranks share a host
+            and the device is the CPU, else gloo or nccl), or what ``register_backend`` was given.
+        device: Where the tensors are.
+        name: The same on all ranks; communicators that are made at the same time have different ones.
+        abort_process_on_timeout_or_error: True: an operation that fails ends the process after writing why; None and
+            False: it raises.
+        timeout: For the making and for each operation; None is 600 s, or ``TORCHCOMM_TIMEOUT_SECONDS``.
+        high_priority_stream: For nccl.
+        store: Where the ranks meet.
+        hints: For gloo: ``hostname``, ``interface``.
+
+    Returns:
+        This rank's end.
+
+    Raises:
+        TypeError: An argument is of another type.
+        ModuleNotFoundError: There is no such backend.
+        RuntimeError: Nothing says which rank this is; the ranks did not all come; the backend cannot be made.
+
+    Example:
+        >>> import os, torch
+        >>> from easydist.comms import new_comm
+        >>> os.environ |= {"TORCHCOMM_RANK": "0", "TORCHCOMM_SIZE": "1"}
+        >>> comm = new_comm("auto", torch.device("cpu"), "main", store=torch.distributed.HashStore())
+        >>> comm.get_backend(), comm.get_rank(), comm.get_size()
+        ('shm', 0, 1)
+        >>> comm.finalize()
+
+    Source: the torchcomms API.
+    """
+    check_backend(backend)
+    _check_types(device, name, store)
+    rank, size = rank_and_size()
+    options = CommOptions()
+    options.timeout = limit = Milliseconds.of(limited(checked_timeout(timeout), options.timeout))
+    options.abort_process_on_timeout_or_error, options.store = abort_process_on_timeout_or_error, store
+    options.hints = dict(checked_hints(hints) or {})
+    if high_priority_stream:
+        options.hints = {**options.hints, "high_priority_stream": "1"}
+    shared = PrefixStore("easydist/comms", store) if store is not None else default_store(rank, limit)
+    place = Place(PrefixStore(f"{name}/{size}", shared), rank, size, device, name, options, limit)
+    return made_comm(backend, place, f"new_comm {name!r}")
+
+
+def _check_types(device: object, name: object, store: object) -> None:
+    for what, value, kind in (("device", device, torch.device), ("name", name, str), ("store", store, Store)):
+        if not isinstance(value, kind) and not (what == "store" and value is None):
+            raise TypeError(f"new_comm(): {what} must be a {kind.__name__}, got {value!r}")
+
+
+def wrap(process_group: dist.ProcessGroup, device: torch.device | None = None) -> TorchComm:
+    """A communicator over a process group that exists; its ``finalize`` leaves the group alone.
+
+    Args:
+        process_group: Any group that this process belongs to, but not one over ``easydist_shm``.
+        device: Where the tensors are; None: the CPU if the group serves it, else its device.
+
+    Raises:
+        RuntimeError: The group cannot move tensors on the device.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from easydist.comms import wrap
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> wrap(dist.group.WORLD).get_backend()
+        'gloo'
+        >>> dist.destroy_process_group()
+    """
+    kinds = [torch.device(kind) for kind in process_group._device_types]
+    chosen = device or next((kind for kind in kinds if kind.type == "cpu"), kinds[0])
+    backend = over(process_group, chosen)
+    if backend is None:
+        raise RuntimeError(
+            f"wrap: the group {process_group.group_name!r} cannot move tensors on {chosen} for a communicator; "
+            "make one with new_comm"
+        )
+    options = CommOptions()
+    store = PrefixStore("easydist/comms", process_group.get_group_store())
+    return TorchComm(backend, process_group.group_name, options, store=store, kind=backend.name)

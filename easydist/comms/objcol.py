@@ -1,0 +1,371 @@
+"""Collectives over any Python value, with torchcomms' names and signatures.
+
+The ranks tell one another their faults before data moves, so a short list, or an object that cannot be sent, raises on
+all of them. ``weights_only=True`` decodes plain data and allow-listed classes (``easydist.allow_globals``) only.
+
+The examples of torchcomms' page run as they stand, although they break its signatures: the list may come in the place
+of the root where that is given by name, ``src=`` means ``root=``, and ``device=`` is ignored.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pickle
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, SupportsIndex, TypeVar, cast
+
+import torch
+
+from easydist.comms.comm import TorchComm
+from easydist.data.packing import as_bytes
+from easydist.errors import RemoteError, UnsafeObjectError
+from easydist.format import codec
+
+__all__ = [
+    "WeightsOnlyError",
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "recv_object_list",
+    "scatter_object_list",
+    "send_object_list",
+]
+
+F = TypeVar("F", bound=Callable[..., None])
+
+
+class WeightsOnlyError(UnsafeObjectError, pickle.UnpicklingError):
+    """An object holds a class that ``weights_only=True`` does not allow; raised by the sender before data moves."""
+
+
+class RemoteFault(RemoteError, RuntimeError):
+    """Another rank could not do its part; its text is inside."""
+
+
+class _Message(NamedTuple):
+    """What this rank has for the others: its bytes, or why it has none."""
+
+    data: torch.Tensor
+    fault: Exception | None = None
+
+
+_NOTHING = _Message(torch.empty(0, dtype=torch.uint8))
+
+
+def _as_in_examples(at: int) -> Callable[[F], F]:
+    """Let calls run that give the root by name and the list in its place, ``at``."""
+
+    def decorate(function: F) -> F:
+        root = "root" if "root" in inspect.signature(function).parameters else ""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> None:
+            kwargs.pop("device", None)
+            if root and "src" in kwargs:
+                kwargs[root] = kwargs.pop("src")
+            if root in kwargs and len(args) > at and not isinstance(args[at], SupportsIndex):
+                args = (*args[:at], kwargs.pop(root), *args[at:])
+            function(*args, **kwargs)
+
+        return cast(F, call)
+
+    return decorate
+
+
+@_as_in_examples(99)
+def all_gather_object(
+    comm: TorchComm,
+    object_list: list[Any],
+    obj: object,
+    timeout: timedelta | None = None,
+    weights_only: bool = True,
+) -> None:
+    """Law: ``object_list == [obj of rank 0, obj of rank 1, …]``, on every rank.
+
+    Args:
+        comm: The communicator.
+        object_list: As long as there are ranks; is filled.
+        obj: Anything that can be pickled.
+        timeout: For each wait; None is the communicator's.
+        weights_only: Decode plain data and allow-listed classes only.
+
+    Raises:
+        RuntimeError: A list has another length; or an object of another rank cannot be sent.
+        WeightsOnlyError: ``obj`` holds a class that is not allowed.
+
+    Example:
+        >>> from easydist.comms import Solo, TorchComm, objcol
+        >>> output = [None]
+        >>> objcol.all_gather_object(TorchComm(Solo()), output, {1: 2})
+        >>> output
+        [{1: 2}]
+
+    Cost: an all-gather of 16 bytes, and one of the objects.
+    """
+    name, size = "all_gather_object", comm.get_size()
+    mine = _checked(lambda: _demand_length(name, "object_list", object_list, size)) or _encoded(obj, weights_only)
+    sizes = _agreed(comm, name, mine, timeout)
+    outputs = [_buffer(comm, nbytes) for nbytes in sizes]
+    comm.all_gather_v(outputs, mine.data.to(comm.get_device()), False, timeout=timeout)
+    object_list[:] = [_decoded(output, weights_only) for output in outputs]
+
+
+@_as_in_examples(2)
+def gather_object(
+    comm: TorchComm,
+    obj: object,
+    root: int,
+    object_gather_list: list[Any] | None = None,
+    timeout: timedelta | None = None,
+    weights_only: bool = True,
+) -> None:
+    """Law, on ``root``: ``object_gather_list == [obj of rank 0, obj of rank 1, …]``.
+
+    Args:
+        comm: The communicator.
+        obj: Anything that can be pickled.
+        root: The receiving rank.
+        object_gather_list: On ``root`` as long as there are ranks, and filled; not looked at elsewhere.
+        timeout: For each wait; None is the communicator's.
+        weights_only: Decode plain data and allow-listed classes only.
+
+    Raises:
+        RuntimeError: As ``all_gather_object``; or ``root`` does not exist.
+        WeightsOnlyError: ``obj`` holds a class that is not allowed.
+
+    Cost: an all-gather of 16 bytes, and one gather.
+    """
+    name, rank = "gather_object", comm._rank("root", root)
+    is_root = rank == comm.get_rank()
+    check = functools.partial(_demand_length, name, "object_gather_list", object_gather_list, comm.get_size())
+    mine = (_checked(check) if is_root else None) or _encoded(obj, weights_only)
+    sizes = _agreed(comm, name, mine, timeout)
+    outputs = [_buffer(comm, nbytes) for nbytes in sizes] if is_root else []
+    comm.gather(outputs, mine.data.to(comm.get_device()), rank, False, timeout=timeout)
+    if is_root and object_gather_list is not None:
+        object_gather_list[:] = [_decoded(output, weights_only) for output in outputs]
+
+
+@_as_in_examples(99)
+def send_object_list(comm: TorchComm, object_list: list[Any], dst: int, timeout: timedelta | None = None) -> None:
+    """Send objects to one rank, which calls ``recv_object_list`` with a list of the same length.
+
+    Args:
+        comm: The communicator.
+        object_list: What can be pickled; may be empty.
+        dst: Another rank.
+        timeout: For each wait; None is the communicator's.
+
+    Raises:
+        RuntimeError: The receiver's list has another length; ``dst`` does not exist, or is this rank.
+        WeightsOnlyError: An object holds a class that the receiver does not allow.
+
+    Cost: three messages.
+    """
+    asked = torch.empty(2, dtype=torch.int64)
+    comm.recv(asked, dst, False, timeout=timeout)
+    count, weights_only = asked.tolist()
+    check = functools.partial(_demand_same, "send_object_list", len(object_list), count)
+    mine = _checked(check) or _encoded(list(object_list), bool(weights_only))
+    data = mine.data if mine.fault is None else _text(mine.fault)
+    comm.send(torch.tensor([data.numel(), mine.fault is not None]), dst, False, timeout=timeout)
+    comm.send(data.to(comm.get_device()), dst, False, timeout=timeout)
+    if mine.fault is not None:
+        raise mine.fault
+
+
+@_as_in_examples(99)
+def recv_object_list(
+    comm: TorchComm, object_list: list[Any], src: int, timeout: timedelta | None = None, weights_only: bool = True
+) -> None:
+    """Law: ``object_list == object_list of src``, which calls ``send_object_list``.
+
+    Args:
+        comm: The communicator.
+        object_list: As long as the sender's; is filled.
+        src: Another rank.
+        timeout: For each wait; None is the communicator's.
+        weights_only: Decode plain data and allow-listed classes only.
+
+    Raises:
+        RuntimeError: The sender's list has another length, or cannot be sent; ``src`` does not exist, or is this rank.
+
+    Cost: three messages.
+    """
+    comm.send(torch.tensor([len(object_list), weights_only]), src, False, timeout=timeout)
+    answer = torch.empty(2, dtype=torch.int64)
+    comm.recv(answer, src, False, timeout=timeout)
+    nbytes, is_fault = answer.tolist()
+    data = _buffer(comm, nbytes)
+    comm.recv(data, src, False, timeout=timeout)
+    if is_fault:
+        raise _remote("recv_object_list", src, data)
+    object_list[:] = _decoded(data, weights_only)
+
+
+@_as_in_examples(99)
+def broadcast_object_list(
+    comm: TorchComm,
+    object_list: list[Any],
+    root: int,
+    timeout: timedelta | None = None,
+    weights_only: bool = True,
+) -> None:
+    """Law: ``object_list == object_list of root``, on every rank.
+
+    Args:
+        comm: The communicator.
+        object_list: Of the same length on every rank; filled everywhere but on ``root``.
+        root: The sending rank.
+        timeout: For each wait; None is the communicator's.
+        weights_only: Decode plain data and allow-listed classes only.
+
+    Raises:
+        RuntimeError: The lists have different lengths; the root's objects cannot be sent; ``root`` does not exist.
+        WeightsOnlyError: An object holds a class that is not allowed; on ``root``.
+
+    Cost: an all-gather of 16 bytes, and one broadcast.
+    """
+    name, rank = "broadcast_object_list", comm._rank("root", root)
+    is_root = rank == comm.get_rank()
+    mine = _encoded(list(object_list), weights_only) if is_root else _NOTHING
+    sizes = _agreed(comm, name, mine, timeout, len(object_list))
+    data = mine.data.to(comm.get_device()) if is_root else _buffer(comm, sizes[rank])
+    comm.broadcast(data, rank, False, timeout=timeout)
+    if not is_root:
+        object_list[:] = _decoded(data, weights_only)
+
+
+@_as_in_examples(1)
+def scatter_object_list(
+    comm: TorchComm,
+    root: int,
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: list[Any] | None = None,
+    timeout: timedelta | None = None,
+    weights_only: bool = True,
+) -> None:
+    """Law: ``scatter_object_output_list[0] == scatter_object_input_list[rank] of root``.
+
+    Args:
+        comm: The communicator.
+        root: The sending rank.
+        scatter_object_output_list: Not empty; its first element is set.
+        scatter_object_input_list: On ``root`` as long as there are ranks; not looked at elsewhere.
+        timeout: For each wait; None is the communicator's.
+        weights_only: Decode plain data and allow-listed classes only.
+
+    Raises:
+        ValueError: A list is missing, empty or of another length.
+        RuntimeError: Another rank has raised; ``root`` does not exist.
+        WeightsOnlyError: An object holds a class that is not allowed; on ``root``.
+
+    Cost: an all-gather of 16 bytes, a scatter of the sizes, and one of the objects.
+    """
+    name, rank = "scatter_object_list", comm._rank("root", root)
+    is_root = rank == comm.get_rank()
+    check = functools.partial(_demand_scatter, scatter_object_output_list, scatter_object_input_list, comm, is_root)
+    fault = _checked(check)
+    parts = (
+        [_encoded(value, weights_only) for value in scatter_object_input_list or []] if is_root and not fault else []
+    )
+    mine = fault or next((part for part in parts if part.fault is not None), _NOTHING)
+    _agreed(comm, name, mine, timeout)
+    own = torch.empty(1, dtype=torch.int64, device=comm.get_device())
+    sizes = [torch.tensor([part.data.numel()], device=comm.get_device()) for part in parts]
+    comm.scatter(own, sizes, rank, False, timeout=timeout)
+    data = _buffer(comm, int(own.item()))
+    comm.scatter(data, [part.data.to(comm.get_device()) for part in parts], rank, False, timeout=timeout)
+    scatter_object_output_list[0] = _decoded(data, weights_only)
+
+
+def _demand_length(name: str, what: str, values: Sequence[Any] | None, size: int) -> None:
+    if values is None:
+        raise RuntimeError(f"{name}: Must provide {what} on root rank")
+    if len(values) != size:
+        raise RuntimeError(f"{name}: {what} has {len(values)} elements, but there are {size} ranks")
+
+
+def _demand_same(name: str, mine: int, theirs: int) -> None:
+    if mine != theirs:
+        raise RuntimeError(f"{name}: the sender's list has {mine} elements, the receiver's {theirs}")
+
+
+def _demand_scatter(outputs: object, inputs: list[Any] | None, comm: TorchComm, is_root: bool) -> None:
+    if not isinstance(outputs, list) or not outputs:
+        raise ValueError("Expected argument scatter_object_output_list to be a list of size at least 1.")
+    if is_root and inputs is None:
+        raise ValueError("source rank must provide non-None scatter_object_input_list")
+    if is_root and inputs is not None and len(inputs) != comm.get_size():
+        raise ValueError(f"scatter_object_input_list has {len(inputs)} elements for {comm.get_size()} ranks")
+
+
+def _checked(check: Callable[[], None]) -> _Message | None:
+    """A fault that a check has found."""
+    try:
+        check()
+    except (RuntimeError, ValueError) as error:
+        return _NOTHING._replace(fault=error)
+    return None
+
+
+def _encoded(value: object, weights_only: bool) -> _Message:
+    try:
+        if not weights_only:
+            codec.demand_pickle()
+        encoded = codec.EncodedObject(value)
+        if weights_only:
+            encoded.check()
+        return _Message(encoded.joined())
+    except UnsafeObjectError as error:
+        return _NOTHING._replace(fault=WeightsOnlyError(f"Weights only load failed: {error}"))
+    except Exception as error:  # whatever a class of the user's may raise
+        return _NOTHING._replace(fault=error)
+
+
+def _decoded(data: torch.Tensor, weights_only: bool) -> Any:
+    return codec.decode(data.cpu(), weights_only=weights_only)
+
+
+def _agreed(
+    comm: TorchComm, name: str, mine: _Message, timeout: timedelta | None, length: int | None = None
+) -> list[int]:
+    """The sizes of all ranks' data, once none of them has a fault, and all have lists of one length."""
+    text = mine.data if mine.fault is None else _text(mine.fault)
+    header = [text.numel(), mine.fault is not None, -1 if length is None else length]
+    rows = torch.empty((comm.get_size(), 3), dtype=torch.int64, device=comm.get_device())
+    comm.all_gather_single(rows, torch.tensor(header, device=comm.get_device()), False, timeout=timeout)
+    every = rows.tolist()
+    if any(is_fault for _, is_fault, _ in every):
+        _raise_faults(comm, name, mine, every, timeout)
+    lengths = [count for _, _, count in every]
+    if len(set(lengths)) > 1:
+        raise RuntimeError(f"{name}: the ranks' lists have {lengths} elements; they must have the same number")
+    return [nbytes for nbytes, _, _ in every]
+
+
+def _raise_faults(
+    comm: TorchComm, name: str, mine: _Message, every: Sequence[Sequence[int]], timeout: timedelta | None
+) -> None:
+    sizes = [nbytes if is_fault else 0 for nbytes, is_fault, _ in every]
+    texts = [_buffer(comm, nbytes) for nbytes in sizes]
+    own = _NOTHING.data if mine.fault is None else _text(mine.fault)
+    comm.all_gather_v(texts, own.to(comm.get_device()), False, timeout=timeout)
+    if mine.fault is not None:
+        raise mine.fault
+    rank = next(rank for rank, (_, is_fault, _) in enumerate(every) if is_fault)
+    raise _remote(name, rank, texts[rank])
+
+
+def _remote(name: str, rank: int, text: torch.Tensor) -> RemoteFault:
+    return RemoteFault(f"{name}: rank {rank} failed: {bytes(text.cpu().numpy()).decode(errors='replace')}")
+
+
+def _text(error: Exception) -> torch.Tensor:
+    return as_bytes(torch.frombuffer(bytearray(f"{type(error).__name__}: {error}".encode()), dtype=torch.uint8))
+
+
+def _buffer(comm: TorchComm, nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=comm.get_device())

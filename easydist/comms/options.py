@@ -1,0 +1,132 @@
+"""What a communicator, or a batch, was asked for besides its ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+_DEFAULT_SECONDS = 600.0
+_RESOLUTION = timedelta(milliseconds=1)
+
+
+class Milliseconds(timedelta):
+    """A time limit in whole milliseconds: a ``timedelta`` that equals their number, too.
+
+    Example:
+        >>> limit = Milliseconds.of(timedelta(seconds=5))
+        >>> limit == 5000, limit == timedelta(seconds=5), int(limit), limit.total_seconds()
+        (True, True, 5000, 5.0)
+    """
+
+    @classmethod
+    def of(cls, limit: timedelta | float) -> Milliseconds:
+        """The same limit.
+
+        Args:
+            limit: A ``timedelta``, or milliseconds.
+        """
+        return cls(milliseconds=limit // _RESOLUTION if isinstance(limit, timedelta) else int(limit))
+
+    def __int__(self) -> int:
+        return self // _RESOLUTION
+
+    def __eq__(self, other: object) -> bool:
+        return int(self) == other if isinstance(other, int | float) else super().__eq__(other)
+
+    __hash__ = timedelta.__hash__
+
+
+def default_timeout() -> Milliseconds:
+    """How long an operation may take unless somebody says otherwise: 600 s, or ``TORCHCOMM_TIMEOUT_SECONDS``.
+
+    Raises:
+        RuntimeError: The variable is no number.
+    """
+    text = os.environ.get("TORCHCOMM_TIMEOUT_SECONDS") or _DEFAULT_SECONDS
+    try:
+        return Milliseconds(seconds=float(text))
+    except ValueError:
+        raise RuntimeError(f"Invalid value for environment variable TORCHCOMM_TIMEOUT_SECONDS: {text}") from None
+
+
+def checked_hints(hints: Mapping[str, str] | None) -> Mapping[str, str] | None:
+    """The same hints.
+
+    Raises:
+        TypeError: They are neither None nor a mapping of strings to strings.
+    """
+    if hints is not None and not _are_texts(hints):
+        raise TypeError(f"hints must be a mapping of str to str, got {hints!r}")
+    return hints
+
+
+def _are_texts(hints: object) -> bool:
+    return isinstance(hints, Mapping) and all(isinstance(text, str) for pair in hints.items() for text in pair)
+
+
+def limited(timeout: timedelta | None, otherwise: timedelta) -> timedelta:
+    """The time limit; None and less than a millisecond mean the other one."""
+    return otherwise if timeout is None or timeout < _RESOLUTION else timeout
+
+
+class CommOptions:
+    """Options of a communicator.
+
+    Attributes:
+        abort_process_on_timeout_or_error: True: an operation that fails ends the process. None and False: it raises.
+        hints: Text for a backend.
+        store: Where the ranks have met.
+
+    Example:
+        >>> from easydist.comms import CommOptions
+        >>> CommOptions().timeout == 600_000
+        True
+    """
+
+    def __init__(self) -> None:
+        self.abort_process_on_timeout_or_error: bool | None = None
+        self.hints: Mapping[str, str] = {}
+        self.store: Store | None = None
+        self._timeout = default_timeout()
+
+    @property
+    def timeout(self) -> Any:
+        """For operations, in milliseconds: a ``timedelta`` that equals their number. Takes a ``timedelta``, too."""
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, limit: timedelta | float) -> None:
+        self._timeout = Milliseconds.of(limit)
+
+    @property
+    def time_limit(self) -> Milliseconds:
+        """The same, for type checkers."""
+        return self._timeout
+
+    def __repr__(self) -> str:
+        return (
+            f"CommOptions(timeout={int(self._timeout)} ms, hints={dict(self.hints)}, "
+            f"abort_process_on_timeout_or_error={self.abort_process_on_timeout_or_error})"
+        )
+
+
+class BatchP2POptions:
+    """Options of a batch.
+
+    Attributes:
+        hints: Text for a backend.
+        timeout: A ``timedelta``; None is the communicator's.
+
+    Example:
+        >>> from easydist.comms import BatchP2POptions
+        >>> BatchP2POptions().timeout is None
+        True
+    """
+
+    def __init__(self) -> None:
+        self.hints: Mapping[str, str] | None = None
+        self.timeout: timedelta | None = None

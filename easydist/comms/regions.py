@@ -1,0 +1,163 @@
+"""Memory of one host in which each rank of a communicator has a region and signals that all others reach.
+
+the futex                        one cache line
+per rank: its signals            numbers of 8 bytes
+per rank: its region             at a multiple of 64 bytes
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+
+from easydist.comms.failures import CommTimeout
+from easydist.groups.sharing import all_gather, is_wanted
+from easydist.liveness.peer import host_id
+from easydist.shm.futex import Futex
+from easydist.shm.segment import Segment
+from easydist.transport.comm import Collectives
+
+_LINE = 64
+_LOOK = 0.05
+"""Seconds of sleep at most: a wake-up may get lost."""
+
+
+class Regions:
+    """Memory that all ranks of a communicator share; made by all of them together.
+
+    Args:
+        core: The communicator.
+        nbytes: Of each region; the same number on all ranks.
+        signals: How many signals each rank has.
+
+    Raises:
+        RuntimeError: The ranks cannot share memory, or want different sizes; the same text on all ranks.
+    """
+
+    def __init__(self, core: Collectives, nbytes: int, signals: int) -> None:
+        self.rank, self.size, self.nbytes, self.count = core.get_rank(), core.get_size(), nbytes, signals
+        self._name = core.get_name()
+        self._regions = _LINE + self.size * _aligned(8 * signals)
+        self._check(core)
+        segment = self._attached(core, max(1, self._regions + self.size * _aligned(nbytes)))
+        self._memory = segment.memory
+        self._bytes = torch.frombuffer(segment.memory, dtype=torch.uint8)
+        view = memoryview(segment.memory)
+        self._futex = Futex(view[:4], ctypes.addressof(ctypes.c_char.from_buffer(segment.memory)), self.rank)
+        row = _aligned(8 * signals)
+        self._signals = [
+            view[_LINE + r * row : _LINE + r * row + 8 * signals].cast("q") if signals else None
+            for r in range(self.size)
+        ]
+
+    def _check(self, core: Collectives) -> None:
+        """That all ranks share a host and ask for the same."""
+        if core.get_device().type != "cpu":
+            raise RuntimeError(f"windows lie in memory of the CPU, but the communicator is on {core.get_device()}")
+        mine = json.dumps([self.nbytes, self.count, host_id() if is_wanted() else f"rank {self.rank} alone"])
+        sizes, counts, hosts = zip(*map(json.loads, all_gather(core, mine.encode())), strict=True)
+        if len(set(hosts)) > 1:
+            raise RuntimeError(
+                f"windows need ranks that share a host's memory; those of {self._name!r} are on {len(set(hosts))} "
+                f"hosts (or have EASYDIST_SHM=0): use send and recv between hosts, or split() the ranks of one host"
+            )
+        if len(set(sizes)) > 1 or len(set(counts)) > 1:
+            raise RuntimeError(f"the ranks ask for different windows: {list(sizes)} bytes, {list(counts)} signals")
+
+    def _attached(self, core: Collectives, nbytes: int) -> Segment:
+        segment, failure = None, ""
+        if self.rank == 0:
+            try:
+                segment = Segment.create(nbytes)
+            except OSError as error:
+                failure = f"rank 0 has no room for {nbytes} bytes in /dev/shm ({error})"
+        name = json.loads(all_gather(core, json.dumps(segment.name if segment else "").encode())[0])
+        if name and segment is None:
+            try:
+                segment = Segment.attach(name, nbytes)
+            except OSError as error:
+                failure = f"rank {self.rank} cannot attach the memory of rank 0 ({error})"
+        failures = [text.decode().strip() for text in all_gather(core, failure.encode())]
+        if self.rank == 0 and segment is not None:
+            segment.unlink()
+        if any(failures) or segment is None:
+            raise RuntimeError(f"windows need shared memory: {'; '.join(filter(None, failures))}")
+        return segment
+
+    def region(self, rank: int) -> torch.Tensor:
+        """The bytes of a rank's region, as a view."""
+        begin = self._regions + rank * _aligned(self.nbytes)
+        return self._bytes[begin : begin + self.nbytes]
+
+    def signal(self, rank: int, slot: int, value: int) -> None:
+        """Store a number for a rank, after all that this process has written before, and wake it."""
+        signals = self._signals[rank]
+        assert signals is not None
+        if self._futex.release is not None:
+            self._futex.release()
+        signals[slot] = value
+        self._futex.fence()
+        self._futex.wake(1 << rank % 32)
+
+    def value(self, slot: int) -> int:
+        """This rank's number in a slot."""
+        signals = self._signals[self.rank]
+        assert signals is not None
+        return signals[slot]
+
+    def wait(self, slot: int, is_met: Callable[[int], bool], limit: timedelta, what: str) -> None:
+        """Sleep until a number of this rank's meets a condition.
+
+        Raises:
+            CommTimeout: It has not within ``limit``.
+        """
+        deadline = time.monotonic() + limit.total_seconds()
+        while not is_met(self.value(slot)):
+            expected = self._futex.value()
+            self._futex.fence()
+            if is_met(self.value(slot)):
+                return
+            left = deadline - time.monotonic()
+            if left <= 0:
+                seconds = limit.total_seconds()
+                raise CommTimeout(
+                    f"{what} timed out after {seconds:g} s: slot {slot} of rank {self.rank} holds {self.value(slot)}"
+                )
+            self._futex.sleep(expected, min(left, _LOOK))
+
+
+def check_fits(numel: int, offset: int, dtype: torch.dtype, nbytes: int) -> None:
+    """Make sure that elements lie inside a region.
+
+    Raises:
+        RuntimeError: They do not.
+    """
+    end = (numel + offset) * dtype.itemsize
+    if offset < 0 or end > nbytes:
+        raise RuntimeError(
+            f"Requested size ({end} bytes) exceeds the window size ({nbytes} bytes): {numel} elements of {dtype} at "
+            f"offset {offset}, which counts elements"
+        )
+
+
+def numel_of(sizes: Sequence[int]) -> int:
+    """The number of elements of a shape.
+
+    Raises:
+        RuntimeError: A size is negative.
+    """
+    count = 1
+    for size in sizes:
+        if size < 0:
+            raise RuntimeError(f"sizes must not be negative, got {tuple(sizes)}")
+        count *= size
+    return count
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _LINE) * _LINE

@@ -1,0 +1,284 @@
+"""One-sided communication: memory of a rank that the others read and write without its help."""
+
+from __future__ import annotations
+
+import enum
+import operator
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import SupportsIndex
+
+import torch
+
+from easydist.comms.regions import Regions, check_fits, numel_of
+from easydist.transport.comm import Collectives
+from easydist.transport.staging import flat
+from easydist.transport.work import TorchWork
+
+_LARGEST = 2**63 - 1
+
+
+class SignalCmpOp(enum.Enum):
+    """How ``wait_signal`` compares the slot with its value."""
+
+    EQ = 0
+    GE = 1
+    LE = 2
+
+
+_COMPARE: dict[SignalCmpOp, Callable[[int, int], bool]] = {
+    SignalCmpOp.EQ: operator.eq,
+    SignalCmpOp.GE: operator.ge,
+    SignalCmpOp.LE: operator.le,
+}
+
+
+class _Signal:
+    """A signal that is waited for."""
+
+    def __init__(self, regions: Regions, slot: int, is_met: Callable[[int], bool], limit: timedelta) -> None:
+        self._regions, self._slot, self._is_met, self._limit = regions, slot, is_met, limit
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self._regions.wait(self._slot, self._is_met, timeout or self._limit, "wait_signal")
+
+    def is_completed(self) -> bool:
+        return self._is_met(self._regions.value(self._slot))
+
+
+class _Window:
+    """A region per rank; see ``TorchCommWindow`` and ``RegisteredWindow``."""
+
+    def __init__(self, comm: Collectives) -> None:
+        self._comm = comm
+        self._regions: Regions | None = None
+
+    def get_size(self) -> int:
+        """The bytes of each rank's part."""
+        return 0 if self._regions is None else self._regions.nbytes
+
+    def _open(self) -> Regions:
+        if self._regions is None:
+            raise RuntimeError("the window has no memory: call tensor_register(tensor) on every rank first")
+        return self._regions
+
+    def _view(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, offset: int) -> torch.Tensor:
+        regions = self._open()
+        numel = numel_of(sizes)
+        check_fits(numel, offset, dtype, regions.nbytes)
+        begin = offset * dtype.itemsize
+        return regions.region(rank)[begin : begin + numel * dtype.itemsize].view(dtype).view(tuple(sizes))
+
+    def _put(self, tensor: torch.Tensor, rank: int, offset: int) -> TorchWork:
+        self._comm._check("put", [], [tensor])
+        self._view(rank, [tensor.numel()], tensor.dtype, offset).copy_(flat(tensor))
+        return TorchWork()
+
+    def _wait(self, slot: int, is_met: Callable[[int], bool], async_op: bool) -> TorchWork:
+        work = TorchWork([_Signal(self._open(), slot, is_met, self._comm.time_limit)])
+        if async_op:
+            return work.in_background()
+        work.wait()
+        return work
+
+
+class TorchCommWindow(_Window):
+    """Memory of each rank that all ranks of a communicator write and read; ``comm.window_allocate`` makes one.
+
+    The ranks have to share a host: a window is shared memory, and ``get_tensor`` a view of it. What a rank has put
+    before it signals is there when the signal is seen. Sizes are bytes, offsets are elements. ``put`` and ``signal``
+    have ended when they return, with ``async_op`` as without.
+
+    Example:
+        >>> import torch
+        >>> from easydist.comms import SignalCmpOp, Solo, TorchComm
+        >>> window = TorchComm(Solo()).window_allocate(window_size=64)
+        >>> window.put(torch.tensor([1.0, 2.0]), dst_rank=0, target_disp=3, async_op=False).wait()
+        >>> window.signal(0, 7, dst_rank=0, async_op=False).wait()
+        >>> window.wait_signal(0, 7, SignalCmpOp.EQ, async_op=False).wait()
+        >>> window.get_tensor(0, (2,), torch.float32, offset=3)
+        tensor([1., 2.])
+
+    Source: the torchcomms API.
+    """
+
+    def __init__(self, comm: Collectives, window_size: int, cpu_buf: bool = False, signal_size: int = 256) -> None:
+        super().__init__(comm)
+        if window_size < 0 or signal_size < 0:
+            raise RuntimeError(f"a window has no {window_size} bytes and {signal_size} signals")
+        self._regions = Regions(comm.core(), window_size, signal_size)
+
+    def get_tensor(
+        self, rank: SupportsIndex, sizes: tuple[int, ...], dtype: torch.dtype, offset: SupportsIndex
+    ) -> torch.Tensor:
+        """A view of a rank's memory; what anybody puts there later is seen in it.
+
+        Args:
+            rank: Whose memory.
+            sizes: The shape.
+            dtype: Of the elements.
+            offset: In elements.
+
+        Raises:
+            RuntimeError: It does not lie inside the window, or there is no such rank.
+        """
+        return self._view(self._comm._rank("rank", rank), sizes, dtype, operator.index(offset))
+
+    def put(
+        self, tensor: torch.Tensor, dst_rank: SupportsIndex, target_disp: SupportsIndex, async_op: bool
+    ) -> TorchWork:
+        """Copy a tensor into a rank's memory.
+
+        Args:
+            tensor: Any dtype and strides.
+            dst_rank: Whose memory; may be this rank's.
+            target_disp: Where, in elements of the tensor's dtype.
+            async_op: Makes no difference.
+
+        Raises:
+            RuntimeError: It does not lie inside the window, or there is no such rank.
+        """
+        return self._put(tensor, self._comm._rank("dst_rank", dst_rank), operator.index(target_disp))
+
+    def signal(
+        self, signal_disp: SupportsIndex, signal_val: SupportsIndex, dst_rank: SupportsIndex, async_op: bool
+    ) -> TorchWork:
+        """Store a number in a slot of a rank, at once for all who look, after what this rank has put before.
+
+        Args:
+            signal_disp: The slot.
+            signal_val: The number, of 64 bits with a sign.
+            dst_rank: Whose slot.
+            async_op: Makes no difference.
+
+        Raises:
+            RuntimeError: There is no such slot or rank, or the number is too large.
+        """
+        rank, value = self._comm._rank("dst_rank", dst_rank), operator.index(signal_val)
+        if not -_LARGEST <= value <= _LARGEST:
+            raise RuntimeError(f"signal_val must be a number of 64 bits, got {value}")
+        self._open().signal(rank, self._slot(signal_disp), value)
+        return TorchWork()
+
+    def wait_signal(
+        self, signal_disp: SupportsIndex, signal_val: SupportsIndex, cmp_op: SignalCmpOp, async_op: bool
+    ) -> TorchWork:
+        """Wait until the number in a slot of this rank meets a condition.
+
+        Args:
+            signal_disp: The slot.
+            signal_val: What it is compared with.
+            cmp_op: How: ``slot == signal_val``, ``>=`` or ``<=``.
+            async_op: Return at once.
+
+        Raises:
+            TypeError: ``cmp_op`` is no ``SignalCmpOp``.
+            RuntimeError: There is no such slot; or the communicator's time limit is over.
+        """
+        if not isinstance(cmp_op, SignalCmpOp):
+            raise TypeError(f"wait_signal(): cmp_op must be a SignalCmpOp, got {cmp_op!r}")
+        value, compare = operator.index(signal_val), _COMPARE[cmp_op]
+        return self._wait(self._slot(signal_disp), lambda slot: compare(slot, value), async_op)
+
+    def _slot(self, signal_disp: SupportsIndex) -> int:
+        slot, count = operator.index(signal_disp), self._open().count
+        if not 0 <= slot < count:
+            raise RuntimeError(f"signal_disp must be in range [0, {count}), but got {slot}")
+        return slot
+
+
+class RegisteredWindow(_Window):
+    """The window of later releases: a tensor's own memory, and signals that are counted by sender.
+
+    Example:
+        >>> import torch
+        >>> from easydist.comms import Solo, TorchComm
+        >>> tensor = torch.zeros(3)
+        >>> window = TorchComm(Solo()).new_window(tensor)
+        >>> window.put(torch.ones(1), 0, 1, async_op=False).wait()
+        >>> tensor
+        tensor([0., 1., 0.])
+    """
+
+    def __init__(self, comm: Collectives) -> None:
+        super().__init__(comm)
+        self._tensor: torch.Tensor | None = None
+        self._sent, self._taken = [0] * comm.get_size(), [0] * comm.get_size()
+
+    def tensor_register(self, tensor: torch.Tensor) -> None:
+        """Move a tensor's values into memory that the other ranks reach; called by all ranks, with one size.
+
+        Args:
+            tensor: Keeps its values; views that were made of it before stay behind.
+
+        Raises:
+            RuntimeError: It is not contiguous, or another one is registered.
+        """
+        if self._tensor is not None:
+            raise RuntimeError("a tensor is registered already: call tensor_deregister first")
+        if not tensor.is_contiguous():
+            raise RuntimeError("tensor_register: Tensor must be contiguous")
+        self._regions = Regions(self._comm.core(), tensor.nbytes, self._comm.get_size())
+        memory = self._view(self._comm.get_rank(), tensor.shape, tensor.dtype, 0)
+        memory.copy_(tensor.detach())
+        tensor.data = memory
+        self._tensor = tensor
+
+    def tensor_deregister(self) -> None:
+        """Give the tensor memory of its own again.
+
+        Raises:
+            RuntimeError: None is registered.
+        """
+        if self._tensor is None:
+            raise RuntimeError("no tensor is registered")
+        self._tensor.data = self._tensor.detach().clone()
+        self._tensor, self._regions = None, None
+
+    def map_remote_tensor(self, rank: SupportsIndex) -> torch.Tensor:
+        """A view of the tensor that another rank has registered, in the shape and dtype of this rank's.
+
+        Args:
+            rank: Whose.
+        """
+        if self._tensor is None:
+            raise RuntimeError("no tensor is registered")
+        return self._view(self._comm._rank("rank", rank), self._tensor.shape, self._tensor.dtype, 0)
+
+    def put(
+        self, tensor: torch.Tensor, dst_rank: SupportsIndex, target_offset_nelems: SupportsIndex, async_op: bool
+    ) -> TorchWork:
+        """Copy a tensor into a rank's.
+
+        Args:
+            tensor: Any dtype and strides.
+            dst_rank: Whose.
+            target_offset_nelems: Where, in elements of the tensor's dtype.
+            async_op: Makes no difference.
+        """
+        return self._put(tensor, self._comm._rank("dst_rank", dst_rank), operator.index(target_offset_nelems))
+
+    def signal(self, peer_rank: SupportsIndex, async_op: bool) -> TorchWork:
+        """Signal a rank, after what this rank has put before.
+
+        Args:
+            peer_rank: Which.
+            async_op: Makes no difference.
+        """
+        rank = self._comm._rank("peer_rank", peer_rank)
+        regions = self._open()
+        self._sent[rank] += 1
+        regions.signal(rank, self._comm.get_rank(), self._sent[rank])
+        return TorchWork()
+
+    def wait_signal(self, peer_rank: SupportsIndex, async_op: bool) -> TorchWork:
+        """Wait for the next signal of a rank; each is taken once.
+
+        Args:
+            peer_rank: Which.
+            async_op: Return at once.
+        """
+        rank = self._comm._rank("peer_rank", peer_rank)
+        self._taken[rank] += 1
+        count = self._taken[rank]
+        return self._wait(rank, lambda seen: seen >= count, async_op)

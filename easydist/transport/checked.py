@@ -1,0 +1,163 @@
+"""What all operations of a communicator have in common: who takes part, and the checks of arguments."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import SupportsIndex
+
+import torch
+
+from easydist.transport.backend import Backend
+from easydist.transport.staging import Staging, check_writable
+from easydist.transport.work import TorchWork
+
+Hints = Mapping[str, str] | None
+How = tuple[bool, Hints, timedelta | None]
+"""The last three arguments of an operation: ``async_op``, ``hints``, ``timeout``."""
+
+BYTES = torch.uint8
+_TIME_LIMIT = timedelta(minutes=10)
+
+
+class Checked:
+    """A backend with a name, and the checks of what it is given.
+
+    Args:
+        backend: Moves the bytes.
+        name: For people.
+    """
+
+    def __init__(self, backend: Backend, name: str = "") -> None:
+        self._backend = backend
+        self._name = name
+        self.communicators: object = None
+
+    def __repr__(self) -> str:
+        return (
+            f"TorchComm({self._name!r}, backend={self.get_backend()!r}, rank={self.get_rank()}, "
+            f"size={self.get_size()}, device={self.get_device()})"
+        )
+
+    @property
+    def time_limit(self) -> timedelta:
+        """How long an operation may take unless it says otherwise."""
+        return _TIME_LIMIT
+
+    @property
+    def backend(self) -> Backend:
+        """What moves the bytes."""
+        return self._backend
+
+    def get_backend(self) -> str:
+        """The backend's name, such as ``"gloo"``, ``"nccl"``, ``"solo"``."""
+        return self._backend.name
+
+    def get_device(self) -> torch.device:
+        """Where the tensors have to be."""
+        return self._backend.device
+
+    def get_name(self) -> str:
+        """The name given when the communicator was made."""
+        return self._name
+
+    def get_rank(self) -> int:
+        """This process in the group."""
+        return self._backend.rank
+
+    def get_size(self) -> int:
+        """How many processes the group has."""
+        return self._backend.size
+
+    def finalize(self) -> None:
+        """Give back what the communicator itself has created; a process group that it was put on stays."""
+        self._backend.close()
+
+    def _run(
+        self,
+        name: str,
+        begin: Callable[[], TorchWork],
+        async_op: bool,
+        hints: Hints,
+        timeout: timedelta | None,
+        staging: Staging | None = None,
+    ) -> TorchWork:
+        """Begin an operation whose arguments are right, and end it unless it is asynchronous."""
+        work = begin().within(checked_timeout(timeout))
+        if staging is not None:
+            staging.deliver(work)
+        if not async_op:
+            work.wait()
+        return work
+
+    def _rank(self, what: str, rank: SupportsIndex) -> int:
+        value, size = operator.index(rank), self.get_size()
+        if not 0 <= value < size:
+            raise RuntimeError(f"{what} must be in range [0, {size}), but got {value}")
+        return value
+
+    def _check(self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> None:
+        """That these are tensors of one dtype on the communicator's device, and that outputs can be written."""
+        device, dtypes = self.get_device().type, set()
+        for tensor in (*outputs, *inputs):
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{name}() takes tensors, got {type(tensor).__name__}")
+            if tensor.device.type != device:
+                raise RuntimeError(f"{name}: tensor is on {tensor.device}, the communicator on {self.get_device()}")
+            if tensor.layout is not torch.strided:
+                raise RuntimeError(f"{name}: Tensor must be contiguous or strided, got {tensor.layout}")
+            dtypes.add(tensor.dtype)
+        if len(dtypes) > 1:
+            raise RuntimeError(f"{name}: all tensors must have one dtype, got {sorted(map(str, dtypes))}")
+        for tensor in outputs:
+            check_writable(name, tensor)
+
+    def _check_rows(self, name: str, tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+        self._one_per_rank(name, "tensor_list", tensor_list)
+        self._check(name, tensor_list, [tensor])
+        self._demand_own(name, tensor_list[self.get_rank()].numel(), tensor.numel())
+
+    def _one_per_rank(self, name: str, what: str, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        size = self.get_size()
+        demand(len(tensors) == size, f"{what} size must equal comm_size for {name}: got {len(tensors)}, not {size}")
+        return tensors
+
+    def _demand_own(self, name: str, output: int, input: int) -> None:
+        demand(output == input, f"{name}: own output must fit the own input, got {output} and {input} elements")
+
+    def _rows(self, name: str, what: str, tensor: torch.Tensor, sizes: Sequence[SupportsIndex]) -> list[int]:
+        """The elements of each part of dim 0."""
+        counts, length = [operator.index(size) for size in sizes], tensor.shape[0] if tensor.ndim else tensor.numel()
+        demand(len(counts) == self.get_size(), f"{what}_split_sizes length must equal comm_size for {name}")
+        if any(count < 0 for count in counts):
+            raise TypeError(f"{name}(): {what}_split_sizes must not be negative, got {counts}")
+        demand(sum(counts) <= length, f"Sum of {what}_split_sizes exceeds {what} tensor size for {name}")
+        return [count * (tensor.numel() // length if length else 0) for count in counts]
+
+
+def checked_timeout(timeout: timedelta | None) -> timedelta | None:
+    """The same time limit.
+
+    Raises:
+        TypeError: It is neither None nor a ``timedelta``.
+    """
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout must be a timedelta, got {timeout!r}")
+    return timeout
+
+
+def demand(condition: bool, text: str) -> None:
+    """Raise a ``RuntimeError`` with this text unless the condition holds."""
+    if not condition:
+        raise RuntimeError(text)
+
+
+def bits(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Flat tensors as bytes."""
+    return [tensor.view(BYTES) for tensor in tensors]
+
+
+def split(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """The first elements of a flat tensor, in parts of these sizes."""
+    return list(tensor[: sum(sizes)].split(list(sizes)))

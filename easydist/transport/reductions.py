@@ -1,0 +1,170 @@
+"""Reductions: operations that combine the ranks' values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import SupportsIndex
+
+import torch
+
+from easydist.transport.backend import set_to
+from easydist.transport.checked import Checked, Hints, How, demand, split
+from easydist.transport.reduce_op import ReduceOp, check_reducible
+from easydist.transport.staging import Staging, flat
+from easydist.transport.work import TorchWork
+
+
+class Reductions(Checked):
+    """The reductions of ``Collectives``."""
+
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp,
+        async_op: bool,
+        hints: Hints = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Law, in place: ``tensor == op(op(tensor of rank 0, tensor of rank 1), …)``; the same bits on every rank."""
+        name = "all_reduce"
+        self._check(name, [tensor])
+        _check_op(name, op, tensor)
+        if op.is_scaled:
+            return self.all_reduce_from(tensor, op.scaled(tensor), ReduceOp.SUM, async_op, hints, timeout)
+        staging = Staging()
+        target = staging.target(tensor)
+        return self._run(name, lambda: self._backend.all_reduce(target, op), async_op, hints, timeout, staging)
+
+    def all_reduce_from(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: ReduceOp,
+        async_op: bool,
+        hints: Hints = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Law: ``output == op(op(input of rank 0, input of rank 1), …)``; ``input`` stays. Saves ``all_reduce`` a copy.
+
+        Args:
+            output: As many elements as ``input``, of the same dtype; in other memory.
+            input: As many elements on every rank.
+            op: The reduction.
+        """
+        name = "all_reduce_from"
+        self._check(name, [output], [input])
+        _check_op(name, op, input)
+        demand(output.numel() == input.numel(), f"{name}: output must have as many elements as input")
+        if op.is_scaled:
+            input, op = op.scaled(input), ReduceOp.SUM
+        staging = Staging()
+        target, data, plain = staging.target(output), flat(input), op
+        return self._run(
+            name, lambda: self._backend.all_reduce_from(target, data, plain), async_op, hints, timeout, staging
+        )
+
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        root: SupportsIndex,
+        op: ReduceOp,
+        async_op: bool,
+        hints: Hints = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Law, in place on ``root``: ``tensor == op(op(tensor of rank 0, tensor of rank 1), …)``."""
+        name, rank = "reduce", self._rank("root", root)
+        self._check(name, [tensor])
+        _check_op(name, op, tensor)
+        staging = Staging()
+        target = staging.target(tensor)
+        if not op.is_scaled:
+            return self._run(name, lambda: self._backend.reduce(target, rank, op), async_op, hints, timeout, staging)
+        scaled = flat(op.scaled(tensor))
+
+        def reduce_scaled() -> TorchWork:
+            work = self._backend.reduce(scaled, rank, ReduceOp.SUM)
+            return work.followed_by(lambda: set_to(target, scaled)) if rank == self.get_rank() else work
+
+        return self._run(name, reduce_scaled, async_op, hints, timeout, staging)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input_list: Sequence[torch.Tensor],
+        op: ReduceOp,
+        async_op: bool,
+        hints: Hints = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Law: ``output == op(op(input_list[rank] of rank 0, input_list[rank] of rank 1), …)``; the inputs stay.
+
+        Args:
+            output: As many elements as ``input_list[rank]`` of every rank.
+            input_list: One tensor per rank; their sizes may differ.
+            op: The reduction.
+        """
+        return self._reduce_scatter("reduce_scatter", output, input_list, op, (async_op, hints, timeout))
+
+    def reduce_scatter_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: ReduceOp,
+        async_op: bool,
+        hints: Hints = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Law: ``reduce_scatter`` of the W equal parts of ``input``, which stays.
+
+        Args:
+            output: As many elements on every rank.
+            input: ``W * output.numel()`` elements of the same dtype.
+            op: The reduction.
+        """
+        name = "reduce_scatter_single"
+        self._check(name, [output], [input])
+        fits = input.numel() == output.numel() * self.get_size()
+        demand(
+            fits, f"Input tensor size must be output_size * comm_size for {name}: the numbers of elements do not fit"
+        )
+        _check_op(name, op, input)
+        plain = op.scaled(input) if op.is_scaled else input
+        parts = split(flat(plain), [output.numel()] * self.get_size())
+        return self._reduce_scatter(name, output, parts, _unscaled(op), (async_op, hints, timeout))
+
+    def reduce_scatter_v(
+        self,
+        output: torch.Tensor,
+        input_list: Sequence[torch.Tensor],
+        op: ReduceOp,
+        async_op: bool,
+        hints: Hints = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """The same as ``reduce_scatter``, which takes different sizes, too."""
+        return self._reduce_scatter("reduce_scatter_v", output, input_list, op, (async_op, hints, timeout))
+
+    def _reduce_scatter(
+        self, name: str, output: torch.Tensor, input_list: Sequence[torch.Tensor], op: ReduceOp, how: How
+    ) -> TorchWork:
+        self._one_per_rank(name, "input_list", input_list)
+        self._check(name, [output], input_list)
+        _check_op(name, op, output)
+        own = input_list[self.get_rank()].numel() == output.numel()
+        demand(own, f"All input tensors must have same size as output tensor: own entry must fit the output for {name}")
+        inputs = [flat(op.scaled(tensor) if op.is_scaled else tensor) for tensor in input_list]
+        staging, plain = Staging(), _unscaled(op)
+        target = staging.target(output)
+        return self._run(name, lambda: self._backend.reduce_scatter(target, inputs, plain), *how, staging)
+
+
+def _check_op(name: str, op: object, tensor: torch.Tensor) -> None:
+    if not isinstance(op, ReduceOp):
+        raise TypeError(f"{name}(): op must be a ReduceOp, got {op!r}")
+    check_reducible(tensor.dtype, _unscaled(op))
+
+
+def _unscaled(op: ReduceOp) -> ReduceOp:
+    return ReduceOp.SUM if op.is_scaled else op

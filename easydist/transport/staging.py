@@ -1,0 +1,87 @@
+"""Tensors of any strides as flat memory, and back: what is not contiguous is copied once more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from easydist.data.leaves import overlaps
+from easydist.transport.work import Pending, TorchWork
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The values in one dimension; the tensor's own memory where it is contiguous.
+
+    Example:
+        >>> flat(torch.tensor([[1, 2], [3, 4]]).t())
+        tensor([1, 3, 2, 4])
+    """
+    if tensor.stride() == (1,) and not (tensor.requires_grad or tensor.is_complex() or tensor.is_neg()):
+        return tensor  # nothing to change; the other ways cost two microseconds
+    if not is_direct(tensor):
+        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # A single element may have any stride.
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def is_direct(tensor: torch.Tensor) -> bool:
+    """True if the memory of the tensor is its values in their order."""
+    return tensor.is_contiguous() and not (tensor.is_complex() and tensor.is_conj()) and not tensor.is_neg()
+
+
+class Staging:
+    """The flat memory of an operation's outputs, and the copies from there to where they belong.
+
+    Example:
+        >>> staging, output = Staging(), torch.zeros(2, 2).t()
+        >>> staging.target(output).copy_(torch.arange(4))
+        tensor([0., 1., 2., 3.])
+        >>> staging.deliver(TorchWork()).wait()
+        >>> output
+        tensor([[0., 1.],
+                [2., 3.]])
+    """
+
+    __slots__ = ("_copies", "outputs")
+
+    def __init__(self) -> None:
+        self.outputs: list[torch.Tensor] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def target(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Where the values of an output arrive, or are changed in place: flat, with its values.
+
+        Raises:
+            RuntimeError: Several elements of ``tensor`` share memory.
+        """
+        memory = flat(tensor)
+        self.outputs.append(tensor)
+        if not is_direct(tensor):
+            self._copies.append((tensor, memory))
+        return memory
+
+    def targets(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The same for several outputs."""
+        return [self.target(tensor) for tensor in tensors]
+
+    def deliver(self, work: TorchWork) -> TorchWork:
+        """The same work, which puts the values where they belong at its end."""
+        return work.followed_by(self._deliver) if self._copies else work
+
+    def _deliver(self) -> Sequence[Pending]:
+        for tensor, memory in self._copies:
+            tensor.detach().copy_(memory.view(tensor.shape))
+        return ()
+
+
+def check_writable(name: str, tensor: torch.Tensor) -> None:
+    """Make sure that an output's elements have memory of their own.
+
+    Raises:
+        RuntimeError: They have not: the tensor is expanded, for instance.
+    """
+    if not tensor.is_contiguous() and overlaps(tensor):
+        raise RuntimeError(
+            f"{name}: Tensor must be contiguous or strided; elements of this one share memory: pass a clone"
+        )

@@ -1,0 +1,131 @@
+"""Communicators in processes of their own, by the environment alone; prints what each rank met."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+from datetime import timedelta
+
+import torch
+
+import easydist.comms as torchcomms
+from easydist.comms import ReduceOp, device_mesh
+from easydist.errors import PeerLostError
+
+CPU = torch.device("cpu")
+
+
+def launch(size, fn, *args):
+    """Exit statuses, and what the ranks put into a queue, sorted."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    ranks = [context.Process(target=run, args=(rank, size, port, answers, fn, args)) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    found = []
+    while not answers.empty():
+        found.append(answers.get())
+    return [process.exitcode for process in ranks], sorted(found)
+
+
+def run(rank, size, port, answers, fn, args):
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if (answer := fn(rank, *args)) is not None:
+        answers.put(answer)
+
+
+def sums(rank, backend):
+    """Three times the same name, ended in between."""
+    for _ in range(3):
+        comm = torchcomms.new_comm(backend, CPU, "main")
+        tensor = torch.tensor([rank + 1.0])
+        work = comm.all_reduce(tensor, ReduceOp.SUM, async_op=True)
+        work.wait()
+        comm.barrier(False)
+        comm.finalize()
+    return f"{backend}: rank {rank} sums {tensor.item():.0f}"
+
+
+def death(rank, backend):
+    comm = torchcomms.new_comm(backend, CPU, "main", timeout=timedelta(seconds=120))
+    comm.barrier(False)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = comm.recv(torch.empty(1), 1, True)
+    try:
+        work.wait()
+    except RuntimeError as error:
+        lost = error if isinstance(error, PeerLostError) else PeerLostError(str(error))
+    return f"{backend}: rank 0 of 2 heard that rank {lost.rank} ended by {-(lost.exit_status or 0)}"
+
+
+def mesh(rank, backend):
+    """Without a default group; DDP along one dimension, tensors in parallel along the other."""
+    from torch import nn
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.nn.parallel import DistributedDataParallel
+
+    world = torchcomms.new_comm(backend, CPU, "world")
+    rows, columns = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+    tp = world.split(rows[rank // 2], "tp")
+    dp = world.split(columns[rank % 2], "dp")
+    grid = device_mesh.init_device_mesh((dp, tp), ("dp", "tp"), _global_comm=world)
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    weights = {name: value.clone() for name, value in alone.state_dict().items()}
+    inputs = torch.arange(8.0).view(2, 4)
+    alone(inputs).sum().backward()
+
+    replicated = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    replicated.load_state_dict(weights)
+    parallel = DistributedDataParallel(replicated, device_mesh=grid["dp"])
+    parallel(inputs[rank // 2 :][:1]).sum().backward()
+    assert torch.allclose(replicated[0].weight.grad * 2, alone[0].weight.grad)
+
+    split = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    split.load_state_dict(weights)
+    parallelize_module(split, grid["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    split(inputs).sum().backward()
+    assert torch.allclose(split[0].weight.grad.full_tensor(), alone[0].weight.grad)
+
+    whole = torch.arange(16.0).view(4, 4)
+    assert torch.equal(distribute_tensor(whole, grid, [Shard(0), Shard(1)]).full_tensor(), whole)
+    sharded(grid, weights, inputs, alone)
+    torch.distributed.destroy_process_group()
+    return f"{rank}"
+
+
+def sharded(grid, weights, inputs, alone):
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    model.load_state_dict(weights)
+    fully_shard(model, mesh=grid["dp"])
+    model(inputs.clone()).clone().sum().backward()
+    assert torch.allclose(model[0].weight.grad.full_tensor(), alone[0].weight.grad)
+
+
+def abort(rank):
+    comm = torchcomms.new_comm("gloo", CPU, "abort", True, timeout=timedelta(seconds=60))
+    comm.barrier(False)
+    if rank == 0:
+        comm.recv(torch.empty(1), 1, False, timeout=timedelta(milliseconds=100))
+    comm.recv(torch.empty(1), 0, False)
+
+
+for backend in ("gloo", "shm"):
+    print(*launch(3, sums, backend)[1], sep="\n")
+for backend in ("gloo", "shm"):
+    print(*launch(2, death, backend)[1], sep="\n")
+for backend in ("gloo", "shm"):
+    print(f"{backend} mesh: {len(launch(4, mesh, backend)[1])} ranks agree")
+print("aborted:", launch(2, abort)[0][0])
+sys.stdout.flush()
