@@ -18,7 +18,8 @@ class Backend(ABC):
     """Moves flat, contiguous, detached tensors between the ranks of one group.
 
     ``Collectives`` checks every argument first, so that a backend only moves data: every tensor has one dimension,
-    ranks are in range, the sizes fit. Where data only moves, the dtype is uint8. An operation may return before it has ended.
+    ranks are in range, the sizes fit. Where data only moves, the dtype is uint8. An operation may return before it has
+    ended.
 
     Attributes:
         name: ``"gloo"``, ``"nccl"``, ``"solo"``, …
