@@ -14,13 +14,14 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from easydist.data.packing import as_bytes
 from easydist.eager import eager_methods
 from easydist.errors import EasydistError, RemoteError
-from easydist.groups.meeting import NEVER, Meeting, site
+from easydist.groups.meeting import NEVER, site
 from easydist.liveness.monitor import Monitor
+from easydist.torch_backend.rendezvous import NAME, meeting
 from easydist.torch_backend.work import GroupWork, Target, Tensors, all_bytes, dense, seen
 from easydist.transport.backend import Backend
 from easydist.transport.backends.solo import Solo
@@ -38,11 +39,6 @@ _OPS: dict[Any, _Op] = {
     dist.ReduceOp.MAX: (ReduceOp.MAX, False),
 }
 
-
-NAME = "easydist_shm"
-"""What ``init_process_group`` and ``new_group`` are given."""
-
-_INSTEAD = "Use gloo: init_process_group('gloo')"
 
 _MOST_HELD = 100
 """How many works that nobody waits for live on although nothing in Python holds them; see ``GroupWork``."""
@@ -137,12 +133,33 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         """Give the memory back; what is under way does not end."""
         if not self._is_closed:
             self._is_closed = True
+            self._monitor.end()
             self._backend.close()
 
     def abort(self) -> None:
         """The same, and ranks that wait for this one raise."""
         self._monitor.give_up(RemoteError(f"rank {self.rank()} has aborted the group {self._group_name!r}"))
         self.shutdown()
+
+    def renew(self, store: Store) -> None:
+        """Connect the ranks again, all of them together, after operations have failed; nothing may be under way.
+
+        The group stays the object that it is, so what holds it (DDP, a mesh) goes on with it.
+
+        Args:
+            store: A new one, in which all ranks meet.
+
+        Raises:
+            EasydistError: Not all ranks came, as when the group is made.
+        """
+        if self.size() == 1:
+            return
+        self.shutdown()
+        met, self._store = meeting(store, self.rank(), self.size(), self.timeout)
+        self._backend, self._monitor = met.join(), met.monitor
+        met.look_to(self.guard)
+        self._under_way, self._is_closed, self._batch = 0, False, None
+        self._held.clear()
 
     # Operations. ``opts: Any``: torch has a class of its own for each of them.
 
@@ -447,11 +464,9 @@ def _create(store: Store, rank: int, size: int, timeout: timedelta) -> SharedMem
     """What torch calls for a group with this backend."""
     if size == 1:
         return SharedMemoryGroup(Solo(), store, timeout, Monitor(0, 1, timeout.total_seconds()))
-    # A store may have seen a group of this name before: each generation has keys of its own.
-    own = PrefixStore(f"{(store.add('came', 1) - 1) // size}", store)
-    meeting = Meeting(own, rank, size, timeout, name=NAME, operation="init_process_group", instead=_INSTEAD)
-    group = SharedMemoryGroup(meeting.join(), own, timeout, meeting.monitor)
-    meeting.look_to(group.guard)
+    met, own = meeting(store, rank, size, timeout)
+    group = SharedMemoryGroup(met.join(), own, timeout, met.monitor)
+    met.look_to(group.guard)
     return group
 
 
