@@ -113,7 +113,7 @@ def taken(rows: Any, order: torch.Tensor | slice | None) -> Any:
         return type(rows)([rows[i] for i in order.tolist()])
     if isinstance(rows, np.ndarray):
         return rows[order.numpy()]
-    if packing.is_copyable(rows.dtype):
+    if rows.dtype.is_signed and packing.is_copyable(rows.dtype):  # torch 2.9 cannot index the wide unsigned ones
         return rows[order.to(rows.device)]
     return rows.view(packing.BITS[rows.dtype.itemsize])[order.to(rows.device)].view(rows.dtype)
 
