@@ -223,6 +223,7 @@ class RegisteredWindow(_Window):
         memory.copy_(tensor.detach())
         tensor.data = memory
         self._tensor = tensor
+        self._comm.core().barrier(False)  # from now on the others see its values
 
     def tensor_deregister(self) -> None:
         """Give the tensor memory of its own again.

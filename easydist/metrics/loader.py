@@ -12,6 +12,7 @@ from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb, run
 from easydist.eager import eager, eager_methods
+from easydist.errors import DisagreementError
 from easydist.groups.communicators import Communicators
 from easydist.metrics.collate import Collate
 from easydist.metrics.sources import Indexed, Sharing, Source, Streamed, is_stream
@@ -22,6 +23,12 @@ __all__ = ["DistributedLoader", "distributed_loader"]
 
 _OURS = frozenset({"batch_sampler", "sampler"})
 """Arguments of ``DataLoader`` that say which samples this rank takes."""
+
+_DIFFERENT_STREAMS = (
+    "This rank's stream has ended. Every rank has to read the same samples in the same order, and takes its share of "
+    "them: do not share the data set out by rank (split_dataset_by_node, get_rank). To read other samples on each "
+    "rank, use a DataLoader and collect with MetricCollector."
+)
 
 
 @eager
@@ -57,7 +64,8 @@ def distributed_loader(
         **options: Those of ``torch.utils.data.DataLoader``: ``num_workers``, ``pin_memory``, ….
 
     Raises:
-        DisagreementError: The length of the data set or an argument differs between ranks.
+        DisagreementError: The length of the data set or an argument differs between ranks; at the end of an epoch: the
+            ranks' streams have other lengths.
         ValueError: ``batch_size`` is below 1; an iterable data set is to be shuffled, or read by several workers or by
             one that persists.
         TypeError: ``sampler`` or ``batch_sampler`` is given, or ``DataLoader`` does not know an option.
@@ -122,8 +130,16 @@ class DistributedLoader:
             self.position = position
             yield (indices, batch) if self._with_indices else batch
         if isinstance(self._source, Streamed):
-            self._meet("end_epoch", epoch=self.epoch, position=self.position)
+            self._meet_at_end()
         self.epoch, self.position = self.epoch + 1, 0
+
+    def _meet_at_end(self) -> None:
+        """Make sure that the streams of all ranks were equally long; their samples are not compared."""
+        try:
+            self._meet("end_epoch", epoch=self.epoch, position=self.position)
+        except DisagreementError as error:
+            error.args = (f"{error}\n{_DIFFERENT_STREAMS}",)
+            raise
 
     def _meet(self, operation: str, **arguments: Any) -> None:
         run(_Meeting(operation, arguments), communicators(self._group))

@@ -91,9 +91,14 @@ totals, batch_sizes, flags = st.integers(0, 200), st.integers(1, 17), st.boolean
 dispatching, skipped = st.sampled_from([None, True, False]), st.integers(0, 3)
 
 
-@pytest.mark.slow
-@settings(deadline=None, max_examples=launching.examples(40))
-@given(
+def draws(**strategies):
+    """Ten cases for one run, as a run with its group costs more than a case; a stress test has many runs."""
+    settled = settings(deadline=None, max_examples=launching.examples(4))
+    drawn = given(cases=st.lists(st.fixed_dictionaries(strategies), min_size=10, max_size=10))
+    return lambda test: pytest.mark.slow(settled(drawn(test)))
+
+
+@draws(
     total=totals,
     batch_size=batch_sizes,
     shuffle=flags,
@@ -104,7 +109,12 @@ dispatching, skipped = st.sampled_from([None, True, False]), st.integers(0, 3)
     skip=skipped,
 )
 @distributed(world_size=ALL)
-def test_prepared_loaders(rank, world_size, total, batch_size, shuffle, drop_last, even, split, dispatch, skip):
+def test_prepared_loaders(rank, world_size, cases):
+    for case in cases:
+        check_prepared_loader(rank, world_size, **case)
+
+
+def check_prepared_loader(rank, world_size, total, batch_size, shuffle, drop_last, even, split, dispatch, skip):
     from accelerate import skip_first_batches
 
     batch_size *= world_size if split else 1
@@ -123,13 +133,16 @@ def test_prepared_loaders(rank, world_size, total, batch_size, shuffle, drop_las
         assert after(resumed, loader=resumed) == want
 
 
-@pytest.mark.slow
-@settings(deadline=None, max_examples=launching.examples(40))
-@given(
+@draws(
     total=totals, batch_size=batch_sizes, sized=flags, drop_last=flags, split=flags, dispatch=dispatching, skip=skipped
 )
 @distributed(world_size=ALL)
-def test_prepared_streams(rank, world_size, total, batch_size, sized, drop_last, split, dispatch, skip):
+def test_prepared_streams(rank, world_size, cases):
+    for case in cases:
+        check_prepared_stream(rank, world_size, **case)
+
+
+def check_prepared_stream(rank, world_size, total, batch_size, sized, drop_last, split, dispatch, skip):
     from accelerate import skip_first_batches
 
     batch_size *= world_size if split else 1
@@ -146,13 +159,14 @@ def test_prepared_streams(rank, world_size, total, batch_size, sized, drop_last,
         assert after(resumed, loader=resumed, **options) == want
 
 
-@pytest.mark.slow
-@settings(deadline=None, max_examples=launching.examples(40))
-@given(total=totals, batch_size=batch_sizes, shuffle=flags, drop_last=flags, drop_batch=flags, by_length=flags)
+@draws(total=totals, batch_size=batch_sizes, shuffle=flags, drop_last=flags, drop_batch=flags, by_length=flags)
 @distributed(world_size=ALL)
-def test_samplers_that_deal_every_nth_sample(
-    rank, world_size, total, batch_size, shuffle, drop_last, drop_batch, by_length
-):
+def test_samplers_that_deal_every_nth_sample(rank, world_size, cases):
+    for case in cases:
+        check_sampler(rank, world_size, **case)
+
+
+def check_sampler(rank, world_size, total, batch_size, shuffle, drop_last, drop_batch, by_length):
     data = range(total)
     if by_length and total >= world_size:  # it does not work with fewer samples
         sampler = DistributedLengthGroupedSampler(

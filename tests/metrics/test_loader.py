@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 from itertools import chain
 
+import launching
 import pytest
 import torch
 from counting import exchanges
@@ -75,10 +76,30 @@ def blocks(order, size, drop_last):
     return [order[i : i + size] for i in range(0, kept, size)]
 
 
+CASE = {
+    "total": st.integers(0, 200),
+    "batch_size": st.integers(1, 17),
+    "size": st.integers(1, 4),
+    "shuffle": st.booleans(),
+    "drop_last": st.booleans(),
+    "is_stream": st.booleans(),
+    "limit": st.integers(1, 12),
+    "resumed_by": st.integers(1, 4),
+}
+
+
+@pytest.mark.slow
+@settings(max_examples=launching.examples(5))
+@given(cases=st.lists(st.fixed_dictionaries(CASE), min_size=8, max_size=8))
 @distributed(world_size=4)
-def check(rank, total, batch_size, size, shuffle, drop_last, is_stream, limit, resumed_by):
+def test_every_sample_once_also_when_resumed_by_other_ranks(rank, cases):
+    groups = {n: torch.distributed.new_group(range(n)) for n in (1, 2, 3, 4)}
+    for case in cases:
+        check(rank, groups, **case)
+
+
+def check(rank, groups, total, batch_size, size, shuffle, drop_last, is_stream, limit, resumed_by):
     """Two epochs, of which the first is left in the middle and resumed by another loader on other ranks."""
-    groups = {n: torch.distributed.new_group(range(n)) for n in (size, resumed_by)}
 
     def loader_of(n, batch_size):
         data = Stream(total) if is_stream else Rows(total)
@@ -103,33 +124,6 @@ def check(rank, total, batch_size, size, shuffle, drop_last, is_stream, limit, r
         order = order_of(total, shuffle and not is_stream, state["epoch"])
         assert rest == blocks(order[len(done) :], (batch_size + 1) * resumed_by, drop_last)
         assert loader.state_dict()["epoch"] == state["epoch"] + 1
-
-
-@pytest.mark.slow
-@settings(max_examples=40)
-@given(
-    total=st.integers(0, 200),
-    batch_size=st.integers(1, 17),
-    size=st.integers(1, 4),
-    shuffle=st.booleans(),
-    drop_last=st.booleans(),
-    is_stream=st.booleans(),
-    limit=st.integers(1, 12),
-    resumed_by=st.integers(1, 4),
-)
-def test_every_sample_once_also_when_resumed_by_other_ranks(
-    total, batch_size, size, shuffle, drop_last, is_stream, limit, resumed_by
-):
-    check(
-        total=total,
-        batch_size=batch_size,
-        size=size,
-        shuffle=shuffle,
-        drop_last=drop_last,
-        is_stream=is_stream,
-        limit=limit,
-        resumed_by=resumed_by,
-    )
 
 
 @pytest.mark.parametrize("kind", [Rows, Stream])
@@ -298,8 +292,12 @@ def test_ranks_that_share_out_something_else_are_told(rank):
 
 @distributed(world_size=2)
 def test_streams_of_other_lengths_are_found_at_the_end(rank):
-    with pytest.raises(DisagreementError, match=r"position=3\).*\n.*position=4\)"):
+    """As where each rank reads samples of its own."""
+    told = r"position=3\).*\n.*position=4\)(.|\n)*Every rank has to read the same samples .*split_dataset_by_node"
+    with pytest.raises(DisagreementError, match=told):
         list(distributed_loader(Stream(3 + rank), 2))
+    with pytest.raises(DisagreementError, match=r"end_epoch"):
+        collected(distributed_loader(Stream(2 + 2 * rank), 1, with_indices=True))
     assert collected(distributed_loader(Stream(2), 1, with_indices=True)) == [[0, 1]]
 
 

@@ -1,13 +1,19 @@
 """progress: one bar for the samples of all ranks, on the main process."""
 
+import contextlib
+import fcntl
 import io
+import os
+import pty
+import struct
+import termios
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from easydist.metrics import distributed_loader, progress
-from easydist.testing import distributed
+from easydist.testing import default_pool, distributed
 
 
 class Stream(IterableDataset):
@@ -30,6 +36,31 @@ def test_the_samples_of_all_ranks_are_counted(rank, world_size):
     if rank == 0:
         assert text.startswith(f"evaluate on {world_size} rank{'s' * (world_size > 1)}: 100%")
         assert "7/7" in text
+
+
+def write_to(terminal):
+    """Evaluate with the standard error of this rank on a terminal."""
+    with open(terminal, "w") as file, contextlib.redirect_stderr(file):
+        assert file.isatty()
+        list(progress(distributed_loader(range(7), 1), "evaluate", mininterval=0))
+
+
+def test_a_terminal_of_all_ranks_has_one_bar():
+    reader, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    try:
+        default_pool().run(write_to, 3, os.ttyname(terminal))
+        os.write(terminal, b"end")
+        text = ""
+        while not text.endswith("end"):
+            text += os.read(reader, 1 << 16).decode()
+    finally:
+        os.close(reader)
+        os.close(terminal)
+    states = text.removesuffix("end").strip().split("\r")
+    assert all(state.startswith("evaluate on 3 ranks: ") for state in states if state)
+    assert "7/7" in states[-1]
+    assert (text.count("7/7"), text.count("\n")) == (1, 1)
 
 
 @distributed(world_size=2)

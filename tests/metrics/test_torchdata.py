@@ -12,11 +12,19 @@ torchdata = pytest.importorskip("torchdata.stateful_dataloader")
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # it calls what torch has deprecated
 
 
+CASE = {"total": st.integers(0, 200), "batch_size": st.integers(1, 17), "stop": st.integers(0, 5), "own": st.booleans()}
+
+
 @pytest.mark.slow
-@settings(deadline=None, max_examples=launching.examples(30))
-@given(total=st.integers(0, 200), batch_size=st.integers(1, 17), stop=st.integers(0, 5), own=st.booleans())
+@settings(deadline=None, max_examples=launching.examples(3))
+@given(cases=st.lists(st.fixed_dictionaries(CASE), min_size=10, max_size=10))
 @distributed(world_size=(1, 2, 3, 4))
-def test_resumed_in_the_middle(rank, world_size, total, batch_size, stop, own):
+def test_resumed_in_the_middle(rank, world_size, cases):
+    for case in cases:
+        check_resumed(rank, world_size, **case)
+
+
+def check_resumed(rank, world_size, total, batch_size, stop, own):
     from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
     def made():

@@ -275,8 +275,8 @@ def detections(rank, kind):
 def test_mean_average_precision(rank, kind, iou):
     try:
         import torchvision  # noqa: F401
-    except (ImportError, RuntimeError):  # the latter: its build is not that of torch
-        pytest.skip("torchvision does not run here")
+    except (ImportError, RuntimeError) as error:  # the latter: PyPI has it for torch with CUDA only
+        pytest.skip(f"torchvision does not run with this build of torch: {error}")
     pytest.importorskip("pycocotools")
     from torchmetrics.detection import MeanAveragePrecision
 

@@ -42,6 +42,7 @@ def test_over_other_groups(make, world_size):
     check_comm(make, [world_size])
 
 
+@pytest.mark.slow
 def test_solo():
     check_comm(solo, [1])
 
