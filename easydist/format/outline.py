@@ -11,6 +11,8 @@ A node is JSON's own null, true, number, text, or array (a list), or an object w
 ``{"int": "0x…"}``              beyond 64 bits
 ``{"bytes": "…"}``              in base64
 ``{"dtype": "float32"}``        also ``{"device": "cpu"}``
+``{"object": 0}``               what stands beside the text, by its place there (messages only)
+``{"parameter": path}``         with ``objects``; ``frozen`` is one without gradient, ``grad`` a tensor with one
 ==============================  ===============================================================================
 
 The root is ``{"tree": node, "ties": {path: path}}``: the second path names the tensor that the first one is, too.
@@ -25,7 +27,7 @@ import json
 import math
 import struct
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,7 +56,10 @@ _ROOM, _ROOM_PER_CHARACTER = 1 << 24, 16
 
 
 def encode(
-    data: Tree, holder: str = "a file", advice: str = "save its parts, or use torch.save"
+    data: Tree,
+    holder: str = "a file",
+    advice: str = "save its parts, or use torch.save",
+    objects: list[Any] | None = None,
 ) -> tuple[str, dict[str, torch.Tensor]]:
     r"""The structure of a tree as text, and its tensors by path; tensors and arrays in the same memory once.
 
@@ -66,12 +71,15 @@ def encode(
         data: The tree.
         holder: For the error: what cannot hold the tree.
         advice: For the error: what to do instead.
+        objects: Gets the values that JSON and tensors cannot express; their types and parameters then stay what they
+            are. None: there must be none.
 
     Raises:
         TypeError: The tree holds something that JSON and tensors cannot; the text has its path.
         ValueError: It is nested deeper than ``MAX_DEPTH``, or holds itself.
     """
-    writer = _Writer(iter(tree.flatten(data)[1].paths))
+    paths = tree.flatten(data, tree.is_leaf if objects is None else _ends)[1].paths
+    writer = _Writer(iter(paths), objects)
     try:
         root = {"tree": writer.node(data, "", 0), **({"ties": writer.ties} if writer.ties else {})}
     except _Refused as refused:
@@ -86,14 +94,34 @@ class _Refused(TypeError):
     """Tells which part of the tree JSON cannot hold."""
 
 
+_OPENED = frozenset({dict, OrderedDict, list, tuple, torch.Size})
+_JSON = frozenset({str, bytes, torch.dtype, torch.device, type(None)})
+
+
+def is_object(value: Any) -> bool:
+    """True if JSON and tensors would give back something else, or cannot express it."""
+    if tree.is_leaf(value):
+        return isinstance(value, np.ndarray) and not is_numeric(value)
+    return type(value) not in _OPENED and type(value) not in _JSON
+
+
+def _ends(value: Any) -> bool:
+    return tree.is_leaf(value) or is_object(value)
+
+
 class _Writer:
-    def __init__(self, paths: Iterator[str]) -> None:
+    def __init__(self, paths: Iterator[str], objects: list[Any] | None = None) -> None:
         self.paths = paths
+        self._objects = objects
         self.tensors: dict[str, torch.Tensor] = {}
         self.ties: dict[str, str] = {}
         self._first: dict[Any, str] = {}
 
     def node(self, value: Any, path: str, depth: int) -> Any:
+        if self._objects is not None and is_object(value):
+            next(self.paths)
+            self._objects.append(value)
+            return {"object": len(self._objects) - 1}
         if tree.is_leaf(value):
             return self._leaf(value, next(self.paths))
         if not tree.is_container(value):
@@ -115,8 +143,14 @@ class _Writer:
             self.tensors[path] = tensor
         else:
             self.ties[path] = first
-        kind = "tensor" if isinstance(value, torch.Tensor) else "array" if isinstance(value, np.ndarray) else "scalar"
-        return {kind: path}
+        return {self._kind(value): path}
+
+    def _kind(self, value: Any) -> str:
+        if not isinstance(value, torch.Tensor):
+            return "array" if isinstance(value, np.ndarray) else "scalar"
+        if self._objects is not None and isinstance(value, torch.nn.Parameter):
+            return "parameter" if value.requires_grad else "frozen"
+        return "grad" if self._objects is not None and value.requires_grad else "tensor"
 
 
 def memory_of(value: Any) -> Any:
@@ -172,6 +206,7 @@ def decode(
     tensors: Mapping[str, torch.Tensor],
     device: Device | None = "cpu",
     into: Iterable[str] | None = None,
+    objects: Sequence[Any] = (),
 ) -> tuple[Tree, dict[str, Any]]:
     """The tree that ``encode`` took apart, and its leaves by path.
 
@@ -181,6 +216,7 @@ def decode(
         device: Where tensors shall be; None leaves them where they are. Arrays stay on the CPU.
         into: The paths of the leaves that are wanted; None: no leaves are returned. A short text can describe paths
             that are gigabytes long together, so they are made only where they may be about as long as these.
+        objects: From ``encode``.
 
     Raises:
         WireError: ``text`` is not of that form, or does not fit the tensors; its paths are far longer than ``into``.
@@ -194,11 +230,29 @@ def decode(
     if not isinstance(ties, dict) or not all(isinstance(name, str) for name in ties.values()):
         raise WireError("the ties of the structure are not an object of texts")
     room = None if into is None else _ROOM + _ROOM_PER_CHARACTER * len(text) + sum(map(len, into))
-    reader = _Reader(tensors, ties, device, room)
+    reader = _Reader(tensors, ties, device, room, objects)
     data = reader.node(root["tree"])
     if unused := tensors.keys() - reader.used:
         raise WireError(f"entry {min(unused)!r} has no place in the structure")
     return data, reader.leaves
+
+
+def _with_gradient(kind: str, tensor: torch.Tensor, name: str) -> torch.Tensor:
+    try:
+        return _TENSOR_KINDS[kind](tensor)
+    except RuntimeError:
+        raise WireError(f"entry {name!r} should have a gradient, but {tensor.dtype} has none") from None
+
+
+_TENSOR_KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "tensor": lambda tensor: tensor,
+    "grad": lambda tensor: tensor.detach().requires_grad_(),
+    "parameter": torch.nn.Parameter,
+    "frozen": lambda tensor: torch.nn.Parameter(tensor, requires_grad=False),
+}
+"""What a tensor becomes; all share its memory, which may be filled later."""
+
+_LEAF_KINDS = _TENSOR_KINDS.keys() | {"array", "scalar"}
 
 
 class _Reader:
@@ -208,8 +262,10 @@ class _Reader:
         ties: Mapping[str, str],
         device: Device | None,
         room: int | None,
+        objects: Sequence[Any] = (),
     ) -> None:
         self._tensors, self._ties, self._device, self._room = tensors, ties, device, room
+        self._objects = objects
         self._done: dict[tuple[str, str], Any] = {}
         self._steps: list[str] = []
         self.used: set[str] = set()
@@ -221,7 +277,7 @@ class _Reader:
         if isinstance(node, list):
             return self._children(node)
         kind, content = _tagged(node)
-        if kind in ("tensor", "array", "scalar") and isinstance(content, str):
+        if kind in _LEAF_KINDS and isinstance(content, str):
             return self._kept(self._leaf(kind, content), content)
         if kind in ("dict", "fields") and isinstance(content, dict):
             step = "[{!r}]" if kind == "dict" else ".{}"
@@ -230,6 +286,8 @@ class _Reader:
             return self._pairs({} if kind == "items" else OrderedDict(), content)
         if kind in ("tuple", "size") and isinstance(content, list):
             return _tuple(kind, self._children(content))
+        if kind == "object" and type(content) is int and 0 <= content < len(self._objects):
+            return self._objects[content]
         value = _read_constant(node)
         return self._kept(value) if self._room is not None and tree.is_leaf(value) else value
 
@@ -275,8 +333,8 @@ class _Reader:
         return self._done[kind, name]
 
     def _converted(self, kind: str, tensor: torch.Tensor, name: str) -> Any:
-        if kind == "tensor":
-            return tensor if self._device is None else tensor.to(self._device)
+        if kind in _TENSOR_KINDS:
+            return _with_gradient(kind, tensor if self._device is None else tensor.to(self._device), name)
         try:
             array = tensor.numpy()
         except TypeError:

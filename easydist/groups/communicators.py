@@ -90,6 +90,7 @@ class Communicators:
         elif group is not None:
             self.name, self.rank, self.size = group.group_name, group.rank(), group.size()
         self._group = group
+        self._device_group: dist.ProcessGroup | None = None
         self._bulk: TorchComm | None = None
         self._shared: list[Backend] = []
         self._hosts: Hosts = []
@@ -217,11 +218,21 @@ class Communicators:
         """
         return self.control if nbytes < _LARGE else self._bulk or self._first
 
+    def carry_by(self, group: dist.ProcessGroup) -> None:
+        """Let another group of the same ranks carry the tensors of its devices; before the first of them travels."""
+        self._device_group = group
+
+    @property
+    def direct(self) -> Backend:
+        """The connections between pairs of ranks, even where the ranks share memory."""
+        return self._first.backend
+
     def data(self, device: torch.device) -> TorchComm:
         """The communicator for tensors on ``device``; the control communicator where the group has none for it."""
         comm = self._data.get(device.type)
         if comm is None:
-            backend = None if self._group is None else over(self._group, device)
+            group = self._device_group or self._group
+            backend = None if group is None else over(group, device)
             comm = self._data[device.type] = TorchComm(backend, self.name) if backend else self.control
         return comm
 

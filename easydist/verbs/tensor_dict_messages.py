@@ -3,19 +3,25 @@
 The header is safetensors' (``header``), with the structure of the tree as its metadata (``outline``) and, under
 ``easydist.devices``, JSON ``{name: device type}`` of what is not on the CPU. The data is one message for each large
 tensor, which is not copied, and one for all others of a device type, packed.
+
+What goes first is an announcement: three u64, the bytes of the header, of the objects, of the data; then these three.
+The objects are a ``codec`` message, the list of what JSON and tensors cannot express. The data is there if it is small
+and on the CPU; then it is all that goes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from typing import Any
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from easydist import memory
 from easydist.data import packing
-from easydist.format import header, outline
+from easydist.errors import WireError
+from easydist.format import codec, header, outline
 from easydist.format.header import Entry, Header
 from easydist.format.targets import Targets
 from easydist.groups.communicators import Communicators
@@ -28,27 +34,104 @@ Buffers = list[tuple[str, torch.Tensor]]
 """Messages in the order in which they travel: the device type of the data, and what is sent or where it arrives."""
 
 
+_LENGTHS = struct.Struct("<3Q")
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
 class Outgoing:
     """A tree made ready to be sent.
 
+    Args:
+        data: The tree.
+        objects: Send what JSON cannot express as objects; else it is refused.
+        weights_only: Refuse objects that the restricted decoder refuses.
+        metadata: Further text for the header.
+
     Attributes:
         header: Its bytes.
+        objects: The bytes of what JSON cannot express.
+        needs_answer: True if a receiver may find that it cannot take the data, though nothing is wrong with it.
+
+    Raises:
+        TypeError: The tree holds something that cannot travel.
+        UnsafeObjectError: It holds an object that is not allow-listed.
     """
 
-    def __init__(self, data: Tree) -> None:
-        text, tensors = outline.encode(data, "a tensor dict", "send its parts, or use broadcast_object_list")
+    def __init__(
+        self,
+        data: Tree,
+        objects: bool = False,
+        weights_only: bool = True,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        found: list[Any] | None = [] if objects else None
+        text, tensors = outline.encode(data, "a tensor dict", "send its parts, or use broadcast_object_list", found)
         devices = {name: tensor.device.type for name, tensor in tensors.items() if not tensor.is_cpu}
-        metadata = {outline.METADATA: text, **({DEVICES: json.dumps(devices)} if devices else {})}
-        self.header = torch.frombuffer(bytearray(header.encode(tensors, metadata)), dtype=torch.uint8)
+        told = {outline.METADATA: text, **({DEVICES: json.dumps(devices)} if devices else {}), **(metadata or {})}
+        self.header = torch.frombuffer(bytearray(header.encode(tensors, told)), dtype=torch.uint8)
+        self.objects = _encoded(found, weights_only) if found else _NOTHING
         self._tensors = [tensors[name] for name in header.order(tensors)]
+        self._data_nbytes = sum(map(packing.nbytes, self._tensors))
+        self._is_inline = False
+        self.needs_answer = bool(devices or found)
+
+    def announcement(self, comms: Communicators, room: int) -> torch.Tensor:
+        """What goes first: the header, the objects, and all data if it is small.
+
+        Args:
+            comms: The group.
+            room: With how many bytes at most the data goes along.
+        """
+        head = _LENGTHS.size + self.header.numel() + self.objects.numel()
+        on_cpu = all(tensor.is_cpu for tensor in self._tensors)
+        self._is_inline = on_cpu and head + self._data_nbytes <= room
+        data = [buffer for _, buffer in self._messages(comms)] if self._is_inline else []
+        lengths = _LENGTHS.pack(self.header.numel(), self.objects.numel(), sum(map(torch.Tensor.numel, data)))
+        return torch.cat([torch.frombuffer(bytearray(lengths), dtype=torch.uint8), self.header, self.objects, *data])
 
     def buffers(self, comms: Communicators) -> Buffers:
-        """What to send; whatever has to be copied for that is copied now."""
+        """What to send after it; whatever has to be copied for that is copied now."""
+        return [] if self._is_inline else self._messages(comms)
+
+    def _messages(self, comms: Communicators) -> Buffers:
         kinds, sizes = [t.device.type for t in self._tensors], [packing.nbytes(t) for t in self._tensors]
         return [
             (kind, packing.pack([self._tensors[i] for i in members], there))
             for kind, there, members in _together(comms, kinds, sizes)
         ]
+
+
+def _encoded(objects: list[Any], weights_only: bool) -> torch.Tensor:
+    message = codec.EncodedObject(objects)
+    if weights_only:
+        message.check()
+    return message.joined()
+
+
+class Announcement:
+    """What came first.
+
+    Args:
+        message: Its bytes.
+
+    Attributes:
+        header: The header's bytes.
+        objects: Those of the objects.
+        data: Those of the data; None if they come by themselves.
+
+    Raises:
+        WireError: The lengths do not fit.
+    """
+
+    def __init__(self, message: torch.Tensor) -> None:
+        if message.numel() < _LENGTHS.size:
+            raise WireError(f"an announcement of {message.numel()} bytes is truncated")
+        lengths = _LENGTHS.unpack_from(message.numpy().data)
+        if _LENGTHS.size + sum(lengths) != message.numel():
+            raise WireError(
+                f"an announcement of {message.numel()} bytes says that it has {sum(lengths)} and its lengths"
+            )
+        self.header, self.objects, self.data = message[_LENGTHS.size :].split(list(lengths))
 
 
 def _together(
@@ -63,32 +146,77 @@ def _together(
             yield kind, there, small
 
 
+_I = TypeVar("_I", bound="Incoming")
+
+
 class Incoming:
     """The tree that a header announces. All memory is there before the first byte of data comes."""
 
-    def __init__(self, comms: Communicators, encoded: torch.Tensor, into: Tree = None) -> None:
+    def __init__(
+        self, comms: Communicators, encoded: torch.Tensor, into: Tree = None, objects: Sequence[Any] = ()
+    ) -> None:
         """Read the header.
 
         Args:
             comms: The group.
             encoded: The header's bytes.
             into: Where the data shall be written in place; None is new memory.
+            objects: What JSON could not express.
 
         Raises:
             WireError: The header is not valid.
             RuntimeError: There is no memory, or no device of the kind that the data comes from.
         """
         head = header.decode(encoded.numpy(), apart=True)
+        self._metadata, self._objects = head.metadata, objects
         self._targets = None if into is None else Targets(into)
-        self._receiving, self._tensors = self._allocate(comms, head)
+        self._receiving, self._tensors = self.allocate(comms, head)
         self._outline = head.metadata.get(outline.METADATA, "")
         self._tree, self._leaves = self._decoded()
+        self._is_filled = False
+
+    @classmethod
+    def announced(
+        cls: type[_I], comms: Communicators, message: torch.Tensor, into: Tree = None, weights_only: bool = True
+    ) -> _I:
+        """Read an announcement.
+
+        Args:
+            comms: The group.
+            message: Its bytes.
+            into: As in the constructor.
+            weights_only: Decode objects with the restricted decoder.
+
+        Raises:
+            WireError: It is not valid.
+            RuntimeError: As in the constructor.
+            UnsafeObjectError: An object is not allow-listed here.
+        """
+        told = Announcement(message)
+        objects = codec.decode(told.objects.clone(), weights_only=weights_only) if told.objects.numel() else ()
+        self = cls(comms, told.header, into, objects)
+        if told.data.numel():
+            self._fill(told.data)
+        return self
+
+    @property
+    def tree(self) -> Tree:
+        """The tree, whose tensors hold their values after ``finish``."""
+        return self._tree
+
+    def _fill(self, data: torch.Tensor) -> None:
+        """Take the data that came along."""
+        sizes = [receive.buffer.numel() for receive in self._receiving]
+        if sum(sizes) != data.numel():
+            raise WireError(f"{data.numel()} bytes of data came along, not {sum(sizes)}")
+        self._inline = data.split(sizes)
+        self._is_filled = True
 
     def _decoded(self) -> tuple[Tree, dict[str, Any]]:
         wanted = None if self._targets is None else self._targets.values
-        return outline.decode(self._outline, self._tensors, None, wanted)
+        return outline.decode(self._outline, self._tensors, None, wanted, self._objects)
 
-    def _allocate(self, comms: Communicators, head: Header) -> tuple[list[_ReceiveBuffer], dict[str, torch.Tensor]]:
+    def allocate(self, comms: Communicators, head: Header) -> tuple[list[_ReceiveBuffer], dict[str, torch.Tensor]]:
         """The memory for each message, and all tensors by name."""
         devices = header.parse_json(head.metadata.get(DEVICES, "{}").encode())
         kinds = [devices.get(entry.name, "cpu") for entry in head.entries]
@@ -116,11 +244,14 @@ class Incoming:
         return None
 
     def buffers(self) -> Buffers:
-        """Where the data has to arrive."""
-        return [(receive.kind, receive.buffer) for receive in self._receiving]
+        """Where the data has to arrive that has not come along."""
+        return [] if self._is_filled else [(receive.kind, receive.buffer) for receive in self._receiving]
 
     def finish(self) -> Tree:
         """The tree, when all data has arrived."""
+        if self._is_filled:
+            for receive, part in zip(self._receiving, self._inline, strict=True):
+                receive.buffer.copy_(part)
         for receive in self._receiving:
             receive.finish()
         if '"scalar"' in self._outline:  # NumPy's scalars are copies of what was there before

@@ -67,9 +67,7 @@ def test_the_first_failing_rank_is_shown_first_with_its_traceback(tmp_path):
     """Rank 0 fails, too, because of rank 1, and may end before it."""
     _, err = easydist("run", "-n", "2", script(tmp_path, RAISES), status=1)
     end = err.partition("\nRank 1 failed first: process ")[2]
-    assert end.splitlines()[0].endswith(
-        (" ended with exit status 1.", " was ended by SIGTERM after its exception.")
-    )
+    assert end.splitlines()[0].endswith((" ended with exit status 1.", " was ended by SIGTERM after its exception."))
     assert end.splitlines()[1] == "Traceback (most recent call last):"
     assert "KeyError: 'key'" in end
     assert end.index("ValueError: bad data") < end.index("Rank 0:")
