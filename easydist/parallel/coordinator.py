@@ -101,7 +101,7 @@ class GroupCoordinator(Experts, Objects, Pairs):
 
     @eager
     def _all_reduce_out_place(self, input_: torch.Tensor) -> torch.Tensor:
-        if input_.is_cuda and torch.cuda.is_current_stream_capturing():
+        if isinstance(input_, torch.Tensor) and input_.is_cuda and torch.cuda.is_current_stream_capturing():
             return self._captured_all_reduce(input_)
         return run(AllReduce(input_), self.communicators)
 

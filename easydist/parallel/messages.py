@@ -14,7 +14,7 @@ import json
 import struct
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -24,7 +24,9 @@ from easydist.parallel.transfers import Part, Transfer
 from easydist.transport.backends.c10d import Gloo
 
 FRAME = 1 << 15
-_ANSWER = 1 << 12
+_LONGEST = FRAME // 16
+"""Characters of an error, each of which may need 12 bytes."""
+
 _HEAD = struct.Struct("<4q")
 _MESSAGES, _ANSWERS = 64, 65
 """Channels of the group's connections that nothing else uses."""
@@ -88,7 +90,7 @@ class Pair:
         channel = self._channel(_MESSAGES)
         parts = [self._send(channel, part) for part in _parts(kind, _WELL, terms, body)]
         parts += [self._move("send", channel, device, buffer) for device, buffer in data]
-        answer = torch.empty(_ANSWER, dtype=torch.uint8, device="cpu")
+        answer = torch.empty(FRAME, dtype=torch.uint8, device="cpu")
         parts.append(Part(self._channel(_ANSWERS).recv(answer, self.peer), answer))
         return Transfer(self._comms, self._operation, self.peer, parts, functools.partial(_check, answer))
 
@@ -101,7 +103,7 @@ class Pair:
         )
         channel = self._channel(_MESSAGES)
         body = torch.empty(0, dtype=torch.uint8, device="cpu")
-        reason = RemoteError(text)
+        reason = RemoteError(text[:_LONGEST])
         parts = [self._send(channel, part) for part in _parts(kind, _FAULT, _told(reason), body)]
         Transfer(self._comms, self._operation, self.peer, parts)
         return reason
@@ -146,26 +148,24 @@ class Pair:
         self._answer(_WELL, {})
         return Transfer(self._comms, self._operation, self.peer, parts)
 
-    def reject(self, message: Message, error: Exception) -> None:
-        """Let both ranks raise, once the data has come that is on its way.
-
-        Raises:
-            EasydistError: ``error``, or what the sender will raise, too.
-        """
-        known: Exception = error
-        if not isinstance(error, tuple(_ERRORS.values())):
+    def reject(self, message: Message, error: Exception) -> NoReturn:
+        """Let both ranks raise, once the data has come that is on its way."""
+        text = str(error)
+        kind = _ERRORS.get(type(error).__name__, RemoteError)
+        if type(error) is not kind:
             lines = "".join(traceback.format_exception_only(type(error), error)).strip()
-            known = RemoteError(
+            text = (
                 f"{self._operation}: rank {self._comms.rank} cannot take what rank {self.peer} sends\n"
                 f"  rank {self._comms.rank}: {lines}\nFix that rank; the group keeps working."
             )
+        known = kind(text[:_LONGEST])
         self._answer(_REFUSED, _told(known))
         channel = self._channel(_MESSAGES)
         for device, nbytes in message.terms.get("data", ()):
             there = self._comms.data(torch.device(device)).get_device()
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=there)
             self._wait(self._move("recv", channel, device, buffer))
-        raise known from (None if known is error else error)
+        raise known from error
 
     def _answer(self, status: int, terms: dict[str, Any]) -> None:
         body = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -205,7 +205,7 @@ def _parts(kind: int, status: int, terms: dict[str, Any], body: torch.Tensor) ->
 
 
 def _told(error: Exception) -> dict[str, Any]:
-    return {"error": type(error).__name__, "text": str(error)[: _ANSWER // 16]}
+    return {"error": type(error).__name__, "text": str(error)}
 
 
 def _error(terms: dict[str, Any]) -> EasydistError:

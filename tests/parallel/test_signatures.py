@@ -83,10 +83,10 @@ def test_it_is_found_under_both_paths():
 
 @distributed(world_size=4)
 def test_attributes_tell_of_the_group_and_of_this_ranks_place_in_it(rank):
-    group = GroupCoordinator([[3, 1], [0, 2]], rank, "gloo", True, group_name="pp")
+    group = GroupCoordinator([[1, 3], [0, 2]], rank, "gloo", True, group_name="pp")
     assert (group.rank, group.local_rank, group.world_size, group.device.type) == (rank, rank, 2, "cpu")
-    assert group.ranks == ([0, 2] if rank in (0, 2) else [3, 1])
-    assert group.rank_in_group == {0: 0, 2: 1, 3: 0, 1: 1}[rank]
+    assert group.ranks == ([0, 2] if rank in (0, 2) else [1, 3])
+    assert group.rank_in_group == rank // 2
     place, (first, last) = group.rank_in_group, group.ranks
     assert [getattr(group, name) for name in PROPERTIES] == [first, place == 0, place == 1, last, last + first - rank,
                                                               last + first - rank]  # fmt: skip
