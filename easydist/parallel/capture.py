@@ -36,3 +36,8 @@ def capturing(device: torch.device, context: GraphCaptureContext | None) -> Iter
         yield context
     if context.stream != before:
         before.wait_stream(context.stream)
+
+
+def is_captured(value: object) -> bool:
+    """True if what is done with this tensor is being recorded."""
+    return isinstance(value, torch.Tensor) and value.is_cuda and torch.cuda.is_current_stream_capturing()

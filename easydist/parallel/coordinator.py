@@ -11,7 +11,7 @@ import torch.distributed as dist
 from easydist.agreement.runner import meet, run
 from easydist.eager import eager
 from easydist.parallel import compiled
-from easydist.parallel.capture import GraphCaptureContext, capturing
+from easydist.parallel.capture import GraphCaptureContext, capturing, is_captured
 from easydist.parallel.collectives import AllGatherV, AllReduce, ReduceScatter
 from easydist.parallel.experts import Experts
 from easydist.parallel.objects import Objects
@@ -101,7 +101,7 @@ class GroupCoordinator(Experts, Objects, Pairs):
 
     @eager
     def _all_reduce_out_place(self, input_: torch.Tensor) -> torch.Tensor:
-        if isinstance(input_, torch.Tensor) and input_.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_captured(input_):
             return self._captured_all_reduce(input_)
         return run(AllReduce(input_), self.communicators)
 
