@@ -55,6 +55,7 @@ docs: $(VENV)/.docs ## build build/docs and execute its examples
 bench: $(VENV)/.bench ## compare with the peers, ratios in one run
 	$(BIN)/python benchmarks/nested.py $(ARGS)
 	$(BIN)/python benchmarks/message_queue.py
+	$(BIN)/python benchmarks/coordinator.py
 	$(BIN)/python benchmarks/metrics.py
 
 matrix: ## test the oldest and the newest torch, and other Pythons; gigabytes

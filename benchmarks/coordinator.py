@@ -1,10 +1,10 @@
-"""GroupCoordinator beside plain torch.distributed (gloo), on the same data in the same run.
+"""Time GroupCoordinator beside plain torch.distributed (gloo), on the same data in the same run.
 
 python benchmarks/coordinator.py [--ranks 2 4] [--seconds 1]
 
 The stand-in does what engines do with torch.distributed alone: metadata by ``broadcast_object_list`` or
-``send_object_list``, then one operation per tensor. Printed are medians over calls, of the slowest rank. The last column
-was measured before on a machine of the same type, idle, with vLLM 0.33.
+``send_object_list``, then one operation per tensor. Printed are medians over calls, of the slowest rank. The last
+column was measured before on a machine of the same type, idle, with vLLM 0.33.
 """
 
 from __future__ import annotations

@@ -31,3 +31,8 @@ def test_evaluate_gives_the_same_on_any_number_of_ranks():
     ]
     assert printed[0][1:] == printed[1][1:] == printed[2][1:]
     assert printed[0][-1] == "equal to the single-process run, to the last digit"
+
+
+@pytest.mark.slow
+def test_tensor_and_pipeline_parallel_ranks_compute_what_one_process_does():
+    assert on_ranks(4, "tensor_parallel.py") == "tensor 2 × pipeline 2: equal to one process True\n"

@@ -23,6 +23,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import enum
+import functools
 import json
 import math
 import struct
@@ -223,7 +224,7 @@ def decode(
 
     Cost: time and memory linear in the text, and in the paths ``into``.
     """
-    root = parse_json(text.encode(errors="surrogatepass"))
+    root = (_known if len(text) <= _CACHED else _parsed)(text)
     if not isinstance(root, dict) or not {"tree"} <= root.keys() <= {"tree", "ties"}:
         raise WireError("the structure needs 'tree' and may have 'ties'")
     ties = root.get("ties", {})
@@ -235,6 +236,17 @@ def decode(
     if unused := tensors.keys() - reader.used:
         raise WireError(f"entry {min(unused)!r} has no place in the structure")
     return data, reader.leaves
+
+
+_CACHED = 1 << 14
+
+
+def _parsed(text: str) -> Any:
+    return parse_json(text.encode(errors="surrogatepass"))
+
+
+_known = functools.lru_cache(maxsize=64)(_parsed)
+"""An engine gets the same structure every step; what is parsed is only read."""
 
 
 def _with_gradient(kind: str, tensor: torch.Tensor, name: str) -> torch.Tensor:
