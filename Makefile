@@ -12,7 +12,7 @@ ranks = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo quick test stress coverage lint format docs bench matrix clean
+.PHONY: help demo quick test stress coverage lint format docs captures bench matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,10 @@ format: $(VENV)/.lint ## format the code and fix what ruff can fix
 docs: $(VENV)/.docs ## build build/docs and execute its examples
 	$(BIN)/sphinx-build -W --keep-going -q -d build/doctrees -b html docs build/docs
 	$(BIN)/sphinx-build -W --keep-going -q -d build/doctrees -b doctest docs build/doctest
+
+captures: $(VENV)/.docs ## renew what terminals show in the docs; minutes
+	$(BIN)/python docs/captures/top.py
+	$(BIN)/python docs/captures/first_hour.py
 
 bench: $(VENV)/.bench ## compare with the peers, ratios in one run
 	$(BIN)/python benchmarks/nested.py $(ARGS)

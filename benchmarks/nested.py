@@ -58,7 +58,10 @@ def primitives(world_size: int) -> Iterator[Work]:
 
 def measure(rank: int, world_size: int, seconds: float, only: str) -> list[Row]:
     """Times of (ours, theirs) in several rounds, on this rank."""
-    works = lambda: [*beside_accelerate(rank), *primitives(world_size)]  # noqa: E731
+
+    def works() -> list[Work]:
+        return [*beside_accelerate(rank), *primitives(world_size)]
+
     return measured(rank, world_size, seconds, only, works)
 
 

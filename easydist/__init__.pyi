@@ -5,6 +5,7 @@ from . import (
     comms as comms,
     memory as memory,
     metrics as metrics,
+    notebook as notebook,
     parallel as parallel,
     queue as queue,
     testing as testing,

@@ -6,16 +6,20 @@ from collections.abc import Collection, Iterable, Sequence
 from html import escape
 
 _TEXT = "white-space: pre-wrap; font-family: var(--jp-code-font-family, monospace); line-height: 1.4; margin: 0 0 .5em"
+_MARK = ' style="font-weight: bold; color: var(--jp-error-color1, #d32f2f)"'
 _CELL = "padding: .2em .7em; white-space: nowrap; font-variant-numeric: tabular-nums"
 
 
-def table(titles: Sequence[str], rows: Iterable[Sequence[str]], texts: Collection[str] = ()) -> str:
+def table(
+    titles: Sequence[str], rows: Iterable[Sequence[str]], texts: Collection[str] = (), marked: Collection[int] = ()
+) -> str:
     """Return a table as HTML.
 
     Args:
         titles: Of the columns.
         rows: The cells of each row, which are escaped.
         texts: The titles of columns that are aligned to the left, and not to the right as numbers are.
+        marked: The numbers of rows that stand out.
 
     Example:
         >>> table(["rank"], [["<1>"]]).count("&lt;1&gt;</td>")
@@ -23,7 +27,10 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]], texts: Collectio
     """
     styles = [f"text-align: {'left' if title in texts else 'right'}; {_CELL}" for title in titles]
     head = "".join(_cells("th", styles, titles))
-    body = "".join(f"<tr>{''.join(_cells('td', styles, row))}</tr>" for row in rows)
+    body = "".join(
+        f"<tr{_MARK if number in marked else ''}>{''.join(_cells('td', styles, row))}</tr>"
+        for number, row in enumerate(rows)
+    )
     return f'<table style="margin: 0 0 .5em"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 

@@ -23,7 +23,18 @@ from torch.utils import _pytree
 from easydist import html
 from easydist.typing import Tree
 
-__all__ = ["Spec", "flatten", "is_container", "is_leaf", "is_namedtuple", "is_registered", "leaves", "map", "register"]
+__all__ = [
+    "Spec",
+    "flatten",
+    "is_container",
+    "is_leaf",
+    "is_namedtuple",
+    "is_registered",
+    "leaves",
+    "listed",
+    "map",
+    "register",
+]
 
 _PLAIN_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, np.ndarray, bool, int, float, complex})
 """Types whose instances need no second look."""
@@ -299,9 +310,23 @@ def flatten(
         root = _flatten(data, "", walk)
     except RecursionError:
         raise ValueError(_too_deep(data)) from None
-    paths = _unique(walk.paths)
-    alike = [] if paths is walk.paths else sorted(path for path, count in Counter(walk.paths).items() if count > 1)
-    return walk.values, Spec(paths, root, walk.plain_values, alike)
+    return walk.values, _spec(walk.paths, root, walk.plain_values)
+
+
+def _spec(paths: list[str], root: Any, plain: list[tuple[str, Any]]) -> Spec:
+    unique = _unique(paths)
+    alike = [] if unique is paths else sorted(path for path, count in Counter(paths).items() if count > 1)
+    return Spec(unique, root, plain, alike)
+
+
+def listed(paths: list[str], plain: list[tuple[str, Any]]) -> Spec:
+    """The structure of a list whose items stand for the leaves of another tree, and have their paths.
+
+    Example:
+        >>> listed(["['x']", "['y'].rows"], []).rebuild([1, 2])
+        [1, 2]
+    """
+    return _spec(paths, (_LIST.close, None, slice(0, len(paths))), plain)
 
 
 class _Walk(NamedTuple):
@@ -327,13 +352,22 @@ def _flatten(node: Any, path: str, walk: _Walk) -> Any:
         plain_values.append((path, node))
         return _Static(node)
     names, children, context = kind.open(node)
-    if not skip and (plain.issuperset(builtins.map(type, children)) or all(builtins.map(is_leaf, children))):
-        first = len(values)
+    first = len(values)
+    nodes: list[Any] = []
+    if not skip and plain.issuperset(builtins.map(type, children)):
         values.extend(children)
         paths.extend([path + name for name in names] if path else names)  # the same strings, whose hash is known
         return kind.close, context, slice(first, len(values))
-    steps = zip(names, children, strict=True)
-    return kind.close, context, [_Static(c) if name in skip else _flatten(c, path + name, walk) for name, c in steps]
+    for name, child in zip(names, children, strict=True):
+        if name in skip:
+            nodes.append(_Static(child))
+        elif is_leaf(child):  # as above, without a call
+            nodes.append(len(values))
+            values.append(child)
+            paths.append(path + name)
+        else:
+            nodes.append(_flatten(child, path + name, walk))
+    return kind.close, context, nodes
 
 
 def _unique(paths: list[str]) -> list[str]:

@@ -1,5 +1,9 @@
 """The examples print what the documentation says."""
 
+import re
+import shutil
+from importlib.util import find_spec
+
 import pytest
 from launching import ROOT, python
 
@@ -36,3 +40,40 @@ def test_evaluate_gives_the_same_on_any_number_of_ranks():
 @pytest.mark.slow
 def test_tensor_and_pipeline_parallel_ranks_compute_what_one_process_does():
     assert on_ranks(4, "tensor_parallel.py") == "tensor 2 × pipeline 2: equal to one process True\n"
+
+
+def said(cell):
+    """The texts of a cell's outputs."""
+    return "".join(output.get("text", "") for output in cell.outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("nbclient"), reason="needs nbclient")
+def test_the_notebook_trains_evaluates_exactly_and_plots(tmp_path):
+    import nbformat
+
+    source = ROOT / "examples" / "notebook.ipynb"
+    assert not any(cell.get("outputs") for cell in nbformat.read(source, 4).cells), "strip the outputs: they change"
+    home = {"IPYTHONDIR": tmp_path, "JUPYTER_RUNTIME_DIR": tmp_path, "JUPYTER_CONFIG_DIR": tmp_path}
+    shutil.copy(source, tmp_path)
+    python("-m", "jupyter", "execute", "--inplace", tmp_path / source.name, **home)
+    done = [cell for cell in nbformat.read(tmp_path / source.name, 4).cells if cell.cell_type == "code"]
+    train, evaluate, fails, works, plot, status = done[4:10]
+    losses = [float(line.rpartition(" ")[2]) for line in said(train).splitlines()]
+    assert said(train).startswith("ranks 0–3: epoch 1: loss ")
+    assert losses == sorted(losses, reverse=True)
+    assert len(losses) == 6
+    *seen, accuracy = said(evaluate).splitlines()
+    assert sorted(seen) == ["rank 3: 149 images", "ranks 0–2: 150 images"]
+    right = float(accuracy.removeprefix("ranks 0–3: ")) * 599
+    assert right == pytest.approx(round(right))
+    assert right > 0.9 * 599
+    (error,) = [output for output in fails.outputs if output.output_type == "error"]
+    shown = re.sub(r"\x1b\[[\d;]*m", "", "\n".join(error.traceback))
+    assert shown.startswith("rank 2 raised\n")
+    assert f"Cell In[{fails.execution_count}], line 3\n" in shown
+    waited = "ranks 0–1, 3 waited for rank 2 in gather, cell line 4, and were released"
+    assert shown.endswith(f"\nValueError: a bad batch\n{waited}")
+    assert said(works) == "ranks 0–3: tensor([0, 1, 2, 3])\n"
+    assert any("image/png" in output.get("data", {}) for output in plot.outputs)
+    assert any("text/html" in output.get("data", {}) for output in status.outputs)

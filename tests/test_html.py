@@ -52,6 +52,13 @@ def test_all_that_is_shown_is_escaped():
         assert "alert(" in "".join(said(markup))
 
 
+def test_rows_that_are_marked_stand_out():
+    plain, marked = html.table(["rank"], [["0"], ["1"]]), html.table(["rank"], [["0"], ["1"]], marked=[1])
+    assert said(plain) == ["rank", "0", "1"]
+    assert "color" not in marked.partition(">0<")[0]
+    assert "color: var(--jp-error-color1" in marked.partition(">0<")[2]
+
+
 def test_a_trace_is_its_table():
     with easydist.trace() as trace:
         easydist.reduce(torch.ones(3), "sum")

@@ -63,8 +63,7 @@ class Terminal:
         while self.status is None and not condition():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"waited {seconds} s for {what}:\n" + "\n".join(self.lines))
-            if select.select([self._side], [], [], 0.1)[0]:
-                self._read()
+            self._read(0.1)
 
     def finish(self, seconds: float) -> int:
         """Wait for the end; return the exit status."""
@@ -72,7 +71,14 @@ class Terminal:
         assert self.status is not None
         return self.status
 
-    def _read(self) -> None:
+    def is_over(self) -> bool:
+        """Read what there is; True if the command has ended."""
+        self._read(0)
+        return self.status is not None
+
+    def _read(self, seconds: float) -> None:
+        if self.status is not None or not select.select([self._side], [], [], seconds)[0]:
+            return
         try:
             data = os.read(self._side, 1 << 16)
         except OSError:  # nobody has the other side any more
@@ -94,7 +100,9 @@ class Terminal:
         console = Console(record=True, width=self._screen.columns, file=io.StringIO(), highlight=False)
         for row in self._rows():
             console.print(_styled(row), soft_wrap=True)
+        console.print()  # else the picture ends at the last line's base, which cuts off its underscores
         svg = console.export_svg(title=title, theme=_THEME, code_format=_FORMAT, unique_id=path.stem)
+        svg = re.sub(r' clip-path="url\(#[^)]*-line-\d+\)"', "", svg)  # those of other lines
         path.write_text("\n".join(line.rstrip() for line in svg.splitlines()) + "\n", encoding="utf-8")
 
 

@@ -129,10 +129,16 @@ def awaited(ranks: Iterable[Rank]) -> dict[int, list[int]]:
         ranks: The group's that can be seen.
     """
     known = {rank.membership.rank: rank.membership for rank in ranks}
-    return {rank: _awaited_by(told, known) for rank, told in known.items()}
+    return {rank: awaited_by(told, known) for rank, told in known.items()}
 
 
-def _awaited_by(told: Membership, known: Mapping[int, Membership]) -> list[int]:
+def awaited_by(told: Membership, known: Mapping[int, Membership]) -> list[int]:
+    """Return for whom one rank of a group waits.
+
+    Args:
+        told: The rank.
+        known: Those that can be seen, by their number in the group.
+    """
     if not told.is_in_call:
         return []
     if told.peer is not None:

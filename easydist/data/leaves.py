@@ -267,9 +267,12 @@ class Leaves:
         plain: The values that are no leaves, as (path, text), sorted; the texts are equal where the values are.
     """
 
-    def __init__(self, data: Tree, vectors: bool = False) -> None:
-        """Take ``data`` apart; with ``vectors`` a leaf without dimensions counts as one of a single element."""
-        values, self._spec = tree.flatten(data)
+    def __init__(self, data: Tree, vectors: bool = False, spec: tree.Spec | None = None) -> None:
+        """Take ``data`` apart; with ``vectors`` a leaf without dimensions counts as one of a single element.
+
+        With ``spec``, ``data`` is the list of the leaves of this structure.
+        """
+        values, self._spec = tree.flatten(data) if spec is None else (data, spec)
         tensors = values if _are_plain(values) else _as_tensors(values, self._spec.paths, vectors)
         if vectors:
             tensors = [tensor if tensor.ndim else tensor.reshape(1) for tensor in tensors]

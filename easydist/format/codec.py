@@ -156,13 +156,14 @@ class EncodedObject:
             yield raw
             at = start + raw.nbytes
 
-    def joined(self) -> torch.Tensor:
-        """The bytes in one piece."""
+    def joined(self, nbytes: int | None = None) -> torch.Tensor:
+        """The bytes in one piece, with zeros behind them up to ``nbytes``; None: without."""
+        zeros = bytes(0 if nbytes is None else nbytes - self.nbytes)
         if not self._buffers:
-            return torch.frombuffer(bytearray().join(self._texts), dtype=torch.uint8)
-        message = memory.empty([self.nbytes], torch.uint8)
+            return torch.frombuffer(bytearray().join([*self._texts, zeros]), dtype=torch.uint8)
+        message = memory.empty([self.nbytes + len(zeros)], torch.uint8)
         view, at = message.numpy().data, 0
-        for part in itertools.chain(self._texts, self._data(sum(map(len, self._texts)))):
+        for part in itertools.chain(self._texts, self._data(sum(map(len, self._texts))), [zeros]):
             view[at : at + len(part)] = part
             at += len(part)
         return message
@@ -209,12 +210,13 @@ def _layout(start: int, nbytes: list[int]) -> tuple[list[int], int]:
     return starts, start
 
 
-def decode(message: torch.Tensor, *, weights_only: bool | None = None) -> Any:
+def decode(message: torch.Tensor, *, weights_only: bool | None = None, is_padded: bool = False) -> Any:
     """The object that ``encode`` wrote. Its larger tensors and arrays are writable, and share the message's memory.
 
     Args:
         message: uint8, contiguous, on the CPU; not to be used for anything else afterwards.
         weights_only: Refuse what is not allow-listed; see ``docs/safety.md``. None: only where pickle is denied.
+        is_padded: There may be more bytes behind the message.
 
     Raises:
         UnsafeObjectError: The message needs a global that is not allow-listed; ``weights_only`` is False and pickle is
@@ -228,13 +230,13 @@ def decode(message: torch.Tensor, *, weights_only: bool | None = None) -> Any:
     """
     if weights_only is False:
         demand_pickle()
-    skeleton, buffers = _split(message.numpy().data)
+    skeleton, buffers = _split(message.numpy().data, is_padded)
     if weights_only or not _switch.allowed:
         return Unpickler(skeleton, buffers, MAKERS, weigh).load()
     return pickle.loads(skeleton, buffers=buffers)
 
 
-def _split(view: memoryview) -> tuple[memoryview, list[memoryview]]:
+def _split(view: memoryview, is_padded: bool) -> tuple[memoryview, list[memoryview]]:
     """The pickle and the buffers."""
     if len(view) < 16:
         raise WireError(f"an object message of {len(view)} bytes is truncated")
@@ -246,6 +248,6 @@ def _split(view: memoryview) -> tuple[memoryview, list[memoryview]]:
     nbytes = list(struct.unpack_from(f"<{count}Q", view, 16))
     first = 16 + 8 * count
     starts, total = _layout(first + length, nbytes)
-    if total != len(view):
+    if total > len(view) or (total < len(view) and not is_padded):
         raise WireError(f"an object message of {len(view)} bytes says that it has {total}")
     return view[first : first + length], [view[a : a + n] for a, n in zip(starts, nbytes, strict=True)]

@@ -89,6 +89,7 @@ class Communicators:
             self.name, self.rank, self.size = control.get_name(), control.get_rank(), control.get_size()
         elif group is not None:
             self.name, self.rank, self.size = group.group_name, group.rank(), group.size()
+            control = TorchComm(Solo(), self.name) if self.size == 1 else None  # whatever its backend is
         self._group = group
         self._device_group: dist.ProcessGroup | None = None
         self._bulk: TorchComm | None = None
@@ -326,6 +327,18 @@ def _make(group: dist.ProcessGroup) -> Communicators:
         backend = over(group)
         found = _CACHE[group] = Communicators(TorchComm(backend, group.group_name) if backend else None, group)
         return found
+
+
+def forget(group: dist.ProcessGroup) -> None:
+    """Let the next call make new communicators, in which the ranks meet again; all ranks have to do it.
+
+    Args:
+        group: The group, whose store may be another one by then.
+    """
+    with _making:
+        if (known := _CACHE.pop(group, None)) is not None:
+            known.stop()
+            known.let_go()
 
 
 def _after_fork() -> None:

@@ -13,7 +13,7 @@ from easydist.eager import eager_methods
 from easydist.metrics.columns import as_indices
 from easydist.metrics.schema import Schema, nbytes_of, opened
 from easydist.metrics.store import Store
-from easydist.metrics.windows import ALL, arrived_rows, planned, windows
+from easydist.metrics.windows import ALL, Way, arrived_rows, planned, windows
 from easydist.state import communicators, together
 from easydist.typing import Group, Tree
 
@@ -125,11 +125,11 @@ class MetricCollector:
         than some MiB elsewhere.
         """
         with together(self._group):
-            plan = planned(self._store, self._schema, self.total, dst, self._group)
+            plan = planned(self._store, self._schema, self.total, Way(dst, self._group))
             is_receiver = dst in (None, communicators(self._group).rank)
             columns = [one.empty(plan.length if is_receiver else 0) for one in plan.schema.types]
             at = 0
-            for leaves in windows(self._store, plan, dst, self._rtol, self._group):
+            for leaves in windows(self._store, plan, Way(dst, self._group), self._rtol):
                 at += 0 if leaves is None else _put(columns, leaves, at)
             return (plan.schema.rebuilt(columns) or {}) if is_receiver else None
 
@@ -148,8 +148,8 @@ class MetricCollector:
         Cost: as ``compute``, and a small exchange per block; the memory of a block.
         """
         with together(self._group):
-            plan = planned(self._store, self._schema, self.total, dst, self._group)
-        every = windows(self._store, plan, dst, self._rtol, self._group)
+            plan = planned(self._store, self._schema, self.total, Way(dst, self._group))
+        every = windows(self._store, plan, Way(dst, self._group), self._rtol)
         for _ in plan.bounds[1:]:
             with together(self._group):
                 leaves = next(every)
@@ -167,7 +167,8 @@ class MetricCollector:
         """Move what the ranks have to rank ``dst``, which keeps its own."""
         is_there = communicators(self._group).rank == self._dst
         with together(self._group):
-            got = arrived_rows(Store() if is_there else self._store, self._schema, ALL, self._dst, self._group)
+            empty = [one.empty() for one in self._schema.types]
+            got = arrived_rows(Store() if is_there else self._store, empty, ALL, Way(self._dst, self._group))
             if got is not None:
                 self._store.add(*got, nbytes_of(got[1]))
         if not is_there:

@@ -1,8 +1,7 @@
-"""Trees of columns: one row per sample. Tensors and arrays travel as they are, everything else as encoded objects."""
+"""Trees of columns, taken apart: one row per sample."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,46 +10,29 @@ import torch
 from easydist import tree
 from easydist.data import packing
 from easydist.data.leaves import is_numeric
-from easydist.format import codec
 from easydist.typing import Tree
 
-__all__ = [
-    "Objects",
-    "Padded",
-    "as_indices",
-    "as_objects",
-    "encoded",
-    "is_column",
-    "is_text",
-    "joined",
-    "padded",
-    "taken",
-]
-
-
-class Objects(NamedTuple):
-    """A column of objects, made ready to travel with tensors.
-
-    Attributes:
-        message: The encoded list of this rank's items; bytes.
-        rows: An empty tensor with one row per item, whose size is known wherever sizes are; None: it is one value.
-    """
-
-    message: torch.Tensor
-    rows: torch.Tensor | None
+__all__ = ["Items", "Padded", "as_indices", "has_rows", "is_text", "opened", "padded", "taken"]
 
 
 _TEXT = frozenset({str, bytes})
 _PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
 
 
-def is_column(value: object) -> bool:
-    """True if a value is a leaf of a tree of columns: data, or a column of objects."""
-    return isinstance(value, Objects) or tree.is_leaf(value)
+class Items(NamedTuple):
+    """A column that is no tensor: a list, a tuple of text, an array of strings, rows that differ in shape, or a value.
+
+    Attributes:
+        value: The column.
+        has_rows: Whether it has one item per sample, and is not one value.
+    """
+
+    value: Any
+    has_rows: bool
 
 
-def encoded(data: Tree, ragged: bool = False, whole: bool = False) -> Tree:
-    """Replace what is no tensor by ``Objects``.
+def opened(data: Tree, ragged: bool = False, whole: bool = False) -> tuple[list[Any], tree.Spec]:
+    """Take a tree of columns apart.
 
     A list that holds no tensor has one item per sample, and so have an array of strings and a tuple of text, which is
     what torch's ``default_collate`` makes of text.
@@ -61,23 +43,35 @@ def encoded(data: Tree, ragged: bool = False, whole: bool = False) -> Tree:
             then differ between ranks.
         whole: The whole tree is one column of objects: a list of samples, or one value.
 
-    Raises:
-        TypeError: An object cannot be pickled.
-        UnsafeObjectError: pickle is denied, and an object is not allow-listed.
+    Returns:
+        The columns, of which those that are no tensors are ``Items``, and the structure.
 
     Example:
-        >>> encoded({"x": torch.ones(2), "id": ["a", "b"]})["id"].rows.shape
-        torch.Size([2, 0])
+        >>> columns, _ = opened({"x": torch.ones(2), "id": ["a", "b"]})
+        >>> columns[1]
+        Items(value=['a', 'b'], has_rows=True)
     """
     if whole or not (tree.is_leaf(data) or tree.is_container(data)):
-        return as_objects(data)
+        _, spec = tree.flatten(data, lambda _: True)
+        return [_items(data)], spec
 
     def is_end(value: Any) -> bool:
-        return (
-            tree.is_leaf(value) or is_text(value) or (isinstance(value, list) and (ragged or not _has_tensors(value)))
-        )
+        if isinstance(value, list):
+            return ragged or not _has_tensors(value)
+        return tree.is_leaf(value) or is_text(value)
 
-    return tree.map(lambda value: as_objects(value) if _is_object(value, ragged) else value, data, is_end)
+    values, spec = tree.flatten(data, is_end)
+    return [_items(value) if _is_object(value, ragged) else value for value in values], spec
+
+
+def has_rows(column: Any) -> bool:
+    """True if a column has one row or item per sample, and is not one value."""
+    return column.has_rows if isinstance(column, Items) else getattr(column, "ndim", 0) > 0
+
+
+def _items(value: Any) -> Items:
+    is_array = isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0
+    return Items(value, is_array or isinstance(value, list) or is_text(value))
 
 
 def _is_object(value: Any, ragged: bool) -> bool:
@@ -102,45 +96,6 @@ def _has_tensors(data: Tree) -> bool:
     return isinstance(data, torch.Tensor | np.ndarray)
 
 
-def as_objects(value: Any) -> Objects:
-    """Encode one column, or one value.
-
-    Args:
-        value: A list, array, tensor or tuple of text has one row per item; anything else is one value.
-
-    Raises:
-        TypeError: An object cannot be pickled.
-        UnsafeObjectError: pickle is denied, and an object is not allow-listed.
-    """
-    message = codec.EncodedObject(value)
-    if not codec.is_pickle_allowed():
-        message.check()
-    is_rows = (
-        isinstance(value, list) or is_text(value) or (isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0)
-    )
-    rows = torch.empty((len(value), 0), dtype=torch.uint8, device="cpu") if is_rows else None
-    return Objects(message.joined(), rows)
-
-
-def joined(column: Objects, nbytes: Sequence[int]) -> Any:
-    """Decode what all ranks have sent, joined in rank order.
-
-    Args:
-        column: The messages, one behind the other.
-        nbytes: Of each rank's message.
-
-    Returns:
-        A list; of arrays of strings an array, of tuples a tuple.
-    """
-    values = [codec.decode(message.clone()) for message in column.message.split([*nbytes])]
-    if column.rows is None:
-        return values
-    if all(isinstance(value, np.ndarray) and not is_numeric(value) for value in values):
-        return np.concatenate(values)
-    items = [item for value in values for item in value]
-    return tuple(items) if all(isinstance(value, tuple) for value in values) else items
-
-
 def taken(rows: Any, order: torch.Tensor | slice | None) -> Any:
     """Choose rows of a column.
 
@@ -158,7 +113,7 @@ def taken(rows: Any, order: torch.Tensor | slice | None) -> Any:
         return type(rows)([rows[i] for i in order.tolist()])
     if isinstance(rows, np.ndarray):
         return rows[order.numpy()]
-    if packing.is_copyable(rows.dtype):
+    if rows.dtype.is_signed and packing.is_copyable(rows.dtype):  # torch 2.9 cannot index the wide unsigned ones
         return rows[order.to(rows.device)]
     return rows.view(packing.BITS[rows.dtype.itemsize])[order.to(rows.device)].view(rows.dtype)
 

@@ -12,7 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Dealt", "by_index", "in_order"]
+__all__ = ["Dealt", "Order", "by_index", "in_order", "positions"]
+
+Order = torch.Tensor | slice | None
+"""The rows of all ranks to keep, joined in rank order; None: all as they stand."""
 
 
 class Dealt(NamedTuple):
@@ -35,7 +38,7 @@ class Dealt(NamedTuple):
     kept: int | None = None
 
 
-def in_order(rows: Sequence[int], dealt: Dealt) -> torch.Tensor | slice | None:
+def in_order(rows: Sequence[int], dealt: Dealt) -> Order:
     """Choose the rows to keep, in the order of the samples.
 
     Args:
@@ -89,7 +92,7 @@ def _check(rows: Sequence[int], dealt: Dealt) -> None:
         )
 
 
-def _order(rows: Sequence[int], block: int, rest: int | None) -> torch.Tensor | slice | None:
+def _order(rows: Sequence[int], block: int, rest: int | None) -> Order:
     steps = -(-max(rows) // block)
     order = None if steps == 1 else _by_step(rows, block, steps)
     if rest is None:
@@ -121,6 +124,29 @@ def _check_last(rows: Sequence[int], last: Sequence[int], block: int, rest: int)
             f"{_told(rows)}, which are not the loader's: its last step has {rest} samples in batches of {block}; pass "
             "one row per sample, or indices="
         )
+
+
+def positions(order: Order, rows: Sequence[int], rank: int) -> tuple[torch.Tensor, int]:
+    """Say where each row of a rank comes to stand, -1 where it is not kept, and how many rows of all ranks are kept.
+
+    Args:
+        order: What ``in_order`` gave.
+        rows: How many rows each rank has.
+        rank: Whose.
+
+    Example:
+        >>> positions(torch.tensor([0, 2, 1]), [2, 2], 1)
+        (tensor([ 1, -1]), 3)
+    """
+    every = torch.arange(sum(rows))
+    start = sum(rows[:rank])
+    mine = slice(start, start + rows[rank])
+    if order is None:
+        return every[mine], len(every)
+    kept = every[order]
+    places = torch.full_like(every, -1)
+    places[order] = every[: len(kept)]
+    return places[mine], len(kept)
 
 
 def by_index(indices: torch.Tensor) -> torch.Tensor:

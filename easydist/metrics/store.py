@@ -161,8 +161,10 @@ def _delete(folder: str, pid: int) -> None:
 
 
 def _joined(column: Sequence[Any]) -> Any:
+    if len(column) == 1:
+        return column[0]
     if isinstance(column[0], list):
         return [item for part in column for item in part]
-    if len(column) == 1 or packing.is_copyable(column[0].dtype):
-        return column[0] if len(column) == 1 else torch.cat([*column])
+    if packing.is_copyable(column[0].dtype):
+        return torch.cat([*column])
     return torch.cat([part.view(torch.uint8) for part in column]).view(column[0].dtype)

@@ -14,16 +14,17 @@ from easydist.agreement.runner import run
 from easydist.data import packing
 from easydist.format import codec
 from easydist.groups.communicators import Communicators
-from easydist.metrics.columns import Objects, as_objects, joined, taken
+from easydist.metrics.columns import Items, taken
+from easydist.metrics.encoding import Objects, as_objects, joined
 from easydist.metrics.order import by_index
 from easydist.metrics.schema import ColumnType, Schema
 from easydist.metrics.store import Store
 from easydist.state import communicators
-from easydist.typing import Group
+from easydist.typing import Group, Timeout
 from easydist.verbs.gather import Gather, Moved, gather
 from easydist.verbs.objects import gather_object
 
-__all__ = ["Plan", "arrived_rows", "planned", "windows"]
+__all__ = ["ALL", "Plan", "Way", "arrived_rows", "bounds_of", "per_window", "planned", "windows"]
 
 _WINDOW = 1 << 19
 """Bytes of a window, roughly."""
@@ -32,44 +33,69 @@ ALL = (-(1 << 63), (1 << 63) - 1)
 """The window of all indices."""
 
 
+class Way(NamedTuple):
+    """Where rows move: to rank ``dst``, or to all; and what else the exchanges need."""
+
+    dst: int | None
+    group: Group
+    operation: str = "MetricCollector"
+    check: bool | None = None
+    timeout: Timeout | None = None
+
+
 class Plan(NamedTuple):
     """How all rows will move; the same on all ranks.
 
     Attributes:
         schema: Of all ranks that have rows.
+        empty: Of each column what a rank without rows has.
         length: The number of different indices.
         bounds: The first index of each window, and one behind the last.
-        has_repeated: Whether an index comes more than once.
+        is_compared: Whether an index comes more than once, and its values have to be the same.
     """
 
     schema: Schema
+    empty: Sequence[Any]
     length: int
     bounds: list[int]
-    has_repeated: bool
+    is_compared: bool
 
 
-def planned(store: Store, schema: Schema, total: int | None, dst: int | None, group: Group) -> Plan:
+def planned(store: Store, schema: Schema, total: int | None, way: Way) -> Plan:
     """Learn which indices there are, and whether all are there.
 
     Raises:
         ValueError: The ranks have other columns, or another ``total``; indices are missing; on all ranks alike.
     """
-    told = _told(([tuple(one) for one in schema.types], schema.template, total, len(store), store.nbytes), group)
+    told = _told(([tuple(one) for one in schema.types], schema.template, total, len(store), store.nbytes), way)
     schema = _common([Schema([ColumnType(*one) for one in types], template) for types, template, *_ in told])
     if len({one[2] for one in told}) > 1:
         raise ValueError(f"MetricCollector: the ranks have total={', '.join([str(one[2]) for one in told])}")
-    nbytes, rows = sum([one[4] for one in told]), max(sum([one[3] for one in told]), 1)
-    indices = gather(store.indices, dst=dst, group=group)
-    mine = None if indices is None else _found(indices, total, max(_WINDOW * rows // max(nbytes, 1), 1))
-    length, bounds, has_repeated, fault = next(one for one in _told(mine, group) if one is not None)
+    rows = per_window(sum([one[3] for one in told]), sum([one[4] for one in told]))
+    length, bounds, has_repeated, fault = bounds_of(store.indices, total, rows, way)
     if fault:
         raise ValueError(fault)
-    return Plan(schema, length, bounds, has_repeated)
+    return Plan(schema, [one.empty() for one in schema.types], length, bounds, has_repeated)
 
 
-def _told(value: Any, group: Group) -> list[Any]:
+def per_window(rows: int, nbytes: int) -> int:
+    """How many rows a window has, where so many are so many bytes."""
+    return max(_WINDOW * rows // max(nbytes, 1), 1)
+
+
+def bounds_of(indices: torch.Tensor, total: int | None, rows: int, way: Way) -> tuple[int, list[int], bool, str]:
+    """Learn how many different indices the ranks have, the windows of so many of them, and what ``_found`` says."""
+    every = gather(indices, dst=way.dst, group=way.group, check=way.check, timeout=way.timeout)
+    mine = None if every is None else _found(every, total, rows)
+    found: tuple[int, list[int], bool, str] = next(one for one in _told(mine, way) if one is not None)
+    return found
+
+
+def _told(value: Any, way: Way) -> list[Any]:
     """What each rank tells all others."""
-    return gather_object(value, weights_only=not codec.is_pickle_allowed(), group=group)
+    restricted = not codec.is_pickle_allowed()
+    told = gather_object(value, weights_only=restricted, group=way.group, check=way.check, timeout=way.timeout)
+    return told or []
 
 
 def _common(schemas: Sequence[Schema]) -> Schema:
@@ -103,22 +129,22 @@ def _listed(indices: torch.Tensor) -> str:
     return f"{text}, …" if len(indices) > _SHOWN else text
 
 
-def windows(store: Store, plan: Plan, dst: int | None, rtol: float, group: Group) -> Iterator[list[Any] | None]:
-    """Yield the columns of each window in order of the index; None on ranks other than ``dst``.
+def windows(store: Store, plan: Plan, way: Way, rtol: float = 0.0) -> Iterator[list[Any] | None]:
+    """Yield the columns of each window in order of the index; None on ranks other than ``way.dst``.
 
     Raises:
         ValueError: An index came with different values; on all ranks alike.
     """
     for first, last in zip(plan.bounds, plan.bounds[1:], strict=False):
-        got = arrived_rows(store, plan.schema, (first, last), dst, group)
+        got = arrived_rows(store, plan.empty, (first, last), way)
         fault, leaves = "", None
         if got is not None:
             indices, rows = got
             order = by_index(indices)
             leaves = [taken(leaf, order) for leaf in rows]
-            if len(order) < len(indices):
+            if len(order) < len(indices) and plan.is_compared:
                 fault = _difference(indices, rows, plan.schema.types, rtol)
-        if plan.has_repeated and any(faults := _told(fault, group)):
+        if plan.is_compared and any(faults := _told(fault, way)):
             raise ValueError(next(filter(None, faults)))
         yield leaves
 
@@ -161,24 +187,24 @@ def _same_objects(first: Any, second: Any) -> bool:
 
 
 def arrived_rows(
-    store: Store, schema: Schema, window: tuple[int, int], dst: int | None, group: Group
+    store: Store, empty: Sequence[Any], window: tuple[int, int], way: Way
 ) -> tuple[torch.Tensor, list[Any]] | None:
-    """All ranks' rows of a window, with their indices, in rank order; None on ranks other than ``dst``."""
-    got: tuple[torch.Tensor, list[Any]] | None = run(_GatherRows(store, schema, window, dst), communicators(group))
+    """All ranks' rows of a window, with their indices, in rank order; None on ranks other than ``way.dst``."""
+    verb = _GatherRows(store, empty, window, way)
+    got: tuple[torch.Tensor, list[Any]] | None = run(verb, communicators(way.group), way.timeout, way.check)
     return got
 
 
 class _GatherRows(Gather):
-    operation = "MetricCollector"
-
-    def __init__(self, store: Store, schema: Schema, window: tuple[int, int], dst: int | None) -> None:
-        super().__init__(None, dst)
-        self._store, self._schema, self._window = store, schema, window
+    def __init__(self, store: Store, empty: Sequence[Any], window: tuple[int, int], way: Way) -> None:
+        super().__init__(None, way.dst)
+        self.operation = way.operation
+        self._store, self._empty, self._window = store, empty, window
 
     def prepare(self, comms: Communicators) -> Call:
         positions = self._store.between(*self._window)
-        leaves = self._store.rows(positions) if len(positions) else [one.empty() for one in self._schema.types]
-        columns = [as_objects(leaf) if isinstance(leaf, list) else leaf for leaf in leaves]
+        leaves = self._store.rows(positions) if len(positions) else self._empty
+        columns = [leaf if isinstance(leaf, torch.Tensor) else as_objects(Items(leaf, True)) for leaf in leaves]
         self._tensor = {"indices": self._store.indices[positions], "columns": columns}
         return super().prepare(comms)
 
@@ -191,6 +217,6 @@ class _GatherRows(Gather):
         for i, column in enumerate(gathered["columns"]):
             if isinstance(column, Objects):
                 leaf = at[f"['columns'][{i}].message"]
-                column = joined(column, [row[leaf][0] for row in arrived[0]])
+                column = joined(column.message, [row[leaf][0] for row in arrived[0]], are_rows=True)
             leaves.append(column)
         return gathered["indices"], leaves

@@ -27,9 +27,10 @@ import numpy as np
 import torch
 
 from easydist import memory
+from easydist.memory import copy
 from easydist.shm.futex import Futex
 from easydist.shm.segment import Segment, nameless_file
-from easydist.shm.slots import NEVER, copy
+from easydist.shm.slots import NEVER
 
 NOTE_NBYTES = 512
 """Room for what a reader tells the writer of itself."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 
-from easydist.shm.slots import Need, Slots, copy
+from easydist.memory import copy
+from easydist.shm.slots import Need, Slots
 
 Place = tuple[int, int]
 """An address and a number of bytes."""

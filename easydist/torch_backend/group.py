@@ -132,12 +132,33 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         """Give the memory back; what is under way does not end."""
         if not self._is_closed:
             self._is_closed = True
+            self._monitor.end()
             self._backend.close()
 
     def abort(self) -> None:
         """The same, and ranks that wait for this one raise."""
         self._monitor.give_up(RemoteError(f"rank {self.rank()} has aborted the group {self._group_name!r}"))
         self.shutdown()
+
+    def renew(self, store: Store) -> None:
+        """Connect the ranks again, all of them together, after operations have failed; nothing may be under way.
+
+        The group stays the object that it is, so what holds it (DDP, a mesh) goes on with it.
+
+        Args:
+            store: A new one, in which all ranks meet.
+
+        Raises:
+            EasydistError: Not all ranks came, as when the group is made.
+        """
+        if self.size() == 1:
+            return
+        self.shutdown()
+        meeting = Meeting(store, self.rank(), self.size(), self.timeout)
+        self._backend, self._monitor, self._store = meeting.join(), meeting.monitor, meeting.store
+        meeting.look_to(self.guard)
+        self._under_way, self._is_closed, self._batch = 0, False, None
+        self._held.clear()
 
     # Operations. ``opts: Any``: torch has a class of its own for each of them.
 

@@ -6,12 +6,14 @@ meanwhile is noticed, as later in the group's operations.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from datetime import timedelta
 
 import torch
@@ -35,6 +37,25 @@ NEVER = 1e9
 """Seconds: the group itself looks at the time, because after a timeout it does not reconnect."""
 
 _OUTSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+
+
+_place: ContextVar[Store | None] = ContextVar("easydist_meeting_place", default=None)
+
+
+@contextlib.contextmanager
+def meeting_in(store: Store) -> Iterator[None]:
+    """Let the groups that are made in the body meet in this store, whatever torch makes of its own.
+
+    So a process can make a group that exists elsewhere already, and is renewed there (``SharedMemoryGroup.renew``).
+
+    Args:
+        store: Of one meeting only.
+    """
+    token = _place.set(store)
+    try:
+        yield
+    finally:
+        _place.reset(token)
 
 
 class _Member(Peer):
@@ -65,6 +86,7 @@ class Meeting:
         self.rank, self.size = rank, size
         self._timeout = timeout.total_seconds()
         self._deadline = time.monotonic() + self._timeout
+        store = _place.get() or store
         # A store may have seen a group of this name before: each generation has keys of its own.
         generation = (store.add("came", 1) - 1) // size
         self.store = PrefixStore(f"{generation}", store)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 import torch
 
+from easydist import tree
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
@@ -159,12 +160,15 @@ class Gather(TreeVerb):
 
     operation = "gather"
 
+    _spec: tree.Spec | None = None
+    """Of the tree, where ``_tensor`` is the list of its leaves."""
+
     def __init__(self, tensor: Tree, dst: int | None, dim: int = 0, as_list: bool = False) -> None:
         self._tensor, self._dst, self._dim, self._as_list = tensor, dst, dim, as_list
 
     def prepare(self, comms: Communicators) -> Call:
         check_rank(comms, "dst", self._dst)
-        leaves = leaves_of(self._tensor, self.operation, vectors=True)
+        leaves = leaves_of(self._tensor, self.operation, vectors=True, spec=self._spec)
         dims_of(leaves, self._dim, self.operation)
         arguments: dict[str, Any] = {"dst": self._dst if self._dst is None else index(self._dst)}
         arguments |= {"dim": index(self._dim)} | ({"as_list": True} if self._as_list else {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+from easydist import tree
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb
 from easydist.data.leaves import Leaves
@@ -21,19 +22,20 @@ _FOR_OBJECTS = {
 }
 
 
-def leaves_of(data: Tree, operation: str, vectors: bool = False) -> Leaves:
+def leaves_of(data: Tree, operation: str, vectors: bool = False, spec: tree.Spec | None = None) -> Leaves:
     """A tree made ready to travel.
 
     Args:
         data: The tree.
         operation: For the errors.
         vectors: A leaf without dimensions counts as one of a single element.
+        spec: Where it has been taken apart already, its structure; ``data`` is the list of its leaves.
 
     Raises:
         TypeError: The tree holds an object that holds tensors and cannot be opened.
         ValueError: Two leaves have one path, so that ranks could swap them.
     """
-    leaves = Leaves(data, vectors)
+    leaves = Leaves(data, vectors, spec)
     if leaves.alike:
         raise ValueError(
             f"{operation}: {leaves.alike[0]} is the path of several leaves, as keys of one dict have the same repr, so "

@@ -72,15 +72,15 @@ def test_under_srun_rank_0_prints():
     assert out.count("meeting: 2 ranks met") == 1
 
 
-def start(env, *prefix):
+def start(env, *prefix, options=()):
     own = {"PYTHONPATH": str(launching.ROOT), "OMP_NUM_THREADS": "1"}
-    command = [*prefix, sys.executable, "-m", "easydist", "check", "--timeout", "5"]
+    command = [*prefix, sys.executable, "-m", "easydist", "check", *options]
     return launching.start(*command, env=os.environ | own | env)
 
 
 def fault(env, *prefix):
     """What a rank prints that finds a fault."""
-    process = start(env, *prefix)
+    process = start(env, *prefix, options=("--timeout", "5"))
     ((out, err),) = launching.finished(process)
     assert process.returncode == 1, out + err
     return out

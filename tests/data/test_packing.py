@@ -80,6 +80,15 @@ def test_packing_into_a_buffer_writes_the_same_bytes_there(values):
     assert bits(out) == bits(want)
 
 
+@PROPERTY
+@given(sorted_lists)
+def test_a_packing_that_is_known_writes_the_same_bytes(values):
+    tensors = [value.detach() for value in values]
+    out = torch.zeros(sum(map(packing.nbytes, tensors)), dtype=torch.uint8)
+    packing.Packing([t.dtype for t in tensors], [t.shape for t in tensors]).pack(tensors, out)
+    assert bits(out) == bits(packing.pack(tensors))
+
+
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("extra", [-1, 1])
 def test_packing_into_a_buffer_of_another_length_is_an_error(count, extra):

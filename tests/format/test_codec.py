@@ -163,6 +163,18 @@ def test_a_header_that_lies_is_refused(head):
         codec.decode(torch.empty(0, dtype=torch.uint8))
 
 
+@pytest.mark.parametrize("value", [["a", "b"], [torch.arange(5000)]], ids=["text", "buffers"])
+def test_a_message_may_be_padded(value):
+    message = codec.EncodedObject(value)
+    padded = message.joined(message.nbytes + 100)
+    assert padded.tolist() == message.joined().tolist() + [0] * 100
+    with pytest.raises(WireError, match="says that it has"):
+        codec.decode(padded)
+    assert_same(codec.decode(padded, is_padded=True), value)
+    with pytest.raises(WireError, match="says that it has"):
+        codec.decode(padded[: message.nbytes - 1], is_padded=True)
+
+
 @settings(max_examples=launching.examples(100), deadline=None)
 @given(st.sampled_from(VALID), st.integers(0, 2**16), st.binary(max_size=4))
 def test_truncated_and_extended_messages_are_refused(valid, at, more):

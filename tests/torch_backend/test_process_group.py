@@ -567,3 +567,26 @@ def test_default_group_under_a_launcher(tmp_path):
     assert [process.returncode for process in processes] == [0, 0, 3], told
     for text, _ in told[:2]:
         assert re.search(r"rank 2 is lost: process \d+ on \S+ ended \(exit status 3\)", text)
+
+
+@distributed(world_size=3)
+def test_a_group_is_renewed_in_place(rank):
+    made = group()
+    if rank == 1:
+        made.abort()
+    else:
+        with pytest.raises(RemoteError, match="rank 1 has aborted the group"):
+            dist.all_reduce(torch.ones(1), group=made)
+    with pytest.raises((RuntimeError, RemoteError)):
+        dist.barrier(made)
+    made.renew(dist.PrefixStore("renewed", dist.distributed_c10d._get_default_store()))
+    dist.all_reduce(tensor := torch.ones(1), group=made)
+    assert tensor.item() == 3
+    assert easydist.gather(torch.tensor([rank]), group=made).tolist() == [0, 1, 2]
+
+
+@distributed(world_size=1)
+def test_verbs_take_a_group_of_one(rank):
+    made = group()
+    made.renew(dist.HashStore())
+    assert easydist.gather({"x": torch.ones(2)}, group=made)["x"].tolist() == [1, 1]

@@ -18,8 +18,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from easydist.data.plan import split_bounds
+from easydist.memory import copy
 from easydist.shm.segment import Segment
-from easydist.shm.slots import COLLECTIVES, POINT_TO_POINT, Need, Slots, copy
+from easydist.shm.slots import COLLECTIVES, POINT_TO_POINT, Need, Slots
 from easydist.shm.steps import Place, Steps
 from easydist.shm.streams import Guard, Streams
 from easydist.transport.backend import Backend

@@ -1,0 +1,266 @@
+"""One cell on several ranks: output as it comes, ranks that fail, and the release of those that wait in vain."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from easydist.notebook.failures import CellError, CellInterrupted, RankLostError, named
+from easydist.notebook.messages import VALUE
+from easydist.notebook.output import Output
+from easydist.notebook.waits import Pages, Wait, where
+
+if TYPE_CHECKING:
+    from easydist.notebook.process import RankProcess
+
+_TICK = 50
+"""Milliseconds between two looks at the processes."""
+
+_LOOK = 0.1
+"""Seconds between two looks at the pages; a wait has to be in vain at both."""
+
+_AGAIN = 1.0
+"""Seconds after which a rank that has been interrupted and goes on is interrupted again."""
+
+_STOPS_WITHIN = 3.0
+"""Seconds that ranks have to stop after the user has interrupted the cell."""
+
+
+@dataclass
+class Outcome:
+    """How the cell ended on one rank.
+
+    Attributes:
+        status: ``"ok"``, ``"error"``, ``"lost"`` or ``"busy"``.
+        error: The content of its ``error`` message.
+        wait: What it was released from.
+        values: Bytes that it has sent.
+    """
+
+    status: str = "busy"
+    error: Mapping[str, Any] = field(default_factory=dict)
+    wait: Wait | None = None
+    values: list[Any] = field(default_factory=list)
+
+
+class Cell:
+    """A cell under way.
+
+    Args:
+        ranks: Those that run it; the source has been sent.
+        everyone: All ranks of the cluster.
+        output: Where their output goes.
+        number: Of the cell, as the notebook counts.
+    """
+
+    def __init__(
+        self, ranks: Sequence[RankProcess], everyone: Sequence[RankProcess], output: Output, number: int
+    ) -> None:
+        self._ranks = {rank.rank: rank for rank in ranks}
+        self._everyone, self._output, self._number = list(everyone), output, number
+        self.outcomes = {rank: Outcome() for rank in self._ranks}
+        self._pages = Pages({rank.rank: rank.pid for rank in everyone})
+        self._ended: dict[int, set[str]] = {rank: set() for rank in self._ranks}
+        self._failed: list[int] = []
+        self._in_vain: dict[int, tuple[str, float]] = {}
+        self._interrupted_at: dict[int, float] = {}
+        self._look_at = 0.0
+        self._stop_at = float("inf")
+
+    @property
+    def running(self) -> set[int]:
+        """The ranks that have not ended it."""
+        return {rank for rank, outcome in self.outcomes.items() if outcome.status == "busy"}
+
+    def run(self) -> dict[int, Outcome]:
+        """Wait for the end, on every rank; show output meanwhile.
+
+        Raises:
+            CellError: A rank raised, or was released.
+            RankLostError: The process of a rank has ended.
+            CellInterrupted: The user has interrupted it.
+        """
+        poller = zmq.Poller()
+        for rank in self._ranks.values():
+            poller.register(rank.iopub, zmq.POLLIN)
+            poller.register(rank.shell, zmq.POLLIN)
+        with _interrupts() as interrupted:
+            while self.running and time.monotonic() < self._stop_at:
+                poller.poll(_TICK)
+                self._step(interrupted)
+        self._output.close()
+        self._raise()
+        return self.outcomes
+
+    def _step(self, interrupted: threading.Event) -> None:
+        for rank in self._ranks:
+            self._hear(rank)
+        for rank in self.running:
+            self._look_whether_alive(rank)
+        now = time.monotonic()
+        self._output.flush(now)
+        if interrupted.is_set() and self._stop_at == float("inf"):
+            self._stop_at = now + _STOPS_WITHIN
+        if self._stop_at < float("inf"):
+            for rank in self.running:
+                self._interrupt(rank, now)
+        elif len(self.running) < len(self._everyone) and now >= self._look_at:
+            self._look_at = now + _LOOK
+            self._release(now)
+
+    def _hear(self, rank: int) -> None:
+        process, outcome = self._ranks[rank], self.outcomes[rank]
+        for message in process.messages():
+            kind, content = message["msg_type"], message["content"]
+            if kind == "stream":
+                self._output.stream(rank, content["name"], content["text"])
+            elif kind in ("display_data", "update_display_data", "clear_output"):
+                self._output.display(rank, kind, content)
+            elif message["parent_header"].get("msg_id") != process.request:
+                continue
+            elif kind == "execute_result":
+                self._output.result(rank, content)
+            elif kind == VALUE:
+                outcome.values += message["buffers"]
+            elif kind == "error":
+                outcome.error = content
+            elif kind == "execute_reply":
+                self._ended[rank].add(kind)
+                if content["status"] == "error" and not outcome.error:
+                    outcome.error = content
+            elif kind == "status" and content["execution_state"] == "idle":
+                self._ended[rank].add(kind)
+        if len(self._ended[rank]) == 2 and outcome.status == "busy":
+            outcome.status = "error" if outcome.error else "ok"
+            process.request = ""
+            if outcome.error:
+                self._failed.append(rank)
+
+    def _look_whether_alive(self, rank: int) -> None:
+        if self._ranks[rank].status() is not None:
+            self._hear(rank)  # what it has written before
+            self.outcomes[rank].status = "lost"
+            self._failed.append(rank)
+
+    def _release(self, now: float) -> None:
+        """Interrupt the ranks that wait for one that will not come: it has left the cell, never ran it, or is lost."""
+        waits = {rank: wait for rank, wait in self._pages.waits(self.running).items() if wait.is_vain}
+        for rank, wait in waits.items():
+            if self._in_vain.get(rank) == (wait.operation, wait.since):
+                self.outcomes[rank].wait = self.outcomes[rank].wait or wait
+                self._interrupt(rank, now)
+        self._in_vain = {rank: (wait.operation, wait.since) for rank, wait in waits.items()}
+
+    def _interrupt(self, rank: int, now: float) -> None:
+        if now - self._interrupted_at.get(rank, 0.0) >= _AGAIN:
+            self._interrupted_at[rank] = now
+            self._ranks[rank].interrupt()
+
+    # How it has ended.
+
+    def _raise(self) -> None:
+        if self._stop_at < float("inf"):
+            raise CellInterrupted(self._interrupted())
+        lost = [rank for rank in self._failed if self.outcomes[rank].status == "lost"]
+        if lost:
+            raise self._lost(lost)
+        raised = [rank for rank in self._failed if not self._is_released(rank)]
+        if raised:
+            raise self._error(raised)
+        if released := self._released():
+            raise CellError([], "", "", note=released)
+
+    def _is_released(self, rank: int) -> bool:
+        """True if the rank's error only says that it has been released, or that another rank has."""
+        outcome = self.outcomes[rank]
+        name = outcome.error.get("ename", "")
+        if outcome.wait is not None and name in ("KeyboardInterrupt", "CancelledError"):
+            return True
+        return name in ("RemoteError", "PeerLostError") and any(o.wait is not None for o in self.outcomes.values())
+
+    def _error(self, raised: Sequence[int]) -> CellError:
+        """The first error, and all ranks that have raised the same."""
+        first = self.outcomes[raised[0]].error
+        same = [rank for rank in raised if _text(self.outcomes[rank].error) == _text(first)]
+        others = [
+            f"{named([rank])} raised {_text(self.outcomes[rank].error)}" for rank in sorted(set(raised) - set(same))
+        ]
+        note = "\n".join(filter(None, [*others, self._released()]))
+        return CellError(sorted(same), first["ename"], first["evalue"], first["traceback"], note)
+
+    def _released(self) -> str:
+        """Who has waited for whom, a line for each place."""
+        places: dict[str, list[int]] = {}
+        for rank, outcome in sorted(self.outcomes.items()):
+            if (wait := outcome.wait) is not None:
+                awaited = [other for other in wait.ranks if other not in self._ranks or other != rank]
+                reason = self._reason(awaited)
+                text = f"{reason} in {wait.operation}, {where(wait.site, self._number)}"
+                places.setdefault(text, []).append(rank)
+        return "\n".join(
+            f"{named(ranks)} waited for {text}, and {_were(ranks)} released" for text, ranks in places.items()
+        )
+
+    def _reason(self, awaited: Sequence[int]) -> str:
+        outside = [rank for rank in awaited if rank not in self._ranks]
+        gone = [rank for rank in awaited if rank in self._ranks]
+        texts = [f"{named(gone)}"] if gone else []
+        if outside:
+            texts.append(f"{named(outside)}, which {'does' if len(outside) == 1 else 'do'} not run this cell,")
+        return " and ".join(texts) or "ranks that do not come"
+
+    def _lost(self, lost: Sequence[int]) -> RankLostError:
+        texts = [f"{named([rank])} is lost: {_end(self._ranks[rank])}" for rank in lost]
+        released = self._released()
+        advice = (
+            f"cluster.restart(ranks={sorted(lost)}) replaces {'it' if len(lost) == 1 else 'them'}, and the others keep "
+            "their variables; cluster.restart() starts all ranks again."
+        )
+        if len(lost) == len(self._everyone):
+            advice = "cluster.restart() starts them again."
+        return RankLostError.of("\n".join([*texts, *filter(None, [released]), advice]), self._ranks[lost[0]])
+
+    def _interrupted(self) -> str:
+        if busy := self.running:
+            is_one = len(busy) == 1
+            return (
+                f"Interrupted, but {named(busy)} {'goes' if is_one else 'go'} on in code that does not hear it: wait or"
+                f" end {'it' if is_one else 'them'}: cluster.restart(ranks={sorted(busy)})"
+            )
+        return "Interrupted on all ranks; their variables are kept."
+
+
+def _text(error: Mapping[str, Any]) -> str:
+    return f"{error.get('ename')}: {error.get('evalue')}"
+
+
+def _were(ranks: Sequence[int]) -> str:
+    return "was" if len(ranks) == 1 else "were"
+
+
+def _end(process: RankProcess) -> str:
+    """How a process has ended."""
+    from easydist.liveness.texts import status_text
+
+    return f"process {process.pid} ended ({status_text(process.status())})"
+
+
+@contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """While this lasts, Ctrl-C sets an event: it must not come between two steps."""
+    interrupted = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupted
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)

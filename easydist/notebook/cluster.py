@@ -1,0 +1,443 @@
+"""Ranks on this machine that a notebook, or a plain program, starts and runs code on."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from easydist.notebook.failures import RankLostError, named
+from easydist.notebook.messages import ACT
+from easydist.notebook.output import Notebook, Output, Sink
+
+if TYPE_CHECKING:
+    from easydist.notebook.cell import Outcome
+    from easydist.notebook.process import RankProcess
+    from easydist.notebook.status import Status
+
+STARTS_WITHIN = 120.0
+"""Seconds in which a rank has to be there; on an idle machine it takes 3."""
+
+_ASK_EVERY = 0.1
+"""Seconds between two requests to a rank that is there and not heard yet."""
+
+_GIVES_UP_WITHIN = 2.0
+"""Seconds in which ranks leave a meeting that has failed."""
+
+_LONGEST_FOLDER = 70
+"""Characters: the sockets' names in it may have 107 in all."""
+
+_NEEDS = "easydist.notebook needs {}: pip install 'easydist[notebook]'"
+
+
+class Cluster:
+    """Ranks on this machine, each a fresh process with a default process group; ``start`` makes it.
+
+    State stays in the ranks between calls. Names that cells find are ``rank``, ``world_size``, ``torch`` and
+    ``easydist``.
+
+    Args:
+        size: How many ranks.
+        sink: Where their output goes; None: to the notebook, or the program's own output.
+
+    Attributes:
+        size: How many ranks there are.
+
+    Raises:
+        ImportError: Packages of the extra ``notebook`` are missing.
+        RuntimeError: A rank did not start; its output is in the text.
+    """
+
+    def __init__(self, size: int, sink: Sink | None = None) -> None:
+        zmq = _demand_extra()
+        from easydist.notebook.process import Home, free_port
+
+        self.size = size
+        self._sink = sink or Notebook()
+        self._epoch, self._needs_meeting, self._last_cell = 0, False, 0
+        self._owner, self._lock = os.getpid(), threading.RLock()
+        read_end, self._write_end = os.pipe()
+        self._home = Home(size, _private_folder(), read_end, free_port(), zmq.Context())
+        self._ranks: list[RankProcess] = []
+        atexit.register(self.stop)
+        try:
+            self._begin(range(size))
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def is_running(self) -> bool:
+        """True until it has been stopped."""
+        return bool(self._ranks) and self._owner == os.getpid()
+
+    def _begin(self, ranks: Iterable[int]) -> None:
+        """Start processes, and let all ranks meet."""
+        from easydist.notebook.process import RankProcess
+
+        self._epoch += 1
+        self._needs_meeting = True
+        known = list(self._ranks)
+        for rank in known:
+            rank.send(ACT, {"action": "join", "epoch": self._epoch}, silent=True)
+        for number in ranks:
+            rank = RankProcess(number, self._epoch, self._home)
+            self._ranks.append(rank)
+            rank.send("", {}, silent=True)
+        self._ranks.sort(key=lambda rank: rank.rank)
+        try:
+            self._await_all()
+        except BaseException:
+            self._give_up_meeting(known)
+            raise
+        self._needs_meeting = False
+
+    def _give_up_meeting(self, ranks: Sequence[RankProcess]) -> None:
+        """Let none of these ranks wait for the others any more."""
+        deadline = time.monotonic() + _GIVES_UP_WITHIN
+        for rank in ranks:
+            rank.interrupt()
+        while time.monotonic() < deadline and any(rank.request and rank.status() is None for rank in ranks):
+            time.sleep(0.005)
+            for rank in ranks:
+                self._look_whether_idle(rank)
+
+    def _await_all(self) -> None:
+        """Wait until each rank has answered on both connections, so that it is there and has met the others."""
+        deadline, ask_at = time.monotonic() + STARTS_WITHIN, 0.0
+        missing = {rank.rank: {"execute_reply", "status"} for rank in self._ranks}
+        while waiting := [rank for rank in self._ranks if missing[rank.rank]]:
+            time.sleep(0.005)
+            now = time.monotonic()
+            for rank in waiting:
+                missing[rank.rank] -= {_answer(rank, message) for message in rank.messages()}
+                if rank.status() is not None:
+                    raise RuntimeError(f"{named([rank.rank])} did not start: {_ended(rank)}")
+                if now > deadline:
+                    raise RuntimeError(f"{named([rank.rank])} did not start within {STARTS_WITHIN:.0f} s{_log(rank)}")
+            if now >= ask_at:
+                ask_at = now + _ASK_EVERY
+                for rank in waiting:
+                    if missing[rank.rank] == {"status"}:  # published before this process could hear it
+                        rank.send("", {}, silent=True)
+        for rank in self._ranks:
+            rank.request = ""
+
+    # Running code.
+
+    def execute(self, source: str, ranks: Collection[int] | None = None) -> None:
+        """Run source on the ranks, as ``%%ranks`` does, and show their output while it comes.
+
+        Args:
+            source: Of a cell; IPython's magics work.
+            ranks: On which; None: all. A collective that other ranks would have to join is an error then.
+
+        Raises:
+            CellError: It raised on a rank, or ranks waited in vain; variables stay, and the next call works.
+            RankLostError: The process of a rank has ended, now or before.
+            KeyboardInterrupt: The user has interrupted it; variables stay.
+            RuntimeError: The cluster is stopped, or a rank of it is busy.
+        """
+        self._last_cell = _cell_number() or self._last_cell + 1
+        self._run(source, {"number": self._last_cell}, ranks)
+
+    def _run(
+        self,
+        source: str,
+        meta: dict[str, Any],
+        ranks: Collection[int] | None = None,
+        buffers: Sequence[Any] = (),
+        is_silent: bool = False,
+    ) -> dict[int, Outcome]:
+        from easydist.notebook.cell import Cell
+
+        with self._lock:
+            chosen = self._chosen(ranks)
+            self._meet_again()
+            for rank in chosen:
+                rank.send(source, meta, is_silent, buffers)
+            cell = Cell(chosen, self._ranks, Output([rank.rank for rank in chosen], self._sink), self._last_cell)
+            try:
+                return cell.run()
+            except BaseException:
+                self._needs_meeting = True
+                raise
+
+    def _chosen(self, ranks: Collection[int] | None) -> list[RankProcess]:
+        """The ranks that are asked for, all of them alive and idle.
+
+        Raises:
+            ValueError: There is no such rank.
+            RuntimeError: They cannot run anything.
+        """
+        if not self.is_running:
+            raise RuntimeError("the cluster is stopped; start another one: cluster = easydist.notebook.start()")
+        if unknown := [rank for rank in ranks or () if not 0 <= rank < self.size]:
+            raise ValueError(f"there is no {named(unknown)}: the cluster has {named(range(self.size))}")
+        chosen = [rank for rank in self._ranks if ranks is None or rank.rank in ranks]
+        if lost := [rank.rank for rank in chosen if rank.status() is not None]:
+            text = f"{named(lost)} {_is(lost)} lost: cluster.restart(ranks={lost}) replaces {_them(lost)}"
+            raise RankLostError.of(text, next(rank for rank in chosen if rank.rank == lost[0]))
+        for rank in chosen:
+            self._look_whether_idle(rank)
+        if busy := [rank.rank for rank in chosen if rank.request]:
+            raise RuntimeError(
+                f"{named(busy)} {_is(busy)} still busy; wait, or end {_them(busy)}: cluster.restart(ranks={busy})"
+            )
+        return chosen
+
+    def _look_whether_idle(self, rank: RankProcess) -> None:
+        """See whether a rank that did not hear an interruption has ended its cell by now."""
+        for message in rank.messages() if rank.request else ():
+            if message["msg_type"] == "execute_reply" and message["parent_header"]["msg_id"] == rank.request:
+                rank.request = ""
+
+    def _meet_again(self) -> None:
+        """After a failure, let all ranks renew their groups together; without those that are lost it has to wait."""
+        if self._needs_meeting and all(rank.status() is None and not rank.request for rank in self._ranks):
+            self._begin([])
+
+    def run(self, fn: Callable[..., Any], *args: Any, ranks: Collection[int] | None = None, **kwargs: Any) -> list[Any]:
+        """Call ``fn(*args, **kwargs)`` on the ranks.
+
+        Law: ``[fn(*args, **kwargs) on rank r for r in ranks]``.
+
+        Args:
+            fn: A function; it travels by cloudpickle, with the globals that it uses.
+            *args: For it.
+            ranks: On which; None: all.
+            **kwargs: For it.
+
+        Returns:
+            What it returned on each rank, unpickled.
+
+        Raises:
+            TypeError: It cannot be pickled; the text names what cannot, and says what to do.
+            CellError: It raised on a rank, or ranks waited in vain, as in ``execute``.
+        """
+        return self._call(fn, args, kwargs, ranks)
+
+    def launch(self, fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str]) -> None:
+        """Call ``fn(*args)`` on all ranks, as a program that is launched there.
+
+        Args:
+            fn: A function.
+            args: For it.
+            environment: Variables that are set meanwhile.
+        """
+        self._call(_without_result(fn), args, {}, launch=environment)
+
+    def _call(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        ranks: Collection[int] | None = None,
+        launch: dict[str, str] | None = None,
+    ) -> list[Any]:
+        from easydist.notebook.values import pack_call, sources, unpack
+
+        meta = {"action": "call", "launch": launch, "sources": sources(fn)}
+        outcomes = self._run(ACT, meta, ranks, [pack_call(fn, args, kwargs)], is_silent=True)
+        return [unpack(outcome.values[0], weights_only=False) for _, outcome in sorted(outcomes.items())]
+
+    def push(self, ranks: Collection[int] | None = None, **values: Any) -> None:
+        """Give the ranks values, under names that their cells then find.
+
+        Args:
+            ranks: To which; None: all.
+            **values: By name: tensors and plain data as they are, everything else by cloudpickle.
+
+        Raises:
+            TypeError: A value cannot be pickled.
+        """
+        from easydist.notebook.values import pack
+
+        packed = [pack(value, name) for name, value in values.items()]
+        self._run(ACT, {"action": "push", "names": list(values)}, ranks, packed, is_silent=True)
+
+    def pull(self, name: str, ranks: Collection[int] | None = None, *, weights_only: bool = True) -> list[Any]:
+        """Get the value of a name from each rank.
+
+        Args:
+            name: As in the ranks' cells.
+            ranks: From which; None: all.
+            weights_only: Take tensors, arrays and plain data only. Otherwise what a rank sends is unpickled, which can
+                run any code.
+
+        Returns:
+            The ranks' values; tensors on the CPU.
+
+        Raises:
+            CellError: A rank has no such name, or its value is not plain.
+        """
+        from easydist.notebook.values import unpack
+
+        meta = {"action": "pull", "names": [name], "weights_only": weights_only}
+        outcomes = self._run(ACT, meta, ranks, is_silent=True)
+        return [unpack(outcome.values[0], weights_only=weights_only) for _, outcome in sorted(outcomes.items())]
+
+    def status(self) -> Status:
+        """See where each rank is: process, state, operation, call site, for whom it waits, memory; nobody is asked."""
+        from easydist.liveness.texts import status_text
+        from easydist.notebook.status import look
+
+        ended = {rank.rank: status_text(rank.status()) for rank in self._ranks if rank.status() is not None}
+        for rank in self._ranks:
+            if self._lock.acquire(blocking=False):
+                self._look_whether_idle(rank)
+                self._lock.release()
+        busy = [rank.rank for rank in self._ranks if rank.request and rank.rank not in ended]
+        return look([rank.pid for rank in self._ranks], busy, ended, self._last_cell)
+
+    # Life.
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt in the cell that the ranks run; for other threads than the one that waits for it."""
+        for rank in self._ranks:
+            rank.interrupt()
+
+    def restart(self, ranks: Collection[int] | None = None) -> None:
+        """Start ranks again, in fresh processes; the others keep their variables.
+
+        Args:
+            ranks: Which; None: all of them.
+
+        Raises:
+            ValueError: There is no such rank.
+            RuntimeError: The cluster is stopped; others are lost or busy, too; or a rank did not start.
+        """
+        with self._lock:
+            if not self.is_running:
+                raise RuntimeError("the cluster is stopped; start another one: cluster = easydist.notebook.start()")
+            again = sorted(range(self.size) if ranks is None else set(ranks))
+            self._demand_the_others(again)
+            for rank in [rank for rank in self._ranks if rank.rank in again]:
+                rank.close()
+                self._ranks.remove(rank)
+            try:
+                self._begin(again)
+            except BaseException:
+                self.stop()
+                raise
+
+    def _demand_the_others(self, ranks: Sequence[int]) -> None:
+        """That all ranks but these can meet them.
+
+        Raises:
+            ValueError: There is no such rank.
+            RuntimeError: Others are lost or busy.
+        """
+        if unknown := [rank for rank in ranks if not 0 <= rank < self.size]:
+            raise ValueError(f"there is no {named(unknown)}: the cluster has {named(range(self.size))}")
+        others = [rank for rank in self._ranks if rank.rank not in ranks]
+        for rank in others:
+            self._look_whether_idle(rank)
+        if away := [rank.rank for rank in others if rank.status() is not None or rank.request]:
+            advice = f"cluster.restart(ranks={sorted({*ranks, *away})})"
+            raise RuntimeError(f"{named(away)} {_is(away)} lost or busy, and could not meet the others: {advice}")
+
+    def stop(self) -> None:
+        """End all ranks and what they have started; at the end of the program this happens by itself."""
+        if self._owner != os.getpid():
+            return
+        atexit.unregister(self.stop)
+        ranks, self._ranks = self._ranks, []
+        for rank in ranks:
+            rank.kill()
+        for rank in ranks:
+            rank.close()
+        if self._write_end >= 0:
+            os.close(self._write_end)
+            os.close(self._home.lifeline)
+            self._write_end = -1
+            self._home.context.term()
+        shutil.rmtree(self._home.folder, ignore_errors=True)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _repr_html_(self) -> str:
+        return f"<b>{self.size} ranks</b>{self.status()._repr_html_()}" if self.is_running else "<b>stopped</b>"
+
+    def __repr__(self) -> str:
+        return f"<Cluster of {self.size} ranks>" if self.is_running else "<Cluster, stopped>"
+
+
+def _without_result(fn: Callable[..., Any]) -> Callable[..., None]:
+    @functools.wraps(fn)
+    def call(*args: Any) -> None:
+        fn(*args)
+
+    return call
+
+
+def _demand_extra() -> Any:
+    try:
+        import cloudpickle  # noqa: F401
+        import ipykernel  # noqa: F401
+        import jupyter_client  # noqa: F401
+        import zmq
+    except ImportError as error:
+        raise ImportError(_NEEDS.format(error.name)) from error
+    return zmq
+
+
+def _private_folder() -> Path:
+    """A folder that only this user may open, of a name that is short enough for sockets."""
+    place = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="easydist-", dir=place if len(place) < _LONGEST_FOLDER else "/tmp"))
+
+
+def _cell_number() -> int | None:
+    """The number of the notebook's cell that runs. IPython counts on before it runs a cell or after, by its version."""
+    import sys
+
+    if "IPython" not in sys.modules:
+        return None
+    from IPython.core.getipython import get_ipython
+
+    shell = get_ipython()
+    return len(shell.user_ns.get("In", ())) - 1 if shell is not None else None
+
+
+def _answer(rank: RankProcess, message: dict[str, Any]) -> str:
+    """The kind of a message of a rank that starts, or meets the others.
+
+    Raises:
+        RuntimeError: It could not.
+    """
+    kind, content = message["msg_type"], message["content"]
+    if kind == "execute_reply" and content["status"] == "error":
+        text = "\n".join(content["traceback"])
+        raise RuntimeError(f"{named([rank.rank])} could not join the others:\n{text}")
+    return str(kind)
+
+
+def _ended(rank: RankProcess) -> str:
+    from easydist.liveness.texts import status_text
+
+    return f"its process ended ({status_text(rank.status())}){_log(rank)}"
+
+
+def _log(rank: RankProcess) -> str:
+    log = rank.log()
+    return f"; its output:\n{log}" if log else ""
+
+
+def _is(ranks: Sequence[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"
+
+
+def _them(ranks: Sequence[int]) -> str:
+    return "it" if len(ranks) == 1 else "them"

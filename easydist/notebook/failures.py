@@ -1,0 +1,81 @@
+"""How a cell of several ranks fails: one error, shown once, with the rank's own traceback."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from easydist.errors import PeerLostError, RemoteError
+
+if TYPE_CHECKING:
+    from easydist.notebook.process import RankProcess
+
+
+class _Short:
+    """In a notebook it shows its text, and not the frames of easydist between the cell and the ranks."""
+
+    def _render_traceback_(self) -> list[str]:
+        return str(self).splitlines()
+
+
+class CellError(_Short, RemoteError):
+    """A cell failed on a rank: it raised there, or was released because nobody would have come to its collective.
+
+    Attributes:
+        ranks: Those that raised the same.
+        ename: The exception's class on the rank; empty where none has raised.
+        evalue: Its text.
+        traceback: The rank's, as lines with colours.
+        note: About other ranks: who was released, and what to do.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], ename: str, evalue: str, traceback: Sequence[str] = (), note: str = ""
+    ) -> None:
+        self.ranks, self.ename, self.evalue = tuple(ranks), ename, evalue
+        self.traceback, self.note = list(traceback), note
+        raised = [f"{named(ranks)}: {ename}: {evalue}"] if ename else []
+        super().__init__("\n".join([*raised, *filter(None, [note])]))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return CellError, (self.ranks, self.ename, self.evalue, self.traceback, self.note)
+
+    def _render_traceback_(self) -> list[str]:
+        trace = "\n".join(self.traceback).rstrip("\n").split("\n")
+        shown = [f"{named(self.ranks)} raised", *trace] if self.ename else ["CellError"]
+        return [*shown, *filter(None, [self.note])]
+
+
+class RankLostError(_Short, PeerLostError):
+    """The process of a rank has ended; the attributes are those of the first one."""
+
+    @classmethod
+    def of(cls, text: str, process: RankProcess) -> RankLostError:
+        """The loss of a rank."""
+        error = cls(text)
+        error.rank, error.pid, error.exit_status = process.rank, process.pid, process.status()
+        error.host = socket.gethostname()
+        return error
+
+
+class CellInterrupted(_Short, KeyboardInterrupt):
+    """The user has interrupted a cell of several ranks."""
+
+
+def named(ranks: Iterable[int]) -> str:
+    """Ranks as text.
+
+    Example:
+        >>> named([1]), named([0, 1, 2, 3]), named([0, 2])
+        ('rank 1', 'ranks 0–3', 'ranks 0, 2')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs]
+    is_one = len(runs) == 1 and len(runs[0]) == 1
+    return f"{'rank' if is_one else 'ranks'} {', '.join(texts)}"

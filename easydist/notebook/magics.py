@@ -1,0 +1,78 @@
+"""``%%ranks``, ``%push`` and ``%pull``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from IPython.core.error import UsageError
+from IPython.core.getipython import get_ipython
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
+
+from easydist.notebook.cluster import Cluster
+from easydist.notebook.current import running
+
+
+@magics_class
+class RankMagics(Magics):  # type: ignore[misc]
+    """The magics of the cluster that runs."""
+
+    @cell_magic  # type: ignore[untyped-decorator]
+    def ranks(self, line: str, cell: str) -> None:
+        """Run the cell on all ranks, or on those that the line names: ``%%ranks 0,2`` or ``%%ranks 1-3``."""
+        cluster = _cluster()
+        cluster.execute(_with_first_line(line, cell), chosen(line, cluster.size))
+
+    @line_magic  # type: ignore[untyped-decorator]
+    def push(self, line: str) -> None:
+        """Give all ranks values of the notebook: ``%push model batch_size``."""
+        names, cluster, own = line.replace(",", " ").split(), _cluster(), self.shell.user_ns
+        if missing := [name for name in names if name not in own]:
+            raise UsageError(f"%push: the notebook has no {', '.join(missing)}")
+        cluster.push(**{name: own[name] for name in names})
+
+    @line_magic  # type: ignore[untyped-decorator]
+    def pull(self, line: str) -> Any:
+        """Get the values that a name has on the ranks, as a list: ``losses = %pull loss``; a dict for several names."""
+        names, cluster = line.replace(",", " ").split(), _cluster()
+        if not names:
+            raise UsageError("%pull: name what to get, as in losses = %pull loss")
+        values = {name: cluster.pull(name) for name in names}
+        return values if len(names) > 1 else values[names[0]]
+
+
+def _cluster() -> Cluster:
+    if (cluster := running()) is None:
+        raise UsageError("no ranks are running; start them: cluster = easydist.notebook.start(4)")
+    return cluster
+
+
+def _with_first_line(line: str, cell: str) -> str:
+    """The cell, its lines counted as in the notebook; a magic of the cell's own has to stay the first line."""
+    return cell if cell.lstrip().startswith("%%") else f"# %%ranks {line}".rstrip() + f"\n{cell}"
+
+
+def chosen(line: str, size: int) -> list[int] | None:
+    """The ranks that a line names; None: all.
+
+    Example:
+        >>> chosen("0,2", 4), chosen("1-3", 4), chosen("", 4)
+        ([0, 2], [1, 2, 3], None)
+
+    Raises:
+        UsageError: It names none, or ranks that are not there.
+    """
+    if not line.strip():
+        return None
+    ranks: set[int] = set()
+    for part in line.replace(",", " ").split():
+        first, _, last = part.partition("-")
+        if not first.isdecimal() or not (last or first).isdecimal() or int(last or first) >= size:
+            raise UsageError(f"%%ranks {line}: give ranks between 0 and {size - 1}, as in %%ranks 0,2 or %%ranks 1-3")
+        ranks |= set(range(int(first), int(last or first) + 1))
+    return sorted(ranks)
+
+
+def register() -> None:
+    """Let the running IPython know the magics; do nothing where there is none."""
+    if (shell := get_ipython()) is not None:
+        shell.register_magics(RankMagics)

@@ -1,0 +1,175 @@
+"""A rank's part in its cluster: the process groups, made and renewed with the other ranks; values for the notebook."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import linecache
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
+
+from easydist.errors import UnsafeObjectError
+from easydist.groups.communicators import forget
+from easydist.notebook.values import is_plain, pack, unpack
+from easydist.process_group import NAME, SharedMemoryGroup
+from easydist.torch_backend.rendezvous import meeting_in
+
+_MEETING = 60.0
+"""Seconds in which ranks that are there meet."""
+
+
+class Member:
+    """This process as a rank.
+
+    Args:
+        rank: Its number.
+        size: How many there are.
+        folder: The cluster's.
+        namespace: Where cells find and leave names; some are there from the start.
+
+    Attributes:
+        namespace: The same.
+    """
+
+    def __init__(self, rank: int, size: int, folder: str, namespace: dict[str, Any]) -> None:
+        self._rank, self._size, self._folder, self.namespace = rank, size, folder, namespace
+        namespace |= {"rank": rank, "world_size": size, "torch": torch, "easydist": sys.modules["easydist"]}
+
+    def join(self, epoch: int) -> None:
+        """Make the default process group, or make what is left of the groups usable again; all ranks do it together.
+
+        A failed cell may have left ranks in different calls. The groups stay the objects that they are, so what
+        holds them, such as DDP, goes on.
+
+        Args:
+            epoch: The number of this meeting.
+        """
+        store = FileStore(os.path.join(self._folder, f"store-{epoch}"), self._size)
+        if not dist.is_initialized():
+            store.set(f"groups/{self._rank}", "{}")
+            self._create(store)
+        elif isinstance(dist.group.WORLD, SharedMemoryGroup):
+            self._renew(store)
+        else:  # gloo and nccl end with their group
+            store.set(f"groups/{self._rank}", "{}")
+            dist.destroy_process_group()
+            self._create(store)
+        self._agree_on_new_groups(store, epoch)
+
+    def _agree_on_new_groups(self, store: Store, epoch: int) -> None:
+        """Let groups that are made from now on have equal names and meet in one store, also with ranks that are new."""
+        world, default = dist.distributed_c10d._world, dist.group.WORLD
+        assert default is not None
+        world.group_count = 1 + 1000 * epoch
+        world.pg_map[default] = world.pg_map[default][0], PrefixStore(_NEW_GROUPS, store)
+
+    def _create(self, store: Store) -> None:
+        if torch.cuda.is_available() and torch.cuda.device_count() >= self._size:
+            torch.cuda.set_device(self._rank)
+            own = PrefixStore(_TORCH, store)
+            dist.init_process_group("cpu:gloo,cuda:nccl", store=own, rank=self._rank, world_size=self._size)
+            return
+        with meeting_in(PrefixStore(_DEFAULT, store)):
+            dist.init_process_group(NAME, store=PrefixStore(_TORCH, store), rank=self._rank, world_size=self._size)
+
+    def _renew(self, store: Store) -> None:
+        """Renew the default group, and those others that all their ranks know."""
+        own: dict[str, Any] = {group.group_name: group for group in dist.distributed_c10d._world.pg_map}
+        default: Any = dist.group.WORLD
+        del own[default.group_name]
+        ranks = {name: dist.get_process_group_ranks(group) for name, group in own.items()}
+        store.set(f"groups/{self._rank}", json.dumps(ranks))
+        told = [json.loads(_awaited(store, f"groups/{rank}")) for rank in range(self._size)]
+        forget(default)
+        default.renew(PrefixStore(_DEFAULT, store))
+        for name, group in own.items():
+            forget(group)
+            if not isinstance(group, SharedMemoryGroup):
+                continue
+            if all(told[rank].get(name) == ranks[name] for rank in ranks[name]):
+                group.renew(PrefixStore(f"group/{name}", store))
+            else:  # a rank of it is new
+                group.shutdown()
+
+    def act(self, meta: dict[str, Any], buffers: Sequence[Any], publish: Callable[[Any], None]) -> Any:
+        """Do what the notebook asks for.
+
+        Args:
+            meta: ``action`` and its arguments.
+            buffers: Bytes that came along.
+            publish: Sends bytes back.
+        """
+        return getattr(self, f"_{meta['action']}")(meta, buffers, publish)
+
+    def _push(self, meta: dict[str, Any], buffers: Sequence[Any], publish: Callable[[Any], None]) -> None:
+        for name, message in zip(meta["names"], buffers, strict=True):
+            self.namespace[name] = unpack(message, weights_only=False)
+
+    def _pull(self, meta: dict[str, Any], buffers: Sequence[Any], publish: Callable[[Any], None]) -> None:
+        for name in meta["names"]:
+            if name not in self.namespace:
+                raise NameError(f"name {name!r} is not defined")
+            if meta["weights_only"] and not is_plain(self.namespace[name]):
+                raise UnsafeObjectError(_NOT_PLAIN.format(name=name, kind=type(self.namespace[name]).__name__))
+            publish(pack(self.namespace[name], name))
+
+    def _call(self, meta: dict[str, Any], buffers: Sequence[Any], publish: Callable[[Any], None]) -> None:
+        fn, args, kwargs = unpack(buffers[0], weights_only=False)
+        for name, text in meta["sources"].items():
+            linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
+        if meta["launch"] is not None:
+            forget_accelerate()
+        with patched(meta["launch"] or {}):
+            value = fn(*args, **kwargs)
+        publish(pack(value, f"the result of {getattr(fn, '__name__', fn)}"))
+
+    def _join(self, meta: dict[str, Any], buffers: Sequence[Any], publish: Callable[[Any], None]) -> None:
+        self.join(meta["epoch"])
+
+
+_DEFAULT, _TORCH, _NEW_GROUPS = "group/default", "torch", "new"
+"""Where the ranks meet, what torch gets for itself, and for groups that are made later."""
+
+_NOT_PLAIN = (
+    "{name} is a {kind}, which only pickle can send: pull the plain data of it, such as a state_dict, or say "
+    "cluster.pull({name!r}, weights_only=False) if you trust the ranks"
+)
+
+
+@contextlib.contextmanager
+def patched(environment: dict[str, str]) -> Iterator[None]:
+    """While this lasts, these variables are set."""
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def forget_accelerate() -> None:
+    """Let accelerate, if it is loaded, look again where it is, as in a process of its own."""
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _awaited(store: Store, key: str) -> bytes:
+    """What stands in the store, once it does; unlike ``get`` it can be interrupted."""
+    deadline = time.monotonic() + _MEETING
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the ranks did not meet within {_MEETING:.0f} s: {key} is missing")
+        time.sleep(0.002)
+    value: bytes = store.get(key)
+    return value

@@ -1,0 +1,167 @@
+"""One rank: its process, and the keyed messages to and from it.
+
+The process is an IPython kernel; its sockets are files in a folder that only this user may open. It ends with the
+pipe that it inherits, so it cannot outlive the notebook's kernel, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+from jupyter_client.connect import write_connection_file
+from jupyter_client.session import Session
+
+from easydist.notebook.messages import META
+
+_PORTS = {"shell_port": 1, "iopub_port": 2, "stdin_port": 3, "hb_port": 4, "control_port": 5}
+_FROM_LAUNCHERS = ("TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_COMM_WORLD_", "PMI_", "SLURM_")
+"""The notebook may have been started by one; a rank has another place."""
+
+_GRACE = 1.0
+"""Seconds in which a killed process is collected."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """What the ranks of a cluster share.
+
+    Attributes:
+        size: How many there are.
+        folder: Theirs, which only this user may open.
+        lifeline: The read end of a pipe; a rank ends when the other end is closed.
+        port: For process groups that the user makes; the cluster itself needs none.
+        context: For sockets.
+    """
+
+    size: int
+    folder: Path
+    lifeline: int
+    port: int
+    context: zmq.Context[Any]
+
+
+class RankProcess:
+    """A rank of a cluster.
+
+    Args:
+        rank: Its number.
+        epoch: Which meeting of the ranks it joins first.
+        home: The cluster's.
+
+    Attributes:
+        rank: Its number.
+        pid: Of its process.
+        request: The request under way; empty where there is none.
+    """
+
+    def __init__(self, rank: int, epoch: int, home: Home) -> None:
+        self.rank, self.request = rank, ""
+        place = home.folder / f"{rank}-{epoch}"
+        self._log = place.with_suffix(".log")
+        self._session = Session(key=secrets.token_hex(32).encode())
+        file, _ = write_connection_file(
+            f"{place}.json", transport="ipc", ip=str(place), key=self._session.key, **_PORTS
+        )
+        settings = {"rank": rank, "size": home.size, "epoch": epoch, "folder": str(home.folder), "path": sys.path}
+        settings |= {"connection_file": file, "lifeline": home.lifeline, "parent": os.getpid()}
+        self._process = self._start(settings, home.lifeline, _environment(rank, home))
+        self.pid = self._process.pid
+        self.shell, self.iopub = home.context.socket(zmq.DEALER), home.context.socket(zmq.SUB)
+        self.iopub.rcvhwm = 0  # nothing is dropped
+        self.iopub.subscribe(b"")
+        for connection, number in ((self.shell, "shell_port"), (self.iopub, "iopub_port")):
+            connection.linger = 0
+            connection.connect(f"ipc://{place}-{_PORTS[number]}")
+
+    def _start(self, settings: dict[str, Any], lifeline: int, env: dict[str, str]) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "easydist.notebook.kernel", json.dumps(settings)]
+        with self._log.open("wb") as log:
+            return subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[lifeline],
+                start_new_session=True,  # the notebook's Ctrl-C is not for it, and it ends with all that it has started
+            )
+
+    def send(self, code: str, meta: dict[str, Any], silent: bool = False, buffers: Sequence[Any] = ()) -> None:
+        """Let the rank execute some source.
+
+        Args:
+            code: The source.
+            meta: What its kernel is told besides.
+            silent: Leave out the value of the last expression.
+            buffers: Bytes for it.
+        """
+        content = {"code": code, "silent": silent, "store_history": False, "allow_stdin": False, "stop_on_error": False}
+        message = self._session.msg("execute_request", content, metadata={META: meta})
+        self.request = message["header"]["msg_id"]
+        self._session.send(self.shell, message, buffers=list(buffers))
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """What has come from the rank since the last look."""
+        for connection in (self.iopub, self.shell):
+            while True:
+                _, message = self._session.recv(connection)
+                if message is None:
+                    break
+                yield message
+
+    def status(self) -> int | None:
+        """How its process has ended; None while it lives."""
+        return self._process.poll()
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt in the cell that it runs; it does nothing outside of cells."""
+        if self.status() is None:
+            os.kill(self.pid, signal.SIGINT)
+
+    def kill(self) -> None:
+        """End the process and all that it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """The same, and wait for the end."""
+        self.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GRACE)
+        self.shell.close()
+        self.iopub.close()
+
+    def log(self) -> str:
+        """The end of what the process has written before it had the notebook to write to."""
+        with contextlib.suppress(OSError):
+            return self._log.read_text(errors="replace")[-4000:].strip()
+        return ""
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _environment(rank: int, home: Home) -> dict[str, str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_FROM_LAUNCHERS)}
+    env.pop("MPLBACKEND", None)  # the notebook's own kernel has set it
+    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // home.size)))
+    env.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    place = {"RANK": rank, "WORLD_SIZE": home.size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": home.size}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": home.port, "PYDEVD_DISABLE_FILE_VALIDATION": 1}
+    return env | {name: str(value) for name, value in (place | address).items()}

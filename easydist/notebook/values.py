@@ -1,0 +1,115 @@
+"""Values and functions between the notebook and its ranks.
+
+Plain data, tensors and arrays travel as messages of ``easydist.format``, everything else by cloudpickle. Towards the
+ranks that is no danger, since they run whatever the notebook sends. What comes from the ranks is unpickled only where
+the caller has said so.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+import torch
+
+from easydist.errors import UnsafeObjectError
+from easydist.format.codec import EncodedObject, decode
+
+_CODEC, _PICKLE = b"C", b"P"
+
+
+def pack(value: object, what: str) -> bytes | memoryview:
+    """A value as bytes.
+
+    Args:
+        value: Anything.
+        what: Its name, for errors.
+
+    Raises:
+        TypeError: It cannot be pickled.
+    """
+    try:
+        encoded = EncodedObject(value)
+        encoded.check()
+    except (TypeError, UnsafeObjectError):
+        return _PICKLE + _pickled(value, what)
+    return b"".join([_CODEC, *encoded.parts()])
+
+
+def is_plain(value: object) -> bool:
+    """True if it travels without pickle."""
+    try:
+        EncodedObject(value).check()
+    except (TypeError, UnsafeObjectError):
+        return False
+    return True
+
+
+def unpack(message: bytes | memoryview, *, weights_only: bool) -> Any:
+    """The value.
+
+    Args:
+        message: What ``pack`` has returned.
+        weights_only: Refuse what is not plain data.
+
+    Raises:
+        UnsafeObjectError: It is not plain.
+    """
+    view = memoryview(message)
+    if view[:1] == _CODEC:
+        return decode(torch.frombuffer(bytearray(view[1:]), dtype=torch.uint8), weights_only=True)
+    if weights_only:
+        raise UnsafeObjectError("the value would have to be unpickled; pass weights_only=False if you trust the ranks")
+    return cloudpickle.loads(view[1:])
+
+
+def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """A call as bytes, with the globals that the function uses.
+
+    Raises:
+        TypeError: Something in it cannot be pickled; it is named.
+    """
+    return _PICKLE + _pickled((fn, args, kwargs), getattr(fn, "__name__", repr(fn)), [*_parts(fn, args, kwargs)])
+
+
+def sources(fn: Callable[..., Any]) -> dict[str, str]:
+    """The source of the cell in which a function stands, by the name that tracebacks have for it."""
+    name = getattr(getattr(fn, "__code__", None), "co_filename", "")
+    lines = [] if os.path.exists(name) else linecache.getlines(name)
+    return {name: "".join(lines)} if lines else {}
+
+
+def _pickled(value: object, what: str, parts: list[tuple[str, object]] | None = None) -> bytes:
+    try:
+        data: bytes = cloudpickle.dumps(value)
+    except Exception as error:  # whatever a class of the user's own may raise
+        guilty = [f"{name}, a {type(part).__name__}," for name, part in parts or () if not _can_be_pickled(part)]
+        raise TypeError(
+            f"{what} cannot be sent to the ranks: {' and '.join(guilty) or 'it'} cannot be pickled ({error}). Make it "
+            "in a %%ranks cell, or send by %push what it is made of"
+        ) from error
+    return data
+
+
+def _parts(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    """The arguments of a call, and what the function uses, with their names."""
+    yield from ((f"argument {index}", arg) for index, arg in enumerate(args))
+    yield from kwargs.items()
+    try:
+        used = inspect.getclosurevars(fn)
+    except TypeError:  # no Python function
+        return
+    yield from used.nonlocals.items()
+    yield from used.globals.items()
+
+
+def _can_be_pickled(value: object) -> bool:
+    try:
+        cloudpickle.dumps(value)
+    except Exception:
+        return False
+    return True

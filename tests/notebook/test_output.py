@@ -1,0 +1,130 @@
+"""What several ranks write, as one text; no process is needed."""
+
+import pytest
+
+from easydist.notebook.magics import chosen
+from easydist.notebook.output import Output
+
+
+class Page:
+    """A sink that keeps what it is given."""
+
+    def __init__(self):
+        self.text, self.shown = "", []
+
+    def write(self, stream, text):
+        self.text += text
+
+    def show(self, kind, content):
+        self.shown.append((kind, content))
+
+    @property
+    def lines(self):
+        return self.text.splitlines()
+
+
+@pytest.fixture
+def page():
+    return Page()
+
+
+def test_a_line_of_all_ranks_is_written_at_once(page):
+    output = Output([0, 1], page)
+    output.stream(0, "stdout", "one\n")
+    assert page.lines == []
+    output.stream(1, "stdout", "one\ntwo\n")
+    assert page.lines == ["ranks 0–1: one"]
+
+
+def test_lines_of_some_ranks_do_not_keep_later_ones_apart(page):
+    output = Output([0, 1, 2], page)
+    for rank in (2, 0, 1):
+        output.stream(rank, "stdout", f"{'extra' * (rank == 1)}\nown {rank}\nboth\n")
+    output.close()
+    assert page.lines == [
+        "ranks 0, 2: ",
+        "rank 0: own 0",
+        "rank 1: extra",
+        "rank 1: own 1",
+        "rank 2: own 2",
+        "ranks 0–2: both",
+    ]
+
+
+def test_lines_in_crossed_order_all_come(page):
+    output = Output([0, 1], page)
+    output.stream(0, "stdout", "a\nb\n")
+    output.stream(1, "stdout", "b\na\n")
+    output.close()
+    assert sorted(page.lines) in (
+        ["rank 0: a", "rank 1: a", "ranks 0–1: b"],
+        ["rank 0: b", "rank 1: b", "ranks 0–1: a"],
+    )
+
+
+def test_equal_lines_of_two_streams_stay_apart(page):
+    output = Output([0, 1], page)
+    output.stream(0, "stdout", "text\n")
+    output.stream(1, "stderr", "text\n")
+    output.close()
+    assert page.lines == ["rank 0: text", "rank 1: text"]
+
+
+def test_lines_come_in_pieces_and_the_last_one_needs_no_end(page):
+    output = Output([0], page)
+    for piece in ("be", "gin\nen", "d"):
+        output.stream(0, "stdout", piece)
+    assert page.lines == ["rank 0: begin"]
+    output.close()
+    assert page.lines == ["rank 0: begin", "rank 0: end"]
+
+
+def test_a_progress_bar_of_the_first_rank_shows(page):
+    output = Output([0, 1], page)
+    for state in ("\r0%", "\r50%", "\r100%", "\n"):
+        for rank in (0, 1):
+            output.stream(rank, "stderr", state)
+    output.stream(0, "stdout", "done\n")
+    output.stream(1, "stdout", "done\n")
+    output.close()
+    assert page.text == "\rrank 0: 0%\rrank 0: 50%\rrank 0: 100%\nranks 0–1: done\n"
+
+
+def test_values_are_folded_and_rich_ones_shown(page):
+    output = Output([0, 1, 2], page)
+    rich = {"text/plain": "table", "text/html": "<table>"}
+    for rank, data in enumerate([rich, {"text/plain": "1\n2"}, rich]):
+        output.result(rank, {"data": data})
+    output.close()
+    assert page.lines == ["ranks 0, 2:", "rank 1: 1", "rank 1: 2"]
+    assert page.shown == [("display_data", {"data": rich})]
+
+
+def figure(name):
+    return {"data": {"text/plain": name}}
+
+
+def test_figures_of_the_first_rank_show_after_what_it_has_written(page):
+    output = Output([1, 2], page)
+    output.stream(1, "stdout", "drawing\n")
+    output.display(1, "display_data", figure("a"))
+    assert page.lines == ["rank 1: drawing"]
+    assert page.shown == [("display_data", figure("a"))]
+    output.display(2, "display_data", figure("b"))
+    output.close()
+    assert page.lines == ["rank 1: drawing"]
+
+
+def test_a_figure_of_another_rank_alone_is_not_lost(page):
+    output = Output([0, 1, 2], page)
+    output.display(1, "display_data", figure("a"))
+    output.display(2, "display_data", figure("b"))
+    output.close()
+    assert page.lines == ["rank 1:", "rank 2: figures and other rich output, shown by %%ranks 2"]
+    assert page.shown == [("display_data", figure("a"))]
+
+
+@pytest.mark.parametrize("line", ["4", "a", "0,,9", "-1", "3-9", "2 x"])
+def test_a_line_that_names_no_ranks_is_refused(line):
+    with pytest.raises(Exception, match="give ranks between 0 and 3"):
+        chosen(line, 4)

@@ -1,0 +1,151 @@
+"""The ranks' processes: how they are named when they are lost, replaced, started again, and that none stays behind."""
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from kernels import Kernel, kernel, until
+from launching import finished, python, start, within
+
+pytestmark = pytest.mark.slow
+
+FOLDER = "cluster._home.folder"
+
+
+@pytest.fixture(scope="module")
+def nb():
+    with kernel() as made:
+        made.good("import easydist, os, signal\nfrom easydist.notebook import notebook_launcher, start", 60)
+        made.good("cluster = start(2)", 60)
+        yield made
+
+
+def test_a_killed_rank_is_named_and_replaced(nb):
+    nb.good("%%ranks\nkept = 7\nimport os, signal, torch.distributed as dist")
+    text = nb.bad("%%ranks\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\neasydist.gather(1.0)")
+    assert re.match(r"rank 1 is lost: process \d+ ended \(killed by SIGKILL\)\n", text)
+    assert "rank 0 waited for rank 1 in gather, cell line 3, and was released" in text
+    assert "cluster.restart(ranks=[1])" in text
+    assert "rank 1 is lost" in nb.bad("%%ranks\nkept")
+    assert "cluster.restart(ranks=[0, 1])" in nb.bad("cluster.restart(ranks=[0])")
+    assert nb.good("%%ranks 0\nkept").lines == ["rank 0: 7"]
+    assert "killed by SIGKILL" in nb.good("cluster").results[0]["text/html"]
+    nb.good("cluster.restart(ranks=[1])", 60)
+    assert nb.good("%%ranks\n'kept' in globals()").lines == ["rank 0: True", "rank 1: False"]
+    shown = nb.good("%%ranks\nimport torch.distributed as dist\ndist.all_reduce(t := torch.ones(1))\nt.item()")
+    assert shown.lines == ["ranks 0–1: 2.0"]
+    assert nb.good("%%ranks\neasydist.gather(torch.tensor([rank])).tolist()").lines == ["ranks 0–1: [0, 1]"]
+
+
+def test_groups_of_the_user_are_renewed_where_all_their_ranks_know_them(nb):
+    nb.good("%%ranks\nimport torch.distributed as dist\npair = dist.new_group([0, 1], backend='easydist_shm')")
+    nb.bad("%%ranks\nif rank == 0: raise ValueError\ndist.barrier(pair)")
+    nb.good("%%ranks\ndist.barrier(pair); easydist.gather(1.0, group=pair)")
+    nb.good("cluster.restart(ranks=[0])", 60)
+    assert "cannot be used any more" in nb.bad("%%ranks 1\ndist.barrier(pair)")
+    nb.good("%%ranks\nimport torch.distributed as dist\ndist.barrier(dist.new_group([0, 1], backend='easydist_shm'))")
+
+
+def test_all_ranks_are_started_again(nb):
+    nb.good("%%ranks\nkept = 7")
+    before = set(nb.processes())
+    nb.good("cluster.restart()", 60)
+    assert "name 'kept' is not defined" in nb.bad("%%ranks\nkept")
+    assert not before & set(nb.processes())
+
+
+def test_a_second_cluster_takes_the_place_of_the_first(nb):
+    before = nb.processes()
+    shown = nb.good("other = start(1)", 60)
+    assert shown.lines == ["the 2 ranks that ran before are stopped"]
+    assert not psutil.wait_procs(before, within(10))[1]
+    assert len(nb.processes()) == 1
+    assert "the cluster is stopped; start another one" in nb.bad("cluster.execute('1')")
+    nb.good("cluster = start(2)", 60)
+
+
+LAUNCH = """
+def train(scale):
+    from accelerate import Accelerator
+    import torch
+    accelerator = Accelerator(cpu=True)
+    gathered = accelerator.gather(torch.ones(1) * accelerator.process_index * scale).tolist()
+    print(accelerator.num_processes, accelerator.mixed_precision, gathered)
+"""
+
+
+def test_accelerates_launcher_calls_a_function_on_the_ranks(nb):
+    nb.good(LAUNCH)
+    before = nb.processes()
+    shown = nb.good("notebook_launcher(train, (3,), num_processes=2, mixed_precision='bf16')", 60)
+    assert (shown.lines, shown.results) == (["ranks 0–1: 2 bf16 [0.0, 3.0]"], [])
+    assert nb.good("notebook_launcher(train, (4,))", 60).lines == ["ranks 0–1: 2 no [0.0, 4.0]"]
+    assert set(nb.processes()) == set(before)
+    assert "num_nodes=2" in nb.bad("notebook_launcher(train, (4,), num_nodes=2)")
+
+
+@pytest.mark.parametrize("how", ["killed", "shut down"])
+def test_nothing_stays_behind_when_the_kernel_goes(how):
+    made = Kernel()
+    made.good("import easydist, os, subprocess\ncluster = easydist.notebook.start(2)", 60)
+    made.good("%%ranks\nimport subprocess\nchild = subprocess.Popen(['sleep', '600'])")
+    folder = Path(made.good(f"str({FOLDER})").results[0]["text/plain"].strip("'"))
+    assert folder.is_dir()
+    processes = made.processes()
+    assert len(processes) == 4
+    if how == "killed":
+        os.kill(made.pid, signal.SIGKILL)
+    else:
+        made.client.shutdown()
+    assert not psutil.wait_procs(processes, within(20))[1]
+    until(lambda: not folder.exists())
+    made.close()
+
+
+SCRIPT = """
+import easydist.notebook as notebook
+
+def whoami():
+    from easydist import ProcessState
+    return ProcessState().process_index
+
+if __name__ == "__main__":
+    with notebook.start(2) as cluster:
+        cluster.push(x=3)
+        cluster.execute("x * world_size")
+        print(cluster.run(whoami), cluster.pull("x"), cluster)
+    print(cluster)
+    notebook.start(1)
+"""
+
+
+def test_a_plain_program_may_have_ranks_too(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    out, _ = python(tmp_path / "script.py")
+    assert out.splitlines() == ["ranks 0–1: 6", "[0, 1] [3, 3] <Cluster of 2 ranks>", "<Cluster, stopped>"]
+
+
+def test_a_rank_that_does_not_start_says_why(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nif os.environ.get('RANK') == '1': raise SystemExit('no GPU')"
+    )
+    code = "import easydist.notebook as n\ntry:\n    n.start(2)\nexcept RuntimeError as error:\n    print(error)"
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    process = start(sys.executable, "-c", code, env=os.environ | {"PYTHONPATH": path})
+    ((out, err),) = finished(process)
+    assert re.match(r"rank 1 did not start: its process ended \(.*\); its output:\n", out), err
+    assert "no GPU" in out
+
+
+def test_a_missing_package_is_named(tmp_path):
+    (tmp_path / "ipykernel.py").write_text("raise ImportError('No module named ipykernel', name='ipykernel')")
+    code = "import easydist.notebook as n\ntry:\n    n.start(2)\nexcept ImportError as error:\n    print(error)"
+    process = start(
+        sys.executable, "-c", code, env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    )
+    ((out, err),) = finished(process)
+    assert out == "easydist.notebook needs ipykernel: pip install 'easydist[notebook]'\n", err
