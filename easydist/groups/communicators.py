@@ -303,6 +303,9 @@ def _timeout_of(group: dist.ProcessGroup | None) -> float:
 
 
 _CACHE: dict[dist.ProcessGroup, Communicators] = {}
+unregistered: set[dist.ProcessGroup] = set()
+"""Groups that torch does not know of, as long as somebody uses them."""
+
 _making = threading.RLock()
 """Held while communicators are made."""
 
@@ -320,7 +323,8 @@ def _make(group: dist.ProcessGroup) -> Communicators:
     with _making:  # two threads may come at once, and have to find each other's calls
         if (found := _CACHE.get(group)) is not None:
             return found
-        for gone in [known for known in _CACHE if known not in dist.distributed_c10d._world.pg_map]:
+        kept = dist.distributed_c10d._world.pg_map.keys() | unregistered
+        for gone in [known for known in _CACHE if known not in kept]:
             _CACHE.pop(gone).let_go()  # a destroyed group would hold its connections as long as it is known here
         if group in groups_of_parents:
             raise RuntimeError(NOT_A_RANK)

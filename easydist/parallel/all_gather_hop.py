@@ -6,7 +6,7 @@ So it crosses between hosts once, not once for each rank. On one host that costs
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,6 @@ from easydist.errors import DisagreementError
 from easydist.format import outline
 from easydist.format.header import Entry, Header
 from easydist.groups.communicators import Communicators
-from easydist.liveness.peer import host_id
 from easydist.typing import Tree
 from easydist.verbs.gather import gather
 from easydist.verbs.tensor_dict_messages import Incoming
@@ -63,11 +62,15 @@ class Terms(NamedTuple):
         return f"an all_gather_group of {self.size} ranks{asked}"
 
 
-def saves_bytes(comms: Communicators, dst: int, group: Any) -> bool:
-    """True if ``dst`` is on another host, and the ranks that would gather are all on this one."""
-    peer = comms.monitor.peers.get(dst)
-    near = group.communicators.monitor.peers.values()
-    return peer is not None and peer.host != host_id() and all(each.host == host_id() for each in near)
+def saves_bytes(here: str, there: str, gathering: Sequence[str]) -> bool:
+    """True if the data goes to another host, and the ranks that send shares are all on this one.
+
+    Args:
+        here: This rank's host.
+        there: That of the receiver.
+        gathering: Those of the ranks that send shares.
+    """
+    return here != there and set(gathering) == {here}
 
 
 def cut(data: Tree, terms: Terms, rank: int, by_default: bool) -> tuple[Tree, dict[str, list[int]]]:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
+from easydist.agreement.calling import seconds
 from easydist.agreement.runner import meet, run
 from easydist.eager import eager
-from easydist.parallel import compiled
+from easydist.parallel import compiled, meeting
 from easydist.parallel.capture import GraphCaptureContext, capturing, is_captured
 from easydist.parallel.collectives import AllGatherV, AllReduce, ReduceScatter
 from easydist.parallel.experts import Experts
 from easydist.parallel.objects import Objects
 from easydist.parallel.pairs import Pairs
-from easydist.typing import Tree
+from easydist.typing import Timeout, Tree
 from easydist.verbs.broadcast import broadcast
 from easydist.verbs.gather import gather
 
@@ -79,6 +82,55 @@ class GroupCoordinator(Experts, Objects, Pairs):
         super().__init__(group_ranks, local_rank, torch_distributed_backend, use_device_communicator, group_name)
         self.weights_only = weights_only
         self._begin_objects(use_message_queue_broadcaster)
+
+    @classmethod
+    def stateless(
+        cls,
+        store: Store,
+        rank: int,
+        world_size: int,
+        group_name: str,
+        *,
+        local_rank: int = 0,
+        use_message_queue_broadcaster: bool = False,
+        timeout: Timeout = timedelta(minutes=30),
+        weights_only: bool = True,
+    ) -> GroupCoordinator:
+        """Make a group of processes that meet in a store, beside the default process group or without one.
+
+        For members that come together later: an engine and its workers, a world that has grown.
+
+        Example:
+            >>> from torch.distributed import HashStore
+            >>> from easydist.parallel import GroupCoordinator
+            >>> group = GroupCoordinator.stateless(HashStore(), 0, 1, "weights")
+            >>> group.all_gather(torch.ones(2)), group.ranks
+            (tensor([1., 1.]), [0])
+            >>> group.destroy()
+
+        Args:
+            store: The same for all members.
+            rank: This process among them.
+            world_size: How many they are.
+            group_name: The same on all of them, and used once in this store.
+            local_rank: As in the constructor.
+            use_message_queue_broadcaster: Likewise.
+            timeout: How long meeting and each call may take.
+            weights_only: As in the constructor.
+
+        Returns:
+            The coordinator; its ``ranks`` are counted among the members. Tensors travel by gloo.
+
+        Raises:
+            RuntimeError: The members did not all come.
+        """
+        self = cls.__new__(cls)
+        limit = timedelta(seconds=seconds(timeout, "GroupCoordinator.stateless"))
+        group = meeting.gloo_group(store, rank, world_size, group_name, limit)
+        self.use_device_communicator, self.weights_only = False, weights_only
+        self._join([*range(world_size)], rank, local_rank, group_name, (group, group))
+        self._begin_objects(use_message_queue_broadcaster)
+        return self
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the ranks.

@@ -14,8 +14,13 @@ import torch.distributed as dist
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb, run
-from easydist.groups.communicators import SOLO, Communicators, of_group
+from easydist.groups.communicators import SOLO, Communicators, of_group, unregistered
+from easydist.liveness.peer import host_id
 from easydist.state import ProcessState
+from easydist.verbs.objects import gather_object
+
+_Made = tuple["dist.ProcessGroup | None", "dist.ProcessGroup | None"]
+"""The group for the CPU, and that for the accelerator."""
 
 _counts: dict[str, itertools.count[int]] = {}
 _known: weakref.WeakValueDictionary[str, Membership] = weakref.WeakValueDictionary()
@@ -79,6 +84,7 @@ class Membership:
         device: Of this process.
         cpu_group: The gloo group for objects and tensors on the CPU; None in a world of one without a launcher.
         device_group: The group for tensors on the accelerator; where its backend is gloo, ``cpu_group`` itself.
+        hosts: What tells the hosts of the ranks apart, in the order of the ranks.
         unique_name: The name that was given, and a number.
         use_device_communicator: As it was given.
     """
@@ -94,14 +100,20 @@ class Membership:
         backend = str(torch_distributed_backend or "gloo")
         state = ProcessState()
         run(_Founding(group_ranks, {"backend": backend, "local_rank": local_rank}), state.communicators())
-        self.rank, self.local_rank = state.process_index, index(local_rank)
+        groups = _groups(group_ranks, state.process_index, backend, state.process_group)
+        ranks = next([*ranks] for ranks in group_ranks if state.process_index in ranks)
         self.use_device_communicator = bool(use_device_communicator)
-        self.ranks = next([*ranks] for ranks in group_ranks if self.rank in ranks)
-        self.world_size, self.rank_in_group = len(self.ranks), self.ranks.index(self.rank)
-        self.device = _device(state.device, self.local_rank)
+        self._join(ranks, state.process_index, index(local_rank), group_name, groups)
+
+    def _join(self, ranks: list[int], rank: int, local_rank: int, group_name: str | None, groups: _Made) -> None:
+        """Become a member of groups that exist; with all other members."""
+        self.ranks, self.rank, self.local_rank = ranks, rank, local_rank
+        self.world_size, self.rank_in_group = len(ranks), ranks.index(rank)
+        self.device = _device(ProcessState().device, local_rank)
         self.unique_name = _unique(group_name or "anonymous")
-        self.cpu_group, self.device_group = _groups(group_ranks, self.rank, backend, state.process_group)
+        self.cpu_group, self.device_group = groups
         self._communicators: Communicators | None = self._meet()
+        self.hosts: list[str] = gather_object([host_id()], weights_only=True, group=self)
         _known[self.unique_name] = self
 
     def _meet(self) -> Communicators:
@@ -164,6 +176,7 @@ class Membership:
         groups = {id(group): group for group in (self.cpu_group, self.device_group) if group is not None}
         self.cpu_group = self.device_group = self._communicators = None
         for group in groups.values():
+            unregistered.discard(group)
             if group in dist.distributed_c10d._world.pg_map:
                 dist.destroy_process_group(group)
 
@@ -177,9 +190,6 @@ def _device(device: torch.device, local_rank: int) -> torch.device:
 
 def _unique(name: str) -> str:
     return f"{name}:{next(_counts.setdefault(name, itertools.count()))}"
-
-
-_Made = tuple["dist.ProcessGroup | None", "dist.ProcessGroup | None"]
 
 
 def _groups(lists: Sequence[Sequence[int]], rank: int, backend: str, world: dist.ProcessGroup | None) -> _Made:

@@ -220,10 +220,12 @@ class Pairs(Membership):
     def _send_tree(
         self, operation: str, data: Tree, dst: int | None, group: Any, asked: Mapping[str, bool] | None
     ) -> Transfer:
-        terms, comms, peer = Terms.of(group, asked), self.communicators, self._peer_of(dst, 1)
+        terms, peer = Terms.of(group, asked), self._peer_of(dst, 1)
 
         def prepare() -> Outgoing:
-            by_default = terms.size > 1 and all_gather_hop.saves_bytes(comms, peer, group)
+            by_default = terms.size > 1 and all_gather_hop.saves_bytes(
+                self.hosts[self.rank_in_group], self.hosts[peer], group.hosts
+            )
             mine, shapes = all_gather_hop.cut(data, terms, 0 if group is None else group.rank_in_group, by_default)
             metadata = {all_gather_hop.METADATA: json.dumps(shapes)} if shapes else None
             return Outgoing(mine, True, self.weights_only, metadata)

@@ -10,7 +10,7 @@ from coordinators import made, text_of
 from groups import of_all
 from torch.distributed.device_mesh import init_device_mesh
 
-from easydist import parallel
+from easydist import gather, parallel
 from easydist.parallel import GroupCoordinator, parallel_groups
 from easydist.testing import distributed
 
@@ -168,3 +168,26 @@ def test_groups_of_a_layout_and_vllms_names(rank):
     dist.barrier()
     parallel.destroy_distributed_environment()
     assert not dist.is_initialized()
+
+
+@distributed(world_size=3)
+def test_a_group_of_its_own_needs_no_default_world(rank):
+    world = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    members = {1: 0, 2: 1}  # rank 0 stays outside
+    if rank in members:
+        for name in ("weights", "more weights"):
+            store = dist.PrefixStore("later", world)
+            group = GroupCoordinator.stateless(store, members[rank], 2, name, use_message_queue_broadcaster=True)
+            assert (group.ranks, group.rank_in_group) == ([0, 1], members[rank])
+            assert group.all_gather(torch.tensor([float(rank)])).tolist() == [1, 2]
+            assert gather(torch.tensor([rank]), group=group).tolist() == [1, 2]
+            assert gather(torch.tensor([rank]), group=group.cpu_group).tolist() == [1, 2]
+            assert group.broadcast_object(rank, 1) == 2
+            if rank == 1:
+                group.send_tensor_dict({"x": torch.arange(100_000)})
+            else:
+                assert group.recv_tensor_dict()["x"].sum() == 4999950000
+            group.barrier()
+            group.destroy()
+            group.destroy()

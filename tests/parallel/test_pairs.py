@@ -296,6 +296,23 @@ def test_shares_of_a_tensor_are_sent_and_gathered(rank):
                 assert one["tie"] is one["x"]
 
 
+@pytest.mark.slow
+@distributed(world_size=4)
+def test_between_hosts_tensors_go_in_shares_unless_that_is_forbidden(rank):
+    data = {"x": torch.arange(24.0), "own": torch.full((2,), rank % 2), "odd": torch.ones(3)}
+    terms = {"own": False}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EASYDIST_HOST_ID", f"host {rank // 2}")
+        with made(rank, 4, [[0, 1], [2, 3]]) as tp, made(rank, 4, [[0, 2], [1, 3]]) as pp:
+            if rank < 2:
+                pp.send_tensor_dict(data, all_gather_group=tp, all_gather_tensors=terms)
+                return
+            got, handles, after = pp.irecv_tensor_dict(all_gather_group=tp, all_gather_tensors=terms)
+            assert (len(handles), len(after)) == (0, 1)  # the shares have come; they have to be gathered
+            after[0]()
+            assert_same(got, data)
+
+
 @distributed(world_size=3)
 def test_group_and_metadata_group_carry_what_they_are_given(rank):
     with made(rank, 3) as group:
