@@ -19,6 +19,7 @@ from easydist.parallel.collectives import AllGatherV, AllReduce, ReduceScatter
 from easydist.parallel.experts import Experts
 from easydist.parallel.objects import Objects
 from easydist.parallel.pairs import Pairs
+from easydist.parallel.transfers import end_lines
 from easydist.typing import Timeout, Tree
 from easydist.verbs.broadcast import broadcast
 from easydist.verbs.gather import gather
@@ -311,5 +312,7 @@ class GroupCoordinator(Experts, Objects, Pairs):
 
     def destroy(self) -> None:
         """Take down queues and process groups. A second call does nothing; other methods raise then."""
+        if not self.is_destroyed:
+            end_lines(self.communicators)
         self._end_objects()
         self._leave()

@@ -47,9 +47,13 @@ class Pairs(Membership):
 
         Cost: one message there and one back; for 256 KiB and more, or what is not on the CPU, one more there.
         """
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"send: got {type(tensor).__name__}, not a tensor; use send_object")
-        self._send("send", TENSOR, dst, lambda: Outgoing(tensor.detach()), {})
+
+        def prepare() -> Outgoing:
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"send: got {type(tensor).__name__}, not a tensor; use send_object")
+            return Outgoing(tensor.detach())
+
+        self._send("send", TENSOR, dst, prepare, {})
 
     @eager
     def recv(self, size: torch.Size, dtype: torch.dtype, src: int | None = None) -> torch.Tensor:
@@ -66,9 +70,9 @@ class Pairs(Membership):
         Raises:
             DisagreementError: What comes has another dtype, or another number of elements; the sender raises the same.
         """
-        wanted = torch.Size(size)
 
         def open_(message: Message) -> Incoming:
+            wanted = torch.Size(size)
             incoming = Incoming.announced(self.communicators, message.body)
             came = incoming.tree
             if came.dtype is not dtype or came.numel() != wanted.numel():
@@ -81,7 +85,7 @@ class Pairs(Membership):
         incoming, transfer = self._receive("recv", TENSOR, src, open_)
         transfer.wait()
         tensor: torch.Tensor = incoming.finish()
-        return tensor.to(self.device).view(wanted)
+        return tensor.to(self.device).view(size)
 
     @eager
     def send_object(self, obj: Any, dst: int) -> None:

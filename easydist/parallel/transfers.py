@@ -143,7 +143,7 @@ class Transfer:
             self._drain()
             if self._check is not None:
                 self._check()
-        except Exception as error:
+        except BaseException as error:  # also of an interrupted wait, after which the answer is not there
             self._error, self._is_done = error, True
             raise
         finally:
@@ -166,7 +166,7 @@ class Transfer:
 _Line = tuple[int, int, bool]
 """Transfers between two ranks in one direction: they end in the order in which they were posted."""
 
-_lines: dict[_Line, queue.SimpleQueue[_Parts]] = {}
+_lines: dict[_Line, queue.SimpleQueue[_Parts | None]] = {}
 
 
 def _aside(parts: _Parts, line: _Line) -> None:
@@ -180,9 +180,14 @@ def _aside(parts: _Parts, line: _Line) -> None:
     _lines[line].put(parts)
 
 
-def _work(waiting: queue.SimpleQueue[_Parts]) -> None:
-    while True:
-        parts = waiting.get()
+def end_lines(comms: Communicators) -> None:
+    """Let the threads of a group end that is taken down, once nothing is under way."""
+    for line in [line for line in _lines if line[0] == id(comms)]:
+        _lines.pop(line).put(None)
+
+
+def _work(waiting: queue.SimpleQueue[_Parts | None]) -> None:
+    while (parts := waiting.get()) is not None:
         with contextlib.suppress(Exception):  # kept for whoever still asks
             parts.drain(Part.wait)
         del parts

@@ -68,6 +68,8 @@ def test_every_awkward_tree_arrives_as_it_is(rank, world_size):
             else:
                 check_tree(got, data)
         if world_size == 1:
+            assert "dst=0 is not another rank of the group" in text_of(lambda: group.send_tensor_dict(data))
+            assert "src=0 is not another rank of the group" in text_of(group.recv_tensor_dict)
             return
         for step in range(2):  # once round: the even ranks send first
             if (rank + step) % 2 == 0 and rank + 1 < world_size:
@@ -226,6 +228,14 @@ def unlike(group, rank):
             lambda: group.recv(torch.Size([LARGE * 2]), torch.int32),
         ),
         "send_tensor_dict: rank 0 failed before the exchange": (lambda: send({"f": text_of}), recv),
+        "send: rank 0 failed before the exchange\n  rank 0: TypeError: send: got list, not a tensor": (
+            lambda: group.send([1.0]),
+            lambda: group.recv(torch.Size([1]), torch.float32),
+        ),
+        "recv: rank 1 cannot take what rank 0 sends\n  rank 1: TypeError": (
+            lambda: group.send(tree["y"]),
+            lambda: group.recv("size", torch.float32),
+        ),
         "send_object: rank 0 failed before the exchange": (
             lambda: group.send_object(text_of, 1),
             lambda: group.recv_object(0),
