@@ -6,6 +6,7 @@ from . import (
     memory as memory,
     metrics as metrics,
     notebook as notebook,
+    parallel as parallel,
     queue as queue,
     testing as testing,
     tree as tree,

@@ -18,7 +18,7 @@ import easydist
 ROOT = Path(__file__).parent.parent
 STUB = ROOT / "easydist" / "__init__.pyi"
 ALIASES = {"PartialState": "ProcessState", "DistributedOperationException": "DisagreementError"}
-SUBMODULES = {"accelerate", "comms", "memory", "metrics", "notebook", "queue", "testing", "tree"}
+SUBMODULES = {"accelerate", "comms", "memory", "metrics", "notebook", "parallel", "queue", "testing", "tree"}
 
 
 def names() -> set[str]:
