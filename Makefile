@@ -59,6 +59,7 @@ captures: $(VENV)/.docs ## renew what terminals show in the docs; minutes
 bench: $(VENV)/.bench ## compare with the peers, ratios in one run
 	$(BIN)/python benchmarks/nested.py $(ARGS)
 	$(BIN)/python benchmarks/message_queue.py
+	$(BIN)/python benchmarks/coordinator.py
 	$(BIN)/python benchmarks/metrics.py
 
 matrix: ## test the oldest and the newest torch, and other Pythons; gigabytes

@@ -6,6 +6,7 @@ from . import (
     memory as memory,
     metrics as metrics,
     notebook as notebook,
+    parallel as parallel,
     queue as queue,
     ray as ray,
     testing as testing,

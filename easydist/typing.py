@@ -54,5 +54,14 @@ class Comm(Protocol):
         """Return the number of processes in the group."""
 
 
-Group: TypeAlias = Union["dist.ProcessGroup", "DeviceMesh", Comm, None]
-"""The ranks that take part: None (all of them), a ProcessGroup, a DeviceMesh of one dimension, a TorchComm."""
+class Coordinator(Protocol):
+    """A ``GroupCoordinator`` for type checkers, easydist's own or vLLM's."""
+
+    @property
+    def cpu_group(self) -> dist.ProcessGroup | None:
+        """The group for what is on the CPU."""
+
+
+Group: TypeAlias = Union["dist.ProcessGroup", "DeviceMesh", Comm, Coordinator, None]
+"""The ranks that take part: None (all of them), a ProcessGroup, a DeviceMesh of one dimension, a TorchComm, a
+GroupCoordinator."""

@@ -64,6 +64,11 @@ def test_evaluate_gives_the_same_on_any_number_of_ranks():
     assert on_ranks(2, "evaluate.py").splitlines() == printed[1]
 
 
+@pytest.mark.slow
+def test_tensor_and_pipeline_parallel_ranks_compute_what_one_process_does():
+    assert on_ranks(4, "tensor_parallel.py") == "tensor 2 × pipeline 2: equal to one process True\n"
+
+
 def said(cell):
     """The texts of a cell's outputs."""
     return "".join(output.get("text", "") for output in cell.outputs)

@@ -24,6 +24,7 @@ SUBMODULES = {
     "memory",
     "metrics",
     "notebook",
+    "parallel",
     "queue",
     "ray",
     "testing",

@@ -11,6 +11,8 @@ A node is JSON's own null, true, number, text, or array (a list), or an object w
 ``{"int": "0x…"}``              beyond 64 bits
 ``{"bytes": "…"}``              in base64
 ``{"dtype": "float32"}``        also ``{"device": "cpu"}``
+``{"object": 0}``               what stands beside the text, by its place there (messages only)
+``{"parameter": path}``         with ``objects``; ``frozen`` is one without gradient, ``grad`` a tensor with one
 ==============================  ===============================================================================
 
 The root is ``{"tree": node, "ties": {path: path}}``: the second path names the tensor that the first one is, too.
@@ -21,11 +23,12 @@ from __future__ import annotations
 import base64
 import dataclasses
 import enum
+import functools
 import json
 import math
 import struct
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,7 +57,10 @@ _ROOM, _ROOM_PER_CHARACTER = 1 << 24, 16
 
 
 def encode(
-    data: Tree, holder: str = "a file", advice: str = "save its parts, or use torch.save"
+    data: Tree,
+    holder: str = "a file",
+    advice: str = "save its parts, or use torch.save",
+    objects: list[Any] | None = None,
 ) -> tuple[str, dict[str, torch.Tensor]]:
     r"""The structure of a tree as text, and its tensors by path; tensors and arrays in the same memory once.
 
@@ -66,12 +72,15 @@ def encode(
         data: The tree.
         holder: For the error: what cannot hold the tree.
         advice: For the error: what to do instead.
+        objects: Gets the values that JSON and tensors cannot express; their types and parameters then stay what they
+            are. None: there must be none.
 
     Raises:
         TypeError: The tree holds something that JSON and tensors cannot; the text has its path.
         ValueError: It is nested deeper than ``MAX_DEPTH``, or holds itself.
     """
-    writer = _Writer(iter(tree.flatten(data)[1].paths))
+    paths = tree.flatten(data, tree.is_leaf if objects is None else _ends)[1].paths
+    writer = _Writer(iter(paths), objects)
     try:
         root = {"tree": writer.node(data, "", 0), **({"ties": writer.ties} if writer.ties else {})}
     except _Refused as refused:
@@ -86,14 +95,34 @@ class _Refused(TypeError):
     """Tells which part of the tree JSON cannot hold."""
 
 
+_OPENED = frozenset({dict, OrderedDict, list, tuple, torch.Size})
+_JSON = frozenset({str, bytes, torch.dtype, torch.device, type(None)})
+
+
+def is_object(value: Any) -> bool:
+    """True if JSON and tensors would give back something else, or cannot express it."""
+    if tree.is_leaf(value):
+        return isinstance(value, np.ndarray) and not is_numeric(value)
+    return type(value) not in _OPENED and type(value) not in _JSON
+
+
+def _ends(value: Any) -> bool:
+    return tree.is_leaf(value) or is_object(value)
+
+
 class _Writer:
-    def __init__(self, paths: Iterator[str]) -> None:
+    def __init__(self, paths: Iterator[str], objects: list[Any] | None = None) -> None:
         self.paths = paths
+        self._objects = objects
         self.tensors: dict[str, torch.Tensor] = {}
         self.ties: dict[str, str] = {}
         self._first: dict[Any, str] = {}
 
     def node(self, value: Any, path: str, depth: int) -> Any:
+        if self._objects is not None and is_object(value):
+            next(self.paths)
+            self._objects.append(value)
+            return {"object": len(self._objects) - 1}
         if tree.is_leaf(value):
             return self._leaf(value, next(self.paths))
         if not tree.is_container(value):
@@ -115,8 +144,14 @@ class _Writer:
             self.tensors[path] = tensor
         else:
             self.ties[path] = first
-        kind = "tensor" if isinstance(value, torch.Tensor) else "array" if isinstance(value, np.ndarray) else "scalar"
-        return {kind: path}
+        return {self._kind(value): path}
+
+    def _kind(self, value: Any) -> str:
+        if not isinstance(value, torch.Tensor):
+            return "array" if isinstance(value, np.ndarray) else "scalar"
+        if self._objects is not None and isinstance(value, torch.nn.Parameter):
+            return "parameter" if value.requires_grad else "frozen"
+        return "grad" if self._objects is not None and value.requires_grad else "tensor"
 
 
 def memory_of(value: Any) -> Any:
@@ -172,6 +207,7 @@ def decode(
     tensors: Mapping[str, torch.Tensor],
     device: Device | None = "cpu",
     into: Iterable[str] | None = None,
+    objects: Sequence[Any] = (),
 ) -> tuple[Tree, dict[str, Any]]:
     """The tree that ``encode`` took apart, and its leaves by path.
 
@@ -181,24 +217,54 @@ def decode(
         device: Where tensors shall be; None leaves them where they are. Arrays stay on the CPU.
         into: The paths of the leaves that are wanted; None: no leaves are returned. A short text can describe paths
             that are gigabytes long together, so they are made only where they may be about as long as these.
+        objects: From ``encode``.
 
     Raises:
         WireError: ``text`` is not of that form, or does not fit the tensors; its paths are far longer than ``into``.
 
     Cost: time and memory linear in the text, and in the paths ``into``.
     """
-    root = parse_json(text.encode(errors="surrogatepass"))
+    root = (_known if len(text) <= _CACHED else _parsed)(text)
     if not isinstance(root, dict) or not {"tree"} <= root.keys() <= {"tree", "ties"}:
         raise WireError("the structure needs 'tree' and may have 'ties'")
     ties = root.get("ties", {})
     if not isinstance(ties, dict) or not all(isinstance(name, str) for name in ties.values()):
         raise WireError("the ties of the structure are not an object of texts")
     room = None if into is None else _ROOM + _ROOM_PER_CHARACTER * len(text) + sum(map(len, into))
-    reader = _Reader(tensors, ties, device, room)
+    reader = _Reader(tensors, ties, device, room, objects)
     data = reader.node(root["tree"])
     if unused := tensors.keys() - reader.used:
         raise WireError(f"entry {min(unused)!r} has no place in the structure")
     return data, reader.leaves
+
+
+_CACHED = 1 << 14
+
+
+def _parsed(text: str) -> Any:
+    return parse_json(text.encode(errors="surrogatepass"))
+
+
+_known = functools.lru_cache(maxsize=64)(_parsed)
+"""An engine gets the same structure every step; what is parsed is only read."""
+
+
+def _with_gradient(kind: str, tensor: torch.Tensor, name: str) -> torch.Tensor:
+    try:
+        return _TENSOR_KINDS[kind](tensor)
+    except RuntimeError:
+        raise WireError(f"entry {name!r} should have a gradient, but {tensor.dtype} has none") from None
+
+
+_TENSOR_KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "tensor": lambda tensor: tensor,
+    "grad": lambda tensor: tensor.detach().requires_grad_(),
+    "parameter": torch.nn.Parameter,
+    "frozen": lambda tensor: torch.nn.Parameter(tensor, requires_grad=False),
+}
+"""What a tensor becomes; all share its memory, which may be filled later."""
+
+_LEAF_KINDS = _TENSOR_KINDS.keys() | {"array", "scalar"}
 
 
 class _Reader:
@@ -208,8 +274,10 @@ class _Reader:
         ties: Mapping[str, str],
         device: Device | None,
         room: int | None,
+        objects: Sequence[Any] = (),
     ) -> None:
         self._tensors, self._ties, self._device, self._room = tensors, ties, device, room
+        self._objects = objects
         self._done: dict[tuple[str, str], Any] = {}
         self._steps: list[str] = []
         self.used: set[str] = set()
@@ -221,7 +289,7 @@ class _Reader:
         if isinstance(node, list):
             return self._children(node)
         kind, content = _tagged(node)
-        if kind in ("tensor", "array", "scalar") and isinstance(content, str):
+        if kind in _LEAF_KINDS and isinstance(content, str):
             return self._kept(self._leaf(kind, content), content)
         if kind in ("dict", "fields") and isinstance(content, dict):
             step = "[{!r}]" if kind == "dict" else ".{}"
@@ -230,6 +298,8 @@ class _Reader:
             return self._pairs({} if kind == "items" else OrderedDict(), content)
         if kind in ("tuple", "size") and isinstance(content, list):
             return _tuple(kind, self._children(content))
+        if kind == "object" and type(content) is int and 0 <= content < len(self._objects):
+            return self._objects[content]
         value = _read_constant(node)
         return self._kept(value) if self._room is not None and tree.is_leaf(value) else value
 
@@ -275,8 +345,8 @@ class _Reader:
         return self._done[kind, name]
 
     def _converted(self, kind: str, tensor: torch.Tensor, name: str) -> Any:
-        if kind == "tensor":
-            return tensor if self._device is None else tensor.to(self._device)
+        if kind in _TENSOR_KINDS:
+            return _with_gradient(kind, tensor if self._device is None else tensor.to(self._device), name)
         try:
             array = tensor.numpy()
         except TypeError:

@@ -91,6 +91,7 @@ class Communicators:
             self.name, self.rank, self.size = group.group_name, group.rank(), group.size()
             control = Collectives(Solo(), self.name) if self.size == 1 else None  # whatever its backend is
         self._group = group
+        self._device_group: dist.ProcessGroup | None = None
         self._bulk: Collectives | None = None
         self._shared: list[Backend] = []
         self._hosts: Hosts = []
@@ -218,11 +219,21 @@ class Communicators:
         """
         return self.control if nbytes < _LARGE else self._bulk or self._first
 
+    def carry_by(self, group: dist.ProcessGroup) -> None:
+        """Let another group of the same ranks carry the tensors of its devices; before the first of them travels."""
+        self._device_group = group
+
+    @property
+    def direct(self) -> Backend:
+        """The connections between pairs of ranks, even where the ranks share memory."""
+        return self._first.backend
+
     def data(self, device: torch.device) -> Collectives:
         """The communicator for tensors on ``device``; the control communicator where the group has none for it."""
         comm = self._data.get(device.type)
         if comm is None:
-            backend = None if self._group is None else over(self._group, device)
+            group = self._device_group or self._group
+            backend = None if group is None else over(group, device)
             comm = self._data[device.type] = Collectives(backend, self.name) if backend else self.control
         return comm
 
@@ -292,6 +303,9 @@ def _timeout_of(group: dist.ProcessGroup | None) -> float:
 
 
 _CACHE: dict[dist.ProcessGroup, Communicators] = {}
+unregistered: set[dist.ProcessGroup] = set()
+"""Groups that torch does not know of, as long as somebody uses them."""
+
 _making = threading.RLock()
 """Held while communicators are made."""
 
@@ -309,7 +323,8 @@ def _make(group: dist.ProcessGroup) -> Communicators:
     with _making:  # two threads may come at once, and have to find each other's calls
         if (found := _CACHE.get(group)) is not None:
             return found
-        for gone in [known for known in _CACHE if known not in dist.distributed_c10d._world.pg_map]:
+        kept = dist.distributed_c10d._world.pg_map.keys() | unregistered
+        for gone in [known for known in _CACHE if known not in kept]:
             _CACHE.pop(gone).let_go()  # a destroyed group would hold its connections as long as it is known here
         if group in groups_of_parents:
             raise RuntimeError(NOT_A_RANK)

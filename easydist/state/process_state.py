@@ -207,8 +207,12 @@ class ProcessState:
             if group.get_coordinate() is None:
                 raise ValueError(self._not_a_member())
             return of_group(group.get_group())
+        if isinstance(known := getattr(group, "communicators", None), Communicators):
+            return known
+        if isinstance(cpu_group := getattr(group, "cpu_group", None), dist.ProcessGroup):  # vLLM's own coordinator
+            return of_group(cpu_group)
         raise TypeError(
-            "group= takes None, a ProcessGroup, a one-dimensional DeviceMesh or a TorchComm, "
+            "group= takes None, a ProcessGroup, a one-dimensional DeviceMesh, a TorchComm or a GroupCoordinator, "
             f"got {type(group).__name__}"
         )
 

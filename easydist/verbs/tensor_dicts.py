@@ -6,6 +6,7 @@ So both sides raise or neither does, and targets are written only where all of t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import traceback
 from collections.abc import Callable, Sequence
@@ -16,10 +17,12 @@ import torch
 
 from easydist.agreement.agree import agree, shared
 from easydist.agreement.call import Call
+from easydist.agreement.calling import calling
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import R, Verb, run
 from easydist.eager import eager
 from easydist.errors import DisagreementError, EasydistError, RemoteError
+from easydist.format import codec
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.transport.comm import Collectives
@@ -34,7 +37,9 @@ _SHOWN = 10
 
 
 @eager
-def send_tensor_dict(tensor_dict: Tree, dst: int, *, group: Group = None, timeout: Timeout | None = None) -> None:
+def send_tensor_dict(
+    tensor_dict: Tree, dst: int, *, objects: bool = False, group: Group = None, timeout: Timeout | None = None
+) -> None:
     """Give one rank a tree; it calls ``recv_tensor_dict`` and need know nothing beforehand.
 
     Law: ``recv_tensor_dict(r)`` on rank ``dst`` is what ``load`` gives of what ``save`` has written of ``tensor_dict``.
@@ -54,6 +59,10 @@ def send_tensor_dict(tensor_dict: Tree, dst: int, *, group: Group = None, timeou
     Args:
         tensor_dict: Any such tree, not just a dict.
         dst: Another rank, inside the group.
+        objects: Let dataclasses, namedtuples, enums, sets and other values arrive as what they are. They travel as in
+            the object verbs with ``weights_only=True``, so classes of your own have to be allowed on both sides
+            (``easydist.allow_globals``, ``torch.serialization.add_safe_globals``). Parameters and ``requires_grad``
+            then stay what they are.
         group: The group; only these two ranks take part.
         timeout: How long the call may take; None is the group's.
 
@@ -63,12 +72,13 @@ def send_tensor_dict(tensor_dict: Tree, dst: int, *, group: Group = None, timeou
         DisagreementError: The receiver's ``into=`` has another structure, dtype or shape. The receiver raises the same.
         ValueError: ``dst`` is not another rank of the group.
 
-    Cost: three messages on the CPU, one of them back; the data in one message for each tensor of 256 KiB or more and
-    one for all others. Large tensors are copied only if they are not contiguous.
+    Cost: three messages on the CPU, one of them back, which carry a small tree (32 KiB); the data of others in one
+    message for each tensor of 256 KiB or more and one for all others. Large tensors are copied only if they are not
+    contiguous.
 
     Source: vLLM's ``GroupCoordinator.send_tensor_dict``.
     """
-    run(_SendTensorDict(tensor_dict, dst), communicators(group), timeout)
+    run(_SendTensorDict(tensor_dict, dst, objects), communicators(group), timeout)
 
 
 @eager
@@ -113,6 +123,7 @@ def broadcast_tensor_dict(
     src: int = 0,
     *,
     into: Tree = None,
+    objects: bool = False,
     group: Group = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
@@ -131,6 +142,7 @@ def broadcast_tensor_dict(
         tensor_dict: The tree, on ``src``; elsewhere it is not looked at.
         src: The source, a rank inside the group.
         into: As in ``recv_tensor_dict``, on any ranks; on ``src`` it is not looked at.
+        objects: As in ``send_tensor_dict``; looked at on ``src`` only.
         group: The ranks that take part.
         check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
         timeout: How long the call may take; None is the group's.
@@ -145,12 +157,13 @@ def broadcast_tensor_dict(
         TypeError: The same in a world of one: the tree holds something else; the text has its path.
         ValueError: ``src`` is not a rank of the group.
 
-    Cost: two header exchanges, one small broadcast; the data in one broadcast for each tensor of 256 KiB or more and
-    one for all others. Large tensors are copied only if they are not contiguous.
+    Cost: one header exchange, which carries a small tree on the CPU (32 KiB in small groups); otherwise one more, and
+    the data in one broadcast for each tensor of 256 KiB or more and one for all others. Large tensors are copied only
+    if they are not contiguous. With ``into`` on any rank, or objects, one more header exchange in any case.
 
     Source: vLLM's ``GroupCoordinator.broadcast_tensor_dict``.
     """
-    return run(_BroadcastTensorDict(tensor_dict, src, into), communicators(group), timeout, check)
+    return run(BroadcastTensorDict(tensor_dict, src, into, objects), communicators(group), timeout, check)
 
 
 class _OfTwo(Verb[R]):
@@ -173,18 +186,19 @@ class _OfTwo(Verb[R]):
 class _SendTensorDict(_OfTwo[None]):
     operation = "send_tensor_dict"
 
-    def __init__(self, tensor_dict: Tree, dst: int) -> None:
-        self._tensor_dict, self.peer = tensor_dict, dst
+    def __init__(self, tensor_dict: Tree, dst: int, objects: bool) -> None:
+        self._tensor_dict, self.peer, self._objects = tensor_dict, dst, objects
 
     def handshake(self, comms: Communicators) -> None:
         pair = _Pair(comms, self.operation, "dst", self.peer)
         try:
             self.refuse(comms)
-            outgoing = Outgoing(self._tensor_dict)
+            outgoing = Outgoing(self._tensor_dict, self._objects)
+            announcement = outgoing.announcement(comms, _SMALL)
             self._buffers = outgoing.buffers(comms)
         except Exception as error:
             pair.refuse(error)
-        comms.begin(lambda: pair.ask(outgoing.header))
+        comms.begin(lambda: pair.ask(announcement))
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> None:
         dst = self.peer
@@ -205,7 +219,7 @@ class _RecvTensorDict(_OfTwo[Tree]):
         encoded = comms.begin(pair.receive)
         try:
             self.refuse(comms)
-            self._incoming = Incoming(comms, encoded, self._into)
+            self._incoming = Incoming.announced(comms, encoded, self._into)
             misfit = self._incoming.misfit()
         except Exception as error:
             pair.refuse(error)
@@ -222,43 +236,83 @@ class _RecvTensorDict(_OfTwo[Tree]):
         return self._incoming.finish()
 
 
-class _BroadcastTensorDict(Verb[Tree]):
+class BroadcastTensorDict(Verb[Tree]):
+    """The verb itself.
+
+    Args:
+        tensor_dict: As in ``broadcast_tensor_dict``.
+        src: Likewise.
+        into: Likewise.
+        objects: Likewise.
+        weights_only: Decode objects with the restricted decoder; the same on all ranks.
+        data: The communicators that carry data which does not go along with the headers; None is the call's own.
+    """
+
     operation = "broadcast_tensor_dict"
 
-    def __init__(self, tensor_dict: Tree, src: int, into: Tree) -> None:
+    def __init__(
+        self,
+        tensor_dict: Tree,
+        src: int,
+        into: Tree = None,
+        objects: bool = False,
+        weights_only: bool = True,
+        data: Communicators | None = None,
+    ) -> None:
         self._tensor_dict, self._src, self._into = tensor_dict, src, into
+        self._objects, self._weights_only, self._data = objects, weights_only, data
         self._outgoing: Outgoing | None = None
         self._incoming: Incoming | None = None
         self._buffers: Buffers = []
+        self._message = _FROM_SOURCE
 
     def prepare(self, comms: Communicators) -> Call:
         src = self._src
         check_rank(comms, "src", src)
+        arguments: dict[str, Any] = {"src": index(src)}
+        if not self._weights_only:
+            codec.demand_pickle()
+            arguments["weights_only"] = False
         if comms.rank != src:
-            return Call({"src": index(src)})
+            asked = [] if self._into is None else [_ANSWERS]
+            return Call(arguments, nbytes=len(asked), payload=asked)
         if self._tensor_dict is None:
             raise ValueError(f"broadcast_tensor_dict: rank {src} is the source, but its tensor_dict is None")
-        self._outgoing = Outgoing(self._tensor_dict)
-        self._buffers = self._outgoing.buffers(comms) if comms.size > 1 else []
-        return Call({"src": index(src)}, nbytes=self._outgoing.header.numel())
+        self._outgoing = outgoing = Outgoing(self._tensor_dict, self._objects, self._weights_only)
+        if comms.size > 1:
+            announcement = outgoing.announcement(comms, comms.frames.nbytes - _FRAME_HEAD)
+            self._buffers = outgoing.buffers(self._data or comms)
+            asked = [_ANSWERS if self._buffers or outgoing.needs_answer else _FROM_SOURCE]
+            self._message = torch.cat([*asked, announcement])
+        return Call(arguments, nbytes=self._message.numel(), payload=[self._message])
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> None:
         if comms.size == 1:
             return
-        src, outgoing = self._src, self._outgoing
-        encoded = outgoing.header if outgoing else torch.empty(agreed.nbytes[src], dtype=torch.uint8, device="cpu")
-        comms.control.broadcast(encoded, src, async_op=False)
-        self._accept(comms, encoded)
-        _move(comms, self._buffers, comms.cpu, lambda comm, buffer: comm.broadcast(buffer, src, async_op=True))
+        src, nbytes = self._src, agreed.nbytes
+        if agreed.has_payload:
+            self._message = agreed.payload(src).clone()  # another exchange of headers may follow
+        else:
+            if comms.rank != src:
+                self._message = torch.empty(nbytes[src], dtype=torch.uint8, device="cpu")
+            comms.control.broadcast(self._message, src, async_op=False)
+        if self._message[0] or any(n for rank, n in enumerate(nbytes) if rank != src):
+            self._accept(comms)
+            carrier = self._data or comms
+            with contextlib.nullcontext() if carrier is comms else calling(carrier, self.operation):
+                _move(carrier, self._buffers, carrier.cpu, lambda comm, data: comm.broadcast(data, src, async_op=True))
 
-    def _accept(self, comms: Communicators, encoded: torch.Tensor) -> None:
+    def _read(self, comms: Communicators) -> Incoming:
+        return Incoming.announced(self._data or comms, self._message[1:], self._into, self._weights_only)
+
+    def _accept(self, comms: Communicators) -> None:
         """Every rank says whether it can take what comes; all raise where one cannot."""
         mine = torch.empty(0, dtype=torch.uint8, device="cpu")
 
         def judge() -> Call:
             nonlocal mine
             if self._outgoing is None:
-                self._incoming = Incoming(comms, encoded, self._into)
+                self._incoming = self._read(comms)
                 if misfit := self._incoming.misfit():
                     mine = _as_bytes(json.dumps(misfit))
                 self._buffers = self._incoming.buffers()
@@ -271,7 +325,19 @@ class _BroadcastTensorDict(Verb[Tree]):
             )
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: None) -> Tree:
-        return self._incoming.finish() if self._incoming else self._tensor_dict
+        if self._outgoing is not None:
+            return self._tensor_dict
+        return (self._incoming or self._read(comms)).finish()
+
+
+_SMALL = 1 << 15
+"""Bytes up to which a tree travels to one rank in its announcement."""
+
+_FRAME_HEAD = 128
+"""Bytes of a frame before its payload, and what goes before the announcement."""
+
+_FROM_SOURCE, _ANSWERS = torch.zeros(1, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8)
+"""What goes before an announcement, or is all that a receiver says: whether all ranks have to say that they take it."""
 
 
 def _misfits(comms: Communicators, mine: torch.Tensor, nbytes: Sequence[int]) -> dict[int, dict[str, Any]]:

@@ -36,11 +36,6 @@ _DEPTH = 16
 class LocalShard(NamedTuple):
     """A plain tensor that is a part of a whole one: what a layout without ``DTensor`` says of an entry.
 
-    Attributes:
-        tensor: The part, on this rank.
-        start: Where it begins in the whole tensor, in each dimension.
-        shape: Of the whole tensor.
-
     Example:
         >>> import torch
         >>> from easydist import weights
@@ -49,8 +44,11 @@ class LocalShard(NamedTuple):
     """
 
     tensor: torch.Tensor
+    """The part, on this rank."""
     start: Sequence[int]
+    """Where it begins in the whole tensor, in each dimension."""
     shape: Sequence[int]
+    """Of the whole tensor."""
 
 
 class Resharding:
@@ -63,7 +61,7 @@ class Resharding:
     are those that were there when it was made; optimizers change them in place.
 
     Args:
-        source: What this rank holds: a module or a dict of tensors, ``DTensor``s and ``LocalShard``s; None: nothing.
+        source: What this rank holds: a module or a dict of tensors, DTensors and local shards; None: nothing.
         target: What this rank wants, likewise; its tensors are written in place.
         group: The ranks that take part.
         bucket_bytes: How many bytes may be under way on a rank, and may be copied on the way.

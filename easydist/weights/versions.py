@@ -164,7 +164,7 @@ class WeightPublisher(_Member):
     sharded model. While ``publish`` runs, every receiver calls ``receive``.
 
     Args:
-        model_or_dict: A module, or a state dict that is changed in place; it may hold ``DTensor``s.
+        model_or_dict: A module, or a state dict that is changed in place; it may hold DTensors.
         src: The publisher's rank in the group; of a sharded model all ranks.
         group: The members.
         dtype: As in ``broadcast_state_dict``, and so are the following.

@@ -10,8 +10,10 @@ from groups import BACKENDS, check_works, made, of_all
 
 import easydist
 from easydist import RemoteError
-from easydist.agreement.runner import Verb
+from easydist.agreement.runner import Verb, run
 from easydist.metrics import Counts, compute
+from easydist.parallel.collectives import AllGatherV, AllReduce, ReduceScatter
+from easydist.state import communicators
 from easydist.testing import distributed
 from easydist.verbs import padding
 
@@ -53,6 +55,19 @@ def collect(group):
     return collector.compute()
 
 
+def reshard(group):
+    is_source = group.rank() == 0
+    easydist.weights.Resharding(
+        {"x": LARGE} if is_source else None, {"x": torch.zeros_like(LARGE)}, group=group, timeout=30
+    ).run(timeout=30)
+
+
+def regroup(group):
+    weights = easydist.weights
+    member = weights.WeightReceiver(group=group) if group.rank() else weights.WeightPublisher({"x": LARGE}, group=group)
+    member.regroup(group)
+
+
 VERBS = {
     "gather": lambda group: easydist.gather(LARGE, group=group, timeout=30),
     "gather_for_metrics": lambda group: easydist.gather_for_metrics(
@@ -71,13 +86,19 @@ VERBS = {
     "broadcast_object_list": lambda group: easydist.broadcast_object_list([LARGE], group=group, timeout=30),
     "scatter_object_list": scatter_objects,
     "broadcast_tensor_dict": lambda group: easydist.broadcast_tensor_dict({"x": LARGE}, group=group, timeout=30),
+    "all_reduce": lambda group: run(AllReduce(LARGE), communicators(group), 30),
+    "reduce_scatter": lambda group: run(ReduceScatter(LARGE, 0, None, may_differ=False), communicators(group), 30),
+    "all_gatherv": lambda group: run(AllGatherV(LARGE, 0, None), communicators(group), 30),
     "sync_dist": sync,
     "synchronize_rng_states": lambda group: easydist.synchronize_rng_states(["torch", "numpy"], group=group),
     "compute": counted,
+    "Resharding": reshard,
+    "Resharding.run": reshard,
+    "regroup": regroup,
 }
 OF_TWO = {"send_tensor_dict", "recv_tensor_dict"}
-WITHOUT_DATA = {"GatheredParameters", "distributed_loader"}
-OF_SEVERAL_CALLS = {"MetricCollector"}
+WITHOUT_DATA = {"GatheredParameters", "GroupCoordinator", "distributed_loader"}
+OF_SEVERAL_CALLS = {"MetricCollector", "Resharding", "Resharding.run"}
 
 
 def every(cls):

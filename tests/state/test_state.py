@@ -364,7 +364,7 @@ def test_group_takes_a_communicator(rank, world_size):
 
 @distributed(world_size=2)
 def test_group_takes_nothing_else():
-    with pytest.raises(TypeError, match="a ProcessGroup, a one-dimensional DeviceMesh or a TorchComm, got int"):
+    with pytest.raises(TypeError, match="a one-dimensional DeviceMesh, a TorchComm or a GroupCoordinator, got int"):
         easydist.gather(torch.zeros(1), group=3)
     assert everyone() == [0, 1]
 

@@ -109,6 +109,39 @@ def test_ties_are_sent_once_and_tied_again(rank, world_size):
 
 
 @distributed(world_size=2)
+def test_with_objects_values_arrive_as_what_they_are_where_their_class_is_allowed(rank):
+    data = {
+        "set": {1, 2},
+        "enum": CASES["enum"](),
+        "weight": torch.nn.Parameter(torch.ones(2)),
+        "n": CASES["namedtuple"](),
+    }
+    classes = [type(data["enum"]), type(data["n"])]
+    for call in (lambda: easydist.broadcast_tensor_dict(data, objects=True), lambda: pair(rank, data)):
+        with pytest.raises(RemoteError, match=r"which is not allow-listed"):
+            call()
+        with torch.serialization.safe_globals(classes):
+            got = call()
+        assert_same(got, data) if got is not None else None
+    works_on(rank)
+
+
+def pair(rank, data):
+    return easydist.recv_tensor_dict(0) if rank else easydist.send_tensor_dict(data, 1, objects=True)
+
+
+@distributed(world_size=2)
+def test_headers_that_come_again_are_those_of_what_is_sent(rank):
+    base = torch.arange(4.0)
+    trees = [{"a": base}, {"a": base, "n": 1}, {"a": base, "n": True}, {"a": base, "n": "1"}, {"a": base.int()}]
+    trees += [{"a": base, "b": base}, {"a": base[:2], "b": base[2:]}, {"b": base, "a": base.double()}, {"a": base[:0]}]
+    for sent in trees * 2 + trees[::-1]:
+        got = easydist.broadcast_tensor_dict(sent if rank == 0 else None)
+        assert_same(got, sent)
+        assert "b" not in sent or (got["a"] is got["b"]) == (sent["a"] is sent["b"])
+
+
+@distributed(world_size=2)
 def test_what_arrives_has_memory_of_its_own(rank):
     shared = torch.arange(6.0)
     got = exchanged(rank, {"a": shared[:3], "b": shared[3:]})

@@ -1,0 +1,168 @@
+"""Time GroupCoordinator beside plain torch.distributed (gloo), on the same data in the same run.
+
+python benchmarks/coordinator.py [--ranks 2 4] [--seconds 1]
+
+The stand-in does what engines do with torch.distributed alone: metadata by ``broadcast_object_list`` or
+``send_object_list``, then one operation per tensor. Printed are medians over calls, of the slowest rank. The last
+column was measured before on a machine of the same type, idle, with vLLM 0.33.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from easydist.parallel import GroupCoordinator
+from easydist.testing import Pool
+
+SMALL, LARGE = "10 × 1 KB", "64 × 1 MB"
+BEFORE = {
+    ("broadcast_tensor_dict", SMALL, 2): 1.75e-3,
+    ("broadcast_tensor_dict", SMALL, 4): 5.5e-3,
+    ("broadcast_tensor_dict", LARGE, 2): 22e-3,
+    ("broadcast_tensor_dict", LARGE, 4): 60e-3,
+    ("send + recv_tensor_dict", SMALL, 2): 0.42e-3,
+    ("send + recv_tensor_dict", LARGE, 2): 34e-3,
+    ("broadcast_object", "1 KB", 2): 202e-6,
+    ("broadcast_object", "1 KB", 4): 928e-6,
+    ("broadcast_object, queue", "1 KB", 2): 27e-6,
+    ("broadcast_object, queue", "1 KB", 4): 197e-6,
+}
+"""Seconds; vLLM 0.33, same machine type, measured before."""
+
+Row = tuple[str, str]
+
+
+def tree(count: int, nbytes: int) -> dict[str, torch.Tensor]:
+    return {f"t{i}": torch.full((nbytes // 4,), float(i)) for i in range(count)}
+
+
+def described(data: dict[str, torch.Tensor]) -> list[Any]:
+    return [(name, tensor.dtype, tensor.shape) for name, tensor in data.items()]
+
+
+class StandIn:
+    """What engines do with torch.distributed alone."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def broadcast_tensor_dict(self, data: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+        told: list[Any] = [described(data) if data else None]
+        dist.broadcast_object_list(told, 0)
+        result = data or {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in told[0]}
+        for work in [dist.broadcast(tensor, 0, async_op=True) for tensor in result.values()]:
+            work.wait()
+        return result
+
+    def send_tensor_dict(self, data: dict[str, torch.Tensor]) -> None:
+        dist.send_object_list([described(data)], 1)
+        for tensor in data.values():
+            dist.send(tensor, 1)
+
+    def recv_tensor_dict(self) -> dict[str, torch.Tensor]:
+        told: list[Any] = [None]
+        dist.recv_object_list(told, 0)
+        result = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in told[0]}
+        for tensor in result.values():
+            dist.recv(tensor, 0)
+        return result
+
+    def broadcast_object(self, obj: Any) -> Any:
+        objects = [obj]
+        dist.broadcast_object_list(objects, 0)
+        return objects[0]
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total
+
+
+def calls(rank: int, group: Any) -> dict[Row, Callable[[], Any]]:
+    """What is measured, of a coordinator or of the stand-in."""
+    rows: dict[Row, Callable[[], Any]] = {}
+    for name, data in ((SMALL, tree(10, 1024)), (LARGE, tree(64, 1 << 20))):
+        mine = data if rank == 0 else None
+        rows["broadcast_tensor_dict", name] = lambda mine=mine: group.broadcast_tensor_dict(mine)
+        pair = [lambda data=data: group.send_tensor_dict(data), group.recv_tensor_dict]
+        rows["send + recv_tensor_dict", name] = pair[rank] if rank < 2 else lambda: None
+    obj = {"text": "x" * 1000} if rank == 0 else None
+    rows["broadcast_object", "1 KB"] = lambda: group.broadcast_object(obj)
+    for name, numel in (("1 KB", 256), ("1 MB", 1 << 18)):
+        tensor = torch.ones(numel)
+        rows["all_reduce", name] = lambda tensor=tensor: group.all_reduce(tensor)
+    return rows
+
+
+def timed(call: Callable[[], Any], seconds: float) -> float:
+    """Median seconds of a call; the ranks begin together."""
+    times: list[float] = []
+    count = torch.ones(1, dtype=torch.int64)
+    for _ in range(3):
+        call()
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    count[0] = int(min(2000, max(8, seconds / max(time.perf_counter() - start, 1e-6))))
+    dist.broadcast(count, 0)
+    for _ in range(int(count)):
+        dist.barrier()
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def measure(rank: int, world_size: int, seconds: float) -> list[tuple[Row, float, float]]:
+    """For each row the seconds of the coordinator and of the stand-in."""
+    everyone = [[*range(world_size)]]
+    plain = GroupCoordinator(everyone, rank, "gloo", False)
+    queued = GroupCoordinator(everyone, rank, "gloo", False, True)
+    ours, theirs = calls(rank, plain), calls(rank, StandIn(rank))
+    through_queue = calls(rank, queued)["broadcast_object", "1 KB"]
+    ours["broadcast_object, queue", "1 KB"] = through_queue
+    theirs["broadcast_object, queue", "1 KB"] = theirs["broadcast_object", "1 KB"]
+    rows = [(row, timed(ours[row], seconds), timed(theirs[row], seconds)) for row in ours]
+    listed = calls(rank, plain)
+    data = [tree(10, 1024) if rank == 0 else None]
+    del listed
+    rows.append((("broadcast_object_list", SMALL), timed(lambda: plain.broadcast_object_list([*data]), seconds),
+                 timed(lambda: dist.broadcast_object_list([*data]), seconds)))  # fmt: skip
+    plain.destroy()
+    queued.destroy()
+    return rows
+
+
+def shown(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--seconds", type=float, default=1, help="for each row, roughly")
+    options = parser.parse_args()
+    with Pool(timeout=600) as pool:
+        for ranks in options.ranks:
+            results = pool.run(measure, ranks, seconds=options.seconds)
+            print(f"\n{ranks} ranks, {os.cpu_count()} cores")
+            print(f"{'':36}{'easydist':>10}{'gloo':>10}{'ratio':>8}   vLLM 0.33, same machine type, measured before")
+            for each in zip(*results, strict=True):
+                (name, size), *_ = each[0]
+                ours, theirs = max(row[1] for row in each), max(row[2] for row in each)
+                before = BEFORE.get((name, size, ranks))
+                line = f"{name + ', ' + size:36}{shown(ours):>10}{shown(theirs):>10}{theirs / ours:>8.1f}"
+                print(f"{line}   {shown(before) if before else ''}".rstrip())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""``GroupCoordinator`` under another path."""
+
+from easydist.parallel import GroupCoordinator
+
+__all__ = ["GroupCoordinator"]

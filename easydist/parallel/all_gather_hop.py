@@ -1,0 +1,137 @@
+"""A tensor that all ranks of a stage have: each sends its share of it, and the receivers gather the shares.
+
+So it crosses between hosts once, not once for each rank. On one host that costs more than it saves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from easydist import memory, tree
+from easydist.errors import DisagreementError
+from easydist.format import outline
+from easydist.format.header import Entry, Header
+from easydist.groups.communicators import Communicators
+from easydist.typing import Tree
+from easydist.verbs.gather import gather
+from easydist.verbs.tensor_dict_messages import Incoming
+
+METADATA = "easydist.shares"
+
+
+class Terms(NamedTuple):
+    """What both sides have to say alike.
+
+    Attributes:
+        size: How many ranks gather; 1 if none was named.
+        asked: Which tensors shall go in shares, or shall not, by key.
+    """
+
+    size: int
+    asked: dict[str, bool]
+
+    @classmethod
+    def of(cls, group: Any, asked: Mapping[str, bool] | None) -> Terms:
+        """Those of a call."""
+        size = 1 if group is None else int(group.world_size)
+        return cls(size, {str(key): bool(value) for key, value in sorted((asked or {}).items())} if size > 1 else {})
+
+    def check(self, theirs: Any, src: int, rank: int) -> None:
+        """Make sure that the sender said the same.
+
+        Raises:
+            DisagreementError: It did not.
+        """
+        sender = Terms(*(theirs or (1, {})))
+        if sender != self:
+            raise DisagreementError(
+                "recv_tensor_dict: the two ranks disagree on the all-gather\n"
+                f"  rank {src} sends with {sender._text}\n  rank {rank} receives with {self._text}\n"
+                "Pass all_gather_group of one size and the same all_gather_tensors on both sides, or on neither."
+            )
+
+    @property
+    def _text(self) -> str:
+        if self.size == 1:
+            return "no all_gather_group"
+        asked = f" and all_gather_tensors={self.asked}" if self.asked else ""
+        return f"an all_gather_group of {self.size} ranks{asked}"
+
+
+def saves_bytes(here: str, there: str, gathering: Sequence[str]) -> bool:
+    """True if the data goes to another host, and the ranks that send shares are all on this one.
+
+    Args:
+        here: This rank's host.
+        there: That of the receiver.
+        gathering: Those of the ranks that send shares.
+    """
+    return here != there and set(gathering) == {here}
+
+
+def cut(data: Tree, terms: Terms, rank: int, by_default: bool) -> tuple[Tree, dict[str, list[int]]]:
+    """The tree with this rank's shares in place of tensors, and the shapes of these by path.
+
+    Args:
+        data: The tree.
+        terms: The call's.
+        rank: This process among those that gather.
+        by_default: What happens to tensors that were not asked for.
+    """
+    shapes: dict[str, list[int]] = {}
+    if terms.size == 1 or not (by_default or any(terms.asked.values())):
+        return data, shapes
+    leaves, spec = tree.flatten(data, lambda value: isinstance(value, torch.Tensor) or outline.is_object(value))
+    shares: dict[int, torch.Tensor] = {}
+    for i, (leaf, path) in enumerate(zip(leaves, spec.paths, strict=True)):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        if terms.asked.get(_key(path), by_default) and leaf.numel() and leaf.numel() % terms.size == 0:
+            shapes[path] = list(leaf.shape)
+            if id(leaf) not in shares:
+                shares[id(leaf)] = leaf.detach().contiguous().reshape(terms.size, -1)[rank]
+            leaves[i] = shares[id(leaf)]
+    return (spec.rebuild(leaves), shapes) if shapes else (data, shapes)
+
+
+def _key(path: str) -> str:
+    """The key by which ``all_gather_tensors`` names a leaf: that of the dict, or its path if it lies deeper."""
+    text = path[2:-2]
+    return text if path == f"[{text!r}]" else path
+
+
+class IncomingShares(Incoming):
+    """A tree of which some tensors come in shares; ``gather`` completes them."""
+
+    def allocate(self, comms: Communicators, head: Header) -> Any:
+        """As in ``Incoming``, with the whole tensors in the tree and the shares in the messages."""
+        receiving, tensors = super().allocate(comms, head)
+        shapes: dict[str, list[int]] = json.loads(head.metadata.get(METADATA, "{}"))
+        self._shares: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for entry in head.entries:
+            if entry.name in shapes:
+                share = tensors[entry.name]
+                whole = tensors[entry.name] = _whole(entry, shapes[entry.name], share.device)
+                self._shares.append((whole, share))
+        return receiving, tensors
+
+    @property
+    def has_shares(self) -> bool:
+        """True if ``gather`` exchanges something."""
+        return bool(self._shares)
+
+    def gather(self, group: Any) -> None:
+        """Complete the tensors, once all shares have arrived; on all ranks of ``group``."""
+        shares, self._shares = self._shares, []
+        if shares:
+            every = gather([share for _, share in shares], group=group)
+            for (whole, _), flat in zip(shares, every, strict=True):
+                whole.view(-1).copy_(flat)
+
+
+def _whole(entry: Entry, shape: list[int], device: torch.device) -> torch.Tensor:
+    return memory.empty(torch.Size(shape), entry.dtype, device)

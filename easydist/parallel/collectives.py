@@ -1,0 +1,146 @@
+"""Sums over ranks that keep the dtype and may be cut along any dimension, and gathering with announced sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import index
+from typing import Any
+
+import torch
+
+from easydist import memory
+from easydist.agreement.call import Call
+from easydist.agreement.frames import Agreement
+from easydist.agreement.runner import Verb
+from easydist.data.packing import unpack
+from easydist.data.plan import split_sizes
+from easydist.groups.communicators import Communicators
+from easydist.transport.reduce_op import ReduceOp, check_reducible, combine
+from easydist.typing import Tree
+from easydist.verbs.buckets import by_comm, small_payload
+from easydist.verbs.gather import Gather
+from easydist.verbs.trees import leaves_of
+
+
+class _Sum(Verb[torch.Tensor]):
+    """What the sums have in common: one tensor, of one shape on all ranks."""
+
+    def __init__(self, input_: torch.Tensor) -> None:
+        self._input = input_
+
+    def _call(self, comms: Communicators, arguments: dict[str, Any]) -> Call:
+        if not isinstance(self._input, torch.Tensor):
+            raise TypeError(f"{self.operation}: input_ has to be a tensor, got {type(self._input).__name__}")
+        check_reducible(self._input.dtype, ReduceOp.SUM)
+        leaves = leaves_of(self._input, self.operation)
+        return Call(arguments, leaves, nbytes=leaves.layout.packing.nbytes, payload=small_payload(comms, leaves))
+
+    @property
+    def _tensor(self) -> torch.Tensor:
+        return self._input.detach()
+
+    def _payloads(self, comms: Communicators, agreed: Agreement) -> list[torch.Tensor]:
+        """The tensors of all ranks, where they came with the headers."""
+        like = self._tensor
+        return [unpack(agreed.payload(rank), [like.dtype], [like.shape])[0] for rank in range(comms.size)]
+
+
+class AllReduce(_Sum):
+    """Law: ``input_ of rank 0 + … + input_ of rank W-1``, a new tensor of the same dtype."""
+
+    operation = "all_reduce"
+
+    def prepare(self, comms: Communicators) -> Call:
+        return self._call(comms, {})
+
+    def exchange(self, comms: Communicators, agreed: Agreement) -> torch.Tensor | None:
+        tensor = self._tensor
+        if comms.size == 1:
+            return tensor.clone()
+        if agreed.has_payload and agreed.call.payload:
+            return None
+        ((comm, _),) = by_comm(comms, [tensor], [0], tensor.nbytes)
+        data = tensor.to(comm.get_device()).contiguous()
+        total = memory.empty(data.shape, data.dtype, data.device)
+        comm.all_reduce_from(total, data, ReduceOp.SUM, async_op=False)
+        return total.to(tensor.device)
+
+    def result(self, comms: Communicators, agreed: Agreement, arrived: torch.Tensor | None) -> torch.Tensor:
+        return combine(ReduceOp.SUM, self._payloads(comms, agreed)) if arrived is None else arrived
+
+
+class ReduceScatter(_Sum):
+    """Law: ``(input_ of rank 0 + … + input_ of rank W-1).split(sizes, dim)[rank]``.
+
+    Args:
+        input_: A tensor.
+        dim: Along which dimension it is cut.
+        sizes: How much each rank gets; None cuts it evenly.
+        may_differ: Without sizes: the first ranks may get one more than the others.
+    """
+
+    operation = "reduce_scatter"
+
+    def __init__(self, input_: torch.Tensor, dim: int, sizes: Sequence[int] | None, may_differ: bool) -> None:
+        super().__init__(input_)
+        self._dim, self._given, self._may_differ = dim, sizes, may_differ
+
+    def prepare(self, comms: Communicators) -> Call:
+        call = self._call(comms, {"dim": index(self._dim), "sizes": None if self._given is None else [*self._given]})
+        length = self._length()
+        self._sizes = split_sizes(length, comms.size) if self._given is None else [index(n) for n in self._given]
+        fits = len(self._sizes) == comms.size and sum(self._sizes) == length and min(self._sizes) >= 0
+        if not fits or (self._given is None and not self._may_differ and length % comms.size):
+            told = "" if self._given is None else f" as sizes={[*self._given]} says"
+            raise ValueError(
+                f"{self.operation}: dim {self._dim} of {tuple(self._input.shape)} cannot be cut for {comms.size} ranks"
+                f"{told}; pass sizes that add up to {length} to reduce_scatterv"
+            )
+        return call
+
+    def _length(self) -> int:
+        if not -self._input.ndim <= self._dim < self._input.ndim:
+            raise ValueError(f"{self.operation}: a tensor of {self._input.ndim} dimensions has no dim {self._dim}")
+        return self._input.shape[self._dim]
+
+    def exchange(self, comms: Communicators, agreed: Agreement) -> torch.Tensor | None:
+        tensor = self._tensor
+        if comms.size == 1:
+            return tensor.clone()
+        if agreed.has_payload and agreed.call.payload:
+            return None
+        ((comm, _),) = by_comm(comms, [tensor], [0], tensor.nbytes)
+        parts = [part.to(comm.get_device()).contiguous() for part in tensor.split(self._sizes, self._dim)]
+        output = memory.empty(parts[comms.rank].shape, tensor.dtype, comm.get_device())
+        comm.reduce_scatter(output, parts, ReduceOp.SUM, async_op=False)
+        return output.to(tensor.device)
+
+    def result(self, comms: Communicators, agreed: Agreement, arrived: torch.Tensor | None) -> torch.Tensor:
+        if arrived is not None:
+            return arrived
+        mine = [tensor.split(self._sizes, self._dim)[comms.rank] for tensor in self._payloads(comms, agreed)]
+        return combine(ReduceOp.SUM, mine)
+
+
+class AllGatherV(Gather):
+    """``gather`` to all ranks, where the sizes may be given, and are checked then."""
+
+    operation = "all_gatherv"
+
+    def __init__(self, tensor: Tree, dim: int, sizes: Sequence[int] | None) -> None:
+        super().__init__(tensor, None, dim)
+        self._sizes, self._along = sizes, dim
+
+    def prepare(self, comms: Communicators) -> Call:
+        call = super().prepare(comms)
+        if (sizes := self._sizes) is not None:
+            call.arguments["sizes"] = [*map(index, sizes)]
+            if len(sizes) != comms.size:
+                raise ValueError(f"all_gatherv: sizes={[*sizes]} has to have one entry per rank, {comms.size}")
+            own = {shape[self._along] for shape in call.tree.layout.shapes}
+            if own - {sizes[comms.rank]}:
+                raise ValueError(
+                    f"all_gatherv: rank {comms.rank} has sizes {sorted(own)} along dim {self._along}, but "
+                    f"sizes={[*sizes]}"
+                )
+        return call

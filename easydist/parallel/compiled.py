@@ -1,0 +1,80 @@
+"""The collectives as operators that ``torch.compile`` knows: a compiled function calls them without a break.
+
+They cannot take the coordinator itself, so they get its name and look it up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from easydist.parallel.membership import named
+
+
+@torch.library.custom_op("easydist::group_all_reduce", mutates_args=())
+def _all_reduce(input_: torch.Tensor, group_name: str) -> torch.Tensor:
+    group: Any = named(group_name)
+    return _own(group._all_reduce_out_place(input_), input_)
+
+
+@_all_reduce.register_fake
+def _(input_: torch.Tensor, group_name: str) -> torch.Tensor:
+    return torch.empty_like(input_, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("easydist::group_all_gather", mutates_args=())
+def _all_gather(input_: torch.Tensor, dim: int, world_size: int, group_name: str) -> torch.Tensor:
+    group: Any = named(group_name)
+    gathered = group._all_gather_out_place(input_, dim)
+    if gathered.shape != _resized(input_, dim, input_.shape[dim] * world_size):
+        raise RuntimeError(
+            f"all_gather: in a compiled function all ranks need one size along dim {dim}; got {tuple(gathered.shape)} "
+            f"of {tuple(input_.shape)} on each of {world_size} ranks. Use all_gatherv outside of it."
+        )
+    return _own(gathered, input_)
+
+
+@_all_gather.register_fake
+def _(input_: torch.Tensor, dim: int, world_size: int, group_name: str) -> torch.Tensor:
+    return input_.new_empty(_resized(input_, dim, input_.shape[dim] * world_size))
+
+
+@torch.library.custom_op("easydist::group_reduce_scatter", mutates_args=())
+def _reduce_scatter(input_: torch.Tensor, dim: int, world_size: int, group_name: str) -> torch.Tensor:
+    group: Any = named(group_name)
+    return _own(group._reduce_scatter_out_place(input_, dim), input_)
+
+
+@_reduce_scatter.register_fake
+def _(input_: torch.Tensor, dim: int, world_size: int, group_name: str) -> torch.Tensor:
+    return input_.new_empty(_resized(input_, dim, input_.shape[dim] // world_size))
+
+
+def _resized(tensor: torch.Tensor, dim: int, size: int) -> torch.Size:
+    shape = [*tensor.shape]
+    shape[dim] = size
+    return torch.Size(shape)
+
+
+def _own(result: torch.Tensor, input_: torch.Tensor) -> torch.Tensor:
+    """Contiguous and not the input itself, as the fake implementations say."""
+    return result.clone() if result is input_ else result.contiguous()
+
+
+def all_reduce(input_: torch.Tensor, group_name: str) -> torch.Tensor:
+    """``all_reduce`` of the coordinator of this name."""
+    total: torch.Tensor = torch.ops.easydist.group_all_reduce(input_, group_name)
+    return total
+
+
+def all_gather(input_: torch.Tensor, dim: int, world_size: int, group_name: str) -> torch.Tensor:
+    """``all_gather`` of the coordinator of this name."""
+    gathered: torch.Tensor = torch.ops.easydist.group_all_gather(input_, dim, world_size, group_name)
+    return gathered
+
+
+def reduce_scatter(input_: torch.Tensor, dim: int, world_size: int, group_name: str) -> torch.Tensor:
+    """``reduce_scatter`` of the coordinator of this name."""
+    part: torch.Tensor = torch.ops.easydist.group_reduce_scatter(input_, dim, world_size, group_name)
+    return part

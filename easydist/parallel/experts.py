@@ -1,0 +1,155 @@
+"""Tokens to the experts of all ranks and back: what a mixture of experts exchanges."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from easydist.agreement.runner import run
+from easydist.eager import eager
+from easydist.parallel.collectives import AllGatherV, ReduceScatter
+from easydist.parallel.membership import Membership
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _shown_as(shown: Callable[..., Any]) -> Callable[[_F], _F]:
+    """Let a method that takes two forms have the signature of the first."""
+
+    def decorate(method: _F) -> _F:
+        method.__signature__ = inspect.signature(shown)  # type: ignore[attr-defined]
+        return method
+
+    return decorate
+
+
+def _dispatch(
+    self: Any,
+    hidden_states: torch.Tensor,
+    router_logits: torch.Tensor,
+    is_sequence_parallel: bool = False,
+    extra_tensors: list[torch.Tensor] | None = None,
+) -> Any:
+    """The signature of ``dispatch``."""
+
+
+class Experts(Membership):
+    """``dispatch`` and ``combine``.
+
+    Attributes:
+        data_parallel: The ranks of this group whose tokens differ unless they are cut by sequence parallelism; None is
+            the group itself. A layout sets it for the group of experts.
+    """
+
+    data_parallel: Membership | None = None
+
+    @_shown_as(_dispatch)
+    @eager
+    def dispatch(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Give every rank the tokens of all ranks, with what the router says of them.
+
+        Law: ``hidden_states`` and ``router_logits`` become ``torch.cat([… of rank 0, …])``, and so does each of
+        ``extra_tensors``. The ranks may have different numbers of tokens, also none.
+
+        A tensor in third place selects vLLM 0.33's form,
+        ``dispatch(hidden_states, topk_weights, topk_ids, is_sequence_parallel=False, extra_tensors=None)``.
+
+        Args:
+            hidden_states: One row per token of this rank.
+            *args: ``router_logits``, likewise; ``is_sequence_parallel``: the tokens are cut over all ranks of the group
+                (else those of a tensor-parallel group are the same, and only ``data_parallel`` exchanges);
+                ``extra_tensors``, a list of further tensors of one row per token.
+            **kwargs: The same by name.
+
+        Returns:
+            ``(hidden_states, router_logits)``, or ``(hidden_states, topk_weights, topk_ids)``; with ``extra_tensors``
+            their list comes last.
+
+        Cost: one exchange for all tensors.
+        """
+        call = _Dispatch.of(args, kwargs)
+        group = self._exchanging(call.is_sequence_parallel)
+        count = torch.tensor([hidden_states.shape[0]])
+        tensors = [count, hidden_states, *call.tensors, *(call.extra or ())]
+        sizes, *gathered = run(AllGatherV(tensors, 0, None), group.communicators)
+        self._remember(call.is_sequence_parallel, sizes.tolist())
+        number = 1 + len(call.tensors)
+        return (*gathered[:number], gathered[number:]) if call.extra is not None else tuple(gathered)
+
+    @eager
+    def dispatch_router_logits(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: list[torch.Tensor] | None = None,
+    ) -> Any:
+        """As ``dispatch``; its other name."""
+        return self.dispatch(hidden_states, router_logits, is_sequence_parallel, extra_tensors)
+
+    @eager
+    def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> torch.Tensor:
+        """Sum what the experts of all ranks made of the tokens, and give each rank its own tokens back.
+
+        Law: ``(hidden_states of rank 0 + …).split(sizes)[rank]``, where ``sizes`` are those of the ``dispatch`` of as
+        many tokens.
+
+        Args:
+            hidden_states: One row per token of all ranks, as ``dispatch`` has given them.
+            is_sequence_parallel: As in ``dispatch``.
+
+        Raises:
+            RuntimeError: There was no ``dispatch`` of so many tokens.
+
+        Cost: one reduce-scatter.
+        """
+        sizes = self._sizes_of(is_sequence_parallel, hidden_states.shape[0])
+        group = self._exchanging(is_sequence_parallel)
+        return run(ReduceScatter(hidden_states, 0, sizes, may_differ=True), group.communicators)
+
+    def _exchanging(self, is_sequence_parallel: bool) -> Membership:
+        return self if is_sequence_parallel or self.data_parallel is None else self.data_parallel
+
+    def _remember(self, is_sequence_parallel: bool, sizes: list[int]) -> None:
+        self._dispatched: dict[tuple[bool, int], list[int]] = getattr(self, "_dispatched", {})
+        self._dispatched[is_sequence_parallel, sum(sizes)] = sizes
+
+    def _sizes_of(self, is_sequence_parallel: bool, total: int) -> list[int]:
+        known = getattr(self, "_dispatched", {})
+        if (is_sequence_parallel, total) not in known:
+            raise RuntimeError(
+                f"combine: there was no dispatch of {total} tokens with is_sequence_parallel={is_sequence_parallel}; "
+                f"there was one of {sorted(count for flag, count in known if flag == is_sequence_parallel)}"
+            )
+        return known[is_sequence_parallel, total]  # type: ignore[no-any-return]
+
+
+class _Dispatch:
+    """The arguments of ``dispatch`` after the first, in either form."""
+
+    def __init__(
+        self, tensors: list[torch.Tensor], is_sequence_parallel: bool, extra: list[torch.Tensor] | None
+    ) -> None:
+        self.tensors, self.is_sequence_parallel, self.extra = tensors, bool(is_sequence_parallel), extra
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Dispatch:
+        is_newer = "topk_ids" in kwargs or (len(args) > 1 and isinstance(args[1], torch.Tensor))
+        bound = (_NEWER if is_newer else _OLDER).bind(*args, **kwargs)
+        bound.apply_defaults()
+        *tensors, is_sequence_parallel, extra = bound.args
+        return cls(tensors, is_sequence_parallel, extra)
+
+
+def _signature(*names: str) -> inspect.Signature:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    optional = {"is_sequence_parallel": False, "extra_tensors": None}
+    parameters = [inspect.Parameter(name, kind) for name in names]
+    parameters += [inspect.Parameter(name, kind, default=value) for name, value in optional.items()]
+    return inspect.Signature(parameters)
+
+
+_OLDER, _NEWER = _signature("router_logits"), _signature("topk_weights", "topk_ids")

@@ -1,0 +1,110 @@
+"""The coordinators of a layout, made together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from easydist.parallel.coordinator import GroupCoordinator
+from easydist.parallel.layout import Lists, rank_lists
+from easydist.state import ProcessState
+
+_AXES = ("dp", "pp", "tp")
+
+
+class ParallelGroups(Mapping[str, GroupCoordinator]):
+    """Coordinators by name, also as attributes; ``destroy`` takes all of them down."""
+
+    def __init__(self, groups: Mapping[str, GroupCoordinator]) -> None:
+        self._groups = dict(groups)
+
+    def __getitem__(self, name: str) -> GroupCoordinator:
+        return self._groups[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __getattr__(self, name: str) -> GroupCoordinator:
+        try:
+            return self.__dict__["_groups"][name]  # type: ignore[no-any-return]
+        except KeyError:
+            raise AttributeError(f"there is no group {name!r}; there are {', '.join(self)}") from None
+
+    def destroy(self) -> None:
+        """Take down all groups. A second call does nothing."""
+        for group in self._groups.values():
+            group.destroy()
+
+
+def parallel_groups(
+    mesh: Any = None,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    dp: int | None = None,
+    backend: str | dist.Backend | None = None,
+    use_message_queue_broadcaster: bool = False,
+    weights_only: bool = True,
+) -> ParallelGroups:
+    """Make the coordinators of a layout; all ranks of the world call it.
+
+    The ranks lie in a box of ``dp × pp × tp`` in row-major order, as in vLLM: those of one tensor-parallel group follow
+    one another.
+
+    Example:
+        >>> from easydist.parallel import parallel_groups
+        >>> groups = parallel_groups(tp=1, pp=1)
+        >>> list(groups), groups.tp.ranks
+        (['world', 'dp', 'pp', 'tp', 'ep'], [0])
+        >>> groups.destroy()
+
+    Args:
+        mesh: A ``DeviceMesh`` of the whole world with names of its dimensions, in place of the sizes: one coordinator
+            for each.
+        tp: Ranks that share a layer (tensor parallel).
+        pp: Ranks that have layers one after another (pipeline parallel).
+        dp: Ranks that have the same layers and other data (data parallel); None is what is left.
+        backend: For tensors on the accelerator, as in ``GroupCoordinator``.
+        use_message_queue_broadcaster: ``broadcast_object`` of ``tp`` uses queues (of a mesh: of every group).
+        weights_only: As in ``GroupCoordinator``.
+
+    Returns:
+        ``world``, ``dp``, ``pp``, ``tp``, and ``ep``: the ranks that share the experts of a layer, ``dp × tp`` of one
+        stage. Of a mesh, ``world`` and one for each of its dimensions.
+
+    Raises:
+        ValueError: The sizes do not multiply to that of the world; the mesh has no names, or not all ranks.
+    """
+    size = ProcessState().num_processes
+    lists = _lists_of_mesh(mesh, size) if mesh is not None else _lists(size, tp, pp, dp)
+    with_queues = {*lists} if mesh is not None else {"tp"}
+
+    def make(name: str, ranks: Lists) -> GroupCoordinator:
+        own_device = str(backend or "gloo") != "gloo"
+        queues = use_message_queue_broadcaster and name in with_queues
+        local_rank = ProcessState().local_process_index
+        return GroupCoordinator(ranks, local_rank, backend, own_device, queues, name, weights_only=weights_only)
+
+    groups = {"world": make("world", [[*range(size)]]), **{name: make(name, ranks) for name, ranks in lists.items()}}
+    if mesh is None:
+        groups["ep"].data_parallel = groups["dp"]
+    return ParallelGroups(groups)
+
+
+def _lists(size: int, tp: int, pp: int, dp: int | None) -> dict[str, Lists]:
+    sizes = (max(1, size // (tp * pp)) if dp is None else dp, pp, tp)
+    return rank_lists(size, dict(zip(_AXES, sizes, strict=True)), {"ep": ("dp", "tp")})
+
+
+def _lists_of_mesh(mesh: Any, size: int) -> dict[str, Lists]:
+    names = mesh.mesh_dim_names
+    if not names or sorted(mesh.mesh.flatten().tolist()) != [*range(size)]:
+        raise ValueError(f"parallel_groups needs a DeviceMesh of all {size} ranks with mesh_dim_names, got {mesh}")
+    return {
+        name: mesh.mesh.movedim(dim, -1).reshape(-1, mesh.mesh.shape[dim]).tolist() for dim, name in enumerate(names)
+    }

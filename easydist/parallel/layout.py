@@ -1,0 +1,45 @@
+"""Which ranks form a group, by a layout; no process is asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+Lists = list[list[int]]
+
+
+def rank_lists(
+    size: int, axes: Mapping[str, int], joined: Mapping[str, Sequence[str]] | None = None
+) -> dict[str, Lists]:
+    """The groups along each axis of a layout.
+
+    Law: the ranks lie in a box in row-major order, the last axis fastest; a group along an axis has the ranks that
+    differ in nothing but it.
+
+    Example:
+        >>> rank_lists(4, {"pp": 2, "tp": 2})
+        {'pp': [[0, 2], [1, 3]], 'tp': [[0, 1], [2, 3]]}
+
+    Args:
+        size: How many ranks there are.
+        axes: How long each axis is.
+        joined: Groups along several axes at once, by name.
+
+    Raises:
+        ValueError: The axes have more or fewer ranks.
+    """
+    if math.prod(axes.values()) != size or min(axes.values()) < 1:
+        told = " × ".join(f"{name}={length}" for name, length in axes.items())
+        raise ValueError(f"a layout of {told} needs {math.prod(axes.values())} ranks, the world has {size}")
+    box, names = torch.arange(size, device="cpu").view(*axes.values()), list(axes)
+    along = {**{name: [name] for name in names}, **(joined or {})}
+    return {name: _along(box, [names.index(axis) for axis in own]) for name, own in along.items()}
+
+
+def _along(box: torch.Tensor, dims: Sequence[int]) -> Lists:
+    others = [dim for dim in range(box.ndim) if dim not in dims]
+    length = math.prod(box.shape[dim] for dim in dims)
+    lists: Lists = box.permute(*others, *dims).reshape(-1, length).tolist()
+    return lists

@@ -1,0 +1,204 @@
+"""Which ranks a coordinator has, and the groups that are made for them."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from operator import index
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from easydist.agreement.call import Call
+from easydist.agreement.frames import Agreement
+from easydist.agreement.runner import Verb, run
+from easydist.groups.communicators import SOLO, Communicators, of_group, unregistered
+from easydist.liveness.peer import host_id
+from easydist.state import ProcessState
+from easydist.verbs.objects import gather_object
+
+_Made = tuple["dist.ProcessGroup | None", "dist.ProcessGroup | None"]
+"""The group for the CPU, and that for the accelerator."""
+
+_counts: dict[str, itertools.count[int]] = {}
+_known: weakref.WeakValueDictionary[str, Membership] = weakref.WeakValueDictionary()
+
+
+def named(unique_name: str) -> Membership:
+    """The coordinator of this name; what custom operators are given in its place.
+
+    Raises:
+        LookupError: There is none, or it was destroyed.
+    """
+    found = _known.get(unique_name)
+    if found is None or found.is_destroyed:
+        raise LookupError(f"there is no GroupCoordinator {unique_name!r} in this process, or it was destroyed")
+    return found
+
+
+class _Founding(Verb[None]):
+    """All ranks of the world are about to make the same groups."""
+
+    operation = "GroupCoordinator"
+    needs_data = False
+
+    def __init__(self, group_ranks: Sequence[Sequence[int]], arguments: dict[str, Any]) -> None:
+        self._lists, self._arguments = group_ranks, arguments
+
+    def prepare(self, comms: Communicators) -> Call:
+        lists = [[index(rank) for rank in ranks] for ranks in self._lists]
+        _check_lists(lists, comms.size)
+        index(self._arguments["local_rank"])
+        told = {name: value for name, value in self._arguments.items() if name != "local_rank"}
+        return Call({"group_ranks": lists, **told})
+
+    def result(self, comms: Communicators, agreed: Agreement, arrived: None) -> None:
+        return None
+
+
+def _check_lists(lists: Sequence[Sequence[int]], size: int) -> None:
+    every = [rank for ranks in lists for rank in ranks]
+    if unordered := [ranks for ranks in lists if list(ranks) != sorted(ranks)]:
+        raise ValueError(f"group_ranks has {unordered[0]}; torch.distributed knows ranks in ascending order only")
+    if outside := sorted({rank for rank in every if not 0 <= rank < size}):
+        raise ValueError(f"group_ranks has rank {outside[0]}, but the world has {size} ranks, counted from 0")
+    if twice := sorted({rank for rank in every if every.count(rank) > 1}):
+        raise ValueError(f"group_ranks has rank {twice[0]} twice; each rank belongs to one group of a coordinator")
+    if missing := sorted(set(range(size)) - set(every)):
+        raise ValueError(
+            f"group_ranks={lists} does not have rank {missing[0]}; add a group for each rank, [{missing[0]}]"
+        )
+
+
+class Membership:
+    """The ranks of the group, this rank's place among them, and the process groups.
+
+    Attributes:
+        rank: This process in the world.
+        ranks: Those of the group, as ranks of the world.
+        world_size: How many they are.
+        rank_in_group: This process in the group.
+        local_rank: Of this process on its host, as it was given.
+        device: Of this process.
+        cpu_group: The gloo group for objects and tensors on the CPU; None in a world of one without a launcher.
+        device_group: The group for tensors on the accelerator; where its backend is gloo, ``cpu_group`` itself.
+        hosts: What tells the hosts of the ranks apart, in the order of the ranks.
+        unique_name: The name that was given, and a number.
+        use_device_communicator: As it was given.
+    """
+
+    def __init__(
+        self,
+        group_ranks: list[list[int]],
+        local_rank: int,
+        torch_distributed_backend: Any,
+        use_device_communicator: bool,
+        group_name: str | None,
+    ) -> None:
+        backend = str(torch_distributed_backend or "gloo")
+        state = ProcessState()
+        run(_Founding(group_ranks, {"backend": backend, "local_rank": local_rank}), state.communicators())
+        groups = _groups(group_ranks, state.process_index, backend, state.process_group)
+        ranks = next([*ranks] for ranks in group_ranks if state.process_index in ranks)
+        self.use_device_communicator = bool(use_device_communicator)
+        self._join(ranks, state.process_index, index(local_rank), group_name, groups)
+
+    def _join(self, ranks: list[int], rank: int, local_rank: int, group_name: str | None, groups: _Made) -> None:
+        """Become a member of groups that exist; with all other members."""
+        self.ranks, self.rank, self.local_rank = ranks, rank, local_rank
+        self.world_size, self.rank_in_group = len(ranks), ranks.index(rank)
+        self.device = _device(ProcessState().device, local_rank)
+        self.unique_name = _unique(group_name or "anonymous")
+        self.cpu_group, self.device_group = groups
+        self._communicators: Communicators | None = self._meet()
+        self.hosts: list[str] = gather_object([host_id()], weights_only=True, group=self)
+        _known[self.unique_name] = self
+
+    def _meet(self) -> Communicators:
+        if self.cpu_group is None:
+            return SOLO
+        comms = of_group(self.cpu_group)
+        if self.use_device_communicator and self.device_group is not self.cpu_group:
+            assert self.device_group is not None
+            comms.carry_by(self.device_group)
+        return comms.met()
+
+    @property
+    def is_destroyed(self) -> bool:
+        """True once ``destroy`` was called."""
+        return self._communicators is None
+
+    @property
+    def communicators(self) -> Communicators:
+        """What the verbs know of the group.
+
+        Raises:
+            RuntimeError: The coordinator was destroyed.
+        """
+        if self._communicators is None:
+            raise RuntimeError(f"{self!r} was destroyed; make a new GroupCoordinator")
+        return self._communicators
+
+    @property
+    def first_rank(self) -> int:
+        """The first rank of the group, as a rank of the world."""
+        return self.ranks[0]
+
+    @property
+    def last_rank(self) -> int:
+        """The last rank of the group, as a rank of the world."""
+        return self.ranks[-1]
+
+    @property
+    def is_first_rank(self) -> bool:
+        """True if this process is the group's first."""
+        return self.rank == self.first_rank
+
+    @property
+    def is_last_rank(self) -> bool:
+        """True if this process is the group's last."""
+        return self.rank == self.last_rank
+
+    @property
+    def next_rank(self) -> int:
+        """The rank of the world that comes after this one in the group; after the last comes the first."""
+        return self.ranks[(self.rank_in_group + 1) % self.world_size]
+
+    @property
+    def prev_rank(self) -> int:
+        """The rank of the world that comes before this one in the group; before the first comes the last."""
+        return self.ranks[(self.rank_in_group - 1) % self.world_size]
+
+    def _leave(self) -> None:
+        """Take down the process groups."""
+        groups = {id(group): group for group in (self.cpu_group, self.device_group) if group is not None}
+        self.cpu_group = self.device_group = self._communicators = None
+        for group in groups.values():
+            unregistered.discard(group)
+            if group in dist.distributed_c10d._world.pg_map:
+                dist.destroy_process_group(group)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.unique_name!r}, ranks={self.ranks}, rank_in_group={self.rank_in_group})"
+
+
+def _device(device: torch.device, local_rank: int) -> torch.device:
+    return device if device.type in ("cpu", "mps") else torch.device(device.type, local_rank)
+
+
+def _unique(name: str) -> str:
+    return f"{name}:{next(_counts.setdefault(name, itertools.count()))}"
+
+
+def _groups(lists: Sequence[Sequence[int]], rank: int, backend: str, world: dist.ProcessGroup | None) -> _Made:
+    """The groups of this process; all ranks make all of them, in one order."""
+    if world is None:
+        return None, None
+    own: _Made = None, None
+    for ranks in lists:
+        cpu: Any = dist.new_group([*ranks], backend="gloo")
+        device: Any = cpu if backend == "gloo" else dist.new_group([*ranks], backend=backend)
+        own = (cpu, device) if rank in ranks else own
+    return own

@@ -1,0 +1,290 @@
+"""What one rank of a coordinator gives to another one: tensors, objects, tensor dicts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from easydist.agreement.calling import calling
+from easydist.eager import eager
+from easydist.errors import DisagreementError
+from easydist.format import codec
+from easydist.parallel import all_gather_hop
+from easydist.parallel.all_gather_hop import IncomingShares, Terms
+from easydist.parallel.membership import Membership
+from easydist.parallel.messages import FRAME, OBJECT, TENSOR, TENSOR_DICT, Message, Pair
+from easydist.parallel.transfers import Transfer
+from easydist.typing import Tree
+from easydist.verbs.tensor_dict_messages import Incoming, Outgoing
+
+_ROOM = FRAME - 1024
+"""Bytes up to which a tensor dict goes in one frame with its terms."""
+
+Received = tuple[Tree, list[Transfer], list[Callable[[], None]]]
+
+
+class Pairs(Membership):
+    """The methods between two ranks; ``dst=None`` is the next rank of the group, ``src=None`` the previous one."""
+
+    weights_only: bool
+
+    @eager
+    def send(self, tensor: torch.Tensor, dst: int | None = None) -> None:
+        """Give one rank a tensor; returns when it has arrived.
+
+        Law: ``recv(tensor.shape, tensor.dtype, src)`` on rank ``dst`` is ``tensor``.
+
+        Args:
+            tensor: Of any dtype and strides.
+            dst: Another rank, inside the group; None is the next one.
+
+        Raises:
+            DisagreementError: The receiver expects something else; it raises the same.
+            ValueError: ``dst`` is not another rank of the group.
+
+        Cost: one message there and one back; for 256 KiB and more, or what is not on the CPU, one more there.
+        """
+
+        def prepare() -> Outgoing:
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"send: got {type(tensor).__name__}, not a tensor; use send_object")
+            return Outgoing(tensor.detach())
+
+        self._send("send", TENSOR, dst, prepare, {})
+
+    @eager
+    def recv(self, size: torch.Size, dtype: torch.dtype, src: int | None = None) -> torch.Tensor:
+        """Take the tensor that one rank gives with ``send``.
+
+        Args:
+            size: Its shape; another one of as many elements is taken as a view.
+            dtype: Its dtype.
+            src: Another rank, inside the group; None is the previous one.
+
+        Returns:
+            A new tensor, on ``device``.
+
+        Raises:
+            DisagreementError: What comes has another dtype, or another number of elements; the sender raises the same.
+        """
+
+        def open_(message: Message) -> Incoming:
+            wanted = torch.Size(size)
+            incoming = Incoming.announced(self.communicators, message.body)
+            came = incoming.tree
+            if came.dtype is not dtype or came.numel() != wanted.numel():
+                raise DisagreementError(
+                    f"recv: rank {self._peer_of(src, -1)} sends {came.dtype} {tuple(came.shape)}, "
+                    f"rank {self.rank_in_group} expects {dtype} {tuple(wanted)}"
+                )
+            return incoming
+
+        incoming, transfer = self._receive("recv", TENSOR, src, open_)
+        transfer.wait()
+        tensor: torch.Tensor = incoming.finish()
+        return tensor.to(self.device).view(size)
+
+    @eager
+    def send_object(self, obj: Any, dst: int) -> None:
+        """Give one rank an object; returns when it has arrived.
+
+        Args:
+            obj: Anything that ``weights_only`` of the constructor lets through.
+            dst: Another rank, inside the group.
+
+        Raises:
+            RemoteError: ``obj`` cannot travel, or the receiver refuses it. It raises the same.
+        """
+        self._send("send_object", OBJECT, dst, lambda: self._encoded(obj), {})
+
+    @eager
+    def recv_object(self, src: int) -> Any:
+        """Take the object that one rank gives with ``send_object``."""
+
+        def open_(message: Message) -> Any:
+            return codec.decode(message.body.clone(), weights_only=self.weights_only)
+
+        obj, _ = self._receive("recv_object", OBJECT, src, open_)
+        return obj
+
+    @eager
+    def send_tensor_dict(
+        self,
+        tensor_dict: Tree,
+        dst: int | None = None,
+        all_gather_group: Any = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+    ) -> None:
+        """Give one rank a tree of tensors and other values; returns when the receiver has taken it.
+
+        Law: ``recv_tensor_dict(src)`` on rank ``dst`` is ``tensor_dict``.
+
+        Tensors of any dtype and strides arrive contiguous, on the receiver's device of their type; the structure
+        travels as JSON. Dataclasses, namedtuples, enums and other objects arrive as what they are, once their classes
+        are allowed (``easydist.allow_globals``).
+
+        Args:
+            tensor_dict: Any such tree, not just a dict.
+            dst: Another rank, inside the group; None is the next one.
+            all_gather_group: The coordinator of the ranks that all send this tree, such as the tensor-parallel group.
+                Each then sends its share of a tensor, and the receivers gather the shares; done where ``dst`` is on
+                another host and the group is on one, as inside a host it costs more than it saves.
+            all_gather_tensors: By key (or path, ``"['a']['b']"``): True has a tensor sent in shares on one host too,
+                False never. Say False for tensors that the ranks of the group do not have alike.
+
+        Raises:
+            RemoteError: Something in the tree cannot travel, or the receiver cannot take it. It raises the same.
+            DisagreementError: The receiver means another all-gather. It raises the same.
+            ValueError: ``dst`` is not another rank of the group.
+
+        Cost: one message there and one back; for more than 31 KiB, or what is not on the CPU, one more for each tensor
+        of 256 KiB or more and one for all others.
+        """
+        self._send_tree("send_tensor_dict", tensor_dict, dst, all_gather_group, all_gather_tensors).wait()
+
+    @eager
+    def isend_tensor_dict(
+        self,
+        tensor_dict: Tree,
+        dst: int | None = None,
+        all_gather_group: Any = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+    ) -> list[Transfer]:
+        """As ``send_tensor_dict``, without waiting.
+
+        Returns:
+            One handle. ``wait()`` returns when the receiver has taken the tree, and raises what ``send_tensor_dict``
+            would; a second ``wait()`` does the same at once. A handle may be dropped. Tensors of 256 KiB and more must
+            not be changed before they have arrived.
+        """
+        return [self._send_tree("isend_tensor_dict", tensor_dict, dst, all_gather_group, all_gather_tensors)]
+
+    @eager
+    def recv_tensor_dict(
+        self,
+        src: int | None = None,
+        all_gather_group: Any = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+    ) -> Tree:
+        """Take the tree that one rank gives with ``send_tensor_dict`` or ``isend_tensor_dict``.
+
+        Args:
+            src: Another rank, inside the group; None is the previous one.
+            all_gather_group: As the sender says; all its ranks receive.
+            all_gather_tensors: As the sender says.
+
+        Returns:
+            The tree.
+
+        Raises:
+            RemoteError: The sender's tree cannot travel. The sender raises the same.
+            DisagreementError: As in ``send_tensor_dict``; and the sender has called ``send`` or ``send_object``.
+            ValueError: ``src`` is not another rank of the group.
+        """
+        incoming, transfer = self._receive_tree("recv_tensor_dict", src, all_gather_group, all_gather_tensors)
+        transfer.wait()
+        tree = incoming.finish()
+        incoming.gather(all_gather_group)
+        return tree
+
+    @eager
+    def irecv_tensor_dict(
+        self,
+        src: int | None = None,
+        all_gather_group: Any = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+    ) -> Received:
+        """As ``recv_tensor_dict``; waits for the structure, not for the data.
+
+        Returns:
+            The tree, handles to wait for, functions to call afterwards, in order. Then the tree's tensors hold their
+            values.
+        """
+        incoming, transfer = self._receive_tree("irecv_tensor_dict", src, all_gather_group, all_gather_tensors)
+        tree = incoming.finish() if transfer.is_empty else incoming.tree
+        after: list[Callable[[], None]] = [] if transfer.is_empty else [lambda: _update(tree, incoming.finish())]
+        if incoming.has_shares:
+            after.append(lambda: incoming.gather(all_gather_group))
+        return tree, [] if transfer.is_empty else [transfer], after
+
+    def _peer_of(self, rank: int | None, step: int) -> int:
+        return (self.rank_in_group + step) % self.world_size if rank is None else rank
+
+    def _encoded(self, obj: Any) -> torch.Tensor:
+        if not self.weights_only:
+            codec.demand_pickle()
+        message = codec.EncodedObject(obj)
+        if self.weights_only:
+            message.check()
+        return message.joined()
+
+    def _send_tree(
+        self, operation: str, data: Tree, dst: int | None, group: Any, asked: Mapping[str, bool] | None
+    ) -> Transfer:
+        terms, peer = Terms.of(group, asked), self._peer_of(dst, 1)
+
+        def prepare() -> Outgoing:
+            by_default = terms.size > 1 and all_gather_hop.saves_bytes(
+                self.hosts[self.rank_in_group], self.hosts[peer], group.hosts
+            )
+            mine, shapes = all_gather_hop.cut(data, terms, 0 if group is None else group.rank_in_group, by_default)
+            metadata = {all_gather_hop.METADATA: json.dumps(shapes)} if shapes else None
+            return Outgoing(mine, True, self.weights_only, metadata)
+
+        return self._post(operation, TENSOR_DICT, dst, prepare, {"gather": terms} if terms.size > 1 else {})
+
+    def _send(
+        self, operation: str, kind: int, dst: int | None, prepare: Callable[[], Any], terms: dict[str, Any]
+    ) -> None:
+        self._post(operation, kind, dst, prepare, terms).wait()
+
+    def _post(
+        self, operation: str, kind: int, dst: int | None, prepare: Callable[[], Any], terms: dict[str, Any]
+    ) -> Transfer:
+        """Send what ``prepare`` makes: an ``Outgoing``, or the bytes of an object; its error, if it raises."""
+        comms, peer = self.communicators, self._peer_of(dst, 1)
+        pair = Pair(comms, operation, "dst", peer)
+        with calling(comms, operation, None, peer):
+            try:
+                made = prepare()
+                is_tree = isinstance(made, Outgoing)
+                body = made.announcement(comms, _ROOM) if is_tree else made
+                data = made.buffers(comms) if is_tree else []
+            except Exception as error:
+                raise pair.refuse(kind, error) from error
+            return pair.post(kind, terms, body, data)
+
+    def _receive_tree(
+        self, operation: str, src: int | None, group: Any, asked: Mapping[str, bool] | None
+    ) -> tuple[IncomingShares, Transfer]:
+        terms, comms, peer = Terms.of(group, asked), self.communicators, self._peer_of(src, -1)
+
+        def open_(message: Message) -> IncomingShares:
+            terms.check(message.terms.get("gather"), peer, comms.rank)
+            return IncomingShares.announced(comms, message.body, weights_only=self.weights_only)
+
+        return self._receive(operation, TENSOR_DICT, src, open_)
+
+    def _receive(
+        self, operation: str, kind: int, src: int | None, open_: Callable[[Message], Any]
+    ) -> tuple[Any, Transfer]:
+        """The next message as ``open_`` takes it, and the transfer of the data that has not come with it."""
+        comms, peer = self.communicators, self._peer_of(src, -1)
+        pair = Pair(comms, operation, "src", peer)
+        with calling(comms, operation, None, peer):
+            message = comms.begin(lambda: pair.receive(kind))
+            try:
+                opened = open_(message)
+                data = opened.buffers() if isinstance(opened, Incoming) else []
+            except Exception as error:
+                pair.reject(message, error)
+            return opened, pair.accept(data)
+
+
+def _update(tree: Tree, whole: Tree) -> None:
+    """Give a dict the NumPy scalars that are known only now."""
+    if whole is not tree and isinstance(tree, dict):
+        tree.update(whole)

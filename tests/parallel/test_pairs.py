@@ -1,0 +1,372 @@
+"""From one rank to another one, and from one to all: tensors, objects, tensor dicts."""
+
+import dataclasses
+import enum
+import gc
+import weakref
+from collections import namedtuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import trees
+from coordinators import made, text_of
+from groups import of_all
+from launching import within
+from trees import CASES, OUTSIDERS, assert_same
+
+import easydist
+from easydist.testing import distributed
+
+LARGE = 70_000
+CLASSES = [trees.Color, trees.Level, trees.Point, trees.Batch, trees.Frozen, trees.Slotted, trees.FrozenSlotted,
+           trees.Pair, trees.Items, trees.Registry]  # fmt: skip
+LOST = {"object", "class", "function", "statics", "registered", "odd keys", "namedtuple with its own __new__",
+        "dataclass with init=False", "frozen mapping", "mapping proxy", "deep", "dict subclass",
+        "field of a record"}  # fmt: skip
+"""What restricted decoding refuses, or what is of no interest here."""
+
+NAMES = [name for name in CASES if name not in LOST | OUTSIDERS.keys()]
+
+
+def everything():
+    """Awkward trees, small and large, in one."""
+    large = torch.arange(LARGE * 4, dtype=torch.int32)
+    return {
+        **{name: CASES[name]() for name in NAMES},
+        "large": large,
+        "columns": large.view(-1, 4).t(),
+        "half": large[::2],
+    }
+
+
+def check_tree(got, want):
+    for name, value in want.items():
+        like = value if not isinstance(value, torch.Tensor) else value.detach()
+        one = got[name].detach() if isinstance(got[name], torch.Tensor) else got[name]
+        if isinstance(like, torch.Tensor):
+            assert (got[name].requires_grad, type(got[name])) == (value.requires_grad, type(value)), name
+            assert got[name].is_contiguous()
+            like = like.resolve_conj().resolve_neg()
+            assert_same(torch.as_tensor(one), torch.as_tensor(like))
+        elif name.startswith("array >"):
+            assert one.tolist() == value.tolist()
+        else:
+            assert_same(one, like)
+
+
+@pytest.mark.slow
+@distributed(world_size=(1, 2, 3, 4))
+def test_every_awkward_tree_arrives_as_it_is(rank, world_size):
+    easydist.allow_globals(CLASSES)
+    with made(rank, world_size) as group:
+        data = everything()
+        for src in {0, world_size - 1}:
+            got = group.broadcast_tensor_dict(data if rank == src else None, src)
+            if rank == src:
+                assert got is data
+            else:
+                check_tree(got, data)
+        if world_size == 1:
+            assert "dst=0 is not another rank of the group" in text_of(lambda: group.send_tensor_dict(data))
+            assert "src=0 is not another rank of the group" in text_of(group.recv_tensor_dict)
+            return
+        for step in range(2):  # once round: the even ranks send first
+            if (rank + step) % 2 == 0 and rank + 1 < world_size:
+                group.send_tensor_dict(data)
+            elif (rank + step) % 2 and rank:
+                check_tree(group.recv_tensor_dict(), data)
+        for name in ("0-dim", "namedtuple", "enum", "tied", "empty list", "None"):
+            if rank == 0:
+                group.send_tensor_dict(CASES[name](), world_size - 1)
+            elif rank == world_size - 1:
+                assert_same(group.recv_tensor_dict(0), CASES[name]())
+
+
+@distributed(world_size=2)
+def test_tensors_and_objects_from_rank_to_rank(rank):
+    sent = [
+        torch.tensor(3.5),
+        torch.arange(6).view(2, 3).t(),
+        torch.empty(0, 3),
+        torch.arange(LARGE * 2.0),
+        torch.ones(9)[::2],
+    ]
+    sent += [torch.ones(4).to(dtype) for dtype in trees.DTYPES]
+    objects = [{"a": [1, None]}, "x" * 100_000, torch.ones(LARGE), [torch.float32, {1, 2}], None]
+    with made(rank, 2) as group:
+        for tensor in sent:
+            if rank == 0:
+                group.send(tensor)
+            else:
+                assert_same(group.recv(tensor.shape, tensor.dtype), tensor.contiguous())
+        for obj in objects:
+            if rank == 1:
+                group.send_object(obj, 0)
+            else:
+                assert_same(group.recv_object(1), obj)
+        if rank == 0:
+            group.send(torch.arange(6))
+            assert group.isend_tensor_dict({"a": 1})[0].is_completed() in (True, False)
+        else:
+            assert group.recv(torch.Size([2, 3]), torch.int64).tolist() == [[0, 1, 2], [3, 4, 5]]
+            assert group.recv_tensor_dict() == {"a": 1}
+
+
+@distributed(world_size=2)
+def test_handles_are_waited_for_twice_or_dropped(rank):
+    with made(rank, 2) as group:
+        data = {"x": torch.arange(LARGE), "y": torch.ones(3), "n": 5}
+        if rank == 0:
+            (handle,) = group.isend_tensor_dict(data)
+            (second,) = group.isend_tensor_dict({"small": 1})
+            second.wait()
+            for _ in range(3):
+                handle.wait()
+            assert handle.is_completed()
+            assert second.is_completed()
+        else:
+            tree, handles, after = group.irecv_tensor_dict()
+            assert tree.keys() == data.keys()
+            for handle in handles * 2:
+                handle.wait()
+            for finish in after:
+                finish()
+            assert torch.equal(tree["x"], data["x"])
+            assert tree["n"] == 5
+            assert group.irecv_tensor_dict() == ({"small": 1}, [], [])
+        peer, mine = 1 - rank, {"x": torch.full((LARGE,), rank)}
+        handles = group.isend_tensor_dict(mine, peer)  # both send first, as neither waits
+        assert group.recv_tensor_dict(peer)["x"][0] == peer
+        handles[0].wait()
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_a_hundred_dropped_handles_keep_nothing(rank):
+    with made(rank, 2) as group:
+        known = []
+        for step in range(100):
+            if rank == 0:
+                tensor = torch.full((LARGE,), step)
+                known.append(weakref.ref(tensor))
+                group.isend_tensor_dict({"x": tensor, "step": step})
+                del tensor
+            else:
+                got = group.recv_tensor_dict()
+                assert (got["step"], got["x"][-1]) == (step, step)
+        if rank == 0:
+            (last,) = group.isend_tensor_dict({})
+            last.is_completed()  # from now on the thread that waits for dropped ones waits for it, too
+            last.wait()
+            gc.collect()
+            assert [ref() for ref in known] == [None] * 100
+        else:
+            assert group.recv_tensor_dict() == {}
+
+
+class Unknown(enum.Enum):
+    A = 1
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclasses.dataclass
+class Step:
+    x: torch.Tensor
+    kind: Unknown
+
+
+@distributed(world_size=2)
+def test_classes_are_refused_alike_until_they_are_allowed(rank):
+    with made(rank, 2) as group, made(rank, 2, weights_only=False) as trusting:
+        data = {"step": Step(torch.ones(2), Unknown.A), "pair": Pair(1, torch.zeros(1))}
+
+        def pair(of):
+            return of.recv_tensor_dict() if rank else of.send_tensor_dict(data)
+
+        for call in (lambda: pair(group), lambda: group.broadcast_tensor_dict(data)):
+            found = text_of(call)
+            assert "Step" in found or "Pair" in found or "Unknown" in found
+            assert found.startswith("RemoteError")
+            assert len(set(of_all(found))) == 1
+        for got in (pair(trusting), trusting.broadcast_tensor_dict(data)):
+            assert got is None or (got["step"].kind, type(got["pair"]), got["step"].x.tolist()) == (
+                Unknown.A,
+                Pair,
+                [1, 1],
+            )
+        torch.serialization.add_safe_globals([Step, Unknown, Pair] if rank == 0 else [])
+        found = text_of(lambda: pair(group))  # the receiver alone does not know them
+        assert found.startswith("RemoteError: recv_tensor_dict: rank 1 cannot take what rank 0 sends")
+        assert len(set(of_all(found))) == 1
+        assert text_of(lambda: group.broadcast_tensor_dict(data)).startswith("RemoteError")
+        with torch.serialization.safe_globals([Step, Unknown, Pair]):
+            for got in (pair(group), group.broadcast_tensor_dict(data)):
+                assert got is None or (got["step"].kind, type(got["pair"])) == (Unknown.A, Pair)
+        torch.serialization.clear_safe_globals()
+
+
+def unlike(group, rank):
+    """Calls of two ranks that do not fit together, and how the error begins."""
+    tree = {"x": torch.arange(8.0), "y": torch.ones(LARGE * 2)}
+    send, recv = group.send_tensor_dict, group.recv_tensor_dict
+    return {
+        "recv_tensor_dict: rank 0 called send, rank 1 called recv_tensor_dict": (lambda: group.send(tree["y"]), recv),
+        "recv: rank 0 called send_tensor_dict, rank 1 called recv": (
+            lambda: send(tree),
+            lambda: group.recv(torch.Size([8]), torch.float32),
+        ),
+        "recv_object: rank 0 called send_tensor_dict": (lambda: send(tree), lambda: group.recv_object(0)),
+        "recv: rank 0 sends torch.float32 (8,), rank 1 expects torch.float32 (9,)": (
+            lambda: group.send(tree["x"]),
+            lambda: group.recv(torch.Size([9]), torch.float32),
+        ),
+        "recv: rank 0 sends torch.float32 (140000,), rank 1 expects torch.int32 (140000,)": (
+            lambda: group.send(tree["y"]),
+            lambda: group.recv(torch.Size([LARGE * 2]), torch.int32),
+        ),
+        "send_tensor_dict: rank 0 failed before the exchange": (lambda: send({"f": text_of}), recv),
+        "send: rank 0 failed before the exchange\n  rank 0: TypeError: send: got list, not a tensor": (
+            lambda: group.send([1.0]),
+            lambda: group.recv(torch.Size([1]), torch.float32),
+        ),
+        "recv: rank 1 cannot take what rank 0 sends\n  rank 1: TypeError": (
+            lambda: group.send(tree["y"]),
+            lambda: group.recv("size", torch.float32),
+        ),
+        "send_object: rank 0 failed before the exchange": (
+            lambda: group.send_object(text_of, 1),
+            lambda: group.recv_object(0),
+        ),
+        "recv_tensor_dict: the two ranks disagree on the all-gather": (
+            lambda: send(tree, all_gather_group=group),
+            recv,
+        ),
+        "recv_tensor_dict: the two ranks disagree on the all-gather\n  rank 0 sends with no": (
+            lambda: send(tree),
+            lambda: recv(all_gather_group=group),
+        ),
+        "recv_tensor_dict: the two ranks disagree on the all-gather\n  rank 0 sends with an all_gather_group of 2": (
+            lambda: send(tree, all_gather_group=group, all_gather_tensors={"x": True}),
+            lambda: recv(all_gather_group=group),
+        ),
+    }
+
+
+@distributed(world_size=2)
+def test_two_that_mean_different_things_get_the_same_error_and_go_on(rank):
+    with made(rank, 2) as group:
+        for begin, calls in unlike(group, rank).items():
+            found = text_of(calls[rank])
+            assert found.split(": ", 1)[1].startswith(begin), found
+            assert len(set(of_all(found))) == 1, begin
+            if rank == 0:
+                group.send_tensor_dict({"x": begin})
+            else:
+                assert group.recv_tensor_dict() == {"x": begin}
+        for dst in (-1, 2, rank):
+            assert text_of(lambda dst=dst: group.send(torch.ones(1), dst)).startswith(
+                f"ValueError: send: dst={dst} is not another rank of the group"
+            )
+            assert "recv_object: src=" in text_of(lambda dst=dst: group.recv_object(dst))
+
+
+@pytest.mark.slow
+@distributed(world_size=4)
+def test_shares_of_a_tensor_are_sent_and_gathered(rank):
+    tp_lists, pp_lists = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+    x, y = torch.arange(24.0).view(4, 6), torch.arange(LARGE * 4, dtype=torch.int64)
+    data = {
+        "x": x,
+        "t": x.t(),
+        "y": y,
+        "odd": torch.ones(3),
+        "own": torch.full((2,), rank % 2),
+        "n": {"z": x},
+        "tie": x,
+    }
+    asked = {"x": True, "t": True, "y": True, "odd": True, "['n']['z']": True, "tie": True}
+    with made(rank, 4, tp_lists) as tp, made(rank, 4, pp_lists) as pp:
+        for terms in ({}, asked):
+            if rank < 2:
+                pp.send_tensor_dict(data, all_gather_group=tp, all_gather_tensors=terms)
+                (handle,) = pp.isend_tensor_dict(data, all_gather_group=tp, all_gather_tensors=terms)
+                handle.wait()
+                continue
+            got = pp.recv_tensor_dict(all_gather_group=tp, all_gather_tensors=terms)
+            later, handles, after = pp.irecv_tensor_dict(all_gather_group=tp, all_gather_tensors=terms)
+            for handle in handles:
+                handle.wait()
+            for finish in after:
+                finish()
+            for one in (got, later):
+                assert_same(one, {**data, "t": x.t().contiguous(), "own": torch.full((2,), rank % 2)})
+                assert one["tie"] is one["x"]
+
+
+@pytest.mark.slow
+@distributed(world_size=4)
+def test_between_hosts_tensors_go_in_shares_unless_that_is_forbidden(rank):
+    data = {"x": torch.arange(24.0), "own": torch.full((2,), rank % 2), "odd": torch.ones(3)}
+    terms = {"own": False}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EASYDIST_HOST_ID", f"host {rank // 2}")
+        with made(rank, 4, [[0, 1], [2, 3]]) as tp, made(rank, 4, [[0, 2], [1, 3]]) as pp:
+            if rank < 2:
+                pp.send_tensor_dict(data, all_gather_group=tp, all_gather_tensors=terms)
+                return
+            got, handles, after = pp.irecv_tensor_dict(all_gather_group=tp, all_gather_tensors=terms)
+            assert (len(handles), len(after)) == (0, 1)  # the shares have come; they have to be gathered
+            after[0]()
+            assert_same(got, data)
+
+
+@distributed(world_size=3)
+def test_group_and_metadata_group_carry_what_they_are_given(rank):
+    with made(rank, 3) as group:
+        other = dist.new_group([0, 1, 2])
+        part = dist.new_group([1, 2])
+        large = {"x": torch.full((LARGE,), rank), "s": rank}
+        before = easydist.ProcessState().communicators(other).monitor.number
+        for groups in (
+            {"group": other},
+            {"metadata_group": other},
+            {"group": other, "metadata_group": group.cpu_group},
+        ):
+            got = group.broadcast_tensor_dict(large, 2, **groups)
+            assert (got["s"], got["x"][0]) == (2, 2)
+            after = easydist.ProcessState().communicators(other).monitor.number
+            assert after > before
+            before = after
+        if rank:
+            got = group.broadcast_tensor_dict(large, 1, group=part)
+            assert (got["s"], got["x"][0]) == (2, 2)
+            assert group.broadcast_object_list([rank, None], 1, part) == [2, None]
+        assert group.broadcast_object_list([rank, "a"], 2) == [2, "a"]
+        found = text_of(lambda: group.broadcast_tensor_dict(large, 0, group=part, metadata_group=other)) if rank else ""
+        assert found.startswith("ValueError: broadcast_tensor_dict: group has 2 ranks") == bool(rank)
+
+
+@distributed(world_size=3)
+def test_objects_come_from_any_source_with_queues_and_without(rank):
+    with made(rank, 3, use_message_queue_broadcaster=True) as queued, made(rank, 3) as plain:
+        for group in (queued, plain):
+            for src in (0, 2, 1, 2, 0):
+                obj = {"src": src, "x": torch.full((5,), src)}
+                assert_same(group.broadcast_object(obj if rank == src else None, src), obj)
+        assert queued.mq_broadcaster.is_writer == (rank == 0)
+        assert plain.mq_broadcaster is None
+        assert "src=5 is not a rank" in text_of(lambda: queued.broadcast_object(1, 5))
+        with plain.create_mq_broadcaster(1) as queue:
+            assert queue.broadcast_object("x" if rank == 1 else None) == "x"
+            plain.barrier()
+        queue, handles = plain.create_single_reader_mq_broadcasters(2)
+        assert len(handles) == (3 if rank == 2 else 0)
+        readers = [easydist.queue.MessageQueue.create_from_handle(handle, 0) for handle in handles]
+        queue.enqueue(rank)
+        assert [reader.dequeue(within(10)) for reader in readers] == [0, 1, 2][: len(readers)]
+        plain.barrier()
+        for end in [queue, *readers]:
+            end.close()
