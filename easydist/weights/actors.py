@@ -23,8 +23,11 @@ from easydist.weights.group import Place, PrivateGroup, connect, serve
 
 _POLL = 0.02
 _NAMESPACE = "easydist"
-_AFTER = 5.0
-"""Seconds that the driver waits longer than its actors, to hear from them who is missing."""
+_AFTER = 60.0
+"""Seconds that actors wait longer than their driver, which tells them when it has given up, unless it has ended."""
+
+_HERE = "/here/"
+"""Behind the key of a generation, before the rank of an actor that has heard of it."""
 
 _GIVEN_UP = "/given up"
 """Behind the key of a generation that is not going to be: a key of its own, as rank 0 may write the other one later."""
@@ -67,21 +70,24 @@ def init_group(
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"init_group: rank={rank} is not one of {world_size} ranks, counted from 0")
-    destroy_group(group_name)
     limit = seconds(timeout, "init_group")
-    deadline = time.monotonic() + limit
-    key = _key(group_name, generation)
-    host = _own_address()
+    _enter(Place(rank, world_size, _own_address()), group_name, generation, limit, limit)
+
+
+def _enter(place: Place, group_name: str, generation: str | None, timeout: float, patience: float) -> None:
+    """Enter a generation, of which all members have to come within ``patience`` seconds."""
+    destroy_group(group_name)
+    deadline = time.monotonic() + patience
+    key, rank = _key(group_name, generation), place.rank
     _check_wanted(key, group_name)
     if rank == 0:
-        store = serve(host)
+        store = serve(place.host)
         store.add("joined/0", 1)
-        _put(key, json.dumps([host, store.port]))
+        _put(key, json.dumps([place.host, store.port]))
     else:
         store = _found(key, rank, deadline, group_name)
-    place = Place(rank, world_size, host)
     wait = functools.partial(_check_wanted, key, group_name)
-    _groups[group_name] = PrivateGroup(group_name, store, place, deadline, limit, wait)
+    _groups[group_name] = PrivateGroup(group_name, store, place, deadline, timeout, wait)
 
 
 def _check_wanted(key: str, name: str) -> None:
@@ -182,22 +188,23 @@ def create_group(actors: Sequence[Any], group_name: str = "default", *, timeout:
     limit, token = seconds(timeout, "create_group"), secrets.token_hex(8)
     size = len(actors)
     refs = [actor.__ray_call__.remote(_join, size, rank, group_name, limit, token) for rank, actor in enumerate(actors)]
-    waiting, deadline = list(refs), time.monotonic() + limit + _AFTER
+    waiting, deadline = list(refs), time.monotonic() + limit
     try:
         while waiting:
             done, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not done:
-                raise _silent(group_name, [refs.index(ref) for ref in waiting], size)
+                raise _silent(group_name, _key(group_name, token), [refs.index(ref) for ref in waiting], size)
             _check(ray, done[0], refs.index(done[0]), group_name)
     except BaseException:
         _put(_key(group_name, token) + _GIVEN_UP, "")
         raise
-    _forget(_key(group_name, token))
+    _forget(_key(group_name, token))  # and all behind it
 
 
 def _join(actor: Any, size: int, rank: int, name: str, timeout: float, generation: str) -> None:
-    """Run in an actor, which is the first argument."""
-    init_group(size, rank, name, timeout=timeout, generation=generation)
+    """Run in an actor, which is the first argument; the driver says when it has waited long enough."""
+    _put(_key(name, generation) + f"{_HERE}{rank}", "")
+    _enter(Place(rank, size, _own_address()), name, generation, timeout, timeout + _AFTER)
 
 
 def _check(ray: Any, ref: Any, rank: int, name: str) -> None:
@@ -212,7 +219,8 @@ def _check(ray: Any, ref: Any, rank: int, name: str) -> None:
         raise error.cause from error
 
 
-def _silent(name: str, missing: Sequence[int], size: int) -> CollectiveTimeout:
+def _silent(name: str, key: str, waiting: Sequence[int], size: int) -> CollectiveTimeout:
+    missing = [rank for rank in waiting if _get(f"{key}{_HERE}{rank}") is None] or waiting
     error = CollectiveTimeout(
         f"group {name!r}: the actors of ranks {list(missing)} of {size} did not answer in time\nThey may be busy with "
         "another call, or wait for resources to start."
@@ -250,4 +258,4 @@ def _get(key: str) -> str | None:
 def _forget(key: str) -> None:
     from ray.experimental.internal_kv import _internal_kv_del
 
-    _internal_kv_del(key, namespace=_NAMESPACE)
+    _internal_kv_del(key, del_by_prefix=True, namespace=_NAMESPACE)

@@ -46,8 +46,9 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def actors(cluster):
-    """Four actors that no test ends."""
+    """Four actors that no test ends; all have started."""
     found = members(4)
+    easydist.ray.create_group(found, "first", timeout=within(60))
     yield found
     for one in found:
         ray.kill(one)
@@ -271,10 +272,12 @@ class Signal:
 def test_a_silent_actor_is_named(actors):
     signal = Signal.remote()
     silent = actors[2].__ray_call__.remote(lambda _: blocks(2, signal))
-    with pytest.raises(CollectiveTimeout, match=r"ranks \[2\] of 3") as caught:
-        easydist.ray.create_group(actors[:3], "silent", timeout=1.0)
-    assert caught.value.missing == (2,)
-    ray.get(signal.set.remote(), timeout=within(60))
+    try:
+        with pytest.raises(CollectiveTimeout, match=r"ranks \[2\] of 3") as caught:
+            easydist.ray.create_group(actors[:3], "silent", timeout=within(1))
+        assert caught.value.missing == (2,)
+    finally:
+        ray.get(signal.set.remote(), timeout=within(60))
     ray.get(silent, timeout=within(60))
     easydist.ray.create_group(actors[:3], "silent", timeout=within(60))  # what it was asked before is forgotten
     assert all(each(actors[:3], moves, "strange", 0, "silent"))
