@@ -114,6 +114,23 @@ def test_tensors_and_objects_from_rank_to_rank(rank):
 
 
 @distributed(world_size=2)
+def test_a_trace_has_one_record_of_each_message(rank):
+    with made(rank, 2) as group:
+        with easydist.trace() as trace:
+            if rank == 0:
+                group.send_tensor_dict({"x": torch.ones(LARGE)})
+                group.send_object("x", 1)
+            else:
+                group.recv_tensor_dict()
+                group.recv_object(0)
+        way = ["send", "recv"][rank]
+        assert [(call.operation, call.peer) for call in trace.calls] == [
+            (f"{way}_tensor_dict", 1 - rank),
+            (f"{way}_object", 1 - rank),
+        ]
+
+
+@distributed(world_size=2)
 def test_handles_are_waited_for_twice_or_dropped(rank):
     with made(rank, 2) as group:
         data = {"x": torch.arange(LARGE), "y": torch.ones(3), "n": 5}
