@@ -26,8 +26,8 @@ _NAMESPACE = "easydist"
 _AFTER = 5.0
 """Seconds that the driver waits longer than its actors, to hear from them who is missing."""
 
-_GIVEN_UP = "given up"
-"""Stands in the key-value store in place of a generation that is not going to be."""
+_GIVEN_UP = "/given up"
+"""Behind the key of a generation that is not going to be: a key of its own, as rank 0 may write the other one later."""
 
 _groups: dict[str, PrivateGroup] = {}
 """The groups of this process, by name."""
@@ -54,6 +54,7 @@ def init_group(
 
     Raises:
         CollectiveTimeout: Members are missing; ``missing`` has their ranks.
+        PeerLostError: A member has ended while the others came.
         ValueError: ``rank`` does not fit ``world_size``.
 
     Example:
@@ -85,7 +86,7 @@ def init_group(
 
 def _check_wanted(key: str, name: str) -> None:
     """Wait a little, and raise where the driver has given the generation up."""
-    if _get(key) == _GIVEN_UP:
+    if _get(key + _GIVEN_UP) is not None:
         raise CollectiveTimeout(f"group {name!r}: create_group has given up, as not all members came")
     time.sleep(_POLL)
 
@@ -94,7 +95,7 @@ def _found(key: str, rank: int, deadline: float, name: str) -> Any:
     """The store of a generation that this rank has not joined before."""
     while time.monotonic() < deadline:
         told = _get(key)
-        if told not in (None, _GIVEN_UP):
+        if told is not None:
             try:
                 store = connect(*json.loads(told))
                 if store.add(f"joined/{rank}", 1) == 1:
@@ -189,7 +190,7 @@ def create_group(actors: Sequence[Any], group_name: str = "default", *, timeout:
                 raise _silent(group_name, [refs.index(ref) for ref in waiting], size)
             _check(ray, done[0], refs.index(done[0]), group_name)
     except BaseException:
-        _put(_key(group_name, token), _GIVEN_UP)
+        _put(_key(group_name, token) + _GIVEN_UP, "")
         raise
     _forget(_key(group_name, token))
 

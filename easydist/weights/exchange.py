@@ -24,7 +24,7 @@ from easydist.weights.digests import Digests
 from easydist.weights.schedule import Item, Message, schedule
 from easydist.weights.source import Source, mesh_ranks, named, state_of
 from easydist.weights.stream import Carriers, Side, move, progress
-from easydist.weights.target import Announced, Row, Target, Wanted
+from easydist.weights.target import Announced, Row, Target, Wanted, announced as read
 
 BUCKET_NBYTES = 64 << 20
 
@@ -133,7 +133,7 @@ class BroadcastWeights(Verb[Any]):
         )
         comms.control.broadcast(encoded, self._first, async_op=False)
         announced = self.announced = self._accept(comms, encoded)
-        messages = schedule(self._items(comms, announced), announced.about["bucket"])
+        messages = self._scheduled(comms, announced)
         digests = Digests() if announced.about["verify"] else None
         side = _Side(comms, self._source, self._target, digests)
         shown = self._shows_progress and comms.rank == 0
@@ -148,7 +148,7 @@ class BroadcastWeights(Verb[Any]):
         mine: dict[str, Any] = {}
 
         def judge() -> Call:
-            found.append(announced := Announced(encoded))
+            found.append(announced := read(bytes(encoded.numpy())))
             mine.update(self._judged(comms, announced))
             return Call(nbytes=nbytes_of(mine))
 
@@ -182,10 +182,12 @@ class BroadcastWeights(Verb[Any]):
         state = self.state()
         names = named(state, self._wanted.keep, self._wanted.rename)
         self._source = Source(state, names, _named_dtype(announced.about["dtype"]), {})
-        return texts.unlike(announced, Announced(self._source.header))
+        return texts.unlike(announced, read(bytes(self._source.header.numpy())))
 
-    def _items(self, comms: Communicators, announced: Announced) -> list[Item]:
+    def _scheduled(self, comms: Communicators, announced: Announced) -> list[Message]:
         """Who sends which block of each entry; of blocks that several ranks hold the first one's."""
+        if not any(self._shards.values()):
+            return announced.messages
         items = []
         for entry, kind in zip(announced.entries, announced.kinds, strict=True):
             held: dict[Block, int] = {}
@@ -199,7 +201,7 @@ class BroadcastWeights(Verb[Any]):
                 )
             blocks = [(rank, block) for block, rank in held.items()] or [(self._first, whole(entry.shape))]
             items.append(Item(entry.dtype, kind, blocks))
-        return items
+        return schedule(items, announced.about["bucket"])
 
     def _verify(self, comms: Communicators, announced: Announced, differing: list[int]) -> None:
         names = [announced.entries[i].name for i in differing]

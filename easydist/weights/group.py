@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 
-from easydist.errors import CollectiveTimeout
+from easydist.errors import CollectiveTimeout, PeerLostError
 from easydist.groups.communicators import Communicators
 from easydist.transport.backends.c10d import Gloo
 from easydist.transport.comm import Collectives
@@ -69,6 +69,7 @@ class PrivateGroup:
 
     Raises:
         CollectiveTimeout: Ranks are missing; the text and ``missing`` name them.
+        PeerLostError: One that had come has ended again.
 
     Attributes:
         comm: What verbs take as ``group=``.
@@ -78,9 +79,14 @@ class PrivateGroup:
         self, name: str, store: Store, place: Place, deadline: float, timeout: float, wait: Callable[[], None]
     ) -> None:
         self._store = store
-        store.set(f"here/{place.rank}", "")
-        _meet(name, store, place.size, deadline, wait)
-        self._group = _group(f"{name}/{secrets.token_hex(4)}", store, place, timeout)
+        try:
+            store.set(f"here/{place.rank}", "")
+            _meet(name, store, place.size, deadline, wait)
+            self._group = _group(f"{name}/{secrets.token_hex(4)}", store, place, timeout)
+        except RuntimeError as error:  # of the store or of gloo; nobody has said who it is
+            raise PeerLostError(
+                f"group {name!r}: a member was lost while the group was being made ({error})"
+            ) from error
         self.comm = Collectives(Gloo(self._group, torch.device("cpu"), "gloo"), name)
         self._communicators = Communicators(self.comm, self._group)
         self.comm.communicators = self._communicators

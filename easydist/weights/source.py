@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -79,10 +80,6 @@ class _Held(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
-    def description(self) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
-
 
 def _held(name: str, value: torch.Tensor, dtype: torch.dtype | None) -> _Held:
     shape, is_cut = tuple(value.shape), _is_cut(value)
@@ -101,6 +98,13 @@ def local(value: Any) -> torch.Tensor:
     """The tensor itself, or what this rank has of a ``DTensor``."""
     found: torch.Tensor = value.to_local() if is_sharded(value) else value
     return found
+
+
+@functools.lru_cache(maxsize=4)
+def _encoded(entries: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...], text: str) -> tuple[bytes, list[str]]:
+    """The header of such entries, and their order; weights that are sent again and again look alike."""
+    shown = {name: torch.empty(shape, dtype=dtype, device="meta") for name, dtype, shape in entries}
+    return header.encode(shown, {METADATA: text}), header.order(shown)
 
 
 class Source:
@@ -143,10 +147,10 @@ class Source:
         held |= {path: _held(path, tensor, None) for path, tensor in tensors.items()}
         kinds = {name: one.values.device.type for name, one in held.items() if not one.values.is_cpu}
         text = json.dumps({"names": keys, "kinds": kinds, "extra": structure, **about})
-        shown = {name: one.description for name, one in held.items()}
-        self.header = torch.frombuffer(bytearray(header.encode(shown, {METADATA: text})), dtype=torch.uint8)
+        encoded, order = _encoded(tuple([(name, one.dtype, one.shape) for name, one in held.items()]), text)
+        self.header = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         self.shards = {name: one.box for name, one in held.items() if one.is_cut}
-        self._held = [held[name] for name in header.order(shown)]
+        self._held = [held[name] for name in order]
 
     def load(self, message: Message, there: torch.device) -> torch.Tensor:
         """The bytes of a message on a device; a view where nothing has to be cast, packed or moved."""

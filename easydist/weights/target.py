@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +15,10 @@ from easydist.format import header, outline
 from easydist.format.header import Entry
 from easydist.typing import Device
 from easydist.verbs.sharded import is_sharded
+from easydist.weights.blocks import whole
 from easydist.weights.places import Place, new, place_of, unpacked
 from easydist.weights.receivers import entries_of, memory_of
-from easydist.weights.schedule import Message
+from easydist.weights.schedule import Item, Message, schedule
 from easydist.weights.source import METADATA, Filter, Rename, named
 
 Row = tuple[str, str, str]
@@ -41,14 +43,22 @@ class Announced:
         index: The places of the entries in this order, by their keys.
     """
 
-    def __init__(self, encoded: torch.Tensor) -> None:
-        head = header.decode(encoded.numpy(), apart=True)
+    def __init__(self, encoded: bytes) -> None:
+        head = header.decode(encoded, apart=True)
         self.about: dict[str, Any] = header.parse_json(head.metadata[METADATA].encode())
         self.entries: list[Entry] = head.entries
         self.names: dict[str, str | None] = self.about["names"]
         self.kinds: list[str] = [self.about["kinds"].get(entry.name, "cpu") for entry in self.entries]
         self.dtypes = [entry.dtype for entry in self.entries]
         self.index = {entry.name: i for i, entry in enumerate(self.entries)}
+
+    @functools.cached_property
+    def messages(self) -> list[Message]:
+        """The messages, where the first source has all of it."""
+        first = self.about["sources"][0]
+        rows = zip(self.entries, self.kinds, strict=True)
+        items = [Item(entry.dtype, kind, [(first, whole(entry.shape))]) for entry, kind in rows]
+        return schedule(items, self.about["bucket"])
 
     @property
     def nbytes(self) -> int:
@@ -62,6 +72,12 @@ class Announced:
     def extra(self) -> set[str]:
         """The keys of tensors that are inside of entries which are none themselves."""
         return self.index.keys() - {key for key in self.names.values() if key is not None}
+
+
+@functools.lru_cache(maxsize=4)
+def announced(encoded: bytes) -> Announced:
+    """What a header says; one that has come before is not read again."""
+    return Announced(encoded)
 
 
 class Wanted(NamedTuple):
@@ -111,8 +127,8 @@ class Target:
         """How what is here differs from what comes, sorted by name; empty where it does not."""
         rows = [row for name in self._coming if (row := self._compared(name)) is not None]
         if self._is_strict:
-            filled = {memory_of(self._mine[name]) for name in self._coming if name in self._mine}
             absent = [(name, value) for name, value in self._mine.items() if name not in self._coming]
+            filled = {memory_of(self._mine[name]) for name in self._coming if absent and name in self._mine}
             rows += [(name, "missing", _described(one)) for name, one in absent if memory_of(one) not in filled]
         return sorted(rows)
 
@@ -140,14 +156,18 @@ class Target:
             ValueError: A tensor of ``into`` cannot be written.
         """
         made: dict[tuple[str, torch.dtype], torch.Tensor] = {}
-        written: dict[tuple[str, Any], str] = {}
+        seen: set[tuple[str, Any]] = set()
+        written: dict[str, torch.Tensor] = {}
         for name in self._coming:
             key, value = self._key(name), self._mine.get(name)
             if key is None:
                 continue
             if name in self._into.writable:
-                if written.setdefault((key, memory_of(value)), name) == name:
-                    self._places_of(key).append(place_of(self._mine[name]))
+                place = place_of(self._mine[name])
+                if (there := (key, memory_of(place.tensor))) not in seen:  # else tied here as on the source
+                    seen.add(there)
+                    self._places_of(key).append(place)
+                    written[name] = place.tensor
                 continue
             dtype = self._announced.entry(key).dtype if value is None else value.dtype
             if (key, dtype) not in made:
@@ -155,7 +175,7 @@ class Target:
             self._new[name] = made[key, dtype]
         for key in self._announced.extra():
             self._make(key, key, self._announced.entry(key).dtype)
-        Leaves({name: place_of(self._mine[name]).tensor for name in written.values()}).check_writable()
+        Leaves(written).check_writable()
 
     def _places_of(self, key: str) -> list[Place]:
         return self._places[self._announced.index[key]]

@@ -21,6 +21,7 @@ def elements(block, shape):
     return set(block.of(torch.arange(math.prod(shape)).view(shape)).flatten().tolist())
 
 
+@settings(max_examples=40)
 @given(SHAPES, st.integers(1, 40))
 def test_cutting_keeps_every_element_once_and_in_order(shape, numel):
     whole_tensor = torch.arange(math.prod(shape)).view(shape)
@@ -35,6 +36,7 @@ def blocks(draw, shape):
     return Block(start, tuple(draw(st.integers(0, size - first)) for first, size in zip(start, shape, strict=True)))
 
 
+@settings(max_examples=40)
 @given(SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), blocks(shape), blocks(shape))))
 def test_what_two_blocks_share(case):
     shape, one, other = case
