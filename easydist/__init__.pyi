@@ -8,8 +8,10 @@ from . import (
     notebook as notebook,
     parallel as parallel,
     queue as queue,
+    ray as ray,
     testing as testing,
     tree as tree,
+    weights as weights,
 )
 from .data.precision import convert_outputs_to_fp32 as convert_outputs_to_fp32, convert_to_fp32 as convert_to_fp32
 from .data.structure import (

@@ -22,6 +22,7 @@ import sys
 import traceback
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from easydist import html
 
@@ -43,6 +44,10 @@ class EasydistError(Exception):
     raised_in: object = None
     is_final = False
     is_earlier = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave out what only this process knows, so that the error can go to the process that started it."""
+        return type(self), self.args, {name: value for name, value in vars(self).items() if name != "raised_in"}
 
     def _render_traceback_(self) -> list[str]:
         """IPython shows these lines."""

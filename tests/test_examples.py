@@ -41,6 +41,16 @@ def evaluate():
 
 
 @pytest.mark.slow
+def test_ray_weight_sync():
+    pytest.importorskip("ray", reason="Ray is not installed: pip install easydist[ray]")
+    out, _ = python(ROOT / "examples" / "ray_weight_sync.py", seconds=120)
+    lines = out.splitlines()
+    rewards = [float(line.rsplit(maxsplit=1)[1]) for line in lines if "reward" in line]
+    assert rewards[0] < -10 < -0.5 < rewards[-1]
+    assert [line.partition(";")[0] for line in lines if "reward" not in line] == ["worker 1 was lost"]
+
+
+@pytest.mark.slow
 def test_evaluate_gives_the_same_on_any_number_of_ranks():
     printed = [default_pool().run(evaluate, count)[0].splitlines() for count in (1, 2, 3, 4)]
     assert [lines[0] for lines in printed] == [

@@ -18,7 +18,19 @@ import easydist
 ROOT = Path(__file__).parent.parent
 STUB = ROOT / "easydist" / "__init__.pyi"
 ALIASES = {"PartialState": "ProcessState", "DistributedOperationException": "DisagreementError"}
-SUBMODULES = {"accelerate", "comms", "memory", "metrics", "notebook", "parallel", "queue", "testing", "tree"}
+SUBMODULES = {
+    "accelerate",
+    "comms",
+    "memory",
+    "metrics",
+    "notebook",
+    "parallel",
+    "queue",
+    "ray",
+    "testing",
+    "tree",
+    "weights",
+}
 
 
 def names() -> set[str]:

@@ -196,6 +196,8 @@ def arrived_rows(
 
 
 class _GatherRows(Gather):
+    operation = "MetricCollector"
+
     def __init__(self, store: Store, empty: Sequence[Any], window: tuple[int, int], way: Way) -> None:
         super().__init__(None, way.dst)
         self.operation = way.operation

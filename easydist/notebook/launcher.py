@@ -24,7 +24,8 @@ def start(n: int | None = None) -> Cluster:
         RuntimeError: A rank did not start; its output is in the text.
 
     Example:
-        >>> with start(1) as cluster:
+        >>> import easydist.notebook
+        >>> with easydist.notebook.start(1) as cluster:
         ...     cluster.execute("easydist.gather(torch.ones(1) * rank)")
         rank 0: tensor([0.])
     """

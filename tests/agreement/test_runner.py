@@ -55,6 +55,19 @@ def collect(group):
     return collector.compute()
 
 
+def reshard(group):
+    is_source = group.rank() == 0
+    easydist.weights.Resharding(
+        {"x": LARGE} if is_source else None, {"x": torch.zeros_like(LARGE)}, group=group, timeout=30
+    ).run(timeout=30)
+
+
+def regroup(group):
+    weights = easydist.weights
+    member = weights.WeightReceiver(group=group) if group.rank() else weights.WeightPublisher({"x": LARGE}, group=group)
+    member.regroup(group)
+
+
 VERBS = {
     "gather": lambda group: easydist.gather(LARGE, group=group, timeout=30),
     "gather_for_metrics": lambda group: easydist.gather_for_metrics(
@@ -79,10 +92,13 @@ VERBS = {
     "sync_dist": sync,
     "synchronize_rng_states": lambda group: easydist.synchronize_rng_states(["torch", "numpy"], group=group),
     "compute": counted,
+    "Resharding": reshard,
+    "Resharding.run": reshard,
+    "regroup": regroup,
 }
 OF_TWO = {"send_tensor_dict", "recv_tensor_dict"}
 WITHOUT_DATA = {"GatheredParameters", "GroupCoordinator", "distributed_loader"}
-OF_SEVERAL_CALLS = {"MetricCollector"}
+OF_SEVERAL_CALLS = {"MetricCollector", "Resharding", "Resharding.run"}
 
 
 def every(cls):

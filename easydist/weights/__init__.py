@@ -1,0 +1,15 @@
+"""Weights of a model: from the ranks that have them to those that need them."""
+
+from easydist.weights.broadcast import broadcast_state_dict
+from easydist.weights.checkpoint import broadcast_checkpoint
+from easydist.weights.resharding import LocalShard, Resharding
+from easydist.weights.versions import WeightPublisher, WeightReceiver
+
+__all__ = [
+    "LocalShard",
+    "Resharding",
+    "WeightPublisher",
+    "WeightReceiver",
+    "broadcast_checkpoint",
+    "broadcast_state_dict",
+]

@@ -1,0 +1,252 @@
+"""Groups of Ray actors: who finds whom, and which generation of a group is meant.
+
+A generation has a store, which rank 0 serves. Where it is stands in Ray's own key-value store under the group's name,
+or under a token that the driver has chosen. A rank that has joined a generation is not let in twice, so a member that
+comes again, and one that replaces it, wait for the next generation, whatever the name says still.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from easydist.agreement.calling import seconds
+from easydist.errors import CollectiveTimeout, PeerLostError
+from easydist.transport.comm import Collectives
+from easydist.typing import Timeout
+from easydist.weights.group import Place, PrivateGroup, connect, serve
+
+_POLL = 0.02
+_NAMESPACE = "easydist"
+_AFTER = 5.0
+"""Seconds that the driver waits longer than its actors, to hear from them who is missing."""
+
+_GIVEN_UP = "given up"
+"""Stands in the key-value store in place of a generation that is not going to be."""
+
+_groups: dict[str, PrivateGroup] = {}
+"""The groups of this process, by name."""
+
+
+def init_group(
+    world_size: int,
+    rank: int,
+    group_name: str = "default",
+    *,
+    timeout: Timeout = 300.0,
+    generation: str | None = None,
+) -> None:
+    """Make this actor a member of a group, once all members have called; a group of that name is left first.
+
+    Nothing is shared with torch's default group, so an actor may run DDP beside it, and be in any number of groups.
+
+    Args:
+        world_size: How many members the group has.
+        rank: This one, from 0.
+        group_name: Names are free again when a member was lost: all members call once more.
+        timeout: How long to wait for the other members; also how long a call in the group may take.
+        generation: A token that all members give alike where several generations of one name may be under way.
+
+    Raises:
+        CollectiveTimeout: Members are missing; ``missing`` has their ranks.
+        ValueError: ``rank`` does not fit ``world_size``.
+
+    Example:
+        >>> import easydist.ray
+        >>> easydist.ray.init_group(world_size=2, rank=2)
+        Traceback (most recent call last):
+        ValueError: init_group: rank=2 is not one of 2 ranks, counted from 0
+
+    Source: ``ray.util.collective.init_collective_group``.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"init_group: rank={rank} is not one of {world_size} ranks, counted from 0")
+    destroy_group(group_name)
+    limit = seconds(timeout, "init_group")
+    deadline = time.monotonic() + limit
+    key = _key(group_name, generation)
+    host = _own_address()
+    _check_wanted(key, group_name)
+    if rank == 0:
+        store = serve(host)
+        store.add("joined/0", 1)
+        _put(key, json.dumps([host, store.port]))
+    else:
+        store = _found(key, rank, deadline, group_name)
+    place = Place(rank, world_size, host)
+    wait = functools.partial(_check_wanted, key, group_name)
+    _groups[group_name] = PrivateGroup(group_name, store, place, deadline, limit, wait)
+
+
+def _check_wanted(key: str, name: str) -> None:
+    """Wait a little, and raise where the driver has given the generation up."""
+    if _get(key) == _GIVEN_UP:
+        raise CollectiveTimeout(f"group {name!r}: create_group has given up, as not all members came")
+    time.sleep(_POLL)
+
+
+def _found(key: str, rank: int, deadline: float, name: str) -> Any:
+    """The store of a generation that this rank has not joined before."""
+    while time.monotonic() < deadline:
+        told = _get(key)
+        if told not in (None, _GIVEN_UP):
+            try:
+                store = connect(*json.loads(told))
+                if store.add(f"joined/{rank}", 1) == 1:
+                    return store
+            except RuntimeError:  # of an earlier generation: its rank 0 has ended
+                pass
+        _check_wanted(key, name)
+    error = CollectiveTimeout(
+        f"group {name!r}: rank 0 did not come in time, or another process is rank {rank} already\nAll members have to "
+        "call init_group, each with a rank of its own."
+    )
+    error.missing = (0,)
+    raise error
+
+
+def destroy_group(group_name: str = "default") -> None:
+    """Leave a group, if this process is in one of that name; the others need not be asked.
+
+    Example:
+        >>> import easydist.ray
+        >>> easydist.ray.destroy_group("no such group")
+    """
+    if (group := _groups.pop(group_name, None)) is not None:
+        group.close()
+
+
+def group(group_name: str = "default") -> Collectives:
+    """The group of that name, for ``group=`` of any verb; one of ``ray.util.collective`` gets a private twin.
+
+    Raises:
+        ValueError: This process is in no such group.
+
+    Example:
+        >>> import easydist.ray
+        >>> easydist.ray.group("no such group")
+        Traceback (most recent call last):
+        ValueError: this process is in no group 'no such group'; call init_group, or create_group in the driver
+    """
+    if group_name not in _groups:
+        size, rank = _known_to_ray(group_name)
+        if size < 0:
+            raise ValueError(
+                f"this process is in no group {group_name!r}; call init_group, or create_group in the driver"
+            )
+        init_group(size, rank, group_name)
+    return _groups[group_name].comm
+
+
+def _known_to_ray(name: str) -> tuple[int, int]:
+    """Size and rank of a group that ``ray.util.collective`` has set up in this process; -1 where it has not."""
+    collective = sys.modules.get("ray.util.collective")
+    if collective is None or not collective.is_group_initialized(name):
+        return -1, -1
+    return collective.get_collective_group_size(name), collective.get_rank(name)
+
+
+def create_group(actors: Sequence[Any], group_name: str = "default", *, timeout: Timeout = 300.0) -> None:
+    """Make a group of actors, from the driver or from any process that has their handles.
+
+    The actors need no method for it. They are ranks in the order of the list. When one of them was lost, call it again
+    with the actor that replaces it: this makes a new generation under the same name.
+
+    Args:
+        actors: Their handles.
+        group_name: Under which the actors name the group.
+        timeout: How long to wait for all of them; also how long a call in the group may take.
+
+    Raises:
+        PeerLostError: An actor has died; ``rank`` says which.
+        CollectiveTimeout: Actors do not answer, as they are busy or have not started; ``missing`` has their ranks.
+
+    Example:
+        >>> import easydist.ray
+        >>> easydist.ray.create_group([])
+        Traceback (most recent call last):
+        ValueError: create_group: there are no actors
+
+    Source: ``ray.util.collective.create_collective_group``.
+    """
+    if not actors:
+        raise ValueError("create_group: there are no actors")
+    import ray
+
+    limit, token = seconds(timeout, "create_group"), secrets.token_hex(8)
+    size = len(actors)
+    refs = [actor.__ray_call__.remote(_join, size, rank, group_name, limit, token) for rank, actor in enumerate(actors)]
+    waiting, deadline = list(refs), time.monotonic() + limit + _AFTER
+    try:
+        while waiting:
+            done, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not done:
+                raise _silent(group_name, [refs.index(ref) for ref in waiting], size)
+            _check(ray, done[0], refs.index(done[0]), group_name)
+    except BaseException:
+        _put(_key(group_name, token), _GIVEN_UP)
+        raise
+    _forget(_key(group_name, token))
+
+
+def _join(actor: Any, size: int, rank: int, name: str, timeout: float, generation: str) -> None:
+    """Run in an actor, which is the first argument."""
+    init_group(size, rank, name, timeout=timeout, generation=generation)
+
+
+def _check(ray: Any, ref: Any, rank: int, name: str) -> None:
+    """Raise what has ended a member's joining."""
+    try:
+        ray.get(ref)
+    except ray.exceptions.RayActorError as error:
+        lost = PeerLostError(f"group {name!r}: the actor of rank {rank} has died\nReplace it, and call create_group.")
+        lost.rank = rank
+        raise lost from error
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error
+
+
+def _silent(name: str, missing: Sequence[int], size: int) -> CollectiveTimeout:
+    error = CollectiveTimeout(
+        f"group {name!r}: the actors of ranks {list(missing)} of {size} did not answer in time\nThey may be busy with "
+        "another call, or wait for resources to start."
+    )
+    error.missing = tuple(missing)
+    return error
+
+
+def _key(name: str, generation: str | None) -> str:
+    import ray
+
+    return f"easydist/{ray.get_runtime_context().get_job_id()}/{name}/{generation or ''}"
+
+
+def _own_address() -> str:
+    import ray
+
+    address: str = ray.util.get_node_ip_address()
+    return address
+
+
+def _put(key: str, value: str) -> None:
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    _internal_kv_put(key, value, overwrite=True, namespace=_NAMESPACE)
+
+
+def _get(key: str) -> str | None:
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    told = _internal_kv_get(key, namespace=_NAMESPACE)
+    return None if told is None else told.decode()
+
+
+def _forget(key: str) -> None:
+    from ray.experimental.internal_kv import _internal_kv_del
+
+    _internal_kv_del(key, namespace=_NAMESPACE)

@@ -1,0 +1,138 @@
+"""Blocks: parts of tensors as offsets and sizes, and the arithmetic of shards. Nothing here touches data.
+
+A ``Block`` is what slices take out of a tensor of any number of dimensions. Large tensors are cut into blocks to
+travel; a shard of a ``DTensor`` is a block of the whole tensor; where a shard of one layout meets a shard of another,
+they have a block in common.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Block(NamedTuple):
+    """A part of a tensor.
+
+    Attributes:
+        start: The first index in each dimension.
+        shape: The size in each dimension.
+    """
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This part of ``tensor``, as a view."""
+        if self.shape == tensor.shape:
+            return tensor
+        return tensor[tuple(slice(first, first + size) for first, size in zip(self.start, self.shape, strict=True))]
+
+    def within(self, outer: Block) -> Block:
+        """The same elements, counted from the beginning of a block that contains them."""
+        return Block(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.shape)
+
+
+def whole(shape: Sequence[int]) -> Block:
+    """All of a tensor."""
+    return Block((0,) * len(shape), tuple(shape))
+
+
+def common(one: Block, other: Block) -> Block | None:
+    """The elements that two blocks of one tensor share; None where there are none.
+
+    Example:
+        >>> common(Block((0, 0), (2, 6)), Block((1, 4), (3, 4)))
+        Block(start=(1, 4), shape=(1, 2))
+    """
+    start = tuple(map(max, one.start, other.start))
+    stops = (min(a + n, b + m) for a, n, b, m in zip(one.start, one.shape, other.start, other.shape, strict=True))
+    shape = tuple(stop - first for stop, first in zip(stops, start, strict=True))
+    return Block(start, shape) if all(size > 0 for size in shape) else None
+
+
+def cut(block: Block, numel: int) -> Iterator[Block]:
+    """Parts of at most ``numel`` elements, in order; each is contiguous in a contiguous tensor of the block's shape.
+
+    Example:
+        >>> [part.shape for part in cut(whole((5, 3)), 6)], [part.start for part in cut(whole((2, 5)), 3)]
+        ([(2, 3), (2, 3), (1, 3)], [(0, 0), (0, 3), (1, 0), (1, 3)])
+    """
+    if block.numel <= numel:
+        yield block
+        return
+    dim = next(d for d, _ in enumerate(block.shape) if math.prod(block.shape[d + 1 :]) <= numel)
+    rows = numel // math.prod(block.shape[dim + 1 :])
+    for index in itertools.product(*map(range, block.shape[:dim])):
+        for row in range(0, block.shape[dim], rows):
+            start = (*index, row, *(0,) * (len(block.shape) - dim - 1))
+            shape = (*(1,) * dim, min(rows, block.shape[dim] - row), *block.shape[dim + 1 :])
+            yield Block(tuple(a + b for a, b in zip(block.start, start, strict=True)), shape)
+
+
+def shard(shape: Sequence[int], mesh_shape: Sequence[int], place: Sequence[int], placements: Sequence[Any]) -> Block:
+    """The block that one rank of a mesh holds of a sharded tensor.
+
+    Each mesh dimension with ``Shard(d)`` cuts what the ones before it have left of dimension d, into parts of equal
+    size but for the last ones, which may be smaller or empty, as ``torch.chunk`` does. FSDP2 over tensor parallelism
+    says ``_StridedShard``: there the mesh dimensions behind it have cut first.
+
+    Args:
+        shape: Of the whole tensor.
+        mesh_shape: Of the mesh.
+        place: The rank's coordinate in it.
+        placements: One of ``torch.distributed.tensor`` for each dimension of the mesh.
+
+    Raises:
+        TypeError: A placement is neither of these nor ``Replicate``: the values are not there before a reduction.
+
+    Example:
+        >>> from torch.distributed.tensor import Replicate, Shard
+        >>> [shard((5, 2), (2,), (rank,), [Shard(0)]) for rank in (0, 1)]
+        [Block(start=(0, 0), shape=(3, 2)), Block(start=(3, 0), shape=(2, 2))]
+        >>> shard((4, 4), (2, 2), (1, 0), [Shard(1), Replicate()])
+        Block(start=(0, 2), shape=(4, 2))
+    """
+    start, sizes = [0] * len(shape), list(shape)
+    for axis in _cutting_order(placements):
+        dim = placements[axis].dim % len(shape)
+        part = -(-sizes[dim] // mesh_shape[axis])
+        first = min(part * place[axis], sizes[dim])
+        start[dim] += first
+        sizes[dim] = min(part, sizes[dim] - first)
+    return Block(tuple(start), tuple(sizes))
+
+
+def _cutting_order(placements: Sequence[Any]) -> list[int]:
+    """The mesh dimensions that cut, in the order in which they do."""
+    order: list[int] = []
+    for axis in reversed(range(len(placements))):
+        placement = placements[axis]
+        if type(placement).__name__ == "_StridedShard":
+            order.append(axis)
+        elif type(placement).__name__ == "Shard":
+            order.insert(0, axis)
+        elif type(placement).__name__ != "Replicate":
+            raise TypeError(f"a DTensor with {placement!r} has no values before a reduction; redistribute() it first")
+    return order
+
+
+def is_covered(shape: Sequence[int], blocks: Sequence[Block]) -> bool:
+    """True if the blocks make up the whole tensor, without an element in two of them.
+
+    Example:
+        >>> is_covered((4,), [Block((0,), (2,)), Block((2,), (2,))]), is_covered((4,), [Block((0,), (2,))])
+        (True, False)
+    """
+    if sum(block.numel for block in blocks) != math.prod(shape):
+        return False
+    return all(common(one, other) is None for one, other in itertools.combinations(blocks, 2))

@@ -1,0 +1,165 @@
+"""A checkpoint that one rank reads, on all ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from easydist.agreement.runner import run
+from easydist.eager import eager
+from easydist.errors import WireError
+from easydist.format.files import load
+from easydist.state import communicators
+from easydist.typing import Device, Group, Timeout
+from easydist.weights.exchange import BUCKET_NBYTES, BroadcastWeights, Sending
+from easydist.weights.source import Filter, Rename, state_of
+from easydist.weights.target import Wanted
+
+__all__ = ["broadcast_checkpoint"]
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+@eager
+def broadcast_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module | dict[str, Any] | None = None,
+    src: int = 0,
+    *,
+    strict: bool = True,
+    dtype: torch.dtype | None = None,
+    filter: Filter = None,
+    rename: Rename = None,
+    device: Device | None = None,
+    pin_memory: bool = False,
+    verify: bool = False,
+    bucket_bytes: int = BUCKET_NBYTES,
+    progress: bool = False,
+    group: Group = None,
+    check: bool | None = None,
+    timeout: Timeout | None = None,
+) -> Any:
+    """Load a checkpoint on all ranks, though one rank alone reads it.
+
+    Law: after ``broadcast_checkpoint(path, model)`` every rank's model is what
+    ``model.load_state_dict(load(path), strict)`` makes of it.
+
+    The source maps the file, and the bytes go from the mapping to the other ranks as they are. A model on the meta
+    device gets memory as the values come, so that no rank ever holds the weights twice. Buffers that are not part of
+    the state dict stay on the meta device.
+
+    Example:
+        >>> import tempfile, torch, easydist
+        >>> from easydist import weights
+        >>> path = tempfile.mkdtemp() + "/model.safetensors"
+        >>> easydist.save(torch.nn.Linear(2, 1).state_dict(), path)
+        >>> model = torch.nn.Linear(2, 1, device="meta")
+        >>> _ = weights.broadcast_checkpoint(path, model)
+        >>> model.weight.device
+        device(type='cpu')
+
+    Args:
+        path: A ``.safetensors`` file; a ``model.safetensors.index.json``, whose files lie beside it; or the folder of
+            either. Only ``src`` looks at it.
+        model: What is filled, on every rank: a module, also one on the meta device or with ``DTensor`` parameters,
+            which takes its shards; a dict of tensors; None for new tensors.
+        src: The rank that reads.
+        strict: As in ``broadcast_state_dict``.
+        dtype: Floating-point tensors travel in this dtype, and new tensors of a call without a model have it; tensors
+            of a model keep their own. The source says it.
+        filter: ``filter(name)`` says which entries of the file are loaded; the source says it.
+        rename: A function or dict from names in the file to names in the model; the source says it.
+        device: Where new tensors shall be, those of a model on the meta device included; None is the CPU.
+        pin_memory: As in ``broadcast_state_dict``.
+        verify: Likewise.
+        bucket_bytes: Likewise.
+        progress: Likewise.
+        group: Likewise.
+        check: Likewise.
+        timeout: Likewise.
+
+    Returns:
+        On every rank the state dict as it is now, as ``broadcast_state_dict`` returns it.
+
+    Raises:
+        RemoteError: The source cannot read the checkpoint (``__cause__`` is an OSError or a WireError), or a rank
+            cannot take it.
+        DisagreementError: As ``broadcast_state_dict``; the source's own model counts, too.
+        OSError: The checkpoint cannot be read, in a world of one.
+        WireError: It is not valid, likewise; or what ``verify`` finds.
+
+    Cost: that of ``broadcast_state_dict``. The source reads each byte of the file once.
+
+    Source: https://huggingface.co/docs/safetensors/index#format; the index is that of ``transformers``.
+    """
+    wanted = Wanted(None, None, strict, False, device, pin_memory)
+    verb = _BroadcastCheckpoint(
+        path, model, src, wanted, Sending(dtype, bucket_bytes, verify), progress, filter, rename
+    )
+    return run(verb, communicators(group), timeout, check)
+
+
+class _BroadcastCheckpoint(BroadcastWeights):
+    """The source sends what the file holds, and receives it itself."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        model: Any,
+        src: int,
+        wanted: Wanted,
+        sending: Sending,
+        shows_progress: bool,
+        keep: Filter,
+        rename: Rename,
+    ) -> None:
+        sent = wanted._replace(keep=keep, rename=rename)
+        super().__init__("broadcast_checkpoint", model, src, sent, sending, shows_progress)
+        self._path, self._received = path, wanted
+
+    def state(self) -> Mapping[str, Any]:
+        return checkpoint(self._path)
+
+    def is_receiver(self, rank: int, sources: Sequence[int]) -> bool:
+        return True
+
+
+def checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """The entries of a checkpoint, by name; their memory is that of the files.
+
+    Raises:
+        OSError: A file cannot be read.
+        WireError: A file is not valid, or the index names what is not there.
+        TypeError: The file holds no dict.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / (_INDEX if (path / _INDEX).exists() else _SINGLE)
+    return _indexed(path) if path.suffix == ".json" else state_of(load(path))
+
+
+def _indexed(path: Path) -> dict[str, Any]:
+    places = _weight_map(path)
+    files = {name: load(path.parent / name) for name in dict.fromkeys(places.values())}
+    if lost := [name for name, file in places.items() if name not in files[file]]:
+        raise WireError(f"{path} says that {lost[0]!r} is in {places[lost[0]]}, and it is not")
+    return {name: files[file][name] for name, file in places.items()}
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """The file that holds each entry; all beside the index, whatever it says."""
+    try:
+        places = json.loads(path.read_bytes())["weight_map"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise WireError(f"{path} is no index of safetensors files: it has no weight_map") from error
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise WireError(f"{path}: weight_map is not an object of file names")
+    if outside := [file for file in places.values() if os.path.basename(file) != file or file in ("", ".", "..")]:
+        raise WireError(f"{path} names {outside[0]!r}, which is no file beside it")
+    return places

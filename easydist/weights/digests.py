@@ -1,0 +1,55 @@
+"""Digests of what was sent and of what has arrived, entry by entry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from easydist.groups.communicators import Communicators
+from easydist.weights.schedule import Message
+
+_NBYTES = 16
+
+
+class Digests:
+    """XXH3 with 128 bits over the bytes of each entry, as each of its sources sends them.
+
+    Raises:
+        ImportError: xxhash is not installed.
+
+    Source: https://xxhash.com
+    """
+
+    def __init__(self) -> None:
+        try:
+            from xxhash import xxh3_128
+        except ImportError as error:
+            raise ImportError("verify=True needs xxhash; install easydist[weights]") from error
+        self._new = xxh3_128
+        self._digests: dict[tuple[int, int], Any] = {}
+
+    def update(self, message: Message, buffer: torch.Tensor) -> None:
+        """Take in what a message holds."""
+        parts = buffer.cpu().split([part.nbytes for part in message.parts])
+        for part, piece in zip(message.parts, parts, strict=True):
+            self._digests.setdefault((message.root, part.entry), self._new()).update(piece.numpy())
+
+    def differing(self, comms: Communicators, messages: Sequence[Message]) -> list[int]:
+        """The entries whose bytes are not those that their sources have sent.
+
+        Cost: one broadcast of 16 bytes per entry from each source.
+        """
+        found: set[int] = set()
+        for root in sorted({message.root for message in messages}):
+            keys = sorted({(root, part.entry) for one in messages if one.root == root for part in one.parts})
+            mine = b"".join(self._digests[key].digest() for key in keys)
+            theirs = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+            comms.control.broadcast(theirs, root, async_op=False)
+            sent = bytes(theirs.numpy())
+            rows = range(0, len(mine), _NBYTES)
+            found |= {
+                key[1] for key, at in zip(keys, rows, strict=True) if mine[at : at + _NBYTES] != sent[at : at + _NBYTES]
+            }
+        return sorted(found)

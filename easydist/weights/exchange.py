@@ -1,0 +1,286 @@
+"""One broadcast of weights: the header, what each rank says to it, the shards of the sources, then the data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from operator import index
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from easydist.agreement.agree import agree, shared
+from easydist.agreement.call import Call
+from easydist.agreement.frames import Agreement
+from easydist.agreement.runner import Verb
+from easydist.data.packing import dtype_name
+from easydist.errors import DisagreementError, WireError
+from easydist.groups.communicators import Communicators
+from easydist.verbs.ranks import check_rank
+from easydist.weights import texts
+from easydist.weights.blocks import Block, is_covered, whole
+from easydist.weights.digests import Digests
+from easydist.weights.schedule import Item, Message, schedule
+from easydist.weights.source import Source, mesh_ranks, named, state_of
+from easydist.weights.stream import Carriers, Side, move, progress
+from easydist.weights.target import Announced, Row, Target, Wanted
+
+BUCKET_NBYTES = 64 << 20
+
+
+_LEAST = 1 << 10
+
+
+class Sending(NamedTuple):
+    """What the source says for all ranks.
+
+    Attributes:
+        dtype: Of floating-point tensors on the wire; None is their own.
+        bucket_nbytes: How many bytes may be under way.
+        verify: Whether digests are compared.
+    """
+
+    dtype: torch.dtype | None = None
+    bucket_nbytes: int = BUCKET_NBYTES
+    verify: bool = False
+
+
+class BroadcastWeights(Verb[Any]):
+    """A state dict, from the ranks that have it to all others.
+
+    Args:
+        operation: The name under which it was called.
+        model_or_dict: On a source what is sent; elsewhere what is written.
+        src: The source, or the sources of a sharded state dict; the first one speaks for them.
+        wanted: How a receiver wants it; the filter and the names count on a source, too.
+        sending: What counts on the first source.
+        shows_progress: Whether the first rank shows a bar.
+
+    Attributes:
+        announced: What the header says, once all ranks have accepted it.
+    """
+
+    announced: Announced
+
+    def __init__(
+        self,
+        operation: str,
+        model_or_dict: Any,
+        src: int | Sequence[int],
+        wanted: Wanted,
+        sending: Sending,
+        shows_progress: bool = False,
+    ) -> None:
+        self.operation = operation
+        self._model_or_dict, self._src, self._wanted, self._sending = model_or_dict, src, wanted, sending
+        self._received, self._shows_progress = wanted, shows_progress
+        self._source: Source | None = None
+        self._target: Target | None = None
+
+    def state(self) -> Mapping[str, Any]:
+        """What a source sends.
+
+        Raises:
+            TypeError: It is no state dict.
+        """
+        return state_of(self._model_or_dict)
+
+    def is_receiver(self, rank: int, sources: Sequence[int]) -> bool:
+        """Whether a rank takes what comes."""
+        return rank not in sources
+
+    def notes(self) -> Mapping[str, Any]:
+        """What else the header says."""
+        return {}
+
+    def check(self, announced: Announced) -> None:
+        """Refuse what comes, on a receiver."""
+
+    def prepare(self, comms: Communicators) -> Call:
+        """Make the source ready, on the rank that speaks for it."""
+        sources = [index(rank) for rank in ([self._src] if hasattr(self._src, "__index__") else self._src)]
+        for rank in sources:
+            check_rank(comms, "src", rank)
+        if not sources or len(set(sources)) < len(sources):
+            raise ValueError(f"src={self._src!r} has to name each source once, and at least one")
+        self._first = sources[0]
+        call = Call({"src": sources[0] if len(sources) == 1 else tuple(sources)})
+        if comms.rank == self._first:
+            self._make_source(comms, sources)
+            call.nbytes = self._header.numel()
+        return call
+
+    def _make_source(self, comms: Communicators, sources: list[int]) -> None:
+        if self._sending.bucket_nbytes < _LEAST:
+            raise ValueError(f"bucket_bytes={self._sending.bucket_nbytes} is less than {_LEAST}")
+        state = self.state()
+        names = named(state, self._wanted.keep, self._wanted.rename)
+        if len(sources) == 1 and (ranks := mesh_ranks(state, names)):
+            sources = _in_group(comms, ranks, self._first)
+        dtype, bucket_nbytes, verify = self._sending
+        spoken = None if dtype is None else dtype_name(dtype)
+        about = {"sources": sources, "dtype": spoken, "bucket": bucket_nbytes, "verify": verify, **self.notes()}
+        self._source = Source(state, names, dtype, about)
+        self._header = self._source.header
+
+    def exchange(self, comms: Communicators, agreed: Agreement) -> None:
+        """Tell what comes, hear who can take it, and move it."""
+        if comms.size == 1 and not self.is_receiver(0, [0]):
+            return
+        encoded = (
+            self._header if self._source else torch.empty(agreed.nbytes[self._first], dtype=torch.uint8, device="cpu")
+        )
+        comms.control.broadcast(encoded, self._first, async_op=False)
+        announced = self.announced = self._accept(comms, encoded)
+        messages = schedule(self._items(comms, announced), announced.about["bucket"])
+        digests = Digests() if announced.about["verify"] else None
+        side = _Side(comms, self._source, self._target, digests)
+        shown = self._shows_progress and comms.rank == 0
+        with progress(shown, announced.nbytes, self.operation) as step:
+            move(Carriers(comms, messages), messages, side, announced.about["bucket"], step)
+        if digests is not None:
+            self._verify(comms, announced, digests.differing(comms, messages))
+
+    def _accept(self, comms: Communicators, encoded: torch.Tensor) -> Announced:
+        """Every rank says whether it can take what comes, or what it has of it; all raise where one cannot."""
+        found: list[Announced] = []
+        mine: dict[str, Any] = {}
+
+        def judge() -> Call:
+            found.append(announced := Announced(encoded))
+            mine.update(self._judged(comms, announced))
+            return Call(nbytes=nbytes_of(mine))
+
+        every = told(comms, agree(comms, self.operation, judge).nbytes, mine)
+        rows = {rank: one["rows"] for rank, one in every.items() if "rows" in one}
+        if rows:
+            raise shared(comms, DisagreementError(texts.disagreement(self.operation, self._first, rows)))
+        self._shards = {rank: one["shards"] for rank, one in every.items()}
+        return found[0]
+
+    def _judged(self, comms: Communicators, announced: Announced) -> dict[str, Any]:
+        """What this rank has to say: which entries do not fit, or else what it has of sharded ones."""
+        sources = announced.about["sources"]
+        if announced.about["verify"]:
+            Digests()
+        rows = self._unlike(announced) if comms.rank in sources else []
+        if self.is_receiver(comms.rank, sources):
+            self.check(announced)
+            self._target = Target(self._model_or_dict, announced, self._received)
+            rows += self._target.misfit()
+        if rows:
+            return {"rows": rows}
+        if self._target is not None:
+            self._target.allocate()
+        return {"shards": self._source.shards} if self._source is not None and len(sources) > 1 else {}
+
+    def _unlike(self, announced: Announced) -> list[Row]:
+        """How the entries of a source differ from those of the first one."""
+        if self._source is not None:
+            return []
+        state = self.state()
+        names = named(state, self._wanted.keep, self._wanted.rename)
+        self._source = Source(state, names, _named_dtype(announced.about["dtype"]), {})
+        return texts.unlike(announced, Announced(self._source.header))
+
+    def _items(self, comms: Communicators, announced: Announced) -> list[Item]:
+        """Who sends which block of each entry; of blocks that several ranks hold the first one's."""
+        items = []
+        for entry, kind in zip(announced.entries, announced.kinds, strict=True):
+            held: dict[Block, int] = {}
+            for rank in announced.about["sources"]:
+                box = self._shards.get(rank, {}).get(entry.name)
+                if box is not None and 0 not in box[1]:
+                    held.setdefault(Block(*map(tuple, box)), rank)
+            if held and not is_covered(entry.shape, list(held)):
+                raise shared(
+                    comms, DisagreementError(texts.uncovered(self.operation, entry.name, announced.about["sources"]))
+                )
+            blocks = [(rank, block) for block, rank in held.items()] or [(self._first, whole(entry.shape))]
+            items.append(Item(entry.dtype, kind, blocks))
+        return items
+
+    def _verify(self, comms: Communicators, announced: Announced, differing: list[int]) -> None:
+        names = [announced.entries[i].name for i in differing]
+        mine = {"rows": names} if names else {}
+        every = told(comms, agree(comms, self.operation, lambda: Call(nbytes=nbytes_of(mine))).nbytes, mine)
+        if every:
+            rows = {rank: one["rows"] for rank, one in every.items()}
+            raise shared(comms, WireError(texts.damaged(self.operation, rows)))
+
+    def result(self, comms: Communicators, agreed: Agreement, arrived: None) -> Any:
+        """The state dict of this rank."""
+        if self._target is not None:
+            return self._target.finish()
+        return self.state()
+
+
+class _Side(Side):
+    """A source loads its own messages; who receives takes all, and others drop what they have not sent."""
+
+    def __init__(
+        self, comms: Communicators, source: Source | None, target: Target | None, digests: Digests | None
+    ) -> None:
+        self._rank, self._source, self._target, self._digests = comms.rank, source, target, digests
+
+    def buffer(self, message: Message, there: torch.device) -> torch.Tensor:
+        if self._source is not None and message.root == self._rank:
+            return self._source.load(message, there)
+        if self._target is not None:
+            return self._target.buffer(message, there)
+        return torch.empty(message.nbytes, dtype=torch.uint8, device=there)
+
+    def take(self, message: Message, buffer: torch.Tensor) -> None:
+        if self._digests is not None:
+            self._digests.update(message, buffer)
+        if self._target is not None:
+            self._target.take(message, buffer)
+
+
+def _named_dtype(name: str | None) -> torch.dtype | None:
+    """The dtype of a name that ``dtype_name`` has given."""
+    return None if name is None else getattr(torch, name)
+
+
+def _in_group(comms: Communicators, ranks: Sequence[int], first: int) -> list[int]:
+    """Ranks of the world as ranks of the group, ``first`` first.
+
+    Raises:
+        ValueError: The group does not know them.
+    """
+    try:
+        members = dist.get_process_group_ranks(comms.groups()[0])
+        return [first] + [rank for rank in map(members.index, ranks) if rank != first]
+    except (IndexError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"the source is sharded over ranks {list(ranks)} of the default group, not all of which this group knows; "
+            "pass src=[…] with the ranks inside the group that hold the shards"
+        ) from error
+
+
+def _as_bytes(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value).encode(errors="backslashreplace") if value else b""
+
+
+def nbytes_of(value: Mapping[str, Any]) -> int:
+    """How much a rank has to say in ``told``: nothing, where this is empty."""
+    return len(_as_bytes(value))
+
+
+def told(comms: Communicators, nbytes: Sequence[int], mine: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """What the ranks say to each other, by rank, of those that say something.
+
+    Args:
+        comms: The group.
+        nbytes: What ``nbytes_of`` gives on each rank.
+        mine: What this rank says, as JSON.
+
+    Cost: one all-gather, if any rank says something.
+    """
+    if not any(nbytes):
+        return {}
+    every = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in nbytes]
+    data = torch.frombuffer(bytearray(_as_bytes(mine)), dtype=torch.uint8) if mine else every[comms.rank]
+    comms.control.all_gather_v(every, data, async_op=False)
+    return {rank: json.loads(bytes(one.numpy())) for rank, one in enumerate(every) if one.numel()}

@@ -1,0 +1,99 @@
+"""Which block goes from whom to whom, where a tensor is laid out in one way and wanted in another. Pure arithmetic.
+
+A layout says which rank holds which block. ``plan`` meets each block that is wanted with the blocks that are there:
+what two of them have in common travels, and nothing else does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from easydist.weights.blocks import Block, common, is_covered, shard, whole
+
+Layout = Mapping[int, Block]
+"""Rank -> the block of a tensor that it holds, or wants."""
+
+
+class Transfer(NamedTuple):
+    """A block of a tensor on its way.
+
+    Attributes:
+        src: The rank that has it.
+        dst: The rank that wants it; the same one where it has it already.
+        block: Counted from the beginning of the whole tensor.
+    """
+
+    src: int
+    dst: int
+    block: Block
+
+
+def laid_out(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> dict[int, Block]:
+    """The layout of a ``DTensor``.
+
+    Args:
+        shape: Of the whole tensor.
+        mesh: The ranks, as nested lists or a tensor with one dimension for each placement.
+        placements: Those of ``torch.distributed.tensor``.
+
+    Raises:
+        TypeError: A placement has no values before a reduction.
+
+    Example:
+        >>> from torch.distributed.tensor import Shard
+        >>> laid_out((4, 2), [5, 7], [Shard(0)])
+        {5: Block(start=(0, 0), shape=(2, 2)), 7: Block(start=(2, 0), shape=(2, 2))}
+    """
+    import torch
+
+    ranks = torch.as_tensor(mesh)
+    places = (torch.unravel_index(torch.tensor(i), ranks.shape) for i in range(ranks.numel()))
+    coordinates = [tuple(int(one) for one in place) for place in places]
+    return {int(ranks[at]): shard(shape, tuple(ranks.shape), at, placements) for at in coordinates}
+
+
+def everywhere(shape: Sequence[int], ranks: Iterable[int]) -> dict[int, Block]:
+    """The layout of a tensor that each of these ranks has whole."""
+    return {rank: whole(shape) for rank in ranks}
+
+
+def plan(shape: Sequence[int], held: Layout, wanted: Layout, load: dict[int, int] | None = None) -> list[Transfer]:
+    """The transfers that give every rank what it wants.
+
+    Law: the blocks of the transfers to a rank make up what it wants, each element once; each is a part of what its
+    source holds. A rank that holds what it wants takes it from itself. Of ranks that hold the same block, the one that
+    has sent least sends it.
+
+    Args:
+        shape: Of the whole tensor.
+        held: Who holds what. Ranks may hold the same block, and none that overlap otherwise.
+        wanted: Who wants what.
+        load: How many elements each rank sends already; what this plan adds is added.
+
+    Raises:
+        ValueError: The blocks that are held do not make up the tensor.
+
+    Example:
+        >>> from torch.distributed.tensor import Shard
+        >>> rows, columns = laid_out((4, 4), [0, 1], [Shard(0)]), laid_out((4, 4), [2, 3], [Shard(1)])
+        >>> [(one.src, one.dst, one.block.shape) for one in plan((4, 4), rows, columns)]
+        [(0, 2, (2, 2)), (1, 2, (2, 2)), (0, 3, (2, 2)), (1, 3, (2, 2))]
+    """
+    load = {} if load is None else load
+    holders: dict[Block, list[int]] = {}
+    for rank, block in held.items():
+        if block.numel:
+            holders.setdefault(block, []).append(rank)
+    if math.prod(shape) and not is_covered(shape, list(holders)):
+        raise ValueError(f"the blocks of ranks {sorted(held)} do not make up a tensor of shape {tuple(shape)}")
+    transfers = []
+    for dst, box in wanted.items():
+        for block, ranks in holders.items():
+            if (part := common(block, box)) is not None:
+                src = dst if dst in ranks else min(ranks, key=lambda rank: load.get(rank, 0))
+                transfers.append(Transfer(src, dst, part))
+                if src != dst:
+                    load[src] = load.get(src, 0) + part.numel
+    return transfers

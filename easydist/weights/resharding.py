@@ -1,0 +1,294 @@
+"""From ranks that hold a model in one layout to ranks that want it in another, each slice straight to who needs it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from easydist import memory
+from easydist.agreement.agree import shared
+from easydist.agreement.call import Call
+from easydist.agreement.frames import Agreement
+from easydist.agreement.runner import Verb, run
+from easydist.data import packing
+from easydist.data.leaves import as_tensor, overlaps
+from easydist.data.packing import dtype_name, sort_key
+from easydist.errors import DisagreementError
+from easydist.groups.communicators import Communicators
+from easydist.state import communicators
+from easydist.transport.work import TorchWork
+from easydist.typing import Group, Timeout
+from easydist.weights.blocks import Block
+from easydist.weights.exchange import BUCKET_NBYTES, nbytes_of, told
+from easydist.weights.places import Place, place_of, unpacked
+from easydist.weights.plan import Transfer, plan
+from easydist.weights.receivers import entries_of
+from easydist.weights.schedule import Item, Message, schedule
+
+__all__ = ["LocalShard", "Resharding"]
+
+_DEPTH = 16
+
+
+class LocalShard(NamedTuple):
+    """A plain tensor that is a part of a whole one: what a layout without ``DTensor`` says of an entry.
+
+    Example:
+        >>> import torch
+        >>> from easydist import weights
+        >>> weights.LocalShard(torch.zeros(2, 4), start=(2, 0), shape=(4, 4)).shape
+        (4, 4)
+    """
+
+    tensor: torch.Tensor
+    """The part, on this rank."""
+    start: Sequence[int]
+    """Where it begins in the whole tensor, in each dimension."""
+    shape: Sequence[int]
+    """Of the whole tensor."""
+
+
+class Resharding:
+    """Moves weights from one layout to another, again and again; which slice goes where is worked out once.
+
+    Law: after ``run`` every target tensor holds the values that the sources' tensor of that name has there, cast to
+    its dtype. Each slice goes straight from a rank that holds it to the one that wants it, and nothing else travels.
+
+    All ranks of the group make it and run it together. Names that only sources have stay where they are. The tensors
+    are those that were there when it was made; optimizers change them in place.
+
+    Args:
+        source: What this rank holds: a module or a dict of tensors, DTensors and local shards; None: nothing.
+        target: What this rank wants, likewise; its tensors are written in place.
+        group: The ranks that take part.
+        bucket_bytes: How many bytes may be under way on a rank, and may be copied on the way.
+        timeout: How long the ranks may take to meet.
+
+    Attributes:
+        transfers: By name, who sends which block to whom; the same on all ranks.
+
+    Raises:
+        DisagreementError: A target's name is held by nobody, its shape or dtype is another one, or the blocks that are
+            held do not make up the tensor.
+        RemoteError: A rank's tensors cannot be sent or written.
+
+    Example:
+        >>> import torch
+        >>> from easydist import weights
+        >>> whole, part = torch.arange(4.0), torch.zeros(2)
+        >>> resharding = weights.Resharding({"w": whole}, {"w": weights.LocalShard(part, (2,), (4,))})
+        >>> resharding.run()
+        >>> part
+        tensor([2., 3.])
+
+    Cost: one header exchange and one all-gather of the layouts, as JSON.
+    """
+
+    def __init__(
+        self,
+        source: Any = None,
+        target: Any = None,
+        *,
+        group: Group = None,
+        bucket_bytes: int = BUCKET_NBYTES,
+        timeout: Timeout | None = None,
+    ) -> None:
+        self._comms = communicators(group)
+        self._bucket_nbytes = bucket_bytes
+        planning = _Planning(source, target, bucket_bytes)
+        self.transfers: dict[str, list[Transfer]] = run(planning, self._comms, timeout)
+        self._dtypes = planning.dtypes
+        self._held, self._wanted = ([places.get(name) for name in self._dtypes] for places in planning.places)
+        self._messages = self._scheduled(self._comms.size)
+
+    def _scheduled(self, size: int) -> list[Message]:
+        """The messages in one order for all ranks, so that each pair has its turn, and no ring of waits can close."""
+        items = [
+            Item(dtype, "cpu", [(one.src * size + one.dst, one.block) for one in self.transfers[name]])
+            for name, dtype in self._dtypes.items()
+        ]
+        turns: dict[int, int] = {}
+        order = []
+        for message in schedule(items, self._bucket_nbytes):
+            turns[message.root] = turns.get(message.root, 0) + 1
+            order.append((turns[message.root], message.root, message))
+        return [message for *_, message in sorted(order, key=lambda one: one[:2])]
+
+    def run(self, *, timeout: Timeout | None = None) -> None:
+        """Move the values as they are now.
+
+        Args:
+            timeout: How long the call may take; None is the group's.
+
+        Raises:
+            EasydistError: A rank was lost, late, or called something else.
+
+        Cost: one header exchange, then one message between two ranks for each slice of 256 KiB or more, in pieces of a
+        quarter of ``bucket_bytes``, and one for all smaller ones of a pair. Tensors on GPUs go by way of the CPU.
+        """
+        run(
+            _Moving(self._messages, [*self._dtypes.values()], self._held, self._wanted, self._bucket_nbytes),
+            self._comms,
+            timeout,
+        )
+
+    def nbytes(self, src: int, dst: int) -> int:
+        """How many bytes one ``run`` sends from one rank to another."""
+        return sum(
+            one.block.numel * self._dtypes[name].itemsize
+            for name, transfers in self.transfers.items()
+            for one in transfers
+            if (one.src, one.dst) == (src, dst)
+        )
+
+
+def _places(given: Any) -> dict[str, tuple[Place, tuple[int, ...]]]:
+    """Name -> where this rank's part of an entry is, and the shape of the whole."""
+    found = {}
+    for name, value in entries_of(given).values.items():
+        if isinstance(value, LocalShard):
+            place = Place(value.tensor.detach(), Block(tuple(value.start), tuple(value.tensor.shape)))
+            found[name] = place, tuple(value.shape)
+        elif isinstance(value, torch.Tensor):
+            found[name] = place_of(value), tuple(value.shape)
+        else:
+            raise TypeError(f"[{name!r}] is a {type(value).__name__}; only tensors are laid out over ranks")
+        as_tensor(found[name][0].tensor, f"[{name!r}]")
+    return found
+
+
+class _Planning(Verb[dict[str, list[Transfer]]]):
+    """The ranks tell one another what they hold and want; each works out the same plan."""
+
+    operation = "Resharding"
+
+    def __init__(self, source: Any, target: Any, bucket_nbytes: int) -> None:
+        self._given, self._bucket_nbytes = (source, target), bucket_nbytes
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.places: list[dict[str, Place]] = []
+
+    def prepare(self, comms: Communicators) -> Call:
+        found = [_places(given) for given in self._given]
+        for name, (place, _) in found[1].items():
+            if overlaps(place.tensor):
+                raise ValueError(f"[{name!r}] has elements that share memory, so it cannot be written in place")
+        self.places = [{name: place for name, (place, _) in one.items()} for one in found]
+        self._mine = {
+            side: {name: [dtype_name(place.tensor.dtype), shape, *place.box] for name, (place, shape) in one.items()}
+            for side, one in zip(("held", "wanted"), found, strict=True)
+        }
+        return Call({"bucket_bytes": self._bucket_nbytes}, nbytes=nbytes_of(self._mine))
+
+    def exchange(self, comms: Communicators, agreed: Agreement) -> dict[str, list[Transfer]]:
+        every = told(comms, agreed.nbytes, self._mine) if comms.size > 1 else {0: self._mine}
+        held, wanted = ({rank: one[side] for rank, one in every.items()} for side in ("held", "wanted"))
+        names = {name for one in wanted.values() for name in one}
+        types: dict[str, Any] = {name: one[name][:2] for one in held.values() for name in sorted(one) if name in names}
+        if wrong := _wrong(names, types, held, wanted):
+            raise shared(comms, DisagreementError("\n".join(["Resharding: the layouts do not fit", *wrong[:10]])))
+        self.dtypes = {name: getattr(torch, types[name][0]) for name in sorted(types)}
+        self.dtypes = dict(sorted(self.dtypes.items(), key=lambda one: (sort_key(one[1]), one[0])))
+        load: dict[int, int] = {}
+        try:
+            return {
+                name: plan(types[name][1], _layout(name, held), _layout(name, wanted), load) for name in self.dtypes
+            }
+        except ValueError as error:
+            raise shared(comms, DisagreementError(f"Resharding: {error}")) from None
+
+    def result(self, comms: Communicators, agreed: Agreement, arrived: Any) -> dict[str, list[Transfer]]:
+        plans: dict[str, list[Transfer]] = arrived
+        return plans
+
+
+_Side = Mapping[int, Mapping[str, Any]]
+
+
+def _layout(name: str, side: _Side) -> dict[int, Block]:
+    return {rank: Block(*map(tuple, one[name][2:])) for rank, one in side.items() if name in one}
+
+
+def _wrong(names: set[str], types: Mapping[str, Any], held: _Side, wanted: _Side) -> list[str]:
+    """What does not fit, one line each."""
+    lines = [f"  {name}  is wanted, and no rank holds it" for name in sorted(names - types.keys())]
+    for side, what in ((held, "holds"), (wanted, "wants")):
+        for rank, one in side.items():
+            for name in sorted(one.keys() & types.keys()):
+                (dtype, shape), (theirs, there) = types[name], one[name][:2]
+                casts = side is wanted and all(getattr(torch, d).is_floating_point for d in (dtype, theirs))
+                if shape != there or (dtype != theirs and not casts):
+                    lines.append(f"  {name}  is {dtype} {tuple(shape)}, rank {rank} {what} {theirs} {tuple(there)}")
+    return lines
+
+
+class _Moving(Verb[None]):
+    """Each rank sends and takes its messages in the order that all have."""
+
+    operation = "Resharding.run"
+
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        dtypes: list[torch.dtype],
+        held: Sequence[Place | None],
+        wanted: Sequence[Place | None],
+        bucket_nbytes: int,
+    ) -> None:
+        self._messages, self._dtypes, self._bucket_nbytes = messages, dtypes, bucket_nbytes
+        self._held, self._wanted = held, wanted
+
+    def prepare(self, comms: Communicators) -> Call:
+        return Call({"messages": len(self._messages)})
+
+    def exchange(self, comms: Communicators, agreed: Agreement) -> None:
+        cpu = comms.cpu(sum(message.nbytes for message in self._messages))
+        under_way: deque[tuple[Message, torch.Tensor | None, TorchWork]] = deque()
+        room = self._bucket_nbytes
+        for message in self._messages:
+            src, dst = divmod(message.root, comms.size)
+            if comms.rank not in (src, dst):
+                continue
+            while under_way and (message.nbytes > room or len(under_way) == _DEPTH):
+                room += self._end(*under_way.popleft())
+            if src == dst:
+                self._take(message, self._load(message))
+                continue
+            if comms.rank == src:
+                under_way.append((message, None, cpu.send(self._load(message), dst, async_op=True)))
+            else:
+                buffer = self._room(message)
+                under_way.append((message, buffer, cpu.recv(buffer, src, async_op=True)))
+            room -= message.nbytes
+        while under_way:
+            self._end(*under_way.popleft())
+
+    def _end(self, message: Message, buffer: torch.Tensor | None, work: TorchWork) -> int:
+        work.wait()
+        if buffer is not None:
+            self._take(message, buffer)
+        return message.nbytes
+
+    def _load(self, message: Message) -> torch.Tensor:
+        pieces = [(part.block, self._held[part.entry]) for part in message.parts]
+        return packing.pack([block.within(place.box).of(place.tensor) for block, place in pieces if place is not None])
+
+    def _room(self, message: Message) -> torch.Tensor:
+        if len(message.parts) == 1 and (place := self._wanted[message.parts[0].entry]) is not None:
+            part = message.parts[0]
+            direct = place.direct(part, self._dtypes[part.entry], torch.device("cpu"))
+            if direct is not None:
+                return direct
+        return memory.empty([message.nbytes], torch.uint8, "cpu")
+
+    def _take(self, message: Message, buffer: torch.Tensor) -> None:
+        for part, piece in zip(message.parts, unpacked(message, self._dtypes, buffer), strict=True):
+            place = self._wanted[part.entry]
+            pair = None if place is None else place.view(part, piece)
+            if pair is not None and pair[0].data_ptr() != pair[1].data_ptr():
+                pair[0].copy_(pair[1])
+
+    def result(self, comms: Communicators, agreed: Agreement, arrived: None) -> None:
+        return None

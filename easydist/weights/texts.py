@@ -1,0 +1,56 @@
+"""What the errors of weights say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from easydist.data.packing import dtype_name
+from easydist.weights.target import Announced, Row
+
+_SHOWN = 10
+
+
+def _listed(lines: Sequence[str]) -> list[str]:
+    return [*lines[:_SHOWN], *([f"  … and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])]
+
+
+def disagreement(operation: str, src: int, misfits: Mapping[int, Sequence[Row]]) -> str:
+    """Receivers, or further sources, that have other entries than the first source: one line each."""
+    lines: dict[str, str] = {}
+    for rank, rows in misfits.items():
+        for name, theirs, mine in rows:
+            lines[name] = f"{lines.get(name, f'  {name}  rank {src}: {theirs}')}   rank {rank}: {mine}"
+    title = f"{operation}: ranks disagree on {len(lines)} {'entry' if len(lines) == 1 else 'entries'}"
+    advice = (
+        "Nothing was written. strict=False leaves out names that only one side has, filter= and rename= on either side "
+        "change what is compared; shapes have to be equal."
+    )
+    return "\n".join([title, *_listed([lines[name] for name in sorted(lines)]), advice])
+
+
+def unlike(announced: Announced, mine: Announced) -> list[Row]:
+    """How the entries of a further source differ from those of the first one."""
+    theirs, ours = ({one.name: f"{dtype_name(one.dtype)} {one.shape}" for one in a.entries} for a in (announced, mine))
+    names = sorted(theirs.keys() | ours.keys())
+    rows = [(name, theirs.get(name, "missing"), ours.get(name, "missing")) for name in names]
+    return [row for row in rows if row[1] != row[2]]
+
+
+def uncovered(operation: str, name: str, sources: Sequence[int]) -> str:
+    """The sources do not have all of an entry."""
+    return (
+        f"{operation}: ranks {list(sources)} together do not hold all of {name}\nPass src= all ranks of its mesh, and "
+        "no others; each of them has to pass its own shards."
+    )
+
+
+def damaged(operation: str, names: Mapping[int, Sequence[str]]) -> str:
+    """What has arrived is not what was sent."""
+    lines = [f"  {name}  on rank {rank}" for rank, found in names.items() for name in found]
+    return "\n".join(
+        [
+            f"{operation}: {len(lines)} tensors arrived with other bytes than were sent",
+            *_listed(lines),
+            "A source may have changed them meanwhile, or the way there is faulty. The targets are overwritten.",
+        ]
+    )

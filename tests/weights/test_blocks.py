@@ -1,0 +1,134 @@
+"""The arithmetic of blocks and the schedule of messages: pure, so by property."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from easydist.verbs.buckets import LARGE
+from easydist.weights.blocks import Block, common, cut, is_covered, shard, whole
+from easydist.weights.schedule import SHARES, Item, schedule
+
+SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)
+
+
+def elements(block, shape):
+    """The flat indices of a block's elements: the oracle."""
+    return set(block.of(torch.arange(math.prod(shape)).view(shape)).flatten().tolist())
+
+
+@given(SHAPES, st.integers(1, 40))
+def test_cutting_keeps_every_element_once_and_in_order(shape, numel):
+    whole_tensor = torch.arange(math.prod(shape)).view(shape)
+    parts = [part.of(whole_tensor) for part in cut(whole(shape), numel)]
+    assert torch.cat([part.reshape(-1) for part in parts]).equal(whole_tensor.view(-1))
+    assert all(part.is_contiguous() and part.numel() <= numel for part in parts)
+
+
+@st.composite
+def blocks(draw, shape):
+    start = tuple(draw(st.integers(0, size)) for size in shape)
+    return Block(start, tuple(draw(st.integers(0, size - first)) for first, size in zip(start, shape, strict=True)))
+
+
+@given(SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), blocks(shape), blocks(shape))))
+def test_what_two_blocks_share(case):
+    shape, one, other = case
+    both = elements(one, shape) & elements(other, shape)
+    found = common(one, other)
+    assert (elements(found, shape) if found else set()) == both
+    if found:
+        tensor = torch.arange(math.prod(shape)).view(shape)
+        assert found.within(one).of(one.of(tensor)).equal(found.of(tensor))
+
+
+@st.composite
+def layouts(draw):
+    """A shape, a mesh, and a placement for each of its dimensions."""
+    shape = draw(st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple))
+    mesh = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2).map(tuple))
+    dims = st.integers(-len(shape), len(shape) - 1).map(Shard)
+    return shape, mesh, [draw(st.just(Replicate()) | dims) for _ in mesh]
+
+
+@settings(max_examples=40)
+@given(layouts())
+def test_shards_are_those_of_chunk(layout):
+    shape, mesh, placements = layout
+    tensor = torch.arange(math.prod(shape)).view(shape)
+    held = {}
+    for place in product(*map(range, mesh)):
+        want = tensor
+        for size, at, placement in zip(mesh, place, placements, strict=True):
+            if isinstance(placement, Shard):
+                chunks = [*want.chunk(size, placement.dim)]
+                want = chunks[at] if at < len(chunks) else want.narrow(placement.dim, 0, 0)
+        block = shard(shape, mesh, place, placements)
+        assert block.of(tensor).equal(want)
+        held[block] = place
+    full = [block for block in held if block.numel]
+    assert is_covered(shape, full) or not math.prod(shape)
+
+
+def test_fsdp_over_tensor_parallel_cuts_the_tensor_parallel_shards():
+    placements = [_StridedShard(0, split_factor=2), Shard(0)]
+    found = {place: shard((8,), (2, 2), place, placements).start for place in product((0, 1), (0, 1))}
+    assert found == {(0, 0): (0,), (1, 0): (2,), (0, 1): (4,), (1, 1): (6,)}
+
+
+def test_values_that_need_a_reduction_are_refused():
+    with pytest.raises(TypeError, match=r"redistribute\(\) it first"):
+        shard((4,), (2,), (0,), [Partial()])
+
+
+def test_holes_and_overlaps_are_found():
+    assert not is_covered((4,), [Block((0,), (3,))])
+    assert not is_covered((4,), [Block((0,), (2,)), Block((1,), (2,))])
+
+
+ITEMS = st.lists(
+    st.tuples(st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.uint8]), st.integers(0, 6000)),
+    max_size=12,
+)
+
+
+@given(ITEMS, st.integers(12, 18), st.booleans())
+def test_a_schedule_moves_every_byte_once_in_bounded_messages(sizes, bits, halves):
+    """``halves``: two ranks hold one half of each entry."""
+    items = []
+    for dtype, n in sorted(sizes, key=lambda pair: -pair[0].itemsize):
+        parts = [(0, Block((0,), (n // 2,))), (1, Block((n // 2,), (n - n // 2,)))] if halves else [(0, whole((n,)))]
+        items.append(Item(dtype, "cpu", parts))
+    messages = schedule(items, 1 << bits)
+    limit = (1 << bits) // SHARES
+    assert all(0 < message.nbytes <= limit for message in messages)
+    moved = [[] for _ in items]
+    for message in messages:
+        assert message.nbytes == sum(part.nbytes for part in message.parts)
+        item_sizes = [items[part.entry].dtype.itemsize for part in message.parts]
+        assert item_sizes == sorted(item_sizes, reverse=True)
+        for part in message.parts:
+            (root,) = [r for r, block in items[part.entry].blocks if common(block, part.block) == part.block]
+            assert root == message.root
+            moved[part.entry].append(part.block)
+    for item, found in zip(items, moved, strict=True):
+        end = 0
+        for block in sorted(found):
+            assert block.start == (end,)
+            end += block.numel
+        assert end == sum(block.numel for _, block in item.blocks)
+
+
+def test_a_large_tensor_travels_alone_and_a_small_one_beside_others():
+    items = [Item(torch.uint8, "cpu", [(0, whole((n,)))]) for n in (LARGE, LARGE - 1, 1)]
+    assert [[part.entry for part in one.parts] for one in schedule(items, 64 << 20)] == [[0], [1, 2]]
+
+
+def test_thousands_of_small_tensors_are_one_message():
+    items = [Item(torch.float32, "cpu", [(0, whole((1,)))]) for _ in range(5000)]
+    (message,) = schedule(items, 64 << 20)
+    assert message.nbytes == 20_000

@@ -1,0 +1,348 @@
+"""broadcast_state_dict: what receivers have afterwards, what is refused before a byte moves, what it costs."""
+
+import contextlib
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from counting import recorded
+from groups import BACKENDS, check_works, made
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from trees import DTYPES, assert_same
+
+import easydist
+from easydist import CollectiveTimeout, DisagreementError, PeerLostError, RemoteError, WireError, weights
+from easydist.state import communicators
+from easydist.testing import distributed
+from easydist.transport.comm import Collectives
+
+KiB, MiB = 1 << 10, 1 << 20
+
+
+class Net(nn.Module):
+    """Tied weights, a buffer, a frozen parameter, and state that is no tensor."""
+
+    def __init__(self, fill=0.0, device="cpu"):
+        super().__init__()
+        self.embedding = nn.Embedding(40, 8, device=device)
+        self.inner = nn.Sequential(nn.Linear(8, 8, device=device), nn.BatchNorm1d(8, device=device))
+        self.head = nn.Linear(8, 40, bias=False, device=device)
+        self.head.weight = self.embedding.weight
+        self.inner[0].bias.requires_grad_(False)
+        self.note = {"step": 0}
+        with torch.no_grad():
+            for i, value in enumerate([*self.parameters(), *self.buffers()]):
+                if not value.is_meta:
+                    value.copy_(torch.arange(value.numel()).view(value.shape) + fill + i)
+
+    def get_extra_state(self):
+        return self.note
+
+    def set_extra_state(self, state):
+        self.note = state
+
+
+def source_net():
+    net = Net(7)
+    net.note = {"step": 3, "table": torch.arange(3), "name": "seven"}
+    return net
+
+
+def awkward():
+    """Every dtype, odd strides, empty tensors, ties, and a tensor of more than one block."""
+    base = torch.arange(2000, dtype=torch.float32)
+    every = {
+        f"of {dtype}": torch.arange(32, dtype=torch.uint8).view(dtype).clone()
+        for dtype in DTYPES
+        if dtype != torch.bool
+    }
+    strided = {
+        "t": base.view(40, 50).t(),
+        "every other": base[::2],
+        "expanded": base[:1].expand(3, 5),
+        "scalar": base[7],
+    }
+    large = torch.arange(300_000, dtype=torch.int32).view(3, -1)
+    return {
+        **every,
+        **strided,
+        "large": large,
+        "same": large,
+        "empty": base[:0],
+        "param": nn.Parameter(base[:9]),
+    }
+
+
+def values(state):
+    """The values, without strides and classes."""
+    return {name: one.detach().contiguous() if isinstance(one, torch.Tensor) else one for name, one in state.items()}
+
+
+# --- what arrives
+
+
+@pytest.mark.slow
+@distributed(world_size=(1, 2, 3))
+def test_every_rank_has_the_sources_weights(rank, world_size):
+    last = world_size - 1
+    want = awkward()
+    for backend in ("shm", "gloo"):
+        with made(backend) if world_size > 1 else contextlib.nullcontext() as group:
+            sent = awkward()
+            got = weights.broadcast_state_dict(
+                sent if rank == last else {}, last, bucket_bytes=MiB, group=group, verify=True
+            )
+            assert_same(values(got), values(want))
+            assert list(got) == list(want)
+            if rank == last:
+                assert got is sent
+            else:
+                assert got["large"] is got["same"]
+            # in place: the same memory, also through strides and a cast
+            mine = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in want.items()}
+            mine["every other"], mine["t"] = torch.zeros(2000)[::2], torch.zeros(40, 50).t()
+            mine["large"] = mine["same"] = torch.zeros(100_000, 3, dtype=torch.int32).t()
+            mine["scalar"] = torch.tensor(0.0, dtype=torch.float64)
+            before = {name: value.data_ptr() for name, value in mine.items()}
+            got = weights.broadcast_state_dict(awkward() if rank == last else mine, last, bucket_bytes=MiB, group=group)
+            if rank != last:
+                assert got is mine
+                assert {name: value.data_ptr() for name, value in mine.items()} == before
+                assert_same(values(mine), values(want) | {"scalar": torch.tensor(7.0, dtype=torch.float64)})
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_modules_take_what_load_state_dict_takes(rank):
+    want = source_net()
+    for receiver in (Net(), Net(device="meta")):
+        frozen = receiver.inner[0].bias.requires_grad
+        got = weights.broadcast_state_dict(source_net() if rank == 0 else receiver)
+        if rank == 0:
+            continue
+        assert_same(dict(got), dict(want.state_dict()))
+        assert receiver.note["table"].tolist() == [0, 1, 2]
+        assert receiver.head.weight is receiver.embedding.weight
+        assert receiver.inner[0].bias.requires_grad == frozen is False
+        assert not any(one.is_meta for one in receiver.state_dict().values() if isinstance(one, torch.Tensor))
+
+    # a tied name that does not come is not missing; names are changed on either side
+    def prefixed(name):
+        return f"policy.{name}"
+
+    def short(name):
+        return name.removeprefix("policy.")
+
+    def untied(name):
+        return name != "head.weight"
+
+    receiver = Net(device="meta").bfloat16()
+    options = {"filter": untied, "rename": prefixed, "dtype": torch.bfloat16} if rank == 0 else {"rename": short}
+    weights.broadcast_state_dict(source_net() if rank == 0 else receiver, **options)
+    if rank == 1:
+        state = source_net().bfloat16().state_dict()
+        assert_same(dict(receiver.state_dict()), dict(state))
+        assert receiver.head.weight is receiver.embedding.weight
+    # not strict: what only one side has is left out, and stays as it is
+    mine = {"a": torch.zeros(2), "mine": torch.ones(1)}
+    got = weights.broadcast_state_dict(
+        {"a": torch.ones(2), "theirs": torch.ones(3)} if rank == 0 else mine, strict=False
+    )
+    assert rank == 0 or (got is mine and mine["a"].tolist() == [1, 1] and list(mine) == ["a", "mine"])
+
+
+@pytest.mark.slow
+@distributed(world_size=4)
+def test_sharded_sources_are_never_whole(rank):
+    from torch.distributed.fsdp import fully_shard
+
+    for kind in ("fsdp", "two dimensions"):
+        net = nn.Sequential(nn.Linear(33, 7), nn.Linear(7, 5, bias=False))
+        with torch.no_grad():
+            for i, parameter in enumerate(net.parameters()):
+                parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape) + 1000 * i)
+        want = {name: value.clone() for name, value in net.state_dict().items()}
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "pair"))
+        if kind == "fsdp":
+            fully_shard(net, mesh=mesh["pair"])  # ranks 0 and 1 hold a model, and ranks 2 and 3 another one
+            with torch.no_grad():
+                for parameter in net.parameters() if rank > 1 else ():
+                    parameter.to_local().zero_()
+            src = [0, 1] if rank == 0 else (0, 1)
+            got = weights.broadcast_state_dict(net, src, bucket_bytes=4 * KiB, verify=True)  # 2, 3: sharded receivers
+            found = {name: value.full_tensor() for name, value in got.items()}
+            assert_same(found, want)
+            whole = weights.broadcast_state_dict(net if rank < 2 else None, 0, bucket_bytes=KiB)  # the mesh says who
+            assert rank < 2 or assert_same(whole, want) is None
+        else:
+            from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+            placed = {
+                "a": distribute_tensor(want["0.weight"], mesh, [Shard(1), Shard(0)]),
+                "b": distribute_tensor(want["0.weight"], mesh, [Replicate(), Shard(1)]),
+                "c": want["0.bias"],
+            }
+            assert weights.broadcast_state_dict(placed, [2, 0, 1, 3])["c"] is want["0.bias"]
+
+
+@pytest.mark.slow
+@distributed(world_size=3)
+def test_a_sharded_source_reaches_a_rank_outside_its_mesh(rank):
+    from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Shard, distribute_tensor
+
+    values = torch.arange(35.0).view(5, 7)
+    mesh = DeviceMesh("cpu", [0, 1])
+    for placement in (Shard(0), Shard(1)):
+        state = {"w": distribute_tensor(values, mesh, [placement]), "n": torch.ones(2)} if rank < 2 else None
+        got = weights.broadcast_state_dict(state, verify=True)
+        assert rank < 2 or (assert_same(got, {"w": values, "n": torch.ones(2)}) is None)
+    cut = {"w": distribute_tensor(values, mesh, [Shard(0)])} if rank < 2 else {"w": torch.ones(5, 7)}
+    with pytest.raises(DisagreementError, match=r"ranks \[0, 2\] together do not hold all of w"):
+        weights.broadcast_state_dict(cut, [0, 2])
+    partial = {"w": DTensor.from_local(values, mesh, [Partial()])} if rank < 2 else {}
+    with pytest.raises(RemoteError, match=r"redistribute\(\) it first"):
+        weights.broadcast_state_dict(partial)
+    assert weights.broadcast_state_dict({"a": 1} if rank == 0 else None) == {"a": 1}
+
+
+# --- what is refused
+
+
+REFUSED = {
+    "meta": (lambda: torch.ones(2, device="meta"), "not a dense tensor"),
+    "sparse": (lambda: torch.eye(2).to_sparse(), "not a dense tensor"),
+    "object": (lambda: object(), "is a object"),
+}
+
+
+@pytest.mark.slow
+@distributed(world_size=3)
+def test_all_ranks_raise_or_none(rank):
+    target = {"w": torch.zeros(2, 3), "x": torch.zeros(1)}
+
+    def refused(error, match, mine, src=0, **options):
+        with pytest.raises(error, match=match):
+            weights.broadcast_state_dict(mine, src, **options)
+        assert not target["w"].any()
+
+    for make, match in REFUSED.values():
+        refused(RemoteError, match, {"w": torch.ones(2, 3), "bad": make()} if rank == 0 else target)
+    refused(ValueError, "src=3 is not a rank of the group", target, 3)
+    refused(ValueError, "has to name each source once", target, [])
+    refused(DisagreementError, "src=1", target, 1 if rank == 1 else 0)
+    refused(RemoteError, "takes a module or a dict of tensors, got int", 5 if rank == 0 else target)
+    refused(RemoteError, "takes a module or a dict of tensors, got int", target if rank == 0 else 5)
+    good = {"w": torch.ones(2, 3), "x": torch.ones(1)}
+    misfits = {
+        "x  rank 0: float32 (1,)   rank 1: missing": {"w": target["w"]},
+        "y  rank 0: missing   rank 1: float32 (1,)": target | {"y": torch.zeros(1)},
+        "w  rank 0: float32 (2, 3)   rank 1: float32 (3, 2)": target | {"w": torch.zeros(3, 2)},
+        "w  rank 0: float32 (2, 3)   rank 1: int64 (2, 3)": target | {"w": torch.zeros(2, 3, dtype=torch.int64)},
+        "w  rank 0: float32 (2, 3)   rank 1: no tensor": target | {"w": 5},
+    }
+    for text, mine in misfits.items():
+        with pytest.raises(DisagreementError) as caught:
+            weights.broadcast_state_dict(good if rank == 0 else mine if rank == 1 else target)
+        assert text in str(caught.value)
+        assert "rank 2" not in str(caught.value)
+    refused(
+        RemoteError,
+        "share memory",
+        good if rank == 0 else target | {"x": torch.zeros(1).expand(1), "w": torch.zeros(1, 1).expand(2, 3)},
+    )
+    refused(
+        RemoteError, "and 'b' both 'x'", {"a": good["x"], "b": good["x"]} if rank == 0 else target, rename=lambda _: "x"
+    )
+    refused(RemoteError, "bucket_bytes=5 is less", good if rank == 0 else target, bucket_bytes=5)
+    weights.broadcast_state_dict(good if rank == 0 else target)
+    assert target["w"].all() or rank == 0
+
+
+class Damaging(Collectives):
+    """A communicator on which one bit of every long message changes."""
+
+    def broadcast(self, tensor, root, async_op, *rest):
+        work = super().broadcast(tensor, root, async_op, *rest)
+        if tensor.numel() >= 4000 and tensor.dtype == torch.uint8 and self.get_rank() != root:
+            work.wait()
+            tensor[3999] ^= 1
+        return work
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_damage_is_found_by_digests(rank):
+    comm = Damaging(communicators().met().control.backend, "damaging")
+    sent = {"fine": torch.ones(7), "hurt": torch.ones(1001), "fine too": torch.ones(70_000, dtype=torch.int8)}
+    sent["fine too"] = sent["fine too"][:10]
+    with pytest.raises(WireError, match="1 tensors arrived with other bytes than were sent\n  hurt  on rank 1"):
+        weights.broadcast_state_dict(sent if rank == 0 else {}, verify=True, group=comm)
+    got = weights.broadcast_state_dict(sent if rank == 0 else {}, group=comm)
+    assert torch.equal(got["hurt"], sent["hurt"]) == (rank == 0)
+
+
+# --- what it costs
+
+
+@pytest.mark.slow
+@BACKENDS
+@distributed(world_size=2)
+def test_exchanges_do_not_grow_with_the_number_of_tensors(rank, backend):
+    many = {str(i): torch.full((1,), i) for i in range(5000)}
+    large = {str(i): torch.full((MiB,), i, dtype=torch.uint8) for i in range(6)}
+    with made(backend) as group:
+        for sent, count in ((many, 1), (large, 6), ({"long": torch.ones(7 * MiB, dtype=torch.uint8)}, 7)):
+            target = {name: torch.zeros_like(value) for name, value in sent.items()}
+            weights.broadcast_state_dict(sent if rank == 0 else target, bucket_bytes=4 * MiB, group=group)
+            assert_same(target if rank else sent, sent)
+            with recorded() as operations:
+                weights.broadcast_state_dict(sent if rank == 0 else target, bucket_bytes=4 * MiB, group=group)
+            kinds = [kind for kind, _ in operations]
+            assert (kinds.count("header"), kinds.count("broadcast")) == (2, 1 + count)
+            assert len(kinds) == 3 + count
+        check_works(group, backend)
+
+
+def peak_above(call):
+    """How many bytes of memory this process used at its peak in ``call``, beyond what it used before."""
+
+    def read(field):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is used now
+    before = read("VmRSS")
+    call()
+    return read("VmHWM") - before
+
+
+@pytest.mark.slow
+@BACKENDS
+@distributed(world_size=2)
+def test_memory_is_bounded_by_the_bucket(rank, backend):
+    """Strided on both sides and cast on the way, so that nothing can stay where it is: 96 MiB through 8 MiB."""
+    sent = {str(i): torch.ones(2048, 2048).t() for i in range(6)}
+    target = {str(i): torch.zeros(2048, 2048).t() for i in range(6)}
+    options = {"bucket_bytes": 8 * MiB, "dtype": torch.bfloat16}
+    with made(backend) as group:
+        weights.broadcast_state_dict(sent if rank == 0 else target, group=group, **options)
+        easydist.memory.release()
+        peak = peak_above(lambda: weights.broadcast_state_dict(sent if rank == 0 else target, group=group, **options))
+        assert all(one.eq(1).all() for one in target.values()) or rank == 0
+        assert peak < 3 * 8 * MiB
+
+
+@pytest.mark.slow
+@distributed(world_size=1)
+def test_a_bar_is_shown_where_it_is_wanted(rank):
+    assert list(weights.broadcast_state_dict(nn.Linear(2, 1), progress=True)) == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("error", [PeerLostError, CollectiveTimeout, RemoteError, DisagreementError, WireError])
+def test_errors_go_to_the_process_that_started_this_one(error):
+    one = error("text")
+    one.raised_in, one.rank = lambda: None, 3
+    copy = pickle.loads(pickle.dumps(one))
+    assert (type(copy), str(copy), copy.rank, copy.raised_in) == (error, "text", 3, None)

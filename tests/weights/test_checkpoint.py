@@ -1,0 +1,121 @@
+"""broadcast_checkpoint: one rank reads, all have it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+from trees import assert_same
+
+import easydist
+from easydist import DisagreementError, RemoteError, WireError, weights
+from easydist.testing import distributed
+from easydist.weights.checkpoint import checkpoint
+
+WIDE = 40_000
+STATE = {
+    "0.weight": torch.arange(21.0).view(7, 3),
+    "0.bias": torch.arange(7.0),
+    "1.weight": torch.arange(7.0 * WIDE).view(WIDE, 7),
+    "1.bias": torch.arange(float(WIDE)),
+}
+
+
+def net(device="cpu"):
+    return nn.Sequential(nn.Linear(3, 7, device=device), nn.Linear(7, WIDE, device=device))
+
+
+def write_index(folder, weight_map=None):
+    files = {"a.safetensors": ["0.weight", "1.bias"], "b.safetensors": ["0.bias", "1.weight"]}
+    for file, names in files.items():
+        safetensors.torch.save_file({name: STATE[name] for name in names}, folder / file)
+    places = {name: file for file, names in files.items() for name in names}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(
+        json.dumps({"metadata": {"total_size": 1}, "weight_map": places if weight_map is None else weight_map})
+    )
+    return index
+
+
+@pytest.mark.slow
+@distributed(world_size=(1, 3))
+def test_every_rank_has_what_the_file_holds(rank, world_size, tmp_path):
+    last = world_size - 1
+    single = tmp_path / "model.safetensors"
+    index = tmp_path / "sharded" / "model.safetensors.index.json"
+    if rank == last:
+        safetensors.torch.save_file(STATE, single)
+        index.parent.mkdir()
+        write_index(index.parent)
+    paths = (single, index, index.parent, tmp_path) if rank == last else ("nowhere",) * 4
+    for path in paths:
+        got = weights.broadcast_checkpoint(path, src=last)
+        assert_same(got, {name: STATE[name] for name in got})
+        assert len(got) == 4
+    for model in (net(), net("meta")):
+        got = weights.broadcast_checkpoint(paths[1], model, last, verify=True)
+        assert_same({name: value.detach() for name, value in model.state_dict().items()}, STATE)
+    got = weights.broadcast_checkpoint(
+        paths[0], src=last, dtype=torch.float16, filter=lambda name: "bias" in name, rename={"0.bias": "b"}
+    )
+    assert_same(got, {"b": STATE["0.bias"].half(), "1.bias": STATE["1.bias"].half()})
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_all_ranks_raise_or_none(rank, tmp_path):
+    with pytest.raises(RemoteError, match="FileNotFoundError"):
+        weights.broadcast_checkpoint(tmp_path / "none.safetensors", net())
+    torn = tmp_path / f"torn{rank}.safetensors"
+    torn.write_bytes(b"torn")
+    with pytest.raises(RemoteError, match="WireError"):
+        weights.broadcast_checkpoint(torn, net())
+    easydist.save({"w": torch.ones(2)}, tmp_path / f"{rank}.safetensors")
+    for guilty in (0, 1):
+        target = {"w": torch.zeros(2) if rank != guilty else torch.zeros(3)}
+        with pytest.raises(DisagreementError, match=rf"rank 0: float32 \(2,\)   rank {guilty}: float32 \(3,\)"):
+            weights.broadcast_checkpoint(tmp_path / f"{rank}.safetensors", target)
+        assert not target["w"].any()
+
+
+BAD = {
+    "no object": (None, "no weight_map"),
+    "numbers": ({"a": 1}, "not an object of file names"),
+    "up": ({"a": "../secret.safetensors"}, "no file beside it"),
+    "absolute": ({"a": "/etc/passwd"}, "no file beside it"),
+    "elsewhere": ({"0.bias": "a.safetensors"}, "'0.bias' is in a.safetensors, and it is not"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_index_is_refused(case, tmp_path):
+    weight_map, match = BAD[case]
+    index = write_index(tmp_path, weight_map)
+    if weight_map is None:
+        index.write_text("[]")
+    with pytest.raises(WireError, match=match):
+        checkpoint(index)
+
+
+def own_memory():
+    """Bytes of this process's own memory, without pages of files."""
+    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) * 1024
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_the_source_needs_no_copy_of_the_file(rank, tmp_path):
+    """80 MB; a model on the meta device gets its memory, and the rest is the bucket."""
+    path = tmp_path / "large.safetensors"
+    if rank == 0:
+        easydist.save({str(i): torch.ones(1_000_000) for i in range(20)}, path)
+    weights.broadcast_checkpoint(path, {"0": torch.zeros(1_000_000)}, filter=lambda name: name == "0")
+    targets = {str(i): torch.zeros(1_000_000) for i in range(20)}
+    easydist.memory.release()
+    before = own_memory()
+    weights.broadcast_checkpoint(path, targets, bucket_bytes=8 << 20)
+    assert own_memory() - before < 20_000_000
+    assert all(one.eq(1).all() for one in targets.values())

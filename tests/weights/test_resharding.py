@@ -1,0 +1,173 @@
+"""From one layout to another: the plan by property, the moving on real ranks, bytes on each link counted."""
+
+import contextlib
+import math
+from collections import Counter
+
+import pytest
+import torch
+from groups import BACKENDS, made
+from hypothesis import given, settings, strategies as st
+from torch import nn
+from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
+
+from easydist import DisagreementError, RemoteError
+from easydist.testing import distributed
+from easydist.transport.comm import Collectives
+from easydist.weights import LocalShard, Resharding
+from easydist.weights.blocks import Block, common
+from easydist.weights.plan import everywhere, laid_out, plan
+
+
+@st.composite
+def layouts(draw, shape, first):
+    """Ranks from ``first`` on that hold a tensor: sharded over a mesh, or each of them whole."""
+    mesh = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2).map(tuple))
+    ranks = torch.arange(first, first + math.prod(mesh)).view(mesh)
+    if draw(st.integers(0, 4)) == 0:
+        return everywhere(shape, ranks.flatten().tolist())
+    dims = st.integers(0, len(shape) - 1).map(Shard)
+    return laid_out(shape, ranks, [draw(st.just(Replicate()) | dims) for _ in mesh])
+
+
+@st.composite
+def pairs(draw):
+    shape = draw(st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple))
+    return shape, draw(layouts(shape, 0)), draw(layouts(shape, draw(st.sampled_from([0, 3, 100]))))
+
+
+@settings(max_examples=40)
+@given(pairs())
+def test_every_rank_gets_just_what_it_wants(case):
+    shape, held, wanted = case
+    tensor = torch.arange(math.prod(shape)).view(shape)
+    got = {rank: torch.full(box.shape, -1) for rank, box in wanted.items()}
+    count = Counter()
+    for src, dst, block in plan(shape, held, wanted):
+        assert common(block, held[src]) == block
+        block.within(wanted[dst]).of(got[dst])[...] = block.within(held[src]).of(held[src].of(tensor))
+        count[dst] += block.numel
+    for rank, box in wanted.items():
+        assert got[rank].equal(box.of(tensor))
+        assert count[rank] == box.numel
+
+
+def test_replicas_share_the_work():
+    held = everywhere((8,), [0, 1])
+    load = {}
+    found = [plan((8,), held, {rank: Block((0,), (8,))}, load)[0].src for rank in (2, 3, 4, 5)]
+    assert sorted(found) == [0, 0, 1, 1]
+
+
+def test_holes_are_refused():
+    with pytest.raises(ValueError, match=r"blocks of ranks \[0\] do not make up a tensor of shape \(4,\)"):
+        plan((4,), {0: Block((0,), (3,))}, everywhere((4,), [1]))
+
+
+# --- on real ranks
+
+
+@contextlib.contextmanager
+def sent():
+    """The bytes that this process sends, by receiver."""
+    found, inner = Counter(), Collectives.send
+
+    def send(comm, tensor, dst, *args, **kwargs):
+        found[dst] += tensor.nbytes
+        return inner(comm, tensor, dst, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Collectives, "send", send)
+        yield found
+
+
+WIDE = 1200
+VALUES = {
+    "rows": torch.arange(6.0 * WIDE).view(WIDE, 6),
+    "columns": torch.arange(4.0 * WIDE).view(4, WIDE),
+    "bias": torch.arange(7.0),
+    "large": torch.arange(700.0 * WIDE).view(WIDE, 700),
+}
+
+
+@pytest.mark.slow
+@BACKENDS
+@distributed(world_size=4)
+def test_fsdp_to_tensor_parallel(rank, backend):
+    """Ranks 0 and 1 train with FSDP2, ranks 2 and 3 infer with tensor parallelism, which knows no DTensor there."""
+    trainers = DeviceMesh("cpu", [0, 1])
+    dims = {"rows": 0, "columns": 1, "large": 1}
+    source, target = None, None
+    if rank < 2:
+        source = {name: distribute_tensor(value, trainers, [Shard(0)]) for name, value in VALUES.items()}
+    else:
+        target = {"bias": torch.zeros(7)}
+        for name, dim in dims.items():
+            want = VALUES[name].chunk(2, dim)[rank - 2]
+            start = [0, 0]
+            start[dim] = (rank - 2) * want.shape[dim]
+            target[name] = LocalShard(torch.zeros(want.shape, dtype=torch.bfloat16), start, VALUES[name].shape)
+    with made(backend) as group:
+        resharding = Resharding(source, target, group=group, bucket_bytes=1 << 20)
+        for factor in (1, 3):
+            with sent() as found:
+                resharding.run()
+            for name, dim in dims.items() if rank > 1 else ():
+                want = VALUES[name].chunk(2, dim)[rank - 2] * factor
+                assert torch.equal(target[name].tensor, want.bfloat16()), name
+            if rank > 1:
+                assert torch.equal(target["bias"], VALUES["bias"] * factor)
+            # each rank sends to each worker what both have, and nothing else goes anywhere
+            assert {dst: n for dst, n in found.items() if n} == {
+                dst: resharding.nbytes(rank, dst) for dst in range(4) if dst != rank and resharding.nbytes(rank, dst)
+            }
+            assert not found or rank < 2
+            for value in source.values() if rank < 2 else ():
+                value.to_local().mul_(3)
+    links = {(src, dst): resharding.nbytes(src, dst) for src in (0, 1) for dst in (2, 3)}
+    whole = sum(value.nbytes for value in VALUES.values())
+    assert sum(links.values()) == whole + 7 * 4  # every byte once, but for the bias, which both workers want whole
+    assert max(links.values()) < 0.3 * whole
+
+
+@pytest.mark.slow
+@distributed(world_size=3)
+def test_any_layout_to_any_other(rank):
+    mesh = DeviceMesh("cpu", [0, 1, 2])
+    values = torch.arange(35.0).view(5, 7)
+    placements = [Shard(0), Shard(1), Replicate()]
+    for one in placements:
+        for other in placements:
+            target = {"w": distribute_tensor(torch.zeros(5, 7), mesh, [other])}
+            resharding = Resharding({"w": distribute_tensor(values, mesh, [one])}, target)
+            with sent() as found:
+                resharding.run()
+            assert torch.equal(target["w"].full_tensor(), values)
+            assert one != other or not found
+    model, trained = nn.Linear(7, 5), nn.Linear(7, 5)
+    nn.init.constant_(trained.weight, rank + 1)
+    resharding = Resharding(trained if rank == 1 else None, model if rank != 1 else None)
+    resharding.run()
+    assert rank == 1 or resharding.nbytes(1, rank) == 40 * 4
+    assert rank == 1 or model.weight.eq(2).all()
+
+
+@pytest.mark.slow
+@distributed(world_size=3)
+def test_layouts_that_do_not_fit_are_refused_everywhere(rank):
+    def refused(error, match, source, target):
+        with pytest.raises(error, match=match):
+            Resharding(source if rank == 0 else None, target if rank == 1 else None)
+
+    w = torch.zeros(4)
+    refused(DisagreementError, "  v  is wanted, and no rank holds it", {"w": w}, {"v": w})
+    refused(DisagreementError, r"w  is float32 \(4,\), rank 1 wants float32 \(5,\)", {"w": w}, {"w": torch.zeros(5)})
+    refused(DisagreementError, r"rank 1 wants int64 \(4,\)", {"w": w}, {"w": torch.zeros(4, dtype=torch.int64)})
+    half = LocalShard(w[:2], (0,), (4,))
+    refused(DisagreementError, r"blocks of ranks \[0\] do not make up a tensor of shape \(4,\)", {"w": half}, {"w": w})
+    refused(RemoteError, "not a dense tensor", {"w": w.to_sparse()}, {"w": w})
+    refused(RemoteError, "share memory", {"w": w}, {"w": torch.zeros(1).expand(4)})
+    refused(RemoteError, "is a str; only tensors", {"w": "text"}, {"w": w})
+    good = Resharding({"w": w + 1} if rank == 0 else None, {"w": w} if rank == 1 else None)
+    good.run()
+    assert rank != 1 or w.tolist() == [1, 1, 1, 1]

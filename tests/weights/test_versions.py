@@ -1,0 +1,148 @@
+"""WeightPublisher and WeightReceiver: one complete version everywhere, whatever happens; deaths are in test_ray."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from counting import recorded
+from torch import nn
+from trees import assert_same
+
+from easydist import DisagreementError, RemoteError, weights
+from easydist.testing import distributed
+from easydist.weights import WeightPublisher, WeightReceiver
+
+
+def net(fill):
+    made = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3, bias=False))
+    with torch.no_grad():
+        for value in made.state_dict().values():
+            value.fill_(fill)
+    return made
+
+
+def state(fill):
+    return {name: value.clone() for name, value in net(fill).state_dict().items()}
+
+
+@pytest.mark.slow
+@distributed(world_size=(1, 3))
+def test_receivers_have_what_was_published(rank, world_size):
+    trained = net(1)
+    mine = [net(0), {**state(0), "note": 0}, None][rank]
+    mine = net(0) if rank == 1 else mine
+    member = WeightPublisher(trained) if rank == 0 else WeightReceiver(mine)
+    places = []
+    assert member.version == 0
+    for fill, version in ((1, 1), (2, 2), (7, 10)):
+        trained.load_state_dict(state(fill))
+        got = member.publish(None if fill < 7 else 10) if rank == 0 else member.receive()
+        assert (got, member.version) == (version, version)
+        if rank == 1:
+            assert member.state is mine
+            assert_same(dict(mine.state_dict()), state(fill))
+        if rank == 2:
+            assert_same(member.state, state(fill))
+            places.append(member.state["0.weight"].data_ptr())
+    if rank == 2:  # the third version came into the memory of the first
+        assert places[0] == places[2] != places[1]
+    if rank == 0:
+        with recorded() as operations:
+            member.publish()
+        assert [kind for kind, _ in operations if kind == "header"] == ["header"] * (3 if world_size > 1 else 0)
+    elif rank < world_size:
+        member.receive()
+
+
+@pytest.mark.slow
+@distributed(world_size=3)
+def test_what_cannot_be_a_version_is_refused_everywhere(rank):
+    mine = state(0)
+    member = WeightPublisher(state(5)) if rank == 0 else WeightReceiver(mine)
+
+    def step(*version):
+        return member.publish(*version) if rank == 0 else member.receive()
+
+    def refused(error, match, *version):
+        before = copy.deepcopy(mine), member.version
+        with pytest.raises(error, match=match):
+            step(*version)
+        assert_same((mine, member.version), before)
+
+    step(5)
+    refused(RemoteError, "version 5 is not newer than 5, which was published before", 5)
+    refused(RemoteError, "version 3 is not newer than 5", 3)
+    if rank == 0:
+        member = WeightPublisher(state(6))
+    refused(RemoteError, "version 1 is not newer than 5, which this receiver has")
+    if rank == 0:
+        member = WeightPublisher({"other": torch.ones(1)})
+    refused(DisagreementError, "other  rank 0: float32 \\(1,\\)   rank 1: missing", 6)
+    if rank == 0:
+        member = WeightPublisher(state(8))
+    assert step(8) == 8
+    assert rank == 0 or assert_same(mine, state(8)) is None
+
+
+@pytest.mark.slow
+@distributed(world_size=4)
+def test_a_new_member_gets_the_version_that_the_others_have(rank):
+    first, everyone = dist.new_group([0, 1, 2]), dist.new_group()
+    trained = state(3)
+    member = WeightPublisher(trained, group=first) if rank == 0 else WeightReceiver(group=first if rank < 3 else None)
+    for _ in range(4 if rank < 3 else 0):
+        member.publish() if rank == 0 else member.receive()
+    for value in trained.values():
+        value.zero_()  # the trainer goes on; what version 4 is does not change
+    assert member.regroup(everyone) == member.version == 4
+    assert rank == 0 or assert_same(member.state, state(3)) is None
+    if rank == 0:  # a new publisher goes on behind the version that the receivers have
+        member = WeightPublisher(state(9), group=everyone)
+    with recorded() as operations:
+        assert member.regroup(everyone) == 4
+    assert "broadcast" not in [kind for kind, _ in operations]
+    assert (member.publish() if rank == 0 else member.receive()) == 5
+    assert rank == 0 or assert_same(member.state, state(9)) is None
+
+
+@pytest.mark.slow
+@distributed(world_size=3)
+def test_a_version_that_one_member_has_committed_is_complete_on_all(rank):
+    """The last acknowledgement was heard by rank 1 alone, so that the others raised; they have all of the version."""
+    member = WeightPublisher(state(1)) if rank == 0 else WeightReceiver()
+    member.publish() if rank == 0 else member.receive()
+    commit = type(member).commit
+    if rank != 1:
+        member.commit = lambda version: (_ for _ in ()).throw(ConnectionError("not heard"))
+        with pytest.raises(ConnectionError):
+            member.publish() if rank == 0 else member.receive()
+        del member.commit
+        assert (member.version, member.pending) == (1, 2)
+    else:
+        member.receive()
+    assert commit is type(member).commit
+    assert member.regroup() == 2
+    assert (member.version, member.pending) == (2, None)
+
+
+@pytest.mark.slow
+@distributed(world_size=3)
+def test_a_sharded_trainer_publishes(rank):
+    from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
+
+    mesh = DeviceMesh("cpu", [0, 1])
+    values = torch.arange(20.0).view(5, 4)
+    if rank < 2:
+        member = WeightPublisher({"w": distribute_tensor(values, mesh, [Shard(0)])}, src=[0, 1])
+        assert (member.publish(), member.publish()) == (1, 2)
+    else:
+        member = WeightReceiver(src=[0, 1])
+        assert (member.receive(), member.receive()) == (1, 2)
+        assert_same(member.state, {"w": values})
+
+
+def test_a_receiver_on_the_meta_device_is_refused():
+    with pytest.raises(ValueError, match="to_empty"):
+        WeightReceiver(nn.Linear(2, 2, device="meta"))
+    assert weights.WeightReceiver(None).state is None
