@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
 from easydist.agreement.calling import calling
+from easydist.agreement.runner import meet
 from easydist.eager import eager
-from easydist.errors import DisagreementError
+from easydist.errors import DisagreementError, EasydistError
 from easydist.format import codec
 from easydist.parallel import all_gather_hop
 from easydist.parallel.all_gather_hop import IncomingShares, Terms
@@ -181,6 +183,7 @@ class Pairs(Membership):
 
         Raises:
             RemoteError: The sender's tree cannot travel. The sender raises the same.
+                So do the ranks that would gather shares with this one.
             DisagreementError: As in ``send_tensor_dict``; and the sender has called ``send`` or ``send_object``.
             ValueError: ``src`` is not another rank of the group.
         """
@@ -280,7 +283,10 @@ class Pairs(Membership):
             terms.check(message.terms.get("gather"), peer, comms.rank)
             return IncomingShares.announced(comms, message.body, weights_only=self.weights_only)
 
-        return self._receive(operation, TENSOR_DICT, src, open_, waits=waits)
+        here, there = self.hosts[self.rank_in_group], self.hosts[peer % self.world_size]
+        may_share = terms.size > 1 and (here != there or any(terms.asked.values()))
+        with _telling(group if may_share else None):
+            return self._receive(operation, TENSOR_DICT, src, open_, waits=waits)
 
     def _receive(
         self, operation: str, kind: int, src: int | None, open_: Callable[[Message], Any], *, waits: bool
@@ -299,6 +305,18 @@ class Pairs(Membership):
             if waits:
                 transfer.wait_inside()
             return opened, transfer
+
+
+@contextmanager
+def _telling(group: Any) -> Iterator[None]:
+    """Let the ranks that would gather shares with this one raise, too, where nothing has come."""
+    try:
+        yield
+    except Exception as error:
+        if group is not None:
+            with suppress(EasydistError):
+                meet(group.communicators, "recv_tensor_dict", error)
+        raise
 
 
 def _update(tree: Tree, whole: Tree) -> None:

@@ -325,6 +325,18 @@ def test_shares_of_a_tensor_are_sent_and_gathered(rank):
 
 @pytest.mark.slow
 @distributed(world_size=4)
+def test_a_rank_that_gets_no_share_is_not_waited_for(rank):
+    data = {"x": torch.arange(4.0), "f": text_of if rank == 0 else None}
+    with made(rank, 4, [[0, 1], [2, 3]]) as tp, made(rank, 4, [[0, 2], [1, 3]]) as pp:
+        options = {"all_gather_group": tp, "all_gather_tensors": {"x": True}}
+        found = text_of(lambda: pp.send_tensor_dict(data, **options) if rank < 2 else pp.recv_tensor_dict(**options))
+        assert ["send_tensor_dict: rank 0 failed" in text for text in of_all(found)] == [True, False, True, True]
+        assert of_all(found.partition(":")[0]) == ["RemoteError", "a result", "RemoteError", "RemoteError"]
+        assert tp.all_reduce(torch.ones(1)).item() == pp.all_reduce(torch.ones(1)).item() == 2
+
+
+@pytest.mark.slow
+@distributed(world_size=4)
 def test_between_hosts_tensors_go_in_shares_unless_that_is_forbidden(rank):
     data = {"x": torch.arange(24.0), "own": torch.full((2,), rank % 2), "odd": torch.ones(3)}
     terms = {"own": False}
