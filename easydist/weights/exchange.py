@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Mapping, Sequence
 from operator import index
@@ -105,6 +106,8 @@ class BroadcastWeights(Verb[Any]):
         if not sources or len(set(sources)) < len(sources):
             raise ValueError(f"src={self._src!r} has to name each source once, and at least one")
         self._first = sources[0]
+        if self._shows_progress:
+            importlib.import_module("tqdm")  # what is missing has to be missed before others wait
         call = Call({"src": sources[0] if len(sources) == 1 else tuple(sources)})
         if comms.rank == self._first:
             self._make_source(comms, sources)

@@ -85,7 +85,7 @@ def _end(one: tuple[Message, torch.Tensor, TorchWork], side: Side, step: Step) -
 
 @contextmanager
 def progress(is_shown: bool, nbytes: int, title: str) -> Iterator[Step]:
-    """A bar for what moves, once that has taken a second; nothing where it is not wanted or tqdm is not installed."""
+    """A bar for what moves, once that has taken a second; nothing where it is not wanted."""
     if not is_shown:
         yield lambda nbytes: None
         return

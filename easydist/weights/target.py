@@ -74,10 +74,15 @@ class Announced:
         return self.index.keys() - {key for key in self.names.values() if key is not None}
 
 
-@functools.lru_cache(maxsize=4)
 def announced(encoded: bytes) -> Announced:
-    """What a header says; one that has come before is not read again."""
-    return Announced(encoded)
+    """What a header says; one that has come before is not read again, unless it is very long."""
+    return _known(encoded) if len(encoded) <= _KEPT else Announced(encoded)
+
+
+_KEPT = 1 << 22
+"""Bytes up to which a header is kept."""
+
+_known = functools.lru_cache(maxsize=4)(Announced)
 
 
 class Wanted(NamedTuple):

@@ -1,7 +1,9 @@
 """broadcast_state_dict: what receivers have afterwards, what is refused before a byte moves, what it costs."""
 
 import contextlib
+import io
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -335,9 +337,27 @@ def test_memory_is_bounded_by_the_bucket(rank, backend):
 
 
 @pytest.mark.slow
-@distributed(world_size=1)
-def test_a_bar_is_shown_where_it_is_wanted(rank):
-    assert list(weights.broadcast_state_dict(nn.Linear(2, 1), progress=True)) == ["weight", "bias"]
+@distributed(world_size=(1, 2))
+def test_a_short_call_shows_no_bar(rank, world_size):
+    shown = io.StringIO()
+    with contextlib.redirect_stderr(shown):
+        got = weights.broadcast_state_dict(nn.Linear(2, 1) if rank == 0 else None, progress=True)
+    assert list(got) == ["weight", "bias"]
+    assert shown.getvalue() == ""
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_a_bar_that_cannot_be_shown_is_an_error_before_the_others_wait(rank):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "tqdm", None)
+        with pytest.raises((RemoteError, ImportError), match="tqdm"):
+            weights.broadcast_state_dict(nn.Linear(2, 1), progress=rank == 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "xxhash", None)
+        with pytest.raises((RemoteError, ImportError), match=r"install easydist\[weights\]"):
+            weights.broadcast_state_dict(nn.Linear(2, 1), verify=True)
+    assert len(weights.broadcast_state_dict(nn.Linear(2, 1), verify=True)) == 2
 
 
 @pytest.mark.parametrize("error", [PeerLostError, CollectiveTimeout, RemoteError, DisagreementError, WireError])
