@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
 from easydist.agreement.calling import calling
+from easydist.agreement.runner import meet
 from easydist.eager import eager
-from easydist.errors import DisagreementError
+from easydist.errors import DisagreementError, EasydistError
 from easydist.format import codec
 from easydist.parallel import all_gather_hop
 from easydist.parallel.all_gather_hop import IncomingShares, Terms
@@ -53,7 +55,7 @@ class Pairs(Membership):
                 raise TypeError(f"send: got {type(tensor).__name__}, not a tensor; use send_object")
             return Outgoing(tensor.detach())
 
-        self._send("send", TENSOR, dst, prepare, {})
+        self._post("send", TENSOR, dst, prepare, {}, waits=True)
 
     @eager
     def recv(self, size: torch.Size, dtype: torch.dtype, src: int | None = None) -> torch.Tensor:
@@ -82,8 +84,7 @@ class Pairs(Membership):
                 )
             return incoming
 
-        incoming, transfer = self._receive("recv", TENSOR, src, open_)
-        transfer.wait()
+        incoming, _ = self._receive("recv", TENSOR, src, open_, waits=True)
         tensor: torch.Tensor = incoming.finish()
         return tensor.to(self.device).view(size)
 
@@ -98,7 +99,7 @@ class Pairs(Membership):
         Raises:
             RemoteError: ``obj`` cannot travel, or the receiver refuses it. It raises the same.
         """
-        self._send("send_object", OBJECT, dst, lambda: self._encoded(obj), {})
+        self._post("send_object", OBJECT, dst, lambda: self._encoded(obj), {}, waits=True)
 
     @eager
     def recv_object(self, src: int) -> Any:
@@ -107,7 +108,7 @@ class Pairs(Membership):
         def open_(message: Message) -> Any:
             return codec.decode(message.body.clone(), weights_only=self.weights_only)
 
-        obj, _ = self._receive("recv_object", OBJECT, src, open_)
+        obj, _ = self._receive("recv_object", OBJECT, src, open_, waits=True)
         return obj
 
     @eager
@@ -143,7 +144,7 @@ class Pairs(Membership):
         Cost: one message there and one back; for more than 31 KiB, or what is not on the CPU, one more for each tensor
         of 256 KiB or more and one for all others.
         """
-        self._send_tree("send_tensor_dict", tensor_dict, dst, all_gather_group, all_gather_tensors).wait()
+        self._send_tree("send_tensor_dict", tensor_dict, dst, all_gather_group, all_gather_tensors, waits=True)
 
     @eager
     def isend_tensor_dict(
@@ -160,7 +161,8 @@ class Pairs(Membership):
             would; a second ``wait()`` does the same at once. A handle may be dropped. Tensors of 256 KiB and more must
             not be changed before they have arrived.
         """
-        return [self._send_tree("isend_tensor_dict", tensor_dict, dst, all_gather_group, all_gather_tensors)]
+        name = "isend_tensor_dict"
+        return [self._send_tree(name, tensor_dict, dst, all_gather_group, all_gather_tensors, waits=False)]
 
     @eager
     def recv_tensor_dict(
@@ -181,11 +183,12 @@ class Pairs(Membership):
 
         Raises:
             RemoteError: The sender's tree cannot travel. The sender raises the same.
+                So do the ranks that would gather shares with this one.
             DisagreementError: As in ``send_tensor_dict``; and the sender has called ``send`` or ``send_object``.
             ValueError: ``src`` is not another rank of the group.
         """
-        incoming, transfer = self._receive_tree("recv_tensor_dict", src, all_gather_group, all_gather_tensors)
-        transfer.wait()
+        name = "recv_tensor_dict"
+        incoming, _ = self._receive_tree(name, src, all_gather_group, all_gather_tensors, waits=True)
         tree = incoming.finish()
         incoming.gather(all_gather_group)
         return tree
@@ -203,7 +206,8 @@ class Pairs(Membership):
             The tree, handles to wait for, functions to call afterwards, in order. Then the tree's tensors hold their
             values.
         """
-        incoming, transfer = self._receive_tree("irecv_tensor_dict", src, all_gather_group, all_gather_tensors)
+        name = "irecv_tensor_dict"
+        incoming, transfer = self._receive_tree(name, src, all_gather_group, all_gather_tensors, waits=False)
         tree = incoming.finish() if transfer.is_empty else incoming.tree
         after: list[Callable[[], None]] = [] if transfer.is_empty else [lambda: _update(tree, incoming.finish())]
         if incoming.has_shares:
@@ -222,7 +226,14 @@ class Pairs(Membership):
         return message.joined()
 
     def _send_tree(
-        self, operation: str, data: Tree, dst: int | None, group: Any, asked: Mapping[str, bool] | None
+        self,
+        operation: str,
+        data: Tree,
+        dst: int | None,
+        group: Any,
+        asked: Mapping[str, bool] | None,
+        *,
+        waits: bool,
     ) -> Transfer:
         terms, peer = Terms.of(group, asked), self._peer_of(dst, 1)
 
@@ -234,15 +245,18 @@ class Pairs(Membership):
             metadata = {all_gather_hop.METADATA: json.dumps(shapes)} if shapes else None
             return Outgoing(mine, True, self.weights_only, metadata)
 
-        return self._post(operation, TENSOR_DICT, dst, prepare, {"gather": terms} if terms.size > 1 else {})
-
-    def _send(
-        self, operation: str, kind: int, dst: int | None, prepare: Callable[[], Any], terms: dict[str, Any]
-    ) -> None:
-        self._post(operation, kind, dst, prepare, terms).wait()
+        told = {"gather": terms} if terms.size > 1 else {}
+        return self._post(operation, TENSOR_DICT, dst, prepare, told, waits=waits)
 
     def _post(
-        self, operation: str, kind: int, dst: int | None, prepare: Callable[[], Any], terms: dict[str, Any]
+        self,
+        operation: str,
+        kind: int,
+        dst: int | None,
+        prepare: Callable[[], Any],
+        terms: dict[str, Any],
+        *,
+        waits: bool,
     ) -> Transfer:
         """Send what ``prepare`` makes: an ``Outgoing``, or the bytes of an object; its error, if it raises."""
         comms, peer = self.communicators, self._peer_of(dst, 1)
@@ -255,10 +269,13 @@ class Pairs(Membership):
                 data = made.buffers(comms) if is_tree else []
             except Exception as error:
                 raise pair.refuse(kind, error) from error
-            return pair.post(kind, terms, body, data)
+            transfer = pair.post(kind, terms, body, data)
+            if waits:
+                transfer.wait_inside()
+            return transfer
 
     def _receive_tree(
-        self, operation: str, src: int | None, group: Any, asked: Mapping[str, bool] | None
+        self, operation: str, src: int | None, group: Any, asked: Mapping[str, bool] | None, *, waits: bool
     ) -> tuple[IncomingShares, Transfer]:
         terms, comms, peer = Terms.of(group, asked), self.communicators, self._peer_of(src, -1)
 
@@ -266,10 +283,13 @@ class Pairs(Membership):
             terms.check(message.terms.get("gather"), peer, comms.rank)
             return IncomingShares.announced(comms, message.body, weights_only=self.weights_only)
 
-        return self._receive(operation, TENSOR_DICT, src, open_)
+        here, there = self.hosts[self.rank_in_group], self.hosts[peer % self.world_size]
+        may_share = terms.size > 1 and (here != there or any(terms.asked.values()))
+        with _telling(group if may_share else None):
+            return self._receive(operation, TENSOR_DICT, src, open_, waits=waits)
 
     def _receive(
-        self, operation: str, kind: int, src: int | None, open_: Callable[[Message], Any]
+        self, operation: str, kind: int, src: int | None, open_: Callable[[Message], Any], *, waits: bool
     ) -> tuple[Any, Transfer]:
         """The next message as ``open_`` takes it, and the transfer of the data that has not come with it."""
         comms, peer = self.communicators, self._peer_of(src, -1)
@@ -281,7 +301,22 @@ class Pairs(Membership):
                 data = opened.buffers() if isinstance(opened, Incoming) else []
             except Exception as error:
                 pair.reject(message, error)
-            return opened, pair.accept(data)
+            transfer = pair.accept(data)
+            if waits:
+                transfer.wait_inside()
+            return opened, transfer
+
+
+@contextmanager
+def _telling(group: Any) -> Iterator[None]:
+    """Let the ranks that would gather shares with this one raise, too, where nothing has come."""
+    try:
+        yield
+    except Exception as error:
+        if group is not None:
+            with suppress(EasydistError):
+                meet(group.communicators, "recv_tensor_dict", error)
+        raise
 
 
 def _update(tree: Tree, whole: Tree) -> None:

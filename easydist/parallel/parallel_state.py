@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch.distributed as dist
 
+from easydist.agreement.calling import seconds
 from easydist.liveness.peer import host_id
 from easydist.parallel.coordinator import GroupCoordinator
 from easydist.parallel.groups import ParallelGroups, parallel_groups
@@ -34,7 +37,9 @@ def init_distributed_environment(
         timeout: How long a call may take; None is torch's default.
     """
     if rank >= 0 and not dist.is_initialized():
-        dist.init_process_group(backend or "gloo", distributed_init_method, world_size=world_size, rank=rank)
+        limit = None if timeout is None else timedelta(seconds=seconds(timeout, "init_distributed_environment"))
+        method = distributed_init_method
+        dist.init_process_group(backend or "gloo", method, timeout=limit, world_size=world_size, rank=rank)
     elif not dist.is_initialized():
         ProcessState(backend=backend, timeout=timeout)
     if "world" not in _made:

@@ -114,6 +114,23 @@ def test_tensors_and_objects_from_rank_to_rank(rank):
 
 
 @distributed(world_size=2)
+def test_a_trace_has_one_record_of_each_message(rank):
+    with made(rank, 2) as group:
+        with easydist.trace() as trace:
+            if rank == 0:
+                group.send_tensor_dict({"x": torch.ones(LARGE)})
+                group.send_object("x", 1)
+            else:
+                group.recv_tensor_dict()
+                group.recv_object(0)
+        way = ["send", "recv"][rank]
+        assert [(call.operation, call.peer) for call in trace.calls] == [
+            (f"{way}_tensor_dict", 1 - rank),
+            (f"{way}_object", 1 - rank),
+        ]
+
+
+@distributed(world_size=2)
 def test_handles_are_waited_for_twice_or_dropped(rank):
     with made(rank, 2) as group:
         data = {"x": torch.arange(LARGE), "y": torch.ones(3), "n": 5}
@@ -304,6 +321,18 @@ def test_shares_of_a_tensor_are_sent_and_gathered(rank):
             for one in (got, later):
                 assert_same(one, {**data, "t": x.t().contiguous(), "own": torch.full((2,), rank % 2)})
                 assert one["tie"] is one["x"]
+
+
+@pytest.mark.slow
+@distributed(world_size=4)
+def test_a_rank_that_gets_no_share_is_not_waited_for(rank):
+    data = {"x": torch.arange(4.0), "f": text_of if rank == 0 else None}
+    with made(rank, 4, [[0, 1], [2, 3]]) as tp, made(rank, 4, [[0, 2], [1, 3]]) as pp:
+        options = {"all_gather_group": tp, "all_gather_tensors": {"x": True}}
+        found = text_of(lambda: pp.send_tensor_dict(data, **options) if rank < 2 else pp.recv_tensor_dict(**options))
+        assert ["send_tensor_dict: rank 0 failed" in text for text in of_all(found)] == [True, False, True, True]
+        assert of_all(found.partition(":")[0]) == ["RemoteError", "a result", "RemoteError", "RemoteError"]
+        assert tp.all_reduce(torch.ones(1)).item() == pp.all_reduce(torch.ones(1)).item() == 2
 
 
 @pytest.mark.slow
