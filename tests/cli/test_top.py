@@ -85,7 +85,8 @@ def test_groups_are_apart(rank):
             lambda rows: [row["waits_for"] for row in rows.values()] == [[0]]
         )  # of which this rank knows nothing
         every = as_json(Ranks(os.getpid()).look())
-        groups = {group["group"]: group["ranks"] for group in every if is_of_this_file(group)}
+        own = [group for group in every if group["size"] == 2]  # idle workers of the pool have groups of three still
+        groups = {group["group"]: group["ranks"] for group in own if is_of_this_file(group)}
         assert [row["is_in_call"] for row in groups[dist.group.WORLD.group_name]] == [False, False]
         assert [row["pid"] for row in groups[pairs.group_name]] == [rows[1]["pid"]]
     easydist.gather(torch.ones(1), group=pairs)
