@@ -133,11 +133,11 @@ print(os.environ["GROUP_RANK"], easydist.gather_object([state.process_index]), f
 
 @pytest.mark.slow
 def test_two_nodes_that_are_told_where_they_meet(tmp_path):
-    first, second = on_two_nodes(
-        script(tmp_path, MEETS), "--master-addr", "127.0.0.1", "--master-port", str(free_port())
-    )
-    assert first == ([f"[rank {rank}] 0 [0, 1, 2, 3]" for rank in (0, 1)], "", 0)
-    assert second == ([f"[rank {rank}] 1 [0, 1, 2, 3]" for rank in (2, 3)], "", 0)
+    place = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+    for node, (lines, err, status) in enumerate(on_two_nodes(script(tmp_path, MEETS), *place)):
+        assert (lines, status) == ([f"[rank {2 * node + i}] {node} [0, 1, 2, 3]" for i in range(2)], 0)
+        assert "\nRank " not in err  # but torch warns there where the agent that keeps the store ends first
+        assert "Traceback" not in err
 
 
 @pytest.mark.slow
