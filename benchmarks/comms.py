@@ -89,7 +89,7 @@ def measure(rank: int, world_size: int, sizes: list[int], seconds: float) -> lis
 
 
 def calls() -> None:
-    """What one call costs where nothing is exchanged."""
+    """The cost of one call that exchanges nothing."""
     comm, data = TorchComm(Solo()), torch.zeros(4)
     core = comm.core()
     for name, each in (("TorchComm", comm), ("its core", core)):

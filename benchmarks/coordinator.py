@@ -49,7 +49,7 @@ def described(data: dict[str, torch.Tensor]) -> list[Any]:
 
 
 class StandIn:
-    """What engines do with torch.distributed alone."""
+    """The stand-in: the same with torch.distributed alone, as engines do it."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -87,7 +87,7 @@ class StandIn:
 
 
 def calls(rank: int, group: Any) -> dict[Row, Callable[[], Any]]:
-    """What is measured, of a coordinator or of the stand-in."""
+    """The calls that are measured, of a coordinator or of the stand-in."""
     rows: dict[Row, Callable[[], Any]] = {}
     for name, data in ((SMALL, tree(10, 1024)), (LARGE, tree(64, 1 << 20))):
         mine = data if rank == 0 else None

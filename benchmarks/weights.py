@@ -77,7 +77,7 @@ class Member:
         self.got = state
 
     def is_exact(self, case: str) -> bool:
-        """Whether the last way has brought what rank 0 has."""
+        """True if the last way has brought the values of rank 0."""
         want = tensors(case, 1)
         return self.rank == 0 or all(torch.equal(self.got[name], one) for name, one in want.items())
 

@@ -52,7 +52,7 @@ class Newcomer:
         return Terminal("bash", "-c", command, cwd=folder if folder.exists() else self._home, env=self._env, **size)
 
     def types(self, command: str) -> str:
-        """What stands in the terminal at the end."""
+        """The text in the terminal at the end."""
         print("$", command, flush=True)
         with self.terminal(command, **SIZE) as terminal:
             status = terminal.finish(1800)

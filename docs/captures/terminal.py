@@ -54,7 +54,7 @@ class Terminal:
 
     @property
     def lines(self) -> list[str]:
-        """What has been written, as it stands in the terminal, without the spaces at the ends of lines."""
+        """The text in the terminal, without the spaces at the ends of lines."""
         return [_text(row).rstrip() for row in self._rows()]
 
     def wait_for(self, condition: Callable[[], bool], seconds: float, what: str) -> None:

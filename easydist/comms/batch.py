@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import operator
 from typing import SupportsIndex
 
@@ -107,8 +108,7 @@ class BatchSendRecv:
         demand(bool(self.ops), "Cannot issue empty batch operation")
         staging = Staging()
         sends, recvs = self._sends(), self._recvs(staging)
-        backend = self._comm.backend
-        begin = lambda: backend.batch(sends, recvs)  # noqa: E731
+        begin = functools.partial(self._comm.backend.batch, sends, recvs)
         return self._comm._run("batch_op", begin, async_op, options.hints, options.timeout, staging)
 
     def _sends(self) -> list[Transfer]:

@@ -1,4 +1,4 @@
-"""Who this process is, and in which store it meets the others, unless somebody says so."""
+"""The rank of this process and the store of its world, from the launcher's environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a communicator raises when an operation has failed: ``RuntimeError``, as torchcomms does, that says who."""
+"""Errors of operations that have failed: ``RuntimeError``, as in torchcomms, with the ranks that are to blame."""
 
 from __future__ import annotations
 

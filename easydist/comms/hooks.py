@@ -14,7 +14,7 @@ from easydist.transport.work import TorchWork
 
 
 class HookArgs(NamedTuple):
-    """What hooks learn of an operation."""
+    """The description of an operation that hooks get."""
 
     name: str
     """The method's name."""
@@ -23,7 +23,7 @@ class HookArgs(NamedTuple):
     timeout: timedelta
     """The time limit that counts."""
     outputs: Sequence[torch.Tensor]
-    """What is filled, or changed in place."""
+    """The tensors that are filled, or changed in place."""
     work: TorchWork | None = None
     """The operation; after it has begun."""
 

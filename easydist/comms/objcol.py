@@ -45,7 +45,7 @@ class RemoteFault(RemoteError, RuntimeError):
 
 
 class _Message(NamedTuple):
-    """What this rank has for the others: its bytes, or why it has none."""
+    """This rank's bytes for the others, or the reason for having none."""
 
     data: torch.Tensor
     fault: Exception | None = None

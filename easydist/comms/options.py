@@ -1,4 +1,4 @@
-"""What a communicator, or a batch, was asked for besides its ranks."""
+"""The options of a communicator and of a batch."""
 
 from __future__ import annotations
 
