@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from easydist.agreement.calling import seconds
 from easydist.agreement.runner import meet, run
 from easydist.eager import eager
-from easydist.parallel import compiled, meeting
+from easydist.groups.communicators import unregistered
+from easydist.groups.standalone import gloo_group
+from easydist.parallel import compiled
 from easydist.parallel.capture import GraphCaptureContext, capturing, is_captured
 from easydist.parallel.collectives import AllGatherV, AllReduce, ReduceScatter
 from easydist.parallel.experts import Experts
@@ -127,7 +129,9 @@ class GroupCoordinator(Experts, Objects, Pairs):
         """
         self = cls.__new__(cls)
         limit = timedelta(seconds=seconds(timeout, "GroupCoordinator.stateless"))
-        group = meeting.gloo_group(store, rank, world_size, group_name, limit)
+        own = f"easydist/{group_name}"
+        group = gloo_group(PrefixStore(own, store), rank, world_size, own, limit)
+        unregistered.add(group)
         self.use_device_communicator, self.weights_only = False, weights_only
         self._join([*range(world_size)], rank, local_rank, group_name, (group, group))
         self._begin_objects(use_message_queue_broadcaster)

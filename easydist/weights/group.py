@@ -11,14 +11,14 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from easydist.errors import CollectiveTimeout, PeerLostError
 from easydist.groups.communicators import Communicators
+from easydist.groups.standalone import gloo_group
 from easydist.transport.backends.c10d import Gloo
 from easydist.transport.comm import Collectives
 
@@ -82,7 +82,8 @@ class PrivateGroup:
         try:
             store.set(f"here/{place.rank}", "")
             _meet(name, store, place.size, deadline, wait)
-            self._group = _group(f"{name}/{secrets.token_hex(4)}", store, place, timeout)
+            own, limit = f"{name}/{secrets.token_hex(4)}", timedelta(seconds=timeout)
+            self._group = gloo_group(store, place.rank, place.size, own, limit, place.host)
         except RuntimeError as error:  # of the store or of gloo; nobody has said who it is
             raise PeerLostError(
                 f"group {name!r}: a member was lost while the group was being made ({error})"
@@ -109,20 +110,3 @@ def _meet(name: str, store: Store, size: int, deadline: float, wait: Callable[[]
             error.missing = tuple(missing)
             raise error
         wait()
-
-
-def _group(name: str, store: Store, place: Place, timeout: float) -> dist.ProcessGroup:
-    """A process group over gloo that torch does not know of."""
-    gloo: Any = ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout, options._devices = timedelta(seconds=timeout), [gloo.create_device(hostname=place.host)]
-    own: Any = dist.ProcessGroup
-    group: Any = own(PrefixStore("group", store), place.rank, place.size)
-    kind = own.BackendType.GLOO
-    group._set_default_backend(kind)
-    group._register_backend(
-        torch.device("cpu"), kind, gloo(PrefixStore("gloo", store), place.rank, place.size, options)
-    )
-    group._set_group_name(name)
-    found: dist.ProcessGroup = group
-    return found
