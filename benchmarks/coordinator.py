@@ -3,13 +3,15 @@
 python benchmarks/coordinator.py [--ranks 2 4] [--seconds 1]
 
 The stand-in does what engines do with torch.distributed alone: metadata by ``broadcast_object_list`` or
-``send_object_list``, then one operation per tensor. Printed are medians over calls, of the slowest rank. The last
-column was measured before on a machine of the same type, idle, with vLLM 0.33.
+``send_object_list``, then one operation per tensor. Printed are medians over turns of ten calls, of the slowest rank.
+The last column was measured before on a machine of the same type, idle, with vLLM 0.33. Below each table stands which
+bounds hold.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import time
@@ -32,12 +34,16 @@ BEFORE = {
     ("send + recv_tensor_dict", LARGE, 2): 34e-3,
     ("broadcast_object", "1 KB", 2): 202e-6,
     ("broadcast_object", "1 KB", 4): 928e-6,
-    ("broadcast_object, queue", "1 KB", 2): 27e-6,
-    ("broadcast_object, queue", "1 KB", 4): 197e-6,
+    ("broadcast_object, queue", "", 2): 27e-6,
+    ("broadcast_object, queue", "", 4): 197e-6,
 }
 """Seconds; vLLM 0.33, same machine type, measured before."""
 
 Row = tuple[str, str]
+Call = Callable[[], Any]
+_IN_A_ROW = 10
+RAW = "broadcast_object beside our queue"
+"""The last columns of these rows are those of the queue alone, not gloo's."""
 
 
 def tree(count: int, nbytes: int) -> dict[str, torch.Tensor]:
@@ -102,23 +108,45 @@ def calls(rank: int, group: Any) -> dict[Row, Callable[[], Any]]:
     return rows
 
 
-def timed(call: Callable[[], Any], seconds: float) -> float:
-    """Median seconds of a call; the ranks begin together."""
-    times: list[float] = []
-    count = torch.ones(1, dtype=torch.int64)
-    for _ in range(3):
-        call()
-    dist.barrier()
-    start = time.perf_counter()
-    call()
-    count[0] = int(min(2000, max(8, seconds / max(time.perf_counter() - start, 1e-6))))
+def timed(call: Call, other: Call, seconds: float) -> tuple[float, float]:
+    """Median seconds of two calls, in turns of ten: what disturbs one disturbs the other. The ranks begin together."""
+    both, times = (call, other), ([], [])  # type: tuple[Call, Call], tuple[list[float], list[float]]
+    once = sum(_turn(one, 3) for one in both)
+    count = torch.tensor([int(min(200, max(3, seconds / max(once, 1e-6) / _IN_A_ROW)))])
     dist.broadcast(count, 0)
     for _ in range(int(count)):
-        dist.barrier()
-        start = time.perf_counter()
+        for one, taken in zip(both, times, strict=True):
+            taken.append(_turn(one, _IN_A_ROW))
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def _turn(call: Call, calls: int) -> float:
+    """Seconds of one call, of several in a row."""
+    call()
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(calls):
         call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return (time.perf_counter() - start) / calls
+
+
+def of_objects(plain: GroupCoordinator, queued: GroupCoordinator) -> dict[Row, tuple[Call, Call]]:
+    """Calls that broadcast objects: the coordinator's, and what they are compared with."""
+    rank, last = plain.rank_in_group, plain.world_size - 1
+    obj, stand_in = {"text": "x" * 1000}, StandIn(rank)
+    rows: dict[Row, tuple[Call, Call]] = {}
+    for src in (0, last):
+        queue = plain.create_mq_broadcaster(src)
+        mine = obj if rank == src else None
+        through_queue = functools.partial(queued.broadcast_object, mine, src)
+        rows["broadcast_object, queue", f"src {src}"] = through_queue, lambda: stand_in.broadcast_object(obj)
+        rows[RAW, f"src {src}"] = through_queue, functools.partial(queue.broadcast_object, mine)
+    data = [tree(10, 1024) if rank == 0 else None]
+    rows["broadcast_object_list", SMALL] = (
+        lambda: plain.broadcast_object_list([*data]),
+        lambda: dist.broadcast_object_list([*data]),
+    )
+    return rows
 
 
 def measure(rank: int, world_size: int, seconds: float) -> list[tuple[Row, float, float]]:
@@ -127,22 +155,48 @@ def measure(rank: int, world_size: int, seconds: float) -> list[tuple[Row, float
     plain = GroupCoordinator(everyone, rank, "gloo", False)
     queued = GroupCoordinator(everyone, rank, "gloo", False, True)
     ours, theirs = calls(rank, plain), calls(rank, StandIn(rank))
-    through_queue = calls(rank, queued)["broadcast_object", "1 KB"]
-    ours["broadcast_object, queue", "1 KB"] = through_queue
-    theirs["broadcast_object, queue", "1 KB"] = theirs["broadcast_object", "1 KB"]
-    rows = [(row, timed(ours[row], seconds), timed(theirs[row], seconds)) for row in ours]
-    listed = calls(rank, plain)
-    data = [tree(10, 1024) if rank == 0 else None]
-    del listed
-    rows.append((("broadcast_object_list", SMALL), timed(lambda: plain.broadcast_object_list([*data]), seconds),
-                 timed(lambda: dist.broadcast_object_list([*data]), seconds)))  # fmt: skip
+    pairs = {row: (ours[row], theirs[row]) for row in ours} | of_objects(plain, queued)
+    rows = [(row, *timed(one, other, seconds)) for row, (one, other) in pairs.items()]
     plain.destroy()
     queued.destroy()
     return rows
 
 
+def bounds(found: dict[Row, tuple[float, float]], ranks: int) -> list[tuple[str, float, float, bool]]:
+    """What has to hold: a text, the figure, the bound, and whether the figure has to be above it."""
+    small, large = found["broadcast_tensor_dict", SMALL], found["broadcast_tensor_dict", LARGE]
+    pair, listed = found["send + recv_tensor_dict", SMALL], found["broadcast_object_list", SMALL]
+    rows = [
+        (f"broadcast_tensor_dict {SMALL}: times faster than gloo", small[1] / small[0], 8.0, True),
+        (f"broadcast_tensor_dict {SMALL}: times broadcast_object_list", small[0] / listed[0], 1.5, False),
+        (f"broadcast_tensor_dict {LARGE}: times faster than gloo", large[1] / large[0], 1.6, True),
+        (f"send + recv_tensor_dict {SMALL}: times faster than gloo", pair[1] / pair[0], 2.0, True),
+    ]
+    for name, size in found:
+        if name == RAW:
+            ratio = found[name, size][0] / found[name, size][1]
+            rows.append((f"broadcast_object, {size}: times our queue", ratio, 2.0 if ranks == 2 else 1.5, False))
+    return rows
+
+
 def shown(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
+
+
+def report(results: list[list[tuple[Row, float, float]]], ranks: int) -> None:
+    """Print the table and the bounds."""
+    print(f"\n{ranks} ranks, {os.cpu_count()} cores")
+    print(f"{'':40}{'easydist':>10}{'gloo':>10}{'ratio':>8}   vLLM 0.33, same machine type, measured before")
+    found: dict[Row, tuple[float, float]] = {}
+    for each in zip(*results, strict=True):
+        (name, size), *_ = each[0]
+        ours, theirs = found[name, size] = max(row[1] for row in each), max(row[2] for row in each)
+        before = BEFORE.get((name, size, ranks)) or BEFORE.get((name, "", ranks))
+        line = f"{name + ', ' + size:40}{shown(ours):>10}{shown(theirs):>10}{theirs / ours:>8.1f}"
+        print(f"{line}   {shown(before) if before else ''}".rstrip())
+    for text, figure, bound, is_least in bounds(found, ranks):
+        holds = figure >= bound if is_least else figure <= bound
+        print(f"  {'holds' if holds else 'FAILS'}  {text}: {figure:.2f}, at {'least' if is_least else 'most'} {bound}")
 
 
 def main() -> None:
@@ -153,15 +207,7 @@ def main() -> None:
     options = parser.parse_args()
     with Pool(timeout=600) as pool:
         for ranks in options.ranks:
-            results = pool.run(measure, ranks, seconds=options.seconds)
-            print(f"\n{ranks} ranks, {os.cpu_count()} cores")
-            print(f"{'':36}{'easydist':>10}{'gloo':>10}{'ratio':>8}   vLLM 0.33, same machine type, measured before")
-            for each in zip(*results, strict=True):
-                (name, size), *_ = each[0]
-                ours, theirs = max(row[1] for row in each), max(row[2] for row in each)
-                before = BEFORE.get((name, size, ranks))
-                line = f"{name + ', ' + size:36}{shown(ours):>10}{shown(theirs):>10}{theirs / ours:>8.1f}"
-                print(f"{line}   {shown(before) if before else ''}".rstrip())
+            report(pool.run(measure, ranks, seconds=options.seconds), ranks)
 
 
 if __name__ == "__main__":

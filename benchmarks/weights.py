@@ -1,10 +1,12 @@
 """A tensor dict from one Ray actor to others, beside the ways that Ray itself has; in one run, on the same data.
 
-python benchmarks/weights.py [--receivers 1 3] [--repeats 7]
+python benchmarks/weights.py [--receivers 1 3] [--repeats 15]
 
-Printed is the median, in milliseconds from the driver's calls to their ends, and how many times as long as easydist's
-fastest way each takes. Every way is checked for exact bytes once. The receivers of ``ray.put`` get views of the
-object store that they may not write; what a model would have to copy then is not counted.
+The ways take turns. Printed are the median in milliseconds, from the driver's calls to their ends, and how many times
+as fast as one broadcast per tensor each way is: the median of the turns, the least and the most. Every way is checked
+for exact bytes once. One broadcast per tensor is what ColossalAI does; here without what it sends before, names and
+shapes. The receivers of ``ray.put`` get views of the object store that they may not write; what a model would have to
+copy then is not counted. No way is spared Ray's own calls of the actors, which the last line has alone.
 """
 
 from __future__ import annotations
@@ -18,11 +20,14 @@ from typing import Any
 
 import ray
 import torch
+from ray.experimental.collective import create_collective_group, destroy_collective_group
 
 import easydist.ray
 
 CASES = {"200 x 4 KB": (200, 2048), "64 x 4 MB": (64, 2 << 20)}
 """Tensors of bfloat16, and the elements of each."""
+
+BASE, EMPTY = "per tensor, ray.util.collective", "calls of the actors alone"
 
 State = dict[str, torch.Tensor]
 
@@ -38,13 +43,7 @@ class Member:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-
-    def join(self) -> None:
-        """Connect in Ray's own way."""
-        from ray.util import collective
-
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        collective.init_collective_group(self.size, self.rank, "gloo", "rays")
 
     def prepare(self, case: str) -> None:
         """Make the data, and what receives it."""
@@ -72,6 +71,14 @@ class Member:
         """The weights as an object of Ray."""
         return self.weights
 
+    @ray.method(tensor_transport="gloo")
+    def give_directly(self) -> State:
+        """The same, whose tensors stay here until somebody takes them."""
+        return self.weights
+
+    def nothing(self) -> None:
+        """What a call costs."""
+
     def take(self, state: State) -> None:
         """Get that object."""
         self.got = state
@@ -94,40 +101,53 @@ def ways(members: list[Any]) -> dict[str, Callable[[], Any]]:
     def all_of(name: str) -> Callable[[], Any]:
         return lambda: ray.get([getattr(one, name).remote() for one in members])
 
-    def put() -> None:
-        state = members[0].give.remote()
-        ray.get([one.take.remote(state) for one in members[1:]])
+    def by_object(name: str) -> Callable[[], Any]:
+        def give_and_take() -> None:
+            state = getattr(members[0], name).remote()
+            ray.get([one.take.remote(state) for one in members[1:]])
+
+        return give_and_take
 
     return {
         "easydist, into existing": all_of("easydist_into"),
         "easydist, new tensors": all_of("easydist_new"),
-        "per tensor, ray.util.collective": all_of("per_tensor"),
-        "ray.put of the dict": put,
+        BASE: all_of("per_tensor"),
+        "ray.put of the dict": by_object("give"),
+        "Ray Direct Transport, gloo": by_object("give_directly"),
+        EMPTY: all_of("nothing"),
     }
 
 
-def measured(members: list[Any], case: str, repeats: int) -> dict[str, float]:
-    """Median milliseconds of each way."""
+def measured(members: list[Any], case: str, repeats: int) -> dict[str, list[float]]:
+    """The milliseconds of each way in each turn."""
     ray.get([one.prepare.remote(case) for one in members])
-    found = {}
-    for name, way in ways(members).items():
+    every = ways(members)
+    for name, way in every.items():
         ray.get([one.forget.remote() for one in members])
         way()
-        assert all(ray.get([one.is_exact.remote(case) for one in members])), f"{name} brought other bytes"
-        times = []
-        for _ in range(repeats):
+        exact = name == EMPTY or all(ray.get([one.is_exact.remote(case) for one in members]))
+        assert exact, f"{name} brought other bytes"
+    found: dict[str, list[float]] = {name: [] for name in every}
+    for _ in range(repeats):
+        for name, way in every.items():
             began = time.perf_counter()
             way()
-            times.append(1000 * (time.perf_counter() - began))
-        found[name] = statistics.median(times)
+            found[name].append(1000 * (time.perf_counter() - began))
     return found
+
+
+def row(name: str, took: list[float], base: list[float]) -> str:
+    """A line of the table."""
+    ratios = sorted(theirs / ours for ours, theirs in zip(took, base, strict=True))
+    times = f"{statistics.median(ratios):6.1f} x  ({ratios[0]:.1f} to {ratios[-1]:.1f})"
+    return f"  {name:34}{statistics.median(took):9.1f} ms {times}"
 
 
 def main() -> None:
     """Measure all cases and print one table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 3])
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
     ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, Ray {ray.__version__}")
@@ -135,13 +155,13 @@ def main() -> None:
         actor = ray.remote(num_cpus=0)(Member)
         members = [actor.remote(rank, receivers + 1) for rank in range(receivers + 1)]
         easydist.ray.create_group(members, "ours")
-        ray.get([one.join.remote() for one in members])
+        rays = create_collective_group(members, "gloo", "rays")
         for case in CASES:
             found = measured(members, case, options.repeats)
-            best = min(took for name, took in found.items() if name.startswith("easydist"))
             print(f"\n{case}, {receivers} receivers")
             for name, took in found.items():
-                print(f"  {name:34}{took:9.1f} ms {took / best:7.1f} x")
+                print(row(name, took, found[BASE]))
+        destroy_collective_group(rays)
         for one in members:
             ray.kill(one)
     ray.shutdown()

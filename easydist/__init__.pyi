@@ -35,6 +35,7 @@ from .errors import (
     DisagreementError as DisagreementError,
     DistributedOperationException as DistributedOperationException,
     EasydistError as EasydistError,
+    LeftOutError as LeftOutError,
     PeerLostError as PeerLostError,
     RemoteError as RemoteError,
     ShapeError as ShapeError,
@@ -50,6 +51,7 @@ from .state import (
     DistributedType as DistributedType,
     PartialState as PartialState,
     ProcessState as ProcessState,
+    recover as recover,
     together as together,
     wait_for_everyone as wait_for_everyone,
 )

@@ -5,6 +5,7 @@
     ├── RemoteError         another rank failed before the exchange; its text is inside
     ├── PeerLostError       a rank's process ended, or its connection broke, while others waited for it
     ├── CollectiveTimeout   nobody died, but not all came in time: who is missing, where each rank was last seen
+    ├── LeftOutError        the others have recovered the group without this rank
     ├── WireError           bytes that are not a valid message
     └── UnsafeObjectError   decoding met a global that is not allow-listed
 
@@ -38,12 +39,16 @@ class EasydistError(Exception):
     Attributes:
         raised_in: The communicators of the group, all of whose ranks raise this error.
         is_final: Whether the group cannot be connected again.
+        is_reported: Whether another rank has reported it.
         is_earlier: Whether it ended a call that this rank had left before: the group need but be connected again.
+        is_interrupt: Whether Ctrl-C on another rank is the reason.
     """
 
     raised_in: object = None
     is_final = False
     is_earlier = False
+    is_reported = False
+    is_interrupt = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave out what only this process knows, so that the error can go to the process that started it."""
@@ -125,6 +130,17 @@ class CollectiveTimeout(EasydistError, TimeoutError):
     """
 
     missing: tuple[int, ...] = ()
+
+
+class LeftOutError(EasydistError):
+    """The survivors of a group have recovered it without this rank, which came too late, or had given up before.
+
+    Attributes:
+        members: Those that have gone on, by their ranks in the old group.
+    """
+
+    is_final = True
+    members: tuple[int, ...] = ()
 
 
 class WireError(EasydistError, ValueError):

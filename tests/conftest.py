@@ -1,4 +1,5 @@
 import os
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,6 +12,9 @@ pytest_plugins = ["easydist.testing.plugin"]
 settings.register_profile("easydist", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("stress", settings.get_profile("easydist"), derandomize=False, max_examples=examples(100))
 settings.load_profile("stress" if "EASYDIST_STRESS" in os.environ else "easydist")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job that a shell has begun in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 unmarked = []
 """Lines about tests that take long, and are not marked slow."""

@@ -79,7 +79,7 @@ def launched(script, cases):
     """
     out, err = python(script, *cases, seconds=90, GLOO_SOCKET_IFNAME="lo")
     found = {}
-    for row in map(json.loads, out.splitlines()):
+    for row in [json.loads(line) for line in out.splitlines() if line.startswith("{")]:
         rows, statuses = found.setdefault(row["case"], ({}, []))
         if "rank" in row:
             rows[row["rank"]] = row

@@ -6,6 +6,7 @@ import io
 import re
 import shutil
 import sys
+import tempfile
 from importlib.util import find_spec
 
 import pytest
@@ -43,11 +44,24 @@ def evaluate():
 @pytest.mark.slow
 def test_ray_weight_sync():
     pytest.importorskip("ray", reason="Ray is not installed: pip install easydist[ray]")
-    out, _ = python(ROOT / "examples" / "ray_weight_sync.py", seconds=120)
+    folder = tempfile.mkdtemp(prefix="ray")  # a short path, of sockets
+    private = {"RAY_ADDRESS": "local", "RAY_TMPDIR": folder, "RAY_worker_niceness": "0"}
+    try:
+        out, _ = python(ROOT / "examples" / "ray_weight_sync.py", seconds=120, **private)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     lines = out.splitlines()
     rewards = [float(line.rsplit(maxsplit=1)[1]) for line in lines if "reward" in line]
     assert rewards[0] < -10 < -0.5 < rewards[-1]
     assert [line.partition(";")[0] for line in lines if "reward" not in line] == ["worker 1 was lost"]
+
+
+@pytest.mark.slow
+def test_survivors_finish_the_evaluation():
+    out, err = python("-m", "easydist", "run", "--survivors", "-n", "3", ROOT / "examples" / "survivors.py")
+    assert out == "[rank 0] 2 ranks go on\n[rank 0] 60 of 60 are right\n"
+    assert "was killed by SIGKILL; the others go on" in err
+    assert out in (ROOT / "docs" / "recovering.md").read_text()
 
 
 @pytest.mark.slow

@@ -55,6 +55,36 @@ def test_tensor_dicts_arrive_on_the_device_of_their_type(rank):
         assert torch.equal(got["large"], weights()["large"].cpu())
 
 
+def state():
+    """Both devices, large and small, of several strides."""
+    return {
+        "large": torch.arange(1 << 18, device="cuda").view(512, 512),
+        "strided": torch.arange(1 << 18, device="cuda").view(512, 512).t(),
+        **{str(i): torch.full((5,), float(i), device="cuda") for i in range(9)},
+        "here": torch.arange(7.0),
+    }
+
+
+def check_state(rank):
+    """New tensors on their own type of device, on the CPU, pinned; and what is there, on either device."""
+    from easydist.weights import broadcast_state_dict
+
+    wanted = {name: value.cpu() for name, value in state().items()}
+    new = broadcast_state_dict(state() if rank == 0 else None, verify=True)
+    assert {name: value.is_cuda for name, value in new.items()} == {name: name != "here" for name in wanted}
+    pinned = broadcast_state_dict(state() if rank == 0 else None, offload_to_cpu=True, pin_memory=True)
+    assert rank == 0 or all(value.is_pinned() for value in pinned.values())
+    there = broadcast_state_dict(state() if rank == 0 else {name: torch.zeros_like(v) for name, v in wanted.items()})
+    back = broadcast_state_dict(wanted if rank == 0 else {n: torch.zeros_like(v).cuda() for n, v in wanted.items()})
+    for got in (new, pinned, there, back):
+        assert all(torch.equal(got[name].cpu(), value) for name, value in wanted.items())
+
+
+@distributed(world_size=2)
+def test_weights_on_a_gpu_go_by_way_of_the_host(rank):
+    check_state(rank)
+
+
 def on_nccl(rank, world_size):
     """Every verb over an NCCL group that has no CPU backend: headers travel on a gloo group beside it."""
     torch.distributed.destroy_process_group()
@@ -78,6 +108,7 @@ def on_nccl(rank, world_size):
         easydist.send_tensor_dict(weights(), 1)
     elif rank == 1:
         check_weights(easydist.recv_tensor_dict(0))
+    check_state(rank)
     assert easydist.gather_object(rank) == list(range(world_size))
     assert easydist.gather(torch.tensor([rank])).tolist() == list(range(world_size))
     easydist.wait_for_everyone()

@@ -102,9 +102,9 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
     def _tell_of(self, error: BaseException | None) -> None:
         """Tell the others of what ended the call on this rank alone, if they may still wait for it."""
         monitor = self._comms.monitor
-        if error is None or getattr(error, "raised_in", None) is self._comms:
+        if error is None:
             return
-        if monitor.is_awaited or not isinstance(error, Exception):
+        if monitor.tells_of(isinstance(error, Exception), getattr(error, "raised_in", None) is self._comms):
             monitor.ended_by(error)
 
 

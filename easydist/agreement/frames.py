@@ -18,17 +18,19 @@ from typing import NamedTuple
 
 import torch
 
+from easydist import memory
 from easydist.agreement.call import Call
 from easydist.agreement.notes import listeners, note_arrivals
 from easydist.data import packing
 from easydist.data.plan import fingerprint
 from easydist.groups.communicators import Communicators
+from easydist.liveness.rules import APART
 
 WELL, ABSENT, FAULT = range(3)
 """The status of a rank: it has data, it takes what comes, it has failed."""
 
 _NUMBERS = struct.Struct("<8q")
-_LATE = 50_000_000  # nanoseconds
+_LATE = int(APART * 1e9)  # nanoseconds
 _fingerprint = functools.lru_cache(maxsize=256)(fingerprint)
 
 
@@ -125,7 +127,10 @@ def exchange(comms: Communicators, header: Header, sizes: bytes, call: Call) -> 
 
 
 def _pack(call: Call, out: torch.Tensor) -> None:
-    if call.leaves is not None and call.payload is call.leaves.tensors:
+    first = call.payload[0]
+    if len(call.payload) == 1 and first.dtype is torch.uint8 and first.is_cpu and first.is_contiguous():  # encoded
+        memory.copy(out.data_ptr(), first.data_ptr(), first.numel())
+    elif call.leaves is not None and call.payload is call.leaves.tensors:
         call.leaves.layout.packing.pack(call.payload, out)
     else:
         packing.pack(call.payload, out=out)
@@ -162,6 +167,9 @@ def _headers(comms: Communicators, nbytes: int) -> list[Header]:
     frames = comms.frames
     comms.control.all_gather_upto(frames.rows, nbytes, async_op=False)
     headers = [Header(*_NUMBERS.unpack_from(frames.view, r * frames.nbytes)) for r in range(comms.size)]
-    if time.time_ns() > min([header.came for header in headers]) + _LATE:
-        comms.monitor.check_reports()  # who came early may have given up: what it sent before that is not a call
+    monitor, now = comms.monitor, time.monotonic()
+    if (apart := monitor.exchanged(now)) > APART:
+        seems_late = time.time_ns() > min([header.came for header in headers]) + _LATE
+        # who came early may have given up: what it sent before that is not a call
+        monitor.check_reports(remote=monitor.listens_after(now, apart, seems_late))
     return headers

@@ -22,6 +22,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from easydist.cli import survivor
 from easydist.cli.failures import report
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -38,6 +39,7 @@ def launch(arguments: Sequence[str]) -> int:
 
     Returns:
         0, the exit status of the rank that failed first, or 128 and the number of the signal that ended the ranks.
+        With ``--survivors``: 0 if any rank of this machine has ended well.
 
     Raises:
         click.UsageError: An option that is none, or a script that is not there.
@@ -46,11 +48,13 @@ def launch(arguments: Sequence[str]) -> int:
     """
     args = _parsed(arguments)
     with tempfile.TemporaryDirectory(prefix="easydist-run-") as folder:
-        args.log_dir = args.log_dir or folder
+        args.log_dir = args.log_dir or os.path.join(folder, "logs")
+        if args.survivors:
+            _let_survivors_go_on(args, folder)
         _prepare()
         status = 1
         try:
-            status = _run(args)
+            status = _run(args) or (_of_survivors(folder) if args.survivors else 0)
         finally:
             if status:
                 _kill_children()
@@ -68,9 +72,29 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _let_survivors_go_on(args: argparse.Namespace, folder: str) -> None:
+    """Start each rank below a process that ends well although its rank fails."""
+    os.mkdir(os.path.join(folder, "ended"))
+    python = [] if args.no_python else [sys.executable, "-u", *(["-m"] if args.module else [])]
+    args.training_script_args = [
+        os.path.join(folder, "ended"),
+        *python,
+        args.training_script,
+        *args.training_script_args,
+    ]
+    args.training_script, args.module, args.no_python = "easydist.cli.survivor", True, False
+
+
+def _of_survivors(folder: str) -> int:
+    """0 if any rank has ended well, else the status of the first."""
+    ended = list(survivor.statuses(os.path.join(folder, "ended")).values())
+    return 0 if 0 in ended or not ended else survivor.shell_status(ended[0])
+
+
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser = torchrun.get_args_parser()
     parser.add_argument("-n", dest="nproc_per_node")
+    parser.add_argument("--survivors", action="store_true")
     parser.error = _fail  # type: ignore[method-assign]
     if "PET_NPROC_PER_NODE" not in os.environ:
         parser.set_defaults(nproc_per_node=str(torch.cuda.device_count() or 2))

@@ -20,7 +20,7 @@ def _files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[
 
 @click.command(
     epilog=_EXAMPLE,
-    options_metavar="[-n N] [-m] [TORCHRUN OPTIONS]",
+    options_metavar="[-n N] [-m] [--survivors] [TORCHRUN OPTIONS]",
     context_settings={
         "ignore_unknown_options": True,
         "allow_interspersed_args": False,
@@ -34,8 +34,9 @@ def run(arguments: tuple[str, ...]) -> None:
     """Run a script on N ranks of this machine, each line of their output after its rank.
 
     -n N is how many ranks this machine has, -m says that SCRIPT is a module. All options of torchrun may be given, also
-    those for several machines. If ranks fail, the traceback of the first stands at the end. Ctrl-C ends all that was
-    started; a second one does not wait for it.
+    those for several machines. If ranks fail, the traceback of the first stands at the end. With --survivors a rank
+    that fails does not end the others, which go on by easydist.recover(). Ctrl-C ends all that was started; a second
+    one does not wait for it.
     """
     from easydist.cli.launch import launch
 

@@ -11,7 +11,7 @@ import torch
 
 from easydist.comms.options import BatchP2POptions
 from easydist.transport.backend import Transfer
-from easydist.transport.checked import BYTES, Checked, demand
+from easydist.transport.checked import Checked, demand
 from easydist.transport.staging import Staging, flat
 from easydist.transport.work import TorchWork
 
@@ -115,13 +115,13 @@ class BatchSendRecv:
         chosen = [op for op in self.ops if op.type is P2POpType.SEND]
         for op in chosen:
             self._check("send", "dst", op, [], [op.tensor])
-        return [(flat(op.tensor).view(BYTES), op.peer) for op in chosen]
+        return [(self._comm._raw(flat(op.tensor)), op.peer) for op in chosen]
 
     def _recvs(self, staging: Staging) -> list[Transfer]:
         chosen = [op for op in self.ops if op.type is P2POpType.RECV]
         for op in chosen:
             self._check("recv", "src", op, [op.tensor], [])
-        return [(staging.target(op.tensor).view(BYTES), op.peer) for op in chosen]
+        return [(self._comm._raw(staging.target(op.tensor)), op.peer) for op in chosen]
 
     def _check(self, name: str, what: str, op: P2POp, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
         peer = self._comm._rank(what, op.peer)

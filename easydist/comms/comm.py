@@ -1,11 +1,10 @@
-"""``TorchComm``: the public communicator, with options, hooks, sub-communicators, batches and windows."""
+"""``TorchComm``: the public communicator, with options, sub-communicators, batches, windows and recovery."""
 
 from __future__ import annotations
 
 import copy
 import operator
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from importlib.metadata import version
 from typing import Any, SupportsIndex
@@ -14,22 +13,20 @@ import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from easydist.comms.batch import BatchSendRecv
-from easydist.comms.failures import abort, explained
-from easydist.comms.hooks import AbortHook, HookArgs, Hooks, PostHook, PreHook, RemovableHandle
+from easydist.comms.failures import explained
 from easydist.comms.making import Made, Place, make
+from easydist.comms.operations import Operations
 from easydist.comms.options import CommOptions, Milliseconds, checked_hints, limited
-from easydist.comms.traced import traced
+from easydist.comms.recover import recovered
 from easydist.comms.window import RegisteredWindow, TorchCommWindow
-from easydist.liveness.monitor import Monitor
+from easydist.groups.recovering import TIMEOUT, Recovery
 from easydist.shm.streams import Guard
 from easydist.transport.backend import Backend
-from easydist.transport.checked import Hints, checked_timeout
-from easydist.transport.comm import Collectives
-from easydist.transport.staging import Staging
-from easydist.transport.work import TorchWork
+from easydist.transport.backends.c10d import Gloo
+from easydist.transport.checked import checked_timeout
 
 
-class TorchComm(Collectives):
+class TorchComm(Operations):
     """A communicator, with the methods and signatures of torchcomms; ``new_comm`` makes one.
 
     Every method checks its arguments before anything is sent and raises ``RuntimeError`` where they do not fit. Tensors
@@ -72,29 +69,9 @@ class TorchComm(Collectives):
         kind: str = "",
         made: Made | None = None,
     ) -> None:
-        super().__init__(backend, name)
-        self._options = CommOptions() if options is None else options
+        super().__init__(backend, name, CommOptions() if options is None else options, made.monitor if made else None)
         self.store, self._kind, self._made = store, kind, made
-        self.monitor: Monitor | None = made.monitor if made else None
-        self._hooks = Hooks()
-        self._busy: dict[str, tuple[int, str]] = {}
-        self._failure: BaseException | None = None
-        self._is_final = False
-        self._operations = 0
-
-    def core(self) -> Collectives:
-        """The same ranks and backend for easydist's verbs, without hooks and time limits of its own."""
-        return Collectives(self._backend, self._name)
-
-    @property
-    def time_limit(self) -> timedelta:
-        """How long an operation may take unless it says otherwise."""
-        return self._options.time_limit
-
-    @property
-    def is_broken(self) -> bool:
-        """True if an operation has failed: no further one can begin."""
-        return self._failure is not None
+        self._recovery: Recovery | None = None
 
     def look_to(self, guard: Guard) -> None:
         """Let ``guard`` end waits in shared memory.
@@ -205,6 +182,60 @@ class TorchComm(Collectives):
         place = Place(store, rank, len(members), self.get_device(), name, options, limit)
         return made_comm(self._kind, place, what)
 
+    def recover(self, timeout: timedelta | None = None) -> TorchComm:
+        """A communicator of the ranks that are left, after one has died or has not come; all that are left call.
+
+        Every rank on which it returns has the same members: those that are alive and have called, in their old order,
+        numbered from 0. This communicator is of no use any more, whether it was broken before or not.
+
+        Args:
+            timeout: How long to wait for ranks that are alive; None is a minute. Connecting may take up to half a
+                minute more. Ranks that have died are not waited for if they were on this host.
+
+        Returns:
+            The communicator, with the same backend, device, name and options, and without hooks.
+
+        Raises:
+            CommLeftOut: The others have gone on without this rank, which came too late.
+            CommTimeout: The survivors could not be connected in time; it may be called again.
+            CommPeerLost: The survivors cannot agree: the store is gone, and they are on several hosts.
+            RuntimeError: It was recovered or finalized before, or made by ``wrap`` or without a store.
+
+        Example:
+            >>> import os
+            >>> from easydist.comms import new_comm
+            >>> os.environ |= {"TORCHCOMM_RANK": "0", "TORCHCOMM_SIZE": "1"}
+            >>> comm = new_comm("shm", torch.device("cpu"), "main", store=torch.distributed.HashStore())
+            >>> comm = comm.recover()
+            >>> comm.get_size()
+            1
+
+        Source: easydist's own.
+        """
+        limit = TIMEOUT if timeout is None else limited(checked_timeout(timeout), self.time_limit).total_seconds()
+        if self._is_final:
+            raise RuntimeError(f"recover: TorchComm {self._name!r} not initialized: it has been finalized")
+        if not self._kind or self.store is None or (self.monitor is None and self.get_size() > 1):
+            raise RuntimeError(
+                "recover: this communicator was not made by new_comm; over a process group call "
+                "easydist.recover(group=...) and wrap what it returns"
+            )
+        self._end_exchanges()
+        place = Place(self.store, 0, 1, self.get_device(), self._name, copy.copy(self._options), self.time_limit)
+        if self.monitor is None:
+            return made_comm(self._kind, place, f"recover {self._name!r}")
+        if self._recovery is None:
+            self._recovery = Recovery(self.monitor, PrefixStore("recover", self.store))
+        made, place = recovered(self._recovery, self._kind, place, limit).made
+        return TorchComm(made.backend, place.name, place.options, store=_own(place), kind=self._kind, made=made)
+
+    def _end_exchanges(self) -> None:
+        """Break the connections, so that those that wait for this rank come to ``recover``, too."""
+        if self._failure is None:
+            self._failure = RuntimeError("it has been left by recover()")
+        if isinstance(self._backend, Gloo):
+            self._backend.disconnect()
+
     def _members(self, ranks: Sequence[SupportsIndex]) -> list[int]:
         members, size = [operator.index(rank) for rank in ranks], self.get_size()
         for rank in members:
@@ -227,112 +258,6 @@ class TorchComm(Collectives):
         self._is_final = True
         super().finalize()
 
-    def register_pre_hook(self, hook: PreHook) -> RemovableHandle:
-        """Call ``hook(name, op_id, args)`` before each operation, whose arguments are right; it may raise.
-
-        Args:
-            hook: The function.
-        """
-        return self._hooks.add(self._hooks.before, hook)
-
-    def register_post_hook(self, hook: PostHook) -> RemovableHandle:
-        """Call ``hook(op_id, args)`` when an operation has begun, or, without ``async_op``, ended; not if it raised.
-
-        Args:
-            hook: The function.
-        """
-        return self._hooks.add(self._hooks.after, hook)
-
-    def register_abort_hook(self, hook: AbortHook) -> RemovableHandle:
-        """Call ``hook(error)`` when an operation has failed.
-
-        Args:
-            hook: The function.
-        """
-        return self._hooks.add(self._hooks.failed, hook)
-
-    def _run(
-        self,
-        name: str,
-        begin: Callable[[], TorchWork],
-        async_op: bool,
-        hints: Hints,
-        timeout: timedelta | None,
-        staging: Staging | None = None,
-    ) -> TorchWork:
-        self._demand_ready(name)
-        limit = limited(checked_timeout(timeout), self.time_limit)
-        outputs = [] if staging is None else staging.outputs
-        args = HookArgs(name, bool(async_op), checked_hints(hints), limit, outputs)
-        number = self._operations
-        self._operations += 1
-        for before in tuple(self._hooks.before.values()):
-            before(name, number, args)
-        with traced(self, name, number, outputs):
-            work = self._begun(name, begin, async_op, limit, staging)
-        for after in tuple(self._hooks.after.values()):
-            after(number, args._replace(work=work))
-        return work
-
-    def _begun(
-        self, name: str, begin: Callable[[], TorchWork], async_op: bool, limit: timedelta, staging: Staging | None
-    ) -> TorchWork:
-        """The operation itself, with no other of this process at the same time."""
-        mine = threading.get_ident(), name
-        other = self._busy.setdefault("operation", mine)
-        if other is not mine:
-            raise RuntimeError(self._two_at_once(mine, other))
-        try:
-            work = self._posted(name, begin, limit)
-            if staging is not None:
-                staging.deliver(work)
-            work.reporting(lambda error: self._failed(error, name, limit), staging.outputs if staging else ())
-            if not async_op:
-                work.wait()
-            elif self._backend.device.type == "cpu":
-                work.in_background()
-            return work
-        finally:
-            self._busy.pop("operation", None)
-
-    def _posted(self, name: str, begin: Callable[[], TorchWork], limit: timedelta) -> TorchWork:
-        try:
-            return begin().within(limit)
-        except BaseException as error:
-            raise self._failed(error, name, limit) from error
-
-    def _demand_ready(self, name: str) -> None:
-        if self._is_final:
-            raise RuntimeError(f"{name}: TorchComm {self._name!r} not initialized: it has been finalized")
-        if self._failure is not None:
-            raise RuntimeError(f"{name}: the communicator {self._name!r} is broken: {self._failure}") from self._failure
-
-    def _two_at_once(self, mine: tuple[int, str], other: tuple[int, str]) -> str:
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        lines = [
-            f"{mine[1]}: another call of the group is under way in this process",
-            *[f"  {names.get(thread)}: {operation}" for thread, operation in (other, mine)],
-            f"Calls of one communicator ({self._name!r}) have one order on all ranks, so they cannot overlap: give "
-            "each thread a communicator of its own (new_comm, split), and make no call in a signal handler.",
-        ]
-        return "\n".join(lines)
-
-    def _failed(self, error: BaseException, name: str, limit: timedelta) -> BaseException:
-        """Break the communicator; returns what is to be raised."""
-        if self._failure is not None or self._is_final:
-            return RuntimeError(f"{name}: the operation cannot end any more: {self._failure or 'finalized'}")
-        peers = [] if self.monitor is None else list(self.monitor.peers.values())
-        what = f"{name} in the communicator {self._name!r} (rank {self.get_rank()} of {self.get_size()})"
-        raised = explained(error, what, limit, peers) if isinstance(error, Exception) else error
-        self._failure = raised
-        if raised is not error:
-            raised.__cause__ = error
-        for hook in tuple(self._hooks.failed.values()):
-            hook(raised)
-        if self._options.abort_process_on_timeout_or_error:
-            abort(raised)
-        return raised
-
 
 def made_comm(kind: str, place: Place, what: str) -> TorchComm:
     """A communicator whose ranks meet now.
@@ -351,5 +276,9 @@ def made_comm(kind: str, place: Place, what: str) -> TorchComm:
         if isinstance(error, RuntimeError):
             raise
         raise explained(error, what, place.timeout, []) from error
-    own: Any = PrefixStore("of", place.store)
-    return TorchComm(made.backend, place.name, place.options, store=own, kind=kind, made=made)
+    return TorchComm(made.backend, place.name, place.options, store=_own(place), kind=kind, made=made)
+
+
+def _own(place: Place) -> Any:
+    """The store for what the communicator does later."""
+    return PrefixStore("of", place.store)

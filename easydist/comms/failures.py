@@ -8,8 +8,9 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
-from easydist.errors import CollectiveTimeout, PeerLostError
+from easydist.errors import CollectiveTimeout, LeftOutError, PeerLostError, RemoteError
 from easydist.liveness.peer import Peer
+from easydist.liveness.report import INTERRUPT
 
 _GRACE = 1.0
 """Seconds in which a process whose connection broke has to end."""
@@ -23,9 +24,17 @@ class CommPeerLost(PeerLostError, RuntimeError):
     """A rank's process ended, or its connection broke, while an operation waited for it."""
 
 
+class CommLeftOut(LeftOutError, RuntimeError):
+    """The survivors have made a communicator without this rank."""
+
+
+class CommRemoteError(RemoteError, RuntimeError):
+    """Another rank was interrupted while an operation waited for it."""
+
+
 def explained(
     error: BaseException, what: str, limit: timedelta, peers: Sequence[Peer]
-) -> CommTimeout | CommPeerLost | RuntimeError:
+) -> CommTimeout | CommPeerLost | CommRemoteError | RuntimeError:
     """The error for what ended an operation.
 
     Args:
@@ -35,7 +44,9 @@ def explained(
         peers: The other ranks, as far as they are known.
     """
     broke = "onnection" in str(error)
-    gone = _ended(peers, _GRACE if broke else 0.0)
+    gone = _left(peers, _GRACE if broke else 0.0)
+    if interrupted := [peer.rank for peer in gone if _was_interrupted(peer)]:
+        return CommRemoteError(f"{what}: rank {interrupted[0]} was interrupted. {_broken(error)}")
     if gone or isinstance(error, PeerLostError):
         return _lost(error, what, gone)
     waited = getattr(error, "peer", None)
@@ -49,12 +60,19 @@ def explained(
     return (CommPeerLost if broke else RuntimeError)(f"{what}: failed{whom}. {_broken(error)}")
 
 
-def _ended(peers: Sequence[Peer], seconds: float) -> list[Peer]:
-    """Those that have ended: a connection breaks a moment before the process is gone."""
+def _left(peers: Sequence[Peer], seconds: float) -> list[Peer]:
+    """Those that have ended, or were interrupted: a connection breaks a moment before the process is gone."""
     deadline = time.monotonic() + seconds
-    while not (gone := [peer for peer in peers if peer.has_ended()]) and time.monotonic() < deadline:
+    while not (gone := [peer for peer in peers if _was_interrupted(peer) or peer.has_ended()]):
+        if time.monotonic() >= deadline:
+            break
         time.sleep(0.005)
     return gone
+
+
+def _was_interrupted(peer: Peer) -> bool:
+    report = peer.report()
+    return report is not None and report.kind == INTERRUPT and peer.is_same_group(report.entry)
 
 
 def _lost(error: BaseException, what: str, gone: Sequence[Peer]) -> CommPeerLost:
@@ -67,7 +85,7 @@ def _lost(error: BaseException, what: str, gone: Sequence[Peer]) -> CommPeerLost
 
 
 def _broken(error: BaseException) -> str:
-    return f"The communicator is broken: make a new one with the ranks that are left. ({error})"
+    return f"The communicator is broken: recover() makes one of the ranks that are left. ({error})"
 
 
 def abort(error: BaseException) -> None:

@@ -9,16 +9,18 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from easydist.comms.options import CommOptions
+from easydist.comms.own_gloo import OwnGloo
 from easydist.errors import EasydistError
 from easydist.groups.meeting import Meeting
 from easydist.groups.sharing import Hosts, is_wanted
+from easydist.groups.standalone import gloo_connections
 from easydist.liveness.monitor import Monitor
 from easydist.shm.streams import Guard
 from easydist.transport.backend import Backend
-from easydist.transport.backends.c10d import Gloo, Native
+from easydist.transport.backends.c10d import Native
 from easydist.transport.backends.solo import Solo
 
 T = TypeVar("T")
@@ -158,36 +160,18 @@ def _shm(place: Place, meeting: Meeting, hosts: Hosts) -> Backend:
     return meeting.join(hosts)
 
 
-class OwnGloo(Gloo):
-    """Gloo over a group that nobody else knows.
-
-    Attributes:
-        process_group: The group; None once the backend is closed.
-    """
-
-    def __init__(self, group: Any, device: torch.device) -> None:
-        super().__init__(group, device, "gloo")
-        self.process_group = group
-
-    def close(self) -> None:
-        """Close the connections."""
-        self.process_group = None
-        del self._group
-
-
 _dist: Any = dist
-_Gloo: Any = ProcessGroupGloo
 """Not checked: what stubs say depends on the build of torch."""
 
 
 def _gloo(place: Place, meeting: Meeting, hosts: Hosts) -> Backend:
     if place.device.type != "cpu":
         raise RuntimeError(f"the backend gloo moves tensors on the CPU, not on {place.device}; use nccl")
-    hints, options = place.options.hints, _Gloo._Options()
+    hints = place.options.hints
     where = {key: hints[key] for key in ("hostname", "interface") if key in hints}
-    options._timeout = place.timeout
-    options._devices = [_Gloo.create_device(**where) if where else _Gloo.create_default_device()]
-    return OwnGloo(_Gloo(PrefixStore("gloo", place.store), place.rank, place.size, options), place.device)
+    gloo = gloo_connections(PrefixStore("gloo", place.store), place.rank, place.size, place.timeout, **where)
+    meeting.monitor.operation = f"the communicator {place.name!r}"
+    return OwnGloo(gloo, place.device, meeting.monitor)
 
 
 def _nccl(place: Place, meeting: Meeting, hosts: Hosts) -> Backend:

@@ -13,6 +13,7 @@ from easydist.comms.comm import TorchComm, made_comm
 from easydist.comms.environment import default_store, rank_and_size
 from easydist.comms.making import Place, check_backend
 from easydist.comms.options import CommOptions, Milliseconds, checked_hints, limited
+from easydist.torch_backend.rendezvous import NAME
 from easydist.transport.backends.c10d import over
 from easydist.transport.checked import checked_timeout
 
@@ -87,12 +88,14 @@ def _check_types(device: object, name: object, store: object) -> None:
 def wrap(process_group: dist.ProcessGroup, device: torch.device | None = None) -> TorchComm:
     """A communicator over a process group that exists; its ``finalize`` leaves the group alone.
 
+    Over a group of ``easydist_shm`` it shares memory of its own between the same ranks, so all of them call.
+
     Args:
-        process_group: Any group that this process belongs to, but not one over ``easydist_shm``.
+        process_group: Any group that this process belongs to.
         device: Where the tensors are; None: the CPU if the group serves it, else its device.
 
     Raises:
-        RuntimeError: The group cannot move tensors on the device.
+        RuntimeError: The group cannot move tensors on the device; over ``easydist_shm``: the ranks did not all come.
 
     Example:
         >>> import torch.distributed as dist
@@ -104,12 +107,15 @@ def wrap(process_group: dist.ProcessGroup, device: torch.device | None = None) -
     """
     kinds = [torch.device(kind) for kind in process_group._device_types]
     chosen = device or next((kind for kind in kinds if kind.type == "cpu"), kinds[0])
+    options, name = CommOptions(), process_group.group_name
+    store = PrefixStore("easydist/comms", process_group.get_group_store())
+    if chosen.type == "cpu" and process_group.name() == NAME:
+        limit = Milliseconds.of(process_group.timeout)  # type: ignore[attr-defined]  # it is written in Python
+        place = Place(store, process_group.rank(), process_group.size(), chosen, name, options, limit)
+        return made_comm("shm", place, f"wrap {name!r}")
     backend = over(process_group, chosen)
     if backend is None:
         raise RuntimeError(
-            f"wrap: the group {process_group.group_name!r} cannot move tensors on {chosen} for a communicator; "
-            "make one with new_comm"
+            f"wrap: the group {name!r} cannot move tensors on {chosen} for a communicator; make one with new_comm"
         )
-    options = CommOptions()
-    store = PrefixStore("easydist/comms", process_group.get_group_store())
-    return TorchComm(backend, process_group.group_name, options, store=store, kind=backend.name)
+    return TorchComm(backend, name, options, store=store, kind=backend.name)

@@ -164,13 +164,14 @@ def send_object_list(comm: TorchComm, object_list: list[Any], dst: int, timeout:
 
     Cost: three messages.
     """
-    asked = torch.empty(2, dtype=torch.int64)
+    asked = torch.empty(2, dtype=torch.int64, device=comm.get_device())
     comm.recv(asked, dst, False, timeout=timeout)
     count, weights_only = asked.tolist()
     check = functools.partial(_demand_same, "send_object_list", len(object_list), count)
     mine = _checked(check) or _encoded(list(object_list), bool(weights_only))
     data = mine.data if mine.fault is None else _text(mine.fault)
-    comm.send(torch.tensor([data.numel(), mine.fault is not None]), dst, False, timeout=timeout)
+    answer = torch.tensor([data.numel(), mine.fault is not None], device=comm.get_device())
+    comm.send(answer, dst, False, timeout=timeout)
     comm.send(data.to(comm.get_device()), dst, False, timeout=timeout)
     if mine.fault is not None:
         raise mine.fault
@@ -194,8 +195,9 @@ def recv_object_list(
 
     Cost: three messages.
     """
-    comm.send(torch.tensor([len(object_list), weights_only]), src, False, timeout=timeout)
-    answer = torch.empty(2, dtype=torch.int64)
+    device = comm.get_device()
+    comm.send(torch.tensor([len(object_list), weights_only], device=device), src, False, timeout=timeout)
+    answer = torch.empty(2, dtype=torch.int64, device=device)
     comm.recv(answer, src, False, timeout=timeout)
     nbytes, is_fault = answer.tolist()
     data = _buffer(comm, nbytes)

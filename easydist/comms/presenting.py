@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from easydist.comms.comm import TorchComm
-from easydist.comms.making import OwnGloo
+from easydist.comms.own_gloo import OwnGloo
 from easydist.liveness.monitor import Monitor
 
 _c10d: Any = dist.distributed_c10d

@@ -8,7 +8,7 @@ import itertools
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -111,8 +111,26 @@ def _dense(leaf: torch.Tensor, path: str) -> torch.Tensor:
     if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized or leaf.is_meta:
         kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else f"{leaf.layout} on {leaf.device}"
         raise TypeError(f"{_at(path)} is not a dense tensor ({kind}); pass its dense parts")
-    plain = leaf.detach() if leaf.requires_grad or type(leaf) is not torch.Tensor else leaf
+    plain = with_memory(leaf, _at(path)).detach() if leaf.requires_grad or type(leaf) is not torch.Tensor else leaf
     return plain.resolve_conj().resolve_neg() if leaf.is_conj() or leaf.is_neg() else plain
+
+
+def with_memory(tensor: torch.Tensor, what: str = "the value") -> torch.Tensor:
+    """The same tensor; of a functional collective's that is under way, its result.
+
+    Args:
+        tensor: Any.
+        what: In the error.
+
+    Raises:
+        TypeError: It is of a class whose tensors hold other tensors, and no memory of their own.
+    """
+    if not hasattr(type(tensor), "__tensor_flatten__"):
+        return tensor
+    functional: Any = sys.modules.get("torch.distributed._functional_collectives")
+    if functional is not None and isinstance(tensor, functional.AsyncCollectiveTensor):
+        return cast(torch.Tensor, cast(Any, tensor).wait())
+    raise TypeError(f"{what} is a {type(tensor).__name__}, which has no memory of its own; pass the tensors in it")
 
 
 def _from_numpy(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:

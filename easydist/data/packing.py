@@ -115,6 +115,20 @@ def is_copyable(dtype: torch.dtype) -> bool:
     return not (dtype.itemsize == 1 and dtype.is_floating_point)
 
 
+def copy_to(address: int, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy tensors on the CPU to memory, one behind the other: faster than ``pack`` for small ones.
+
+    Args:
+        address: Where there is room for all of them.
+        tensors: Any dtypes, shapes and strides.
+    """
+    for tensor in tensors:
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        memory.copy(address, tensor.data_ptr(), length := tensor.nbytes)
+        address += length
+
+
 _FEW = 6
 """Tensors of one dtype up to which a copy of each costs less than ``torch.cat`` of all."""
 

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 
 from easydist import memory
+from easydist.data.leaves import with_memory
 from easydist.errors import UnsafeObjectError, WireError
 from easydist.format.parts import MAKERS, REDUCERS, Strings, weigh
 from easydist.format.unpickler import Unpickler
@@ -81,12 +82,20 @@ class _Table(dict[type, Callable[[Any], Any]]):
         dtensor = sys.modules.get("torch.distributed.tensor")
         if dtensor is not None and issubclass(key, dtensor.DTensor):
             return _refuse_dtensor
+        functional = sys.modules.get("torch.distributed._functional_collectives")
+        if functional is not None and issubclass(key, functional.AsyncCollectiveTensor):
+            return _reduce_waited
         return copyreg.dispatch_table[key]
 
 
 def _refuse_dtensor(tensor: torch.Tensor) -> NoReturn:
     """On another rank this rank's part would count as that rank's, and the full tensor would be wrong."""
     raise TypeError(f"a {type(tensor).__name__} is spread over ranks; pass .full_tensor() or .to_local()")
+
+
+def _reduce_waited(tensor: torch.Tensor) -> Any:
+    """A functional collective's result, once it is there."""
+    return REDUCERS[torch.Tensor](with_memory(tensor))
 
 
 _TABLE = _Table(REDUCERS)

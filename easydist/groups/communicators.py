@@ -17,14 +17,18 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from easydist.errors import EasydistError
 from easydist.forks import NOT_A_RANK, groups_of_parents, keep
+from easydist.groups.first_meeting import FirstMeeting
 from easydist.groups.reconnecting import reconnect
+from easydist.groups.recovering import Attempt, Recovered, Recovery, leave
 from easydist.groups.sharing import Hosts, all_gather, attach, introduce, is_wanted
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.timed_store import TimedStore
 from easydist.liveness.watchdog import signals_wake_watchdog, watchdog
+from easydist.shm.mailbox import Mailbox
 from easydist.transport.backend import Backend
 from easydist.transport.backends.c10d import Gloo, over
 from easydist.transport.backends.hierarchical import Hierarchical
+from easydist.transport.backends.shm import Shm
 from easydist.transport.backends.solo import Solo
 from easydist.transport.comm import Collectives
 
@@ -98,9 +102,10 @@ class Communicators:
         self._store = None if group is None or self.size == 1 else PrefixStore("easydist", group.get_group_store())
         self._data: dict[str, Collectives] = {}
         store = None if self._store is None else TimedStore(self._store)
-        self.monitor = Monitor(self.rank, self.size, _timeout_of(group), store, self.name)
+        self.monitor = Monitor(self.rank, self.size, timeout_of(group), store, self.name)
         self.frames = Frames(self.size)
         self.under_way: dict[str, Any] = {}
+        self._recovery: Recovery | None = None
         if control is not None:
             self._use(control)
         self.has_met = self.size == 1
@@ -172,6 +177,8 @@ class Communicators:
     def _meet(self) -> None:
         """Learn who the other ranks are, and share memory with them where that is possible."""
         self.monitor.is_awaited = True
+        first = FirstMeeting(self._store, self.monitor)
+        first.announce()
         is_ours = type(self.control.backend) is Gloo  # a backend of the user's own is there to be used
         hosts = introduce(functools.partial(all_gather, self.control), self.monitor, is_ours and is_wanted())
         near, self._hosts = attach(self.control, self.monitor, hosts, [_SLOT])
@@ -179,6 +186,7 @@ class Communicators:
             self._data["cpu"] = self.control = self._over(near, 0)
         self.monitor.waits_in_memory = self.control.get_backend() == "shm"
         self._waits_in_cpp = isinstance(self.control.backend, Gloo | Hierarchical)
+        first.conclude()
         self.monitor.is_awaited, self.has_met = False, True
 
     def _use(self, control: Collectives) -> None:
@@ -218,6 +226,11 @@ class Communicators:
             nbytes: How much shall move, the same number on both.
         """
         return self.control if nbytes < _LARGE else self._bulk or self._first
+
+    def mailbox(self, peer: int) -> Mailbox | None:
+        """Short messages to another rank and from it, through memory; None where the group's ranks do not share it."""
+        backend = self.control.backend
+        return backend.mailbox(peer) if isinstance(backend, Shm) else None
 
     def carry_by(self, group: dist.ProcessGroup) -> None:
         """Let another group of the same ranks carry the tensors of its devices; before the first of them travels."""
@@ -267,6 +280,25 @@ class Communicators:
         """While this lasts, Ctrl-C ends the waits of the group."""
         return signals_wake_watchdog() if between_two or self._waits_in_cpp else _ALWAYS
 
+    def recover(self, timeout: float, connect: Callable[[Attempt], T]) -> Recovered[T]:
+        """After ranks were lost: agree with the other survivors, and connect them; this group is broken for good.
+
+        Args:
+            timeout: Seconds until ranks that are alive, and have not come, are left out.
+            connect: Makes what the survivors go on with.
+
+        Raises:
+            EasydistError: As ``Recovery.run``.
+            RuntimeError: The group has been recovered already.
+        """
+        leave(self.monitor)
+        self.stop()
+        if self._recovery is None:
+            known: Monitor | None = getattr(self._group, "monitor", None)  # a group in shared memory has met
+            has_met = known is not None or FirstMeeting(self._store, self.monitor).look(self.has_met, timeout)
+            self._recovery = Recovery(known or self.monitor, self._store, has_met)
+        return self._recovery.run(timeout, connect)
+
     def reconnect(self) -> None:
         """After a timeout or an interruption: new connections, once all ranks have come.
 
@@ -280,18 +312,18 @@ class Communicators:
         assert self._group is not None
         assert self._store is not None
         self.stop()
+        self.has_met = False
         self._rebuild(reconnect(self._group, self._store, self.monitor))
 
     def _rebuild(self, backend: Gloo) -> None:
         cpu = self._data.get("cpu")
         self._data = {kind: comm for kind, comm in self._data.items() if comm is not cpu}
         self._use(Collectives(backend, self.name))
-        self._bulk, self.has_met = None, False
-        self.monitor.end_reconnecting()
+        self._bulk = None
         self._meet()
 
 
-def _timeout_of(group: dist.ProcessGroup | None) -> float:
+def timeout_of(group: dist.ProcessGroup | None) -> float:
     """Seconds that a call may take, as the group's maker has set it."""
     if isinstance(own := getattr(group, "timeout", None), timedelta):  # a group written in Python has no backend
         return own.total_seconds()

@@ -6,7 +6,10 @@ store, where the monitor can end the wait, and gloo connects once all of them ar
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,12 +19,10 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: igno
 
 from easydist.errors import PeerLostError
 from easydist.liveness import texts
+from easydist.liveness.events import Announced, Answer, Do, Step
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.timed_store import POLL, TimedStore
 from easydist.transport.backends.c10d import Gloo
-
-_CONNECTED = 30.0
-"""Seconds in which ranks that have all come are connected."""
 
 
 def reconnect(group: dist.ProcessGroup, store: Store, monitor: Monitor) -> Gloo:
@@ -36,10 +37,12 @@ def reconnect(group: dist.ProcessGroup, store: Store, monitor: Monitor) -> Gloo:
         EasydistError: Ranks are missing, as ``Monitor.guard`` says; or one has left again.
     """
     broken = monitor.begin_reconnecting()
-    phase = PrefixStore(f"{monitor.phase}", store)
     try:
-        last = _meet(TimedStore(phase), monitor)
-        return _connect(group, PrefixStore(f"{last}", phase), monitor)
+        met = _meet(TimedStore(store), monitor)
+        backend = _connect(group, PrefixStore(_place(monitor.phase, met), store), monitor)
+        monitor.end_meeting()  # here, so that Ctrl-C from now on ends the call of ranks that are connected
+        broken = None
+        return backend
     except BaseException as error:
         monitor.ended_by(error)
         raise
@@ -47,8 +50,14 @@ def reconnect(group: dist.ProcessGroup, store: Store, monitor: Monitor) -> Gloo:
         monitor.broken = monitor.broken or broken
 
 
-def _meet(store: TimedStore, monitor: Monitor) -> float:
-    """Wait for all ranks; returns the last call that any of them has come to (``Monitor.at``)."""
+def _place(phase: int, met: Sequence[Announced]) -> str:
+    """Where ranks connect that have met: none that has met other attempts of the rest comes there."""
+    attempts = hashlib.blake2b(repr([one.attempt for one in met]).encode(), digest_size=8).hexdigest()
+    return f"{phase}/{met[0].at}/{attempts}"
+
+
+def _meet(store: TimedStore, monitor: Monitor) -> Sequence[Announced]:
+    """Wait for all ranks; returns what each has announced: the last call that any of them has come to."""
     try:
         return _agree_on_call(store, monitor)
     except RuntimeError as error:  # of the store: what the monitor raises is none
@@ -57,32 +66,54 @@ def _meet(store: TimedStore, monitor: Monitor) -> float:
         raise PeerLostError(text) from error
 
 
-def _agree_on_call(store: TimedStore, monitor: Monitor) -> float:
-    """Announce this rank's call, and every later one that another rank announces, until all have announced the same.
+def _agree_on_call(store: TimedStore, monitor: Monitor) -> Sequence[Announced]:
+    """Take the steps of the meeting (``GroupProtocol.meeting``)."""
+    steps = monitor.meeting()
+    step = next(steps)
+    try:
+        while True:
+            step = steps.send(_take(step, store, monitor))
+    except StopIteration as end:
+        met: Sequence[Announced] = end.value
+        return met
 
-    A rank that was interrupted in a call which the others have not come to yet is ahead of them.
-    """
-    told, last = -1.0, monitor.at
-    others = dict.fromkeys(monitor.peers, told)
-    while True:
-        if told < last:
-            store.set(f"here/{monitor.rank}", str(told := last))
-        others |= {rank: float(store.get(f"here/{rank}") or -1) for rank, at in others.items() if at < told}
-        monitor.guard([rank for rank, at in others.items() if at < told])
-        last = max(others.values())
-        if told < last:
-            monitor.check_reports()  # they may have given up the call that this rank has come to
-            monitor.catch_up(last)
-        elif min(others.values()) == told:
-            monitor.check_reports()
-            return told
-        else:
-            time.sleep(POLL)
+
+def _take(step: Step, store: TimedStore, monitor: Monitor) -> Answer | None:
+    if step.do is Do.ASK:
+        return _ask(store, step.ranks, monitor.phase)
+    if step.do is Do.ANNOUNCE:
+        store.set(f"{monitor.phase}/here/{monitor.rank}", json.dumps(step.told))
+        store.set(f"{monitor.phase}/begun", "")
+    elif step.do is Do.PAUSE:
+        time.sleep(POLL)
+    else:
+        _ACTIONS[step.do](monitor, step)
+    return None
+
+
+def _ask(store: TimedStore, ranks: Sequence[int], phase: int) -> Answer:
+    told = {rank: store.get(f"{phase}/here/{rank}") for rank in ranks}
+    announced = {rank: _announced(text) for rank, text in told.items() if text}
+    return Answer(announced, store.check([f"{phase + 2}/begun"]))
+
+
+def _announced(text: bytes) -> Announced:
+    at, attempt, partner, turns = json.loads(text)
+    return Announced(at, attempt, partner, tuple((rank, count) for rank, count in turns))
+
+
+_ACTIONS: dict[Do, Callable[[Monitor, Step], None]] = {
+    Do.GUARD: lambda monitor, step: monitor.guard(step.ranks),
+    Do.LISTEN: lambda monitor, _: monitor.check_reports(),
+    Do.NOTICE: lambda monitor, _: monitor.sync_signals(),
+    Do.GIVE_UP: lambda monitor, _: monitor.give_up_for_others(),
+    Do.MOVE: lambda monitor, _: monitor.move(),
+}
 
 
 def _connect(group: dist.ProcessGroup, store: Store, monitor: Monitor) -> Gloo:
     """Connect ranks that have all come, which takes no time unless one has left again."""
-    limit = min(monitor.left or _CONNECTED, _CONNECTED)
+    limit = monitor.connect_limit(time.monotonic())
     try:
         return gloo_beside(group, store, limit)
     except RuntimeError as error:

@@ -26,13 +26,34 @@ def gloo_group(
     Raises:
         RuntimeError: They did not all come.
     """
-    gloo: Any = ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = timeout
-    options._devices = [gloo.create_device(hostname=host) if host else gloo.create_default_device()]
     kind = dist.ProcessGroup.BackendType.GLOO
     group: Any = dist.ProcessGroup(PrefixStore("group", store), rank, size)
     group._set_default_backend(kind)
-    group._register_backend(torch.device("cpu"), kind, gloo(PrefixStore("gloo", store), rank, size, options))
+    where = {"hostname": host} if host else {}
+    gloo = gloo_connections(PrefixStore("gloo", store), rank, size, timeout, **where)
+    group._register_backend(torch.device("cpu"), kind, gloo)
     group._set_group_name(name)
     return group  # type: ignore[no-any-return]
+
+
+def gloo_connections(store: Store, rank: int, size: int, timeout: timedelta, **where: str) -> Any:
+    """Connect the members by gloo alone, as a backend that belongs to no group.
+
+    Args:
+        store: As in ``gloo_group``, and so are the following.
+        rank: Likewise.
+        size: Likewise.
+        timeout: Likewise.
+        where: ``hostname``, this process's own address, or ``interface``; else gloo chooses.
+
+    Raises:
+        RuntimeError: They did not all come.
+    """
+    options = _Gloo._Options()
+    options._timeout = timeout
+    options._devices = [_Gloo.create_device(**where) if where else _Gloo.create_default_device()]
+    return _Gloo(store, rank, size, options)
+
+
+_Gloo: Any = ProcessGroupGloo
+"""Not checked: what stubs say depends on the build of torch."""

@@ -8,14 +8,14 @@ raises the same kind of error. ARCHITECTURE.md states the rules ("Liveness").
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from easydist.errors import EasydistError, RemoteError
 from easydist.liveness import texts
+from easydist.liveness.events import Cause, Heard, Parting, Why
 from easydist.liveness.peer import Peer
 from easydist.liveness.report import EXCEPTION, INTERRUPT, fields_of, kind_of
 from easydist.liveness.status import GroupStatus, nothing
@@ -25,17 +25,8 @@ _log = logging.getLogger("easydist")
 WARN_AFTER = float(os.environ.get("EASYDIST_WARN_AFTER", "30"))
 """Seconds after which a wait is mentioned in the log."""
 
-_GRACE = 1.5
-"""Seconds in which a process whose connection broke has to end or to leave its failure report."""
-
-_UNMET_GRACE = 0.5
-"""The same for one that has not been met: its end cannot be seen, and its failure report was in the store before."""
-
-_LISTEN_EVERY = 1.0
-"""Seconds between two looks for what ranks of other hosts say."""
-
-_IDLE = 0.05
-"""Seconds without a call after which this process may have missed what its peers said."""
+_LOOK_EVERY = 0.005
+"""Seconds between two looks for the reason why a connection broke."""
 
 
 class Monitor(GroupStatus):
@@ -49,25 +40,15 @@ class Monitor(GroupStatus):
         name: The group's.
 
     Attributes:
-        broken: The error that ended the group's exchanges; None while all is well.
         disconnect: Breaks this process's connections of the group, so that waits in C++ end.
-        is_awaited: True if others wait for what this rank has to send in its call.
-        is_fresh: True if nothing of this rank's call has been exchanged yet.
         waits_in_memory: True if the group's ranks share memory, so that all of them look around while they wait.
-        waits: Even outside of waits in C++; rises with every beginning and end of one.
     """
 
     def __init__(self, rank: int, size: int, timeout: float, store: TimedStore | None = None, name: str = "") -> None:
         super().__init__(rank, size, store, name)
-        self.timeout = timeout
-        self.waits = 0
-        self.broken: EasydistError | None = None
+        self.timeout = self._limit = timeout
         self.disconnect: Callable[[], None] = nothing
         self.waits_in_memory = False
-        self.is_awaited, self.is_fresh = False, True
-        self._limit, self._ended = timeout, 0.0
-        self._seen_ended: set[int] = set()
-        self._end_of_time = self._deadline = self._warn_at = self._listen_at = float("inf")
         self._lock = threading.Lock()
 
     def begin(self, operation: str, site: str, timeout: float | None = None, peer: int | None = None) -> None:
@@ -78,38 +59,31 @@ class Monitor(GroupStatus):
             site: The caller's file and line.
             timeout: Seconds; None is the group's.
             peer: The only other rank that takes part; such calls are not counted. None: all do.
+
+        Raises:
+            RemoteError: That rank has left this call long ago.
         """
-        self.peer = peer
-        self.number += peer is None
-        self.at = self.number + 0.5 * (peer is not None)
-        self._seen_ended.clear()
+        now = time.monotonic()
+        may_have_missed = self.begin_call(now, self.timeout if timeout is None else timeout, WARN_AFTER, peer)
         self.operation, self.site, self._place = operation, site, f"{operation}, call {self.number}, at {site}".encode()
-        now, self._limit = time.monotonic(), self.timeout if timeout is None else timeout
-        self.is_awaited, self.is_fresh = False, True
-        self._deadline, self._warn_at = now + self._limit, now + WARN_AFTER
-        self._listen_at = now + _LISTEN_EVERY
         if self._page is not None:
             self._page.begin(self.entry, self._place, now, self.number if peer is None else None, peer)
-        if self.broken is None and (self.was_interrupted or now - self._ended > _IDLE):
-            self._check_missed()
-
-    def _check_missed(self) -> None:
-        """Reconnect, and raise nothing, if others have left a call that this rank had ended, or missed."""
-        for peer in self.peers.values():
-            if (error := self._reported(peer)) is not None and error.is_earlier:
-                self.broken = error
+        if self.peer is not None and self.was_left_before():
+            raise RemoteError(texts.given_up(operation, self.advice.failed))
+        if may_have_missed and (cause := self.missed(map(self.hear, self.peers.values()))) is not None:
+            self.broken = self.error_of(cause, ())
 
     def end(self, is_done: bool = True) -> None:
         """End the call; unless ``is_done``, this rank has not sent all that others wait for."""
-        self._deadline = self._warn_at = self._end_of_time
-        self._ended, self.was_interrupted = time.monotonic(), False
+        now = time.monotonic()
+        self.end_call(now)
         if self._page is not None:
-            self._page.end(self.entry, self._ended, is_done and self.peer is None)
+            self._page.end(self.entry, now, is_done and self.peer is None)
 
     @property
     def left(self) -> float | None:
         """Seconds until the call's time is over; None outside of calls."""
-        return None if self._deadline == self._end_of_time else max(0.0, self._deadline - time.monotonic())
+        return self.time_left(time.monotonic())
 
     def guard(self, awaited: Sequence[int], waited: float = 0.0) -> None:
         """End the wait where it is in vain.
@@ -148,54 +122,49 @@ class Monitor(GroupStatus):
 
     def _in_vain(self, awaited: Sequence[int]) -> EasydistError | None:
         """Return why the wait is in vain; None if it is not."""
-        for peer in self._unfinished(awaited):
-            if (error := self._reported(peer) or self._end_of(peer)) is not None:
-                return error
-        for peer in self._gave_up():
-            if (error := self._reported(peer)) is not None:
-                return error
+        cause = self.look(self._heard(awaited))
         now = time.monotonic()
-        if now >= self._listen_at:
-            self._listen_at = now + _LISTEN_EVERY
-            if (error := self._remote_report()) is not None:
-                return error
-        if now >= self._deadline:
-            return self.late(awaited, self._limit)
-        if now >= self._warn_at:
-            self._warn_at = now + WARN_AFTER
+        if cause is None and self.listens(now):
+            cause = self.look(self._heard_from_afar())
+        if cause is None and self.is_late(now):
+            cause = Cause(Why.LATE)
+        if cause is not None:
+            return self.error_of(cause, awaited)
+        if self.warns(now, WARN_AFTER):
             _log.warning("%s", self.late(awaited, now + self._limit - self._deadline, "Still waiting."))
         return None
 
-    def _end_of(self, peer: Peer) -> EasydistError | None:
-        """The loss of a peer that had ended at the last look, too: what it sent before may have come since then."""
-        if not peer.has_ended():
-            return None
-        if peer.rank in self._seen_ended:
-            return self._lost(peer)
-        self._seen_ended.add(peer.rank)
-        return None
+    def _heard(self, awaited: Sequence[int]) -> Iterator[Heard]:
+        for peer in self._unfinished(awaited):
+            yield self.hear(peer, is_awaited=True)
+        for peer in self._gave_up():
+            yield self.hear(peer)
 
-    def _remote_report(self) -> EasydistError | None:
-        """Return what ranks of other hosts report: a connection does not break while a forked child holds it, too."""
-        report = self._stored_report("last")
-        if report is None or report.by == self.rank or not report.is_about(self.number):
-            return None
-        return self._reported(self.peers[report.by], remote=True)
+    def _heard_from_afar(self) -> Iterator[Heard]:
+        """What ranks of other hosts report: a connection does not break while a forked child holds it, too."""
+        for report in self._read_log():
+            if report.is_about(self.number):
+                yield self.hear(self.peers[report.by], remote=True, logged=report)
 
-    def check_reports(self) -> None:
+    def check_reports(self, remote: bool = True) -> None:
         """Raise if another rank has given the call up.
+
+        Args:
+            remote: True to look into the store, too.
 
         Raises:
             EasydistError: As that rank has reported.
         """
-        last = None if self.peer is not None else self._stored_report("last")
-        for peer in self.peers.values() if self.peer is None else [self.peers[self.peer]]:
-            report = peer.report()
-            if report is not None and report.kind == EXCEPTION and peer.has_finished(self.number):
-                continue  # it has sent all of this call before it ended
-            if (error := self._reported(peer, last is not None and last.by == peer.rank)) is not None:
-                self.give_up(error)
+        if (cause := self.check(self._heard_of_call(remote))) is not None:
+            self.give_up(self.error_of(cause, ()))
         self.raise_if_broken()
+
+    def _heard_of_call(self, remote: bool) -> Iterator[Heard]:
+        for peer in self.peers.values() if self.peer is None else [self.peers[self.peer]]:
+            heard = self.hear(peer)
+            yield heard._replace(has_finished=heard.report is not None and peer.has_finished(self.number))
+        for report in self._read_log() if remote and self.peer is None else ():
+            yield self.hear(self.peers[report.by], remote=True, logged=report)
 
     def raise_if_broken(self) -> None:
         """Raise what ended the group's exchanges."""
@@ -209,29 +178,21 @@ class Monitor(GroupStatus):
     def begin_reconnecting(self) -> EasydistError | None:
         """Make the phase odd; return what has broken the old connections."""
         with self._lock:
-            broken, self.broken = self.broken, None
-            self.phase |= 1
-        return broken
+            return self.begin_meeting()
 
-    def catch_up(self, at: float) -> None:
-        """Go on from a call of a higher number, to which others have come.
+    def give_up_for_others(self) -> None:
+        """Give the call up, as the others have, who are in a later one.
 
         Raises:
-            RemoteError: They have given this rank's call up; unless it has missed theirs because of an interruption.
+            RemoteError: Always.
         """
-        if at > math.ceil(self.at) and not self.was_interrupted:
-            self.give_up(RemoteError(texts.given_up(self.operation, self.advice.failed)))
-            self.raise_if_broken()
-        is_between = self.at > self.number
-        self.number = math.ceil(at) - is_between
-        self.at = self.number + 0.5 * is_between
+        self.give_up(RemoteError(texts.given_up(self.operation, self.advice.failed)))
+        self.raise_if_broken()
+
+    def move(self) -> None:
+        """Say that this rank is in another call."""
         if self._page is not None:
             self._page.begin(self.entry, self._place, time.monotonic(), self.number)
-
-    def end_reconnecting(self) -> None:
-        """Make the phase even: the ranks are connected."""
-        self.broken = None
-        self.phase += 1
 
     def give_up(self, error: EasydistError, kind: str = "", wait: int | None = None) -> None:
         """Leave the group's exchanges, and tell all other ranks why.
@@ -242,20 +203,13 @@ class Monitor(GroupStatus):
             wait: Do nothing if this wait in C++ has ended; None: give up in any case.
         """
         with self._lock:  # the waiting thread and the watchdog may find out together
-            if self.broken is not None or wait not in (None, self.waits):
-                return
-            self.broken = error
-            error.is_earlier = error.is_earlier and self.is_fresh and not error.is_final
-            if error.is_earlier:  # this call begins again, and so do the others'
-                self._disconnect()
-                return
-            number = self.number + 0.5 if self.left is None else self.at  # outside of calls: before the next one
-            self.post(kind or kind_of(error), str(error), number, error.is_final, **fields_of(error))
-            self._disconnect()
-
-    def _disconnect(self) -> None:
-        if self.waits % 2 or not self.waits_in_memory:
-            self.disconnect()
+            parting = self.leave(error, wait)
+            if parting is Parting.TELL:
+                number = self.number_of_report
+                fields = fields_of(error)
+                self.post(kind or kind_of(error), str(error), number, error.is_final, error.is_reported, **fields)
+            if parting is not Parting.NOTHING and (self.waits % 2 or not self.waits_in_memory):
+                self.disconnect()
 
     def ended_by(self, error: BaseException) -> None:
         """Leave the call because of an error, and tell all other ranks, unless it comes from them."""
@@ -280,7 +234,7 @@ class Monitor(GroupStatus):
         Args:
             text: The exception's.
         """
-        self.post(EXCEPTION, text, self.number + 0.5 if self.left is None else self.at)
+        self.post(EXCEPTION, text, self.number_of_report)
 
     def explain(self, error: Exception, rank: int) -> EasydistError:
         """Return the error that says why the connection to a rank broke."""
@@ -299,22 +253,26 @@ class Monitor(GroupStatus):
         return again(self.broken)
 
     def _cause(self, error: Exception, broken: Peer) -> EasydistError:
-        if "imed out" in str(error):
-            return self.late(list(self.peers), self._limit)
-        deadline = time.monotonic() + (_GRACE if broken.pid else _UNMET_GRACE)
-        while time.monotonic() < deadline:
-            for peer in [broken, *self.peers.values()]:
-                if cause := self._reported(peer, remote=True):
-                    return cause
-                if peer.has_ended() and (peer is broken or peer in self._unfinished([peer.rank])):
-                    return self._reported(peer, remote=True) or self._lost(peer)
-            time.sleep(0.005)
-        return self._lost(broken, ": its connection broke")
+        cause = Cause(Why.LATE) if "imed out" in str(error) else self._explained(broken)
+        return self.error_of(cause, list(self.peers))
 
-    def _unfinished(self, ranks: Iterable[int]) -> list[Peer]:
-        if self.peer is not None:
-            return [self.peers[self.peer]]
-        return [self.peers[r] for r in ranks if r in self.peers and not self.peers[r].has_finished(self.number)]
+    def _explained(self, broken: Peer) -> Cause:
+        looks = self.explaining(broken.rank, bool(broken.pid), time.monotonic())
+        try:
+            next(looks)
+            while True:
+                is_cut_off = self._has_remote_peers() and self._is_cut_off  # it may have heard what is not heard here
+                looks.send((time.monotonic(), is_cut_off, self._heard_by_all(broken)))
+                time.sleep(_LOOK_EVERY)
+        except StopIteration as end:
+            cause: Cause = end.value
+            return cause
+
+    def _heard_by_all(self, broken: Peer) -> Iterator[Heard]:
+        for peer in [broken, *self.peers.values()]:
+            heard = self.hear(peer, remote=True, is_awaited=True)
+            is_done = heard.has_ended and peer not in self._unfinished([peer.rank])
+            yield heard._replace(has_finished=is_done)
 
 
 def again(error: EasydistError) -> EasydistError:

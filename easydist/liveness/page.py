@@ -11,7 +11,7 @@ bytes   content
 16      three u64: the pid, as the process knows it; how many entries have been used; the entry of the last call, plus 1
 40      two u64: the signal on which the process writes its stacks, the descriptor of the file; 0 where it does not
 512     length of the failure report, u64; the failure report
-32768   the entries: 1024 bytes for each group
+32768   the entries: 2048 bytes for each group
 ======  =====================================================================
 
 ======  =====================================================================
@@ -23,6 +23,7 @@ bytes   content of an entry
 24      1 in a call of all ranks, 2 + r in a call with rank r alone, 0 outside of calls
 32      length of the place, u64; the place of the last call (operation, call, file and line)
 640     length of the description, u64; who this is in which group, as JSON
+1024    the register for recovering the group, twice: number of the version, CRC, length, text
 ======  =====================================================================
 """
 
@@ -36,13 +37,16 @@ import mmap
 import os
 import secrets
 import struct
+import zlib
 from typing import NamedTuple
 
 from easydist.liveness import stacks
 
 _NBYTES = 1 << 21  # of which the system provides what has been touched
-_REPORT, _ENTRIES, _ENTRY_NBYTES = 512, 1 << 15, 1 << 10
-_PLACE, _DESCRIPTION = 32, 640
+_REPORT, _ENTRIES, _ENTRY_NBYTES = 512, 1 << 15, 1 << 11
+_PLACE, _DESCRIPTION, _REGISTER = 32, 640, 1024
+_VERSION_NBYTES = (_ENTRY_NBYTES - _REGISTER) // 2
+_VERSION = struct.Struct("QII")
 _ENTRY_COUNT = (_NBYTES - _ENTRIES) // _ENTRY_NBYTES
 _LONGEST = _DESCRIPTION - _PLACE - 8
 _SINCE_AND_PARTNER, _SINCE_TO_PLACE = struct.Struct("dq"), struct.Struct("dqQ")
@@ -84,6 +88,16 @@ class _Page:
     def _text(self, start: int, stop: int) -> str:
         length = min(int.from_bytes(self._memory[start : start + 8], "little"), stop - start - 8)
         return self._memory[start + 8 : start + 8 + length].decode(errors="replace")
+
+    def _versions(self, entry: int) -> tuple[int, str]:
+        """The last whole version of a register, and its number; 0 where there is none."""
+        return max(self._version(_start(entry) + _REGISTER + half * _VERSION_NBYTES) for half in (0, 1))
+
+    def _version(self, start: int) -> tuple[int, str]:
+        number, check, length = _VERSION.unpack_from(self._memory, start)
+        text = self._memory[start + _VERSION.size : start + min(_VERSION.size + length, _VERSION_NBYTES)]
+        is_whole = length and check == zlib.crc32(text, number)
+        return (number, text.decode()) if is_whole else (0, "")
 
     def _write(self, start: int, stop: int, text: bytes) -> None:
         text = text[: stop - start - 8]
@@ -131,7 +145,7 @@ class OwnPage(_Page):
     def free_entry(self, entry: int) -> None:
         """A group is no more."""
         if entry >= 0:
-            self._write(_start(entry) + _DESCRIPTION, _start(entry + 1), b"")
+            self._write(_start(entry) + _DESCRIPTION, _start(entry) + _REGISTER, b"")
             self._free.append(entry)
 
     def describe(self, entry: int, *who: str | int) -> None:
@@ -142,7 +156,7 @@ class OwnPage(_Page):
             *who: The first four fields of ``Membership``.
         """
         if entry >= 0:
-            self._write(_start(entry) + _DESCRIPTION, _start(entry + 1), json.dumps(who).encode())
+            self._write(_start(entry) + _DESCRIPTION, _start(entry) + _REGISTER, json.dumps(who).encode())
 
     def begin(self, entry: int, place: bytes, now: float, number: int | None = None, peer: int | None = None) -> None:
         """A call begins.
@@ -172,6 +186,32 @@ class OwnPage(_Page):
         if is_done:
             self._words[(start >> 3) + 1] = 0
         _SINCE_AND_PARTNER.pack_into(self._memory, start + 16, now, 0)
+
+    def set_register(self, entry: int, text: str) -> None:
+        """Write the register of a group; whoever reads it finds this text or the one before, whole.
+
+        Args:
+            entry: The group's.
+            text: Not empty.
+
+        Raises:
+            ValueError: It is too long.
+
+        Example:
+            >>> page = OwnPage()
+            >>> entry = page.new_entry()
+            >>> peer = PeerPage.attach(*page.address)
+            >>> page.set_register(entry, "ready")
+            >>> peer.register(entry)
+            'ready'
+        """
+        if len(data := text.encode()) > _VERSION_NBYTES - _VERSION.size:
+            raise ValueError(f"a register of {len(data)} bytes does not fit a page: the group has too many ranks")
+        number = self._versions(entry)[0] + 1
+        start = _start(entry) + _REGISTER + number % 2 * _VERSION_NBYTES  # the other half stays as it is
+        self._memory[start : start + _VERSION.size + len(data)] = (
+            _VERSION.pack(number, zlib.crc32(data, number), len(data)) + data
+        )
 
     def set_report(self, text: str) -> None:
         """Leave a failure report."""
@@ -228,7 +268,7 @@ class PeerPage(_Page):
     def _membership(self, entry: int) -> Membership | None:
         start = _start(entry)
         try:
-            group, meeting, rank, size = json.loads(self._text(start + _DESCRIPTION, start + _ENTRY_NBYTES))
+            group, meeting, rank, size = json.loads(self._text(start + _DESCRIPTION, start + _REGISTER))
         except (TypeError, ValueError):  # of no group, or read while it was being written
             return None
         since, partner = _SINCE_AND_PARTNER.unpack_from(self._memory, start + 16)
@@ -247,6 +287,10 @@ class PeerPage(_Page):
     def report(self) -> str:
         """Its failure report as JSON; empty where there is none."""
         return self._text(_REPORT, _ENTRIES)
+
+    def register(self, entry: int) -> str:
+        """Its register of a group; empty where it has written none."""
+        return self._versions(entry)[1] if entry >= 0 else ""
 
     def number(self, entry: int) -> int | None:
         """The number of its last call in a group; None where that is not known."""

@@ -17,6 +17,7 @@ from easydist.errors import WireError
 from easydist.liveness import texts
 from easydist.liveness.page import OwnPage, PeerPage
 from easydist.liveness.report import Report
+from easydist.liveness.rules import has_finished
 
 RECORD_NBYTES = 512
 """The length of what each process tells its peers about itself."""
@@ -86,6 +87,7 @@ class Peer:
         rank: In the group.
         host: The name of its host; None where it has not told.
         pid: Its process on that host, likewise.
+        shares_pages: True if it has told that it is on this host, and has a page.
     """
 
     def __init__(self, rank: int, told: bytes | None = None) -> None:
@@ -94,8 +96,10 @@ class Peer:
         self.pid: int | None = None
         self._entry, self._process, self._born = -1, -1, 0.0
         self._page: PeerPage | None = None
+        self.shares_pages = False
         if told is not None:
             self._born, self.host, host, _, self._entry, self.pid, *address = _parsed(told)
+            self.shares_pages = host == host_id() and self._entry >= 0
             if host == host_id():
                 self._attach(*address)
 
@@ -124,6 +128,12 @@ class Peer:
 
         return not psutil.pid_exists(self.pid) or psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
 
+    def is_gone(self) -> bool:
+        """True if its process has ended, also if that was before this one could look after it."""
+        if self._page is None:
+            return self.shares_pages and not os.path.exists(f"/proc/{self.pid}")
+        return self.has_ended()
+
     def exit_status(self) -> int | None:
         """How it ended, negative for a signal; None where its parent has asked already, so that nobody knows."""
         with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{self.pid}/stat") as file:
@@ -140,7 +150,7 @@ class Peer:
         """True if it is known to have left the call of this number, so that all that it sent is on its way."""
         if self._page is None or (last := self._page.number(self._entry)) is None:
             return False
-        return last > number or (last == number and not self._page.is_inside(self._entry))
+        return has_finished(number, last, self._page.is_inside(self._entry))
 
     def is_same_group(self, entry: int) -> bool:
         """True if what it says under this entry is about the group in which it is this peer."""
@@ -149,6 +159,10 @@ class Peer:
     def place(self) -> str:
         """Where it was last; empty where that is not to be seen."""
         return self._page.place() if self._page else ""
+
+    def register(self) -> str:
+        """Its register for recovering the group; empty where it has written none that can be seen."""
+        return self._page.register(self._entry) if self._page else ""
 
     def report(self) -> Report | None:
         """Its failure report, where it has left one on its page since the group was made."""

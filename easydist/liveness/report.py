@@ -40,6 +40,10 @@ class Report:
         time: When it was left, by the monotonic clock of the process that left it, which nobody sets.
         is_final: True if the group cannot be connected again.
         fields: The other attributes of the error, by name.
+        peer: The only other rank of that call; None: all take part.
+        turn: Of that call among those between the two ranks since the last one of all ranks.
+        attempt: How often that rank has begun to meet the others.
+        left: The call in which it has left the group's exchanges, to which it has not come back; None: it has not left.
 
     Example:
         >>> error = Report("late", "gather: …", 0, 0, 0, 2.0, 0.0, fields={"missing": [1]}).error()
@@ -56,6 +60,10 @@ class Report:
     time: float
     is_final: bool = False
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    peer: int | None = None
+    turn: int = 0
+    attempt: int = 0
+    left: float | None = None
 
     def to_json(self) -> str:
         """The report as text; that of the error ends with … where it is too long for a page."""
@@ -71,21 +79,26 @@ class Report:
             return None
 
     def is_about(self, number: int) -> bool:
-        """True if its author has left this call, or an earlier one, in the middle."""
-        return self.kind != EXCEPTION and self.number <= number
+        """True if its author has left this call, or an earlier one, in the middle; or for ever.
+
+        Its report may be about a later call all the same: one in which it has not come back to the others, either.
+        """
+        if self.left is not None and self.left <= number:
+            return True
+        return self.kind != EXCEPTION and (self.is_final or self.number <= number)
 
     def error(self) -> EasydistError:
         """The error that the reader raises."""
         error = _KINDS[self.kind](self.text)
-        error.is_final = self.is_final
+        error.is_final, error.is_interrupt = self.is_final, self.kind == INTERRUPT
         for name, value in self.fields.items():
             setattr(error, name, tuple(value) if isinstance(value, list) else value)
         return error
 
 
 def kind_of(error: EasydistError) -> str:
-    """The kind of a report about an error."""
-    return next(kind for kind, cls in _KINDS.items() if isinstance(error, cls))
+    """The kind of a report about an error; who passes on that another rank was interrupted says so, too."""
+    return INTERRUPT if error.is_interrupt else next(kind for kind, cls in _KINDS.items() if isinstance(error, cls))
 
 
 def fields_of(error: EasydistError) -> dict[str, Any]:

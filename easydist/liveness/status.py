@@ -8,22 +8,25 @@ from __future__ import annotations
 import json
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from easydist.errors import CollectiveTimeout, EasydistError, PeerLostError, RemoteError
 from easydist.liveness import texts
-from easydist.liveness.page import own_page
+from easydist.liveness.events import Cause, Heard, Why
+from easydist.liveness.page import OwnPage, own_page
 from easydist.liveness.peer import Peer
-from easydist.liveness.report import EXCEPTION, INTERRUPT, Report
+from easydist.liveness.protocol import GroupProtocol
+from easydist.liveness.report import Report
 from easydist.liveness.timed_store import TimedStore
 
+_LOG = "reports/log"
 _ROWS = 32
 """How many ranks a text names at most."""
 
 
-class GroupStatus:
-    """One rank's knowledge of a group.
+class GroupStatus(GroupProtocol):
+    """One rank's knowledge of a group; what follows from it is for ``GroupProtocol`` to say.
 
     Args:
         rank: This process in the group.
@@ -35,24 +38,16 @@ class GroupStatus:
         name: The group's.
         peers: The other ranks.
         entry: The group's entry on this process's page; -1 where there is none.
-        number: Counts the calls of this group, but for those of two ranks alone.
-        at: The number of the call that began last; between two numbers, if it is of two ranks alone.
-        phase: Rises with every breach of the connections, to an odd number, and with every repair, to an even one.
         operation: The verb of the call that began last.
         site: Where the call was made that began last.
-        peer: The only other rank that takes part in the call; None: all do.
-        was_interrupted: True if Ctrl-C has come since the last call ended: this rank may have missed one.
         sync_signals: Waits until ``was_interrupted`` is true, if it has to be.
         advice: For the user, after an error.
     """
 
     def __init__(self, rank: int, size: int, store: TimedStore | None = None, name: str = "") -> None:
-        self.rank, self.size, self.name = rank, size, name
-        self.number, self.at, self.phase = 0, 0.0, 0
-        self.operation, self.site = "", ""
-        self.peer: int | None = None
+        super().__init__(rank, size)
+        self.name, self.operation, self.site = name, "", ""
         self.peers = {r: Peer(r) for r in range(size) if r != rank}
-        self.was_interrupted = False
         self.sync_signals: Callable[[], None] = nothing
         self.advice = texts.RECONNECTS
         self._page = own_page() if size > 1 else None
@@ -63,8 +58,15 @@ class GroupStatus:
         self._store = store
         self._place = b""
         self._published = (0, b"")
+        self._log: list[Report] = []
+        self._entries_read = 0
 
     # Pages and the store.
+
+    @property
+    def own_page(self) -> OwnPage | None:
+        """The page of this process; None where it has none."""
+        return self._page
 
     def describe(self, meeting: str = "") -> None:
         """Say on the page which rank of which group this is.
@@ -106,10 +108,17 @@ class GroupStatus:
                 self._store = None
         return None
 
-    def _write(self, key: str, text: str) -> None:
-        if (store := self._store) is not None and self._has_remote_peers():
+    def _write(self, key: str, text: str, always: bool = False) -> None:
+        if (store := self._store) is not None and (always or self._has_remote_peers()):
             try:
                 store.set(key, text)
+            except RuntimeError:
+                self._store = None
+
+    def _append(self, report: str, always: bool) -> None:
+        if (store := self._store) is not None and (always or self._has_remote_peers()):
+            try:
+                store.append(_LOG, report)
             except RuntimeError:
                 self._store = None
 
@@ -118,56 +127,81 @@ class GroupStatus:
 
     # Failure reports.
 
-    def post(self, kind: str, text: str, number: float, is_final: bool = False, **fields: Any) -> None:
-        """Post a failure report for the others; its arguments are those of ``Report``."""
+    def post(
+        self, kind: str, text: str, number: float, is_final: bool = False, is_relayed: bool = False, **fields: Any
+    ) -> None:
+        """Post a failure report for the others; its arguments are those of ``Report``.
+
+        One that is only relayed is not logged: the rank that it comes from has logged it, about this call or a later.
+        """
         report = Report(
-            kind, text, self.rank, self.entry, self.phase, number, time.monotonic(), is_final, fields
+            kind, text, self.rank, self.entry, self.phase, number, time.monotonic(), is_final, fields, *self.origin
         ).to_json()
         if self._page is not None:
             self._page.set_report(report)
-        for key in (self.rank, "last"):
-            self._write(f"reports/{self.phase}/{key}", report)
+        is_unknown = not self._exchanged  # those that have not heard of this process look into the store
+        self._write(f"reports/{self.phase}/{self.rank}", report, is_unknown)
+        if not is_relayed:
+            self._append(report, is_unknown)
 
-    def _stored_report(self, key: int | str) -> Report | None:
-        """The report of a rank, or the last one, as far as it is in the store."""
-        return Report.from_json(self._read(f"reports/{self.phase}/{key}"))
+    def _stored_report(self, rank: int) -> Report | None:
+        """The report of a rank in this phase, or in the meeting before it, as far as it is in the store."""
+        found = (self._read(f"reports/{phase}/{rank}") for phase in self.phases)
+        return next(filter(None, map(Report.from_json, found)), None)
 
-    def _reported(self, peer: Peer, remote: bool = False) -> EasydistError | None:
-        """Return the error that a peer has reported; with ``remote`` look into the store, too."""
+    def _read_log(self) -> list[Report]:
+        """What ranks of other hosts have reported first, and what may still matter of it."""
+        while (text := self._read(f"{_LOG}/{self._entries_read + 1}")) is not None:
+            self._entries_read += 1
+            if (report := Report.from_json(text)) is not None and report.by != self.rank:
+                self._log.append(report)
+        self._log = [report for report in self._log if self.may_matter(report)]
+        return self._log
+
+    def hear(self, peer: Peer, remote: bool = False, is_awaited: bool = False, logged: Report | None = None) -> Heard:
+        """Look at another rank.
+
+        Args:
+            peer: The rank.
+            remote: True to look into the store, too.
+            is_awaited: True to look at its process, too.
+            logged: Its report, where that has been found in the store.
+        """
+        has_ended = is_awaited and peer.has_ended()  # first: it reports before it ends
         report = peer.report()
         if report is None and remote and not peer.is_visible:
-            report = peer.recent(self._stored_report(peer.rank))
-        if report is None:
-            return None
-        if report.kind == EXCEPTION:
-            return self._ended_with(peer, report.text)
-        # Of a peer that has not been met only the store is read, and that is the group's own.
-        is_ours = peer.is_same_group(report.entry) if peer.pid else self.phase % 2 or report.number < self.at + 1
-        if report.phase < self.phase or self._is_passed(report) or not is_ours:
-            return None
-        error = report.error()
-        error.is_earlier = self._is_earlier(report)
-        return error
-
-    def _is_passed(self, report: Report) -> bool:
-        """True if a report is about an attempt to reconnect that ended before this one."""
-        return self.phase % 2 == 1 and self._is_earlier(report)
-
-    def _is_earlier(self, report: Report) -> bool:
-        """True if a report is about an earlier call, or one that this rank would have come to but for Ctrl-C."""
-        if report.kind == INTERRUPT and report.number == self.at:
+            report = peer.recent(logged or self._stored_report(peer.rank))
+        is_ours = None if report is None or not peer.pid else peer.is_same_group(report.entry)
+        if self.hinges_on_signals(report, is_ours):
             self.sync_signals()
-            return self.was_interrupted
-        return report.number < self.at
+        return Heard(peer.rank, report, is_ours, has_ended)
 
     def _gave_up(self) -> list[Peer]:
         """Return the peers that left this call, or an earlier one, in the middle; they may have begun others since."""
         if self.peer is not None:
             return []
-        reports = [(peer, peer.report()) for peer in self.peers.values()]
-        return [peer for peer, report in reports if report and report.is_about(self.number)]
+        reports = [(peer, report) for peer in self.peers.values() if (report := peer.report()) is not None]
+        return [peer for peer, one in reports if peer.is_same_group(one.entry) and one.is_about(self.number)]
+
+    def _unfinished(self, ranks: Iterable[int]) -> list[Peer]:
+        if self.peer is not None:
+            return [self.peers[self.peer]]
+        return [self.peers[r] for r in ranks if r in self.peers and not self.peers[r].has_finished(self.number)]
 
     # Errors that say where the ranks are.
+
+    def error_of(self, cause: Cause, awaited: Sequence[int]) -> EasydistError:
+        """Return the error that a cause stands for; ``awaited`` are the ranks that have not come."""
+        if cause.why is Why.LATE:
+            return self.late(awaited, self._limit)
+        peer = self.peers[cause.rank]
+        if cause.report is None:
+            return self._lost(peer, ": its connection broke" if cause.why is Why.BROKE else "")
+        if cause.why is Why.ENDED:
+            return self._ended_with(peer, cause.report.text)
+        error = cause.report.error()
+        error.is_earlier, error.is_reported = cause.is_earlier, True
+        return error
 
     def _ended_with(self, peer: Peer, text: str) -> RemoteError:
         error = RemoteError(texts.raised(self.operation, self.rank, peer.rank, text, self._last_seen(peer)))

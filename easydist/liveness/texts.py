@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from typing import NamedTuple
 
-LOST = "The group cannot go on without it: start the job again, or make a group of those that are left."
+LOST = "The group cannot go on without it: start the job again, or call easydist.recover() on those that are left."
 SILENT = "The store by which hosts hear of one another does not answer: is rank 0, or the launcher, stopped?"
 
 
@@ -72,7 +72,7 @@ def lost(operation: str, who: str, what: str, rows: Sequence[str] = (), advice: 
     Example:
         >>> print(lost("gather", "rank 1", f"{process(7, 'node1')} ended ({status_text(-9)})"))
         gather: rank 1 is lost: process 7 on node1 ended (killed by SIGKILL)
-        The group cannot go on without it: start the job again, or make a group of those that are left.
+        The group cannot go on without it: start the job again, or call easydist.recover() on those that are left.
     """
     return "\n".join([f"{operation}: {who} is lost: {what}", *rows, advice])
 
@@ -108,6 +108,53 @@ def given_up(operation: str, advice: str) -> str:
 def without_store(operation: str) -> str:
     """The text where the ranks cannot meet again."""
     return f"{operation}: the store in which the ranks meet is gone, and so is the rank that kept it"
+
+
+def recovers(operation: str, rank: int) -> str:
+    """The text on ranks that wait in a group while another recovers it."""
+    return f"{operation}: rank {rank} has left the group to recover it\nCall recover() on this rank, too."
+
+
+def _group(name: str) -> str:
+    return name if " " in name else f"the group {name!r}"
+
+
+def unmet(operation: str) -> str:
+    """The text where a rank recovers the group while the others meet."""
+    return f"{operation}: another rank recovers the group already\nCall recover() on this rank, too."
+
+
+def left_out(rank: int, name: str, members: Sequence[int]) -> str:
+    """The text on a rank that has come too late.
+
+    Example:
+        >>> print(left_out(2, "default", (0, 1)))
+        recover: rank 2 was left out of the group 'default': ranks 0, 1 have gone on without it
+        It did not come in the time that they gave (timeout=), or had given up before. End this process.
+    """
+    who = ", ".join(map(str, members))
+    return (
+        f"recover: rank {rank} was left out of {_group(name)}: ranks {who} have gone on without it\n"
+        "It did not come in the time that they gave (timeout=), or had given up before. End this process."
+    )
+
+
+def not_recovered(rank: int, name: str) -> str:
+    """The text on a rank whose time is over before the survivors are connected."""
+    return (
+        f"recover: rank {rank} could not be connected with the survivors of {_group(name)} in time\n"
+        "Call recover() again on all of them, or start the job again."
+    )
+
+
+def unrecoverable(rank: int, name: str) -> str:
+    """The text where survivors have no place to agree."""
+    return (
+        f"recover: rank {rank} cannot agree with the survivors of {_group(name)}: the store in which they would is "
+        "gone, and so is the rank that kept it\n"
+        "On one host survivors need no store once the ranks have made a call. On several, let the launcher keep it "
+        "(torchrun, easydist run), or a process that does not end (init_process_group(store=...))."
+    )
 
 
 def row(rank: int, state: str, condition: str) -> str:

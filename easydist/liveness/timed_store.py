@@ -5,6 +5,7 @@ One thread per process asks. Whoever wants an answer waits for it a moment; unti
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import threading
@@ -18,13 +19,12 @@ from typing import Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from easydist.liveness.rules import PATIENCE
+
 T = TypeVar("T")
 
 POLL = 0.005
 """Seconds between two looks of whoever waits for a key: the store's own wait cannot be interrupted."""
-
-_PATIENCE = 0.5
-"""Seconds in which a store that answers at all has answered."""
 
 
 class TimedStore:
@@ -59,6 +59,17 @@ class TimedStore:
         """
         return self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
 
+    def compare_set(self, key: str, expected: str, text: str) -> bytes | None:
+        """Write under a key if ``expected`` stands there (empty: if nothing does); later, where it does not answer.
+
+        Returns:
+            What stands there then; None where it does not answer.
+
+        Raises:
+            RuntimeError: The store is gone.
+        """
+        return self._ask(lambda: self._store.compare_set(key, expected, text), is_lasting=True)
+
     def set(self, key: str, text: str) -> None:
         """Write under a key; later, where it does not answer.
 
@@ -67,6 +78,14 @@ class TimedStore:
         """
         self._ask(lambda: self._store.set(key, text), is_lasting=True)
 
+    def append(self, log: str, text: str) -> None:
+        """Add an entry to a log, whose entries are keys that count from 1; later, where it does not answer.
+
+        Raises:
+            RuntimeError: The store is gone.
+        """
+        self._ask(lambda: self._store.set(f"{log}/{self._store.add(log, 1)}", text), is_lasting=True)
+
     def _ask(self, question: Callable[[], T], is_lasting: bool = False) -> T | None:
         was_silent, answer = self.is_silent, Future[T]()
         if is_lasting or not was_silent:
@@ -74,31 +93,46 @@ class TimedStore:
         if was_silent:
             return None
         try:
-            return answer.result(_PATIENCE)
+            return answer.result(PATIENCE)
         except NoAnswer:
             self._unanswered = answer
             return None
 
 
-_Questions = SimpleQueue[tuple[Future[Any], Callable[[], Any]]]
+_Questions = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+
+_FAREWELL = 2.0
+"""Seconds that the thread has at exit to get the answer to what was asked."""
 
 
 @functools.cache
 def _questions(pid: int) -> _Questions:
     """Where the thread that asks hears what to ask, in the process ``pid``; a forked child has its own."""
     questions: _Questions = SimpleQueue()
-    threading.Thread(target=_answer, args=(questions,), name="easydist-store", daemon=True).start()
+    thread = threading.Thread(target=_answer, args=(questions,), name="easydist-store", daemon=True)
+    thread.start()
+    atexit.register(_end, questions, thread)
     return questions
 
 
+def _end(questions: _Questions, thread: threading.Thread) -> None:
+    """End the thread: one that is in C++ when the interpreter ends would abort the process."""
+    questions.put(None)
+    thread.join(_FAREWELL)
+
+
 def _answer(questions: _Questions) -> None:
-    while True:
-        _answer_next(questions)  # in a frame of its own, which keeps no store alive while there is nothing to ask
+    while _answer_next(questions):  # in a frame of its own, which keeps no store alive while there is nothing to ask
+        pass
 
 
-def _answer_next(questions: _Questions) -> None:
-    answer, question = questions.get()
+def _answer_next(questions: _Questions) -> bool:
+    """Ask the next question; False if none will come any more."""
+    if (asked := questions.get()) is None:
+        return False
+    answer, question = asked
     try:
         answer.set_result(question())
     except RuntimeError as error:
         answer.set_exception(error)
+    return True

@@ -16,14 +16,39 @@ import socket
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
-
-from easydist.liveness.monitor import Monitor
+from typing import Any, Protocol
 
 _TICK = 0.25
 _GRACE = 0.05
 """Seconds in which a wait may end by itself after Ctrl-C."""
+
+
+class Watched(Protocol):
+    """Whose waits the watchdog looks after; a group's ``Monitor`` is one.
+
+    Attributes:
+        waits: Odd while a thread waits in C++.
+        was_interrupted: Set at Ctrl-C.
+        sync_signals: Set when it is added; waits until all signals that have come are known.
+    """
+
+    waits: int
+    was_interrupted: bool
+    sync_signals: Callable[[], None]
+
+    def interrupted(self, error: BaseException, wait: int) -> None:
+        """End the wait of this number because of Ctrl-C."""
+
+    def check_wait(self, wait: int) -> None:
+        """End the wait of this number where it is in vain."""
+
+    def publish(self) -> None:
+        """Tell ranks of other hosts what they need to know; from time to time."""
+
+    def post_exception(self, text: str) -> None:
+        """Tell the others that this process ends with an exception."""
 
 
 class Watchdog:
@@ -34,10 +59,12 @@ class Watchdog:
     """
 
     def __init__(self) -> None:
-        self._monitors: list[weakref.ref[Monitor]] = []
+        self._monitors: list[weakref.ref[Watched]] = []
         self._signals, self.wakeup = socket.socketpair()
         self._signals.setblocking(False)
         self.wakeup.setblocking(False)
+        self._arrivals = select.poll()
+        self._arrivals.register(self._signals, select.POLLIN)
         self._noticed = threading.Event()
         self._thread: threading.Thread | None = threading.Thread(
             target=self._run, name="easydist-watchdog", daemon=True
@@ -45,7 +72,7 @@ class Watchdog:
         self._thread.start()
         atexit.register(self._stop)
 
-    def add(self, monitor: Monitor) -> None:
+    def add(self, monitor: Watched) -> None:
         """Look after the waits of one more group."""
         monitor.sync_signals = self.sync_signals
         known = [ref for ref in self._monitors if ref() not in (None, monitor)]
@@ -59,7 +86,7 @@ class Watchdog:
                 self.wakeup.send(bytes(1))
             self._noticed.wait(_TICK)
 
-    def monitors(self) -> list[Monitor]:
+    def monitors(self) -> list[Watched]:
         """All groups whose waits it looks after."""
         return [monitor for ref in self._monitors if (monitor := ref())]
 
@@ -90,6 +117,11 @@ class Watchdog:
                 self.wakeup.send(bytes(1))
             thread.join(2.0)
 
+    def take_earlier_signals(self) -> None:
+        """Before a wait of the main thread, which alone may call this: those that have come belong to no wait."""
+        if self._arrivals.poll(0):
+            self.take_signals()
+
     def take_signals(self) -> bool:
         """Tell the monitors of Ctrl-C if it has come since the last look; True if it has."""
         numbers = b""
@@ -113,8 +145,11 @@ class signals_wake_watchdog:  # noqa: N801 - a context manager, read as a phrase
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.set_wakeup_fd(watchdog().wakeup.fileno(), warn_on_full_buffer=False)
-            watchdog().take_signals()  # those from before
+            known = watchdog()
+            mine = known.wakeup.fileno()
+            before = signal.set_wakeup_fd(mine, warn_on_full_buffer=False)
+            self._before = -1 if before == mine else before
+            known.take_earlier_signals()
 
     def __exit__(self, *exc_info: object) -> None:
         if self._before >= 0:

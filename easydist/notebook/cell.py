@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -72,6 +72,7 @@ class Cell:
         self._in_vain: dict[int, tuple[str, float]] = {}
         self._interrupted_at: dict[int, float] = {}
         self._look_at = 0.0
+        self._interrupted_by_user = threading.Event()
         self._stop_at = float("inf")
 
     @property
@@ -91,22 +92,26 @@ class Cell:
         for rank in self._ranks.values():
             poller.register(rank.iopub, zmq.POLLIN)
             poller.register(rank.shell, zmq.POLLIN)
-        with _interrupts() as interrupted:
+        with _on_ctrl_c(self.interrupt):
             while self.running and time.monotonic() < self._stop_at:
                 poller.poll(_TICK)
-                self._step(interrupted)
+                self._step()
         self._output.close()
         self._raise()
         return self.outcomes
 
-    def _step(self, interrupted: threading.Event) -> None:
+    def interrupt(self) -> None:
+        """Interrupt all ranks, those that are about to begin, too; from any thread, or a signal handler."""
+        self._interrupted_by_user.set()
+
+    def _step(self) -> None:
         for rank in self._ranks:
             self._hear(rank)
         for rank in self.running:
             self._look_whether_alive(rank)
         now = time.monotonic()
         self._output.flush(now)
-        if interrupted.is_set() and self._stop_at == float("inf"):
+        if self._interrupted_by_user.is_set() and self._stop_at == float("inf"):
             self._stop_at = now + _STOPS_WITHIN
         if self._stop_at < float("inf"):
             for rank in self.running:
@@ -251,14 +256,13 @@ def _end(process: RankProcess) -> str:
 
 
 @contextmanager
-def _interrupts() -> Iterator[threading.Event]:
-    """While this lasts, Ctrl-C sets an event: it must not come between two steps."""
-    interrupted = threading.Event()
+def _on_ctrl_c(interrupt: Callable[[], None]) -> Iterator[None]:
+    """While this lasts, Ctrl-C calls ``interrupt``: it must not come between two steps."""
     if threading.current_thread() is not threading.main_thread():
-        yield interrupted
+        yield
         return
-    before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+    before = signal.signal(signal.SIGINT, lambda *_: interrupt())
     try:
-        yield interrupted
+        yield
     finally:
         signal.signal(signal.SIGINT, before)

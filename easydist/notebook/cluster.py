@@ -18,7 +18,7 @@ from easydist.notebook.messages import ACT
 from easydist.notebook.output import Notebook, Output, Sink
 
 if TYPE_CHECKING:
-    from easydist.notebook.cell import Outcome
+    from easydist.notebook.cell import Cell, Outcome
     from easydist.notebook.process import RankProcess
     from easydist.notebook.status import Status
 
@@ -66,6 +66,7 @@ class Cluster:
         read_end, self._write_end = os.pipe()
         self._home = Home(size, _private_folder(), read_end, free_port(), zmq.Context())
         self._ranks: list[RankProcess] = []
+        self._cell: Cell | None = None
         atexit.register(self.stop)
         try:
             self._begin(range(size))
@@ -163,12 +164,15 @@ class Cluster:
             self._meet_again()
             for rank in chosen:
                 rank.send(source, meta, is_silent, buffers)
-            cell = Cell(chosen, self._ranks, Output([rank.rank for rank in chosen], self._sink), self._last_cell)
+            output = Output([rank.rank for rank in chosen], self._sink)
+            cell = self._cell = Cell(chosen, self._ranks, output, self._last_cell)
             try:
                 return cell.run()
             except BaseException:
                 self._needs_meeting = True
                 raise
+            finally:
+                self._cell = None
 
     def _chosen(self, ranks: Collection[int] | None) -> list[RankProcess]:
         """The ranks that are asked for, all of them alive and idle.
@@ -300,8 +304,11 @@ class Cluster:
     # Life.
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the cell that the ranks run; for other threads than the one that waits for it."""
-        for rank in self._ranks:
+        """Interrupt the cell that the ranks run, as the stop button does; from any thread."""
+        if (cell := self._cell) is not None:
+            cell.interrupt()
+            return
+        for rank in self._ranks:  # that have not heard the last one
             rank.interrupt()
 
     def restart(self, ranks: Collection[int] | None = None) -> None:

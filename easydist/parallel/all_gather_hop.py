@@ -107,16 +107,18 @@ def _key(path: str) -> str:
 class IncomingShares(Incoming):
     """A tree of which some tensors come in shares; ``gather`` completes them."""
 
+    _shares: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+
     def allocate(self, comms: Communicators, head: Header) -> Any:
         """As in ``Incoming``, with the whole tensors in the tree and the shares in the messages."""
         receiving, tensors = super().allocate(comms, head)
         shapes: dict[str, list[int]] = json.loads(head.metadata.get(METADATA, "{}"))
-        self._shares: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._shares = []
         for entry in head.entries:
             if entry.name in shapes:
                 share = tensors[entry.name]
                 whole = tensors[entry.name] = _whole(entry, shapes[entry.name], share.device)
-                self._shares.append((whole, share))
+                self._shares = [*self._shares, (whole, share)]
         return receiving, tensors
 
     @property
@@ -126,7 +128,7 @@ class IncomingShares(Incoming):
 
     def gather(self, group: Any) -> None:
         """Complete the tensors, once all shares have arrived; on all ranks of ``group``."""
-        shares, self._shares = self._shares, []
+        shares, self._shares = self._shares, ()
         if shares:
             every = gather([share for _, share in shares], group=group)
             for (whole, _), flat in zip(shares, every, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from operator import index
 from typing import Any
@@ -15,6 +16,7 @@ from easydist.agreement.runner import Verb
 from easydist.data.packing import unpack
 from easydist.data.plan import split_sizes
 from easydist.groups.communicators import Communicators
+from easydist.transport.comm import Collectives
 from easydist.transport.reduce_op import ReduceOp, check_reducible, combine
 from easydist.typing import Tree
 from easydist.verbs.buckets import by_comm, small_payload
@@ -39,6 +41,19 @@ class _Sum(Verb[torch.Tensor]):
     def _tensor(self) -> torch.Tensor:
         return self._input.detach()
 
+    def exchange(self, comms: Communicators, agreed: Agreement) -> torch.Tensor | None:
+        tensor = self._tensor
+        if comms.size == 1:
+            return tensor.clone()
+        if agreed.has_payload and agreed.call.payload:
+            return None
+        ((comm, _),) = by_comm(comms, [tensor], [0], tensor.nbytes)
+        return self._summed(comm, comms.rank).to(tensor.device)
+
+    @abstractmethod
+    def _summed(self, comm: Collectives, rank: int) -> torch.Tensor:
+        """This rank's part of the sum, on the communicator's device."""
+
     def _payloads(self, comms: Communicators, agreed: Agreement) -> list[torch.Tensor]:
         """The tensors of all ranks, where they came with the headers."""
         like = self._tensor
@@ -53,17 +68,11 @@ class AllReduce(_Sum):
     def prepare(self, comms: Communicators) -> Call:
         return self._call(comms, {})
 
-    def exchange(self, comms: Communicators, agreed: Agreement) -> torch.Tensor | None:
-        tensor = self._tensor
-        if comms.size == 1:
-            return tensor.clone()
-        if agreed.has_payload and agreed.call.payload:
-            return None
-        ((comm, _),) = by_comm(comms, [tensor], [0], tensor.nbytes)
-        data = tensor.to(comm.get_device()).contiguous()
+    def _summed(self, comm: Collectives, rank: int) -> torch.Tensor:
+        data = self._tensor.to(comm.get_device()).contiguous()
         total = memory.empty(data.shape, data.dtype, data.device)
         comm.all_reduce_from(total, data, ReduceOp.SUM, async_op=False)
-        return total.to(tensor.device)
+        return total
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: torch.Tensor | None) -> torch.Tensor:
         return combine(ReduceOp.SUM, self._payloads(comms, agreed)) if arrived is None else arrived
@@ -103,17 +112,11 @@ class ReduceScatter(_Sum):
             raise ValueError(f"{self.operation}: a tensor of {self._input.ndim} dimensions has no dim {self._dim}")
         return self._input.shape[self._dim]
 
-    def exchange(self, comms: Communicators, agreed: Agreement) -> torch.Tensor | None:
-        tensor = self._tensor
-        if comms.size == 1:
-            return tensor.clone()
-        if agreed.has_payload and agreed.call.payload:
-            return None
-        ((comm, _),) = by_comm(comms, [tensor], [0], tensor.nbytes)
-        parts = [part.to(comm.get_device()).contiguous() for part in tensor.split(self._sizes, self._dim)]
-        output = memory.empty(parts[comms.rank].shape, tensor.dtype, comm.get_device())
+    def _summed(self, comm: Collectives, rank: int) -> torch.Tensor:
+        parts = [part.to(comm.get_device()).contiguous() for part in self._tensor.split(self._sizes, self._dim)]
+        output = memory.empty(parts[rank].shape, parts[rank].dtype, comm.get_device())
         comm.reduce_scatter(output, parts, ReduceOp.SUM, async_op=False)
-        return output.to(tensor.device)
+        return output
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: torch.Tensor | None) -> torch.Tensor:
         if arrived is not None:

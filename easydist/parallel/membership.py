@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
+from datetime import timedelta
 from operator import index
 from typing import Any
 
@@ -197,8 +198,9 @@ def _groups(lists: Sequence[Sequence[int]], rank: int, backend: str, world: dist
     if world is None:
         return None, None
     own: _Made = None, None
+    limit = timedelta(seconds=of_group(world).monitor.timeout)  # torch would take its own default
     for ranks in lists:
-        cpu: Any = dist.new_group([*ranks], backend="gloo")
-        device: Any = cpu if backend == "gloo" else dist.new_group([*ranks], backend=backend)
+        cpu: Any = dist.new_group([*ranks], limit, "gloo")
+        device: Any = cpu if backend == "gloo" else dist.new_group([*ranks], limit, backend)
         own = (cpu, device) if rank in ranks else own
     return own

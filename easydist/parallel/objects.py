@@ -13,7 +13,7 @@ from easydist.state import communicators
 from easydist.typing import Group, Tree
 from easydist.verbs.objects import BroadcastObjectList, gather_object
 from easydist.verbs.ranks import check_rank
-from easydist.verbs.tensor_dicts import BroadcastTensorDict
+from easydist.verbs.tensor_dict_broadcast import BroadcastTensorDict
 
 _CHUNK, _CHUNKS = 1 << 22, 6
 _LARGE = 1 << 20

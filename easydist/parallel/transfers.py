@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import queue
+import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 
 from easydist.agreement.calling import calling
+from easydist.errors import RemoteError
 from easydist.groups.communicators import Communicators
 from easydist.liveness.monitor import Monitor
+from easydist.parallel.frames import WELL, Message, error_of
+from easydist.transport.background import in_line
 from easydist.transport.work import TorchWork
 
 _POLL = 0.05
@@ -42,6 +45,11 @@ class Part:
             self.work.within(_FOREVER).wait()
         else:
             self.work.wait()
+
+    def end(self) -> None:
+        """Wait for its end, in a thread where nobody hears of errors."""
+        with contextlib.suppress(Exception):
+            self.wait()
 
     def wait_watched(self, monitor: Monitor, peer: int) -> None:
         """Wait for its end in a call, whose watchdog ends the wait if it is in vain."""
@@ -73,6 +81,11 @@ class _Parts:
         if not parts:
             self.ended.set()
 
+    def end(self) -> None:
+        """Wait for all parts, in a thread; an error is kept for whoever still asks."""
+        with contextlib.suppress(Exception):
+            self.drain(Part.wait)
+
     def drain(self, wait: Callable[[Part], None]) -> None:
         """Wait for all parts, and let go of each as it ends."""
         try:
@@ -87,43 +100,80 @@ class _Parts:
             self.ended.set()
 
 
+_NO_PARTS = _Parts(())
+
+
+class Answer:
+    """What the receiver of a message says to it.
+
+    Args:
+        read: Gives the answer once it has come, or waits for it; None if all is well.
+        parts: What has to arrive before.
+        has_come: True if ``read`` does not wait, once the parts have arrived.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Message | None],
+        parts: Sequence[Part] = (),
+        has_come: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.parts, self._read = parts, read
+        self.has_come: Callable[[], bool] = has_come
+
+    def check(self) -> None:
+        """Wait for the answer.
+
+        Raises:
+            EasydistError: The receiver has refused the message.
+        """
+        answer = self._read()
+        if answer is not None and answer.status != WELL:
+            raise error_of(answer.terms)
+
+
 class Transfer:
     """A message under way, with ``wait`` and ``is_completed``.
 
     A handle that is dropped keeps nothing: the message goes its way, and its memory is free once it has arrived.
     """
 
+    _abandon: Any = None
+
     def __init__(
-        self,
-        comms: Communicators,
-        operation: str,
-        peer: int,
-        parts: Sequence[Part],
-        check: Callable[[], None] | None = None,
+        self, comms: Communicators, operation: str, peer: int, parts: Sequence[Part], answer: Answer | None = None
     ) -> None:
         self._comms, self._operation, self._peer = comms, operation, peer
-        self._parts, self._check = _Parts(parts), check
+        self._parts, self._answer = _Parts(parts) if parts else _NO_PARTS, answer
+        self._phase = comms.monitor.phase
         self._error: BaseException | None = None
         self._is_done = False
-        self._abandon = weakref.finalize(self, _aside, self._parts, (id(comms), peer, bool(check)))
-        self._abandon.atexit = False
+        if parts:
+            self._abandon = weakref.finalize(self, _aside, self._parts, weakref.ref(comms), (peer, answer is not None))
+            self._abandon.atexit = False
 
     @property
     def is_empty(self) -> bool:
         """True if there is nothing to wait for."""
-        return self._parts.ended.is_set() and self._check is None
+        return self._parts.ended.is_set() and self._answer is None
 
     def is_completed(self) -> bool:
         """True if ``wait`` would return, or raise, at once."""
-        if not (self._is_done or self._parts.is_aside):  # gloo tells of an end only those who wait for it
+        if self._is_done:
+            return True
+        if not self._parts.is_aside:  # gloo tells of an end only those who wait for it
+            self._give_to_thread()
+        return self._parts.ended.is_set() and (self._answer is None or self._answer.has_come())
+
+    def _give_to_thread(self) -> None:
+        if self._abandon is not None:
             self._abandon()
-        return self._is_done or self._parts.ended.is_set()
 
     def wait(self) -> None:
         """Block until the message has arrived; a second time it returns, or raises, the same at once.
 
         Raises:
-            RemoteError: The receiver could not take it.
+            RemoteError: The receiver could not take it, or the group was connected again since it was sent.
             DisagreementError: The two ranks meant different messages.
             EasydistError: The other rank is lost, or the time is over.
         """
@@ -140,57 +190,55 @@ class Transfer:
     def wait_inside(self) -> None:
         """The same, inside of a call."""
         try:
+            self._demand_connection()
             self._drain()
-            if self._check is not None:
-                self._check()
+            if self._answer is not None:
+                self._answer.check()
         except BaseException as error:  # also of an interrupted wait, after which the answer is not there
             self._error, self._is_done = error, True
             raise
         finally:
-            self._abandon.detach()
-        self._is_done, self._check = True, None
+            if self._abandon is not None:
+                self._abandon.detach()
+        self._is_done, self._answer = True, None
+
+    def _demand_connection(self) -> None:
+        if self._comms.monitor.phase != self._phase and not self.is_completed():
+            raise RemoteError(
+                f"{self._operation}: the message to or from rank {self._peer} was under way when the ranks had to "
+                "connect again; send it once more"
+            )
 
     def _drain(self) -> None:
         parts, monitor = self._parts, self._comms.monitor
         if parts.is_large:
-            self._abandon()
+            self._give_to_thread()
         if not parts.is_aside:
             parts.drain(lambda part: part.wait_watched(monitor, self._peer))
             return
-        while not parts.ended.wait(_POLL):
-            monitor.guard([self._peer])
+        try:
+            while not parts.ended.wait(_POLL):
+                monitor.guard([self._peer])
+        except BaseException:
+            monitor.disconnect()  # else the thread would wait on, also while the interpreter ends
+            raise
         if isinstance(parts.error, RuntimeError):
             raise monitor.explain(parts.error, self._peer) from parts.error
 
 
-_Line = tuple[int, int, bool]
-"""Transfers between two ranks in one direction: they end in the order in which they were posted."""
-
-_lines: dict[_Line, queue.SimpleQueue[_Parts | None]] = {}
-
-
-def _aside(parts: _Parts, line: _Line) -> None:
+def _aside(parts: _Parts, comms: weakref.ref[Communicators], line: Hashable) -> None:
     """Let a thread wait for what nobody waits for here."""
-    if parts.ended.is_set() or parts.is_aside:
-        return
-    parts.is_aside = True
-    if line not in _lines:
-        _lines[line] = queue.SimpleQueue()
-        threading.Thread(target=_work, args=(_lines[line],), name="easydist-transfers", daemon=True).start()
-    _lines[line].put(parts)
+    if not (parts.ended.is_set() or parts.is_aside):
+        parts.is_aside = True
+        aside(parts.end, comms, line)
 
 
-def end_lines(comms: Communicators) -> None:
-    """Let the threads of a group end that is taken down, once nothing is under way."""
-    for line in [line for line in _lines if line[0] == id(comms)]:
-        _lines.pop(line).put(None)
+def aside(drive: Callable[[], None], comms: weakref.ref[Communicators], line: Hashable) -> None:
+    """Let the thread of a line of a group wait, until the group's connections break."""
+    if (group := comms()) is not None:
+        in_line(id(group), line, drive, functools.partial(_disconnect, comms))
 
 
-def _work(waiting: queue.SimpleQueue[_Parts | None]) -> None:
-    while (parts := waiting.get()) is not None:
-        with contextlib.suppress(Exception):  # kept for whoever still asks
-            parts.drain(Part.wait)
-        del parts
-
-
-os.register_at_fork(after_in_child=_lines.clear)
+def _disconnect(comms: weakref.ref[Communicators]) -> None:
+    if (group := comms()) is not None:
+        group.monitor.disconnect()

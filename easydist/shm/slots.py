@@ -1,12 +1,14 @@
 """What lies where in the segment of one group, and who has announced what.
 
     the futex                                 8 bytes on a cache line of its own
-    per rank, numbers of 8 bytes              three or more cache lines, written by that rank only:
+    per rank, numbers of 8 bytes              four or more cache lines, written by that rank only:
         step, length, length                  how far this rank has come; lengths of what its slots hold
         asleep                                whether this rank has to be woken
         posted, per channel and peer          chunks laid into the pipe to that peer
         taken, per channel and peer           chunks copied out of the pipe from that peer
+        eight numbers, per peer               of the mailboxes, see ``mailbox``
     per rank, data                            two slots, and two chunks of a pipe per channel and peer
+    per rank, messages                        two chunks of a mailbox per peer
 
 A *slot* is read by all other ranks. Its owner fills it for a step and publishes the step's number; the others wait for
 that number. A rank that has published step k has done all its reading up to step k - 1: so what is read in step k
@@ -16,7 +18,7 @@ Whoever publishes wakes all that sleep: to leave that to the last of the ranks a
 
 A *pipe* leads from one rank to one other: its chunks are counted by both, and two may be on their way. There is one per
 *channel*, collectives and messages, and together a rank's pipes take as much room as four slots: a pipe's chunk
-is a slot divided by W.
+is a slot divided by W. The mailboxes of a rank take 128 KiB, whatever the slots.
 """
 
 from __future__ import annotations
@@ -38,6 +40,9 @@ _STEP, _LENGTH, _ASLEEP = 0, 1, _LINE
 _PAGE = 4096
 _SLOTS_PER_RANK = 6
 """Two slots, and the pipes."""
+
+_MESSAGES = 1 << 16
+"""Half of the bytes for a rank's mailboxes."""
 
 NEVER = 1 << 62
 """A step that nobody publishes."""
@@ -61,6 +66,7 @@ class Slots:
     Attributes:
         slot: Bytes of a slot.
         chunk: Bytes of a pipe's chunk.
+        message_chunk: Bytes of a mailbox's chunk.
         others: All ranks but this one.
         futex: On which the ranks sleep.
     """
@@ -70,7 +76,8 @@ class Slots:
         self.others = tuple(r for r in range(size) if r != rank)
         self._block = _block(size)
         self._data = _control(size)
-        self.slot = (segment.nbytes - self._data) // (_SLOTS_PER_RANK * size)
+        self.message_chunk = _message_chunk(size)
+        self.slot = (segment.nbytes - self._data - _messages(size)) // (_SLOTS_PER_RANK * size)
         self.chunk = self.slot // size
         self.memory = torch.frombuffer(segment.memory, dtype=torch.uint8)
         self._address = self.memory.data_ptr()
@@ -79,11 +86,13 @@ class Slots:
         self._fence, self._release = self.futex.fence, self.futex.release
         self._step_at = [self._cell(r, _STEP) for r in range(size)]
         self._asleep_at = [(1 << r % 32, self._cell(r, _ASLEEP)) for r in self.others]
+        self._pipes: dict[tuple[int, int, int], Pipe] = {}
 
     @staticmethod
     def nbytes(size: int, slot: int) -> int:
         """How large a segment has to be for slots of at least ``slot`` bytes."""
-        return _control(size) + _SLOTS_PER_RANK * size * _rounded(max(slot, 1), 8 * _LINE * size)
+        slots = _SLOTS_PER_RANK * size * _rounded(max(slot, 1), 8 * _LINE * size)
+        return _control(size) + slots + _messages(size)
 
     def _cell(self, rank: int, number: int) -> int:
         return _LINE + rank * self._block + number
@@ -151,11 +160,17 @@ class Slots:
 
     def pipe_to(self, channel: int, peer: int) -> Pipe:
         """The pipe that this rank fills."""
-        return Pipe(self, channel, self.rank, peer)
+        return self._pipes.get((channel, self.rank, peer)) or self._make_pipe(channel, self.rank, peer)
 
     def pipe_from(self, channel: int, peer: int) -> Pipe:
         """The pipe that this rank empties."""
-        return Pipe(self, channel, peer, self.rank)
+        return self._pipes.get((channel, peer, self.rank)) or self._make_pipe(channel, peer, self.rank)
+
+    def _make_pipe(self, channel: int, src: int, dst: int) -> Pipe:
+        posted, taken, chunks = self._pipe(channel, src, dst)
+        peer = dst if src == self.rank else src
+        pipe = Pipe(self._words, self.futex, posted, taken, chunks, self.chunk, (peer, self._cell(peer, _ASLEEP)))
+        return self._pipes.setdefault((channel, src, dst), pipe)
 
     def _pipe(self, channel: int, src: int, dst: int) -> tuple[int, int, tuple[int, int]]:
         """The cells of posted and taken, and the addresses of the two chunks."""
@@ -167,11 +182,24 @@ class Slots:
             (first, first + self.chunk),
         )
 
-    def tell(self, cell: int, number: int, peer: int) -> None:
-        """Write a number of this rank's that ``peer`` may sleep for."""
+    def message_cell(self, rank: int, peer: int) -> int:
+        """Where the eight numbers begin that ``rank`` writes about its messages to and from ``peer``."""
+        return self._cell(rank, 2 * _LINE + 2 * _rounded(_CHANNELS * self.size, _LINE) + peer * _LINE)
+
+    def message_address(self, src: int, dst: int) -> int:
+        """The address of the two chunks of the mailbox for messages from ``src`` to ``dst``."""
+        first = self._address + self._data + _SLOTS_PER_RANK * self.size * self.slot
+        return first + 2 * (src * self.size + dst) * self.message_chunk
+
+    def write(self, cell: int, number: int) -> None:
+        """Write a number of this rank's for which nobody sleeps."""
         if self._release is not None:
             self._release()
         self._words[cell] = number
+
+    def tell(self, cell: int, number: int, peer: int) -> None:
+        """Write a number of this rank's that ``peer`` may sleep for."""
+        self.write(cell, number)
         self._fence()
         if self._words[self._cell(peer, _ASLEEP)]:
             self.futex.wake(1 << peer % 32)
@@ -180,37 +208,66 @@ class Slots:
 class Pipe:
     """The way from one rank to one other; ``put`` and ``take`` are generators that yield while the peer is awaited."""
 
-    def __init__(self, slots: Slots, channel: int, src: int, dst: int) -> None:
-        self._slots = slots
-        self._posted, self._taken, self._chunks = slots._pipe(channel, src, dst)
-        self._src, self._dst = src, dst
+    def __init__(
+        self,
+        words: memoryview,
+        futex: Futex,
+        posted: int,
+        taken: int,
+        chunks: tuple[int, int],
+        chunk: int,
+        peer: tuple[int, int],
+    ) -> None:
+        self._words, self._futex = words, futex
+        self._posted, self._taken, self._chunks, self._chunk = posted, taken, chunks, chunk
+        rank, self._asleep = peer
+        self._bit, self._need = 1 << rank % 32, (NEVER, (rank,))
 
     def put(self, address: int, nbytes: int) -> Iterator[Need]:
         """Lay ``nbytes`` at ``address`` into the pipe; ends when the last chunk is in it."""
-        slots, need = self._slots, (NEVER, (self._dst,))
-        posted = slots.read(self._posted)
-        for offset in range(0, nbytes, slots.chunk):
-            while posted - slots.read(self._taken) >= 2:
-                yield need
-            copy(self._chunks[posted % 2], address + offset, min(slots.chunk, nbytes - offset))
+        words, chunk = self._words, self._chunk
+        posted = words[self._posted]
+        for offset in range(0, nbytes, chunk):
+            while posted - words[self._taken] >= 2:
+                yield self._need
+            copy(self._chunks[posted % 2], address + offset, min(chunk, nbytes - offset))
             posted += 1
-            slots.tell(self._posted, posted, self._dst)
+            self._tell(self._posted, posted)
 
     def take(self, address: int, nbytes: int) -> Iterator[Need]:
         """Copy the next ``nbytes`` of the pipe to ``address``."""
-        slots, need = self._slots, (NEVER, (self._src,))
-        taken = slots.read(self._taken)
-        for offset in range(0, nbytes, slots.chunk):
-            while slots.read(self._posted) <= taken:
-                yield need
-            copy(address + offset, self._chunks[taken % 2], min(slots.chunk, nbytes - offset))
+        words, chunk = self._words, self._chunk
+        taken = words[self._taken]
+        for offset in range(0, nbytes, chunk):
+            while words[self._posted] <= taken:
+                yield self._need
+            copy(address + offset, self._chunks[taken % 2], min(chunk, nbytes - offset))
             taken += 1
-            slots.tell(self._taken, taken, self._src)
+            self._tell(self._taken, taken)
+
+    def _tell(self, cell: int, number: int) -> None:
+        """Write a number of this rank's that the peer may sleep for."""
+        futex = self._futex
+        if futex.release is not None:
+            futex.release()
+        self._words[cell] = number
+        futex.fence()
+        if self._words[self._asleep]:
+            futex.wake(self._bit)
 
 
 def _block(size: int) -> int:
     """Numbers per rank in the control block."""
-    return 2 * _LINE + 2 * _rounded(_CHANNELS * size, _LINE)
+    return 2 * _LINE + 2 * _rounded(_CHANNELS * size, _LINE) + size * _LINE
+
+
+def _message_chunk(size: int) -> int:
+    return max(8 * _LINE, _MESSAGES // size // (8 * _LINE) * 8 * _LINE)
+
+
+def _messages(size: int) -> int:
+    """Bytes of all mailboxes."""
+    return 2 * size * size * _message_chunk(size)
 
 
 def _control(size: int) -> int:

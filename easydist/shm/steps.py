@@ -78,16 +78,17 @@ class Steps:
             for (source, length, _), (target, _, _) in zip(own, taken[rank][turn] if own else [], strict=True):
                 if source != target:
                     copy(target, source, length)
-            yield from self._collect(half, step, [row[turn] if turn < len(row) else [] for row in taken])
+            yield from self._collect(half, step, taken, turn)
 
-    def _collect(self, half: int, step: int, rows: Sequence[Sequence[Piece]]) -> Iterator[Need]:
+    def _collect(self, half: int, step: int, rows: Sequence[Sequence[Sequence[Piece]]], turn: int) -> Iterator[Need]:
         slots, need = self.slots, (step, self.slots.others)
         for rank in slots.others:
             while not slots.has_published(rank, step):
                 yield need
-            slot = slots.slot_at(rank, half)
-            for address, length, offset in rows[rank]:
-                copy(address, slot + offset, length)
+            if turn < len(rows[rank]):
+                slot = slots.slot_at(rank, half)
+                for address, length, offset in rows[rank][turn]:
+                    copy(address, slot + offset, length)
         self._reached_by_all = step
 
     def share_upto(self, rows: Sequence[int], nbytes: int) -> Iterator[Need]:
@@ -149,6 +150,8 @@ def slotfuls(places: Sequence[Place], slot: int) -> list[list[Piece]]:
         >>> slotfuls([(1000, 3), (2000, 6)], 4)
         [[(1000, 3, 0), (2000, 1, 3)], [(2001, 4, 0)], [(2005, 1, 0)]]
     """
+    if len(places) == 1 and 0 < places[0][1] <= slot:
+        return [[(*places[0], 0)]]
     full: list[list[Piece]] = []
     pieces: list[Piece] = []
     room = slot

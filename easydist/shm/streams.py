@@ -44,12 +44,18 @@ class Operation:
 
     Args:
         streams: Where its generators run.
+
+    Attributes:
         keep: Whatever has to live until the end.
+        left: How many of its generators have not ended.
+        error: What has ended it before.
     """
 
-    def __init__(self, streams: Streams, keep: object) -> None:
+    __slots__ = ("_streams", "error", "keep", "left")
+
+    def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._keep = keep
+        self.keep: object = None
         self.left = 0
         self.error: BaseException | None = None
 
@@ -79,7 +85,7 @@ class Operation:
         """One of its generators has ended."""
         self.left -= 1
         if not self.left:
-            self._keep = None
+            self.keep = None
 
 
 class _Stream:
@@ -130,23 +136,33 @@ class Streams:
             RuntimeError: The communicator is closed, broken, or another process's.
         """
         self.check()
-        operation = Operation(self, keep)
-        operation.left = len(tasks)
+        operation = Operation(self)
         with self._lock:
+            if self._active:
+                self._advance()
             for key, task in tasks:
-                self._enqueue(key, task, operation)
-            self._advance()
-        if operation.left:
-            _running[self] = None
+                self._start(key, task, operation)
+            if operation.left:
+                operation.keep, _running[self] = keep, None
         return operation
 
-    def _enqueue(self, key: object, task: Iterator[Need], operation: Operation) -> None:
+    def _start(self, key: object, task: Iterator[Need], operation: Operation) -> None:
+        """Run a generator as far as it gets, and queue it where it has not ended; behind others of its stream."""
         stream = self._streams.get(key)
         if stream is None:
             stream = self._streams[key] = _Stream()
         if not stream.queue:
+            try:
+                need = next(task, None)
+            except BaseException as error:  # in the middle of a step
+                self.fail(error)
+                raise
+            if need is None:
+                return
+            stream.need = need
             self._active.append(stream)
         stream.queue.append((task, operation))
+        operation.left += 1
 
     def advance(self) -> bool:
         """Run whatever can run; True if anything has moved. Does nothing while another thread does it."""

@@ -8,5 +8,14 @@ from easydist.state.process_state import (
     together,
     wait_for_everyone,
 )
+from easydist.state.recovering import recover
 
-__all__ = ["DistributedType", "PartialState", "ProcessState", "communicators", "together", "wait_for_everyone"]
+__all__ = [
+    "DistributedType",
+    "PartialState",
+    "ProcessState",
+    "communicators",
+    "recover",
+    "together",
+    "wait_for_everyone",
+]

@@ -7,7 +7,7 @@ import functools
 import os
 import threading
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
@@ -22,13 +22,44 @@ _made: list[World] = []
 """One entry per group that easydist has made in this process."""
 
 
+class _Survivors(NamedTuple):
+    """The group of those that are left of a default group."""
+
+    left_of: dist.ProcessGroup
+    group: dist.ProcessGroup
+    world: World
+
+
+_survivors: _Survivors | None = None
+
+
 def default_group() -> dist.ProcessGroup | None:
-    """Return the default group, whoever made it; None where there is none."""
-    return dist.group.WORLD
+    """Return the default group, whoever made it, or what has been recovered of it; None where there is none."""
+    world = dist.group.WORLD
+    return _survivors.group if _survivors is not None and _survivors.left_of is world else world
+
+
+def is_recovered(group: dist.ProcessGroup) -> bool:
+    """True if this is the group of the survivors of a default group."""
+    return _survivors is not None and _survivors.group is group
+
+
+def replace_default_group(group: dist.ProcessGroup, world: World) -> None:
+    """From now on this is the default group of easydist, until torch has another one.
+
+    Args:
+        group: The survivors.
+        world: This process among them.
+    """
+    global _survivors
+    assert dist.group.WORLD is not None
+    _survivors = _Survivors(dist.group.WORLD, group, world)
 
 
 def world_of(group: dist.ProcessGroup) -> World:
     """The world of a group that exists; where LOCAL_RANK and its like are unset, all ranks count as one host's."""
+    if _survivors is not None and group is _survivors.group:
+        return _survivors.world
     rank, size = group.rank(), group.size()
     told = launched(has_group=True)
     if (told.rank, told.size) == (rank, size):
@@ -59,14 +90,14 @@ def _create_alone(world: World, backend: str, timeout: timedelta | None) -> dist
     store = PrefixStore(f"easydist/{len(_made)}", _store(world))  # a second group must not meet traces of the first
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     _made.append(world)
-    group = default_group()
+    group = dist.group.WORLD
     atexit.register(_take_down, group)
     return group
 
 
 def _take_down(group: dist.ProcessGroup | None) -> None:
     """End the group that easydist made, unless somebody else has done so."""
-    if default_group() is group:
+    if dist.group.WORLD is group:
         dist.destroy_process_group()
 
 

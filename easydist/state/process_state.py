@@ -21,7 +21,7 @@ from easydist.data.split import split
 from easydist.eager import eager
 from easydist.errors import EasydistError
 from easydist.groups.communicators import SOLO, Communicators, of_comm, of_group
-from easydist.state.default_group import create, default_group, leave_groups_of_parents, world_of
+from easydist.state.default_group import create, default_group, is_recovered, leave_groups_of_parents, world_of
 from easydist.state.environment import World, flag, launched
 from easydist.transport.comm import Collectives
 from easydist.typing import Group, Timeout, Tree
@@ -131,9 +131,10 @@ class ProcessState:
         if self._generation != forks.generation and (group is None or group in forks.groups_of_parents):
             group = self._after_fork()
         if self._world is None or group is not self._group:
+            device = self._device if group is not None and is_recovered(group) else None
             self._group, self._device = group, None
             self._world = launched() if group is None else world_of(group)
-            self._device = self._choose_device(self._world)
+            self._device = device or self._choose_device(self._world)
         return self._world
 
     def _after_fork(self) -> dist.ProcessGroup | None:
@@ -163,8 +164,21 @@ class ProcessState:
         return bool(asked or gloo_only or self._options.get("backend") == "gloo")
 
     @property
+    def world(self) -> World:
+        """This process among all that were launched, or that are left of them."""
+        return self._adopt()
+
+    @property
+    def process_group_as_it_is(self) -> dist.ProcessGroup | None:
+        """The default process group; None where nobody has made one."""
+        self._adopt()
+        return self._group
+
+    @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The default process group, created now if the launcher started several ranks and nobody has made one.
+
+        After ``easydist.recover()`` it is the survivors'.
 
         Every rank has to ask; a world of one without a group has None. For what takes a group itself, as
         ``DistributedDataParallel`` does.

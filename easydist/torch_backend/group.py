@@ -125,6 +125,11 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             raise RuntimeError(f"{NAME} serves the CPU only, got {device}")
         return self
 
+    @property
+    def monitor(self) -> Monitor:
+        """What knows the other processes."""
+        return self._monitor
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how long one wait may last."""
         self.timeout = timeout

@@ -18,18 +18,19 @@ class Backend(ABC):
     """Moves flat, contiguous, detached tensors between the ranks of one group.
 
     ``Collectives`` checks every argument first, so that a backend only moves data: every tensor has one dimension,
-    ranks are in range, the sizes fit. Where data only moves, the dtype is uint8. An operation may return before it has
-    ended.
+    ranks are in range, the sizes fit, the dtypes are one. Where data only moves, the dtype is uint8. An operation may
+    return before it has ended.
 
     Attributes:
         name: ``"gloo"``, ``"nccl"``, ``"solo"``, …
         device: Where the tensors are.
         rank: This process in the group.
         size: How many processes the group has.
+        moves_any_dtype: True if data that only moves need not be uint8, which saves a view of every tensor.
         shares_memory: True if the ranks read each other's memory, so that one more copy costs as much as the exchange.
     """
 
-    shares_memory = False
+    moves_any_dtype = shares_memory = False
     name: str
     device: torch.device
     rank: int

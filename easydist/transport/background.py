@@ -1,16 +1,25 @@
-"""Threads that wait for operations which nobody waits for yet, so that these go on and end by themselves."""
+"""Threads that wait for operations which nobody waits for yet, so that these go on and end by themselves.
+
+Operations of several steps go through a pool. Messages between two ranks end in the order in which they were sent, and
+may take as long as the other rank likes: each such line has a thread of its own.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Hashable
 from queue import SimpleQueue
 
 _Drive = Callable[[], object]
 
 _MOST = 4
 """How many threads take operations in their order. More begin where somebody asks about a single one."""
+
+_FAREWELL = 2.0
+"""Seconds that the end of the process waits for messages under way."""
 
 
 class _Background:
@@ -42,8 +51,10 @@ class _Background:
         self._queue.get()()
 
 
-def _start(target: _Drive) -> None:
-    threading.Thread(target=target, name="easydist-work", daemon=True).start()
+def _start(target: _Drive) -> threading.Thread:
+    thread = threading.Thread(target=target, name="easydist-work", daemon=True)
+    thread.start()
+    return thread
 
 
 _background = _Background()
@@ -59,9 +70,74 @@ def at_once(drive: _Drive) -> None:
     _start(drive)
 
 
+class _Line:
+    """A thread that calls what it is given, one after another; ``stop`` ends what it waits for."""
+
+    def __init__(self, stop: _Drive) -> None:
+        self.stop = stop
+        self.waiting: SimpleQueue[_Drive | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = _start(self._serve)
+
+    def _serve(self) -> None:
+        while (drive := self.waiting.get()) is not None:
+            drive()
+            del drive  # it keeps nothing alive while there is nothing to do
+
+    def has_ended(self, seconds: float) -> bool:
+        """True if the thread ends in time."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return self._thread is None or not self._thread.is_alive()
+
+
+_lines: dict[tuple[int, Hashable], _Line] = {}
+
+
+def in_line(owner: int, name: Hashable, drive: _Drive, stop: _Drive) -> None:
+    """Let the thread of a line call ``drive``, which raises nothing, after what it was given before.
+
+    May be called while garbage is collected, wherever that happens: it takes no lock.
+
+    Args:
+        owner: Who ends the line.
+        name: Of this line among those of its owner.
+        drive: What to call.
+        stop: Ends what ``drive`` waits for, when the process ends.
+    """
+    line = _Line(stop)
+    if (known := _lines.setdefault((owner, name), line)) is line:
+        line.start()
+    known.waiting.put(drive)
+
+
+def end_lines(owner: int) -> None:
+    """Let the threads of these lines end, once they have done what they were given."""
+    for key in [key for key in _lines if key[0] == owner]:
+        _lines.pop(key).waiting.put(None)
+
+
+def _end_all_lines() -> None:
+    """Let messages under way arrive before the interpreter ends: a thread that is in C++ then aborts the process."""
+    lines, until = list(_lines.values()), time.monotonic() + _FAREWELL
+    for line in lines:
+        line.waiting.put(None)
+    slow = [line for line in lines if not line.has_ended(max(0.0, until - time.monotonic()))]
+    for line in slow:
+        line.stop()
+    for line in slow:
+        line.has_ended(_FAREWELL)
+
+
+atexit.register(_end_all_lines)
+
+
 def _after_fork() -> None:
     global _background
     _background = _Background()
+    _lines.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -9,6 +9,7 @@ from typing import SupportsIndex
 
 import torch
 
+from easydist.data.leaves import with_memory
 from easydist.transport.backend import Backend
 from easydist.transport.staging import Staging, check_writable
 from easydist.transport.work import TorchWork
@@ -32,6 +33,7 @@ class Checked:
     def __init__(self, backend: Backend, name: str = "") -> None:
         self._backend = backend
         self._name = name
+        self._raw = _as_it_is if backend.moves_any_dtype else _as_bytes
         self.communicators: object = None
 
     def __repr__(self) -> str:
@@ -91,40 +93,49 @@ class Checked:
             work.wait()
         return work
 
+    def _raws(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Flat tensors as the backend moves them."""
+        return [self._raw(tensor) for tensor in tensors]
+
     def _rank(self, what: str, rank: SupportsIndex) -> int:
-        value, size = operator.index(rank), self.get_size()
+        value, size = operator.index(rank), self._backend.size
         if not 0 <= value < size:
             raise RuntimeError(f"{what} must be in range [0, {size}), but got {value}")
         return value
 
     def _check(self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> None:
         """That these are tensors of one dtype on the communicator's device, and that outputs can be written."""
-        device, dtypes = self.get_device().type, set()
+        device, dtype = self._backend.device, None
         for tensor in (*outputs, *inputs):
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"{name}() takes tensors, got {type(tensor).__name__}")
-            if tensor.device.type != device:
-                raise RuntimeError(f"{name}: tensor is on {tensor.device}, the communicator on {self.get_device()}")
+            if (own := tensor.device) != device and own.type != device.type:
+                raise RuntimeError(f"{name}: tensor is on {own}, the communicator on {device}")
             if tensor.layout is not torch.strided:
                 raise RuntimeError(f"{name}: Tensor must be contiguous or strided, got {tensor.layout}")
-            dtypes.add(tensor.dtype)
-        if len(dtypes) > 1:
-            raise RuntimeError(f"{name}: all tensors must have one dtype, got {sorted(map(str, dtypes))}")
+            if type(tensor) is not torch.Tensor and with_memory(tensor) is not tensor:
+                raise TypeError(
+                    f"{name}() takes tensors with memory: call wait() of this {type(tensor).__name__} first"
+                )
+            dtype = dtype or tensor.dtype
+            if tensor.dtype is not dtype:
+                raise RuntimeError(f"{name}: all tensors must have one dtype, got {dtype} and {tensor.dtype}")
         for tensor in outputs:
             check_writable(name, tensor)
 
     def _check_rows(self, name: str, tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         self._one_per_rank(name, "tensor_list", tensor_list)
         self._check(name, tensor_list, [tensor])
-        self._demand_own(name, tensor_list[self.get_rank()].numel(), tensor.numel())
+        self._demand_own(name, tensor_list[self._backend.rank].numel(), tensor.numel())
 
     def _one_per_rank(self, name: str, what: str, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        size = self.get_size()
-        demand(len(tensors) == size, f"{what} size must equal comm_size for {name}: got {len(tensors)}, not {size}")
+        if len(tensors) != (size := self._backend.size):
+            raise RuntimeError(f"{what} size must equal comm_size for {name}: got {len(tensors)}, not {size}")
         return tensors
 
     def _demand_own(self, name: str, output: int, input: int) -> None:
-        demand(output == input, f"{name}: own output must fit the own input, got {output} and {input} elements")
+        if output != input:
+            raise RuntimeError(f"{name}: own output must fit the own input, got {output} and {input} elements")
 
     def _rows(self, name: str, what: str, tensor: torch.Tensor, sizes: Sequence[SupportsIndex]) -> list[int]:
         """The elements of each part of dim 0."""
@@ -153,9 +164,12 @@ def demand(condition: bool, text: str) -> None:
         raise RuntimeError(text)
 
 
-def bits(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Flat tensors as bytes."""
-    return [tensor.view(BYTES) for tensor in tensors]
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(BYTES)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def split(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:

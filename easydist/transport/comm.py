@@ -8,7 +8,7 @@ from typing import SupportsIndex
 
 import torch
 
-from easydist.transport.checked import BYTES, Hints, How, bits, demand, split
+from easydist.transport.checked import BYTES, Hints, How, demand, split
 from easydist.transport.reductions import Reductions
 from easydist.transport.staging import Staging, flat
 from easydist.transport.work import TorchWork
@@ -47,10 +47,9 @@ class Collectives(Reductions):
             tensor_list: One tensor per rank, each with as many elements as ``tensor``.
             tensor: What this rank sends; as many elements on every rank.
         """
-        sizes = {tensor.numel() for tensor in self._one_per_rank("all_gather", "tensor_list", tensor_list)}
-        demand(
-            sizes == {tensor.numel()}, "All tensors in tensor_list must have same size as input tensor for all_gather"
-        )
+        self._one_per_rank("all_gather", "tensor_list", tensor_list)
+        same = all(output.numel() == tensor.numel() for output in tensor_list)
+        demand(same, "All tensors in tensor_list must have same size as input tensor for all_gather")
         return self._all_gather("all_gather", tensor_list, tensor, (async_op, hints, timeout))
 
     def all_gather_single(
@@ -74,7 +73,7 @@ class Collectives(Reductions):
             fits, f"Output tensor size must be input_size * comm_size for {name}: the numbers of elements do not fit"
         )
         staging = Staging()
-        target, data = staging.target(output).view(BYTES), flat(input).view(BYTES)
+        target, data = self._raw(staging.target(output)), self._raw(flat(input))
         return self._run(name, lambda: self._backend.all_gather_single(target, data), async_op, hints, timeout, staging)
 
     def all_gather_upto(
@@ -133,8 +132,8 @@ class Collectives(Reductions):
         name, staging = "all_gather_parts", Staging()
         for tensor_list, tensor in zip(tensor_lists, tensors, strict=True):
             self._check_rows(name, tensor_list, tensor)
-        outputs = [bits(staging.targets(tensor_list)) for tensor_list in tensor_lists]
-        parts = bits(map(flat, tensors))
+        outputs = [self._raws(staging.targets(tensor_list)) for tensor_list in tensor_lists]
+        parts = self._raws(map(flat, tensors))
         return self._run(
             name, lambda: self._backend.all_gather_parts(outputs, parts), async_op, hints, timeout, staging
         )
@@ -177,9 +176,8 @@ class Collectives(Reductions):
         demand(not _share_memory(output, input), f"{name}: output and input must not share memory")
         staging = Staging()
         outputs, inputs = (split(part, [part.numel() // size] * size) for part in (staging.target(output), flat(input)))
-        return self._run(
-            name, lambda: self._backend.all_to_all_v(bits(outputs), bits(inputs)), async_op, hints, timeout, staging
-        )
+        targets, data = self._raws(outputs), self._raws(inputs)
+        return self._run(name, lambda: self._backend.all_to_all_v(targets, data), async_op, hints, timeout, staging)
 
     def all_to_all_v_single(
         self,
@@ -209,9 +207,8 @@ class Collectives(Reductions):
         )
         self._demand_own(name, counts[0][self.get_rank()], counts[1][self.get_rank()])
         outputs, inputs = split(staging.target(output), counts[0]), split(flat(input), counts[1])
-        return self._run(
-            name, lambda: self._backend.all_to_all_v(bits(outputs), bits(inputs)), async_op, hints, timeout, staging
-        )
+        targets, data = self._raws(outputs), self._raws(inputs)
+        return self._run(name, lambda: self._backend.all_to_all_v(targets, data), async_op, hints, timeout, staging)
 
     def barrier(self, async_op: bool, hints: Hints = None, timeout: timedelta | None = None) -> TorchWork:
         """Block until every rank has reached this call."""
@@ -229,7 +226,7 @@ class Collectives(Reductions):
         rank = self._rank("root", root)
         self._check("broadcast", [tensor])
         staging = Staging()
-        target = staging.target(tensor).view(BYTES)
+        target = self._raw(staging.target(tensor))
         return self._run("broadcast", lambda: self._backend.broadcast(target, rank), async_op, hints, timeout, staging)
 
     def broadcast_parts(
@@ -249,7 +246,7 @@ class Collectives(Reductions):
         name, rank, staging = "broadcast_parts", self._rank("root", root), Staging()
         for tensor in tensors:
             self._check(name, [tensor])
-        targets = bits(staging.targets(tensors))
+        targets = self._raws(staging.targets(tensors))
         return self._run(name, lambda: self._backend.broadcast_parts(targets, rank), async_op, hints, timeout, staging)
 
     def gather(
@@ -300,8 +297,8 @@ class Collectives(Reductions):
         self._check(name, [output], [input])
         fits = output.numel() == input.numel() * size
         demand(fits, f"Output tensor size must be input_size * comm_size for {name}")
-        staging, data = Staging(), flat(input).view(BYTES)
-        parts = bits(split(staging.target(output), [input.numel()] * size))
+        staging, data = Staging(), self._raw(flat(input))
+        parts = self._raws(split(staging.target(output), [input.numel()] * size))
         return self._run(name, lambda: self._backend.gather(parts, data, rank), async_op, hints, timeout, staging)
 
     def recv(
@@ -322,7 +319,7 @@ class Collectives(Reductions):
         self._check("recv", [tensor])
         demand(rank != self.get_rank(), "Cannot recv from self")
         staging = Staging()
-        target = staging.target(tensor).view(BYTES)
+        target = self._raw(staging.target(tensor))
         return self._run("recv", lambda: self._backend.recv(target, rank), async_op, hints, timeout, staging)
 
     def scatter(
@@ -350,7 +347,7 @@ class Collectives(Reductions):
                 own, "All input tensors must have same size as output tensor: own entry must fit the output for scatter"
             )
         self._check(name, [output_tensor], inputs)
-        target, data = staging.target(output_tensor).view(BYTES), bits(map(flat, inputs))
+        target, data = self._raw(staging.target(output_tensor)), self._raws(map(flat, inputs))
         return self._run(name, lambda: self._backend.scatter(target, data, rank), async_op, hints, timeout, staging)
 
     def send(
@@ -370,13 +367,13 @@ class Collectives(Reductions):
         rank = self._rank("dst", dst)
         self._check("send", [], [tensor])
         demand(rank != self.get_rank(), "Cannot send to self")
-        data = flat(tensor).view(BYTES)
+        data = self._raw(flat(tensor))
         return self._run("send", lambda: self._backend.send(data, rank), async_op, hints, timeout)
 
     def _all_gather(self, name: str, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, how: How) -> TorchWork:
         self._check_rows(name, outputs, tensor)
         staging = Staging()
-        targets, data = bits(staging.targets(outputs)), flat(tensor).view(BYTES)
+        targets, data = self._raws(staging.targets(outputs)), self._raw(flat(tensor))
         return self._run(name, lambda: self._backend.all_gather_v(targets, data), *how, staging)
 
     def _all_to_all(
@@ -387,15 +384,15 @@ class Collectives(Reductions):
         self._one_per_rank(name, "input_tensor_list", inputs)
         self._check(name, outputs, inputs)
         self._demand_own(name, outputs[rank].numel(), inputs[rank].numel())
-        targets, data = bits(staging.targets(outputs)), bits(map(flat, inputs))
+        targets, data = self._raws(staging.targets(outputs)), self._raws(map(flat, inputs))
         return self._run(name, lambda: self._backend.all_to_all_v(targets, data), *how, staging)
 
     def _gather(
         self, name: str, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, rank: int, how: How
     ) -> TorchWork:
         self._check(name, outputs, [tensor])
-        staging, data = Staging(), flat(tensor).view(BYTES)
-        targets = bits(staging.targets(outputs))
+        staging, data = Staging(), self._raw(flat(tensor))
+        targets = self._raws(staging.targets(outputs))
         return self._run(name, lambda: self._backend.gather(targets, data, rank), *how, staging)
 
 

@@ -178,8 +178,9 @@ def combine(op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     if dtype is torch.uint64:
         return _combine_uint64(op, parts)
     wide = accumulator(dtype, op)
-    total = functools.reduce(_COMBINE[op.type], (part.to(wide) for part in parts))
-    return (average(total, len(parts)) if op.type is RedOpType.AVG else total).to(dtype)
+    total = functools.reduce(_COMBINE[op.type], parts if wide is dtype else (part.to(wide) for part in parts))
+    total = average(total, len(parts)) if op.type is RedOpType.AVG else total
+    return total if total.dtype is dtype else total.to(dtype)
 
 
 def average(total: torch.Tensor, count: int) -> torch.Tensor:

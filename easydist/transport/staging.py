@@ -57,7 +57,7 @@ class Staging:
         """
         memory = flat(tensor)
         self.outputs.append(tensor)
-        if not is_direct(tensor):
+        if memory is not tensor and not is_direct(tensor):
             self._copies.append((tensor, memory))
         return memory
 

@@ -86,11 +86,12 @@ class TorchWork:
         Raises:
             RuntimeError: The operation failed; every further ``wait`` raises the same error again.
         """
-        with self._lock:
-            self._finish()
-        self._tell_futures()
-        if self._error is not None:
-            raise self._error
+        if not self._is_done:
+            with self._lock:
+                self._finish()
+            self._tell_futures()
+            if self._error is not None:
+                raise self._error
 
     def wait_blocking(self) -> None:
         """Block the CPU until the operation has completed; on a GPU, too."""
@@ -145,9 +146,9 @@ class TorchWork:
             if not isinstance(error, Exception):
                 raise
         else:
-            self._is_done = True
             self._results = [weakref.ref(tensor) for tensor in self._outputs]
         self._pending = self._keep = self._outputs = ()
+        self._is_done = self._error is None  # last: whoever sees it holds no lock
 
     def _drain(self) -> None:
         for pending in self._pending:

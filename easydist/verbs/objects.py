@@ -367,7 +367,7 @@ class _Encoded:
         message = codec.EncodedObject(value)
         self.data, self._strings = message.joined(), value if message.is_strings else None
         if self.weights_only and not message.is_strings:
-            self.decoded(self.data)
+            message.check()
         return self.data.numel()
 
     def own(self) -> Any:

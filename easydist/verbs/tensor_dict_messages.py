@@ -14,20 +14,21 @@ from __future__ import annotations
 import functools
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 
-from easydist import memory
 from easydist.data import packing
 from easydist.errors import WireError
 from easydist.format import codec, header, outline
-from easydist.format.header import Entry, Header
+from easydist.format.header import Header
 from easydist.format.targets import Targets
 from easydist.groups.communicators import Communicators
 from easydist.typing import Tree
-from easydist.verbs.buckets import LARGE
+from easydist.verbs import tensor_dict_recipes as recipes
+from easydist.verbs.tensor_dict_buffers import ReceiveBuffer, demand_nbytes, empty, entry_nbytes, filled, together
 
 DEVICES = "easydist.devices"
 
@@ -65,15 +66,13 @@ class Outgoing:
         weights_only: bool = True,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        key = None if metadata else _recipe_key(data)
+        key = None if metadata else recipes.key_of(data)
         found: list[Any] | None = [] if objects else None
-        if key is not None and (recipe := _recipes.get(key)) is not None:
-            self.header, names = recipe
-            self._tensors = [data[name] for name in names]
+        if (recipe := recipes.made_before(key)) is not None:
+            self.header, self._tensors = recipe.header, recipe.tensors(data)
         else:
             self._write(data, found, metadata)
-            if key is not None:
-                _keep_recipe(key, self.header, self._names)
+            recipes.keep_made(key, self.header, self._names)
         self.objects = _encoded(found, weights_only) if found else _NOTHING
         self._data_nbytes = sum(map(packing.nbytes, self._tensors))
         self._is_inline = False
@@ -88,19 +87,22 @@ class Outgoing:
         self._names = header.order(tensors)
         self._tensors = [tensors[name] for name in self._names]
 
-    def announcement(self, comms: Communicators, room: int) -> torch.Tensor:
+    def announcement(self, room: int, before: bytes = b"") -> torch.Tensor:
         """What goes first: the header, the objects, and all data if it is small.
 
         Args:
-            comms: The group.
             room: With how many bytes at most the data goes along.
+            before: Bytes to be put before it.
         """
-        head = _LENGTHS.size + self.header.numel() + self.objects.numel()
-        on_cpu = all(tensor.is_cpu for tensor in self._tensors)
-        self._is_inline = on_cpu and head + self._data_nbytes <= room
-        data = [buffer for _, buffer in self._messages(comms)] if self._is_inline else []
-        lengths = _LENGTHS.pack(self.header.numel(), self.objects.numel(), sum(map(torch.Tensor.numel, data)))
-        return torch.cat([torch.frombuffer(bytearray(lengths), dtype=torch.uint8), self.header, self.objects, *data])
+        texts = self.header.numel(), self.objects.numel()
+        nbytes = len(before) + _LENGTHS.size + sum(texts) + self._data_nbytes
+        self._is_inline = nbytes <= room and all(tensor.is_cpu for tensor in self._tensors)
+        data = self._tensors if self._is_inline else []
+        lengths = _LENGTHS.pack(*texts, self._data_nbytes if data else 0)
+        start = torch.frombuffer(bytearray(before + lengths), dtype=torch.uint8)
+        message = torch.empty(nbytes if data else nbytes - self._data_nbytes, dtype=torch.uint8, device="cpu")
+        packing.copy_to(message.data_ptr(), [start, self.header, self.objects, *data])
+        return message
 
     def buffers(self, comms: Communicators) -> Buffers:
         """What to send after it; whatever has to be copied for that is copied now."""
@@ -110,46 +112,8 @@ class Outgoing:
         kinds, sizes = [t.device.type for t in self._tensors], [packing.nbytes(t) for t in self._tensors]
         return [
             (kind, packing.pack([self._tensors[i] for i in members], there))
-            for kind, there, members in _together(comms, kinds, sizes)
+            for kind, there, members in together(comms, kinds, sizes)
         ]
-
-
-_Recipe = tuple[torch.Tensor, list[str]]
-_recipes: dict[Any, _Recipe] = {}
-"""Headers of dicts that were sent before, and the keys in the order of the data: engines repeat themselves."""
-
-_MOST_RECIPES, _LONGEST_TEXT = 256, 64
-_PLAIN = frozenset({bool, int, str, type(None)})
-
-
-def _recipe_key(data: Tree) -> Any:
-    """What determines the header of a flat dict; None for other trees, and where tensors may be tied."""
-    if type(data) is not dict:
-        return None
-    parts: list[Any] = []
-    addresses: list[int] = []
-    for name, value in data.items():
-        if type(name) is not str:
-            return None
-        if type(value) is torch.Tensor and value.is_cpu and not value.requires_grad and not _is_odd(value):
-            parts.append((name, value.dtype, value.shape))
-            addresses.append(value.data_ptr())
-        elif type(value) in _PLAIN and not (type(value) is str and len(value) > _LONGEST_TEXT):
-            parts.append((name, type(value), value))
-        else:
-            return None
-    return tuple(parts) if len(set(addresses)) == len(addresses) else None
-
-
-def _is_odd(tensor: torch.Tensor) -> bool:
-    return tensor.layout is not torch.strided or tensor.is_nested or tensor.is_conj() or tensor.is_neg()
-
-
-def _keep_recipe(key: Any, head: torch.Tensor, paths: Sequence[str]) -> None:
-    names = {f"[{name!r}]": name for name, *_ in key}
-    if len(_recipes) >= _MOST_RECIPES:
-        _recipes.clear()
-    _recipes[key] = head, [names[path] for path in paths]
 
 
 def _encoded(objects: list[Any], weights_only: bool) -> torch.Tensor:
@@ -184,17 +148,12 @@ class Announcement:
             )
         self.header, self.objects, self.data = message[_LENGTHS.size :].split(list(lengths))
 
-
-def _together(
-    comms: Communicators, kinds: Sequence[str], sizes: Sequence[int]
-) -> Iterator[tuple[str, torch.device, list[int]]]:
-    """Which tensors make one message, and on which device; by device types and sizes alone, the same on both sides."""
-    for kind in dict.fromkeys(kinds):
-        there = comms.data(torch.device(kind)).get_device()
-        members = [i for i, other in enumerate(kinds) if other == kind and sizes[i]]
-        yield from ((kind, there, [i]) for i in members if sizes[i] >= LARGE)
-        if small := [i for i in members if sizes[i] < LARGE]:
-            yield kind, there, small
+    def recipe(self) -> recipes.ReceiveRecipe | None:
+        """What is known of data like this, if all of it has come."""
+        if self.objects.numel() or self.header.numel() > recipes.LONGEST_HEADER:
+            return None
+        found = recipes.read_before(self.header.numpy().tobytes())
+        return found if found is not None and found.nbytes == self.data.numel() else None
 
 
 _I = TypeVar("_I", bound="Incoming")
@@ -202,6 +161,11 @@ _I = TypeVar("_I", bound="Incoming")
 
 class Incoming:
     """The tree that a header announces. All memory is there before the first byte of data comes."""
+
+    _receiving: Sequence[ReceiveBuffer] = ()
+    _targets: Targets | None = None
+    _leaves: Mapping[str, Any] = MappingProxyType({})
+    _data: torch.Tensor | None
 
     def __init__(
         self,
@@ -250,8 +214,19 @@ class Incoming:
             UnsafeObjectError: An object is not allow-listed here.
         """
         told = Announcement(message)
+        if into is None and (known := told.recipe()) is not None:
+            incoming = cls.__new__(cls)
+            incoming._tree, incoming._data = known.tree(told.data), told.data
+            return incoming
         objects = codec.decode(told.objects.clone(), weights_only=weights_only) if told.objects.numel() else ()
-        return cls(comms, told.header, into, objects, told.data.clone() if told.data.numel() else None)
+        incoming = cls(comms, told.header, into, objects, told.data.clone() if told.data.numel() else None)
+        if into is None and not objects and not incoming._receiving:
+            incoming._keep(told)
+        return incoming
+
+    def _keep(self, told: Announcement) -> None:
+        """Let the next announcement with this header be read faster."""
+        recipes.keep_read(told.header.numpy().tobytes(), _header_of(told.header), self._tree, self._tensors)
 
     @property
     def tree(self) -> Tree:
@@ -261,26 +236,26 @@ class Incoming:
     def _check_data(self) -> None:
         """Make sure that the data which has come along fits its buffers."""
         if self._data is not None and self._receiving:
-            _demand_nbytes(self._data, sum(receive.buffer.numel() for receive in self._receiving))
+            demand_nbytes(self._data, sum(receive.buffer.numel() for receive in self._receiving))
 
     def _decoded(self) -> tuple[Tree, dict[str, Any]]:
         wanted = None if self._targets is None else self._targets.values
         return outline.decode(self._outline, self._tensors, None, wanted, self._objects)
 
-    def allocate(self, comms: Communicators, head: Header) -> tuple[list[_ReceiveBuffer], dict[str, torch.Tensor]]:
+    def allocate(self, comms: Communicators, head: Header) -> tuple[list[ReceiveBuffer], dict[str, torch.Tensor]]:
         """The memory for each message that is to come, and all tensors by name."""
         if self._data is not None and self._targets is None:
-            return [], _filled(head, self._data)
+            return [], filled(head, self._data)
         devices = header.parse_json(head.metadata.get(DEVICES, "{}").encode())
         kinds = [devices.get(entry.name, "cpu") for entry in head.entries]
         receiving = [
-            _ReceiveBuffer(kind, there, [head.entries[i] for i in members], self._targets)
-            for kind, there, members in _together(comms, kinds, [_size(entry) for entry in head.entries])
+            ReceiveBuffer(kind, there, [head.entries[i] for i in members], self._targets)
+            for kind, there, members in together(comms, kinds, [entry_nbytes(entry) for entry in head.entries])
         ]
         tensors = {name: tensor for receive in receiving for name, tensor in receive.tensors.items()}
         for entry, kind in zip(head.entries, kinds, strict=True):
-            if not _size(entry):
-                tensors[entry.name] = _empty(entry, kind if self._targets is None else "cpu")
+            if not entry_nbytes(entry):
+                tensors[entry.name] = empty(entry, kind if self._targets is None else "cpu")
         return receiving, tensors
 
     def misfit(self) -> dict[str, Any] | None:
@@ -313,96 +288,12 @@ class Incoming:
         return self._tree if self._targets is None else self._targets.write(self._leaves)
 
 
-_CACHED = 1 << 14
-
-
 def _header_of(encoded: torch.Tensor) -> Header:
     """The header; read once if it is short and comes again and again."""
     data = encoded.numpy()
-    return _known_header(data.tobytes()) if len(data) <= _CACHED else header.decode(data, apart=True)
+    return _known_header(data.tobytes()) if len(data) <= recipes.LONGEST_HEADER else header.decode(data, apart=True)
 
 
 @functools.lru_cache(maxsize=64)
 def _known_header(encoded: bytes) -> Header:
     return header.decode(encoded, apart=True)
-
-
-def _filled(head: Header, data: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors by name, of data that has come along; each has memory of its own."""
-    sizes = list(map(_size, head.entries))
-    _demand_nbytes(data, sum(sizes))
-    parts = zip(head.entries, data.split(sizes), strict=True)
-    return {entry.name: part.view(entry.dtype).view(entry.shape).clone() for entry, part in parts}
-
-
-def _demand_nbytes(data: torch.Tensor, nbytes: int) -> None:
-    if data.numel() != nbytes:
-        raise WireError(f"{data.numel()} bytes of data came along, not {nbytes}")
-
-
-def _size(entry: Entry) -> int:
-    return entry.stop - entry.start
-
-
-class _ReceiveBuffer:
-    """The memory for one message.
-
-    Attributes:
-        kind: The device type of the data.
-        buffer: Where it arrives.
-        tensors: By name, what is in it; the values are there after ``finish``.
-    """
-
-    def __init__(self, kind: str, there: torch.device, entries: Sequence[Entry], targets: Targets | None) -> None:
-        self.kind, self._there = kind, there
-        self.tensors: dict[str, torch.Tensor] = {}
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        if len(entries) == 1 and (place := self._place(entries[0], targets)) is not None:
-            self.buffer, self.tensors[entries[0].name] = packing.as_bytes(place), place
-        else:
-            self.buffer = memory.empty([sum(map(_size, entries))], torch.uint8, there)
-            self._cut(entries, kind if targets is None else None)
-
-    def _place(self, entry: Entry, targets: Targets | None) -> torch.Tensor | None:
-        """Where a message of one tensor can arrive without being copied: in the target, or in the result."""
-        target = targets.values.get(entry.name) if targets is not None else None
-        if _fits(target, entry, self._there):
-            return target.detach()  # type: ignore[no-any-return, union-attr]
-        if targets is None and self.kind != self._there.type:  # a device that the group's communicators cannot reach
-            return None
-        return memory.empty(entry.shape, entry.dtype, self._there)
-
-    def _cut(self, entries: Sequence[Entry], kind: str | None) -> None:
-        """Tensors of their own for the parts of the buffer; views of it where targets get copies anyway."""
-        parts = self.buffer.split([_size(entry) for entry in entries])
-        for entry, part in zip(entries, parts, strict=True):
-            if kind is None:
-                self.tensors[entry.name] = part.view(entry.dtype).view(entry.shape)
-            else:
-                tensor = self.tensors[entry.name] = _empty(entry, kind)
-                self._copies.append((packing.as_bytes(tensor), part))
-
-    def finish(self) -> None:
-        for target, part in self._copies:
-            target.copy_(part)
-        self._copies = []
-
-
-def _fits(target: Any, entry: Entry, device: torch.device) -> bool:
-    """Whether a message can arrive in the target itself."""
-    return (
-        type(target) in (torch.Tensor, torch.nn.Parameter)
-        and (target.dtype, tuple(target.shape), target.device.type) == (entry.dtype, entry.shape, device.type)
-        and target.layout is torch.strided
-        and target.is_contiguous()
-        and not (target.is_conj() or target.is_neg())
-    )
-
-
-def _empty(entry: Entry, kind: str) -> torch.Tensor:
-    try:
-        return memory.empty(entry.shape, entry.dtype, kind)
-    except (RuntimeError, AssertionError) as error:
-        raise RuntimeError(
-            f"{entry.name or 'the tensor'} is on {kind}, where this process cannot make a tensor ({error}); pass into="
-        ) from error

@@ -6,34 +6,14 @@ So both sides raise or neither does, and targets are written only where all of t
 
 from __future__ import annotations
 
-import contextlib
-import json
-import traceback
-from collections.abc import Callable, Sequence
-from operator import index
-from typing import Any, NoReturn
-
-import torch
-
-from easydist.agreement.agree import agree, shared
-from easydist.agreement.call import Call
-from easydist.agreement.calling import calling
-from easydist.agreement.frames import Agreement
-from easydist.agreement.runner import R, Verb, run
+from easydist.agreement.runner import run
 from easydist.eager import eager
-from easydist.errors import DisagreementError, EasydistError, RemoteError
-from easydist.format import codec
-from easydist.groups.communicators import Communicators
 from easydist.state import communicators
-from easydist.transport.comm import Collectives
-from easydist.transport.work import TorchWork
 from easydist.typing import Group, Timeout, Tree
-from easydist.verbs.ranks import check_rank
-from easydist.verbs.tensor_dict_messages import Buffers, Incoming, Outgoing
+from easydist.verbs.tensor_dict_broadcast import BroadcastTensorDict
+from easydist.verbs.tensor_dict_pair import RecvTensorDict, SendTensorDict
 
 __all__ = ["broadcast_tensor_dict", "recv_tensor_dict", "send_tensor_dict"]
-
-_SHOWN = 10
 
 
 @eager
@@ -78,7 +58,7 @@ def send_tensor_dict(
 
     Source: vLLM's ``GroupCoordinator.send_tensor_dict``.
     """
-    run(_SendTensorDict(tensor_dict, dst, objects), communicators(group), timeout)
+    run(SendTensorDict(tensor_dict, dst, objects), communicators(group), timeout)
 
 
 @eager
@@ -114,7 +94,7 @@ def recv_tensor_dict(src: int, *, into: Tree = None, group: Group = None, timeou
 
     Source: vLLM's ``GroupCoordinator.recv_tensor_dict``.
     """
-    return run(_RecvTensorDict(src, into), communicators(group), timeout)
+    return run(RecvTensorDict(src, into), communicators(group), timeout)
 
 
 @eager
@@ -164,285 +144,3 @@ def broadcast_tensor_dict(
     Source: vLLM's ``GroupCoordinator.broadcast_tensor_dict``.
     """
     return run(BroadcastTensorDict(tensor_dict, src, into, objects), communicators(group), timeout, check)
-
-
-class _OfTwo(Verb[R]):
-    """What both ends of a pair have in common: they agree by themselves, and nobody else takes part."""
-
-    peer: int
-
-    def prepare(self, comms: Communicators) -> Call:
-        return Call()
-
-    def agree(self, comms: Communicators, check: bool | None) -> Agreement:
-        self.handshake(comms)
-        return Agreement(Call(), [])
-
-    def handshake(self, comms: Communicators) -> None:
-        """Tell the other one what comes, or whether it can come; both raise where it cannot."""
-        raise NotImplementedError
-
-
-class _SendTensorDict(_OfTwo[None]):
-    operation = "send_tensor_dict"
-
-    def __init__(self, tensor_dict: Tree, dst: int, objects: bool) -> None:
-        self._tensor_dict, self.peer, self._objects = tensor_dict, dst, objects
-
-    def handshake(self, comms: Communicators) -> None:
-        pair = _Pair(comms, self.operation, "dst", self.peer)
-        try:
-            self.refuse(comms)
-            outgoing = Outgoing(self._tensor_dict, self._objects)
-            announcement = outgoing.announcement(comms, _SMALL)
-            self._buffers = outgoing.buffers(comms)
-        except Exception as error:
-            pair.refuse(error)
-        comms.begin(lambda: pair.ask(announcement))
-
-    def exchange(self, comms: Communicators, agreed: Agreement) -> None:
-        dst = self.peer
-        _move(comms, self._buffers, comms.between_two, lambda comm, buffer: comm.send(buffer, dst, async_op=True))
-
-    def result(self, comms: Communicators, agreed: Agreement, arrived: None) -> None:
-        return None
-
-
-class _RecvTensorDict(_OfTwo[Tree]):
-    operation = "recv_tensor_dict"
-
-    def __init__(self, src: int, into: Tree) -> None:
-        self.peer, self._into = src, into
-
-    def handshake(self, comms: Communicators) -> None:
-        pair = _Pair(comms, self.operation, "src", self.peer)
-        encoded = comms.begin(pair.receive)
-        try:
-            self.refuse(comms)
-            self._incoming = Incoming.announced(comms, encoded, self._into)
-            misfit = self._incoming.misfit()
-        except Exception as error:
-            pair.refuse(error)
-        if misfit:
-            pair.fail(DisagreementError(_disagreement(self.operation, self.peer, {comms.rank: misfit})))
-        pair.tell(_WELL)
-        pair.settle()
-
-    def exchange(self, comms: Communicators, agreed: Agreement) -> None:
-        src, buffers = self.peer, self._incoming.buffers()
-        _move(comms, buffers, comms.between_two, lambda comm, buffer: comm.recv(buffer, src, async_op=True))
-
-    def result(self, comms: Communicators, agreed: Agreement, arrived: None) -> Tree:
-        return self._incoming.finish()
-
-
-class BroadcastTensorDict(Verb[Tree]):
-    """The verb itself.
-
-    Args:
-        tensor_dict: As in ``broadcast_tensor_dict``.
-        src: Likewise.
-        into: Likewise.
-        objects: Likewise.
-        weights_only: Decode objects with the restricted decoder; the same on all ranks.
-        data: The communicators that carry data which does not go along with the headers; None is the call's own.
-    """
-
-    operation = "broadcast_tensor_dict"
-
-    def __init__(
-        self,
-        tensor_dict: Tree,
-        src: int,
-        into: Tree = None,
-        objects: bool = False,
-        weights_only: bool = True,
-        data: Communicators | None = None,
-    ) -> None:
-        self._tensor_dict, self._src, self._into = tensor_dict, src, into
-        self._objects, self._weights_only, self._data = objects, weights_only, data
-        self._outgoing: Outgoing | None = None
-        self._incoming: Incoming | None = None
-        self._buffers: Buffers = []
-        self._message = _FROM_SOURCE
-
-    def prepare(self, comms: Communicators) -> Call:
-        src = self._src
-        check_rank(comms, "src", src)
-        arguments: dict[str, Any] = {"src": index(src)}
-        if not self._weights_only:
-            codec.demand_pickle()
-            arguments["weights_only"] = False
-        if comms.rank != src:
-            asked = [] if self._into is None else [_ANSWERS]
-            return Call(arguments, nbytes=len(asked), payload=asked)
-        if self._tensor_dict is None:
-            raise ValueError(f"broadcast_tensor_dict: rank {src} is the source, but its tensor_dict is None")
-        self._outgoing = outgoing = Outgoing(self._tensor_dict, self._objects, self._weights_only)
-        if comms.size > 1:
-            announcement = outgoing.announcement(comms, comms.frames.nbytes - _FRAME_HEAD)
-            self._buffers = outgoing.buffers(self._data or comms)
-            asked = [_ANSWERS if self._buffers or outgoing.needs_answer else _FROM_SOURCE]
-            self._message = torch.cat([*asked, announcement])
-        return Call(arguments, nbytes=self._message.numel(), payload=[self._message])
-
-    def exchange(self, comms: Communicators, agreed: Agreement) -> None:
-        if comms.size == 1:
-            return
-        src, nbytes = self._src, agreed.nbytes
-        if agreed.has_payload:
-            self._message = agreed.payload(src).clone()  # another exchange of headers may follow
-        else:
-            if comms.rank != src:
-                self._message = torch.empty(nbytes[src], dtype=torch.uint8, device="cpu")
-            comms.control.broadcast(self._message, src, async_op=False)
-        if self._message[0] or any(n for rank, n in enumerate(nbytes) if rank != src):
-            self._accept(comms)
-            carrier = self._data or comms
-            with contextlib.nullcontext() if carrier is comms else calling(carrier, self.operation):
-                _move(carrier, self._buffers, carrier.cpu, lambda comm, data: comm.broadcast(data, src, async_op=True))
-
-    def _read(self, comms: Communicators) -> Incoming:
-        return Incoming.announced(self._data or comms, self._message[1:], self._into, self._weights_only)
-
-    def _accept(self, comms: Communicators) -> None:
-        """Every rank says whether it can take what comes; all raise where one cannot."""
-        mine = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-        def judge() -> Call:
-            nonlocal mine
-            if self._outgoing is None:
-                self._incoming = self._read(comms)
-                if misfit := self._incoming.misfit():
-                    mine = _as_bytes(json.dumps(misfit))
-                self._buffers = self._incoming.buffers()
-            return Call(nbytes=mine.numel())
-
-        nbytes = agree(comms, self.operation, judge).nbytes
-        if any(nbytes):
-            raise shared(
-                comms, DisagreementError(_disagreement(self.operation, self._src, _misfits(comms, mine, nbytes)))
-            )
-
-    def result(self, comms: Communicators, agreed: Agreement, arrived: None) -> Tree:
-        if self._outgoing is not None:
-            return self._tensor_dict
-        return (self._incoming or self._read(comms)).finish()
-
-
-_SMALL = 1 << 15
-"""Bytes up to which a tree travels to one rank in its announcement."""
-
-_FRAME_HEAD = 128
-"""Bytes of a frame before its payload, and what goes before the announcement."""
-
-_FROM_SOURCE, _ANSWERS = torch.zeros(1, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8)
-"""What goes before an announcement, or is all that a receiver says: whether all ranks have to say that they take it."""
-
-
-def _misfits(comms: Communicators, mine: torch.Tensor, nbytes: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """How ``into`` differs from what comes, on each rank where it does."""
-    every = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in nbytes]
-    comms.control.all_gather_v(every, mine, async_op=False)
-    return {rank: json.loads(bytes(one.numpy())) for rank, one in enumerate(every) if one.numel()}
-
-
-def _as_bytes(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(text.encode(errors="backslashreplace")), dtype=torch.uint8)
-
-
-def _move(
-    comms: Communicators,
-    buffers: Buffers,
-    choose: Callable[[int], Collectives],
-    post: Callable[[Collectives, torch.Tensor], TorchWork],
-) -> None:
-    """Exchange the data; ``choose`` gives the communicator for this much of it on the CPU."""
-    carried = [(comms.data(torch.device(kind)), buffer) for kind, buffer in buffers]
-    cpu = choose(sum(buffer.numel() for comm, buffer in carried if comm is comms.control))
-    works = [post(cpu if comm is comms.control else comm, buffer) for comm, buffer in carried]
-    for work in works:
-        work.wait()
-
-
-def _disagreement(operation: str, src: int, misfits: dict[int, dict[str, Any]]) -> str:
-    """The leaves of ``into`` that differ, one line each, with what the source and the ranks that differ have there."""
-    lines: dict[str, str] = {}
-    for rank, misfit in misfits.items():
-        for path, theirs, mine in misfit["rows"]:
-            start = lines.get(path, f"  {path or 'the value'}  rank {src}: {theirs}")
-            lines[path] = f"{start}   into= of rank {rank}: {mine}"
-    total = max(misfit["of"] for misfit in misfits.values())
-    shown = [lines[path] for path in sorted(lines)[:_SHOWN]]
-    if len(lines) > _SHOWN:
-        shown.append(f"  … and {len(lines) - _SHOWN} more")
-    advice = f"Pass into= the structure, dtypes and shapes that rank {src} sends, or leave it out."
-    return "\n".join([f"{operation}: ranks disagree on {len(lines)} of {total} leaves", *shown, advice])
-
-
-_WELL, _REMOTE, _DISAGREEMENT = range(3)
-_ERRORS: dict[int, type[EasydistError]] = {_REMOTE: RemoteError, _DISAGREEMENT: DisagreementError}
-
-
-class _Pair:
-    """Two ranks that tell each other how they are: who sends, a status, and bytes that belong to it."""
-
-    def __init__(self, comms: Communicators, operation: str, name: str, peer: int) -> None:
-        if not 0 <= peer < comms.size or peer == comms.rank:
-            raise ValueError(
-                f"{operation}: {name}={peer} is not another rank of the group: it has {comms.size}, "
-                f"this is rank {comms.rank}"
-            )
-        self._comms, self._rank, self._operation, self._peer = comms, comms.rank, operation, peer
-        self._sends = int(name == "dst")
-        self._told: list[TorchWork] = []
-
-    def tell(self, status: int, data: torch.Tensor | None = None) -> None:
-        data = torch.empty(0, dtype=torch.uint8, device="cpu") if data is None else data
-        prefix = torch.tensor([self._sends, status, data.numel()], device="cpu")
-        self._told = [self._comms.control.send(part, self._peer, async_op=True) for part in (prefix, data)]
-
-    def settle(self) -> None:
-        """Wait until the other one has heard all."""
-        for work in self._told:
-            work.wait()
-
-    def ask(self, data: torch.Tensor) -> torch.Tensor:
-        """Tell the other one this, and hear what it says to it."""
-        self.tell(_WELL, data)
-        return self.receive()
-
-    def receive(self) -> torch.Tensor:
-        """What the other one tells; its error where it has one."""
-        prefix = torch.empty(3, dtype=torch.int64, device="cpu")
-        self._comms.control.recv(prefix, self._peer, async_op=False)
-        self._comms.monitor.is_fresh = False
-        self._comms.monitor.check_reports()  # it may have given up before this rank came
-        sends, status, nbytes = prefix.tolist()
-        data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self._comms.control.recv(data, self._peer, async_op=False)
-        self.settle()
-        if sends == self._sends:  # only two that send can meet: of two that receive nobody speaks
-            raise DisagreementError(
-                f"send_tensor_dict: ranks {min(self._rank, self._peer)} and {max(self._rank, self._peer)} send to each "
-                "other, and neither receives\nOne of the two has to call recv_tensor_dict first."
-            )
-        if status != _WELL:
-            raise _ERRORS[status](bytes(data.numpy()).decode())
-        return data
-
-    def refuse(self, error: Exception) -> NoReturn:
-        """Let both ranks raise that this one has failed."""
-        lines = "".join(traceback.format_exception_only(type(error), error)).strip()
-        text = (
-            f"{self._operation}: rank {self._rank} failed before the exchange\n  rank {self._rank}: {lines}\n"
-            "Nothing was changed; fix that rank; the group keeps working."
-        )
-        self.fail(RemoteError(text), error)
-
-    def fail(self, error: EasydistError, cause: Exception | None = None) -> NoReturn:
-        """Let both ranks raise ``error``."""
-        status = next(status for status, cls in _ERRORS.items() if isinstance(error, cls))
-        self.tell(status, _as_bytes(str(error)))
-        self.settle()
-        raise error from cause

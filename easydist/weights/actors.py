@@ -19,7 +19,7 @@ from easydist.agreement.calling import seconds
 from easydist.errors import CollectiveTimeout, PeerLostError
 from easydist.transport.comm import Collectives
 from easydist.typing import Timeout
-from easydist.weights.group import Place, PrivateGroup, connect, serve
+from easydist.weights.group import Place, PrivateGroup, connect, is_given_up, serve
 
 _POLL = 0.02
 _NAMESPACE = "easydist"
@@ -34,6 +34,9 @@ _GIVEN_UP = "/given up"
 
 _groups: dict[str, PrivateGroup] = {}
 """The groups of this process, by name."""
+
+_in_vain: dict[str, Any] = {}
+"""The stores of groups to which not all came, for members that are still waiting; until the name is used again."""
 
 
 def init_group(
@@ -87,7 +90,12 @@ def _enter(place: Place, group_name: str, generation: str | None, timeout: float
     else:
         store = _found(key, rank, deadline, group_name)
     wait = functools.partial(_check_wanted, key, group_name)
-    _groups[group_name] = PrivateGroup(group_name, store, place, deadline, timeout, wait)
+    try:
+        _groups[group_name] = PrivateGroup(group_name, store, place, deadline, timeout, wait)
+    except CollectiveTimeout:
+        if rank == 0:
+            _in_vain[group_name] = store
+        raise
 
 
 def _check_wanted(key: str, name: str) -> None:
@@ -104,7 +112,7 @@ def _found(key: str, rank: int, deadline: float, name: str) -> Any:
         if told is not None:
             try:
                 store = connect(*json.loads(told))
-                if store.add(f"joined/{rank}", 1) == 1:
+                if not is_given_up(store) and store.add(f"joined/{rank}", 1) == 1:
                     return store
             except RuntimeError:  # of an earlier generation: its rank 0 has ended
                 pass
@@ -124,6 +132,7 @@ def destroy_group(group_name: str = "default") -> None:
         >>> import easydist.ray
         >>> easydist.ray.destroy_group("no such group")
     """
+    _in_vain.pop(group_name, None)
     if (group := _groups.pop(group_name, None)) is not None:
         group.close()
 

@@ -92,9 +92,10 @@ def broadcast_state_dict(
         WireError: With ``verify``: what has arrived is not what was sent. The text names the entries; the targets are
             overwritten.
 
-    Cost: two header exchanges and one small broadcast; then one broadcast for each block of 256 KiB to a quarter of
-    ``bucket_bytes``, straight from its memory, and one for as much of all smaller tensors; several are under way at a
-    time. ``verify`` adds a broadcast of 16 bytes per tensor and a header exchange.
+    Cost: two header exchanges, and a broadcast of the header where it has more than 32 KiB; then one broadcast for each
+    block of 256 KiB to a quarter of ``bucket_bytes``, straight from its memory, and one for as much of all smaller
+    tensors; several are under way at a time. ``verify`` adds a broadcast of 16 bytes per tensor and a header exchange.
+    A state dict that is like one of the last few in all but its values costs a rank 3 µs for each tensor, else 15.
 
     Source: ``torch.nn.Module.load_state_dict``.
     """

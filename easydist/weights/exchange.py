@@ -17,15 +17,18 @@ from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb
 from easydist.data.packing import dtype_name
 from easydist.errors import DisagreementError, WireError
+from easydist.format import header
 from easydist.groups.communicators import Communicators
 from easydist.verbs.ranks import check_rank
 from easydist.weights import texts
+from easydist.weights.announced import Announced, announced as read
 from easydist.weights.blocks import Block, is_covered, whole
 from easydist.weights.digests import Digests
 from easydist.weights.schedule import Item, Message, schedule
 from easydist.weights.source import Source, mesh_ranks, named, state_of
 from easydist.weights.stream import Carriers, Side, move, progress
-from easydist.weights.target import Announced, Row, Target, Wanted, announced as read
+from easydist.weights.target import Row, Target, Wanted
+from easydist.weights.told import nbytes_of, told
 
 BUCKET_NBYTES = 64 << 20
 
@@ -59,10 +62,10 @@ class BroadcastWeights(Verb[Any]):
         shows_progress: Whether the first rank shows a bar.
 
     Attributes:
-        announced: What the header says, once all ranks have accepted it.
+        noted: The notes of the first source, once the header has come.
     """
 
-    announced: Announced
+    noted: Mapping[str, Any]
 
     def __init__(
         self,
@@ -77,6 +80,7 @@ class BroadcastWeights(Verb[Any]):
         self._model_or_dict, self._src, self._wanted, self._sending = model_or_dict, src, wanted, sending
         self._received, self._shows_progress = wanted, shows_progress
         self._source: Source | None = None
+        self._sent: Mapping[str, Any] | None = None
         self._target: Target | None = None
 
     def state(self) -> Mapping[str, Any]:
@@ -92,11 +96,11 @@ class BroadcastWeights(Verb[Any]):
         return rank not in sources
 
     def notes(self) -> Mapping[str, Any]:
-        """What else the header says."""
+        """What else comes with the header, and is not the same each time."""
         return {}
 
-    def check(self, announced: Announced) -> None:
-        """Refuse what comes, on a receiver."""
+    def check(self) -> None:
+        """Refuse what is noted, on a receiver."""
 
     def prepare(self, comms: Communicators) -> Call:
         """Make the source ready, on the rank that speaks for it."""
@@ -110,32 +114,28 @@ class BroadcastWeights(Verb[Any]):
             importlib.import_module("tqdm")  # what is missing has to be missed before others wait
         call = Call({"src": sources[0] if len(sources) == 1 else tuple(sources)})
         if comms.rank == self._first:
-            self._make_source(comms, sources)
-            call.nbytes = self._header.numel()
+            self._source = self._made_source(comms, sources)
+            self._message = _with_notes(self._source.header, self.notes())
+            call.payload, call.nbytes = [self._message], self._message.numel()
         return call
 
-    def _make_source(self, comms: Communicators, sources: list[int]) -> None:
+    def _made_source(self, comms: Communicators, sources: list[int]) -> Source:
         if self._sending.bucket_nbytes < _LEAST:
             raise ValueError(f"bucket_bytes={self._sending.bucket_nbytes} is less than {_LEAST}")
-        state = self.state()
+        state = self._sent = self.state()
         names = named(state, self._wanted.keep, self._wanted.rename)
         if len(sources) == 1 and (ranks := mesh_ranks(state, names)):
             sources = _in_group(comms, ranks, self._first)
         dtype, bucket_nbytes, verify = self._sending
         spoken = None if dtype is None else dtype_name(dtype)
-        about = {"sources": sources, "dtype": spoken, "bucket": bucket_nbytes, "verify": verify, **self.notes()}
-        self._source = Source(state, names, dtype, about)
-        self._header = self._source.header
+        about = {"sources": sources, "dtype": spoken, "bucket": bucket_nbytes, "verify": verify}
+        return Source(state, names, dtype, about)
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> None:
         """Tell what comes, hear who can take it, and move it."""
         if comms.size == 1 and not self.is_receiver(0, [0]):
             return
-        encoded = (
-            self._header if self._source else torch.empty(agreed.nbytes[self._first], dtype=torch.uint8, device="cpu")
-        )
-        comms.control.broadcast(encoded, self._first, async_op=False)
-        announced = self.announced = self._accept(comms, encoded)
+        announced = self._accept(comms, self._heard(comms, agreed))
         messages = self._scheduled(comms, announced)
         digests = Digests() if announced.about["verify"] else None
         side = _Side(comms, self._source, self._target, digests)
@@ -145,13 +145,24 @@ class BroadcastWeights(Verb[Any]):
         if digests is not None:
             self._verify(comms, announced, digests.differing(comms, messages))
 
-    def _accept(self, comms: Communicators, encoded: torch.Tensor) -> Announced:
+    def _heard(self, comms: Communicators, agreed: Agreement) -> bytes:
+        """The header and the notes; if they are short, they came with the call."""
+        if agreed.has_payload:
+            return bytes(agreed.payload(self._first).numpy())
+        nbytes = agreed.nbytes[self._first]
+        message = self._message if self._source else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        comms.control.broadcast(message, self._first, async_op=False)
+        return bytes(message.numpy())
+
+    def _accept(self, comms: Communicators, encoded: bytes) -> Announced:
         """Every rank says whether it can take what comes, or what it has of it; all raise where one cannot."""
         found: list[Announced] = []
         mine: dict[str, Any] = {}
 
         def judge() -> Call:
-            found.append(announced := read(bytes(encoded.numpy())))
+            stop = 8 + int.from_bytes(encoded[:8], "little")
+            self.noted = header.parse_json(encoded[stop:]) if encoded[stop:] else {}
+            found.append(announced := read(encoded[:stop]))
             mine.update(self._judged(comms, announced))
             return Call(nbytes=nbytes_of(mine))
 
@@ -169,7 +180,7 @@ class BroadcastWeights(Verb[Any]):
             Digests()
         rows = self._unlike(announced) if comms.rank in sources else []
         if self.is_receiver(comms.rank, sources):
-            self.check(announced)
+            self.check()
             self._target = Target(self._model_or_dict, announced, self._received)
             rows += self._target.misfit()
         if rows:
@@ -182,7 +193,7 @@ class BroadcastWeights(Verb[Any]):
         """How the entries of a source differ from those of the first one."""
         if self._source is not None:
             return []
-        state = self.state()
+        state = self._sent = self.state()
         names = named(state, self._wanted.keep, self._wanted.rename)
         self._source = Source(state, names, _named_dtype(announced.about["dtype"]), {})
         return texts.unlike(announced, read(bytes(self._source.header.numpy())))
@@ -218,7 +229,7 @@ class BroadcastWeights(Verb[Any]):
         """The state dict of this rank."""
         if self._target is not None:
             return self._target.finish()
-        return self.state()
+        return self.state() if self._sent is None else self._sent
 
 
 class _Side(Side):
@@ -243,6 +254,13 @@ class _Side(Side):
             self._target.take(message, buffer)
 
 
+def _with_notes(header: torch.Tensor, notes: Mapping[str, Any]) -> torch.Tensor:
+    """The header, and behind it what is noted, as JSON."""
+    if not notes:
+        return header
+    return torch.cat([header, torch.frombuffer(bytearray(json.dumps(notes).encode()), dtype=torch.uint8)])
+
+
 def _named_dtype(name: str | None) -> torch.dtype | None:
     """The dtype of a name that ``dtype_name`` has given."""
     return None if name is None else getattr(torch, name)
@@ -262,30 +280,3 @@ def _in_group(comms: Communicators, ranks: Sequence[int], first: int) -> list[in
             f"the source is sharded over ranks {list(ranks)} of the default group, not all of which this group knows; "
             "pass src=[…] with the ranks inside the group that hold the shards"
         ) from error
-
-
-def _as_bytes(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value).encode(errors="backslashreplace") if value else b""
-
-
-def nbytes_of(value: Mapping[str, Any]) -> int:
-    """How much a rank has to say in ``told``: nothing, where this is empty."""
-    return len(_as_bytes(value))
-
-
-def told(comms: Communicators, nbytes: Sequence[int], mine: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """What the ranks say to each other, by rank, of those that say something.
-
-    Args:
-        comms: The group.
-        nbytes: What ``nbytes_of`` gives on each rank.
-        mine: What this rank says, as JSON.
-
-    Cost: one all-gather, if any rank says something.
-    """
-    if not any(nbytes):
-        return {}
-    every = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in nbytes]
-    data = torch.frombuffer(bytearray(_as_bytes(mine)), dtype=torch.uint8) if mine else every[comms.rank]
-    comms.control.all_gather_v(every, data, async_op=False)
-    return {rank: json.loads(bytes(one.numpy())) for rank, one in enumerate(every) if one.numel()}

@@ -6,6 +6,7 @@ next generation of the group is simply another one.
 
 from __future__ import annotations
 
+import json
 import secrets
 import socket
 import time
@@ -21,6 +22,9 @@ from easydist.groups.communicators import Communicators
 from easydist.groups.standalone import gloo_group
 from easydist.transport.backends.c10d import Gloo
 from easydist.transport.comm import Collectives
+
+_LATE = "late"
+"""The ranks that one has waited for in vain; the group is not going to be."""
 
 _CONNECT = 5.0
 """Seconds in which a store that exists answers."""
@@ -102,11 +106,23 @@ class PrivateGroup:
 
 def _meet(name: str, store: Store, size: int, deadline: float, wait: Callable[[], None]) -> None:
     while missing := [rank for rank in range(size) if not store.check([f"here/{rank}"])]:
+        if is_given_up(store):
+            raise _incomplete(name, json.loads(store.get(_LATE)), size)
         if time.monotonic() > deadline:
-            error = CollectiveTimeout(
-                f"group {name!r}: ranks {missing} of {size} did not come in time\nEach member has to call init_group "
-                "with its rank; a process that has ended has to be replaced first."
-            )
-            error.missing = tuple(missing)
-            raise error
+            store.set(_LATE, json.dumps(missing))
+            raise _incomplete(name, missing, size)
         wait()
+
+
+def is_given_up(store: Store) -> bool:
+    """True if a member has waited for the others in vain."""
+    return bool(store.check([_LATE]))
+
+
+def _incomplete(name: str, missing: list[int], size: int) -> CollectiveTimeout:
+    error = CollectiveTimeout(
+        f"group {name!r}: ranks {missing} of {size} did not come in time\nEach member has to call init_group "
+        "with its rank; a process that has ended has to be replaced first."
+    )
+    error.missing = tuple(missing)
+    return error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -15,14 +16,21 @@ from easydist.weights.source import box_of, local
 
 
 class Place(NamedTuple):
-    """A tensor to be written, and which part of the entry it holds."""
+    """A tensor to be written, and which part of the entry it holds.
+
+    Attributes:
+        tensor: The memory.
+        box: The block of the entry that it holds.
+        is_plain: Whether its bytes are those of the block one after another, on the CPU.
+    """
 
     tensor: torch.Tensor
     box: Block
+    is_plain: bool
 
     def direct(self, part: Part, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
         """The place of a part itself, as bytes; None where it has other strides, another dtype or device."""
-        if (self.tensor.dtype, self.tensor.device.type) != (dtype, device.type) or part.block.numel == 0:
+        if self.tensor.dtype != dtype or not _is_on(self.tensor.device, device) or part.block.numel == 0:
             return None
         if common(part.block, self.box) != part.block:
             return None
@@ -39,22 +47,29 @@ class Place(NamedTuple):
         return block.within(self.box).of(self.tensor), block.within(part.block).of(values)
 
 
+def _is_on(place: torch.device, device: torch.device) -> bool:
+    return place.type == device.type and device.index in (None, place.index)
+
+
 def place_of(value: torch.Tensor) -> Place:
     """The place that a tensor or ``DTensor`` of the caller's is."""
     tensor = local(value).detach()
-    return Place(tensor, whole(tensor.shape) if tensor.shape == value.shape else box_of(value))
+    return place_at(tensor, whole(tensor.shape) if tensor.shape == value.shape else box_of(value))
 
 
-def new(shape: tuple[int, ...], dtype: torch.dtype, device: Device, pin: bool) -> Place:
+def place_at(tensor: torch.Tensor, box: Block) -> Place:
+    """The place of a block that a tensor holds."""
+    return Place(tensor, box, tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()))
+
+
+def new(shape: tuple[int, ...], dtype: torch.dtype, device: Device, pin: bool) -> torch.Tensor:
     """New memory; pinned where that is wanted and there is a device that gains by it."""
     if pin and torch.device(device).type == "cpu" and torch.accelerator.is_available():
-        return Place(torch.empty(shape, dtype=dtype, pin_memory=True), whole(shape))
-    return Place(memory.empty(shape, dtype, device), whole(shape))
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    return memory.empty(shape, dtype, device)
 
 
 def unpacked(message: Message, dtypes: list[torch.dtype], buffer: torch.Tensor) -> list[torch.Tensor]:
     """The parts of a message, as views of its buffer."""
-    pieces = buffer.split([part.nbytes for part in message.parts])
-    return [
-        piece.view(dtypes[part.entry]).view(part.block.shape) for part, piece in zip(message.parts, pieces, strict=True)
-    ]
+    starts = itertools.accumulate((part.nbytes for part in message.parts), initial=0)
+    return [part.of(buffer, start, dtypes[part.entry]) for part, start in zip(message.parts, starts, strict=False)]

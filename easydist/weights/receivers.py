@@ -22,15 +22,19 @@ class Entries:
 
     Attributes:
         values: By name, what is there now.
-        writable: The names whose tensors are written in place.
+        own: The names that are memory of its own; None: all.
     """
+
+    own: frozenset[str] | None = None
 
     def __init__(self, into: Any) -> None:
         self._into = into
         self.values: dict[str, Any] = {} if into is None else dict(state_of(into))
-        self.writable: Container[str] = {
-            n for n, v in self.values.items() if isinstance(v, torch.Tensor) and not v.is_meta
-        }
+
+    def is_writable(self, name: str) -> bool:
+        """Whether the tensor of that name is written in place."""
+        value = self.values.get(name)
+        return isinstance(value, torch.Tensor) and not value.is_meta and (self.own is None or name in self.own)
 
     def fill(self, arrived: Mapping[str, Any], only: Container[str] | None) -> Any:
         """Take what was not written in place.
@@ -68,7 +72,7 @@ class _Model(Entries):
         self._own |= dict(module.named_buffers(remove_duplicate=False))
         self._own = {name: one for name, one in self._own.items() if _is_one(one, self.values.get(name))}
         self.values |= self._own
-        self.writable = {name for name, one in self._own.items() if not one.is_meta}
+        self.own = frozenset(self._own)
 
     def fill(self, arrived: Mapping[str, Any], only: Container[str] | None) -> Any:
         on_meta = {name: one for name, one in self._own.items() if one.is_meta}

@@ -22,11 +22,12 @@ from easydist.state import communicators
 from easydist.transport.work import TorchWork
 from easydist.typing import Group, Timeout
 from easydist.weights.blocks import Block
-from easydist.weights.exchange import BUCKET_NBYTES, nbytes_of, told
-from easydist.weights.places import Place, place_of, unpacked
+from easydist.weights.exchange import BUCKET_NBYTES
+from easydist.weights.places import Place, place_at, place_of, unpacked
 from easydist.weights.plan import Transfer, plan
 from easydist.weights.receivers import entries_of
 from easydist.weights.schedule import Item, Message, schedule
+from easydist.weights.told import nbytes_of, told
 
 __all__ = ["LocalShard", "Resharding"]
 
@@ -150,7 +151,7 @@ def _places(given: Any) -> dict[str, tuple[Place, tuple[int, ...]]]:
     found = {}
     for name, value in entries_of(given).values.items():
         if isinstance(value, LocalShard):
-            place = Place(value.tensor.detach(), Block(tuple(value.start), tuple(value.tensor.shape)))
+            place = place_at(value.tensor.detach(), Block(tuple(value.start), tuple(value.tensor.shape)))
             found[name] = place, tuple(value.shape)
         elif isinstance(value, torch.Tensor):
             found[name] = place_of(value), tuple(value.shape)

@@ -25,6 +25,10 @@ class Part(NamedTuple):
     block: Block
     nbytes: int
 
+    def of(self, buffer: torch.Tensor, start: int, dtype: torch.dtype) -> torch.Tensor:
+        """The values, as a view of a message's buffer in which they begin at ``start``."""
+        return buffer.narrow(0, start, self.nbytes).view(dtype).view(self.block.shape)
+
 
 class Message(NamedTuple):
     """What travels at once.

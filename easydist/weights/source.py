@@ -15,6 +15,7 @@ from easydist.data.leaves import as_tensor
 from easydist.format import header, outline
 from easydist.verbs.sharded import is_sharded
 from easydist.weights.blocks import Block, shard, whole
+from easydist.weights.likeness import LONGEST, Recent, likeness
 from easydist.weights.schedule import Message, Part
 
 METADATA = "easydist.weights"
@@ -100,11 +101,25 @@ def local(value: Any) -> torch.Tensor:
     return found
 
 
-@functools.lru_cache(maxsize=4)
-def _encoded(entries: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...], text: str) -> tuple[bytes, list[str]]:
-    """The header of such entries, and their order; weights that are sent again and again look alike."""
-    shown = {name: torch.empty(shape, dtype=dtype, device="meta") for name, dtype, shape in entries}
-    return header.encode(shown, {METADATA: text}), header.order(shown)
+class _Plan(NamedTuple):
+    """How a state dict is sent: what holds for all that are like it.
+
+    Attributes:
+        header: Its bytes.
+        shards: By name, the block that this rank holds of an entry that is sharded.
+        order: Which of the values each entry of the header is.
+        boxes: The block that this rank holds of each entry.
+        dtypes: Those of the entries on the wire.
+    """
+
+    header: torch.Tensor
+    shards: dict[str, Block]
+    order: list[int]
+    boxes: list[Block]
+    dtypes: list[torch.dtype]
+
+
+_plans: Recent[_Plan] = Recent(4)
 
 
 class Source:
@@ -123,42 +138,73 @@ class Source:
     Attributes:
         header: The bytes of a safetensors header for the whole entries; the structure of what is no tensor is in it.
         shards: By name, the block that this rank holds of an entry that is sharded.
+
+    Cost: where a state dict like it was sent before, 2 µs for each entry; else 4, and the header.
     """
 
     def __init__(
         self, state: Mapping[str, Any], names: Mapping[str, str], dtype: torch.dtype | None, about: Mapping[str, Any]
     ) -> None:
-        held: dict[str, _Held] = {}
-        first: dict[Any, str] = {}
-        keys: dict[str, str | None] = {}
-        extra: dict[str, Any] = {}
-        for name, new in names.items():
-            value = state[name]
-            if not isinstance(value, torch.Tensor):
-                keys[new], extra[new] = None, value
-                continue
-            one = _held(new, value, dtype)
-            key = keys[new] = first.setdefault(outline.memory_of(local(value)), new)
-            if key == new:
-                held[new] = one
-        structure, tensors = outline.encode(extra, "a state dict", "leave it out with filter=")
-        if both := held.keys() & tensors.keys():
-            raise ValueError(f"{min(both)} is the name of one entry and the path of another; use rename=")
-        held |= {path: _held(path, tensor, None) for path, tensor in tensors.items()}
-        kinds = {name: one.values.device.type for name, one in held.items() if not one.values.is_cpu}
-        text = json.dumps({"names": keys, "kinds": kinds, "extra": structure, **about})
-        encoded, order = _encoded(tuple([(name, one.dtype, one.shape) for name, one in held.items()]), text)
-        self.header = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        self.shards = {name: one.box for name, one in held.items() if one.is_cut}
-        self._held = [held[name] for name in order]
+        given = {new: state[name] for name, new in names.items()}
+        values, like = list(given.values()), likeness(list(given.values()))
+        key = None if like is None else (like, tuple(given), dtype, json.dumps(about))
+        plan = _plans.get(key)
+        if plan is None:
+            plan, values = _planned(given, dtype, about)
+            if key is not None and plan.header.numel() <= LONGEST:
+                _plans.keep(key, plan)
+        else:
+            values = [values[i] for i in plan.order]
+        self.header, self.shards = plan.header, plan.shards
+        self._plan, self._values = plan, [one.detach() if one.requires_grad else one for one in values]
 
     def load(self, message: Message, there: torch.device) -> torch.Tensor:
         """The bytes of a message on a device; a view where nothing has to be cast, packed or moved."""
         return packing.pack([self._piece(part) for part in message.parts], there)
 
     def _piece(self, part: Part) -> torch.Tensor:
-        held = self._held[part.entry]
-        return part.block.within(held.box).of(held.values).to(held.dtype)
+        values, box, dtype = self._values[part.entry], self._plan.boxes[part.entry], self._plan.dtypes[part.entry]
+        piece = values if part.block == box else part.block.within(box).of(values)
+        return piece if piece.dtype == dtype else piece.to(dtype)
+
+
+def _planned(
+    given: Mapping[str, Any], dtype: torch.dtype | None, about: Mapping[str, Any]
+) -> tuple[_Plan, list[torch.Tensor]]:
+    """The plan, and the values in the order of the header."""
+    held: dict[str, _Held] = {}
+    first: dict[Any, str] = {}
+    keys: dict[str, str | None] = {}
+    for name, value in given.items():
+        keys[name] = None
+        if isinstance(value, torch.Tensor):
+            one = _held(name, value, dtype)
+            keys[name] = key = first.setdefault(outline.memory_of(local(value)), name)
+            held |= {name: one} if key == name else {}
+    extra = {name: given[name] for name, key in keys.items() if key is None}
+    structure, tensors = outline.encode(extra, "a state dict", "leave it out with filter=")
+    if both := held.keys() & tensors.keys():
+        raise ValueError(f"{min(both)} is the name of one entry and the path of another; use rename=")
+    held |= {path: _held(path, tensor, None) for path, tensor in tensors.items()}
+    kinds = {name: one.values.device.type for name, one in held.items() if not one.values.is_cpu}
+    text = json.dumps({"names": keys, "kinds": kinds, "extra": structure, **about})
+    encoded, order = _encoded(tuple([(name, one.dtype, one.shape) for name, one in held.items()]), text)
+    rows, places = [held[name] for name in order], {name: i for i, name in enumerate(given)}
+    plan = _Plan(
+        torch.frombuffer(bytearray(encoded), dtype=torch.uint8),
+        {name: one.box for name, one in held.items() if one.is_cut},
+        [places.get(name, -1) for name in order],  # else it is inside of an entry; such a plan is used once
+        [one.box for one in rows],
+        [one.dtype for one in rows],
+    )
+    return plan, [one.values for one in rows]
+
+
+@functools.lru_cache(maxsize=4)
+def _encoded(entries: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...], text: str) -> tuple[bytes, list[str]]:
+    """The header of such entries, and their order."""
+    shown = {name: torch.empty(shape, dtype=dtype, device="meta") for name, dtype, shape in entries}
+    return header.encode(shown, {METADATA: text}), header.order(shown)
 
 
 def mesh_ranks(state: Mapping[str, Any], names: Iterable[str]) -> list[int]:

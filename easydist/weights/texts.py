@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from easydist.data.packing import dtype_name
-from easydist.weights.target import Announced, Row
+from easydist.weights.announced import Announced
+from easydist.weights.target import Row
 
 _SHOWN = 10
 

@@ -12,152 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from easydist.agreement.agree import agree
-from easydist.agreement.call import Call
-from easydist.agreement.frames import Agreement
-from easydist.agreement.runner import Verb, run
-from easydist.groups.communicators import Communicators
-from easydist.state import communicators
+from easydist.agreement.runner import run
 from easydist.typing import Group, Timeout
-from easydist.weights.exchange import BUCKET_NBYTES, BroadcastWeights, Sending, nbytes_of, told
+from easydist.weights.exchange import BUCKET_NBYTES, Sending
+from easydist.weights.members import Member, Publish
 from easydist.weights.receivers import memory_of
 from easydist.weights.source import Filter, Rename, state_of
-from easydist.weights.target import Announced, Wanted
+from easydist.weights.target import Wanted
 
 __all__ = ["WeightPublisher", "WeightReceiver"]
 
-_OPERATION = "publish"
 
-
-class _Member:
-    """One of those that have versions of the same weights.
-
-    Attributes:
-        version: The version that is complete here; 0: none yet.
-        pending: A version that is complete here, while not all members are known to have it.
-    """
-
-    role = ""
-    wanted = Wanted()
-    sending = Sending()
-
-    def __init__(self, group: Group, src: int | Sequence[int]) -> None:
-        self._comms, self._src = communicators(group), src
-        self.version = 0
-        self.pending: int | None = None
-
-    def weights(self) -> Any:
-        """What this member sends of the version that it has."""
-        raise NotImplementedError
-
-    def room(self) -> Any:
-        """Where the next version arrives."""
-        return None
-
-    def commit(self, version: int) -> None:
-        """Use the version that has arrived."""
-        self.version, self.pending = version, None
-
-    def regroup(self, group: Group = None, src: int | Sequence[int] | None = None) -> int:
-        """Go on in another group, after a member was lost or to let members in; all members call it.
-
-        Afterwards all have the newest version that any of them had: who lacks it, as new members do, gets it from a
-        receiver that has it, or from the publisher, as its weights are now, where no receiver does.
-
-        Args:
-            group: The new group.
-            src: The publisher's rank in it, or the ranks; None is as before.
-
-        Returns:
-            The version.
-
-        Raises:
-            EasydistError: As ``publish``; what this member has stays as it is.
-
-        Cost: a header exchange and an all-gather of a few bytes; if members lack the version, that of ``publish``.
-        """
-        self._comms = communicators(group)
-        self._src = self._src if src is None else src
-        members = run(_Meeting(self), self._comms)
-        newest: int = max(one["version"] for one in members.values())
-        if self.pending == newest > self.version:
-            self.commit(newest)
-        self.pending = None
-        has = {r for r, one in members.items() if newest in (one["version"], one["pending"])}
-        receivers = {rank for rank, one in members.items() if one["role"] == WeightReceiver.role}
-        if newest and receivers - has:
-            sources = sorted(receivers & has)[:1]
-            run(_Publish(self, sources or self._src, newest, is_again=True), self._comms)
-        self.version = newest
-        return newest
-
-
-class _Meeting(Verb[dict[int, dict[str, Any]]]):
-    """The members tell one another what they have."""
-
-    operation = "regroup"
-
-    def __init__(self, member: _Member) -> None:
-        self._mine = {"role": member.role, "version": member.version, "pending": member.pending}
-
-    def prepare(self, comms: Communicators) -> Call:
-        return Call(nbytes=nbytes_of(self._mine))
-
-    def exchange(self, comms: Communicators, agreed: Agreement) -> dict[int, dict[str, Any]]:
-        return told(comms, agreed.nbytes, self._mine)
-
-    def result(self, comms: Communicators, agreed: Agreement, arrived: dict[int, dict[str, Any]]) -> Any:
-        return arrived
-
-
-class _Publish(BroadcastWeights):
-    """One version to all members that have an earlier one."""
-
-    def __init__(
-        self, member: _Member, src: int | Sequence[int], version: int | None = None, is_again: bool = False
-    ) -> None:
-        super().__init__(_OPERATION, member.room(), src, member.wanted, member.sending)
-        self._member, self._version = member, version
-        self._is_known = is_again and member.version == version
-
-    def state(self) -> Mapping[str, Any]:
-        return state_of(self._member.weights())
-
-    def is_receiver(self, rank: int, sources: Sequence[int]) -> bool:
-        return rank not in sources and isinstance(self._member, WeightReceiver) and not self._is_known
-
-    def notes(self) -> Mapping[str, Any]:
-        version = self._member.version + 1 if self._version is None else self._version
-        if version <= self._member.version and not self._is_known:
-            raise ValueError(f"version {version} is not newer than {self._member.version}, which was published before")
-        self._version = version
-        return {"version": version}
-
-    def check(self, announced: Announced) -> None:
-        version = announced.about["version"]
-        if version <= self._member.version:
-            raise ValueError(f"version {version} is not newer than {self._member.version}, which this receiver has")
-
-    def exchange(self, comms: Communicators, agreed: Agreement) -> None:
-        """Move the weights, and hear that all members have all of them."""
-        self._member.pending = None
-        super().exchange(comms, agreed)
-        if comms.size > 1:
-            self._version = self.announced.about["version"]
-        if self._target is not None:
-            self._target.finish()
-        self._member.pending = self._version
-        agree(comms, f"{_OPERATION} (complete)", lambda: Call({"version": self._version}))
-
-    def result(self, comms: Communicators, agreed: Agreement, arrived: None) -> int:
-        assert self._version is not None
-        if not self._is_known:
-            self._member.commit(self._version)
-        self._member.pending = None
-        return self._version
-
-
-class WeightPublisher(_Member):
+class WeightPublisher(Member):
     """Publishes versions of a model's weights to the receivers of a group.
 
     Each member of the group is a ``WeightPublisher`` or a ``WeightReceiver``; several publishers are the ranks of one
@@ -183,8 +49,6 @@ class WeightPublisher(_Member):
         >>> publisher.publish(), publisher.publish(10), publisher.publish()
         (1, 10, 11)
     """
-
-    role = "publisher"
 
     def __init__(
         self,
@@ -227,10 +91,10 @@ class WeightPublisher(_Member):
 
         Cost: that of ``broadcast_state_dict``, and one header exchange.
         """
-        return int(run(_Publish(self, self._src, version), self._comms, timeout))
+        return int(run(Publish(self, self.src, version), self.comms, timeout))
 
 
-class WeightReceiver(_Member):
+class WeightReceiver(Member):
     """Receives versions of weights; what it has is always one complete version.
 
     Args:
@@ -251,7 +115,7 @@ class WeightReceiver(_Member):
     Cost: memory for a second copy of the weights, where the next version arrives.
     """
 
-    role = "receiver"
+    receives = True
 
     def __init__(self, model_or_dict: Any = None, *, src: int | Sequence[int] = 0, group: Group = None) -> None:
         super().__init__(group, src)
@@ -283,7 +147,7 @@ class WeightReceiver(_Member):
 
         Cost: that of ``publish``, and a copy from memory to memory.
         """
-        return int(run(_Publish(self, self._src), self._comms, timeout))
+        return int(run(Publish(self, self.src), self.comms, timeout))
 
     def commit(self, version: int) -> None:
         """Use the version that has arrived."""

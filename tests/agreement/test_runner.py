@@ -215,6 +215,7 @@ def test_a_body_that_raises_the_same_on_all_ranks_raises_its_own_exception(rank)
     assert easydist.gather(rank).tolist() == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", VERBS)
 @distributed(world_size=2)
 def test_a_call_leaves_nothing_to_the_garbage_collector(rank, operation):

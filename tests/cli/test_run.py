@@ -49,6 +49,42 @@ def test_a_script_with_another_interpreter_is_run_by_it(tmp_path):
     assert sorted(out.splitlines()) == ["[rank 0] shell 0 x", "[rank 1] shell 1 x"]
 
 
+@pytest.mark.slow
+def test_survivors_go_on_when_a_rank_fails(tmp_path):
+    text = "import os, sys\nsys.exit(3 * int(os.environ['RANK']))"
+    _, err = easydist("run", "--survivors", "-n", "3", script(tmp_path, text))
+    assert sorted(line.partition(": process")[0] for line in err.splitlines()) == ["[rank 1] rank 1", "[rank 2] rank 2"]
+    assert err.count("; the others go on") == 2
+
+
+@pytest.mark.slow
+def test_without_survivors_the_status_is_that_of_the_first_rank(tmp_path):
+    text = "import os, sys\nsys.exit(3 + int(os.environ['RANK']))"
+    easydist("run", "--survivors", "-n", "2", script(tmp_path, text), status=3)
+
+
+@pytest.mark.slow
+def test_signals_reach_ranks_below_survivors(tmp_path):
+    text = "import os, signal\nprint('here', flush=True)\nsignal.pause()"
+    path = script(tmp_path, text)
+    process = launching.start(
+        sys.executable,
+        "-m",
+        "easydist",
+        "run",
+        "--survivors",
+        "-n",
+        "1",
+        path,
+        env=os.environ | {"PYTHONPATH": launching.ROOT},
+    )
+    assert process.stdout.readline() == "[rank 0] here\n"
+    process.send_signal(signal.SIGTERM)
+    ((_, err),) = launching.finished(process)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "ended by SIGTERM" in err
+
+
 RAISES = """
 import easydist, torch
 state = easydist.ProcessState(cpu=True)

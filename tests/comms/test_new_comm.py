@@ -12,6 +12,7 @@ from launching import python, within
 
 import easydist
 from easydist.comms import BatchP2POptions, Gloo, ReduceOp, Solo, TorchComm, new_comm, register_backend, wrap
+from easydist.process_group import NAME
 from easydist.testing import distributed
 
 CPU = torch.device("cpu")
@@ -97,6 +98,18 @@ def test_what_is_made_says_what_it_is(rank):
         comm.finalize()
     assert (comm.get_rank(), comm.get_size(), comm.get_backend(), comm.get_name()) == (rank, 2, "gloo", "named")
     assert total(child) == total(comm.split([0, 1], "later")) == 2
+
+
+@distributed(world_size=2)
+def test_wrap_of_a_group_in_shared_memory_shares_memory_of_its_own(rank):
+    group = dist.new_group(backend=NAME)
+    wrapped = wrap(group)
+    assert (wrapped.get_backend(), total(wrapped)) == ("shm", 2)
+    works = [dist.isend, dist.irecv][rank](torch.ones(1), 1 - rank, group=group)  # theirs never meet ours
+    assert total(wrapped) == 2
+    works.wait()
+    wrapped.finalize()
+    dist.barrier(group)
 
 
 @pytest.mark.slow

@@ -61,7 +61,8 @@ def test_a_process_that_ends_is_named(world_size, backend, scenario):
             rf"gather: rank {world_size - 1} is lost: process {lost} on \S+{what}\n"
             rf"  rank {world_size - 1} was last seen in gather, call [12], {AT}\n"
             rf"  rank \d waited in gather, call 2, {AT}\n"
-            r"The group cannot go on without it: start the job again, or make a group of those that are left\.",
+            r"The group cannot go on without it: "
+            r"start the job again, or call easydist\.recover\(\) on those that are left\.",
             row["text"],
         ), (rank, row["text"])
         assert row["next"] == "PeerLostError"

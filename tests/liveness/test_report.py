@@ -6,6 +6,7 @@ from easydist.errors import CollectiveTimeout, PeerLostError
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.page import own_page
 from easydist.liveness.peer import Peer, record
+from easydist.liveness.report import EXCEPTION, INTERRUPT, Report, kind_of
 
 
 def posted(error):
@@ -39,3 +40,25 @@ def test_a_long_text_is_read_whole(length):
 
 def test_a_text_that_is_too_long_for_the_page_is_cut():
     assert posted(CollectiveTimeout("x" * 100_000)).text == "x" * 20_000 + " …"
+
+
+def test_who_passes_on_that_another_rank_was_interrupted_says_so():
+    report = Report(INTERRUPT, "rank 2 was interrupted", 2, 0, 0, 3.0, 0.0)
+    assert kind_of(report.error()) == INTERRUPT
+
+
+@pytest.mark.parametrize("kind", ["late", EXCEPTION])
+def test_a_rank_that_has_left_a_call_is_heard_while_it_fails_in_later_ones(kind):
+    report = Report(kind, "", 0, 0, 1, 7.0, 0.0, left=5.0)
+    assert [report.is_about(number) for number in (4, 5, 6)] == [False, True, True]
+
+
+def test_a_report_about_another_group_of_the_process_is_not_about_this_one():
+    here, there = Monitor(0, 2, timeout=1.0), Monitor(0, 2, timeout=1.0)
+    reader = Monitor(1, 2, timeout=1.0)
+    reader.peers[0] = Peer(0, record(own_page(), here.entry, True))
+    reader.begin("gather", "train.py:3")
+    for monitor, heard in ((there, []), (here, [0])):
+        monitor.begin("gather", "train.py:3")
+        monitor.give_up(CollectiveTimeout("late"))
+        assert [peer.rank for peer in reader._gave_up()] == heard

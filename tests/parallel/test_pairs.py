@@ -157,6 +157,41 @@ def test_handles_are_waited_for_twice_or_dropped(rank):
         handles[0].wait()
 
 
+@distributed(world_size=2)
+def test_a_handle_from_before_the_ranks_connected_again_says_so(rank):
+    with made(rank, 2) as group:
+        handles = [group.isend_tensor_dict({"x": torch.ones(n)})[0] for n in (3, LARGE)] if rank == 0 else []
+        for late in (0, 1):  # rank 1 comes when rank 0 has given up
+            if rank == late:
+                with pytest.raises(easydist.CollectiveTimeout):
+                    easydist.gather(torch.ones(1), group=group, timeout=0.05 if rank == 0 else None)
+            of_all(None)
+        assert group.all_gather(torch.tensor([rank])).tolist() == [0, 1]
+        for handle in handles * 2:
+            with pytest.raises(
+                easydist.RemoteError, match="isend_tensor_dict: the message to or from rank 1 was under"
+            ):
+                handle.wait()
+        if rank == 0:
+            group.send_tensor_dict({"x": "again"})
+        else:
+            assert group.recv_tensor_dict() == {"x": "again"}
+
+
+@distributed(world_size=2)
+def test_refusals_of_dropped_messages_are_not_those_of_others(rank):
+    with made(rank, 2) as group:
+        calls = [group.recv_object, lambda src: group.recv(torch.Size([1]), torch.float32, src)] * 3
+        if rank == 0:
+            for step in range(5):
+                group.isend_tensor_dict({"step": step})
+            (handle,) = group.isend_tensor_dict({"x": torch.ones(LARGE)})
+            assert text_of(handle.wait).startswith("DisagreementError: recv: rank 0 called send_tensor_dict")
+        else:
+            for call in calls:
+                assert "rank 0 called send_tensor_dict, rank 1 called recv" in text_of(lambda call=call: call(0))
+
+
 @pytest.mark.slow
 @distributed(world_size=2)
 def test_a_hundred_dropped_handles_keep_nothing(rank):
@@ -398,3 +433,21 @@ def test_objects_come_from_any_source_with_queues_and_without(rank):
         plain.barrier()
         for end in [queue, *readers]:
             end.close()
+
+
+@pytest.mark.slow
+@distributed(world_size=(2, 3))
+def test_many_messages_of_many_lengths_keep_their_order(rank, world_size):
+    with made(rank, world_size) as group:
+        for step in range(300):
+            data = {"step": step, "x": torch.arange(step * 97 % 40_000)}
+            if rank == 0:
+                group.isend_tensor_dict(data, world_size - 1)
+                if step % 7 == 0:
+                    assert group.recv_object(world_size - 1) == step
+            elif rank == world_size - 1:
+                got = group.recv_tensor_dict(0)
+                assert got["step"] == step
+                assert torch.equal(got["x"], data["x"])
+                if step % 7 == 0:
+                    group.send_object(step, 0)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +18,19 @@ def free_port() -> int:
 def statuses(pids: Sequence[int]) -> list[int]:
     """How these children end, negative for a signal."""
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def serve_a_store() -> tuple[int, int]:
+    """A process that serves a store, as the agent of torchrun does, and its port."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        from torch.distributed import TCPStore
+
+        store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        os.write(writer, f"{store.port}".encode())
+        signal.pause()
+    return pid, int(os.read(reader, 16))
 
 
 def side_by_side(count: int, cases: Sequence[str], launch: Callable[[str], bool]) -> None:

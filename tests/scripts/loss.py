@@ -40,7 +40,7 @@ def others_gave_up() -> None:
     """Return when every other rank has left its call and said why."""
     monitor = ProcessState().communicators().monitor
     deadline = time.monotonic() + DEADLINE
-    while not all(monitor._reported(peer, remote=True) for peer in monitor.peers.values()):
+    while not all(monitor.judge(monitor.hear(peer, remote=True)) for peer in monitor.peers.values()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

@@ -18,6 +18,15 @@ def native(rank, world_size):
     return TorchComm(Native(dist.group.WORLD, torch.device("cpu"), "gloo"))
 
 
+def unregistered(rank, world_size):
+    """The same over a group that torch does not know by name, as ``new_comm("nccl")`` makes one."""
+    cpu, store = torch.device("cpu"), PrefixStore("unregistered", dist.group.WORLD.get_group_store())
+    group = dist.ProcessGroup(store, rank, world_size)
+    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, timedelta(seconds=30))
+    group._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, gloo)
+    return TorchComm(Native(group, cpu, "gloo"))
+
+
 def beside(rank, world_size):
     """The gloo group that carries headers for a group without a CPU backend."""
     return TorchComm(gloo_beside(dist.group.WORLD, PrefixStore("beside", dist.group.WORLD.get_group_store()), 30.0))
@@ -37,7 +46,9 @@ def test_over_the_default_group(world_size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("make", "world_size"), [(native, 1), (native, 3), (beside, 2), (sub_group, 3)])
+@pytest.mark.parametrize(
+    ("make", "world_size"), [(native, 1), (native, 3), (unregistered, 2), (beside, 2), (sub_group, 3)]
+)
 def test_over_other_groups(make, world_size):
     check_comm(make, [world_size])
 

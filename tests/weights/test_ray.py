@@ -1,80 +1,18 @@
-"""easydist.ray on real Ray actors: what arrives, what all of them raise, and groups that come and go."""
+"""easydist.ray on real Ray actors: what arrives, what all of them raise, and groups that stand beside others."""
 
 import gc
 import os
-import sys
 
 import pytest
 import torch
-from launching import within
+from actors import MARKS, SECOND, each, members, outcome, travels
+from launching import examples, within
 
 import easydist
-from easydist import CollectiveTimeout, PeerLostError
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install easydist[ray]")
-pytestmark = [
-    pytest.mark.slow,
-    # Ray's own, of processes and sockets that it leaves to the garbage collector
-    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
-
-
-class Member:
-    """An actor without methods of its own: groups and calls need none."""
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    """One Ray for all tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("PYTHONPATH", os.path.dirname(os.path.dirname(easydist.__file__)))
-        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-        ray.init(
-            num_cpus=4,
-            include_dashboard=False,
-            logging_level="ERROR",
-            log_to_driver=False,
-            object_store_memory=80 << 20,
-            _node_ip_address="127.0.0.1",
-        )
-        yield
-        ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def actors(cluster):
-    """Four actors that no test ends; all have started."""
-    found = members(4)
-    easydist.ray.create_group(found, "first", timeout=within(60))
-    yield found
-    for one in found:
-        ray.kill(one)
-
-
-def members(count):
-    return [ray.remote(num_cpus=0)(Member).remote() for _ in range(count)]
-
-
-def start(actors, call, *args):
-    """Begin a call on every actor; ``call(rank, *args)``."""
-    return [one.__ray_call__.remote(lambda _, *given: call(*given), r, *args) for r, one in enumerate(actors)]
-
-
-def each(actors, call, *args):
-    """What a call gives on every actor."""
-    return ray.get(start(actors, call, *args), timeout=within(60))
-
-
-def outcome(call):
-    """The error that a call raises, as its class and text; or its result."""
-    try:
-        return call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-
+pytestmark = MARKS
+travels(__name__)
 
 # --- what arrives
 
@@ -86,6 +24,8 @@ def made(case):
         return {str(i): torch.tensor([i]) for i in range(5000)}
     if case == "large":
         return {str(i): torch.full((1 << 21,), i, dtype=torch.bfloat16) for i in range(8)}
+    if case == "all large":
+        return {str(i): torch.full((1 << 21,), i, dtype=torch.bfloat16) for i in range(64)}
     if case == "cut":  # three and a half buckets
         return {"long": torch.arange(7 << 20, dtype=torch.int64).repeat(4)}
     strange = torch.arange(12, dtype=torch.int16).view(3, 4)
@@ -115,7 +55,7 @@ def moves(rank, case, src, name):
     want = made(case)
     mine = want if rank == src else {}
     new = ray_broadcast_tensor_dict(mine, src, group_name=name)
-    if case == "cut":
+    if case in ("cut", "all large"):
         return new is mine and is_exact(new)
     none = ray_broadcast_tensor_dict(want if rank == src else None, src=src, group_name=name, backend="gloo")
     there = {key: torch.zeros_like(one) for key, one in reversed(want.items())} if rank != src else want
@@ -131,9 +71,26 @@ def test_bytes_are_exact_from_any_source(actors):
     easydist.ray.create_group(actors[1:3], "two", timeout=within(60))  # while these are in the other one, too
     for src, case in ((0, "many"), (1, "tiny"), (3, "large"), (1, "strange")):
         assert all(each(actors, moves, case, src, "four")), case
-    for src, case in ((1, "cut"), (0, "many"), (1, "strange")):
+    for src, case in ((1, "cut"), (0, "all large"), (0, "many"), (0, "tiny"), (1, "strange")):
         assert all(each(actors[1:3], moves, case, src, "two")), case
     assert all(each(actors, moves, "many", 2, "four"))
+
+
+def gibibyte(rank, name):
+    """Numbers from 0 on; no other copy of them is needed to compare."""
+    from easydist.ray import ray_broadcast_tensor_dict
+
+    numbers = torch.arange(1 << 27) if rank == 1 else torch.empty(1 << 27, dtype=torch.int64)
+    place = numbers.data_ptr()
+    got = ray_broadcast_tensor_dict({"one": numbers}, 1, group_name=name)["one"]
+    are_right = all(part.equal(torch.arange(i << 20, (i + 1) << 20)) for i, part in enumerate(got.split(1 << 20)))
+    easydist.memory.release()
+    return are_right and got.data_ptr() == place
+
+
+def test_a_gibibyte_arrives(actors):
+    easydist.ray.create_group(actors[:2], "gibibyte", timeout=within(60))
+    assert all(each(actors[:2], gibibyte, "gibibyte"))
 
 
 def shares_memory(rank, name):
@@ -198,89 +155,10 @@ FAULTS = {
 def test_every_actor_raises_the_same_and_the_group_works_on(actors):
     easydist.ray.create_group(actors, "faults", timeout=within(60))
     for case, (kind, text) in FAULTS.items():
-        found = each(actors, refused, case, "faults")
+        found = each(actors, refused, case, "faults", seconds=5)
         assert all(one[0] == kind and text in one[1] for one in found), (case, found)
         assert len(set(found)) == 1, case
     assert all(each(actors, moves, "strange", 0, "faults"))
-
-
-# --- members that are lost
-
-
-def waits(rank, name, when):
-    """Rank 1 ends ``when`` it has been told; the others raise."""
-    import os
-
-    from easydist.ray import ray_broadcast_tensor_dict
-    from easydist.weights import target
-
-    class Ends(target.Target):
-        def take(self, message, buffer):
-            if rank == 1:
-                os._exit(1)
-            super().take(message, buffer)
-
-    if when == "before" and rank == 1:
-        os._exit(1)
-    easydist.weights.exchange.Target = Ends
-    try:
-        sent = {str(i): torch.ones(1 << 20) for i in range(8)}
-        return outcome(lambda: ray_broadcast_tensor_dict(sent if rank == 0 else None, group_name=name))
-    finally:
-        easydist.weights.exchange.Target = target.Target
-
-
-@pytest.mark.parametrize("when", ["before", "in the middle"])
-def test_a_lost_actor_is_named_and_replaced(actors, when):
-    (mortal,) = members(1)
-    group = [actors[0], mortal, actors[1]]
-    easydist.ray.create_group(group, "mortals", timeout=within(60))
-    refs = start(group, waits, "mortals", when)
-    with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(refs[1], timeout=within(60))
-    for kind, text in ray.get([refs[0], refs[2]], timeout=within(60)):
-        assert kind == "PeerLostError"
-        assert "rank 1 is lost" in text
-    with pytest.raises(PeerLostError, match="the actor of rank 1 has died") as caught:
-        easydist.ray.create_group(group, "mortals", timeout=within(60))
-    assert caught.value.rank == 1
-    easydist.ray.create_group([*members(1), *actors[:2]], "mortals", timeout=within(60))  # under the same name
-    easydist.ray.create_group(actors[:3], "mortals", timeout=within(60))
-    assert all(each(actors[:3], moves, "strange", 2, "mortals"))
-
-
-def blocks(rank, signal):
-    return ray.get(signal.wait.remote())
-
-
-@ray.remote(num_cpus=0, max_concurrency=2)
-class Signal:
-    """Lets an actor be silent for as long as the test needs."""
-
-    def __init__(self):
-        import asyncio
-
-        self.event = asyncio.Event()
-
-    async def wait(self):
-        await self.event.wait()
-
-    async def set(self):
-        self.event.set()
-
-
-def test_a_silent_actor_is_named(actors):
-    signal = Signal.remote()
-    silent = actors[2].__ray_call__.remote(lambda _: blocks(2, signal))
-    try:
-        with pytest.raises(CollectiveTimeout, match=r"ranks \[2\] of 3") as caught:
-            easydist.ray.create_group(actors[:3], "silent", timeout=within(1))
-        assert caught.value.missing == (2,)
-    finally:
-        ray.get(signal.set.remote(), timeout=within(60))
-    ray.get(silent, timeout=within(60))
-    easydist.ray.create_group(actors[:3], "silent", timeout=within(60))  # what it was asked before is forgotten
-    assert all(each(actors[:3], moves, "strange", 0, "silent"))
 
 
 # --- beside others
@@ -335,6 +213,35 @@ def test_a_group_of_ray_util_collective_is_taken(actors):
     assert all(each(actors[2:], collective, "theirs"))  # those without a DDP world
 
 
+def whereabouts(rank, name):
+    """The address and the way by which large tensors would go."""
+    from easydist.state import communicators
+
+    met = communicators(easydist.ray.group(name)).met()
+    return ray.util.get_node_ip_address(), met.control.get_backend(), [sorted(host) for host in met._hosts]
+
+
+def test_actors_of_two_nodes(cluster, actors):
+    """Two raylets with addresses of their own; the actors of one share memory, one of each talks to the other node."""
+    cluster.add_node(
+        node_ip_address=SECOND, resources={"second": 8}, env_vars={"EASYDIST_HOST_ID": "second"}, **cluster.node
+    )
+    far = members(2, "second")
+    spread = [actors[0], far[0], actors[1], far[1]]
+    easydist.ray.create_group(spread, "nodes", timeout=within(60))
+    for src, case in ((0, "strange"), (1, "large"), (3, "many"), (2, "tiny")):
+        assert all(each(spread, moves, case, src, "nodes")), case
+    addresses, backends, hosts = zip(*each(spread, whereabouts, "nodes"), strict=True)
+    assert addresses[1] == addresses[3] == SECOND != addresses[0] == addresses[2]
+    assert set(backends) == {"hierarchical"}
+    assert all(found == [[0, 2], [1, 3]] for found in hosts)
+    easydist.ray.create_group([actors[0], far[1]], "nodes", timeout=within(60))  # one on each
+    assert all(each([actors[0], far[1]], moves, "strange", 1, "nodes"))
+    ray.kill(far[0])
+    with pytest.raises(easydist.PeerLostError, match="the actor of rank 1 has died"):
+        easydist.ray.create_group(spread, "nodes", timeout=within(60))
+
+
 def open_files(rank):
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
@@ -345,93 +252,28 @@ def leaves(rank, name):
     return outcome(lambda: easydist.ray.group(name))
 
 
+def known_to_ray():
+    from ray.experimental.internal_kv import _internal_kv_list
+
+    return sorted(_internal_kv_list("easydist/", namespace="easydist"))
+
+
 def test_nothing_is_left_behind(actors):
+    """No file, no segment, no key: of groups, and of calls in them; ``make stress`` makes 200 of the first."""
     pair = actors[:2]
 
-    def once():
+    def once(calls):
         easydist.ray.create_group(pair, "again", timeout=within(60))
-        assert all(each(pair, moves, "strange", 0, "again"))
+        for _ in range(calls):
+            assert all(each(pair, moves, "strange", 0, "again"))
         assert all(found[0] == "ValueError" for found in each(pair, leaves, "again"))
 
     for _ in range(3):
-        once()
-    before, segments = each(pair, open_files), set(os.listdir("/dev/shm"))
-    for _ in range(12):
-        once()
+        once(1)
+    before, segments, keys = each(pair, open_files), set(os.listdir("/dev/shm")), known_to_ray()
+    for _ in range(examples(12)):
+        once(1)
+    once(200)
     assert all(now <= then + 4 for now, then in zip(each(pair, open_files), before, strict=True))
     assert not {name for name in set(os.listdir("/dev/shm")) - segments if "easydist" in name}
-
-
-# --- versions
-
-
-def within_each(actors, call, *args):
-    """Begin a call on every actor; ``call(actor, rank, *args)`` keeps in the actor what it needs later."""
-    return [one.__ray_call__.remote(call, rank, *args) for rank, one in enumerate(actors)]
-
-
-def enrols(actor, rank, size, name, fill):
-    """Become the publisher or a receiver of a new generation; returns the version, and the time it took."""
-    import time
-
-    began = time.monotonic()
-    easydist.ray.init_group(size, rank, name, timeout=60.0)
-    group = easydist.ray.group(name)
-    if not hasattr(actor, "member"):
-        actor.weights = {str(i): torch.full((1 << 18,), fill) for i in range(8)}
-        kind = easydist.weights.WeightPublisher if rank == 0 else easydist.weights.WeightReceiver
-        actor.member = kind(actor.weights, group=group)
-    version = actor.member.regroup(group)
-    return version, time.monotonic() - began
-
-
-def publishes(actor, rank, fill, mortal=None, when=None):
-    """The next version; ``mortal`` ends ``when`` it has come so far. Gives version, values, and the error if any."""
-    import os
-
-    from easydist.weights import exchange, versions
-
-    for value in actor.weights.values() if rank == 0 else ():
-        value.fill_(fill)
-
-    def end(*args):
-        os._exit(1)
-
-    if rank == mortal:
-        if when == "header":
-            end()
-        elif when == "middle":
-            exchange._Side.take = end
-        else:
-            versions.agree = end
-    call = actor.member.publish if rank == 0 else actor.member.receive
-    found = outcome(call)
-    return actor.member.version, sorted({float(one.mean()) for one in actor.weights.values()}), found
-
-
-def test_a_version_is_complete_or_not_there_whoever_is_lost(actors):
-    """A receiver or the publisher ends before the header, in the middle, before the last acknowledgement."""
-    *spare, second, first = members(5)
-    group, version = [first, second, actors[3]], 0
-    for mortal, when in ((1, "header"), (0, "middle"), (1, "acknowledgement")):
-        enrolled = ray.get(within_each(group, enrols, 3, "team", float(version)), timeout=within(60))
-        assert [found[0] for found in enrolled] == [version] * 3
-        version += 1
-        found = ray.get(within_each(group, publishes, float(version)), timeout=within(60))
-        assert found == [(version, [float(version)], version)] * 3
-        refs = within_each(group, publishes, -1.0, mortal, when)
-        survivors = [rank for rank in range(3) if rank != mortal]
-        for rank, (has, values, error) in zip(
-            survivors, ray.get([refs[r] for r in survivors], timeout=within(60)), strict=True
-        ):
-            assert has == version
-            assert rank == 0 or values == [float(version)]
-            assert error[0] == "PeerLostError"
-            assert f"rank {mortal} is lost" in error[1]
-        group[mortal] = spare.pop()
-    enrolled = ray.get(
-        within_each(group, enrols, 3, "team", 0.0), timeout=within(60)
-    )  # the new publisher goes on where the old one was
-    assert [found[0] for found in enrolled] == [version] * 3
-    found = ray.get(within_each(group, publishes, 77.0), timeout=within(60))
-    assert found == [(version + 1, [77.0], version + 1)] * 3
+    assert known_to_ray() == keys

@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
+import easydist
 from easydist import DisagreementError, RemoteError
 from easydist.testing import distributed
 from easydist.transport.comm import Collectives
@@ -128,6 +129,36 @@ def test_fsdp_to_tensor_parallel(rank, backend):
     whole = sum(value.nbytes for value in VALUES.values())
     assert sum(links.values()) == whole + 7 * 4  # every byte once, but for the bias, which both workers want whole
     assert max(links.values()) < 0.3 * whole
+
+
+@pytest.mark.slow
+@distributed(world_size=4)
+def test_a_model_of_fsdp2_to_one_of_tensor_parallelism(rank):
+    """The modules as their own libraries have sharded them; after a step of training the outputs are equal."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    trainers, workers = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+    net, x = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 4)), torch.ones(3, 6)
+    if rank < 2:
+        fully_shard(net, mesh=trainers)
+    else:
+        with torch.no_grad():
+            [parameter.zero_() for parameter in net.parameters()]
+        parallelize_module(net, workers, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    resharding = Resharding(net if rank < 2 else None, net if rank > 1 else None)
+    if rank < 2:
+        net(x).sum().backward()
+        torch.optim.SGD(net.parameters(), lr=0.5).step()
+    resharding.run()
+    outputs = easydist.gather_object((net(x) + 0).detach())  # what a worker gives is still on its way
+    assert all(torch.allclose(one, outputs[0], atol=1e-6) for one in outputs)
+    assert outputs[0].any()
+    links = {(src, dst): resharding.nbytes(src, dst) for src in range(4) for dst in range(4)}
+    assert {link for link, count in links.items() if count} == {(0, 2), (0, 3), (1, 2), (1, 3)}
+    whole = sum(parameter.nbytes for parameter in nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 4)).parameters())
+    assert sum(links.values()) == whole + 4 * 4  # the last bias, which both workers have whole
 
 
 @pytest.mark.slow

@@ -116,17 +116,21 @@ class _Group(Backend):
 
 
 class _Posted:
-    """A message under way; where its connection breaks, the group's monitor knows why."""
+    """A message under way, for whoever waits for it in the way of its backend."""
 
-    __slots__ = ("_is_large", "_monitor", "_peer", "_work")
+    __slots__ = ("_backend", "_is_large", "_peer", "_work")
 
-    def __init__(self, work: dist.Work, peer: int, monitor: Monitor | None, is_large: bool = False) -> None:
-        self._work, self._peer, self._monitor, self._is_large = work, peer, monitor, is_large
+    def __init__(self, backend: Gloo, work: dist.Work, peer: int, is_large: bool) -> None:
+        self._backend, self._work, self._peer, self._is_large = backend, work, peer, is_large
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        if (monitor := self._monitor) is None:
-            self._wait_alone(timeout)
-            return
+        if self._backend.monitor is None:
+            self._backend.wait_alone(self._work, self._peer, timeout)
+        else:
+            self._wait_watched(self._backend.monitor, timeout)
+
+    def _wait_watched(self, monitor: Monitor, timeout: timedelta | None) -> None:
+        """Where the connection breaks, the group's monitor knows why."""
         if timeout is None and monitor.left is not None:
             timeout = _FOREVER  # the watchdog ends it when the call's time is over
         monitor.begin_wait()
@@ -139,13 +143,6 @@ class _Posted:
             monitor.end_wait()
         if monitor.broken is not None:  # the message came when this rank had given up already
             monitor.raise_if_broken()
-
-    def _wait_alone(self, timeout: timedelta | None) -> None:
-        try:
-            self._work.wait() if timeout is None else self._work.wait(timeout)
-        except RuntimeError as error:
-            error.peer = self._peer  # type: ignore[attr-defined]  # for whoever explains it
-            raise
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
@@ -213,11 +210,25 @@ class Gloo(_Group):
 
     def _post(self, fn: Callable[..., dist.Work], tensor: torch.Tensor, peer: int, tag: int) -> _Posted:
         try:
-            return _Posted(fn([tensor], peer, tag), peer, self.monitor, tensor.numel() >= _LARGE)
+            return _Posted(self, fn([tensor], peer, tag), peer, tensor.numel() >= _LARGE)
         except RuntimeError as error:  # the connection broke before
             if self.monitor is None:
                 raise
             raise self.monitor.explain(error, peer) from error
+
+    def wait_alone(self, work: dist.Work, peer: int, timeout: timedelta | None) -> None:
+        """Wait for a message where no monitor looks.
+
+        Args:
+            work: The message.
+            peer: Where it comes from, or goes; an error tells it to whoever explains it.
+            timeout: None is the group's.
+        """
+        try:
+            work.wait() if timeout is None else work.wait(timeout)
+        except RuntimeError as error:
+            error.peer = peer  # type: ignore[attr-defined]
+            raise
 
     def disconnect(self) -> None:
         """Break all connections, so that whoever waits for this rank hears it.
@@ -302,9 +313,20 @@ class Native(_Group):
     """Tensors on the device of a group that has good collectives of its own."""
 
     def _exchange(self, sends: Iterable[Transfer], recvs: Iterable[Transfer]) -> Sequence[Pending]:
-        ops = [dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=peer) for tensor, peer in recvs]
-        ops += [dist.P2POp(dist.isend, tensor, group=self._group, group_peer=peer) for tensor, peer in sends]
-        return dist.batch_isend_irecv(ops) if ops else []
+        """As ``dist.batch_isend_irecv``, which serves no group that torch does not know by name."""
+        posts = [(self._group.recv, *recv) for recv in recvs] + [(self._group.send, *send) for send in sends]
+        if not posts:
+            return []
+        if not self._group._get_backend(self.device).supports_coalescing:
+            return [post([tensor], peer, 0) for post, tensor, peer in posts]
+        device = posts[0][1].device
+        self._group._start_coalescing(device)
+        try:
+            for post, tensor, peer in posts:
+                post([tensor], peer, 0)
+        finally:
+            work = self._group._end_coalescing(device)
+        return [work]
 
     def batch(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> TorchWork:
         keep = [tensor for tensor, _ in (*sends, *recvs)]

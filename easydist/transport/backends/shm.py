@@ -19,6 +19,7 @@ import torch
 
 from easydist.data.plan import split_bounds
 from easydist.memory import copy
+from easydist.shm.mailbox import Mailbox
 from easydist.shm.segment import Segment
 from easydist.shm.slots import COLLECTIVES, POINT_TO_POINT, Need, Slots
 from easydist.shm.steps import Place, Steps
@@ -60,7 +61,7 @@ class Shm(Backend):
     """
 
     name = "shm"
-    shares_memory = True
+    moves_any_dtype = shares_memory = True
     device = torch.device("cpu")
 
     def __init__(self, segment: Segment, rank: int, size: int, guard: Guard) -> None:
@@ -68,6 +69,7 @@ class Shm(Backend):
         slots = Slots(segment, rank, size)
         self._steps, self._streams = Steps(slots), Streams(slots, guard)
         self._reduced_at_once = min(_REDUCED_AT_ONCE, slots.slot)
+        self._mailboxes: dict[int, Mailbox] = {}
 
     @staticmethod
     def nbytes(size: int, slot: int) -> int:
@@ -80,7 +82,7 @@ class Shm(Backend):
         return Slots.nbytes(size, slot)
 
     def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> TorchWork:
-        address, nbytes = output.data_ptr(), data.numel()
+        address, nbytes = output.data_ptr(), data.nbytes
         rows = [[(address + r * nbytes, nbytes)] for r in range(self.size)]
         return self._step(self._steps.share([_place(data)], rows), output, data)
 
@@ -114,19 +116,19 @@ class Shm(Backend):
         return self._step(self._steps.spread(list(map(_place, tensors)), root), *tensors)
 
     def all_to_all_v(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> TorchWork:
-        outputs[self.rank].copy_(inputs[self.rank])
+        _copy(outputs[self.rank], inputs[self.rank])
         return self._swap(dict(enumerate(inputs)), dict(enumerate(outputs)))
 
     def gather(self, outputs: Sequence[torch.Tensor], data: torch.Tensor, root: int) -> TorchWork:
         if self.rank != root:
             return self._swap({root: data}, {})
-        outputs[root].copy_(data)
+        _copy(outputs[root], data)
         return self._swap({}, dict(enumerate(outputs)))
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> TorchWork:
         if self.rank != root:
             return self._swap({}, {root: output})
-        output.copy_(inputs[root])
+        _copy(output, inputs[root])
         return self._swap(dict(enumerate(inputs)), {})
 
     def send(self, tensor: torch.Tensor, dst: int) -> TorchWork:
@@ -135,8 +137,15 @@ class Shm(Backend):
     def recv(self, tensor: torch.Tensor, src: int) -> TorchWork:
         return self._swap({}, {src: tensor}, POINT_TO_POINT)
 
+    def mailbox(self, peer: int) -> Mailbox:
+        """The short messages to another rank and from it, which meet no others."""
+        if peer not in self._mailboxes:
+            self._mailboxes[peer] = Mailbox(self._steps.slots, self._streams, peer)
+        return self._mailboxes[peer]
+
     def close(self) -> None:
         """Give the memory back; what is under way does not end."""
+        self._mailboxes.clear()
         self._streams.close()
         self._steps.close()
 
@@ -161,6 +170,10 @@ class Shm(Backend):
 
 def _place(tensor: torch.Tensor) -> Place:
     return tensor.data_ptr(), tensor.nbytes
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    copy(target.data_ptr(), source.data_ptr(), source.nbytes)
 
 
 def _view(slots: Slots, rank: int, half: int, like: torch.Tensor, begin: int = 0) -> torch.Tensor:

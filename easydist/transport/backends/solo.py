@@ -23,6 +23,7 @@ class Solo(Backend):
     name = "solo"
     rank = 0
     size = 1
+    moves_any_dtype = True
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cpu")

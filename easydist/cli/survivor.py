@@ -1,0 +1,64 @@
+"""What ``easydist run --survivors`` starts as each rank: the rank itself, whose failure does not end the others.
+
+torchrun ends all ranks when one fails. So this process ends well whatever happens to the rank, and leaves how it ended
+in a file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def run(folder: str, command: Sequence[str]) -> int:
+    """Run a rank to its end, and write its exit status, negative for a signal, into a file of its name.
+
+    Args:
+        folder: Where.
+        command: The rank.
+
+    Returns:
+        0, unless this process was told to end: then how the rank has ended.
+    """
+    told: list[int] = []
+    rank = subprocess.Popen(list(command), preexec_fn=_die_with_parent)
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+        rank.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, forward)
+    status = rank.wait()
+    Path(folder, os.environ["RANK"]).write_text(str(status))
+    if status and not told:
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
+        print(f"rank {os.environ['RANK']}: process {rank.pid} {how}; the others go on", file=sys.stderr, flush=True)
+    return shell_status(status) if told else 0
+
+
+def shell_status(status: int) -> int:
+    """An exit status as a shell gives it."""
+    return status if status >= 0 else 128 - status
+
+
+def statuses(folder: str) -> dict[int, int]:
+    """How the ranks of this host have ended, by rank."""
+    return {int(path.name): int(path.read_text()) for path in sorted(Path(folder).iterdir())}
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1], sys.argv[2:]))

@@ -1,0 +1,174 @@
+"""How a communicator runs an operation: time limits, hooks, one at a time, and what follows when one fails."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+from easydist.agreement.notes import listeners
+from easydist.comms.failures import abort, explained
+from easydist.comms.hooks import AbortHook, HookArgs, Hooks, PostHook, PreHook, RemovableHandle
+from easydist.comms.options import CommOptions, checked_hints, limited
+from easydist.comms.traced import traced
+from easydist.liveness.monitor import Monitor
+from easydist.transport.backend import Backend
+from easydist.transport.checked import Hints, checked_timeout
+from easydist.transport.comm import Collectives
+from easydist.transport.staging import Staging
+from easydist.transport.work import TorchWork
+
+
+class Operations(Collectives):
+    """The collectives of one group as operations of a communicator.
+
+    Args:
+        backend: Moves the bytes.
+        name: For people.
+        options: Of the communicator.
+        monitor: Knows the other processes; None where nobody does.
+    """
+
+    def __init__(self, backend: Backend, name: str, options: CommOptions, monitor: Monitor | None) -> None:
+        super().__init__(backend, name)
+        self._options = options
+        self.monitor = monitor
+        self._hooks = Hooks()
+        self._busy: dict[str, tuple[int, str]] = {}
+        self._failure: BaseException | None = None
+        self._is_final = False
+        self._operations = 0
+
+    def core(self) -> Collectives:
+        """The same ranks and backend for easydist's verbs, without hooks and time limits of its own."""
+        return Collectives(self._backend, self._name)
+
+    @property
+    def time_limit(self) -> timedelta:
+        """How long an operation may take unless it says otherwise."""
+        return self._options.time_limit
+
+    @property
+    def is_broken(self) -> bool:
+        """True if an operation has failed: no further one can begin."""
+        return self._failure is not None
+
+    def register_pre_hook(self, hook: PreHook) -> RemovableHandle:
+        """Call ``hook(name, op_id, args)`` before each operation, whose arguments are right; it may raise.
+
+        Args:
+            hook: The function.
+        """
+        return self._hooks.add(self._hooks.before, hook)
+
+    def register_post_hook(self, hook: PostHook) -> RemovableHandle:
+        """Call ``hook(op_id, args)`` when an operation has begun, or, without ``async_op``, ended; not if it raised.
+
+        Args:
+            hook: The function.
+        """
+        return self._hooks.add(self._hooks.after, hook)
+
+    def register_abort_hook(self, hook: AbortHook) -> RemovableHandle:
+        """Call ``hook(error)`` when an operation has failed.
+
+        Args:
+            hook: The function.
+        """
+        return self._hooks.add(self._hooks.failed, hook)
+
+    def _run(
+        self,
+        name: str,
+        begin: Callable[[], TorchWork],
+        async_op: bool,
+        hints: Hints,
+        timeout: timedelta | None,
+        staging: Staging | None = None,
+    ) -> TorchWork:
+        if self._failure is not None or self._is_final:
+            raise self._unusable(name)
+        limit = self.time_limit if timeout is None else limited(checked_timeout(timeout), self.time_limit)
+        if hints is not None:
+            checked_hints(hints)
+        number = self._operations
+        self._operations += 1
+        if not (listeners or self._hooks.before or self._hooks.after):
+            return self._begun(name, begin, async_op, limit, staging)
+        args = HookArgs(name, bool(async_op), hints, limit, [] if staging is None else staging.outputs)
+        return self._watched(number, args, lambda: self._begun(name, begin, async_op, limit, staging))
+
+    def _watched(self, number: int, args: HookArgs, run: Callable[[], TorchWork]) -> TorchWork:
+        """An operation that hooks are told of, or a trace."""
+        for before in tuple(self._hooks.before.values()):
+            before(args.name, number, args)
+        with traced(self, args.name, number, args.outputs):
+            work = run()
+        for after in tuple(self._hooks.after.values()):
+            after(number, args._replace(work=work))
+        return work
+
+    def _begun(
+        self, name: str, begin: Callable[[], TorchWork], async_op: bool, limit: timedelta, staging: Staging | None
+    ) -> TorchWork:
+        """The operation itself, with no other of this process at the same time."""
+        mine = threading.get_ident(), name
+        other = self._busy.setdefault("operation", mine)
+        if other is not mine:
+            raise RuntimeError(self._two_at_once(mine, other))
+        try:
+            work = self._posted(name, begin, limit)
+            if staging is not None:
+                staging.deliver(work)
+            work.reporting(functools.partial(self._failed, name, limit), staging.outputs if staging else ())
+            if not async_op:
+                work.wait()
+            elif self._backend.device.type == "cpu":
+                work.in_background()
+            return work
+        finally:
+            self._busy.pop("operation", None)
+
+    def _posted(self, name: str, begin: Callable[[], TorchWork], limit: timedelta) -> TorchWork:
+        # On a GPU a wait blocks the stream only, unless it has a limit; the backend's own watches over it.
+        waits = limit if self._backend.device.type == "cpu" or limit is not self.time_limit else None
+        try:
+            return begin().within(waits)
+        except BaseException as error:
+            raise self._failed(name, limit, error) from error
+
+    def _unusable(self, name: str) -> RuntimeError:
+        if self._is_final:
+            return RuntimeError(f"{name}: TorchComm {self._name!r} not initialized: it has been finalized")
+        error = RuntimeError(f"{name}: the communicator {self._name!r} is broken: {self._failure}")
+        error.__cause__ = self._failure
+        return error
+
+    def _two_at_once(self, mine: tuple[int, str], other: tuple[int, str]) -> str:
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        lines = [
+            f"{mine[1]}: another call of the group is under way in this process",
+            *[f"  {names.get(thread)}: {operation}" for thread, operation in (other, mine)],
+            f"Calls of one communicator ({self._name!r}) have one order on all ranks, so they cannot overlap: give "
+            "each thread a communicator of its own (new_comm, split), and make no call in a signal handler.",
+        ]
+        return "\n".join(lines)
+
+    def _failed(self, name: str, limit: timedelta, error: BaseException) -> BaseException:
+        """Break the communicator; returns what is to be raised."""
+        if self._failure is not None or self._is_final:
+            return RuntimeError(f"{name}: the operation cannot end any more: {self._failure or 'finalized'}")
+        peers = [] if self.monitor is None else list(self.monitor.peers.values())
+        what = f"{name} in the communicator {self._name!r} (rank {self.get_rank()} of {self.get_size()})"
+        raised = explained(error, what, limit, peers) if isinstance(error, Exception) else error
+        self._failure = raised
+        if raised is not error:
+            raised.__cause__ = error
+        elif self.monitor is not None:  # an interrupt: the others shall not wait for this rank
+            self.monitor.interrupted(error)
+        for hook in tuple(self._hooks.failed.values()):
+            hook(raised)
+        if self._options.abort_process_on_timeout_or_error:
+            abort(raised)
+        return raised

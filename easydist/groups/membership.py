@@ -1,0 +1,311 @@
+"""The agreement of the survivors of a group on who goes on: a pure state machine.
+
+Pure: no I/O, no clock, no thread. Events come in as method calls, with the time as a number; what follows comes out as
+actions. ``groups/recovering.py`` carries them between processes, ``tests/groups/test_membership.py`` plays the same
+code on simulated ranks. ARCHITECTURE.md states the rules ("Recovering").
+
+Each rank has one ``Register``, which it alone writes and all can read, also after its end. The ranks decide a sequence
+of entries: an even one is who the members are, the odd one after it says whether all of them are connected. If they are
+not, the next two are about fewer members. Each entry is decided as in Disk Paxos (Gafni and Lamport, 2003) with one
+disk: a rank writes the number of its ballot and reads all registers; it adopts the value of the highest ballot that it
+finds, else takes its own, writes that, and reads all registers again. If it has seen no higher ballot, the value is
+decided. So a rank may stop anywhere, and go on at any time, without two ranks deciding differently.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence, Set as AbstractSet
+from typing import NamedTuple
+
+Entry = tuple[int, ...] | bool
+"""The members, ascending; or whether they are connected."""
+
+LAGGING = 0.25
+"""The part of the limit in which members have to hear that others could not connect, and say that they are there."""
+
+
+class Stage(enum.IntEnum):
+    """Where a rank is."""
+
+    AWAY = 0
+    """It has not come."""
+    LEFT = 1
+    """It has come, and gone again with an error."""
+    HERE = 2
+    """It takes part in the decision of who the members are."""
+    READY = 3
+    """It knows that it is a member, and waits for the others to connect."""
+    CONNECTED = 4
+    FAILED = 5
+    """It could not connect."""
+
+
+class Register(NamedTuple):
+    """What a rank tells the others.
+
+    Attributes:
+        stage: Where it is.
+        slot: How many entries have been decided.
+        members: The last members that were decided; empty: none.
+        is_settled: True if the last entry says that they are connected.
+        ballot: The highest ballot that the rank has begun for the next entry; 0: none.
+        accepted: The highest ballot in which it has accepted a value for that entry; 0: none.
+        value: The value; None: none.
+    """
+
+    stage: Stage = Stage.AWAY
+    slot: int = 0
+    members: tuple[int, ...] = ()
+    is_settled: bool = False
+    ballot: int = 0
+    accepted: int = 0
+    value: Entry | None = None
+
+
+class Write(NamedTuple):
+    """Write this rank's register; what comes after it waits until it is written."""
+
+    register: Register
+
+
+class Read(NamedTuple):
+    """Read all registers, and answer with ``heard``."""
+
+
+class Connect(NamedTuple):
+    """Connect with the members, and answer with ``connected``. The attempt has a number; no two have the same one."""
+
+    attempt: int
+    members: tuple[int, ...]
+
+
+class Return(NamedTuple):
+    """All members are connected."""
+
+    members: tuple[int, ...]
+
+
+class Failure(enum.Enum):
+    """Why a rank cannot go on."""
+
+    LEFT_OUT = enum.auto()
+    LATE = enum.auto()
+    INTERRUPTED = enum.auto()
+
+
+class Raise(NamedTuple):
+    """Raise an error."""
+
+    failure: Failure
+    members: tuple[int, ...] = ()
+
+
+Action = Write | Read | Connect | Return | Raise
+
+
+class Ballot(enum.Enum):
+    """What this rank has written, and not yet compared with the registers of the others."""
+
+    NONE = enum.auto()
+    BEGUN = enum.auto()
+    ACCEPTED = enum.auto()
+
+
+class Membership:
+    """One rank's part in the agreement.
+
+    Args:
+        rank: This process in the group.
+        size: How many processes the group has.
+        now: The time.
+        timeout: Seconds until ranks that have not come are left out.
+        limit: Seconds until members that do not connect are left out. All of it takes
+            no longer than ``timeout + 3 * limit``.
+        before: What this rank has written in an earlier attempt.
+
+    Attributes:
+        turn: Seconds that a rank gives each lower one to propose before it: two that propose at once have to begin
+            again.
+
+    Example:
+        >>> machine = Membership(0, 1, now=0.0, timeout=1.0, limit=1.0)
+        >>> actions, heard = machine.begin(), [Register()]
+        >>> while not isinstance(actions[-1], Return):
+        ...     heard = [*heard, *(action.register for action in actions if isinstance(action, Write))]
+        ...     is_connecting = isinstance(actions[-1], Connect)
+        ...     actions = machine.connected(0.0, True) if is_connecting else machine.heard(0.0, heard[-1:], set())
+        >>> actions[-1]
+        Return(members=(0,))
+    """
+
+    turn = 0.1
+
+    def __init__(
+        self, rank: int, size: int, now: float, timeout: float, limit: float, before: Register | None = None
+    ) -> None:
+        self._rank, self._size, self._limit = rank, size, limit
+        self._deadline, self._end = now + timeout, now + timeout + 3 * limit
+        self._since = self._not_before = now
+        self._wished_since: float | None = None
+        self._ballot, self._is_connecting = Ballot.NONE, False
+        self._mine = before or Register()
+
+    def begin(self) -> list[Action]:
+        """The first actions."""
+        # In a slot of connecting, the connections of an earlier attempt are gone.
+        stage = Stage.FAILED if self._mine.slot % 2 else Stage.HERE
+        self._mine = self._mine._replace(stage=stage)
+        return self._ended() or [Write(self._mine), Read()]
+
+    def interrupted(self) -> list[Action]:
+        """Ctrl-C, or anything else that this rank has raised."""
+        return self._leave(Failure.INTERRUPTED)
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed, and nothing has been heard; an answer is still awaited unless there are actions."""
+        return self._leave(Failure.LATE) if now >= self._end else []
+
+    def connected(self, now: float, is_connected: bool) -> list[Action]:
+        """The answer to ``Connect``."""
+        self._mine = self._mine._replace(stage=Stage.CONNECTED if is_connected else Stage.FAILED)
+        return self.tick(now) or [Write(self._mine), Read()]
+
+    def heard(self, now: float, registers: Sequence[Register], ended: AbstractSet[int]) -> list[Action]:
+        """The answer to ``Read``.
+
+        Args:
+            now: The time.
+            registers: Of all ranks; each as it was at some time after the question.
+            ended: The ranks whose processes have ended.
+        """
+        before = self._mine
+        ahead = max(registers, key=lambda register: register.slot)
+        if ahead.slot > before.slot:
+            self._learn(now, ahead.slot, ahead.members, ahead.is_settled)
+        elif self._ballot is not Ballot.NONE:
+            self._compare(now, registers)
+        else:
+            self._propose(now, registers, ended)
+        if ended_now := self._ended() or self.tick(now):
+            return ended_now
+        if self._mine == before and self._may_connect(registers, ended):
+            self._is_connecting = True
+            return [Connect(before.slot, before.members)]
+        return [Read()] if self._mine == before else [Write(self._mine), Read()]
+
+    # Deciding the next entry.
+
+    def _propose(self, now: float, registers: Sequence[Register], ended: AbstractSet[int]) -> None:
+        """Begin a ballot, if there is something to decide and it is this rank's turn."""
+        wish = self._wish(now, registers, ended)
+        if wish is None:
+            self._wished_since = None
+            return
+        self._wished_since = now if self._wished_since is None else self._wished_since
+        if now < max(self._wished_since + self.turn * self._turn(registers, ended), self._not_before):
+            return
+        self._wished = wish
+        highest = max(register.ballot for register in self._peers(registers))
+        number = (highest // self._size + 1) * self._size + self._rank  # this rank's, and above all others
+        self._mine, self._ballot = self._mine._replace(ballot=number), Ballot.BEGUN
+
+    def _compare(self, now: float, registers: Sequence[Register]) -> None:
+        """Go on with the ballot, unless there is a higher one."""
+        peers = self._peers(registers)
+        if max(register.ballot for register in peers) > self._mine.ballot:
+            self._ballot = Ballot.NONE
+            self._not_before = now + self.turn * (1 + self._rank)  # not all at once again
+        elif self._ballot is Ballot.BEGUN:
+            last = max(peers, key=lambda register: register.accepted)
+            value = last.value if last.accepted else self._wished
+            self._mine = self._mine._replace(accepted=self._mine.ballot, value=value)
+            self._ballot = Ballot.ACCEPTED
+        else:
+            self._decided(now)
+
+    def _decided(self, now: float) -> None:
+        value, slot = self._mine.value, self._mine.slot + 1
+        if isinstance(value, tuple):
+            self._learn(now, slot, value, False)
+        else:
+            self._learn(now, slot, self._mine.members, bool(value))
+
+    def _learn(self, now: float, slot: int, members: tuple[int, ...], is_settled: bool) -> None:
+        """Take over what has been decided."""
+        stage = Stage.READY if slot % 2 else Stage.HERE
+        if is_settled and slot == self._mine.slot + 1:
+            stage = self._mine.stage  # connected or not, that stays
+        self._mine = Register(stage, slot, members, is_settled)
+        self._ballot, self._is_connecting = Ballot.NONE, False
+        self._since, self._wished_since, self._not_before = now, None, now
+
+    def _peers(self, registers: Sequence[Register]) -> list[Register]:
+        """The registers that are about the same entry; this rank's own as it knows it."""
+        others = [other for rank, other in enumerate(registers) if rank != self._rank]
+        return [self._mine, *[other for other in others if other.slot == self._mine.slot]]
+
+    def _turn(self, registers: Sequence[Register], ended: AbstractSet[int]) -> int:
+        """How many ranks may propose before this one."""
+        slot = self._mine.slot
+        lower = [rank for rank in range(self._rank) if rank not in ended]
+        return sum(registers[rank].stage >= Stage.HERE and registers[rank].slot == slot for rank in lower)
+
+    # What this rank would decide.
+
+    def _wish(self, now: float, registers: Sequence[Register], ended: AbstractSet[int]) -> Entry | None:
+        """What to propose; None: it is too early."""
+        seen = [*registers[: self._rank], self._mine, *registers[self._rank + 1 :]]
+        if self._mine.slot % 2:
+            return self._are_connected(now, seen, ended)
+        return self._new_members(now, seen, ended)
+
+    def _new_members(
+        self, now: float, registers: Sequence[Register], ended: AbstractSet[int]
+    ) -> tuple[int, ...] | None:
+        """Those that have come, once all have that can; at last those that have come in time."""
+        slot, candidates = self._mine.slot, self._mine.members or range(self._size)
+        alive = [rank for rank in candidates if rank not in ended and registers[rank].stage != Stage.LEFT]
+        here = tuple(r for r in alive if registers[r].stage >= Stage.HERE and registers[r].slot == slot)
+        until = self._since + LAGGING * self._limit if slot else self._deadline
+        return here if len(here) == len(alive) or now >= until else None
+
+    def _are_connected(self, now: float, registers: Sequence[Register], ended: AbstractSet[int]) -> bool | None:
+        members, slot = self._mine.members, self._mine.slot
+        told = [registers[rank] for rank in members]
+        if any(register.stage == Stage.LEFT or _has_failed(register, slot) for register in told):
+            return False
+        if not ended.isdisjoint(members) or now >= self._since + self._limit:
+            return False
+        return True if all(_is_at(register, slot, Stage.CONNECTED) for register in told) else None
+
+    def _may_connect(self, registers: Sequence[Register], ended: AbstractSet[int]) -> bool:
+        """True if all members wait for this rank to connect."""
+        mine = self._mine
+        if mine.stage != Stage.READY or self._is_connecting or self._ballot is not Ballot.NONE:
+            return False
+        ready = (_is_at(registers[rank], mine.slot, Stage.READY) for rank in mine.members if rank != self._rank)
+        return ended.isdisjoint(mine.members) and all(ready)
+
+    # The end.
+
+    def _ended(self) -> list[Action]:
+        """The last actions, if what has been decided says so."""
+        mine = self._mine
+        if mine.slot and self._rank not in mine.members:
+            return self._leave(Failure.LEFT_OUT)
+        if not mine.is_settled:
+            return []
+        return [Write(mine), Return(mine.members)] if mine.stage == Stage.CONNECTED else self._leave(Failure.LEFT_OUT)
+
+    def _leave(self, failure: Failure) -> list[Action]:
+        self._mine = self._mine._replace(stage=Stage.LEFT)
+        return [Write(self._mine), Raise(failure, self._mine.members)]
+
+
+def _is_at(register: Register, slot: int, stage: Stage) -> bool:
+    return register.slot == slot and stage <= register.stage < Stage.FAILED
+
+
+def _has_failed(register: Register, slot: int) -> bool:
+    return register.slot == slot and register.stage == Stage.FAILED

@@ -1,0 +1,264 @@
+"""Recovering a group after ranks were lost: the survivors agree on who goes on, and connect.
+
+The agreement itself is ``groups/membership.py``; this module carries its events and actions between processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Generic, TypeVar
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from easydist.errors import CollectiveTimeout, EasydistError, LeftOutError, PeerLostError, RemoteError
+from easydist.groups.membership import Action, Connect, Failure, Membership, Raise, Register, Return, Stage, Write
+from easydist.groups.registers import PageRegisters, Registers, StoreRegisters, Told, are_on_one_host, this_host, unseen
+from easydist.liveness import texts
+from easydist.liveness.monitor import Monitor
+from easydist.liveness.timed_store import POLL, TimedStore
+
+T = TypeVar("T")
+
+TIMEOUT = 60.0
+"""Seconds in which ranks that are alive have to come."""
+
+LIMIT = 10.0
+"""Seconds in which members that have all come are connected."""
+
+_kept: list[Monitor] = []
+"""Of groups that were recovered: their entries on this process's page stay, for ranks that come too late."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt to connect the members of a new group.
+
+    Attributes:
+        number: Of the attempt; each has another.
+        members: Their ranks in the old group, ascending.
+        rank: This process among them.
+        store: For this attempt alone; lives as long as the group.
+        timeout: Seconds that it may take.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    rank: int
+    store: Store
+    timeout: float
+
+
+@dataclass(frozen=True)
+class Recovered(Generic[T]):
+    """The new group.
+
+    Attributes:
+        members: Their ranks in the old group, ascending.
+        made: What connecting has made.
+        hosts: For each member, a text that is equal for those of one host.
+    """
+
+    members: tuple[int, ...]
+    made: T
+    hosts: tuple[str, ...]
+
+
+class Recovery:
+    """One rank's part in recovering one group, over any number of attempts.
+
+    Args:
+        monitor: The group's; it knows the other processes.
+        store: The group's, for this alone; None where it has none.
+        has_met: True if the ranks have met, so that all of them know of the others' pages.
+    """
+
+    def __init__(self, monitor: Monitor, store: Store | None, has_met: bool = True) -> None:
+        self.monitor, self._has_met = monitor, has_met
+        self._store = store
+        self._timed = None if store is None else TimedStore(store)
+        self._host = this_host()
+        self._told = Told(host=self._host)
+        self._heard: list[Told] = []
+        self._served: Store | None = None
+        self._is_done = False
+        self._on_pages = False
+        _kept.append(monitor)
+
+    def run(self, timeout: float, connect: Callable[[Attempt], T]) -> Recovered[T]:
+        """Agree with the other survivors, and connect; all of them have to come.
+
+        Args:
+            timeout: Seconds until ranks that are alive, and have not come, are left out.
+            connect: Connects the members; what it raises makes them try again, without those that were lost.
+
+        Raises:
+            LeftOutError: The others have gone on without this rank.
+            CollectiveTimeout: The ranks could not be connected in time.
+            PeerLostError: The ranks cannot agree: the store is gone, and they are on several hosts or had not met.
+            RuntimeError: The group has been recovered already.
+        """
+        if self._is_done:
+            raise RuntimeError("recover: this group has been recovered already: go on with the group that it returned")
+        leave(self.monitor)
+        registers = self._registers()
+        try:
+            found = self._play(self._machine(timeout), registers, connect)
+        except RuntimeError as error:
+            if isinstance(error, EasydistError) or self._on_pages:
+                raise
+            self._has_met = True  # nobody can say otherwise any more: go on where the others can see it
+            found = self._play(self._machine(timeout), self._pages(error), connect)
+        self._is_done = True
+        return found
+
+    def _machine(self, timeout: float) -> Membership:
+        monitor = self.monitor
+        return Membership(monitor.rank, monitor.size, time.monotonic(), timeout, LIMIT, self._told.register)
+
+    def _pages(self, error: RuntimeError) -> Registers:
+        """Where ranks of one host agree when the store is gone.
+
+        Raises:
+            PeerLostError: They are not on one host, or not all of them are known.
+        """
+        self._timed = None
+        try:
+            return self._registers()
+        except PeerLostError as lost:
+            raise lost from error
+
+    def _registers(self) -> Registers:
+        monitor = self.monitor
+        if self._has_met and monitor.own_page is not None and are_on_one_host(monitor.peers, monitor.entry):
+            self._on_pages = True
+            if hidden := unseen(monitor.peers):
+                raise PeerLostError(f"recover: this process may not see what rank {hidden[0]} says on this host")
+            return PageRegisters(monitor.own_page, monitor.entry, monitor.rank, monitor.peers)
+        if self._timed is None:
+            raise PeerLostError(_without_store(monitor))
+        return StoreRegisters(self._timed, monitor.rank, monitor.size, monitor.own_page, monitor.entry)
+
+    def _play(self, machine: Membership, registers: Registers, connect: Callable[[Attempt], T]) -> Recovered[T]:
+        """Carry actions out until the last one."""
+        made: T | None = None
+        actions = machine.begin()
+        try:
+            while True:
+                *written, last = actions
+                for action in written:
+                    self._write(action, registers)
+                if isinstance(last, Return):
+                    assert made is not None
+                    return Recovered(last.members, made, tuple(self._heard[rank].host for rank in last.members))
+                if isinstance(last, Raise):
+                    raise _error(last, self.monitor)
+                if isinstance(last, Connect):
+                    made = self._connected(last, connect)
+                    actions = machine.connected(time.monotonic(), made is not None)
+                else:
+                    actions = self._look(machine, registers)
+        except BaseException as error:
+            is_of_store = isinstance(error, RuntimeError) and not isinstance(error, EasydistError)
+            if not is_of_store and not isinstance(error, LeftOutError | CollectiveTimeout):
+                with contextlib.suppress(RuntimeError):  # the store
+                    self._write(machine.interrupted()[0], registers)
+            raise
+
+    def _write(self, action: Action, registers: Registers) -> None:
+        assert isinstance(action, Write)
+        address = self._told.address
+        if action.register.stage == Stage.READY and action.register.members[0] == self.monitor.rank:
+            address = self._address(action.register)
+        self._told = Told(action.register, self._host, address)
+        registers.write(self._told)
+
+    def _look(self, machine: Membership, registers: Registers) -> list[Action]:
+        """Read until all registers could be read, or time is over."""
+        while True:
+            # Between writing and reading: the scheduler orders this process's accesses to memory.
+            time.sleep(POLL)
+            now, heard = time.monotonic(), registers.read()
+            if heard is not None:
+                self._heard = heard
+                return machine.heard(now, [told.register for told in heard], self._ended(heard))
+            if actions := machine.tick(now):
+                return actions
+
+    def _ended(self, heard: list[Told]) -> set[int]:
+        """The ranks that have ended; also those of other hosts that were lost and have not come since."""
+        ended = {peer.rank for peer in self.monitor.peers.values() if peer.is_gone()}
+        lost = getattr(self.monitor.broken, "rank", None)
+        if isinstance(lost, int) and heard[lost].register.stage == Stage.AWAY:
+            ended.add(lost)
+        return ended
+
+    # The store of the new group.
+
+    def _address(self, register: Register) -> str:
+        """Where the members meet: in the old group's store if it answers, else in one that this process serves."""
+        if self._served is None:
+            if not self._on_pages or (register.slot == 1 and self._answers()):
+                return ""
+            self._served = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LIMIT), wait_for_workers=False)
+        return str(self._served.port)  # type: ignore[attr-defined]
+
+    def _answers(self) -> bool:
+        """True if the old group's store is alive."""
+        if self._timed is None:
+            return False
+        with contextlib.suppress(RuntimeError):
+            self._timed.check(["recover"])
+            return not self._timed.is_silent
+        return False
+
+    def _connected(self, action: Connect, connect: Callable[[Attempt], T]) -> T | None:
+        """What connecting has made; None if it has failed."""
+        limit = LIMIT / 2
+        try:
+            store = PrefixStore(f"recover/{action.attempt}", self._meeting_place(action, limit))
+            rank = action.members.index(self.monitor.rank)
+            return connect(Attempt(action.attempt, action.members, rank, store, limit))
+        except (RuntimeError, EasydistError):
+            return None
+
+    def _meeting_place(self, action: Connect, limit: float) -> Store:
+        leader = action.members[0]
+        if leader == self.monitor.rank:
+            address = self._told.address
+        else:
+            address = self._heard[leader].address
+        if address and leader == self.monitor.rank:
+            assert self._served is not None
+            return self._served
+        if address:
+            return TCPStore("127.0.0.1", int(address), None, False, timedelta(seconds=limit), wait_for_workers=False)
+        assert self._store is not None
+        return self._store
+
+
+def leave(monitor: Monitor) -> None:
+    """End the exchanges of the old group for good, so that those that wait in it come, too."""
+    if monitor.broken is None or not monitor.broken.is_final:
+        monitor.broken = None
+        error = RemoteError(texts.recovers(monitor.operation or "recover", monitor.rank))
+        error.is_final = True
+        monitor.give_up(error)
+
+
+def _error(action: Raise, monitor: Monitor) -> EasydistError:
+    name = monitor.name
+    if action.failure is Failure.LEFT_OUT:
+        error: EasydistError = LeftOutError(texts.left_out(monitor.rank, name, action.members))
+        error.members = action.members  # type: ignore[attr-defined]
+    else:
+        error = CollectiveTimeout(texts.not_recovered(monitor.rank, name))
+    error.is_final = True
+    return error
+
+
+def _without_store(monitor: Monitor) -> str:
+    return texts.unrecoverable(monitor.rank, monitor.name)

@@ -1,0 +1,168 @@
+"""Where the ranks that recover a group keep their registers: on their pages, or in the group's store.
+
+Ranks of one host use their pages, which outlive the store and the processes: whoever has seen a page can read it for as
+long as it lives. Ranks of several hosts have nothing but the store. Which of the two it is follows from what all ranks
+have told of themselves when they met, so it is the same on all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+from easydist.groups.membership import Entry, Register, Stage
+from easydist.liveness.page import OwnPage
+from easydist.liveness.peer import Peer, host_id
+from easydist.liveness.timed_store import TimedStore
+
+
+class Told(NamedTuple):
+    """What a rank that recovers tells the others.
+
+    Attributes:
+        register: Its part of the agreement.
+        host: Equal for ranks of one host.
+        address: Where it serves a store for the new group; empty: in the old group's.
+    """
+
+    register: Register = Register()
+    host: str = ""
+    address: str = ""
+
+    def to_json(self) -> str:
+        """The same as text.
+
+        Example:
+            >>> told = Told(Register(Stage.READY, 1, (0, 2), False, 5, 5, True), "a", "7")
+            >>> told.to_json()
+            '[3, 1, "5", false, 5, 5, true, "a", "7"]'
+            >>> Told.from_json(told.to_json()) == told
+            True
+        """
+        stage, slot, members, is_settled, ballot, accepted, value = self.register
+        numbers = int(stage), slot, _packed(members), is_settled, ballot, accepted, _packed(value)
+        return json.dumps([*numbers, self.host, self.address])
+
+    @classmethod
+    def from_json(cls, text: str | bytes | None) -> Told:
+        """What a text says; an empty one says that the rank has not come."""
+        if not text:
+            return cls()
+        stage, slot, members, is_settled, ballot, accepted, value, host, address = json.loads(text)
+        register = Register(Stage(stage), slot, _members(members), is_settled, ballot, accepted, _unpacked(value))
+        return cls(register, host, address)
+
+
+def _packed(value: Entry | None) -> str | bool | None:
+    return format(sum(1 << rank for rank in value), "x") if isinstance(value, tuple) else value
+
+
+def _members(bits: str) -> tuple[int, ...]:
+    number = int(bits, 16)
+    return tuple(rank for rank in range(number.bit_length()) if number >> rank & 1)
+
+
+def _unpacked(value: str | bool | None) -> Entry | None:
+    return _members(value) if isinstance(value, str) else value
+
+
+def this_host() -> str:
+    """Equal for ranks of one host, and short."""
+    return hashlib.blake2b(host_id().encode(), digest_size=6).hexdigest()
+
+
+class Registers(Protocol):
+    """The registers of all ranks."""
+
+    def write(self, told: Told) -> None:
+        """Write this rank's."""
+
+    def read(self) -> list[Told] | None:
+        """Read all; None where they cannot be read now."""
+
+
+class PageRegisters:
+    """On the pages of ranks that are on one host.
+
+    Args:
+        page: This process's.
+        entry: The group's on it.
+        rank: This process in the group.
+        peers: The other ranks.
+    """
+
+    def __init__(self, page: OwnPage, entry: int, rank: int, peers: Mapping[int, Peer]) -> None:
+        self._page, self._entry, self._rank, self._peers = page, entry, rank, peers
+        self._mine = Told()
+
+    def write(self, told: Told) -> None:
+        """Write this rank's.
+
+        Raises:
+            ValueError: There are too many ranks for the page.
+        """
+        self._mine = told
+        self._page.set_register(self._entry, told.to_json())
+
+    def read(self) -> list[Told]:
+        """Read all."""
+        size = len(self._peers) + 1
+        return [self._mine if r == self._rank else Told.from_json(self._peers[r].register()) for r in range(size)]
+
+
+class StoreRegisters:
+    """In the group's store.
+
+    Args:
+        store: The group's.
+        rank: This process in the group.
+        size: How many processes the group has.
+        page: This process's, where its register stands, too: if the store ends, ranks of one host go on there.
+        entry: The group's on it.
+    """
+
+    def __init__(self, store: TimedStore, rank: int, size: int, page: OwnPage | None, entry: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._page, self._entry = page, entry
+        self._mine = Told()
+
+    def write(self, told: Told) -> None:
+        """Write this rank's; where the store does not answer, later, but before anything is read.
+
+        Raises:
+            RuntimeError: The store is gone.
+        """
+        self._mine = told
+        if self._page is not None and self._entry >= 0:
+            with contextlib.suppress(ValueError):  # of a group too large for pages
+                self._page.set_register(self._entry, told.to_json())
+        self._store.set(f"recover/{self._rank}", told.to_json())
+
+    def read(self) -> list[Told] | None:
+        """Read all; None where the store does not answer.
+
+        Raises:
+            RuntimeError: The store is gone.
+        """
+        found = []
+        for rank in range(self._size):
+            text = None if rank == self._rank else self._store.get(f"recover/{rank}")
+            if self._store.is_silent:
+                return None
+            found.append(self._mine if rank == self._rank else Told.from_json(text))
+        return found
+
+
+def are_on_one_host(peers: Mapping[int, Peer], entry: int) -> bool:
+    """True if all ranks have told that they are on this host and have a page; the same on all ranks."""
+    return entry >= 0 and all(peer.shares_pages for peer in peers.values())
+
+
+def unseen(peers: Mapping[int, Peer]) -> list[int]:
+    """The ranks on this host that are alive, and whose page this process may not see."""
+    hidden = [peer for peer in peers.values() if not peer.is_visible]
+    return [peer.rank for peer in hidden if os.path.exists(f"/proc/{peer.pid}")]

@@ -1,0 +1,122 @@
+"""The rules by which the ranks of a group keep their calls in step, give one up, and connect again.
+
+Pure: no I/O, no clock, no thread. Events come in as method calls, with the time as a number and what other ranks say
+as ``Heard``; what follows comes out as values: why a wait is in vain (``Cause``), what giving up demands (``Parting``),
+and the steps of a meeting (``Step``). ``Monitor`` and ``groups/`` carry them between ranks; ``tests/protocol`` plays
+the same code against a simulated world. ARCHITECTURE.md states the rules ("Liveness").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping
+
+from easydist.errors import EasydistError
+from easydist.liveness.events import Announced, Answer, Do, Step
+from easydist.liveness.rules import CallProtocol
+
+CONNECTED = 30.0
+"""Seconds in which ranks that have all come are connected."""
+
+SHORTEST = 0.05
+"""Seconds: gloo takes no limit at all for none."""
+
+NOTHING = Announced(-1.0, 0)
+
+Meeting = Generator[Step, Answer | None, list[Announced]]
+"""Steps, of which ``ASK`` is answered. Returns what each rank has announced: the same call."""
+
+
+class GroupProtocol(CallProtocol):
+    """One rank's state in the protocol of a group: also how the ranks meet, and connect again."""
+
+    def was_left_before(self) -> bool:
+        """True if the other rank of this call had begun and left it before the ranks met last."""
+        if self.peer is None or not self._met:
+            return False
+        other = self._met[self.peer]
+        number = math.ceil(other.at) - 1 if other.partner is not None else math.ceil(other.at)
+        begun = dict(other.turns).get(self.rank, 0)
+        is_left = begun > self._turn or (begun == self._turn and other.partner != self.rank)
+        return number > self.number or (number == self.number and other.partner is not None and is_left)
+
+    def begin_meeting(self) -> EasydistError | None:
+        """Make the phase odd; return what has broken the old connections."""
+        broken, self.broken = self.broken, None
+        self.phase |= 1
+        self._attempt += 1
+        return broken
+
+    def meeting(self) -> Meeting:
+        """Meet all ranks in one call: announce this rank's, and every later one that another rank announces.
+
+        A rank that was interrupted in a call which the others have not come to yet is ahead of them.
+        """
+        told, last, others = NOTHING, self.at, self._told_nothing()
+        while True:
+            if told.at < last:
+                told = Announced(last, self._attempt, self._partner, tuple(self._turns.items()))
+                yield Step(Do.ANNOUNCE, told)
+            answer = yield Step(Do.ASK, ranks=[rank for rank, one in others.items() if one.at < told.at])
+            if answer is not None and answer.is_passed:  # the others have connected without this rank, and meet again
+                self.phase += 2
+                told, last, others = NOTHING, max(last, told.at), self._told_nothing()
+                continue
+            others |= answer.announced if answer else {}
+            yield Step(Do.GUARD, ranks=[rank for rank, one in others.items() if one.at < told.at])
+            others = self._still_there(others)
+            last = max(one.at for one in others.values())
+            if told.at < last:
+                yield Step(Do.LISTEN)  # they may have given up the call that this rank has come to
+                yield from self._follow(last)
+            elif min(one.at for one in others.values()) < told.at:
+                yield Step(Do.PAUSE)
+            elif behind := _behind(others | {self.rank: told}):
+                yield Step(Do.GIVE_UP if self.rank in behind else Do.PAUSE)
+                others |= dict.fromkeys(behind, NOTHING)
+            else:
+                yield Step(Do.LISTEN)
+                if self._still_there(others) == others:
+                    self._met = [others.get(rank, told) for rank in range(self.size)]
+                    return self._met
+
+    def _told_nothing(self) -> dict[int, Announced]:
+        return {rank: NOTHING for rank in range(self.size) if rank != self.rank}
+
+    def _still_there(self, others: Mapping[int, Announced]) -> dict[int, Announced]:
+        """What other ranks have announced, but for those that have left again: they come with their next call."""
+        return {rank: one if one.attempt > self._over.get(rank, 0) else NOTHING for rank, one in others.items()}
+
+    def _follow(self, at: float) -> Generator[Step, Answer | None, None]:
+        """Go on from a call of a higher number, which others are in: only who has missed theirs by Ctrl-C."""
+        if at > math.ceil(self.at):
+            yield Step(Do.NOTICE)
+            if not self.was_interrupted:
+                yield Step(Do.GIVE_UP)
+        is_between = self.at > self.number
+        self.number = math.ceil(at) - is_between
+        self.at = self.number + 0.5 * is_between
+        self._has_followed = True
+        yield Step(Do.MOVE)
+
+    def connect_limit(self, now: float) -> float:
+        """Seconds that connecting may take: no time, unless a rank has left again."""
+        left = self.time_left(now)
+        return CONNECTED if left is None else min(max(left, SHORTEST), CONNECTED)
+
+    def end_meeting(self) -> None:
+        """Make the phase even: the ranks are connected, and the others wait for what this one has to say."""
+        self.broken = self._left_at = None
+        self.phase += 1
+        self.is_awaited = True
+
+
+def _behind(told: Mapping[int, Announced]) -> list[int]:
+    """The ranks whose call with another one that one has left, and gone on: they raise first."""
+    return [rank for rank, one in told.items() if one.partner is not None and _is_past(rank, one, one.partner, told)]
+
+
+def _is_past(rank: int, one: Announced, partner: int, told: Mapping[int, Announced]) -> bool:
+    other, own = told[partner], dict(one.turns).get(partner, 0)
+    begun = dict(other.turns).get(rank, 0)
+    return other.partner is None or begun > own or (begun == own and other.partner != rank)

@@ -1,0 +1,152 @@
+"""IPython's kernel as a rank needs it: no history, profile or heartbeat, and Ctrl-C in the user's code only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import linecache
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from ipykernel.compiler import XCachingCompiler
+from ipykernel.iostream import OutStream
+from ipykernel.ipkernel import IPythonKernel
+from ipykernel.kernelapp import IPKernelApp
+from ipykernel.zmqshell import ZMQInteractiveShell
+
+from easydist.notebook.messages import ACT, META, VALUE
+from easydist.notebook.tracebacks import INNER, cut_causes, users_part
+
+
+class _Compiler(XCachingCompiler):  # type: ignore[misc]
+    """Names cells by the notebook's numbers, so that ``easydist top`` says ``<cell 5>:3``."""
+
+    def get_code_name(self, raw_code: str, code: str, number: int) -> str:
+        if raw_code.strip() == ACT:
+            return INNER
+        name = f"<cell {number}>"
+        return name if name not in linecache.cache else f"<cell {number}, part {len(linecache.cache)}>"
+
+
+class _Shell(ZMQInteractiveShell):  # type: ignore[misc]
+    """Hears Ctrl-C in the user's code only, and shows that code only."""
+
+    async def run_code(self, code_obj: Any, result: Any = None, *, async_: bool = False) -> Any:
+        self.kernel.is_interruptible = True
+        try:
+            return await super().run_code(code_obj, result, async_=async_)
+        finally:
+            self.kernel.is_interruptible = False
+
+    def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
+        self.kernel.is_interruptible = False
+        kind, value, trace = self._get_exc_info(exc_tuple)
+        value.__traceback__ = users_part(trace)
+        cut_causes(value)
+        if value.__traceback__ is None:  # of a request without source
+            self._showtraceback(kind, value, self.InteractiveTB.get_exception_only(kind, value))
+        else:
+            super().showtraceback((kind, value, value.__traceback__), *args, **kwargs | {"tb_offset": 0})
+
+    def ask_exit(self) -> None:
+        print("exit() does not end a rank: cluster.stop() ends all of them", file=sys.stderr)
+
+
+class _Kernel(IPythonKernel):  # type: ignore[misc]
+    """Takes the cell's number from the notebook, and requests that carry bytes."""
+
+    shell_class = _Shell
+    compiler_class = _Compiler
+    is_interruptible = False
+    member: Any = None
+
+    def pre_handler_hook(self) -> None:
+        """Leave the signal's handler as it is."""
+
+    post_handler_hook = pre_handler_hook
+
+    async def do_execute(self, code: str, silent: bool, *args: Any, cell_meta: Any = None, **kwargs: Any) -> Any:
+        meta = (cell_meta or {}).get(META, {})
+        if "number" in meta:
+            self.shell.execution_count = meta["number"]
+        if "action" in meta:
+            self.shell.user_ns[ACT.partition("(")[0]] = lambda: self.act(meta)
+        return await super().do_execute(code, silent, *args, cell_meta=cell_meta, **kwargs)
+
+    @contextlib.contextmanager
+    def _cancel_on_sigint(self, future: Any) -> Iterator[None]:
+        """In a cell that awaits: end what it calls, or what it awaits, now and not with the loop's next event."""
+        loop = future.get_loop()
+
+        def cancel(*_: object) -> None:
+            if asyncio.current_task(loop) is future:
+                self.on_interrupt()
+            else:
+                loop.call_soon_threadsafe(future.cancel)
+
+        before = signal.signal(signal.SIGINT, cancel)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def act(self, meta: dict[str, Any]) -> Any:
+        """Do what a request asks for that has no source."""
+        buffers = self.get_parent("shell").get("buffers", [])
+        return self.member.act(meta, buffers, self.publish)
+
+    def publish(self, buffer: Any) -> None:
+        """Send bytes to the notebook."""
+        parent, topic = self.get_parent("shell"), self._topic("easydist_value")
+        self.session.send(self.iopub_socket, VALUE, {}, parent, topic, [buffer])
+
+    def on_interrupt(self, *_: object) -> None:
+        """What SIGINT does."""
+        if self.is_interruptible:
+            raise KeyboardInterrupt
+
+
+class _Application(IPKernelApp):  # type: ignore[misc]
+    """An application without profile, debugger and heartbeat."""
+
+    kernel_class = _Kernel
+    folder = ""
+
+    def init_profile_dir(self) -> None:
+        """Have an empty one."""
+        self.ipython_dir = self.folder
+        super().init_profile_dir()
+
+    def load_config_file(self, *_: object, **__: object) -> None:
+        """Load none."""
+
+    def init_heartbeat(self) -> None:
+        """Have none: the process itself is looked at."""
+
+    def init_iopub(self, context: Any) -> None:
+        context.sndhwm = 0  # output is never dropped
+        super().init_iopub(context)
+
+    def init_signal(self) -> None:
+        signal.signal(signal.SIGINT, lambda *args: self.kernel.on_interrupt(*args) if self.kernel else None)
+
+    def log_connection_info(self) -> None:
+        """There is nobody to read it."""
+
+
+def start(connection_file: str, folder: str) -> Any:
+    """Begin to be a kernel; returns its application.
+
+    Args:
+        connection_file: Says where to listen.
+        folder: For an empty profile.
+    """
+    OutStream.flush_interval = 0.05
+    app = _Application.instance(connection_file=connection_file, quiet=True, log_level=50)
+    app.folder = folder
+    app.config.HistoryManager.enabled = False
+    app.config.HistoryAccessor.enabled = False
+    app.initialize([])
+    return app

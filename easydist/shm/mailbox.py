@@ -1,0 +1,149 @@
+"""Short messages between two ranks of a host, which are laid down and answered without either waiting for the other.
+
+A mailbox for one direction is two chunks of memory, and numbers. The sender writes, about its messages to the other:
+
+    posted              chunks laid down
+    length, length      bytes of the message that begins in the first, the second chunk
+    sent                messages, those that went another way included
+    elsewhere           0, or one more than the number of the first message that goes another way
+
+and the receiver, about the messages from the other:
+
+    taken               chunks copied out
+    answered            messages that it has answered
+    refused             how many of these answers were refusals
+
+A message has to lie in memory as a whole, so that the sender never waits. Where there is no room, it goes another way,
+by gloo for instance, and so do all that follow until the receiver has answered what was sent: then both know that the
+next one lies in memory again. A receiver that waits for message n looks at ``sent`` first, then at ``elsewhere``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from easydist.memory import copy
+from easydist.shm.slots import NEVER, Need, Slots
+from easydist.shm.streams import Streams
+
+_POSTED, _TAKEN, _SENT, _ELSEWHERE, _LENGTH, _, _ANSWERED, _REFUSED = range(8)
+
+
+class Mailbox:
+    """This rank's side of the messages to one other rank, and of those from it.
+
+    Args:
+        slots: The memory.
+        streams: Where waits are looked after.
+        peer: The other rank.
+
+    Attributes:
+        answered: How many messages this rank has answered.
+        refusals: What is known of the answers of ``peer`` that were refusals, by the numbers of the messages.
+    """
+
+    def __init__(self, slots: Slots, streams: Streams, peer: int) -> None:
+        self._slots, self._streams, self._peer = slots, streams, peer
+        self._mine, self._theirs = slots.message_cell(slots.rank, peer), slots.message_cell(peer, slots.rank)
+        self._out, self._in = slots.message_address(slots.rank, peer), slots.message_address(peer, slots.rank)
+        self._posted = self._taken = 0
+        self._sent = self._received = self.answered = self._refused = 0
+        self._is_elsewhere = False
+        self.refusals: dict[int, Any] = {}
+
+    def post(self, message: torch.Tensor) -> tuple[int, bool]:
+        """Lay a message down, if there is room.
+
+        Args:
+            message: uint8, contiguous; free when this returns.
+
+        Returns:
+            The number of the message; and whether it lies in memory. If not, it has to be sent another way.
+        """
+        self._streams.check()
+        number, slots = self._sent, self._slots
+        is_here = self._comes_here(number) and self._lay(message)
+        if not is_here and not self._is_elsewhere:
+            self._is_elsewhere = True
+            slots.write(self._mine + _ELSEWHERE, number + 1)
+        self._sent += 1
+        slots.tell(self._mine + _SENT, self._sent, self._peer)
+        return number, is_here
+
+    def _comes_here(self, number: int) -> bool:
+        """True if the peer looks for this message in memory."""
+        if self._is_elsewhere and self.has_answer(number - 1):
+            self._is_elsewhere = False
+            self._slots.write(self._mine + _ELSEWHERE, 0)
+        return not self._is_elsewhere
+
+    def _lay(self, message: torch.Tensor) -> bool:
+        slots, nbytes, chunk = self._slots, message.numel(), self._slots.message_chunk
+        posted = self._posted
+        count = max(1, -(-nbytes // chunk))
+        if posted + count - slots.read(self._theirs + _TAKEN) > 2:
+            return False
+        slots.write(self._mine + _LENGTH + posted % 2, nbytes)
+        self._copy(self._out, posted, message, is_in=False)
+        self._posted += count
+        return True
+
+    def _copy(self, chunks: int, first: int, message: torch.Tensor, is_in: bool) -> None:
+        """Copy between a message and the chunks from ``first`` on, which alternate."""
+        chunk, address, nbytes = self._slots.message_chunk, message.data_ptr(), message.numel()
+        for offset in range(0, nbytes, chunk):
+            place, there = chunks + (first + offset // chunk) % 2 * chunk, address + offset
+            source, target = (place, there) if is_in else (there, place)
+            copy(target, source, min(chunk, nbytes - offset))
+
+    def receive(self) -> torch.Tensor | None:
+        """Wait for the next message.
+
+        Returns:
+            The message; None if it comes another way.
+        """
+        number, slots = self._received, self._slots
+        self._wait("sent", lambda: slots.read(self._theirs + _SENT) > number)
+        self._received += 1
+        elsewhere = slots.read(self._theirs + _ELSEWHERE)
+        if elsewhere and number >= elsewhere - 1:
+            return None
+        nbytes = slots.read(self._theirs + _LENGTH + self._taken % 2)
+        message = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self._copy(self._in, self._taken, message, is_in=True)
+        self._taken += max(1, -(-nbytes // slots.message_chunk))
+        slots.write(self._mine + _TAKEN, self._taken)
+        return message
+
+    def answer(self, is_refusal: bool = False) -> None:
+        """Tell the peer that the message received last was taken, or refused."""
+        slots = self._slots
+        if is_refusal:
+            self._refused += 1
+            slots.write(self._mine + _REFUSED, self._refused)
+        self.answered += 1
+        slots.tell(self._mine + _ANSWERED, self.answered, self._peer)
+
+    def has_answer(self, number: int) -> bool:
+        """True if the peer has answered a message."""
+        return self._slots.read(self._theirs + _ANSWERED) > number
+
+    def wait_for_answer(self, number: int) -> None:
+        """Wait until the peer has answered a message."""
+        self._wait("answered", lambda: self.has_answer(number))
+
+    def unknown_refusals(self) -> int:
+        """How many refusals there were that do not stand in ``refusals``."""
+        return self._slots.read(self._theirs + _REFUSED) - len(self.refusals)
+
+    def _wait(self, what: str, has_come: Callable[[], bool]) -> None:
+        need: Need = (NEVER, (self._peer,))
+
+        def until() -> Iterator[Need]:
+            while not has_come():
+                yield need
+
+        self._streams.begin([((what, self._peer), until())], None).wait()

@@ -1,0 +1,120 @@
+"""``easydist.recover``: go on with the ranks that are left."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, TypeVar, overload
+
+import torch.distributed as dist
+
+from easydist.agreement.calling import seconds
+from easydist.eager import eager
+from easydist.groups.communicators import of_group, timeout_of, unregistered
+from easydist.groups.recovering import TIMEOUT, Attempt
+from easydist.groups.standalone import gloo_group
+from easydist.state.default_group import replace_default_group
+from easydist.state.process_state import ProcessState
+from easydist.transport.comm import Collectives
+from easydist.typing import Timeout
+
+C = TypeVar("C", bound=Collectives)
+
+_c10d: Any = dist.distributed_c10d
+"""Not checked: what makes groups of torch from a store is private."""
+
+
+@overload
+def recover(group: None = None, *, timeout: Timeout | None = None) -> dist.ProcessGroup | None: ...
+@overload
+def recover(group: dist.ProcessGroup, *, timeout: Timeout | None = None) -> dist.ProcessGroup: ...
+@overload
+def recover(group: C, *, timeout: Timeout | None = None) -> C: ...
+@eager
+def recover(group: Any = None, *, timeout: Timeout | None = None) -> Any:
+    """Go on with the ranks that are left, after a rank has died or has not come; all that are left call.
+
+    Law: every rank on which it returns has the same members: those that are alive and have called, in their old order,
+    numbered from 0. Where nobody was lost these are all ranks.
+
+    Afterwards ``group=None``, and ``process_index``, ``num_processes``, ``is_main_process`` and the like of
+    ``ProcessState``, mean the survivors. ``ProcessState().process_group`` is their group for what takes a group of
+    torch itself. ``dist.group.WORLD`` and groups that had been made of it stay as they are: broken.
+
+    Args:
+        group: None: the default group. A ``ProcessGroup``: that one, and nothing else changes. A ``TorchComm``: as its
+            own ``recover``.
+        timeout: How long to wait for ranks that are alive; None is a minute. Ranks that have died are not waited for
+            if they were on this host. Connecting may take up to half a minute more.
+
+    Returns:
+        The new group; None in a world of one that has none.
+
+    Raises:
+        LeftOutError: The others have gone on without this rank, which came too late. It can take no part any more.
+        CollectiveTimeout: The survivors could not be connected in time; it may be called again.
+        PeerLostError: The survivors cannot agree: the store in which they would has ended with its rank, and they are
+            on several hosts or had made no call yet. The text says what to do.
+        RuntimeError: There is no group yet; this one was recovered already.
+        TypeError: ``group`` is none of these.
+
+    Example:
+        >>> import easydist
+        >>> easydist.recover()  # a world of one
+
+    Cost: some milliseconds once all have come; a few messages through memory, or the store of ranks on several hosts.
+    """
+    limit = TIMEOUT if timeout is None else seconds(timeout, "recover")
+    if isinstance(group, Collectives) and hasattr(group, "recover"):
+        return group.recover(timedelta(seconds=limit))
+    state = ProcessState()
+    of = state.process_group_as_it_is if group is None else group
+    if of is None and not state.use_distributed:
+        return None
+    if not isinstance(of, dist.ProcessGroup):
+        raise _refused(of)
+    comms = of_group(of)
+    if comms.size == 1:
+        return of
+    world = state.world
+    found = comms.recover(limit, functools.partial(_connected, of))
+    new = found.made
+    if group is None:
+        here, rank = [h == found.hosts[new.rank()] for h in found.hosts], new.rank()
+        local = sum(here[:rank]), sum(here)
+        replace_default_group(new, replace(world, rank=rank, size=new.size(), local_rank=local[0], local_size=local[1]))
+    return new
+
+
+def _refused(group: object) -> Exception:
+    if group is None:
+        return RuntimeError("recover: there is no process group yet, and so nothing to recover")
+    return TypeError(f"recover: group= takes None, a ProcessGroup or a TorchComm, got {type(group).__name__}")
+
+
+def _connected(old: dist.ProcessGroup, attempt: Attempt) -> dist.ProcessGroup:
+    """A group of the members, with the backend and the timeout of the old one."""
+    name, limit = f"{old.group_name}/recovered/{attempt.number}", timedelta(seconds=attempt.timeout)
+    timeout = timedelta(seconds=timeout_of(old))
+    if old in unregistered:
+        new = gloo_group(attempt.store, attempt.rank, len(attempt.members), name, limit)
+        unregistered.add(new)
+    else:
+        ranks = [dist.get_process_group_ranks(old)[member] for member in attempt.members]
+        new = _registered(old, attempt, ranks, name, limit)
+    _c10d._set_pg_timeout(timeout, new)
+    return new
+
+
+def _registered(
+    old: dist.ProcessGroup, attempt: Attempt, ranks: Sequence[int], name: str, limit: timedelta
+) -> dist.ProcessGroup:
+    """A group that torch knows, made as ``new_group`` does it, but in a store of its own."""
+    backend = _c10d._world.pg_map[old][0]
+    new, _ = _c10d._new_process_group_helper(
+        len(ranks), attempt.rank, list(ranks), backend, attempt.store, name, timeout=limit, group_desc="recovered"
+    )
+    _c10d._world.pg_group_ranks[new] = {rank: place for place, rank in enumerate(ranks)}
+    return new  # type: ignore[no-any-return]

@@ -1,0 +1,131 @@
+"""A tree from one rank to all: the header, which carries a small tree; then each rank says that it takes the data."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from operator import index
+from typing import Any
+
+import torch
+
+from easydist.agreement.agree import agree, shared
+from easydist.agreement.call import Call
+from easydist.agreement.calling import calling
+from easydist.agreement.frames import Agreement
+from easydist.agreement.runner import Verb
+from easydist.errors import DisagreementError
+from easydist.format import codec
+from easydist.groups.communicators import Communicators
+from easydist.typing import Tree
+from easydist.verbs.ranks import check_rank
+from easydist.verbs.tensor_dict_messages import Buffers, Incoming, Outgoing
+from easydist.verbs.tensor_dict_moves import as_bytes, disagreement, move
+
+_FRAME_HEAD = 128
+"""Bytes of a frame before its payload, and what goes before the announcement."""
+
+_FROM_SOURCE, _ANSWERS = torch.zeros(1, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8)
+"""What goes before an announcement, or is all that a receiver says: whether all ranks have to say that they take it."""
+
+
+class BroadcastTensorDict(Verb[Tree]):
+    """The verb itself.
+
+    Args:
+        tensor_dict: As in ``broadcast_tensor_dict``.
+        src: Likewise.
+        into: Likewise.
+        objects: Likewise.
+        weights_only: Decode objects with the restricted decoder; the same on all ranks.
+        data: The communicators that carry data which does not go along with the headers; None is the call's own.
+    """
+
+    operation = "broadcast_tensor_dict"
+
+    def __init__(
+        self,
+        tensor_dict: Tree,
+        src: int,
+        into: Tree = None,
+        objects: bool = False,
+        weights_only: bool = True,
+        data: Communicators | None = None,
+    ) -> None:
+        self._tensor_dict, self._src, self._into = tensor_dict, src, into
+        self._objects, self._weights_only, self._data = objects, weights_only, data
+        self._outgoing: Outgoing | None = None
+        self._incoming: Incoming | None = None
+        self._buffers: Buffers = []
+        self._message = _FROM_SOURCE
+
+    def prepare(self, comms: Communicators) -> Call:
+        src = self._src
+        check_rank(comms, "src", src)
+        arguments: dict[str, Any] = {"src": index(src)}
+        if not self._weights_only:
+            codec.demand_pickle()
+            arguments["weights_only"] = False
+        if comms.rank != src:
+            asked = [] if self._into is None else [_ANSWERS]
+            return Call(arguments, nbytes=len(asked), payload=asked)
+        if self._tensor_dict is None:
+            raise ValueError(f"broadcast_tensor_dict: rank {src} is the source, but its tensor_dict is None")
+        self._outgoing = outgoing = Outgoing(self._tensor_dict, self._objects, self._weights_only)
+        if comms.size > 1:
+            self._message = outgoing.announcement(comms.frames.nbytes - _FRAME_HEAD, bytes(1))
+            self._buffers = outgoing.buffers(self._data or comms)
+            self._message[0] = bool(self._buffers or outgoing.needs_answer)
+        return Call(arguments, nbytes=self._message.numel(), payload=[self._message])
+
+    def exchange(self, comms: Communicators, agreed: Agreement) -> None:
+        if comms.size == 1:
+            return
+        src, nbytes = self._src, agreed.nbytes
+        if agreed.has_payload:
+            self._message = agreed.payload(src)
+        else:
+            if comms.rank != src:
+                self._message = torch.empty(nbytes[src], dtype=torch.uint8, device="cpu")
+            comms.control.broadcast(self._message, src, async_op=False)
+        if self._message[0] or any(n for rank, n in enumerate(nbytes) if rank != src):
+            self._message = self._message.clone()  # another exchange of headers follows
+            self._accept(comms)
+            carrier = self._data or comms
+            with contextlib.nullcontext() if carrier is comms else calling(carrier, self.operation):
+                move(carrier, self._buffers, carrier.cpu, lambda comm, data: comm.broadcast(data, src, async_op=True))
+
+    def _read(self, comms: Communicators) -> Incoming:
+        return Incoming.announced(self._data or comms, self._message[1:], self._into, self._weights_only)
+
+    def _accept(self, comms: Communicators) -> None:
+        """Every rank says whether it can take what comes; all raise where one cannot."""
+        mine = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+        def judge() -> Call:
+            nonlocal mine
+            if self._outgoing is None:
+                self._incoming = self._read(comms)
+                if misfit := self._incoming.misfit():
+                    mine = as_bytes(json.dumps(misfit))
+                self._buffers = self._incoming.buffers()
+            return Call(nbytes=mine.numel())
+
+        nbytes = agree(comms, self.operation, judge).nbytes
+        if any(nbytes):
+            raise shared(
+                comms, DisagreementError(disagreement(self.operation, self._src, _misfits(comms, mine, nbytes)))
+            )
+
+    def result(self, comms: Communicators, agreed: Agreement, arrived: None) -> Tree:
+        if self._outgoing is not None:
+            return self._tensor_dict
+        return (self._incoming or self._read(comms)).finish()
+
+
+def _misfits(comms: Communicators, mine: torch.Tensor, nbytes: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """How ``into`` differs from what comes, on each rank where it does."""
+    every = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in nbytes]
+    comms.control.all_gather_v(every, mine, async_op=False)
+    return {rank: json.loads(bytes(one.numpy())) for rank, one in enumerate(every) if one.numel()}

@@ -1,0 +1,121 @@
+"""Where the data of a tensor dict arrives: one message for each large tensor, one for all others of a device type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from easydist import memory
+from easydist.data import packing
+from easydist.errors import WireError
+from easydist.format.header import Entry, Header
+from easydist.format.targets import Targets
+from easydist.groups.communicators import Communicators
+from easydist.verbs.buckets import LARGE
+
+
+def together(
+    comms: Communicators, kinds: Sequence[str], sizes: Sequence[int]
+) -> Iterator[tuple[str, torch.device, list[int]]]:
+    """Which tensors make one message, and on which device; by device types and sizes alone, the same on both sides."""
+    for kind in dict.fromkeys(kinds):
+        there = comms.data(torch.device(kind)).get_device()
+        members = [i for i, other in enumerate(kinds) if other == kind and sizes[i]]
+        yield from ((kind, there, [i]) for i in members if sizes[i] >= LARGE)
+        if small := [i for i in members if sizes[i] < LARGE]:
+            yield kind, there, small
+
+
+def filled(head: Header, data: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors by name, of data that has come along; each has memory of its own."""
+    sizes = list(map(entry_nbytes, head.entries))
+    demand_nbytes(data, sum(sizes))
+    parts = zip(head.entries, data.split(sizes), strict=True)
+    return {entry.name: part.view(entry.dtype).view(entry.shape).clone() for entry, part in parts}
+
+
+def demand_nbytes(data: torch.Tensor, nbytes: int) -> None:
+    """Make sure that all data is there, and no more.
+
+    Raises:
+        WireError: It is not.
+    """
+    if data.numel() != nbytes:
+        raise WireError(f"{data.numel()} bytes of data came along, not {nbytes}")
+
+
+def entry_nbytes(entry: Entry) -> int:
+    """The bytes of a tensor."""
+    return entry.stop - entry.start
+
+
+class ReceiveBuffer:
+    """The memory for one message.
+
+    Attributes:
+        kind: The device type of the data.
+        buffer: Where it arrives.
+        tensors: By name, what is in it; the values are there after ``finish``.
+    """
+
+    def __init__(self, kind: str, there: torch.device, entries: Sequence[Entry], targets: Targets | None) -> None:
+        self.kind, self._there = kind, there
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if len(entries) == 1 and (place := self._place(entries[0], targets)) is not None:
+            self.buffer, self.tensors[entries[0].name] = packing.as_bytes(place), place
+        else:
+            self.buffer = memory.empty([sum(map(entry_nbytes, entries))], torch.uint8, there)
+            self._cut(entries, kind if targets is None else None)
+
+    def _place(self, entry: Entry, targets: Targets | None) -> torch.Tensor | None:
+        """Where a message of one tensor can arrive without being copied: in the target, or in the result."""
+        target = targets.values.get(entry.name) if targets is not None else None
+        if _fits(target, entry, self._there):
+            return target.detach()  # type: ignore[no-any-return, union-attr]
+        if targets is None and self.kind != self._there.type:  # a device that the group's communicators cannot reach
+            return None
+        return memory.empty(entry.shape, entry.dtype, self._there)
+
+    def _cut(self, entries: Sequence[Entry], kind: str | None) -> None:
+        """Tensors of their own for the parts of the buffer; views of it where targets get copies anyway."""
+        parts = self.buffer.split([entry_nbytes(entry) for entry in entries])
+        for entry, part in zip(entries, parts, strict=True):
+            if kind is None:
+                self.tensors[entry.name] = part.view(entry.dtype).view(entry.shape)
+            else:
+                tensor = self.tensors[entry.name] = empty(entry, kind)
+                self._copies.append((packing.as_bytes(tensor), part))
+
+    def finish(self) -> None:
+        """Copy what has arrived to where it belongs."""
+        for target, part in self._copies:
+            target.copy_(part)
+        self._copies = []
+
+
+def _fits(target: Any, entry: Entry, device: torch.device) -> bool:
+    """Whether a message can arrive in the target itself."""
+    return (
+        type(target) in (torch.Tensor, torch.nn.Parameter)
+        and (target.dtype, tuple(target.shape), target.device.type) == (entry.dtype, entry.shape, device.type)
+        and target.layout is torch.strided
+        and target.is_contiguous()
+        and not (target.is_conj() or target.is_neg())
+    )
+
+
+def empty(entry: Entry, kind: str) -> torch.Tensor:
+    """Memory for a tensor.
+
+    Raises:
+        RuntimeError: There is no device of this kind.
+    """
+    try:
+        return memory.empty(entry.shape, entry.dtype, kind)
+    except (RuntimeError, AssertionError) as error:
+        raise RuntimeError(
+            f"{entry.name or 'the tensor'} is on {kind}, where this process cannot make a tensor ({error}); pass into="
+        ) from error

@@ -1,0 +1,176 @@
+"""Flat dicts that travel again and again: their headers are made once, and read once.
+
+An engine sends dicts of the same keys, dtypes and shapes at every step. What follows from these alone is kept, so that
+a further dict costs one copy for each of its tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from easydist import memory
+from easydist.format import outline
+from easydist.format.header import Header
+from easydist.typing import Tree
+
+_MOST, _LONGEST_TEXT = 256, 64
+LONGEST_HEADER = 1 << 14
+"""Bytes of a header up to which it is kept."""
+
+_PLAIN = frozenset({bool, int, str, type(None)})
+_ROOT: Any = object()
+"""Stands for the key of a tensor that is not in a dict."""
+
+
+class SendRecipe(NamedTuple):
+    """A header that was made before.
+
+    Attributes:
+        header: Its bytes.
+        keys: Those of the tensors, in the order of the data.
+    """
+
+    header: torch.Tensor
+    keys: Sequence[Any]
+
+    def tensors(self, data: Tree) -> list[torch.Tensor]:
+        """The tensors in the order of the data."""
+        return [data] if self.keys == [_ROOT] else [data[key] for key in self.keys]
+
+
+_made: dict[Any, SendRecipe] = {}
+
+
+def key_of(data: Tree) -> Any:
+    """What determines the header of a tensor or of a flat dict; None for other trees, and where tensors may be tied."""
+    if type(data) is torch.Tensor:
+        return None if _is_odd(data) else (data.dtype, data.shape)
+    if type(data) is not dict:
+        return None
+    parts: list[Any] = []
+    addresses: list[int] = []
+    for name, value in data.items():
+        if type(name) is not str:
+            return None
+        if type(value) is torch.Tensor and not _is_odd(value):
+            parts.append((name, value.dtype, value.shape))
+            addresses.append(value.data_ptr())
+        elif type(value) in _PLAIN and not (type(value) is str and len(value) > _LONGEST_TEXT):
+            parts.append((name, type(value), value))
+        else:
+            return None
+    return tuple(parts) if len(set(addresses)) == len(addresses) else None
+
+
+def _is_odd(tensor: torch.Tensor) -> bool:
+    """True if the header has to say more of a tensor than its dtype and shape."""
+    return (
+        not tensor.is_cpu
+        or tensor.requires_grad
+        or tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor.is_conj()
+        or tensor.is_neg()
+    )
+
+
+def made_before(key: Any) -> SendRecipe | None:
+    """The header of data with this key."""
+    return None if key is None else _made.get(key)
+
+
+def keep_made(key: Any, header: torch.Tensor, paths: Sequence[str]) -> None:
+    """Keep a header.
+
+    Args:
+        key: From ``key_of``; None: nothing is kept.
+        header: The bytes.
+        paths: Of the tensors, in the order of the data.
+    """
+    if key is None:
+        return
+    if len(_made) >= _MOST:
+        _made.clear()
+    keys = [_ROOT] if key and isinstance(key[0], torch.dtype) else _keys(paths, [name for name, *_ in key])
+    _made[key] = SendRecipe(header, keys)
+
+
+def _keys(paths: Sequence[str], names: Sequence[str]) -> list[str]:
+    by_path = {f"[{name!r}]": name for name in names}
+    return [by_path[path] for path in paths]
+
+
+class ReceiveRecipe(NamedTuple):
+    """A header that was read before: the dict that it describes.
+
+    Attributes:
+        nbytes: Of the data.
+        rows: For each key an empty tensor of the dtype, the shape, and where the data begins and how long it is; or
+            None, and the value itself.
+    """
+
+    nbytes: int
+    rows: Sequence[tuple[Any, torch.Tensor | None, Any, int, int]]
+
+    def tree(self, data: torch.Tensor) -> Tree:
+        """The dict, or the tensor; each tensor has memory of its own.
+
+        Args:
+            data: ``nbytes`` bytes.
+        """
+        tree: dict[Any, Any] = {}
+        address = data.data_ptr()
+        for key, like, shape, start, nbytes in self.rows:
+            if like is None:
+                tree[key] = shape
+            else:
+                tree[key] = tensor = like.new_empty(shape)
+                memory.copy(tensor.data_ptr(), address + start, nbytes)
+        return tree.get(_ROOT, tree)
+
+
+_read: dict[bytes, ReceiveRecipe] = {}
+
+
+def read_before(header: bytes) -> ReceiveRecipe | None:
+    """What was learnt of this header."""
+    return _read.get(header)
+
+
+def keep_read(encoded: bytes, head: Header, tree: Tree, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Keep what a header describes, if that is a tensor or a flat dict of tensors and plain values.
+
+    Args:
+        encoded: Its bytes.
+        head: The header.
+        tree: What was read.
+        tensors: The tensors of it by name.
+    """
+    if len(encoded) > LONGEST_HEADER or head.metadata.keys() != {outline.METADATA}:
+        return
+    if (rows := _rows(head, tree, tensors)) is None:
+        return
+    if len(_read) >= _MOST:
+        _read.clear()
+    _read[encoded] = ReceiveRecipe(max([entry.stop for entry in head.entries], default=0), rows)
+
+
+def _rows(head: Header, tree: Tree, tensors: Mapping[str, torch.Tensor]) -> list[Any] | None:
+    items = {_ROOT: tree} if type(tree) is torch.Tensor else tree
+    if type(items) is not dict:
+        return None
+    entries = {entry.name: entry for entry in head.entries}
+    rows: list[Any] = []
+    for key, value in items.items():
+        entry = entries.pop("" if key is _ROOT else f"[{key!r}]", None)
+        if entry is None and type(value) in _PLAIN:
+            rows.append((key, None, value, 0, 0))
+        elif entry is not None and tensors[entry.name] is value and not value.requires_grad:
+            like = torch.empty(0, dtype=entry.dtype, device="cpu")
+            rows.append((key, like, entry.shape, entry.start, entry.stop - entry.start))
+        else:
+            return None
+    return None if entries else rows

@@ -1,0 +1,108 @@
+"""Real Ray actors: a cluster of this test process alone, actors without methods, and calls on all of them."""
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+
+import pytest
+from launching import within
+
+import easydist
+
+HEAD, SECOND = "127.0.0.2", "127.0.0.3"
+"""Addresses of the nodes, of this machine's loopback; Ray makes another address of 127.0.0.1."""
+
+MARKS = [
+    pytest.mark.slow,
+    # Ray's own, of processes and sockets that it leaves to the garbage collector
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@contextlib.contextmanager
+def private_cluster():
+    """A cluster that nobody else finds: files in a folder of its own, ports that are free. Gives Ray's ``Cluster``."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    folder = tempfile.mkdtemp(prefix="ray")  # short, as paths of sockets have to be
+    node = {"temp_dir": folder, "object_store_memory": 80 << 20, "include_dashboard": False}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("PYTHONPATH", os.path.dirname(os.path.dirname(easydist.__file__)))
+        patch.setenv("RAY_worker_niceness", "0")  # else whatever runs beside the tests goes first
+        patch.delenv("RAY_ADDRESS", raising=False)
+        patch.setattr(ray._private.utils, "write_ray_address", lambda *_: None)  # for all of this machine to find
+        patch.setattr(ray._private.node, "time", PatientClock())
+        cluster = Cluster()
+        cluster.node = node
+        try:
+            cluster.add_node(node_ip_address=HEAD, num_cpus=4, resources={"first": 100}, **node)
+            ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False, _node_ip_address=HEAD)
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class PatientClock:
+    """In place of the module ``time`` where Ray gives a node 30 seconds to start, whatever else runs on the machine."""
+
+    def __init__(self):
+        self._patience = within(1)
+
+    def __getattr__(self, name):
+        return getattr(time, name)
+
+    def monotonic(self):
+        return time.monotonic() / self._patience
+
+
+class Member:
+    """An actor without methods of its own: groups and calls need none."""
+
+
+def members(count, node="first"):
+    """New actors on a node; they start while the caller goes on."""
+    import ray
+
+    return [ray.remote(num_cpus=0, resources={node: 1})(Member).remote() for _ in range(count)]
+
+
+def begun(actors, call, *args):
+    """Begin a call on every actor: ``call(actor, rank, *args)`` keeps in the actor what it needs later."""
+    return [one.__ray_call__.remote(call, rank, *args) for rank, one in enumerate(actors)]
+
+
+def start(actors, call, *args):
+    """Begin a call on every actor: ``call(rank, *args)``."""
+    return begun(actors, lambda _, rank, *given: call(rank, *given), *args)
+
+
+def each(actors, call, *args, seconds=60):
+    """What ``call(rank, *args)`` gives on every actor."""
+    import ray
+
+    return ray.get(start(actors, call, *args), timeout=within(seconds))
+
+
+def outcome(call):
+    """The error that a call raises, as its class and text; or its result."""
+    try:
+        return call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def travels(module):
+    """Let actors run functions of a test module, which they cannot import."""
+    import ray
+
+    for one in (module, __name__):
+        ray.cloudpickle.register_pickle_by_value(sys.modules[one])

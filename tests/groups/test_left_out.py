@@ -1,0 +1,87 @@
+"""Ranks that are stopped, late or interrupted around ``recover``, and survivors without a store."""
+
+import functools
+from pathlib import Path
+
+import launching
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "left_out.py"
+OUT = [f"3/{kind}/{how}" for kind in ("shm", "gloo", "comm_shm", "comm_gloo") for how in ("stop", "late")]
+OUT += ["3/shm/store_stops"]
+GO_ON = [
+    "3/shm/early",
+    "3/gloo/early",
+    "4/0011/hosts",
+    "3/shm/store_lost",
+    "3/gloo/store_lost",
+    "3/comm_shm/store_lost",
+]
+GO_ON += ["3/comm_gloo/store_lost", "4/shm/group", "4/gloo/group"]
+ALL = ["3/shm/nobody", "3/gloo/nobody", "4/0011/nobody", "3/shm/interrupt", "4/0011/interrupt"]
+OTHER = ["4/0011/store_lost", "3/shm/again"]
+
+
+@functools.cache
+def launched():
+    return launching.launched(SCRIPT, [*OUT, *GO_ON, *ALL, *OTHER])[0]
+
+
+def outcome(case):
+    """What each rank met, and how all ended."""
+    rows, statuses = launched()[case]
+    return rows, statuses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OUT)
+def test_who_does_not_come_in_time_is_left_out_and_told(case):
+    rows, statuses = outcome(case)
+    out = 0 if case.endswith("store_stops") else 2
+    left = [rank for rank in range(3) if rank != out]
+    assert [rows[rank]["members"] for rank in left] == [left, left]
+    is_comm = "comm" in case
+    assert (rows[out]["type"], rows[out]["is_runtime"]) == ("CommLeftOut" if is_comm else "LeftOutError", is_comm)
+    assert rows[out]["gone_on"] == left
+    who = ", ".join(map(str, left))
+    assert f"recover: rank {out} was left out of " in rows[out]["text"]
+    assert f": ranks {who} have gone on without it" in rows[out]["text"]
+    assert statuses == [0, 0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", GO_ON)
+def test_survivors_go_on(case):
+    rows, statuses = outcome(case)
+    left = [rank for rank, status in enumerate(statuses) if status == 0]
+    assert statuses.count(-9) == 1
+    expected = dict.fromkeys(left, left)
+    if case.endswith("group"):
+        expected = {0: [4], 1: [1, 2], 2: [1, 2]}
+    assert {rank: row["members"] for rank, row in rows.items()} == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ALL)
+def test_where_nobody_is_lost_all_are_members(case):
+    rows, _ = outcome(case)
+    everyone = list(range(int(case[0])))
+    assert {rank: row["members"] for rank, row in rows.items()} == dict.fromkeys(everyone, everyone)
+
+
+@pytest.mark.slow
+def test_without_a_store_ranks_of_several_hosts_are_told_what_to_do():
+    rows, statuses = outcome("4/0011/store_lost")
+    assert statuses == [-9, 0, 0, 0]
+    assert {row["type"] for row in rows.values()} == {"PeerLostError"}
+    for rank, row in rows.items():
+        assert row["text"].startswith(f"recover: rank {rank} cannot agree with the survivors of the group ")
+        assert "let the launcher keep it" in row["text"]
+
+
+@pytest.mark.slow
+def test_a_group_is_recovered_once():
+    rows, _ = outcome("3/shm/again")
+    assert {row["again"] for row in rows.values()} == {
+        "recover: this group has been recovered already: go on with the group that it returned"
+    }

@@ -1,0 +1,56 @@
+"""Ranks are killed at random moments, in calls and while they recover; the survivors agree and go on."""
+
+import functools
+import json
+from pathlib import Path
+
+import launching
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "recovering.py"
+KINDS = ["shm", "gloo", "torch_shm", "comm_shm", "comm_gloo"]
+
+
+def cases(count):
+    """The first of a sequence of cases, all kinds in turn: mostly of four ranks."""
+    sizes = [4, 4, 4, 4, 4, 3, 4, 2, 4]
+    return [f"{sizes[seed % len(sizes)]}/{KINDS[seed % len(KINDS)]}/{seed}" for seed in range(count)]
+
+
+@functools.cache
+def launched(some):
+    """What happened in these cases: of each the survivors' rows, by rank, and how all ranks ended."""
+    out, _ = launching.python(SCRIPT, *some, seconds=90, GLOO_SOCKET_IFNAME="lo")
+    found = {}
+    for row in [json.loads(line) for line in out.splitlines() if line.startswith("{")]:  # torch 2.9 writes, too
+        rows, ended = found.setdefault(row["case"], ({}, {}))
+        ended.update(row) if "statuses" in row else rows.update({row["rank"]: row})
+    return found
+
+
+def check(case, rows, ended):
+    """Each survivor has gone on with all survivors, and with nobody else."""
+    size = int(case.split("/")[0])
+    left = [rank for rank in range(size) if rank not in ended["victims"]]
+    assert [ended["statuses"][rank] for rank in left] == [0] * len(left)
+    pids = [ended["pids"][rank] for rank in left]
+    assert {rank: row["pids"] for rank, row in rows.items()} == dict.fromkeys(left, pids)
+    assert [(rows[rank]["index"], rows[rank]["sum"]) for rank in left] == [(i, len(left)) for i in range(len(left))]
+    if not case.split("/")[1].startswith("comm"):
+        assert [(rows[rank]["main"], rows[rank]["local"]) for rank in left] == [(i == 0, i) for i in range(len(left))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases(9))
+def test_the_survivors_go_on(case):
+    check(case, *launched(tuple(cases(9)))[case])
+
+
+@pytest.mark.stress
+@pytest.mark.slow
+@pytest.mark.skipif(launching.examples(1200) == 1200, reason="100 deaths take minutes: make stress")
+@pytest.mark.parametrize("first", range(0, 100, 10))
+def test_the_survivors_go_on_a_hundred_times(first):
+    some = tuple(cases(100)[first : first + 10])
+    for case, (rows, ended) in launched(some).items():
+        check(case, rows, ended)

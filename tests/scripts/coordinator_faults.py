@@ -1,0 +1,188 @@
+"""A rank that is killed, stopped or absent while others wait in a method of a coordinator; or they are interrupted.
+
+python tests/scripts/coordinator_faults.py shm/kill/all_reduce gloo/interrupt/recv_tensor_dict …
+
+A case is the backend (shm, gloo), what happens, and the method. Of three ranks the last misbehaves: once rank 0 waits
+for it, it ends, stops, or lets its parent interrupt rank 0 and comes to the call afterwards. In methods between two
+ranks rank 1 has no part. Each rank prints what it met, as JSON, and what the next call gave.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import torch
+from forking import free_port, side_by_side, statuses
+from launching import within
+
+from easydist import EasydistError
+from easydist.parallel import GroupCoordinator, init_distributed_environment
+
+SIZE, LAST = 3, 2
+DEADLINE = within(15)
+LARGE = {"x": torch.zeros(1 << 20)}
+SMALL = {"x": torch.zeros(10)}
+
+
+def waited(group):
+    """Receive with handles."""
+    _, handles, after = group.irecv_tensor_dict(LAST)
+    for step in [handle.wait for handle in handles] + after:
+        step()
+
+
+def collectives(group, queued):
+    """Methods of all ranks; the last is the source where there is one."""
+    x, large = torch.ones(3, 4), torch.ones(3, 100_000)
+    return {
+        "all_reduce": lambda: group.all_reduce(x),
+        "all_reduce_large": lambda: group.all_reduce(large),
+        "all_gatherv": lambda: group.all_gatherv(x),
+        "reduce_scatter": lambda: group.reduce_scatter(large, 0),
+        "gather": lambda: group.gather(x, 0),
+        "broadcast": lambda: group.broadcast(x, LAST),
+        "barrier": group.barrier,
+        "broadcast_object": lambda: group.broadcast_object("x", LAST),
+        "broadcast_tensor_dict": lambda: group.broadcast_tensor_dict(LARGE, LAST),
+        "dispatch": lambda: group.dispatch(x, x),
+        "combine": lambda: group.combine(torch.ones(9, 4)),
+        "queue": lambda: queued.broadcast_object("x", LAST),
+        "create_mq_broadcaster": lambda: group.create_mq_broadcaster(1).close(),
+    }
+
+
+def pairs(group):
+    """Methods between rank 0, which waits, and the last: what either calls."""
+    size, dtype = LARGE["x"].shape, torch.float32
+    return {
+        "send": (lambda: group.send(LARGE["x"], LAST), lambda: group.recv(size, dtype, 0)),
+        "recv": (lambda: group.recv(size, dtype, LAST), lambda: group.send(LARGE["x"], 0)),
+        "send_object": (lambda: group.send_object("x", LAST), lambda: group.recv_object(0)),
+        "recv_object": (lambda: group.recv_object(LAST), lambda: group.send_object("x", 0)),
+        "send_tensor_dict": (lambda: group.send_tensor_dict(LARGE, LAST), lambda: group.recv_tensor_dict(0)),
+        "send_small": (lambda: group.send_tensor_dict(SMALL, LAST), lambda: group.recv_tensor_dict(0)),
+        "recv_tensor_dict": (lambda: group.recv_tensor_dict(LAST), lambda: group.send_tensor_dict(SMALL, 0)),
+        "isend": (lambda: group.isend_tensor_dict(LARGE, LAST)[0].wait(), lambda: group.recv_tensor_dict(0)),
+        "irecv": (lambda: waited(group), lambda: group.isend_tensor_dict(LARGE, 0)[0].wait()),
+    }
+
+
+def call_of(method, group, queued, rank):
+    """What this rank does; None: nothing."""
+    if method in (both := pairs(group)):
+        return {0: both[method][0], LAST: both[method][1]}.get(rank)
+    return collectives(group, queued)[method]
+
+
+def others_wait(group, name):
+    """Return when the ranks that wait for this one have begun."""
+    deadline = time.monotonic() + DEADLINE
+    while not group.communicators.monitor.peers[0].place().startswith(f"{name},"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.1)  # they have begun the call; now let them block in it
+
+
+def misbehave(act, group, method):
+    """What the last rank does before it comes to the call, if it comes."""
+    if method in ("queue", "create_mq_broadcaster"):  # in a queue there is nothing to see of those who wait
+        group.recv_object(0)
+        time.sleep(0.3)
+    else:
+        prefix = {"isend": "isend_tensor_dict", "irecv": "irecv_tensor_dict", "send_small": "send_tensor_dict"}
+        prefix |= {"dispatch": "all_gatherv", "combine": "reduce_scatter", "all_reduce_large": "all_reduce"}
+        prefix |= {"broadcast_object": "broadcast_object_list"}
+        others_wait(group, prefix.get(method, method))
+    if act == "interrupt":
+        os.kill(os.getppid(), signal.SIGUSR1)  # the parent interrupts rank 0
+        if method == "queue":  # concerns nobody but the reader, so it has to say that it was
+            group.recv_object(0)
+            return
+        deadline = time.monotonic() + DEADLINE
+        while group.communicators.monitor.peers[0].report() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return
+    os.kill(os.getpid(), signal.SIGKILL if act == "kill" else signal.SIGSTOP)
+
+
+def met(call):
+    """What a call gives: the type and the text of its error."""
+    try:
+        call()
+    except (EasydistError, KeyboardInterrupt, EOFError) as error:
+        return type(error).__name__, str(error)
+    return None, ""
+
+
+def work(case, rank):
+    _, act, method = case.split("/")
+    init_distributed_environment(timeout=within(1.5) if act == "stop" else DEADLINE)
+    group = GroupCoordinator([[*range(SIZE)]], rank, "gloo", False)
+    queued = GroupCoordinator([[*range(SIZE)]], rank, "gloo", False, True)
+    group.dispatch(torch.ones(3, 4), torch.ones(3, 4))
+    queued.broadcast_object("first", LAST)
+    if act == "leave":  # nobody receives what rank 0 has sent and forgotten
+        if rank == 0:
+            group.isend_tensor_dict(LARGE, LAST)
+        os.write(1, (json.dumps({"case": case, "rank": rank}) + "\n").encode())
+        return
+    call = call_of(method, group, queued, rank)
+    silent = method in ("queue", "create_mq_broadcaster") and rank == 0
+    if rank == LAST:
+        misbehave(act, group, method)
+    if silent:
+        group.send_object("about to wait", LAST)
+    kind, text = met(call) if call else (None, "")
+    if silent and act == "interrupt":
+        group.send_object("interrupted", LAST)
+    row = {"case": case, "rank": rank, "type": kind, "text": text, "has_part": call is not None}
+    if act == "interrupt":
+        row["next"] = group.all_gather(torch.tensor([rank])).tolist()
+        row["pair"] = taken(queued, rank) if method == "queue" else pair(group, rank)
+    else:
+        row["next"] = met(lambda: group.all_gather(torch.tensor([rank])))[0]
+    os.write(1, (json.dumps(row) + "\n").encode())
+
+
+def taken(queued, rank):
+    """What a rank takes from the queue after the fault: rank 0 also what it was interrupted at."""
+    return [queued.broadcast_object("next", LAST) for _ in range(2 if rank == 0 else 1)]
+
+
+def pair(group, rank):
+    """A message after the fault: what rank 0 gets."""
+    if rank == LAST:
+        group.send_tensor_dict({"from": rank, **SMALL}, 0)
+    return group.recv_tensor_dict(LAST)["from"] if rank == 0 else None
+
+
+def launch(case):
+    """Fork the ranks and wait for them; True in a rank."""
+    backend, act, _ = case.split("/")
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": SIZE}
+    variables["EASYDIST_SHM"] = int(backend != "gloo")
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    pids = []
+    for rank in range(SIZE):
+        pid = os.fork()
+        if pid == 0:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+            os.environ |= {name: str(value) for name, value in (variables | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+            work(case, rank)
+            return True
+        pids.append(pid)
+    if act == "interrupt" and signal.sigtimedwait([signal.SIGUSR1], DEADLINE):
+        os.kill(pids[0], signal.SIGINT)
+    ended = statuses(pids[:-1])
+    if act == "stop":
+        os.kill(pids[-1], signal.SIGKILL)
+    ended += statuses(pids[-1:])
+    os.write(1, (json.dumps({"case": case, "statuses": ended}) + "\n").encode())
+    return False
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
+    side_by_side(2, sys.argv[1:], launch)

@@ -1,0 +1,224 @@
+"""Ranks that are stopped, late, interrupted or killed around ``recover``; each prints what it met, as JSON.
+
+python tests/scripts/left_out.py 3/shm/stop 4/0011/kill …
+
+A case is the world size, the backend (shm; gloo; comm_shm; comm_gloo; or for each rank a digit that stands for its
+host), and the scenario.
+"""
+
+import json
+import os
+import signal
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from forking import free_port, serve_a_store, side_by_side, statuses
+from launching import within
+
+import easydist
+from easydist import EasydistError, ProcessState
+from easydist.comms import TorchComm, new_comm
+from easydist.groups.recovering import Recovery
+
+SHORT, LONG = within(0.7), within(20)
+AGENT = ("early", "hosts", "stop", "late", "nobody", "interrupt", "group")
+"""Scenarios in which no rank keeps the store."""
+
+
+def kill_me(*args: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Ranks:
+    """What the ranks of a case share: pipes, for what must not go through easydist."""
+
+    def __init__(self, case: str) -> None:
+        self.case = case
+        self.size, self.backend, self.scenario = int(case.split("/")[0]), *case.split("/")[1:]
+        self.done, self.go = os.pipe(), os.pipe()
+        self.last = self.size - 1
+
+    def tell(self, pipe: tuple[int, int], times: int = 1) -> None:
+        os.write(pipe[1], b"." * times)
+
+    def wait(self, pipe: tuple[int, int], times: int = 1) -> None:
+        for _ in range(times):
+            os.read(pipe[0], 1)
+
+    def spoil(self, rank: int) -> None:
+        """What one rank does when all have met."""
+        victim = 0 if self.scenario in ("store_stops", "store_lost") else self.last
+        if rank != victim:
+            return
+        if self.scenario in ("stop", "store_stops"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.scenario in ("hosts", "store_lost", "again", "kill"):
+            kill_me()
+        elif self.scenario == "late":
+            self.wait(self.done, self.last)
+
+    def meet(self, rank: int) -> None:
+        """The call in which the others miss a rank."""
+        if self.scenario in ("nobody", "interrupt"):
+            return
+        if self.scenario == "early" and rank == self.last:
+            dist.barrier(ProcessState().process_group)
+            kill_me()
+        if self.scenario == "early":
+            dist.barrier(ProcessState().process_group)
+        self.spoil(rank)
+        try:
+            easydist.gather(rank, timeout=SHORT)
+        except EasydistError as error:
+            self.met = type(error).__name__
+
+
+class Verbs(Ranks):
+    """The verbs over the default group."""
+
+    def begin(self, rank: int) -> None:
+        if self.scenario != "early":
+            easydist.gather(rank)
+
+    def recover(self, rank: int) -> list[int]:
+        patience = SHORT if self.scenario in ("stop", "late", "store_stops", "early") else LONG
+        if self.scenario == "interrupt" and rank == self.last:
+            self.interrupted()
+        easydist.recover(timeout=patience)
+        state = ProcessState()
+        got: list[int] = easydist.gather(rank).tolist()
+        assert (state.process_index, state.num_processes) == (got.index(rank), len(got))
+        return got
+
+    def interrupted(self) -> None:
+        """Ctrl-C comes while this rank waits for the others; then it calls again."""
+        look = Recovery._look
+
+        def interrupt(*args: object) -> None:
+            Recovery._look = look
+            raise KeyboardInterrupt
+
+        Recovery._look = interrupt  # type: ignore[assignment, method-assign]
+        try:
+            easydist.recover(timeout=LONG)
+        except KeyboardInterrupt:
+            return
+        raise AssertionError
+
+
+class GivenGroup(Verbs):
+    """A group that is not the default one."""
+
+    def begin(self, rank: int) -> None:
+        super().begin(rank)
+        self.group = dist.new_group(list(range(1, self.size)))
+        if rank:
+            easydist.gather(rank, group=self.group)
+
+    def meet(self, rank: int) -> None:
+        if rank == self.last:
+            kill_me()
+
+    def recover(self, rank: int) -> list[int]:
+        if rank == 0:
+            return [ProcessState().num_processes]
+        try:
+            easydist.gather(rank, group=self.group)
+        except EasydistError:
+            group = easydist.recover(self.group, timeout=LONG)
+        ranks: list[int] = easydist.gather(rank, group=group).tolist()
+        assert dist.get_process_group_ranks(group) == ranks
+        assert ProcessState().num_processes == self.size
+        tensor = torch.tensor([rank])
+        dist.broadcast(tensor, src=1, group=group)
+        assert tensor.tolist() == [1]
+        return ranks
+
+
+class Communicator(Ranks):
+    """A communicator."""
+
+    def begin(self, rank: int) -> None:
+        kind = self.backend.removeprefix("comm_")
+        self.comm: TorchComm = new_comm(kind, torch.device("cpu"), "main", timeout=timedelta(seconds=SHORT))
+        self.gather(rank)
+
+    def gather(self, rank: int) -> list[int]:
+        rows = torch.empty(self.comm.get_size(), dtype=torch.int64)
+        self.comm.all_gather_single(rows, torch.tensor([rank]), async_op=False, timeout=timedelta(seconds=LONG))
+        return rows.tolist()
+
+    def meet(self, rank: int) -> None:
+        self.spoil(rank)
+        try:
+            self.comm.barrier(async_op=False)
+        except RuntimeError as error:
+            self.met = type(error).__name__
+
+    def recover(self, rank: int) -> list[int]:
+        self.comm = self.comm.recover(timedelta(seconds=SHORT if self.scenario in ("stop", "late") else LONG))
+        return self.gather(rank)
+
+
+def work(ranks: Ranks, rank: int) -> None:
+    row: dict[str, object] = {"case": ranks.case, "rank": rank, "type": None, "text": "", "members": None}
+    ranks.met = ""
+    ranks.begin(rank)
+    ranks.meet(rank)
+    try:
+        row["members"] = ranks.recover(rank)
+    except (EasydistError, RuntimeError) as error:
+        row |= {"type": type(error).__name__, "text": str(error), "is_runtime": isinstance(error, RuntimeError)}
+        row["gone_on"] = getattr(error, "members", None)
+    if ranks.scenario in ("stop", "late", "store_stops"):
+        ranks.tell(ranks.done)
+    if row["type"] is None and ranks.scenario == "again":
+        try:
+            easydist.recover(dist.group.WORLD)
+        except RuntimeError as error:
+            row["again"] = str(error)
+    os.write(1, (json.dumps(row | {"met": ranks.met}) + "\n").encode())
+
+
+def ranks_of(case: str) -> Ranks:
+    kind = case.split("/")[1]
+    if case.endswith("/group"):
+        return GivenGroup(case)
+    return Communicator(case) if kind.startswith("comm") else Verbs(case)
+
+
+def launch(case: str) -> bool:
+    """Fork the ranks and wait for them; True in a rank."""
+    ranks = ranks_of(case)
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": ranks.size}
+    variables["EASYDIST_SHM"] = int(ranks.backend not in ("gloo", "comm_gloo"))
+    agent = 0
+    if ranks.scenario in AGENT:
+        agent, variables["MASTER_PORT"] = serve_a_store()
+        variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    pids = []
+    for rank in range(ranks.size):
+        pid = os.fork()
+        if pid == 0:
+            for name, value in (variables | {"RANK": rank, "LOCAL_RANK": rank}).items():
+                os.environ[name] = str(value)
+            if ranks.backend.isdigit():
+                os.environ["EASYDIST_HOST_ID"] = ranks.backend[rank]
+            work(ranks, rank)
+            return True
+        pids.append(pid)
+    if ranks.scenario in ("stop", "store_stops"):
+        ranks.wait(ranks.done, ranks.last)
+        os.kill(pids[0 if ranks.scenario == "store_stops" else ranks.last], signal.SIGCONT)
+    row = {"case": case, "statuses": statuses(pids)}
+    if agent:
+        os.kill(agent, signal.SIGKILL)
+        statuses([agent])
+    os.write(1, (json.dumps(row) + "\n").encode())
+    return False
+
+
+if __name__ == "__main__":
+    side_by_side(2, sys.argv[1:], launch)

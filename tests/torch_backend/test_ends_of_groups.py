@@ -1,0 +1,192 @@
+"""How a group of ``easydist_shm`` is made, fails, ends, and is renewed."""
+
+import os
+import re
+import sys
+import threading
+from datetime import timedelta
+
+import launching
+import pytest
+import torch
+import torch.distributed as dist
+
+import easydist
+from easydist.errors import CollectiveTimeout, RemoteError
+from easydist.liveness.monitor import Monitor
+from easydist.process_group import NAME
+from easydist.shm.segment import Segment
+from easydist.testing import distributed
+from easydist.torch_backend.group import SharedMemoryGroup
+from easydist.transport.backends.c10d import over
+from easydist.transport.backends.solo import Solo
+
+
+def group(**options):
+    return dist.new_group(backend=NAME, **options)
+
+
+def test_a_group_that_torch_does_not_know_yet_names_no_device():
+    made = SharedMemoryGroup(Solo(), dist.HashStore(), timedelta(seconds=1), Monitor(0, 1, 1.0))
+    assert made._device_types == []  # else torch 2.15 would ask C++ for its backend, before the group is made
+
+
+@distributed(world_size=2)
+def test_devices(rank):
+    made = group()
+    assert made._device_types == [torch.device("cpu")]
+    assert dist.distributed_c10d._device_capability(made) == ["cpu"]
+    assert made._get_backend(torch.device("cpu")) is made
+    with pytest.raises(RuntimeError, match="easydist_shm serves the CPU only, got cuda"):
+        made._get_backend(torch.device("cuda"))
+    assert over(made) is over(made, "cuda") is None
+
+
+@pytest.mark.slow
+@distributed(world_size=3)
+def test_timeout_names_who_is_missing(rank):
+    made = group(timeout=timedelta(seconds=1))
+    dist.barrier(group=made)
+    if rank < 2:
+        with pytest.raises(
+            CollectiveTimeout, match=r"(?s)all_reduce: 1 of 3 ranks did not.*rank 2: .*is alive"
+        ) as info:
+            dist.all_reduce(torch.ones(3), group=made)
+        assert info.value.missing == (2,)
+    dist.barrier()
+    with pytest.raises(CollectiveTimeout, match=r"all_reduce: 1 of 3 ranks did not come"):
+        dist.barrier(group=made)
+
+
+@distributed(world_size=2)
+def test_abort_ends_the_waits_of_others(rank):
+    made = group()
+    dist.barrier(group=made)
+    if rank == 0:
+        threading.Timer(0.1, made.abort).start()
+        with pytest.raises(RuntimeError, match="closed"):
+            dist.recv(torch.ones(1), 1, group=made)
+    else:
+        with pytest.raises(RemoteError, match="rank 0 has aborted"):
+            dist.barrier(group=made)
+    dist.barrier()
+
+
+@distributed(world_size=2)
+def test_ranks_that_do_not_share_memory(rank):
+    before = os.environ.get("EASYDIST_SHM")
+    os.environ["EASYDIST_SHM"] = str(rank)
+    try:
+        with pytest.raises(RuntimeError, match=r"rank 0 on .*, rank 1 on .*\. Use gloo: init_process_group\('gloo'\)"):
+            group()
+    finally:
+        del os.environ["EASYDIST_SHM"]
+        if before is not None:
+            os.environ["EASYDIST_SHM"] = before
+    dist.barrier()
+
+
+REASONS = {
+    "create": r"rank 0 has no room for \d+ bytes in /dev/shm \(refused\)",
+    "attach": r"rank 1 cannot attach the memory of rank 0 \(refused\)",
+}
+
+
+def refuse(*args):
+    raise OSError("refused")
+
+
+@pytest.mark.parametrize("step", REASONS)
+@distributed(world_size=3)
+def test_one_rank_without_memory_fails_the_group_on_all(rank, step):
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == list(REASONS).index(step):
+            patch.setattr(Segment, step, refuse)
+        text = rf"^easydist_shm needs memory that all ranks share: {REASONS[step]}\. Use gloo: "
+        with pytest.raises(RuntimeError, match=text):
+            group()
+    dist.barrier()
+
+
+@distributed(world_size=2)
+def test_rank_that_does_not_come(rank):
+    if rank == 0:
+        with pytest.raises(CollectiveTimeout, match=r"init_process_group: 1 of 2 ranks did not come within 0\.2 s"):
+            dist.distributed_c10d.Backend._plugins[NAME.upper()].creator_fn(
+                dist.HashStore(), 0, 2, timedelta(seconds=0.2)
+            )
+    dist.barrier()
+
+
+SCRIPT = """
+import os, sys, torch, torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+import easydist.process_group
+rank = int(os.environ["RANK"])
+for again in range(2):  # the same store and the same names
+    dist.init_process_group("easydist_shm")
+    dist.all_reduce(tensor := torch.tensor([rank]))
+    assert tensor.tolist() == [3]
+    mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("dp", "tp"))
+    assert dist.get_backend(mesh["tp"].get_group()) == "easydist_shm"
+    assert easydist.gather(torch.tensor([rank])).tolist() == [0, 1, 2]
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    model(torch.ones(1, 2)).sum().backward()
+    whole = {} if rank else {"weight": torch.full((1, 2), 7.0), "bias": torch.zeros(1)}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model.module, whole, options=options)
+    assert model.module.weight.tolist() == [[7, 7]]
+    checkpoint.async_save(state := {"x": torch.ones(2)}, checkpoint_id=sys.argv[1]).result()
+    checkpoint.load(state := {"x": torch.zeros(2)}, checkpoint_id=sys.argv[1])
+    assert state["x"].tolist() == [1, 1]
+    dist.barrier()
+    if not again:
+        dist.destroy_process_group()
+if rank == 2:
+    os._exit(3)
+try:
+    dist.all_reduce(tensor)
+except easydist.PeerLostError as error:
+    print(error)
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_default_group_under_a_launcher(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.port, "WORLD_SIZE": 3, "OMP_NUM_THREADS": 1}
+    variables |= {"TORCHELASTIC_USE_AGENT_STORE": True, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": launching.ROOT}
+    command = (sys.executable, "-W", "ignore", script, tmp_path / "saved")
+    processes = [launching.start(*command, env=os.environ | variables | {"RANK": rank}) for rank in range(3)]
+    told = launching.finished(*processes)
+    assert [process.returncode for process in processes] == [0, 0, 3], told
+    for text, _ in told[:2]:
+        assert re.search(r"rank 2 is lost: process \d+ on \S+ ended \(exit status 3\)", text)
+
+
+@distributed(world_size=3)
+def test_a_group_is_renewed_in_place(rank):
+    made = group()
+    if rank == 1:
+        made.abort()
+    else:
+        with pytest.raises(RemoteError, match="rank 1 has aborted the group"):
+            dist.all_reduce(torch.ones(1), group=made)
+    with pytest.raises((RuntimeError, RemoteError)):
+        dist.barrier(made)
+    made.renew(dist.PrefixStore("renewed", dist.distributed_c10d._get_default_store()))
+    dist.all_reduce(tensor := torch.ones(1), group=made)
+    assert tensor.item() == 3
+    assert easydist.gather(torch.tensor([rank]), group=made).tolist() == [0, 1, 2]
+
+
+@distributed(world_size=1)
+def test_verbs_take_a_group_of_one(rank):
+    made = group()
+    made.renew(dist.HashStore())
+    assert easydist.gather({"x": torch.ones(2)}, group=made)["x"].tolist() == [1, 1]

@@ -1,0 +1,49 @@
+"""Tensors that hold other tensors: results of functional collectives, as tensor-parallel modules return them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.testing._internal.two_tensor import TwoTensor
+
+import easydist
+from easydist.comms import ReduceOp, new_comm
+from easydist.testing import distributed
+
+NUMEL = 1 << 16  # travels by itself, by its address
+VERBS = {
+    "gather": lambda x: easydist.gather({"x": x})["x"],
+    "broadcast": lambda x: easydist.broadcast([x])[0],
+    "reduce": lambda x: easydist.reduce(x, "mean"),
+    "scatter": lambda x: easydist.scatter(x),
+    "gather_object": lambda x: torch.stack(easydist.gather_object(x)),
+    "broadcast_tensor_dict": lambda x: easydist.broadcast_tensor_dict({"x": x})["x"],
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@distributed(world_size=2)
+def test_what_a_functional_collective_returns_is_waited_for(rank, verb):
+    group = dist.new_group(list(range(2)))
+    for numel in (3, NUMEL):
+        under_way = functional.all_reduce(torch.full((2 * numel,), rank + 1.0), "sum", group)
+        assert type(under_way) is functional.AsyncCollectiveTensor
+        assert VERBS[verb](under_way).unique().tolist() == [3.0]
+
+
+@distributed(world_size=2)
+def test_tensors_without_memory_are_refused_on_all_ranks(rank):
+    two = TwoTensor(torch.ones(2), torch.ones(2))
+    for x in (two, torch.ones(2) if rank else two):
+        with pytest.raises((TypeError, easydist.errors.RemoteError), match="TwoTensor, which has no memory of its own"):
+            easydist.gather(x)
+    assert easydist.gather(torch.ones(1)).tolist() == [1, 1]
+
+
+@distributed(world_size=2)
+def test_communicators_refuse_them_before_anything_is_sent(rank):
+    comm = new_comm("shm", torch.device("cpu"), "main")
+    under_way = functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD)
+    with pytest.raises(TypeError, match=r"call wait\(\) of this AsyncCollectiveTensor first"):
+        comm.all_reduce(under_way, ReduceOp.SUM, False)
+    comm.barrier(False)

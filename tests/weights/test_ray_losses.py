@@ -1,0 +1,189 @@
+"""Ray actors that are lost, silent or late: who is named, what survivors keep, and how groups go on."""
+
+import os
+
+import pytest
+import torch
+from actors import MARKS, begun, each, members, outcome, start, travels
+from launching import within
+
+import easydist
+from easydist import CollectiveTimeout, PeerLostError
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install easydist[ray]")
+pytestmark = MARKS
+travels(__name__)
+
+
+def sync(rank, name, src=0, **options):
+    """A small tensor dict arrives on every actor; what each has then."""
+    from easydist.ray import ray_broadcast_tensor_dict
+
+    mine = {"w": torch.full((3,), float(src))} if rank == src else {}
+    return ray_broadcast_tensor_dict(mine, src, group_name=name, **options)["w"].tolist()
+
+
+# --- members that are lost
+
+
+def waits(rank, name, when):
+    """Rank 1 ends ``when`` it has been told; the others raise."""
+
+    from easydist.ray import ray_broadcast_tensor_dict
+    from easydist.weights import target
+
+    class Ends(target.Target):
+        def take(self, message, buffer):
+            if rank == 1:
+                os._exit(1)
+            super().take(message, buffer)
+
+    if when == "before" and rank == 1:
+        os._exit(1)
+    easydist.weights.exchange.Target = Ends
+    try:
+        sent = {str(i): torch.ones(1 << 20) for i in range(8)}
+        return outcome(lambda: ray_broadcast_tensor_dict(sent if rank == 0 else None, group_name=name))
+    finally:
+        easydist.weights.exchange.Target = target.Target
+
+
+@pytest.mark.parametrize("when", ["before", "in the middle"])
+def test_a_lost_actor_is_named_and_replaced(actors, when):
+    (mortal,) = members(1)
+    group = [actors[0], mortal, actors[1]]
+    easydist.ray.create_group(group, "mortals", timeout=within(60))
+    refs = start(group, waits, "mortals", when)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(refs[1], timeout=within(60))
+    for kind, text in ray.get([refs[0], refs[2]], timeout=within(60)):
+        assert kind == "PeerLostError"
+        assert "rank 1 is lost" in text
+    with pytest.raises(PeerLostError, match="the actor of rank 1 has died") as caught:
+        easydist.ray.create_group(group, "mortals", timeout=within(60))
+    assert caught.value.rank == 1
+    easydist.ray.create_group(actors[:3], "mortals", timeout=within(60))  # under the same name
+    assert each(actors[:3], sync, "mortals", 2) == [[2.0] * 3] * 3
+
+
+def test_a_silent_actor_is_named(actors, tmp_path):
+    os.mkfifo(tmp_path / "silence")
+    silent = actors[2].__ray_call__.remote(lambda _, path: path.read_text(), tmp_path / "silence")
+    try:
+        with pytest.raises(CollectiveTimeout, match=r"ranks \[2\] of 3") as caught:
+            easydist.ray.create_group(actors[:3], "silent", timeout=within(0.5))
+        assert caught.value.missing == (2,)
+    finally:
+        (tmp_path / "silence").write_text("over")
+    assert ray.get(silent, timeout=within(60)) == "over"
+    easydist.ray.create_group(actors[:3], "silent", timeout=within(60))  # what it was asked before is forgotten
+    assert each(actors[:3], sync, "silent", 0) == [[0.0] * 3] * 3
+
+
+def waits_in_vain(rank, name, seconds):
+    return outcome(lambda: sync(rank, name, timeout=seconds))
+
+
+def test_an_actor_that_does_not_come_to_a_call_is_named(actors):
+    easydist.ray.create_group(actors[:3], "absent", timeout=within(60))
+    each(actors[:3], sync, "absent")
+    for kind, text in each(actors[:2], waits_in_vain, "absent", within(0.5)):
+        assert kind == "CollectiveTimeout"
+        assert "rank 2: missing" in text  # each says what it saw where both give up at once
+    ((late, _),) = each(actors[2:3], lambda _: outcome(lambda: sync(2, "absent", timeout=30.0)))
+    assert late == "CollectiveTimeout"  # it comes to a call that the others have given up
+    assert each(actors[:3], sync, "absent", 2) == [[2.0] * 3] * 3
+
+
+def missing(rank, size, name, seconds):
+    """Come to a group of which not all come."""
+    try:
+        easydist.ray.init_group(size, rank, name, timeout=seconds)
+    except CollectiveTimeout as error:
+        return error.missing, str(error)
+
+
+def test_members_that_do_not_come_are_named(actors):
+    for found, text in each(actors[:2], missing, 3, "incomplete", within(0.5)):
+        assert found == (2,)
+        assert "ranks [2] of 3 did not come" in text
+    ((found, text),) = each(actors[1:2], lambda _: missing(1, 2, "headless", 0.5))
+    assert found == (0,)
+    assert "rank 0 did not come in time" in text
+    easydist.ray.create_group(actors[:3], "incomplete", timeout=within(60))
+    assert each(actors[:3], sync, "incomplete", 1) == [[1.0] * 3] * 3
+
+
+# --- versions
+
+
+def enrols(actor, rank, size, name, fill):
+    """Become the publisher or a receiver of a new generation; returns the version, and the time it took."""
+    import time
+
+    began = time.monotonic()
+    easydist.ray.init_group(size, rank, name, timeout=60.0)
+    group = easydist.ray.group(name)
+    if not hasattr(actor, "member"):
+        actor.weights = {str(i): torch.full((1 << 18,), fill) for i in range(8)}
+        kind = easydist.weights.WeightPublisher if rank == 0 else easydist.weights.WeightReceiver
+        actor.member = kind(actor.weights, group=group)
+    version = actor.member.regroup(group)
+    return version, time.monotonic() - began
+
+
+def publishes(actor, rank, fill, mortal=None, when=None):
+    """The next version; ``mortal`` ends ``when`` it has come so far. Gives version, values, and the error if any."""
+
+    from easydist.weights import exchange, members as versions
+
+    for value in actor.weights.values() if rank == 0 else ():
+        value.fill_(fill)
+
+    def end(*args):
+        os._exit(1)
+
+    if rank == mortal:
+        if when == "header":
+            end()
+        elif when == "middle":
+            exchange._Side.take = end
+        else:
+            versions.agree = end
+    call = actor.member.publish if rank == 0 else actor.member.receive
+    found = outcome(call)
+    return actor.member.version, sorted({float(one.mean()) for one in actor.weights.values()}), found
+
+
+LOSSES = [(rank, when) for when in ("header", "middle", "acknowledgement") for rank in (1, 0)]
+"""A receiver, then the publisher."""
+
+
+def test_a_version_is_complete_or_not_there_whoever_is_lost(actors):
+    """The survivors keep the version before; one that replaces the lost member gets it, and publishes the next."""
+    first, second, *spare = members(len(LOSSES))
+    group, spare, version = [first, second, actors[3]], [*spare, *actors[:2]], 0
+    for mortal, when in LOSSES:
+        version = next_version(group, version)
+        refs = begun(group, publishes, -1.0, mortal, when)
+        survivors = [rank for rank in range(3) if rank != mortal]
+        for rank, (has, values, error) in zip(survivors, taken(refs, survivors), strict=True):
+            assert has == version
+            assert rank == 0 or values == [float(version)]
+            assert error[0] == "PeerLostError"
+            assert f"rank {mortal} is lost" in error[1]
+        group[mortal] = spare.pop(0)
+    next_version(group, version)
+
+
+def taken(refs, ranks):
+    return ray.get([refs[rank] for rank in ranks], timeout=within(60))
+
+
+def next_version(group, version):
+    """All have the version, whoever is new, and then the next one."""
+    enrolled = ray.get(begun(group, enrols, 3, "team", float(version)), timeout=within(60))
+    assert [found for found, _ in enrolled] == [version] * 3
+    found = ray.get(begun(group, publishes, version + 1.0), timeout=within(60))
+    assert found == [(version + 1, [version + 1.0], version + 1)] * 3
+    return version + 1
