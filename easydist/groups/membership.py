@@ -26,7 +26,7 @@ LAGGING = 0.25
 
 
 class Stage(enum.IntEnum):
-    """Where a rank is."""
+    """How far a rank has come."""
 
     AWAY = 0
     """It has not come."""
@@ -42,7 +42,7 @@ class Stage(enum.IntEnum):
 
 
 class Register(NamedTuple):
-    """What a rank tells the others.
+    """One rank's state, as the others may read it.
 
     Attributes:
         stage: Where it is.

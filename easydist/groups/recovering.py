@@ -120,7 +120,7 @@ class Recovery:
         return Membership(monitor.rank, monitor.size, time.monotonic(), timeout, LIMIT, self._told.register)
 
     def _pages(self, error: RuntimeError) -> Registers:
-        """Where ranks of one host agree when the store is gone.
+        """The registers that ranks of one host have left when the store is gone.
 
         Raises:
             PeerLostError: They are not on one host, or not all of them are known.
@@ -139,7 +139,7 @@ class Recovery:
                 raise PeerLostError(f"recover: this process may not see what rank {hidden[0]} says on this host")
             return PageRegisters(monitor.own_page, monitor.entry, monitor.rank, monitor.peers)
         if self._timed is None:
-            raise PeerLostError(_without_store(monitor))
+            raise PeerLostError(texts.unrecoverable(monitor.rank, monitor.name))
         return StoreRegisters(self._timed, monitor.rank, monitor.size, monitor.own_page, monitor.entry)
 
     def _play(self, machine: Membership, registers: Registers, connect: Callable[[Attempt], T]) -> Recovered[T]:
@@ -199,7 +199,10 @@ class Recovery:
     # The store of the new group.
 
     def _address(self, register: Register) -> str:
-        """Where the members meet: in the old group's store if it answers, else in one that this process serves."""
+        """The port of a store that this process serves for the members; empty: they meet in the old group's.
+
+        It serves one where the old store does not answer, or an attempt in it has failed.
+        """
         if self._served is None:
             if not self._on_pages or (register.slot == 1 and self._answers()):
                 return ""
@@ -226,18 +229,14 @@ class Recovery:
             return None
 
     def _meeting_place(self, action: Connect, limit: float) -> Store:
-        leader = action.members[0]
-        if leader == self.monitor.rank:
-            address = self._told.address
-        else:
-            address = self._heard[leader].address
-        if address and leader == self.monitor.rank:
-            assert self._served is not None
-            return self._served
-        if address:
+        """The store that the first member has named: the one it serves, or the old group's."""
+        leads = action.members[0] == self.monitor.rank
+        address = (self._told if leads else self._heard[action.members[0]]).address
+        if address and not leads:
             return TCPStore("127.0.0.1", int(address), None, False, timedelta(seconds=limit), wait_for_workers=False)
-        assert self._store is not None
-        return self._store
+        store = self._served if address else self._store
+        assert store is not None
+        return store
 
 
 def leave(monitor: Monitor) -> None:
@@ -250,15 +249,10 @@ def leave(monitor: Monitor) -> None:
 
 
 def _error(action: Raise, monitor: Monitor) -> EasydistError:
-    name = monitor.name
     if action.failure is Failure.LEFT_OUT:
-        error: EasydistError = LeftOutError(texts.left_out(monitor.rank, name, action.members))
-        error.members = action.members  # type: ignore[attr-defined]
-    else:
-        error = CollectiveTimeout(texts.not_recovered(monitor.rank, name))
-    error.is_final = True
-    return error
-
-
-def _without_store(monitor: Monitor) -> str:
-    return texts.unrecoverable(monitor.rank, monitor.name)
+        left_out = LeftOutError(texts.left_out(monitor.rank, monitor.name, action.members))
+        left_out.members = action.members
+        return left_out
+    late = CollectiveTimeout(texts.not_recovered(monitor.rank, monitor.name))
+    late.is_final = True
+    return late
