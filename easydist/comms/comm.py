@@ -113,7 +113,7 @@ class TorchComm(Operations):
         if timeout < timedelta(milliseconds=1):
             raise RuntimeError(f"set_timeout: {timeout} leaves no time")
         self._options = copy.copy(self._options)
-        self._options.timeout = Milliseconds.of(timeout)
+        self._options.timeout = self._time_limit = Milliseconds.of(timeout)
 
     def batch_op_create(self) -> BatchSendRecv:
         """An empty batch of sends and receives."""

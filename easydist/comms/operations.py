@@ -33,6 +33,7 @@ class Operations(Collectives):
     def __init__(self, backend: Backend, name: str, options: CommOptions, monitor: Monitor | None) -> None:
         super().__init__(backend, name)
         self._options = options
+        self._time_limit: timedelta = options.time_limit
         self.monitor = monitor
         self._hooks = Hooks()
         self._busy: dict[str, tuple[int, str]] = {}
@@ -47,7 +48,7 @@ class Operations(Collectives):
     @property
     def time_limit(self) -> timedelta:
         """How long an operation may take unless it says otherwise."""
-        return self._options.time_limit
+        return self._time_limit
 
     @property
     def is_broken(self) -> bool:
@@ -89,7 +90,7 @@ class Operations(Collectives):
     ) -> TorchWork:
         if self._failure is not None or self._is_final:
             raise self._unusable(name)
-        limit = self.time_limit if timeout is None else limited(checked_timeout(timeout), self.time_limit)
+        limit = self._time_limit if timeout is None else limited(checked_timeout(timeout), self._time_limit)
         if hints is not None:
             checked_hints(hints)
         number = self._operations
@@ -132,7 +133,7 @@ class Operations(Collectives):
 
     def _posted(self, name: str, begin: Callable[[], TorchWork], limit: timedelta) -> TorchWork:
         # On a GPU a wait blocks the stream only, unless it has a limit; the backend's own watches over it.
-        waits = limit if self._backend.device.type == "cpu" or limit is not self.time_limit else None
+        waits = limit if self._backend.device.type == "cpu" or limit is not self._time_limit else None
         try:
             return begin().within(waits)
         except BaseException as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -43,15 +42,12 @@ class OwnGloo(Gloo):
 
     def wait_alone(self, work: dist.Work, peer: int, timeout: timedelta | None) -> None:
         """Wait for a message; in the main thread, Ctrl-C is heard."""
-        if threading.current_thread() is not threading.main_thread():
-            super().wait_alone(work, peer, timeout)
-            return
-        with signals_wake_watchdog():
-            self.waits += 1
+        with signals_wake_watchdog() as is_heard:
+            self.waits += is_heard
             try:
                 super().wait_alone(work, peer, timeout)
             finally:
-                self.waits += 1
+                self.waits += is_heard
 
     def interrupted(self, error: BaseException, wait: int) -> None:
         """Tell the other ranks, and break the connections; the watchdog calls this."""

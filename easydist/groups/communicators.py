@@ -276,7 +276,7 @@ class Communicators:
         while self._shared:
             self._shared.pop().close()
 
-    def hears_signals(self, between_two: bool) -> AbstractContextManager[None]:
+    def hears_signals(self, between_two: bool) -> AbstractContextManager[bool | None]:
         """While this lasts, Ctrl-C ends the waits of the group."""
         return signals_wake_watchdog() if between_two or self._waits_in_cpp else _ALWAYS
 

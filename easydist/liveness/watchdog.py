@@ -140,16 +140,18 @@ class signals_wake_watchdog:  # noqa: N801 - a context manager, read as a phrase
     Afterwards too, where nobody else wants to: a call that this process has missed by Ctrl-C is not one it is late for.
     """
 
-    def __init__(self) -> None:
-        self._before = -1
+    _before = -1
 
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            known = watchdog()
-            mine = known.wakeup.fileno()
-            before = signal.set_wakeup_fd(mine, warn_on_full_buffer=False)
-            self._before = -1 if before == mine else before
-            known.take_earlier_signals()
+    def __enter__(self) -> bool:
+        """Begin, in the main thread, which alone hears signals; elsewhere it is False, and nothing changes."""
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        known = watchdog()
+        mine = known.wakeup.fileno()
+        if (before := signal.set_wakeup_fd(mine, warn_on_full_buffer=False)) != mine:
+            self._before = before
+        known.take_earlier_signals()
+        return True
 
     def __exit__(self, *exc_info: object) -> None:
         if self._before >= 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import SupportsIndex
@@ -317,10 +318,10 @@ class Collectives(Reductions):
         """
         rank = self._rank("src", src)
         self._check("recv", [tensor])
-        demand(rank != self.get_rank(), "Cannot recv from self")
+        demand(rank != self._backend.rank, "Cannot recv from self")
         staging = Staging()
         target = self._raw(staging.target(tensor))
-        return self._run("recv", lambda: self._backend.recv(target, rank), async_op, hints, timeout, staging)
+        return self._run("recv", functools.partial(self._backend.recv, target, rank), async_op, hints, timeout, staging)
 
     def scatter(
         self,
@@ -366,9 +367,9 @@ class Collectives(Reductions):
         """
         rank = self._rank("dst", dst)
         self._check("send", [], [tensor])
-        demand(rank != self.get_rank(), "Cannot send to self")
+        demand(rank != self._backend.rank, "Cannot send to self")
         data = self._raw(flat(tensor))
-        return self._run("send", lambda: self._backend.send(data, rank), async_op, hints, timeout)
+        return self._run("send", functools.partial(self._backend.send, data, rank), async_op, hints, timeout)
 
     def _all_gather(self, name: str, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, how: How) -> TorchWork:
         self._check_rows(name, outputs, tensor)

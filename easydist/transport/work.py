@@ -41,6 +41,12 @@ class TorchWork:
     Source: the torchcomms API.
     """
 
+    _error: BaseException | None = None
+    _failed: Failed | None = None
+    _is_driven = _is_asked = _is_done = False
+    _outputs: Sequence[torch.Tensor] = ()
+    _results: Sequence[weakref.ref[torch.Tensor]] = ()
+
     def __init__(
         self,
         pending: Sequence[Pending | TorchWork] = (),
@@ -51,13 +57,8 @@ class TorchWork:
         self._steps: list[Callable[[], Sequence[Pending | TorchWork]]] = []
         self._keep = keep
         self._timeout = timeout
-        self._error: BaseException | None = None
-        self._failed: Failed | None = None
         self._lock = threading.Lock()
-        self._is_driven = self._is_asked = self._is_done = False
         self._futures: list[torch.futures.Future[Any]] = []
-        self._outputs: Sequence[torch.Tensor] = ()
-        self._results: Sequence[weakref.ref[torch.Tensor]] = ()
 
     def followed_by(self, step: Callable[[], Sequence[Pending | TorchWork]]) -> TorchWork:
         """The same work with one more step: ``step`` runs inside ``wait`` and returns the messages to wait for then."""
@@ -89,7 +90,8 @@ class TorchWork:
         if not self._is_done:
             with self._lock:
                 self._finish()
-            self._tell_futures()
+            if self._futures:
+                self._tell_futures()
             if self._error is not None:
                 raise self._error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +17,11 @@ LONGEST = 1 << 22
 _KINDS = frozenset([torch.Tensor, torch.nn.Parameter])
 _layout_of = attrgetter("dtype", "shape", "device", "layout", "requires_grad")
 _FLAGS = torch.Tensor.is_conj, torch.Tensor.is_neg, torch.Tensor.is_inference
+
+
+def are_plain(values: Iterable[Any]) -> bool:
+    """True if these are tensors and parameters of no other class."""
+    return _KINDS.issuperset(map(type, values))
 
 
 def likeness(values: Sequence[Any]) -> Hashable | None:
@@ -37,7 +42,7 @@ def likeness(values: Sequence[Any]) -> Hashable | None:
         >>> likeness([x, y]) == likeness([y, x]), likeness([x, y]) == likeness([x, x]), likeness([x, 5])
         (True, False, None)
     """
-    if not _KINDS.issuperset(map(type, values)):
+    if not are_plain(values):
         return None
     try:
         strides = tuple(map(torch.Tensor.stride, values))

@@ -15,7 +15,7 @@ from easydist.data.leaves import as_tensor
 from easydist.format import header, outline
 from easydist.verbs.sharded import is_sharded
 from easydist.weights.blocks import Block, shard, whole
-from easydist.weights.likeness import LONGEST, Recent, likeness
+from easydist.weights.likeness import LONGEST, Recent, are_plain, likeness
 from easydist.weights.schedule import Message, Part
 
 METADATA = "easydist.weights"
@@ -209,5 +209,7 @@ def _encoded(entries: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...], text
 
 def mesh_ranks(state: Mapping[str, Any], names: Iterable[str]) -> list[int]:
     """The ranks of the world over which entries are sharded, in order; none where they are not."""
+    if are_plain(map(state.__getitem__, names)):
+        return []
     cut = [state[name] for name in names if isinstance(state[name], torch.Tensor) and _is_cut(state[name])]
     return sorted({rank for one in cut for rank in one.device_mesh.mesh.flatten().tolist()})

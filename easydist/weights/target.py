@@ -225,15 +225,21 @@ class Target:
         """Hand over what has arrived; the result of the call."""
         for device in self._behind:
             torch.accelerator.synchronize(device)
-        written = (self._mine[name] for _, name, _ in self._fit.written) if self._fit else ()
-        torch.autograd.graph.increment_version([local(one) for one in written if not one.is_inference()])
+        written = [self._mine[name] for _, name, _ in self._fit.written] if self._fit else []
+        if self._key is None:  # else they are plain tensors, and none is an inference tensor
+            written = [local(one) for one in written if not one.is_inference()]
+        torch.autograd.graph.increment_version(written)
+        found = self._new | self._extra()
+        arrived = {name: found[name] for name in self._coming if name in found}  # in the source's order
+        return self._into.fill(arrived, self._coming if self._wanted.grow else None)
+
+    def _extra(self) -> dict[str, Any]:
+        """The entries that are no tensors."""
+        if None not in self._announced.names.values():
+            return {}
         tensors = {key: self._places[self._announced.index[key]][0].tensor for key in self._announced.extra()}
         decoded = outline.decode(self._announced.about["extra"], tensors, None)[0]
-        extra = {name: decoded[self._coming[name]] for name in self._coming if self._entry(name) is None}
-        arrived: dict[str, Any] = {}
-        for name in self._coming:  # in the source's order
-            arrived |= {name: self._new[name]} if name in self._new else {name: extra[name]} if name in extra else {}
-        return self._into.fill(arrived, self._coming if self._wanted.grow else None)
+        return {name: decoded[self._coming[name]] for name in self._coming if self._entry(name) is None}
 
 
 def _text(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
