@@ -315,7 +315,7 @@ class RingWriter(_End):
         return waiting
 
     def close(self) -> None:
-        """Tell the readers that no more messages come, and release the memory; they keep it until they have read all."""
+        """Tell the readers that no more messages come, and release the memory; they keep it until they have read it."""
         self._tell_all(_CLOSED, 1)
         self.release()
 

@@ -207,7 +207,7 @@ class Slots:
 
 
 class Pipe:
-    """The pipe from one rank to another; ``put`` and ``take`` are generators that yield while they wait for the peer."""
+    """The pipe from one rank to another; ``put`` and ``take`` are generators that yield to wait for the peer."""
 
     def __init__(
         self,

@@ -147,7 +147,7 @@ class Streams:
         return operation
 
     def _start(self, key: object, task: Iterator[Need], operation: Operation) -> None:
-        """Run a generator until it is blocked, and queue it unless it has ended; if its stream is busy, only queue it."""
+        """Run a generator until it is blocked, and queue it unless it has ended; on a busy stream, only queue it."""
         stream = self._streams.get(key)
         if stream is None:
             stream = self._streams[key] = _Stream()
