@@ -100,7 +100,7 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
         self._comms.monitor.end(error is None or getattr(error, "raised_in", None) is self._comms)
 
     def _tell_of(self, error: BaseException | None) -> None:
-        """Report an error that ended the call on this rank alone to the others, if they may still wait for this rank."""
+        """Report an error that ended the call on this rank alone to the others, if they may still wait for it."""
         monitor = self._comms.monitor
         if error is None:
             return

@@ -97,7 +97,7 @@ class Agreement:
         return self._rows[:, start : start + self._headers[0].payload]
 
     def sizes(self) -> list[list[int]] | None:
-        """Return ``[r][i]``, the size of rank r's leaf i along the free dimension; None if headers came without sizes."""
+        """Return ``[r][i]``, the size of rank r's leaf i along the free dimension; None if sizes did not come along."""
         if self._rows is None or not all(header.sizes for header in self._headers):
             return None
         return [

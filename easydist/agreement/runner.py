@@ -32,7 +32,7 @@ class Verb(ABC, Generic[R]):
         peer: The only other rank that takes part; None if all ranks do.
         needs_headers: True if the data cannot move without the header exchange, so that ``check=False`` keeps it.
         needs_data: True if it moves data, and so cannot be called while tensors have none.
-        refusal: The reason why it cannot be called here; it is raised in place of ``prepare``, so all ranks learn of it.
+        refusal: The error if it cannot be called here; it is raised in place of ``prepare``, so all ranks learn of it.
     """
 
     operation: str

@@ -93,7 +93,7 @@ class Backend(ABC):
         """Law: ``tensor = tensor that src sends``; the i-th ``recv`` from a rank meets its i-th ``send``."""
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp) -> TorchWork:
-        """Law, on ``root``: ``tensor = op(tensor of rank 0, tensor of rank 1, …)``; elsewhere ``tensor`` is unchanged."""
+        """Law, on ``root``: ``tensor = op(tensor of rank 0, tensor of rank 1, …)``; elsewhere it is not changed."""
         if self.rank != root:
             return self.gather([], tensor.view(torch.uint8), root)
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
