@@ -15,7 +15,7 @@ from easydist.typing import Tree
 
 
 def announced(call: Call, data: Tree) -> Call:
-    """Return the source's call with the structure of its tree as the payload; values that are not leaves are pickled."""
+    """Return the source's call with the structure of its tree as the payload; plain values are pickled."""
     encoded = codec.encode(get_data_structure(data))
     call.nbytes, call.payload = encoded.numel(), [encoded]
     return call

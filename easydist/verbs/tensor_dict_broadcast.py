@@ -1,4 +1,4 @@
-"""A tree from one rank to all: first the header, with a small tree; for larger trees each rank then accepts the data."""
+"""A tree from one rank to all: first the header, with a small tree; for a larger one each rank accepts the data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FRAME_HEAD = 128
 """The bytes of a frame that an announcement cannot use: the frame's header, and the byte before the announcement."""
 
 _FROM_SOURCE, _ANSWERS = torch.zeros(1, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8)
-"""The byte before an announcement, and the whole message of a receiver: 1 if all ranks have to accept the data first."""
+"""The byte before an announcement, or the whole message of a receiver: 1 if all ranks have to accept the data."""
 
 
 class BroadcastTensorDict(Verb[Tree]):
