@@ -66,7 +66,8 @@ def _as_tensors(values: Sequence[Any], paths: Sequence[str], vectors: bool) -> l
     for cls, dtype in _PYTHON_DTYPES.items():
         found = [i for i in rest if type(values[i]) is cls]
         if len(found) >= _BLOCK:
-            with contextlib.suppress(OverflowError, RuntimeError, ValueError):  # as_tensor names the one that does not fit
+            # On an overflow, as_tensor below raises the error that names the leaf.
+            with contextlib.suppress(OverflowError, RuntimeError, ValueError):
                 block = torch.tensor([values[i] for i in found], dtype=dtype, device="cpu")
                 for i, tensor in zip(found, (block.view(-1, 1) if vectors else block).unbind(), strict=True):
                     tensors[i] = tensor
