@@ -144,7 +144,7 @@ def order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def encode(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return the header of a message, for data that is sent separately; arguments and errors are those of ``chunks``."""
+    """Return the header of a message, for data that is sent separately; arguments and errors as in ``chunks``."""
     header: dict[str, Any] = {}
     metadata = metadata or {}
     stop = 0
