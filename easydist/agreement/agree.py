@@ -44,7 +44,7 @@ def agree(comms: Communicators, operation: str, prepare: Callable[[], Call], che
         RemoteError: ``prepare`` raised on some ranks; the text is the same on every rank. If it raised the same error
             on every rank, that error itself is raised.
 
-    Cost: one all-gather of 64 bytes per rank, sizes and small payloads included; nothing in a world of one.
+    Cost: one all-gather of 64 bytes per rank, sizes and small payloads included; nothing in a single process.
     """
     if comms.size == 1:
         return alone(prepare)

@@ -57,7 +57,7 @@ class Notes:
         self.end, self.number = time.time_ns(), comms.monitor.number
         self.error = None if error is None else type(error).__name__
         _open.notes, self._around = self._around, None
-        for listener in (*listeners,):  # another thread may be ending its trace
+        for listener in (*listeners,):  # a copy, because another thread may be ending its trace
             listener(self)
 
 

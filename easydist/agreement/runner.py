@@ -124,7 +124,7 @@ def meet(comms: Communicators, operation: str, fault: BaseException | None = Non
 
     Raises:
         RemoteError: A rank reported a fault.
-        DisagreementError: A rank called something else.
+        DisagreementError: A rank made a different call.
     """
     is_known = isinstance(fault, EasydistError) and fault.raised_in is comms
     if fault is not None and (is_known or comms.size == 1):

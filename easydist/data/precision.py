@@ -39,7 +39,7 @@ class _ConvertOutputs:
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         functools.update_wrapper(self, forward)
-        self._forward = forward  # after: update_wrapper copies the __dict__ of a callable object
+        self._forward = forward  # after update_wrapper, which copies the __dict__ of a callable object
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return convert_to_fp32(self._forward(*args, **kwargs))

@@ -196,7 +196,7 @@ def _moves_itself(value: Any, skipping: bool) -> bool:
     """True if ``value`` is sent by its own ``.to``, not by rebuilding it around its parts."""
     if not hasattr(value, "to") or isinstance(value, type):
         return False
-    if isinstance(value, Mapping) or is_dataclass(value):  # their .to() may change them in place
+    if isinstance(value, Mapping) or is_dataclass(value):  # the .to() of such a class may change it in place
         return tree.is_registered(value) and not skipping
     return True
 

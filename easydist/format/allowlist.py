@@ -98,7 +98,7 @@ def allow_globals(entries: Iterable[Any]) -> None:
         >>> easydist.gather_object([HTTPStatus.OK], weights_only=True)
         [<HTTPStatus.OK: 200>]
     """
-    _allowed.update([_checked(entry) for entry in entries])  # all of them, or none
+    _allowed.update([_checked(entry) for entry in entries])  # check all before allowing any
 
 
 def _checked(entry: Any) -> tuple[str, Any]:

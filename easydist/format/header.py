@@ -61,7 +61,7 @@ _NAMES = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F4": "float4_e2m1fn_x2",
 }
-# Which of them exist depends on the version of torch.
+# Some of them exist only in newer versions of torch.
 _TORCH: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in _NAMES.items() if hasattr(torch, name)}
 _CODES = {dtype: code for code, dtype in _TORCH.items()}
 _PARTS = {torch.complex128: "F64"}

@@ -93,7 +93,7 @@ class Communicators:
             self.name, self.rank, self.size = control.get_name(), control.get_rank(), control.get_size()
         elif group is not None:
             self.name, self.rank, self.size = group.group_name, group.rank(), group.size()
-            control = Collectives(Solo(), self.name) if self.size == 1 else None  # whatever its backend is
+            control = Collectives(Solo(), self.name) if self.size == 1 else None  # with any backend
         self._group = group
         self._device_group: dist.ProcessGroup | None = None
         self._bulk: Collectives | None = None
@@ -175,7 +175,7 @@ class Communicators:
         except EasydistError as error:
             if not error.is_earlier:
                 raise
-            self.reconnect()  # two ranks have failed before the others came
+            self.reconnect()  # two ranks had failed in a call of their own before the others came
 
     def _meet(self) -> None:
         """Exchange the identities of all ranks, and share memory with the other ranks where possible."""
@@ -295,7 +295,7 @@ class Communicators:
             connect: Makes the object that the survivors continue with.
 
         Raises:
-            EasydistError: As ``Recovery.run``.
+            EasydistError: The errors of ``Recovery.run``.
             RuntimeError: The group has been recovered already.
         """
         leave(self.monitor)

@@ -164,7 +164,7 @@ class Recovery:
         except BaseException as error:
             is_of_store = isinstance(error, RuntimeError) and not isinstance(error, EasydistError)
             if not is_of_store and not isinstance(error, LeftOutError | CollectiveTimeout):
-                with contextlib.suppress(RuntimeError):  # the store
+                with contextlib.suppress(RuntimeError):  # the store may be gone
                     self._write(machine.interrupted()[0], registers)
             raise
 

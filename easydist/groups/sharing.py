@@ -1,6 +1,6 @@
 """Shared memory for the ranks of each host: the first of them creates it, and the others attach it.
 
-The ranks agree on it through an ``Exchange``: an all-gather where they are connected already, the group's store where
+The ranks agree on it through an ``Exchange``: an all-gather if they are connected already, or the group's store while
 the group is being made.
 """
 

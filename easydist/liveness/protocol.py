@@ -68,7 +68,7 @@ class GroupProtocol(CallProtocol):
             others = self._still_there(others)
             last = max(one.at for one in others.values())
             if told.at < last:
-                yield Step(Do.LISTEN)  # they may have given up the call that this rank has come to
+                yield Step(Do.LISTEN)  # they may have given up the call in which this rank is
                 yield from self._follow(last)
             elif min(one.at for one in others.values()) < told.at:
                 yield Step(Do.PAUSE)

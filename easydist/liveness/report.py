@@ -37,7 +37,7 @@ class Report:
         entry: The group's entry on that rank's page.
         phase: That rank's ``Monitor.phase``.
         number: Its ``Monitor.at``; outside of calls, a number between its last call and the next one.
-        time: The time of posting, by the monotonic clock of the posting process, which nobody can set.
+        time: The time of posting, by the monotonic clock of the posting process, which cannot be set.
         is_final: True if the group cannot be connected again.
         fields: The other attributes of the error, by name.
         peer: The only other rank of that call; None if all ranks take part.

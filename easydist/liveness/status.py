@@ -191,7 +191,7 @@ class GroupStatus(GroupProtocol):
             return [self.peers[self.peer]]
         return [self.peers[r] for r in ranks if r in self.peers and not self.peers[r].has_finished(self.number)]
 
-    # Errors that say where the ranks are.
+    # Errors that list the ranks' last calls.
 
     def error_of(self, cause: Cause, awaited: Sequence[int]) -> EasydistError:
         """Return the error for a cause; ``awaited`` are the ranks that have not come."""

@@ -183,7 +183,7 @@ def _tell_of_exceptions() -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
-        if hasattr(sys, "ps1"):  # an interactive session goes on
+        if hasattr(sys, "ps1"):  # an interactive session continues after the exception
             return before(kind, error, trace)
         with contextlib.suppress(Exception):
             for monitor in watchdog().monitors():

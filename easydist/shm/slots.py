@@ -45,7 +45,7 @@ _MESSAGES = 1 << 16
 """Half of the bytes for a rank's mailboxes."""
 
 NEVER = 1 << 62
-"""A step that nobody publishes."""
+"""A step that no rank ever publishes."""
 
 Need = tuple[int, tuple[int, ...]]
 """The reason for which a generator waits: a step that these ranks have to publish, or ``NEVER`` and a pipe's peer."""

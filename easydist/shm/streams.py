@@ -75,7 +75,7 @@ class Operation:
         try:
             if self.left and not self._streams.spin(self):
                 self._streams.block(self, None if timeout is None else timeout.total_seconds())
-        except BaseException as error:  # given up: nothing may be written to the caller's tensors from now on
+        except BaseException as error:  # after giving up, nothing may be written to the caller's tensors
             self._streams.fail(error)
             raise
         if self.error is not None:

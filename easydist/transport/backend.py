@@ -45,7 +45,7 @@ class Backend(ABC):
         """Law: ``outputs[r] = data of rank r``; sizes may differ."""
 
     def all_gather_upto(self, rows: torch.Tensor, nbytes: int) -> TorchWork:
-        """Law: row r of ``rows`` begins with what the first ``nbytes`` of row r held on rank r.
+        """Law: row r of ``rows`` begins with the first ``nbytes`` of row r on rank r.
 
         The lengths of the others are not known in advance; the rest of each row is undefined.
 

@@ -313,7 +313,7 @@ class Collectives(Reductions):
         """Law: ``tensor == tensor that src sends``; the i-th ``recv`` from a rank gets its i-th ``send`` to this one.
 
         Args:
-            tensor: As many bytes as are sent.
+            tensor: The output, with as many bytes as are sent.
             src: Another rank.
         """
         rank = self._rank("src", src)

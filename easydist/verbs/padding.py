@@ -199,7 +199,7 @@ def _padded(value: Any, tensor: torch.Tensor, dim: int, size: int, filling: floa
     if old == size:
         return value
     result = tensor.new_full(resized(tensor.shape, dim, size), filling)
-    source = value if isinstance(value, torch.Tensor) else tensor  # not detached: gradients flow back to it
+    source = value if isinstance(value, torch.Tensor) else tensor  # the original, not the detached tensor: gradients flow back to it
     result.narrow(dim, size - old if pad_first else 0, old).copy_(source)
     return result
 

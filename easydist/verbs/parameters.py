@@ -239,7 +239,7 @@ def _kept(params: list[nn.Parameter], modifier_rank: int | None) -> Iterator[Non
             with _no_replacing(params):
                 yield
         except BaseException as error:
-            with suppress(Exception):  # the others raise RemoteError; here the body's own exception goes on
+            with suppress(Exception):  # the others raise RemoteError; here the body's own exception is raised
                 meet(comms, "GatheredParameters", error)
             raise
         meet(comms, "GatheredParameters")

@@ -29,7 +29,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     Args:
         seed: The seed, an integer of at most 64 bits.
         device_specific: Add the process index, so that every process draws different numbers.
-        deterministic: Also make torch use deterministic algorithms where it has them.
+        deterministic: Also make torch use deterministic algorithms if it has them.
 
     Raises:
         TypeError: ``seed`` is not an integer; nothing was seeded.

@@ -59,7 +59,7 @@ def _in_place(comm: Collectives, dtype: torch.dtype, shapes: Shapes) -> Receivin
 
 def _in_rows(comm: Collectives, dtypes: Sequence[torch.dtype], shapes: Shapes) -> Receiving:
     nbytes = packed_nbytes(dtypes, shapes)
-    width = (nbytes // 16 + 1) * 16  # a multiple of every item size
+    width = (nbytes // 16 + 1) * 16  # 16 is a multiple of every item size
     rows = memory.empty((comm.get_size(), width), torch.uint8, comm.get_device())
     return Receiving(rows[:, :nbytes].unbind(), lambda: packing.unpack_rows(rows, dtypes, shapes))
 

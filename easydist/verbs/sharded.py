@@ -182,7 +182,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _restore(hooks: MutableMapping[int, Any], key: int, hook: Any) -> None:
-    if key in hooks:  # else the body has removed it
+    if key in hooks:  # otherwise the body has removed the hook
         hooks[key] = hook
 
 

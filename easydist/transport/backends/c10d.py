@@ -132,7 +132,7 @@ class _Posted:
     def _wait_watched(self, monitor: Monitor, timeout: timedelta | None) -> None:
         """Wait; if the connection breaks, raise the error in which the group's monitor explains why."""
         if timeout is None and monitor.left is not None:
-            timeout = _FOREVER  # the watchdog ends it when the call's time is over
+            timeout = _FOREVER  # the watchdog ends the wait when the call's time is over
         monitor.begin_wait()
         wait = functools.partial(_wait_aside, monitor) if self._is_large else dist.Work.wait
         try:
@@ -344,7 +344,7 @@ class Native(_Group):
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
         native = _NATIVE_OPS.get(op.type)
         if op.type is RedOpType.AVG and self.name == "nccl" and tensor.is_floating_point():
-            native = dist.ReduceOp.AVG  # divides before it adds up
+            native = dist.ReduceOp.AVG  # NCCL divides before it adds up
         if tensor.dtype not in _NATIVE_DTYPES or native is None:
             return self._gather_and_reduce(tensor, op)
         options = dist.AllreduceOptions()
