@@ -128,7 +128,7 @@ def exchange(comms: Communicators, header: Header, sizes: bytes, call: Call) -> 
 
 def _pack(call: Call, out: torch.Tensor) -> None:
     first = call.payload[0]
-    if len(call.payload) == 1 and first.dtype is torch.uint8 and first.is_cpu and first.is_contiguous():  # an encoded object
+    if len(call.payload) == 1 and first.dtype is torch.uint8 and first.is_cpu and first.is_contiguous():  # encoded
         memory.copy(out.data_ptr(), first.data_ptr(), first.numel())
     elif call.leaves is not None and call.payload is call.leaves.tensors:
         call.leaves.layout.packing.pack(call.payload, out)

@@ -209,7 +209,7 @@ class Membership:
             return
         self._wished = wish
         highest = max(register.ballot for register in self._peers(registers))
-        number = (highest // self._size + 1) * self._size + self._rank  # a number that only this rank uses, and above all others
+        number = (highest // self._size + 1) * self._size + self._rank  # used by this rank only, and the highest
         self._mine, self._ballot = self._mine._replace(ballot=number), Ballot.BEGUN
 
     def _compare(self, now: float, registers: Sequence[Register]) -> None:

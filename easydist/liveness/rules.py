@@ -65,7 +65,8 @@ class CallProtocol:
         self.is_awaited, self.is_fresh = False, True
         self._has_followed = False  # True if this rank, in its call, has moved on to the later call of the others
         self._partner: int | None = None  # the same as peer, but not reset while the call reconnects all ranks
-        self._turn, self._turns = 0, dict[int, int]()  # numbers of calls with the partner since the last one of all ranks
+        # The number of calls with the partner, and with each partner, since the last call of all ranks.
+        self._turn, self._turns = 0, dict[int, int]()
         self._attempt, self._met = 0, list[Announced]()
         self._over = dict[int, int]()  # for each rank its last meeting attempt that it has left
         self._left_at: float | None = None

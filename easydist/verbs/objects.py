@@ -282,7 +282,7 @@ class BroadcastObjectList(Verb[list[Any]]):
         _check_list(self.operation, "object_list", self._values)
         check_rank(comms, "from_process", self._source)
         arguments = {"from_process": index(self._source), "length": len(self._values), **self._mine.arguments()}
-        travels = self._values and (comms.size > 1 or self._mine.weights_only)  # otherwise the objects need not be picklable
+        travels = self._values and (comms.size > 1 or self._mine.weights_only)  # if not, pickling is not required
         nbytes = self._mine.fill(self._values) if comms.rank == self._source and travels else 0
         return Call(arguments, nbytes=nbytes, payload=[self._mine.data])
 

@@ -199,7 +199,8 @@ def _padded(value: Any, tensor: torch.Tensor, dim: int, size: int, filling: floa
     if old == size:
         return value
     result = tensor.new_full(resized(tensor.shape, dim, size), filling)
-    source = value if isinstance(value, torch.Tensor) else tensor  # the original, not the detached tensor: gradients flow back to it
+    # The tensor of the tree itself, which is not detached, so that gradients flow back to it.
+    source = value if isinstance(value, torch.Tensor) else tensor
     result.narrow(dim, size - old if pad_first else 0, old).copy_(source)
     return result
 
