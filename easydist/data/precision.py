@@ -64,7 +64,7 @@ def convert_outputs_to_fp32(model_forward: Any = UNSET, *, data: Any = UNSET) ->
 
     Args:
         model_forward: The function. For a value that cannot be called, the result is ``convert_to_fp32`` of it.
-        data: Another name of ``model_forward``.
+        data: Another name for ``model_forward``.
 
     Example:
         >>> convert_outputs_to_fp32(lambda: torch.ones(1, dtype=torch.float16))().dtype

@@ -64,7 +64,7 @@ def is_torch_tensor(tensor: object = UNSET, *, data: object = UNSET) -> bool:
 
     Args:
         tensor: Anything.
-        data: Another name of ``tensor``.
+        data: Another name for ``tensor``.
 
     Example:
         >>> is_torch_tensor(torch.ones(1)), is_torch_tensor([1.0])
@@ -85,7 +85,7 @@ def is_tensor_information(tensor_info: object = UNSET, *, data: object = UNSET) 
 
     Args:
         tensor_info: Anything.
-        data: Another name of ``tensor_info``.
+        data: Another name for ``tensor_info``.
 
     Example:
         >>> is_tensor_information(get_data_structure(torch.ones(1)))

@@ -70,8 +70,8 @@ def encode(
 
     Args:
         data: The tree.
-        holder: For the error: the thing that cannot hold the tree.
-        advice: For the error: the advice.
+        holder: The object that cannot hold the tree, for the error.
+        advice: The advice, for the error.
         objects: A list to which the values are appended that JSON and tensors cannot express; parameters and
             ``requires_grad`` are then kept, too. None to refuse such values.
 

@@ -72,7 +72,7 @@ class Communicators:
 
     Args:
         control: A communicator of the group on the CPU; None if it has none.
-        group: The group; None if the group is given by ``control`` alone.
+        group: The process group; None if only ``control`` represents the group.
 
     Attributes:
         control: Carries headers, sizes and objects; its tensors are on the CPU. It is set once the ranks have met.
@@ -394,7 +394,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def of_comm(comm: Collectives) -> Communicators:
-    """Return the communicators of a group that is given by a communicator on the CPU.
+    """Return the communicators of the group of a communicator on the CPU.
 
     Raises:
         ValueError: ``comm`` is not on the CPU, so it cannot carry headers.

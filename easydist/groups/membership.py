@@ -179,7 +179,7 @@ class Membership:
         Args:
             now: The current time.
             registers: The registers of all ranks, each as it was at some time after the ``Read``.
-            ended: The ranks whose processes have ended.
+            ended: The ranks with ended processes.
         """
         before = self._mine
         ahead = max(registers, key=lambda register: register.slot)

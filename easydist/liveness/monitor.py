@@ -108,7 +108,7 @@ class Monitor(GroupStatus):
 
     def end_wait(self) -> None:
         """End a wait in C++."""
-        with self._lock:  # so that what the watchdog finds out about this wait does not break a later one
+        with self._lock:  # so that a finding of the watchdog about this wait does not break a later one
             self.waits += 1
 
     def check_wait(self, wait: int) -> None:

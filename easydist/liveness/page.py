@@ -1,4 +1,4 @@
-"""The page of a process: shared memory that shows its peers on the same host, and ``easydist top``, what it is doing.
+"""The page of a process: shared memory with its state, for peers on the same host and for ``easydist top``.
 
 The page has no name: peers open it through ``/proc/<pid>/fd``, so no file can be left behind. If a peer finds the
 page's 16 random bytes there, the pid means the same process for both. Reading and writing are not synchronised: the

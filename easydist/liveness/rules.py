@@ -9,7 +9,7 @@ from easydist.liveness.events import Announced, Cause, Heard, Parting, Why
 from easydist.liveness.report import EXCEPTION, INTERRUPT, Report
 
 GRACE = 1.5
-"""Seconds within which a process whose connection broke has to end or to post its failure report."""
+"""Seconds after the loss of its connection in which a process has to end or to post its failure report."""
 
 UNMET_GRACE = 0.5
 """The same for a process that has not been met: its end cannot be seen, and its report was in the store before."""
@@ -236,9 +236,9 @@ class CallProtocol:
         return True
 
     def missed(self, heard: Iterable[Heard]) -> Cause | None:
-        """Return the cause for reconnecting without an error: others have left a call that this rank ended or missed.
+        """Return the cause for reconnecting without an error, or None if there is no need to reconnect.
 
-        None if there is none.
+        The cause is that others have left a call that this rank had ended or missed.
         """
         cause = _first(self.judge(one) for one in heard)
         return cause if cause is not None and cause.is_earlier else None

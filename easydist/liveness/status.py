@@ -97,7 +97,7 @@ class GroupStatus(GroupProtocol):
         return peer.number() if peer.is_visible else self._seen(peer)[0]
 
     def _seen(self, peer: Peer) -> tuple[int | None, str]:
-        """Return what a rank of another host has published: the number of its last call, and its place."""
+        """Return the published state of a rank on another host: the number of its last call, and its place."""
         number, place = json.loads(self._read(f"seen/{peer.rank}") or '[null, ""]')
         return number, place
 

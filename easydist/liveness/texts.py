@@ -1,4 +1,4 @@
-"""The texts of errors about lost, late and failed ranks. Each tells what happened, where, and what to do."""
+"""The texts of errors about lost, late and failed ranks. Each names the event, the ranks' calls, and the next step."""
 
 from __future__ import annotations
 

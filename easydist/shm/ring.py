@@ -389,7 +389,7 @@ class RingReader(_End):
 
     @property
     def is_closed(self) -> bool:
-        """True if the writer has closed its end; what it wrote before can still be taken."""
+        """True if the writer has closed its end; earlier messages can still be taken."""
         return bool(self._words[_CLOSED])
 
     def close(self) -> None:

@@ -27,8 +27,8 @@ _SPINS = 100
 
 _GUARD_EVERY = 0.05
 _ASIDE = 0.001
-"""Seconds of sleep while other communicators or threads, whose progress does not wake this wait, have operations under
-way: at first this, later a twentieth of the time in which nothing has moved."""
+"""The first sleep in seconds while other communicators or threads have operations under way, because their progress
+does not wake this wait. Later sleeps take a twentieth of the time in which nothing has moved."""
 
 _running: dict[Streams, None] = {}
 """The streams with an operation under way, of all communicators of this process."""

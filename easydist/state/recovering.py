@@ -56,7 +56,7 @@ def recover(group: Any = None, *, timeout: Timeout | None = None) -> Any:
         LeftOutError: The others have continued without this rank, which came too late. It cannot rejoin them.
         CollectiveTimeout: The survivors could not be connected in time; it may be called again.
         PeerLostError: The survivors cannot agree: the store that they need has ended with its rank, and they are on
-            several hosts or had made no call yet. The text tells what to do.
+            several hosts or had made no call yet. The text contains advice.
         RuntimeError: There is no group yet, or it was recovered already.
         TypeError: ``group`` is not a group.
 

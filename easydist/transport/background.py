@@ -102,7 +102,7 @@ def in_line(owner: int, name: Hashable, drive: _Drive, stop: _Drive) -> None:
     It takes no lock, so it may be called during garbage collection, which can happen anywhere.
 
     Args:
-        owner: The owner of the queue, who ends it by ``end_lines``.
+        owner: The owner of the queue, which ends it by ``end_lines``.
         name: The name of the queue among those of its owner.
         drive: The function to call.
         stop: Ends the wait of ``drive`` when the process ends.

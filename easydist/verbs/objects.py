@@ -87,7 +87,7 @@ def gather_object(
         group: The ranks that take part.
         check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
         timeout: The time limit of the call; None is the group's.
-        obj: Another name of ``object``.
+        obj: Another name for ``object``.
 
     Returns:
         The list, on every rank; all values are copies, including this rank's own. On ranks other than ``dst``: None.
@@ -159,8 +159,8 @@ def broadcast_object_list(
         group: The ranks that take part.
         check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
         timeout: The time limit of the call; None is the group's.
-        objects: Another name of ``object_list``.
-        src: Another name of ``from_process``.
+        objects: Another name for ``object_list``.
+        src: Another name for ``from_process``.
 
     Returns:
         The same list.
@@ -363,7 +363,7 @@ class _Encoded:
         return {"weights_only": True} if self.weights_only else {}
 
     def fill(self, value: Any) -> int:
-        """Encode a value, and return its bytes; refuse here what all receivers would refuse."""
+        """Encode a value, and return its length in bytes; refuse a value that all receivers would refuse."""
         message = codec.EncodedObject(value)
         self.data, self._strings = message.joined(), value if message.is_strings else None
         if self.weights_only and not message.is_strings:
