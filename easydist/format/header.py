@@ -243,7 +243,10 @@ def _marks(text: bytes) -> int:
 
 
 def _integer(digits: str) -> int | float:
-    """Parse an integer; return a float for -0, as safetensors does, and for digits that are too many for Python."""
+    """Parse an integer; return a float for -0, which safetensors rejects as an integer, and for very long ones.
+
+    Python refuses to read very long integers.
+    """
     return float(digits) if digits == "-0" or len(digits) > 20 else int(digits)
 
 
