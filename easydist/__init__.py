@@ -1,10 +1,10 @@
-"""Nested data between the processes of a distributed PyTorch program: one call, any structure."""
+"""A library that moves nested data between the processes of a PyTorch program: one call, any structure."""
 
 import sys
 
 import lazy_loader
 
-from easydist import forks as _forks  # has to know of every fork
+from easydist import forks as _forks  # registers a hook that has to see every fork
 
 __version__ = "0.1.0.dev0"
 

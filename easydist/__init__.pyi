@@ -1,4 +1,4 @@
-"""The names of easydist, and where they are defined: the one list, which ``__init__.py`` reads too."""
+"""The public names of easydist and the modules that define them: the only list, which ``__init__.py`` reads, too."""
 
 from . import (
     accelerate as accelerate,

@@ -1,4 +1,4 @@
-"""``python -m easydist``: the command line."""
+"""The command line, run by ``python -m easydist``."""
 
 from easydist.cli.main import main
 

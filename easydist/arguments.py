@@ -1,7 +1,7 @@
-"""Arguments that have two names: accelerate's code calls them otherwise than its published pages do.
+"""Arguments with two names, for functions whose arguments have other names in accelerate's code than in its docs.
 
-The second name is a keyword-only parameter that signatures do not show. A call that uses the first name, or none, pays
-for one comparison.
+The second name is a keyword-only parameter that is hidden from the signature. A call that uses the first name, or none,
+costs one more comparison.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Unset:
-    """The default of a parameter that has two names, or that is a second name."""
+    """The default of a parameter that has two names, or is a second name."""
 
     def __repr__(self) -> str:
         return "…"
@@ -24,11 +24,11 @@ UNSET: Any = _Unset()
 
 
 def hiding(*names: str, **defaults: Any) -> Callable[[F], F]:
-    """Decorate a function whose signature shall not show these parameters, nor that any other default is ``UNSET``.
+    """Decorate a function to hide these parameters, and all defaults that are ``UNSET``, from its signature.
 
     Args:
         *names: The second names.
-        **defaults: What the signature shows as the default instead; without one the argument is shown as required.
+        **defaults: The defaults that the signature shows instead; without one the argument is shown as required.
 
     Example:
         >>> @hiding("other")
@@ -54,18 +54,18 @@ def hiding(*names: str, **defaults: Any) -> Callable[[F], F]:
 
 
 def either(operation: str, name: str, value: Any, other_name: str, other: Any, default: Any = UNSET) -> Any:
-    """The value that was passed under one of two names.
+    """Return the value that was passed under one of two names.
 
     Args:
         operation: The function.
         name: The first name.
-        value: What was passed under it, or ``UNSET``.
+        value: The value passed under the first name, or ``UNSET``.
         other_name: The second name.
-        other: What was passed under it, or ``UNSET``.
+        other: The value passed under the second name, or ``UNSET``.
         default: The value if neither was passed.
 
     Raises:
-        TypeError: Both were passed; neither was, and there is no default.
+        TypeError: Both were passed; or neither was, and there is no default.
     """
     if value is not UNSET and other is not UNSET:
         raise TypeError(f"{operation}: {name}= and {other_name}= are the same argument; pass one of them")

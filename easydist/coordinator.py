@@ -1,4 +1,4 @@
-"""``GroupCoordinator`` under another path."""
+"""Another import path for ``GroupCoordinator``."""
 
 from easydist.parallel import GroupCoordinator
 

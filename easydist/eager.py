@@ -1,4 +1,4 @@
-"""What ``torch.compile`` leaves alone: it has no graph for talking to other processes."""
+"""Functions that ``torch.compile`` skips, because a graph cannot contain exchanges with other processes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ with contextlib.suppress(ImportError, AttributeError, TypeError):  # not part of
 
 
 def eager(function: F) -> F:
-    """The same function, at which a compiled one breaks its graph, and which runs as if nothing were compiled.
+    """Exclude a function from compilation, and return it: a compiled caller breaks its graph at each call.
 
-    ``torch.compiler.disable`` does this too, but imports the compiler at once, and costs a microsecond a call.
+    ``torch.compiler.disable`` does this, too, but imports the compiler at once, and costs a microsecond per call.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "it talks to other processes"  # type: ignore[attr-defined]
@@ -32,7 +32,7 @@ def eager(function: F) -> F:
 
 
 def eager_methods(cls: C) -> C:
-    """The same class, all of its own methods ``eager``."""
+    """Make all methods that a class itself defines ``eager``, and return the class."""
     for value in vars(cls).values():
         if isinstance(value, types.FunctionType):
             eager(value)

@@ -1,18 +1,18 @@
-"""What can go wrong between processes, as one tree.
+"""The errors that concern more than one process, as one tree.
 
     EasydistError
     ├── DisagreementError   ranks called different operations, or with trees that do not match
-    ├── RemoteError         another rank failed before the exchange; its text is inside
+    ├── RemoteError         another rank failed before the exchange; the text contains its error
     ├── PeerLostError       a rank's process ended, or its connection broke, while others waited for it
-    ├── CollectiveTimeout   nobody died, but not all came in time: who is missing, where each rank was last seen
+    ├── CollectiveTimeout   no rank died, but some did not come in time; the text lists them, and each rank's last call
     ├── LeftOutError        the others have recovered the group without this rank
     ├── WireError           bytes that are not a valid message
     └── UnsafeObjectError   decoding met a global that is not allow-listed
 
-The first two are raised on every rank of the group, with the same text, before any target was written; the next call on
-the group works. The next two end what the group has under way, on every rank that waits or comes later;
-after a timeout the next call reconnects. Misuse that every rank commits alike stays a plain
-``TypeError`` or ``ValueError``. One kind has a name, as torch, and accelerate with it, raises another class there:
+The first two are raised on every rank of the group, with the same text, before any target is written; the next call of
+the group works. The next two end all calls of the group, on every rank that waits or comes later; after a timeout the
+next call reconnects. A wrong argument on every rank raises a plain ``TypeError`` or ``ValueError``. One such error has
+its own class, because torch, and with it accelerate, raises another class there:
 
     ShapeError              a ValueError and a RuntimeError: tensors that ``concatenate`` cannot join
 """
@@ -31,17 +31,17 @@ _PACKAGE = str(Path(__file__).parent)
 
 
 class EasydistError(Exception):
-    """Any error that concerns more than one process.
+    """The base of all errors that concern more than one process.
 
-    In IPython and Jupyter its traceback ends at the call of easydist: what lies inside is left out. ``%xmode Verbose``
+    In IPython and Jupyter the traceback ends at the call of easydist and omits the frames inside. ``%xmode Verbose``
     shows all of it, as ``traceback.print_exc`` does.
 
     Attributes:
-        raised_in: The communicators of the group, all of whose ranks raise this error.
-        is_final: Whether the group cannot be connected again.
-        is_reported: Whether another rank has reported it.
-        is_earlier: Whether it ended a call that this rank had left before: the group need but be connected again.
-        is_interrupt: Whether Ctrl-C on another rank is the reason.
+        raised_in: The communicators of the group, if all of its ranks raise this error; else None.
+        is_final: True if the group cannot be connected again.
+        is_reported: True if another rank has reported it.
+        is_earlier: True if it ended a call that this rank had left before: then the group only has to reconnect.
+        is_interrupt: True if Ctrl-C on another rank is the reason.
     """
 
     raised_in: object = None
@@ -51,11 +51,11 @@ class EasydistError(Exception):
     is_interrupt = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave out what only this process knows, so that the error can go to the process that started it."""
+        """Reduce the error without ``raised_in``, which only this process has, so that it can be sent to its parent."""
         return type(self), self.args, {name: value for name, value in vars(self).items() if name != "raised_in"}
 
     def _render_traceback_(self) -> list[str]:
-        """IPython shows these lines."""
+        """Return the lines that IPython shows."""
         shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
         if shell is None:
             return traceback.format_exception(self)
@@ -69,7 +69,7 @@ class EasydistError(Exception):
 
 
 def _outside(frames: TracebackType | None) -> TracebackType | None:
-    """The traceback down to the last frame that is not easydist's; the whole of it where all are."""
+    """Return the traceback down to the last frame outside easydist; the whole of it if all frames are inside."""
     chain = []
     while frames is not None:
         chain.append(frames)
@@ -83,7 +83,7 @@ def _outside(frames: TracebackType | None) -> TracebackType | None:
 
 
 class DisagreementError(EasydistError):
-    """The ranks of a group called different operations, or one operation with trees that do not match.
+    """The error of ranks that called different operations, or one operation with trees that do not match.
 
     Example:
         >>> import easydist
@@ -93,25 +93,26 @@ class DisagreementError(EasydistError):
 
 
 DistributedOperationException = DisagreementError
-"""accelerate's name."""
+"""accelerate's name for ``DisagreementError``."""
 
 
 class RemoteError(EasydistError):
-    """One rank failed before the exchange; every rank of the group raises this, with that rank's text.
+    """The error of every rank of the group if one rank failed before the exchange, with that rank's text.
 
-    On the rank that failed, ``__cause__`` is the original exception. Also raised where a rank's process ended with an
-    exception, or was interrupted, while this one waited for it.
+    On the rank that failed, ``__cause__`` is the original exception. It is also raised if a rank's process ended with
+    an exception, or was interrupted, while this one waited for it.
     """
 
 
 class PeerLostError(EasydistError, ConnectionError):
-    """A rank's process ended, or its connection broke, while this rank waited for it.
+    """The error of a wait for a rank if its process ended, or its connection broke.
 
     Attributes:
         rank: The lost rank, in the group.
-        pid: Its process; None where that is not known.
-        host: Its host's name; None where that is not known.
-        exit_status: Negative for a signal; None where its parent has collected it before it could be read.
+        pid: Its process id; None if it is not known.
+        host: The name of its host; None if it is not known.
+        exit_status: Its exit status, negative for a signal; None if its parent has collected it before it could be
+            read.
     """
 
     is_final = True
@@ -122,21 +123,21 @@ class PeerLostError(EasydistError, ConnectionError):
 
 
 class CollectiveTimeout(EasydistError, TimeoutError):
-    """Not all ranks came in time; the text says who is missing, and where each rank was last seen.
+    """The error if some ranks did not come in time; the text lists the missing ranks, and each rank's last call.
 
     Attributes:
-        missing: The ranks that are known not to have begun the call, in the group. Ranks of which nothing could be
-            heard, because the process that keeps the group's store is stopped, are named in the text alone.
+        missing: The ranks in the group that are known not to have begun the call. Ranks that could not be observed,
+            because the process that serves the group's store is stopped, are named only in the text.
     """
 
     missing: tuple[int, ...] = ()
 
 
 class LeftOutError(EasydistError):
-    """The survivors of a group have recovered it without this rank, which came too late, or had given up before.
+    """The error of a rank that came too late, or had given up, when the survivors of a group recovered it.
 
     Attributes:
-        members: Those that have gone on, by their ranks in the old group.
+        members: The survivors that continued, by their ranks in the old group.
     """
 
     is_final = True
@@ -144,18 +145,18 @@ class LeftOutError(EasydistError):
 
 
 class WireError(EasydistError, ValueError):
-    """Bytes that are not a valid message; nothing was made of them."""
+    """The error for bytes that are not a valid message; no object was made of them."""
 
 
 class UnsafeObjectError(EasydistError):
-    """Decoding met a global that is not allow-listed, or pickle was asked for where it is denied.
+    """The error if decoding finds a global that is not allow-listed, or pickle is requested but denied.
 
-    Nothing of the message has run. The text names the global and says how to allow it.
+    No code of the message has run. The text names the global and tells how to allow it.
     """
 
 
 class ShapeError(ValueError, RuntimeError):
-    """Tensors whose shapes do not fit together.
+    """The error for tensors with shapes that do not fit together.
 
-    ``torch.cat`` raises a ``RuntimeError`` for them, which scripts written for accelerate catch.
+    It is also a ``RuntimeError``, because ``torch.cat`` raises that, and scripts written for accelerate catch it.
     """

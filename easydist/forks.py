@@ -1,11 +1,11 @@
-"""What a forked process has of its parent, and whether it is a rank of its own.
+"""The detection of forked processes, which may or may not be ranks of their own.
 
-``notebook_launcher``, ``debug_launcher`` and ``multiprocessing`` fork ranks, a ``DataLoader`` forks workers that are
-none. The difference is in the environment: a launcher gives each child a rank (``RANK``, ``WORLD_SIZE``) that its
-parent did not have, and a worker has its parent's.
+``notebook_launcher``, ``debug_launcher`` and ``multiprocessing`` fork ranks, whereas a ``DataLoader`` forks workers
+that are not ranks. The difference is in the environment: a launcher gives each child a rank (``RANK``, ``WORLD_SIZE``)
+that its parent did not have, and a worker has its parent's rank.
 
-The package's root loads this module and nothing else of easydist: a group that ``torch.distributed`` made before the
-first use of easydist is known in a forked child all the same.
+The package's root loads only this module of easydist. So a forked child knows even a group that ``torch.distributed``
+made before the first use of easydist.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ groups_of_parents: list[Any] = []
 """The process groups of the processes from which this one was forked."""
 
 generation = 0
-"""Rises with every fork on the way to this process."""
+"""The number of forks on the way to this process, since the package was imported."""
 
 _parents_rank: tuple[str | None, str | None] | None = None
 
@@ -35,7 +35,7 @@ def _rank() -> tuple[str | None, str | None]:
 
 
 def is_copy() -> bool:
-    """True if this process was forked and has its parent's rank, so that it must not speak in the parent's name.
+    """True if this process was forked and has its parent's rank, so that it must not pose as the parent.
 
     Example:
         >>> is_copy()
@@ -45,7 +45,7 @@ def is_copy() -> bool:
 
 
 def keep(groups: Iterable[Any]) -> None:
-    """Note these groups as a parent's, and never end them: their destructors wait for threads that a child lacks."""
+    """Record groups of a parent, and keep them for ever: their destructors wait for threads that a child lacks."""
     for group in groups:
         groups_of_parents.append(group)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -1,4 +1,4 @@
-"""What notebooks show of easydist's values: tables and texts as HTML, in the colours of the page around them."""
+"""Tables and texts as HTML, with which notebooks show easydist's values in the colours of the page."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def table(
     """Return a table as HTML.
 
     Args:
-        titles: Of the columns.
+        titles: The titles of the columns.
         rows: The cells of each row, which are escaped.
-        texts: The titles of columns that are aligned to the left, and not to the right as numbers are.
-        marked: The numbers of rows that stand out.
+        texts: The titles of the columns with text, which are aligned left; numbers are aligned right.
+        marked: The indices of the rows to highlight.
 
     Example:
         >>> table(["rank"], [["<1>"]]).count("&lt;1&gt;</td>")
@@ -43,7 +43,7 @@ def text(said: str, title: str = "") -> str:
 
     Args:
         said: The text, which is escaped.
-        title: What stands before it, in bold.
+        title: A title before the text, in bold.
 
     Example:
         >>> "<b>Title</b> a &lt; b" in text("a < b", "Title")

@@ -1,7 +1,7 @@
-"""Memory for large results, in huge pages and used again; and a copy between addresses.
+"""A pool of huge-page memory for large results, and a function that copies between addresses.
 
-A page that is new to the process costs more than the copy into it: 32 MB of them 12 ms, the copy 3. So the memory of a
-large tensor is kept when nobody holds it any more, for the next one of about its size.
+Pages that are new to the process cost more than the copy into them: 12 ms for 32 MB, whereas the copy takes 3 ms. So
+the memory of a large tensor is kept after its last reference is gone, for the next tensor of about its size.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import numpy as np
 import torch
 
 _LARGE = 1 << 20
-"""Bytes from which the memory of a tensor comes from here; what is smaller is served by malloc, from its heap."""
+"""The bytes from which the memory of a tensor comes from the pool; malloc serves smaller ones from its heap."""
 
 _KEPT = 1 << 28
-"""Bytes that a process keeps at most for results to come."""
+"""The most bytes that a process keeps for later results."""
 
 _HUGE_PAGE = 1 << 21
 _HAS_HUGE_PAGES = hasattr(mmap, "MADV_HUGEPAGE")
 
 _free: defaultdict[int, deque[mmap.mmap]] = defaultdict(deque)
-"""What nobody holds, by its length. Changed by single atomic steps only: tensors end in any thread, at any time."""
+"""The free memory by length. Only single atomic steps change it: tensors are freed in any thread, at any time."""
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | int = "cpu") -> torch.Tensor:
-    """As ``torch.empty``; a large tensor on the CPU has memory that was used before, and cannot be enlarged in place.
+    """Return a tensor as ``torch.empty`` does; a large one on the CPU gets reused memory, and cannot grow in place.
 
     Args:
-        shape: Of the tensor.
-        dtype: Likewise.
-        device: Likewise.
+        shape: The shape of the tensor.
+        dtype: The dtype of the tensor.
+        device: The device of the tensor.
 
-    Cost: 5 µs, where memory of this size is at hand.
+    Cost: 5 µs, if free memory of this size is available.
 
     Example:
         >>> empty((2, 3), torch.float32).shape
@@ -53,7 +53,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str |
 
 
 _SMALL = 1 << 16
-"""Bytes that are copied without letting another thread have the interpreter."""
+"""The bytes up to which a copy does not release the interpreter lock."""
 
 _MEMMOVE = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
 _ARGUMENTS = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
@@ -67,7 +67,7 @@ def copy(target: int, source: int, nbytes: int) -> None:
 
 
 def release() -> None:
-    """Give all that is kept for results to come back to the system.
+    """Return all memory that is kept for later results to the system.
 
     Example:
         >>> import easydist
@@ -77,13 +77,14 @@ def release() -> None:
 
 
 class _Lent(np.ndarray[tuple[int], np.dtype[np.uint8]]):
-    """Bytes whose memory is given back when nobody holds them."""
+    """An array of bytes that returns its memory to the pool when it is freed."""
 
     memory: mmap.mmap | None = None
     room = 0
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # Views have no memory of their own, and while the interpreter ends this module has no names any more.
+        # Views have no memory of their own. The default argument is bound because the module's names may be gone when
+        # the interpreter ends.
         if self.memory is not None and not is_finalizing():
             _give_back(self.memory, self.room)
 
@@ -102,7 +103,7 @@ def _lent(nbytes: int) -> _Lent:
 
 
 def _rounded(nbytes: int) -> int:
-    """The length that serves all tensors of about this size: at most an eighth more.
+    """Return the length that is used for all tensors of about this size: at most an eighth more.
 
     Example:
         >>> [_rounded(n << 20) for n in (1, 9, 16, 17)]
@@ -113,16 +114,16 @@ def _rounded(nbytes: int) -> int:
 
 
 def _new(room: int) -> mmap.mmap:
-    """New memory, with what it takes to begin on a huge page."""
+    """Return new memory, with room to begin on a huge page."""
     more = _HUGE_PAGE if room >= _HUGE_PAGE else 0
     memory = mmap.mmap(-1, room + more, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # the kernel has been built without them
+    with contextlib.suppress(OSError):  # the kernel may have been built without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 def _give_back(memory: mmap.mmap, room: int) -> None:
-    """Keep memory; what is of other sizes goes first."""
+    """Keep memory in the pool; if the pool is full, release memory of other sizes first."""
     if _kept() + room > _KEPT:
         for other in [size for size in tuple(_free) if size != room]:
             _free.pop(other, None)

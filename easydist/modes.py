@@ -1,4 +1,4 @@
-"""Modes of torch in which tensors do not have the data that they stand for, and how to leave them for a while."""
+"""The modes of torch in which tensors do not hold their data, and a context outside of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _transform = torch._C._functorch.peek_interpreter_stack
 
 
 def without_data() -> str:
-    """Say in which mode this thread is, and what its tensors are there; the empty text if they have their data.
+    """Return a text about the mode of this thread and its tensors; empty if tensors hold their data.
 
     Example:
         >>> without_data()
@@ -23,7 +23,7 @@ def without_data() -> str:
         >>> seen
         ['inside vmap or another transform of torch.func, whose tensors stand for several']
 
-    Cost: 0.03 µs where there is none, which is nearly always.
+    Cost: 0.03 µs without such a mode, which is the usual case.
     """
     if _transform() is not None:
         return "inside vmap or another transform of torch.func, whose tensors stand for several"
@@ -32,7 +32,7 @@ def without_data() -> str:
 
 @contextlib.contextmanager
 def left() -> Iterator[None]:
-    """Leave those modes for the body."""
+    """Leave these modes for the body."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 

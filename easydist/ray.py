@@ -1,4 +1,4 @@
-"""easydist between Ray actors; needs the extra ``ray``, which is imported when a group is made."""
+"""easydist between Ray actors. It needs the extra ``ray``, which is imported when a group is made."""
 
 from easydist.weights.ray import (
     create_group,

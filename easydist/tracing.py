@@ -1,7 +1,7 @@
-"""Who waited for whom: every call of a stretch of the program, as a table and as a trace that Perfetto shows.
+"""Traces of calls: every call of a part of the program, and its waits, as a table and as a trace for Perfetto.
 
-What is recorded costs no exchange: every header carries the time at which its rank had come, so that each rank knows
-who was last, and how long all others waited. Only ``gathered`` and ``save`` talk to other ranks.
+Recording costs no exchange: every header carries the time at which its rank came, so each rank knows which rank was
+last, and how long all others waited. Only ``gathered`` and ``save`` communicate with other ranks.
 """
 
 from __future__ import annotations
@@ -34,35 +34,36 @@ class TracedCall(NamedTuple):
     operation: str
     """The verb's name."""
     site: str
-    """File and line from which it was called."""
+    """The file and line of the call."""
     group: str
     """The group's name."""
     rank: int
-    """This process in the group."""
+    """The rank of this process in the group."""
     size: int
-    """How many processes the group has."""
+    """The number of processes in the group."""
     peer: int | None
-    """The only other rank that took part (``send_tensor_dict``, ``recv_tensor_dict``); None: all did."""
+    """The only other rank that took part (``send_tensor_dict``, ``recv_tensor_dict``); None if all ranks did."""
     number: int
-    """Which call of the group it was, as errors count them; 0 in a world of one and between two ranks."""
+    """The number of the call in the group, as in errors; 0 in a single process, and for calls between two ranks."""
     start: int
-    """When it began."""
+    """The time when it began."""
     end: int
-    """When it ended."""
+    """The time when it ended."""
     came: tuple[int, ...]
-    """When each rank was ready to exchange.
+    """The time when each rank was ready to exchange.
 
-    Empty where nobody was waited for, or where that is not known: in a world of one, between two ranks, in
-    ``broadcast`` and ``reduce`` with ``check=False``, if a rank never came.
+    Empty if there was no wait for other ranks, or the times are not known: in a single process, between two ranks, in
+    ``broadcast`` and ``reduce`` with ``check=False``, and if a rank never came.
     """
     nbytes: int | None
-    """This rank's data: its tree's leaves, or its objects encoded.
+    """The bytes of this rank's data: of its tree's leaves, or of its encoded objects.
 
-    That is what it gives, and where it takes into a tree of its own, what it takes; 0 where it comes with nothing. None
-    where that is not known (tensor dicts, ``scatter_object_list``, a tree that could not be read), or without data.
+    This counts the data that it sends and, if it receives into its own tree, the data that it receives; 0 if it passes
+    no data. None if it is not known (tensor dicts, ``scatter_object_list``, a tree that could not be read), or if the
+    call has no data.
     """
     error: str | None
-    """The type of the exception that the call raised; None: it ended well."""
+    """The name of the exception type that the call raised; None if it succeeded."""
 
     @property
     def last(self) -> int | None:
@@ -71,17 +72,17 @@ class TracedCall(NamedTuple):
 
     @property
     def waited(self) -> int | None:
-        """Nanoseconds from when this rank was ready until the last one was."""
+        """The nanoseconds from the time when this rank was ready until the last one was."""
         return self.waited_by(self.rank) if self.came else None
 
     def waited_by(self, rank: int) -> int:
-        """Nanoseconds that a rank waited for the last one, as far as clocks of several hosts agree."""
+        """Return the nanoseconds that a rank waited for the last one, as far as the clocks of several hosts agree."""
         came = self.came[rank]
         return max(0, min(max(self.came), self.end) - came)
 
 
 class Trace:
-    """The calls of this process between the beginning and the end of a ``with`` block; see ``trace``."""
+    """The calls of this process in a ``with`` block; see ``trace``."""
 
     def __init__(self) -> None:
         self._ended: list[Notes] = []
@@ -98,14 +99,14 @@ class Trace:
 
     @property
     def calls(self) -> list[TracedCall]:
-        """This rank's calls, in the order in which they ended."""
+        """The calls of this rank, in the order in which they ended."""
         ended = self._ended[:]
         del self._ended[: len(ended)]
         self._calls += map(_traced, ended)
         return self._calls
 
     def gathered(self, group: Group = None) -> list[list[TracedCall]]:
-        """The calls of every rank.
+        """Return the calls of every rank.
 
         Law: ``gathered()[r] == calls of rank r``.
 
@@ -118,16 +119,16 @@ class Trace:
         return [[TracedCall(*call) for call in calls] for calls in every]
 
     def summary(self, every: Sequence[Sequence[TracedCall]] | None = None) -> str:
-        """A table of operations, call sites and groups, those that waited longest first; then who was waited for.
+        """Return a table of operations, call sites and groups, the longest waits first, and a list of the late ranks.
 
         Args:
-            every: All ranks' calls, as ``gathered`` gives them; None is this rank's only. Then the times and bytes of
-                the table are this rank's, but what follows it tells of all ranks in this rank's calls.
+            every: All ranks' calls, from ``gathered``; None for this rank's only. In that case the times and bytes of
+                the table are this rank's, but the list covers all ranks in this rank's calls.
 
         Returns:
-            Text. ``total``, ``median`` and ``longest`` are the calls' times in ms, ``waited`` is how much of the total
-            was spent before the last rank had come, and ``for`` the rank for which most of that was. A dash stands
-            where something is not known.
+            The text. ``total``, ``median`` and ``longest`` are the calls' times in ms, ``waited`` is the part of the
+            total before the last rank had come, and ``for`` is the rank that caused most of that. A dash means that a
+            value is not known.
 
         Cost: no exchange.
         """
@@ -148,9 +149,9 @@ class Trace:
     def save(self, path: str | os.PathLike[str], *, group: Group = None) -> None:
         """Write the calls of every rank as one file for https://ui.perfetto.dev or ``chrome://tracing``.
 
-        Each rank is a track; each call a slice, and in it one for the time until the last rank had come. Arguments of a
-        slice: ``site``, ``group``, ``rank`` (in the group), ``call`` (its number), ``bytes``, ``waited_us``,
-        ``waited_for``, ``error``.
+        Each rank is a track, and each call is a slice with an inner slice for the time until the last rank had come.
+        The arguments of a slice are ``site``, ``group``, ``rank`` (in the group), ``call`` (its number), ``bytes``,
+        ``waited_us``, ``waited_for`` and ``error``.
 
         Args:
             path: The file; rank 0 of the group writes it.
@@ -171,11 +172,11 @@ class Trace:
 
 
 def trace() -> Trace:
-    """Record every call of easydist in a ``with`` block: where it was made, its bytes and times, who was waited for.
+    """Record every call of easydist in a ``with`` block: its site, bytes and times, and the rank that it waited for.
 
-    Without an exchange: each rank records its own calls, on its own, so an exception may leave the block. Calls of all
-    threads are recorded, those that easydist's functions make of one another (``synchronize_rng_states`` broadcasts) as
-    rows of their own. Traces may be nested.
+    Each rank records its own calls, without an exchange, so an exception may leave the block. Calls of all threads are
+    recorded; calls that easydist's functions make of one another (``synchronize_rng_states`` broadcasts) have their own
+    rows. Traces may be nested.
 
     Example:
         >>> import torch, easydist
@@ -185,7 +186,7 @@ def trace() -> Trace:
         [('reduce', 12)]
 
     Returns:
-        The ``Trace``, whose ``summary()`` is a table, which ``print(trace)`` prints and a notebook shows, and whose
+        The ``Trace``. Its ``summary()`` is a table, which ``print(trace)`` prints and a notebook shows; its
         ``save(path)`` writes a file for Perfetto.
 
     Cost: some microseconds and some hundred bytes per call.
@@ -213,12 +214,12 @@ def _traced(notes: Notes) -> TracedCall:
 
 
 def _plain(peer: object) -> int | None:
-    """The caller's rank, whatever integer type it has; None where it is no rank at all."""
+    """Return the caller's rank as an int; None if it is not an integer."""
     return index(peer) if isinstance(peer, SupportsIndex) else None
 
 
 def _titled(spread: str, calls: Sequence[TracedCall]) -> str:
-    """The first line: how many calls there are, and how long it took from the first to the last."""
+    """Return the first line: the number of calls, and the time from the first to the last."""
     if not calls:
         return spread
     seconds = (max(call.end for call in calls) - min(call.start for call in calls)) / 1e9
@@ -226,7 +227,7 @@ def _titled(spread: str, calls: Sequence[TracedCall]) -> str:
 
 
 def _columns(calls: Sequence[TracedCall]) -> list[list[str]]:
-    """The columns of the table, each with its title first; those in which nothing stands are left out."""
+    """Return the columns of the table, each with its title first, without empty ones."""
     if not calls:
         return []
     by_key: dict[tuple[str, str, str], list[TracedCall]] = {}
@@ -239,7 +240,7 @@ def _columns(calls: Sequence[TracedCall]) -> list[list[str]]:
 
 
 def _aligned(columns: Sequence[Sequence[str]]) -> list[str]:
-    """The rows of the table, the cells of each column equally long."""
+    """Return the rows of the table, with the cells of each column padded to the same width."""
     widths = [max(map(len, column)) for column in columns]
     padded = [
         [cell.ljust(width) if column[0] in _TEXTS else cell.rjust(width) for cell in column]
@@ -249,8 +250,8 @@ def _aligned(columns: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _cells(calls: Sequence[TracedCall]) -> list[str]:
-    """What a row says of its calls, after what they have in common."""
-    from statistics import median  # costs more than the rest of this module
+    """Return the cells of a row after operation, site and group."""
+    from statistics import median  # here, because importing it takes longer than the rest of this module
 
     times = [_nanoseconds(call) for call in calls]
     known = [call.nbytes for call in calls if call.nbytes is not None]
@@ -267,7 +268,7 @@ def _cells(calls: Sequence[TracedCall]) -> list[str]:
 
 
 def _whom(calls: Sequence[TracedCall]) -> str:
-    """The rank for which was waited most, and its part of the wait."""
+    """Return the rank that caused most of the waits, and its share of them."""
     shares: dict[int, int] = {}
     for call in calls:
         if call.last is not None:
@@ -279,7 +280,7 @@ def _whom(calls: Sequence[TracedCall]) -> str:
 
 
 def _waits(calls: Sequence[TracedCall], for_all: bool) -> Iterator[str]:
-    """For each group which ranks were waited for, and by whom; ``for_all``: one rank's calls stand for those of all."""
+    """Yield the lines about the ranks that others waited for; ``for_all``: one rank's calls stand for those of all."""
     by_group: dict[str, dict[int, dict[int, int]]] = {}
     for call in calls:
         for rank in range(call.size) if for_all else (call.rank,):
@@ -318,7 +319,7 @@ def _ms(nanoseconds: float) -> str:
 
 
 def _events(every: Sequence[Sequence[TracedCall]]) -> Iterator[dict[str, Any]]:
-    """The events of a trace file: names of tracks, then slices, in µs from the first call on."""
+    """Yield the events of a trace file: names of tracks, then slices, in µs from the first call on."""
     yield {"ph": "M", "name": "process_name", "pid": _PID, "tid": 0, "args": {"name": "easydist"}}
     for rank in range(len(every)):
         track = {"ph": "M", "pid": _PID, "tid": rank + 1}
@@ -339,7 +340,7 @@ def _slice(rank: int, name: str, category: str, start: int, end: int, arguments:
 
 
 def _arguments(call: TracedCall) -> dict[str, Any]:
-    """What a viewer shows of a call; only what is known."""
+    """Return the known arguments of a call for a viewer."""
     known = {
         "site": call.site,
         "group": call.group,

@@ -1,8 +1,8 @@
-"""Nested data, taken apart and put together again.
+"""Flattening and rebuilding nested data.
 
 A *tree* is any nesting of dict, list, tuple, namedtuple, dataclass, ``Mapping``, ``torch.return_types``, ``torch.Size``
 and classes registered with ``torch.utils._pytree``. Its *leaves* are tensors, NumPy arrays and scalars, and Python
-numbers. Everything else (str, None, other objects) belongs to the structure and comes back as the very same object.
+numbers. All other values (str, None, other objects) belong to the structure; rebuilding returns the same objects.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ __all__ = [
 ]
 
 _PLAIN_LEAVES = frozenset({torch.Tensor, torch.nn.Parameter, np.ndarray, bool, int, float, complex})
-"""Types whose instances need no second look."""
+"""The types of which every instance is a leaf, so that no further check is necessary."""
 
 _SHOWN = 100
-"""Rows that a notebook shows of a structure."""
+"""The rows of a structure that a notebook shows."""
 _WIDTH = 80
-"""Characters that it shows of a value."""
+"""The characters of a value that a notebook shows."""
 
 _LEAVES = (torch.Tensor, np.ndarray, int, float, complex, np.number, np.bool_)
 
 
 def is_leaf(value: object) -> bool:
-    """Whether ``value`` is data that travels: a tensor, a NumPy array or scalar, a Python number.
+    """True if ``value`` is a leaf: a tensor, a NumPy array or scalar, or a Python number.
 
     Example:
         >>> is_leaf(torch.ones(2)), is_leaf(3.5), is_leaf("three"), is_leaf([1])
@@ -61,7 +61,7 @@ _is_leaf = is_leaf
 
 
 def is_container(data: object) -> bool:
-    """Whether ``flatten`` opens this.
+    """True if ``flatten`` opens this.
 
     Example:
         >>> is_container([]), is_container("text"), is_container(torch.ones(1))
@@ -71,12 +71,12 @@ def is_container(data: object) -> bool:
 
 
 def is_registered(data: object) -> bool:
-    """Whether the class of ``data`` is registered with ``torch.utils._pytree``."""
+    """True if the class of ``data`` is registered with ``torch.utils._pytree``."""
     return type(data) in _pytree.SUPPORTED_NODES
 
 
 def is_namedtuple(data: object) -> bool:
-    """Whether ``data`` is an instance of a namedtuple class.
+    """True if ``data`` is an instance of a namedtuple class.
 
     Example:
         >>> from collections import namedtuple
@@ -87,7 +87,7 @@ def is_namedtuple(data: object) -> bool:
 
 
 class _Kind(NamedTuple):
-    """How one sort of container opens into (names, children, context) and closes again."""
+    """The functions that open a kind of container into (names, children, context), and close it again."""
 
     open: Callable[[Any], tuple[Sequence[str], list[Any], Any]]
     close: Callable[[Any, list[Any]], Any]
@@ -99,9 +99,9 @@ def _print(keys: Iterable[object]) -> tuple[str, ...]:
 
 _remembered = functools.lru_cache(maxsize=256)(_print)
 _LONGEST = 4096
-"""Keys beyond which a container's are not remembered, for the sake of memory."""
+"""The number of keys beyond which a container's keys are not cached, to save memory."""
 _PRINT_ALIKE = frozenset({str, int})
-"""Types whose equal keys print alike, unlike 1 and True or 0.0 and -0.0."""
+"""The types of which equal keys have the same repr, unlike 1 and True, or 0.0 and -0.0."""
 
 
 def _keyed(data: Mapping[Any, Any]) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ def _close_mapping(template: Mapping[Any, Any], children: list[Any]) -> Mapping[
     items = zip(template, children, strict=True)
     if not isinstance(template, dict | UserDict) or getattr(template, "__dict__", None) is template:
         return type(template)(dict(items))  # type: ignore[call-arg]
-    clone = copy.copy(template)  # keeps a default factory and other attributes
+    clone = copy.copy(template)  # the copy keeps a default factory and other attributes
     for key, child in items:
         clone[key] = child
     return clone
@@ -136,7 +136,7 @@ def _open_dataclass(data: Any) -> tuple[Sequence[str], list[Any], Any]:
 
 def _close_dataclass(context: tuple[Any, list[str]], children: list[Any]) -> Any:
     template, names = context
-    clone = copy.copy(template)  # keeps fields with init=False and does not run __post_init__ again
+    clone = copy.copy(template)  # the copy keeps fields with init=False, and does not run __post_init__ again
     for name in [name for name in getattr(clone, "__dict__", ()) if _is_computed(clone, name)]:
         del clone.__dict__[name]
     for name, child in zip(names, children, strict=True):
@@ -145,7 +145,7 @@ def _close_dataclass(context: tuple[Any, list[str]], children: list[Any]) -> Any
 
 
 def _is_computed(data: object, name: str) -> bool:
-    """Whether an attribute is the remembered result of a ``cached_property``."""
+    """True if an attribute is the cached result of a ``cached_property``."""
     return isinstance(getattr(type(data), name, None), functools.cached_property)
 
 
@@ -178,7 +178,7 @@ _BUILTIN: dict[type, _Kind | None] = {
 
 
 def _registered(node: Any) -> _Kind:
-    """The kind of a class registered with torch.utils._pytree."""
+    """Return the kind of a class registered with torch.utils._pytree."""
 
     def open_(data: Any) -> tuple[Sequence[str], list[Any], Any]:
         if node.flatten_with_keys_fn is not None:
@@ -191,7 +191,7 @@ def _registered(node: Any) -> _Kind:
 
 
 def _kind_of(data: Any) -> _Kind | None:
-    """How ``data`` opens, or None where it is not a container."""
+    """Return the kind of a container; None if ``data`` is not a container."""
     cls = type(data)
     if cls in _BUILTIN:
         return _BUILTIN[cls]
@@ -213,8 +213,8 @@ def register(cls: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any,
 
     Args:
         cls: The class.
-        flatten: Takes an instance, returns (list of children, context).
-        unflatten: Takes (children, context), returns an instance.
+        flatten: A function that takes an instance and returns (list of children, context).
+        unflatten: A function that takes (children, context) and returns an instance.
 
     Raises:
         ValueError: ``cls`` is registered already.
@@ -223,7 +223,7 @@ def register(cls: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any,
 
 
 class _Static(NamedTuple):
-    """Something that is not a leaf and holds none: it comes back as it is."""
+    """A value that is not a leaf and contains none: rebuilding returns the same object."""
 
     value: Any
 
@@ -235,9 +235,9 @@ class Spec:
     Attributes:
         paths: One readable path per leaf, as Python would write the access: ``['batch']['ids'][0]``, ``.loss``. The
             path of a tree that is a leaf itself is the empty string.
-        plain: What is no leaf and no container, with the path of each.
-        alike: Paths that several leaves have, because keys of one container have one and the same repr; in ``paths``
-            they are numbered.
+        plain: The values that are neither leaves nor containers, each with its path.
+        alike: The paths that several leaves have, because keys of one container have the same repr; in ``paths`` they
+            are numbered.
     """
 
     paths: list[str]
@@ -249,7 +249,7 @@ class Spec:
         """Put ``leaves`` into the structure; law: ``spec.rebuild(leaves)`` equals the tree that was flattened.
 
         Args:
-            leaves: As many as there are paths, in the same order.
+            leaves: The leaves, one per path, in the same order.
 
         Raises:
             ValueError: There are more or fewer leaves than paths.
@@ -259,7 +259,7 @@ class Spec:
         return _close(self._root, leaves)
 
     def _repr_html_(self) -> str:
-        """Notebooks show a table of the paths."""
+        """Return a table of the paths for notebooks."""
         rows = [(str(number), path, "") for number, path in enumerate(self.paths)]
         rows += [("", path, _shortened(repr(value))) for path, value in self.plain]
         titles, more = ("leaf", "path", "plain value"), len(rows) - _SHOWN
@@ -285,7 +285,7 @@ def _close(node: Any, leaves: list[Any]) -> Tree:
 def flatten(
     data: Tree, is_leaf: Callable[[Any], bool] = is_leaf, skip: Set[str] = frozenset()
 ) -> tuple[list[Any], Spec]:
-    """Take a tree apart: ``(leaves, spec)`` with ``spec.rebuild(leaves)`` equal to ``data``.
+    """Flatten a tree: return ``(leaves, spec)``, where ``spec.rebuild(leaves)`` equals ``data``.
 
     Example:
         >>> values, spec = flatten({"loss": 0.5, "ids": ["a", (1, 2)]})
@@ -296,14 +296,15 @@ def flatten(
 
     Args:
         data: The tree.
-        is_leaf: Decides before containers are opened; by default tensors, NumPy arrays and scalars, Python numbers.
-        skip: Steps of a path (``"['name']"``, ``".name"``) whose values belong to the structure whatever they are.
+        is_leaf: Returns True for a leaf; called before containers are opened. By default tensors, NumPy arrays and
+            scalars, and Python numbers are leaves.
+        skip: Steps of a path (``"['name']"``, ``".name"``); values there always belong to the structure.
 
     Returns:
         The leaves, in the order in which the containers hold them, and the structure.
 
     Raises:
-        ValueError: A container holds itself, or the tree is nested deeper than Python's recursion limit.
+        ValueError: A container contains itself, or the tree is nested deeper than Python's recursion limit.
     """
     walk = _Walk([], [], [], is_leaf, _PLAIN_LEAVES if is_leaf is _is_leaf else frozenset(), skip)
     try:
@@ -320,7 +321,7 @@ def _spec(paths: list[str], root: Any, plain: list[tuple[str, Any]]) -> Spec:
 
 
 def listed(paths: list[str], plain: list[tuple[str, Any]]) -> Spec:
-    """The structure of a list whose items stand for the leaves of another tree, and have their paths.
+    """Return the structure of a list with one item for each leaf of another tree, and with the paths of these leaves.
 
     Example:
         >>> listed(["['x']", "['y'].rows"], []).rebuild([1, 2])
@@ -330,7 +331,7 @@ def listed(paths: list[str], plain: list[tuple[str, Any]]) -> Spec:
 
 
 class _Walk(NamedTuple):
-    """What ``flatten`` has found so far, and what it goes by."""
+    """The results of ``flatten`` so far, and its arguments."""
 
     values: list[Any]
     paths: list[str]
@@ -341,7 +342,7 @@ class _Walk(NamedTuple):
 
 
 def _flatten(node: Any, path: str, walk: _Walk) -> Any:
-    """The structure of a node; no inner function, which would hold itself and with it the leaves."""
+    """Return the structure of a node. An inner function would refer to itself, and so keep the leaves alive."""
     values, paths, plain_values, is_leaf, plain, skip = walk
     if is_leaf(node):
         values.append(node)
@@ -356,12 +357,12 @@ def _flatten(node: Any, path: str, walk: _Walk) -> Any:
     nodes: list[Any] = []
     if not skip and plain.issuperset(builtins.map(type, children)):
         values.extend(children)
-        paths.extend([path + name for name in names] if path else names)  # the same strings, whose hash is known
+        paths.extend([path + name for name in names] if path else names)  # reuse strings, which have cached their hash
         return kind.close, context, slice(first, len(values))
     for name, child in zip(names, children, strict=True):
         if name in skip:
             nodes.append(_Static(child))
-        elif is_leaf(child):  # as above, without a call
+        elif is_leaf(child):  # the same as above, but saves a call
             nodes.append(len(values))
             values.append(child)
             paths.append(path + name)
@@ -371,7 +372,7 @@ def _flatten(node: Any, path: str, walk: _Walk) -> Any:
 
 
 def _unique(paths: list[str]) -> list[str]:
-    """The paths, told apart where keys have one and the same repr."""
+    """Return the paths, numbered if keys have the same repr."""
     if len(set(paths)) == len(paths):
         return paths
     seen: Counter[str] = Counter()
@@ -383,9 +384,9 @@ def _unique(paths: list[str]) -> list[str]:
 
 
 def _too_deep(data: Tree) -> str:
-    """Why ``data`` cannot be walked: it holds itself, or it is nested too deeply."""
+    """Return the reason why ``data`` cannot be flattened: it contains itself, or it is nested too deeply."""
     above: dict[int, tuple[str, Any]] = {}
-    done: dict[int, Any] = {}  # holds the nodes, so that their ids stay their own
+    done: dict[int, Any] = {}  # keeps the nodes alive, so that their ids stay unique
     stack: list[tuple[Any, str, bool]] = [(data, "", False)]
     while stack:
         node, path, leaving = stack.pop()
@@ -402,7 +403,7 @@ def _too_deep(data: Tree) -> str:
 
 
 def leaves(data: Tree) -> Iterator[Any]:
-    """The leaves of ``data`` in order.
+    """Return the leaves of ``data`` in order.
 
     Example:
         >>> list(leaves({"a": 1, "b": [2, "x"]}))
@@ -414,7 +415,7 @@ def leaves(data: Tree) -> Iterator[Any]:
 def map(
     fn: Callable[[Any], Any], data: Tree, is_leaf: Callable[[Any], bool] = is_leaf, skip: Set[str] = frozenset()
 ) -> Tree:
-    """The tree with ``fn(leaf)`` in place of every leaf; ``is_leaf`` and ``skip`` as in ``flatten``.
+    """Return the tree with ``fn(leaf)`` in place of every leaf; ``is_leaf`` and ``skip`` are those of ``flatten``.
 
     Example:
         >>> map(lambda x: x + 1, {"a": 1, "b": (2, None)})

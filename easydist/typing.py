@@ -1,4 +1,4 @@
-"""Names for the types in easydist's signatures."""
+"""The types in easydist's signatures."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Tree: TypeAlias = Any
-"""Nested containers; the leaves are tensors, NumPy arrays and scalars, Python numbers."""
+"""Nested containers; the leaves are tensors, NumPy arrays and scalars, and Python numbers."""
 
 T = TypeVar("T")
-"""The type of a tree that a verb keeps."""
+"""The type of a tree, for verbs that return the same type."""
 
 Item = TypeVar("Item", bound="np.generic")
 """The type of an array's elements."""
 
 Reduction: TypeAlias = Literal["mean", "sum", "max", "min", "prod", "none"]
-"""How ``reduce`` combines the ranks' values."""
+"""The ways in which ``reduce`` combines the ranks' values."""
 
 Device: TypeAlias = str | int | torch.device
-"""What ``torch.device`` takes."""
+"""The types that ``torch.device`` takes."""
 
 Timeout: TypeAlias = timedelta | float
 """A ``timedelta``, or seconds."""
 
 
 class Comm(Protocol):
-    """A ``TorchComm`` for type checkers: the class itself lies in a higher layer. Verbs take no other class."""
+    """A ``TorchComm`` for type checkers: the class itself is in a higher layer. Verbs take no other class."""
 
     @property
     def communicators(self) -> object:
-        """The verbs' own knowledge of the group, which no other library's communicator has."""
+        """The verbs' own state of the group, which communicators of other libraries do not have."""
 
     def get_backend(self) -> str:
         """Return the backend's name."""
 
     def get_device(self) -> torch.device:
-        """Return where the tensors have to be."""
+        """Return the device on which the tensors have to be."""
 
     def get_name(self) -> str:
         """Return the name of the group."""
@@ -59,7 +59,7 @@ class Coordinator(Protocol):
 
     @property
     def cpu_group(self) -> dist.ProcessGroup | None:
-        """The group for what is on the CPU."""
+        """The group for data on the CPU."""
 
 
 Group: TypeAlias = Union["dist.ProcessGroup", "DeviceMesh", Comm, Coordinator, None]

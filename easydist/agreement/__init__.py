@@ -1,1 +1,1 @@
-"""One call of a verb: its number, site and clock, and the header exchange in which all ranks agree on it."""
+"""The call of a verb: its number, site and clock, and the header exchange in which all ranks agree on it."""

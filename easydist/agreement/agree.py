@@ -1,7 +1,7 @@
-"""One exchange of frames before the data: do all ranks make the same call, and is every rank well?
+"""The exchange of frames before the data, which checks that all ranks make the same call and that none has failed.
 
-A rank that fails sends the text of its fault instead of its header. Where fingerprints differ that must not,
-descriptions are exchanged. In both cases every rank raises the same error before any target is written.
+A rank that fails sends the text of its fault instead of its header. If fingerprints differ that must not, the ranks
+exchange descriptions. In both cases every rank raises the same error before any target is written.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from easydist.groups.communicators import Communicators
 E = TypeVar("E", bound=BaseException)
 
 CHECKED = os.environ.get("EASYDIST_CHECK", "1") != "0"
-"""True if calls are compared unless they say otherwise; the same on all ranks."""
+"""True if calls are compared by default; has to be the same on all ranks."""
 
 
 def agree(comms: Communicators, operation: str, prepare: Callable[[], Call], check: bool | None = None) -> Agreement:
-    """Make this rank's call known to all ranks, learn theirs, and compare.
+    """Exchange the calls of all ranks, and compare them.
 
     Args:
         comms: The group.
         operation: The verb's name.
-        prepare: Makes the call; what it raises is made known too.
-        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says.
+        prepare: Makes the call; if it raises an exception, all ranks learn of it.
+        check: True to compare the calls; None to do as ``EASYDIST_CHECK`` says.
 
     Returns:
-        What the ranks told each other.
+        The calls' headers, and the data that came with them.
 
     Raises:
-        DisagreementError: The calls do not match; the same text on every rank.
-        RemoteError: ``prepare`` raised on some ranks; the same text on every rank. Where it raised the same error on
-            every rank, that error itself.
+        DisagreementError: The calls do not match; the text is the same on every rank.
+        RemoteError: ``prepare`` raised on some ranks; the text is the same on every rank. If it raised the same error
+            on every rank, that error itself is raised.
 
-    Cost: one all-gather of 64 bytes per rank, sizes and small payloads included; nothing in a world of one.
+    Cost: one all-gather of 64 bytes per rank, sizes and small payloads included; nothing in a single process.
     """
     if comms.size == 1:
         return alone(prepare)
@@ -61,10 +61,10 @@ def agree(comms: Communicators, operation: str, prepare: Callable[[], Call], che
 
 
 def trust(comms: Communicators, prepare: Callable[[], Call], check: bool | None) -> Agreement | None:
-    """What ``agree`` gives, without an exchange, where calls shall not be compared; else None.
+    """Return the result of ``agree`` without an exchange, if calls are not compared; else None.
 
     Raises:
-        ValueError: This rank has no data of its own: nobody tells it what comes.
+        ValueError: This rank has no data of its own, and without an exchange it cannot know what will arrive.
     """
     if comms.size > 1 and (CHECKED if check is None else check):
         return None
@@ -75,7 +75,7 @@ def trust(comms: Communicators, prepare: Callable[[], Call], check: bool | None)
 
 
 def alone(prepare: Callable[[], Call]) -> Agreement:
-    """The result of ``agree`` where there is nobody to agree with."""
+    """Return the result of ``agree`` for a single process."""
     call = _noted(prepare())
     return Agreement(call, [Header(ABSENT if call.absent else WELL, nbytes=call.nbytes)])
 
@@ -87,20 +87,20 @@ def _noted(call: Call) -> Call:
 
 
 def shared(comms: Communicators, error: E) -> E:
-    """An error that all ranks of the group raise, so that none has to be told of it."""
+    """Mark an error that all ranks of the group raise, so that it is not reported to them, and return it."""
     vars(error)["raised_in"] = comms
     return error
 
 
 class Reported(Exception):
-    """Carries the text of an exception that is not an ``Exception`` (SystemExit, KeyboardInterrupt) to all ranks."""
+    """The carrier of another exception's text, also that of SystemExit or KeyboardInterrupt, to all ranks."""
 
 
 def text_of(error: BaseException) -> str:
-    """An error as its type and what it says."""
+    """Return the type and the text of an error."""
     try:
         text = str(error)
-    except Exception:  # an error without a text must not keep this rank from the others
+    except Exception:  # a broken __str__ must not keep this rank from reporting to the others
         text = ""
     if isinstance(error, Reported):
         return text
@@ -108,7 +108,7 @@ def text_of(error: BaseException) -> str:
 
 
 def _compare(comms: Communicators, operation: str, call: Call, headers: Sequence[Header], check: bool | None) -> None:
-    """Raise on all ranks where a rank has failed, or where something differs that must not."""
+    """Raise on all ranks if a rank has failed, or if calls or structures differ that must not."""
     if any(header.status == FAULT for header in headers):
         _raise_together(comms, _faults(comms, headers), None)
     is_same_call = len({header.call for header in headers}) == 1
@@ -118,7 +118,7 @@ def _compare(comms: Communicators, operation: str, call: Call, headers: Sequence
 
 
 def _exchange_fault(comms: Communicators, operation: str, fault: Exception) -> dict[int, dict[str, Any]]:
-    """Tell the others of a fault of this rank; gives the faults of all ranks."""
+    """Send a fault of this rank to the others; return the faults of all ranks."""
     told = [operation, isinstance(fault, Reported), comms.monitor.site]
     room = frames.room_for_fault(comms) - len(json.dumps([*told, ""]))
     text = json.dumps([*told, text_of(fault)[: room // 12]])  # a character has up to 12 bytes

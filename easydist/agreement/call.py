@@ -1,4 +1,4 @@
-"""What one rank is about to do, as the other ranks have to know it."""
+"""The description of one rank's call for the other ranks."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from easydist.data.leaves import Layout, LeafType, Leaves
 from easydist.data.plan import fingerprint
 
 PlainValue = tuple[str, str, None]
-"""What is no leaf: path, text, no shape."""
+"""A value that is not a leaf: path, text, no shape."""
 
 
 @dataclass(slots=True)
 class Call:
-    """A verb's call on one rank, made ready.
+    """A verb's prepared call on one rank.
 
     Attributes:
-        arguments: Those that every rank has to give alike, by name.
-        leaves: The data; None where there is none, or where it is no tree of tensors.
-        dim: The dimension whose size may differ between ranks; None where there is no such dimension.
-        nbytes: How much this rank will send, where the others have to know.
-        payload: What this rank will send, ``nbytes`` in all; it travels with the header if it is small.
-        absent: This rank has no data of its own and takes what comes.
-        aliases: Which leaves are the same memory, where that must not differ between ranks.
-        advice: What to do where shapes differ; ``{dim}`` stands for the first dimension in which they do.
+        arguments: The arguments that have to be the same on every rank, by name.
+        leaves: The data; None if there is none, or if it is not a tree of tensors.
+        dim: The dimension along which sizes may differ between ranks; None if there is none.
+        nbytes: The number of bytes that this rank will send, if the others have to know it.
+        payload: The data that this rank will send, ``nbytes`` in total; it goes with the header if it is small.
+        absent: True if this rank has no data of its own and takes the others'.
+        aliases: The leaves that share memory, if that must not differ between ranks.
+        advice: The advice if shapes differ; ``{dim}`` stands for the first dimension in which they differ.
     """
 
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -44,23 +44,23 @@ class Call:
 
     @property
     def tree(self) -> Leaves:
-        """The data of a verb that has leaves."""
+        """The leaves of a verb that has leaves."""
         assert self.leaves is not None
         return self.leaves
 
     def title(self, operation: str) -> str:
-        """The call as it would be written: ``gather(dst=None, dim=0)``."""
+        """Return the call as source code: ``gather(dst=None, dim=0)``."""
         return f"{operation}({', '.join([f'{name}={value!r}' for name, value in self.arguments.items()])})"
 
     def types(self, dim: int | None = None) -> list[LeafType | PlainValue]:
-        """The leaves as (path, dtype, shape), -1 for the size along ``dim``; plain values as (path, text, None)."""
+        """Return leaves as (path, dtype, shape), -1 for the size along ``dim``; plain values as (path, text, None)."""
         if self.leaves is None:
             return []
         plain = [(path, _shortened(text), None) for path, text in self.leaves.plain]
         return [*self.leaves.layout.types(dim), *plain]
 
     def structure(self) -> int:
-        """The fingerprint of what has to be equal on all ranks."""
+        """Return the fingerprint of the properties that have to be equal on all ranks."""
         if self.leaves is None:
             return 0
         layout, plain = self.leaves.layout, self.leaves.plain
@@ -68,7 +68,7 @@ class Call:
         return fingerprint((structure, plain)) if plain else structure
 
     def variations(self) -> int:
-        """The fingerprint of what may differ: all sizes, which leaves are the same object or the same memory."""
+        """Return the fingerprint of the properties that may differ: sizes, and shared objects or memory."""
         if self.leaves is None:
             return 0
         layout, plain, ties = self.leaves.layout, self.leaves.plain, self.leaves.ties
@@ -76,7 +76,7 @@ class Call:
         return sizes if ties is None and self.aliases is None else fingerprint((sizes, ties, self.aliases))
 
     def sizes(self) -> bytes:
-        """The size of each leaf along the free dimension, as 64-bit numbers."""
+        """Return the size of each leaf along the free dimension, as 64-bit numbers."""
         return b"" if self.leaves is None or self.dim is None else _sizes(self.leaves.layout, self.dim)
 
 

@@ -1,4 +1,4 @@
-"""One call of a verb: its number, its site and its clock."""
+"""The frame of a verb's call: its number, its site and its clock."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _CALL = "call"
 
 
 class calling:  # noqa: N801 - a context manager, read as a phrase
-    """One call of a verb: while it lasts, the group's monitor knows which it is, and when its time is over.
+    """The context of one call of a verb, in which the group's monitor knows the call and its time limit.
 
     Args:
-        comms: The group; what the context manager gives.
+        comms: The group, which the context manager returns.
         operation: The verb's name.
-        timeout: How long the call may take; None is the group's.
-        peer: The only other rank that takes part; None: all do.
+        timeout: The time limit of the call; None is the group's.
+        peer: The only other rank that takes part; None if all ranks do.
 
     Raises:
-        TypeError: ``timeout`` is no number of seconds and no timedelta.
-        ValueError: ``timeout`` leaves no time.
+        TypeError: ``timeout`` is neither a number of seconds nor a timedelta.
+        ValueError: ``timeout`` is not positive.
         RuntimeError: Another call of this process is under way in the group, in another thread or below this one.
     """
 
@@ -51,7 +51,7 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
         if comms.size > 1:
             try:
                 self._begin(comms)
-            except BaseException as error:  # Python does not call __exit__ where __enter__ has raised
+            except BaseException as error:  # Python does not call __exit__ if __enter__ has raised
                 if comms.under_way.get(_CALL) is self:
                     self.__exit__(type(error), error, error.__traceback__)
                 elif self._notes is not None:
@@ -61,7 +61,7 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
 
     def _begin(self, comms: Communicators) -> None:
         comms.demand_own_process()
-        other = comms.under_way.setdefault(_CALL, self)  # one step, between threads and for an interrupt
+        other = comms.under_way.setdefault(_CALL, self)  # atomic between threads, and for an interrupt
         if other is not self:
             raise RuntimeError(self._two_at_once(other))
         comms.monitor.begin(self._operation, self._site, self._timeout, self._peer)
@@ -100,7 +100,7 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
         self._comms.monitor.end(error is None or getattr(error, "raised_in", None) is self._comms)
 
     def _tell_of(self, error: BaseException | None) -> None:
-        """Tell the others of what ended the call on this rank alone, if they may still wait for it."""
+        """Report an error that ended the call on this rank alone to the others, if they may still wait for it."""
         monitor = self._comms.monitor
         if error is None:
             return
@@ -109,11 +109,11 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
 
 
 def seconds(timeout: Timeout, operation: str) -> float:
-    """A timeout in seconds.
+    """Return a timeout in seconds.
 
     Raises:
-        TypeError: It is no number of seconds and no timedelta.
-        ValueError: It leaves no time.
+        TypeError: It is neither a number of seconds nor a timedelta.
+        ValueError: It is not positive.
     """
     value: object = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
@@ -124,7 +124,7 @@ def seconds(timeout: Timeout, operation: str) -> float:
 
 
 def _site() -> str:
-    """File and line of the caller outside of easydist, and of what else counts as inside."""
+    """Return the file and line of the first caller outside of easydist and the folders that count as inside."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_inside):
         frame = frame.f_back
@@ -135,7 +135,7 @@ _inside: tuple[str, ...] = (os.path.dirname(os.path.dirname(__file__)) + os.sep,
 
 
 def as_inside(folder: str, counts: bool) -> None:
-    """Let the files of a folder count as inside, or no longer: a call's site is the line that has called them."""
+    """Add or remove a folder that counts as inside: the site of a call is the line that called into such files."""
     global _inside
     _inside = tuple(path for path in _inside if path != folder) + ((folder,) if counts else ())
 

@@ -1,4 +1,4 @@
-"""The texts of errors that all ranks raise together, from what each rank has told of its call."""
+"""The texts of errors that all ranks raise together, made from the descriptions of all ranks' calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHOWN = 10
 
 
 def fault_text(faults: dict[int, dict[str, Any]]) -> str:
-    """What failed on which ranks, and where they made the call."""
+    """Return the text about failed ranks: the fault of each, and the sites of their calls."""
     first = faults[min(faults)]
     lines = [f"  rank {rank}: {one['text']}" for rank, one in faults.items()]
     if first["in_body"]:
@@ -25,14 +25,14 @@ def fault_text(faults: dict[int, dict[str, Any]]) -> str:
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    """Ranks for people: ``rank 2``, ``ranks 0, 1``."""
+    """Return the words for some ranks: ``rank 2``, ``ranks 0, 1``."""
     names = list(map(str, ranks))
     shown = [*names[:_SHOWN], f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN + 1 else names
     return f"{'rank' if len(names) == 1 else 'ranks'} {', '.join(shown)}"
 
 
 def _sites_text(sites: dict[int, str]) -> str:
-    """Where the ranks made the call; which ranks, if not all at one place."""
+    """Return a line with the sites of the call, and with the ranks at each site if there are several."""
     by_site: dict[str, list[int]] = {}
     for rank, site in sites.items():
         by_site.setdefault(site, []).append(rank)
@@ -42,14 +42,14 @@ def _sites_text(sites: dict[int, str]) -> str:
 
 
 def calls_text(every: list[dict[str, Any]]) -> str:
-    """The call of each rank, one line each."""
+    """Return the text about different calls, with one line for each rank's call."""
     lines = [f"  rank {rank}: {one['title']} at {one['site']}" for rank, one in enumerate(every)]
     advice = "Every rank of the group has to make the same calls in the same order."
     return "\n".join(["ranks made different calls", *lines, advice])
 
 
 def trees_text(every: list[dict[str, Any]]) -> str:
-    """The leaves that differ, one line each, with what every rank has there."""
+    """Return the text about leaves that differ, with one line for each leaf and its type on every rank."""
     present = [(rank, one) for rank, one in enumerate(every) if not one["absent"]]
     fixed_rows = {rank: {path: row for path, *row in one["fixed"]} for rank, one in present}
     full_rows = {rank: {path: row for path, *row in one["types"]} for rank, one in present}
@@ -74,12 +74,12 @@ def trees_text(every: list[dict[str, Any]]) -> str:
 
 
 def _sites_of(every: list[dict[str, Any]]) -> str:
-    """The place of each rank's call."""
+    """Return a line with the sites of all ranks' calls."""
     return _sites_text({rank: one["site"] for rank, one in enumerate(every)})
 
 
 def _by_rank(texts: dict[int, str]) -> str:
-    """What each rank has; in larger groups ranks that have the same together."""
+    """Return the text of each rank; larger groups list ranks with the same text together."""
     if len(texts) <= _SHOWN:
         return "   ".join(f"rank {rank}: {text}" for rank, text in texts.items())
     by_text: dict[str, list[int]] = {}
@@ -95,7 +95,7 @@ def _leaf_text(row: list[Any] | None) -> str:
 
 
 def _differing_dim(rows: list[list[Any] | None]) -> int | None:
-    """The first dimension in which shapes differ that agree in dtype and number of dimensions."""
+    """Return the first dimension in which the shapes differ; None if dtypes or numbers of dimensions differ."""
     known = [row for row in rows if row and row[1] is not None]
     if len(known) < len(rows) or len({row[0] for row in known}) > 1 or len({len(row[1]) for row in known}) > 1:
         return None

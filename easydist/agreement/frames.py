@@ -1,11 +1,11 @@
-"""The frame that each rank sends first, and what the ranks learn from one another's.
+"""The frame that each rank sends first in a call, and the agreement that results from all frames.
 
-A frame is a header of eight 64-bit numbers, sizes, and a payload. The numbers: status; fingerprints of the call
-(operation and arguments), of the structure that has to be equal (paths, dtypes, shapes without their free dimension)
-and of what may differ (full shapes, which leaves are the same object); the bytes that this rank is going to send; when
-it came; how many sizes and how many bytes of payload follow. The sizes are those along the free dimension. The payload
-is what the rank sends, where it is small: then the frames are the only exchange of the call. A rank that has failed
-sends the text of its fault as the payload.
+A frame is a header of eight 64-bit numbers, sizes, and a payload. The numbers are the status; the fingerprint of the
+call (operation and arguments), of the structure that has to be equal (paths, dtypes, shapes without their free
+dimension), and of the properties that may differ (full shapes, leaves that are the same object); the bytes that this
+rank is going to send; the time of its arrival; the number of sizes and the number of payload bytes that follow. The
+sizes are those along the free dimension. The payload is the rank's data if it is small: then the frames are the only
+exchange of the call. A rank that has failed sends the text of its fault as the payload.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from easydist.groups.communicators import Communicators
 from easydist.liveness.rules import APART
 
 WELL, ABSENT, FAULT = range(3)
-"""The status of a rank: it has data, it takes what comes, it has failed."""
+"""The status of a rank: it has data, it has none and takes the others', or it has failed."""
 
 _NUMBERS = struct.Struct("<8q")
 _LATE = int(APART * 1e9)  # nanoseconds
@@ -48,20 +48,20 @@ class Header(NamedTuple):
 
 
 def header_of(operation: str, call: Call) -> Header:
-    """The header of a rank that is well; what follows it is not known yet."""
+    """Return the header of a rank that has not failed; the counts of sizes and payload bytes are not set yet."""
     status = ABSENT if call.absent else WELL
     title = _fingerprint(f"{operation}{call.arguments}")
     return Header(status, title, call.structure(), call.variations(), call.nbytes, time.time_ns())
 
 
 class Agreement:
-    """What the ranks told each other; what arrived with it is there until the next agreement of the group.
+    """The headers of all ranks, and the payloads, which stay valid until the next agreement of the group.
 
     Attributes:
-        call: This rank's own.
+        call: This rank's own call.
         absent: The ranks that have no data of their own.
-        uniform: All ranks that have data have the same shapes and the same leaves tied.
-        has_payload: The data of all ranks came with the headers.
+        uniform: True if all ranks with data have the same shapes and the same leaves tied.
+        has_payload: True if the data of all ranks came with the headers.
     """
 
     def __init__(self, call: Call, headers: Sequence[Header], rows: torch.Tensor | None = None) -> None:
@@ -77,27 +77,27 @@ class Agreement:
         return [header.nbytes for header in self._headers]
 
     def tied_unlike(self, source: int) -> list[int]:
-        """The ranks whose leaves share memory in another way than the source's; all have one structure."""
-        if source >= len(self._headers):  # nobody has told anything
+        """Return the ranks with leaves that share memory in another way than the source's; all have one structure."""
+        if source >= len(self._headers):  # there was no exchange
             return []
         separate = {header.structure for header in self._headers if header.status == WELL}
         usual = {*separate, self._headers[source].variations}
         return [r for r, one in enumerate(self._headers) if one.status == WELL and one.variations not in usual]
 
     def payload(self, rank: int) -> torch.Tensor:
-        """The bytes that a rank sent along; they start at a multiple of 16."""
+        """Return the payload of a rank; it starts at a multiple of 16."""
         assert self._rows is not None
         start = _start(self._headers[rank].sizes)
         return self._rows[rank, start : start + self._headers[rank].payload]
 
     def payloads(self) -> torch.Tensor:
-        """What all ranks sent along, one row each; all of one length."""
+        """Return the payloads of all ranks, one row each; all have the same length."""
         assert self._rows is not None
         start = _start(self._headers[0].sizes)
         return self._rows[:, start : start + self._headers[0].payload]
 
     def sizes(self) -> list[list[int]] | None:
-        """``[r][i]``: the size of rank r's leaf i along the free dimension; None where they did not come along."""
+        """Return ``[r][i]``, the size of rank r's leaf i along the free dimension; None if sizes did not come along."""
         if self._rows is None or not all(header.sizes for header in self._headers):
             return None
         return [
@@ -107,12 +107,12 @@ class Agreement:
 
 
 def _start(sizes: int) -> int:
-    """Where the payload begins: at a multiple of 16."""
+    """Return the offset of the payload, a multiple of 16."""
     return _NUMBERS.size + 8 * (sizes + sizes % 2)
 
 
 def exchange(comms: Communicators, header: Header, sizes: bytes, call: Call) -> list[Header]:
-    """Send this rank's frame; returns the headers of all."""
+    """Send this rank's frame, and return the headers of all ranks."""
     frames = comms.frames
     at, room = comms.rank * frames.nbytes, frames.nbytes - _NUMBERS.size - 8
     count = len(sizes) // 8 if len(sizes) <= room else 0
@@ -137,12 +137,12 @@ def _pack(call: Call, out: torch.Tensor) -> None:
 
 
 def room_for_fault(comms: Communicators) -> int:
-    """How many bytes a fault may have."""
+    """Return the most bytes that a fault may have."""
     return comms.frames.nbytes - _NUMBERS.size
 
 
 def exchange_fault(comms: Communicators, text: bytes) -> list[Header]:
-    """Send the text of this rank's fault in place of data; returns the headers of all."""
+    """Send the text of this rank's fault in place of data, and return the headers of all ranks."""
     frames, at = comms.frames, comms.rank * comms.frames.nbytes
     _NUMBERS.pack_into(frames.view, at, *Header(FAULT, came=time.time_ns(), payload=len(text)))
     frames.view[at + _NUMBERS.size : at + _NUMBERS.size + len(text)] = text
@@ -150,7 +150,7 @@ def exchange_fault(comms: Communicators, text: bytes) -> list[Header]:
 
 
 def faults(comms: Communicators, headers: Sequence[Header]) -> dict[int, bytes]:
-    """The texts of the ranks that have failed."""
+    """Return the fault texts of the ranks that have failed."""
     starts = {r: r * comms.frames.nbytes + _NUMBERS.size for r, one in enumerate(headers) if one.status == FAULT}
     return {r: bytes(comms.frames.view[start : start + headers[r].payload]) for r, start in starts.items()}
 
@@ -170,6 +170,6 @@ def _headers(comms: Communicators, nbytes: int) -> list[Header]:
     monitor, now = comms.monitor, time.monotonic()
     if (apart := monitor.exchanged(now)) > APART:
         seems_late = time.time_ns() > min([header.came for header in headers]) + _LATE
-        # who came early may have given up: what it sent before that is not a call
+        # A rank that came early may have given up since: the frame that it sent before that does not count.
         monitor.check_reports(remote=monitor.listens_after(now, apart, seems_late))
     return headers

@@ -1,4 +1,4 @@
-"""What is noted of every call while somebody traces."""
+"""The notes about each call while a trace is running."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from easydist.groups.communicators import Communicators
 
 
 class Notes:
-    """What is noted of a call while somebody listens, told when the call ends. Times are ``time.time_ns``.
+    """The notes about one call, which listeners get when the call ends. Times are ``time.time_ns``.
 
     Attributes:
         operation: The verb's name.
         site: The caller's file and line.
         group: The group's name.
-        rank: This process in the group.
-        size: How many processes the group has.
-        peer: The only other rank that takes part; None: all do.
-        number: Counts the calls of the group.
-        start: When the call began.
-        end: When it ended.
-        came: When each rank's header was ready, by its own clock, in the first agreement of the call; empty where there
-            was none.
-        nbytes: Of this rank's leaves, or of its payload; None where it has neither, or that is not known.
-        error: The type of what the call raised.
+        rank: The rank of this process in the group.
+        size: The number of processes in the group.
+        peer: The only other rank that takes part; None if all ranks do.
+        number: The number of the call in the group.
+        start: The time when the call began.
+        end: The time when it ended.
+        came: The time when each rank's header was ready, by that rank's clock, in the first agreement of the call;
+            empty if there was none.
+        nbytes: The bytes of this rank's leaves, or of its payload; None if it has neither, or they are not known.
+        error: The name of the exception type that the call raised; None if it raised none.
     """
 
     __slots__ = (
@@ -53,11 +53,11 @@ class Notes:
         self._around, _open.notes = _open.notes, self
 
     def tell(self, comms: Communicators, error: BaseException | None) -> None:
-        """Tell all who listen that the call has ended."""
+        """Pass the notes to all listeners at the end of the call."""
         self.end, self.number = time.time_ns(), comms.monitor.number
         self.error = None if error is None else type(error).__name__
         _open.notes, self._around = self._around, None
-        for listener in (*listeners,):  # another thread may be ending its trace
+        for listener in (*listeners,):  # a copy, because another thread may be ending its trace
             listener(self)
 
 
@@ -69,18 +69,18 @@ class _Open(threading.local):
 
 _open = _Open()
 listeners: list[Callable[[Notes], None]] = []
-"""Who hears of every call when it ends; empty, unless somebody traces."""
+"""The functions that get the notes of every call; empty unless a trace is running."""
 
 
 def note_data(nbytes: int | None) -> None:
-    """Note how much this rank has, in the first agreement of the innermost call that knows."""
+    """Note the bytes of this rank's data in the innermost call; the first known number stays."""
     notes = _open.notes
     if notes is not None and notes.nbytes is None:
         notes.nbytes = nbytes
 
 
 def note_arrivals(came: list[int]) -> None:
-    """Note when the ranks came, in the first agreement of the innermost call."""
+    """Note when the ranks came in the first agreement of the innermost call."""
     notes = _open.notes
     if notes is not None and not notes.came:
         notes.came = came

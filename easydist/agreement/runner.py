@@ -1,9 +1,9 @@
-"""The one place where a verb's call is run.
+"""The runner of all verbs' calls.
 
-A verb states its arguments and leaves and what may differ (``prepare``), what all ranks find wrong once they know of
-each other (``validate``), how data moves (``exchange``), and how the result is built (``result``). ``run`` owns the
-rest: the call's number and clock, the agreement, and whether the others still wait for this rank, so that a rank that
-fails alone, wherever it fails, is never waited for until the time is over.
+A verb states its arguments, its leaves and the properties that may differ (``prepare``), the checks that need all
+ranks' headers (``validate``), the exchange of data (``exchange``), and the building of the result (``result``).
+``run`` does the rest: the call's number and clock, the agreement, and keeping track of whether the others wait for this
+rank. So if a rank fails alone, at whatever point, the others do not wait for it until the time is over.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ R = TypeVar("R")
 
 
 class Verb(ABC, Generic[R]):
-    """What a verb states of one call; ``run`` calls the methods in this order.
+    """One call of a verb; ``run`` calls the methods in this order.
 
     Attributes:
-        operation: Its name.
-        peer: The only other rank that takes part; None: all do.
-        needs_headers: Whether the data cannot move without the header exchange, so that ``check=False`` keeps it.
-        needs_data: Whether it moves data, and so cannot be called where tensors have none.
-        refusal: Why it cannot be called here; it is raised in place of ``prepare``, so that all ranks learn of it.
+        operation: The name of the verb.
+        peer: The only other rank that takes part; None if all ranks do.
+        needs_headers: True if the data cannot move without the header exchange, so that ``check=False`` keeps it.
+        needs_data: True if it moves data, and so cannot be called while tensors have none.
+        refusal: The error if it cannot be called here; it is raised in place of ``prepare``, so all ranks learn of it.
     """
 
     operation: str
@@ -43,10 +43,10 @@ class Verb(ABC, Generic[R]):
 
     @abstractmethod
     def prepare(self, comms: Communicators) -> Call:
-        """State arguments, leaves and what may differ; an exception is raised on all ranks."""
+        """Return this rank's call; an exception here is raised on all ranks."""
 
     def agree(self, comms: Communicators, check: bool | None) -> Agreement:
-        """Learn what the others are about to do, and that it is the same."""
+        """Exchange the calls of all ranks, and check that they are the same."""
         prepare = functools.partial(self.prepare if self.refusal is None else self.refuse, comms)
         trusted = None if self.needs_headers else trust(comms, prepare, check)
         return trusted or agree(comms, self.operation, prepare, check)
@@ -58,30 +58,30 @@ class Verb(ABC, Generic[R]):
         return Call()
 
     def validate(self, comms: Communicators, agreed: Agreement) -> None:
-        """Raise what every rank finds wrong alike, now that it knows of the others."""
+        """Raise errors that follow from all ranks' headers, and so are the same on every rank."""
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> Any:
-        """Move what has not come with the headers; all others wait for this rank until it returns."""
+        """Move the data that has not come with the headers; all others wait for this rank until it returns."""
         return None
 
     @abstractmethod
     def result(self, comms: Communicators, agreed: Agreement, arrived: Any) -> R:
-        """Build the result of what ``exchange`` has returned; nobody waits for this rank any more."""
+        """Build the result from that of ``exchange``; no other rank waits for this one any more."""
 
 
 def run(verb: Verb[R], comms: Communicators, timeout: Timeout | None = None, check: bool | None = None) -> R:
     """Make one call of a verb.
 
     Args:
-        verb: What it does.
+        verb: The verb.
         comms: The group.
-        timeout: How long the call may take; None is the group's.
-        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says.
+        timeout: The time limit of the call; None is the group's.
+        check: True to compare the calls; None to do as ``EASYDIST_CHECK`` says.
 
     Raises:
         TypeError: The call is made under ``FakeTensorMode`` or inside a transform of ``torch.func``.
-        ValueError: ``timeout`` leaves no time.
-        EasydistError: What ``agree`` raises; and a rank was lost, late, interrupted, or failed in the middle.
+        ValueError: ``timeout`` is not positive.
+        EasydistError: ``agree`` raised it, or a rank was lost, late or interrupted, or failed before the end.
 
     Cost: that of ``agree``, and of ``verb.exchange``.
     """
@@ -103,7 +103,7 @@ def run(verb: Verb[R], comms: Communicators, timeout: Timeout | None = None, che
 
 
 class _Meeting(Verb[None]):
-    """All ranks meet, and learn of a fault where there is one."""
+    """The verb in which all ranks meet, and learn of a fault if there is one."""
 
     needs_data = False
 
@@ -120,13 +120,13 @@ class _Meeting(Verb[None]):
 
 
 def meet(comms: Communicators, operation: str, fault: BaseException | None = None) -> None:
-    """Meet all ranks in ``operation``, and tell them of a fault where there is one.
+    """Meet all ranks in ``operation``, and report a fault to them if there is one.
 
     Raises:
         RemoteError: A rank reported a fault.
-        DisagreementError: A rank called something else.
+        DisagreementError: A rank made a different call.
     """
     is_known = isinstance(fault, EasydistError) and fault.raised_in is comms
     if fault is not None and (is_known or comms.size == 1):
-        raise fault  # the others have it already, or there are none
+        raise fault  # all other ranks raise it already, or there are none
     run(_Meeting(operation, fault), comms)

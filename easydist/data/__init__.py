@@ -1,1 +1,1 @@
-"""Tensors of a tree as bytes, in an order on which all ranks agree, and what needs no exchange."""
+"""The leaves of a tree as bytes, in the same order on all ranks, and the functions that need no exchange."""

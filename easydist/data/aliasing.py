@@ -1,7 +1,7 @@
-"""Memory that several elements or several leaves share.
+"""Detection of memory that several elements or several leaves share.
 
-Where values are written in place, such memory gets the last of them, whichever that is. So targets that share memory
-are refused, but for leaves that are one and the same, which the source may have tied likewise.
+If values are written in place, such memory keeps the last one written, whichever that is. So targets that share memory
+are refused, except for leaves that are the same tensor, which the source may have tied in the same way.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 from easydist.data.packing import BITS
 
 _EXACT = 1 << 20
-"""Elements, or steps of NumPy's search, up to which strides that look as if they overlapped are looked at exactly."""
+"""The elements, or steps of NumPy's search, up to which strides that may overlap are checked exactly."""
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """True if several elements of a tensor or an array share memory.
 
     Args:
-        shape: Its shape.
-        strides: In elements or in bytes.
+        shape: The shape.
+        strides: The strides, in elements or in bytes.
 
     Example:
         >>> overlaps_itself((3, 2), (1, 1)), overlaps_itself((3, 2), (2, 1)), overlaps_itself((3, 2), (2, 3))
@@ -43,7 +43,7 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def _meet(dims: Sequence[tuple[int, int]]) -> bool:
-    """Whether two elements have one offset."""
+    """True if two elements have the same offset."""
     offsets = np.zeros(1, dtype=np.int64)
     for stride, size in dims:
         offsets = (offsets[:, None] + stride * np.arange(size)).reshape(-1)
@@ -51,7 +51,7 @@ def _meet(dims: Sequence[tuple[int, int]]) -> bool:
 
 
 def aliases(tensors: Sequence[torch.Tensor]) -> list[int] | None:
-    """The index of the first tensor that is the same memory, for each of them; None where all are different.
+    """Return for each tensor the index of the first one with the same memory; None if all are different.
 
     Example:
         >>> x = torch.ones(2)
@@ -70,7 +70,7 @@ def aliases(tensors: Sequence[torch.Tensor]) -> list[int] | None:
 
 
 def overlap(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
-    """Two tensors that share some memory, but are not the same; None where there are none.
+    """Return the indices of two tensors that share some memory, but are not the same; None if there are none.
 
     Example:
         >>> x = torch.ones(4, 2)
@@ -79,7 +79,7 @@ def overlap(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
     """
     spans = sorted([(start := t.data_ptr(), start + _extent(t), i) for i, t in enumerate(tensors) if t.numel()])
     starts, stops = [span[0] for span in spans[1:]], [span[1] for span in spans]
-    if not any(map(operator.gt, stops, starts)):  # as nearly always
+    if not any(map(operator.gt, stops, starts)):  # the usual case
         return None
     active: list[tuple[int, int]] = []
     for start, stop, i in spans:
@@ -92,7 +92,7 @@ def overlap(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """The bytes from the first element to the end of the last."""
+    """Return the number of bytes from the first element to the end of the last."""
     if tensor.is_contiguous():
         return tensor.nbytes
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -104,7 +104,7 @@ def _are_same(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _share(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors, of which the second begins before the first ends, have an element in common."""
+    """True if two tensors have an element in common; the second begins before the first ends."""
     if first.device != second.device:
         return False
     if not (first.is_cpu and second.is_cpu) or (first.is_contiguous() and second.is_contiguous()):

@@ -1,4 +1,4 @@
-"""The leaves of one rank's tree as tensors, in an order on which every rank agrees."""
+"""The leaves of one rank's tree as tensors, in an order that is the same on every rank."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _TENSORS = frozenset([torch.Tensor])
 
 
 def as_tensor(leaf: Any, path: str = "") -> torch.Tensor:
-    """The leaf as a detached, dense tensor; memory is shared where that is possible.
+    """Return a leaf as a detached, dense tensor, which shares the leaf's memory if possible.
 
     NumPy arrays keep their dtype; a Python int becomes int64, a float float64, a complex complex128, a bool bool.
 
     Args:
-        leaf: A tensor, a NumPy array or scalar, a Python number.
-        path: Where it was, for the error.
+        leaf: A tensor, a NumPy array or scalar, or a Python number.
+        path: The path of the leaf, for the error.
 
     Raises:
         TypeError: No dense tensor can hold the leaf (strings, sparse tensors, DTensors, …).
@@ -56,17 +56,18 @@ def as_tensor(leaf: Any, path: str = "") -> torch.Tensor:
 
 
 _BLOCK = 16
-"""Python numbers of one type from which they become one tensor, whose elements are the leaves."""
+"""The count of Python numbers of one type from which they become elements of one tensor."""
 
 
 def _as_tensors(values: Sequence[Any], paths: Sequence[str], vectors: bool) -> list[torch.Tensor]:
-    """``as_tensor`` of all leaves; ``vectors``: those of Python numbers have one dimension."""
+    """Return ``as_tensor`` of all leaves; with ``vectors``, Python numbers may become tensors of one dimension."""
     tensors: list[Any] = list(values)
     rest = list(range(len(tensors)))
     for cls, dtype in _PYTHON_DTYPES.items():
         found = [i for i in rest if type(values[i]) is cls]
         if len(found) >= _BLOCK:
-            with contextlib.suppress(OverflowError, RuntimeError, ValueError):  # as_tensor says which does not fit
+            # On an overflow, as_tensor below raises the error that names the leaf.
+            with contextlib.suppress(OverflowError, RuntimeError, ValueError):
                 block = torch.tensor([values[i] for i in found], dtype=dtype, device="cpu")
                 for i, tensor in zip(found, (block.view(-1, 1) if vectors else block).unbind(), strict=True):
                     tensors[i] = tensor
@@ -82,13 +83,13 @@ _PLAIN_DTYPES = frozenset(
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and not (dtype.is_complex or "q" in str(dtype).removeprefix("torch."))
 )
-"""Without those that may be quantized or lazily conjugated."""
+"""The dtypes of tensors that cannot be quantized or lazily conjugated."""
 
 
 def _are_plain(values: Sequence[Any]) -> bool:
-    """Whether all leaves are known to be what ``as_tensor`` would return.
+    """True if ``as_tensor`` would certainly return every leaf unchanged.
 
-    Asked for all leaves together: a call for each costs as much as two of the answers.
+    This checks all leaves in one call: one call per leaf would cost as much as two of the checks.
     """
     if not (_TENSORS.issuperset(map(type, values)) and _PLAIN_DTYPES.issuperset([tensor.dtype for tensor in values])):
         return False
@@ -116,14 +117,14 @@ def _dense(leaf: torch.Tensor, path: str) -> torch.Tensor:
 
 
 def with_memory(tensor: torch.Tensor, what: str = "the value") -> torch.Tensor:
-    """The same tensor; of a functional collective's that is under way, its result.
+    """Return the tensor itself; for an unfinished functional collective, wait and return its result.
 
     Args:
-        tensor: Any.
-        what: In the error.
+        tensor: Any tensor.
+        what: The name of the tensor in the error.
 
     Raises:
-        TypeError: It is of a class whose tensors hold other tensors, and no memory of their own.
+        TypeError: Tensors of its class contain other tensors, and have no memory of their own.
     """
     if not hasattr(type(tensor), "__tensor_flatten__"):
         return tensor
@@ -151,18 +152,18 @@ def check_unmasked(array: np.ndarray[Any, Any], path: str = "") -> None:
     """Refuse a masked array.
 
     Args:
-        array: Any.
-        path: Where it was, for the error.
+        array: Any array.
+        path: The path of the array, for the error.
 
     Raises:
-        TypeError: It is one.
+        TypeError: The array is masked.
     """
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(f"{_at(path)} is a masked array, whose mask would be lost; send .data and .mask")
 
 
 def is_numeric(array: np.ndarray[Any, Any]) -> bool:
-    """Whether a tensor can hold the array.
+    """True if a tensor can hold the array.
 
     Example:
         >>> is_numeric(np.ones(1)), is_numeric(np.array(["text"]))
@@ -176,12 +177,12 @@ def is_numeric(array: np.ndarray[Any, Any]) -> bool:
 
 
 def as_array(tensor: torch.Tensor, like: Any) -> Any:
-    """The result as a NumPy array where ``like`` was one, else the tensor itself."""
+    """Return a NumPy array if ``like`` is a NumPy array or scalar, else the tensor itself."""
     return tensor if isinstance(like, torch.Tensor) or not isinstance(like, _ARRAYS) else tensor.cpu().numpy()
 
 
 def as_value(tensor: torch.Tensor, like: Any) -> Any:
-    """The result in the type of ``like``: NumPy array or scalar, Python number, tensor."""
+    """Return the tensor converted to the type of ``like``: NumPy array or scalar, Python number, or tensor."""
     if isinstance(like, torch.Tensor):
         return tensor
     if isinstance(like, np.generic):
@@ -190,7 +191,10 @@ def as_value(tensor: torch.Tensor, like: Any) -> Any:
 
 
 def _ties(values: Sequence[Any]) -> list[int] | None:
-    """Which tensors and arrays are one object; that equal numbers are one means nothing."""
+    """Return for each leaf the index of the first leaf that is the same object; None if all are different.
+
+    Numbers count as different: Python may use one object for equal numbers.
+    """
     if len(set(map(id, values))) == len(values):
         return None
     first: dict[int, int] = {}
@@ -204,27 +208,27 @@ LeafType = tuple[str, str, list[int]]
 
 
 def _picker(indices: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
-    """What picks the items with these indices out of a list or a mapping."""
+    """Return a function that picks the items with these indices out of a list or a mapping."""
     if len(indices) > 1:
         return operator.itemgetter(*indices)
     return lambda items: tuple([items[i] for i in indices])
 
 
 class Layout:
-    """The order of the leaves of one structure, and what else follows from paths, dtypes and shapes alone.
+    """The order of the leaves of one structure, and other data that depends only on paths, dtypes and shapes.
 
-    The order is by falling item size, then dtype, then path: the same on all ranks however their dicts were filled, and
-    without holes in a packed buffer.
+    The leaves are sorted by descending item size, then dtype, then path. The order is the same on all ranks, in
+    whichever order their dicts were filled, and leaves no holes in a packed buffer.
 
     Attributes:
-        places: Of each leaf in the tree its position in that order.
-        ordered: From a sequence in the tree's order to a tuple in that one.
-        placed: The inverse.
-        paths: In that order, as all below.
-        dtypes: Likewise.
-        shapes: Likewise.
-        fingerprint: Of all of it, 64 bits.
-        packing: How the leaves lie in a buffer.
+        places: For each leaf in the tree's order its position in the sorted order.
+        ordered: The function from a sequence in the tree's order to a tuple in the sorted order.
+        placed: The inverse of ``ordered``.
+        paths: The paths in the sorted order.
+        dtypes: The dtypes in the sorted order.
+        shapes: The shapes in the sorted order.
+        fingerprint: The fingerprint of paths, dtypes and shapes, of 64 bits.
+        packing: The layout of the leaves in a buffer.
     """
 
     def __init__(self, paths: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Sequence[torch.Size]) -> None:
@@ -238,7 +242,7 @@ class Layout:
         self._free: dict[int, tuple[list[int], int]] = {}
 
     def types(self, dim: int | None = None) -> list[LeafType]:
-        """The leaves as (path, dtype, shape), with -1 for the size along ``dim``."""
+        """Return the leaves as (path, dtype, shape), with -1 for the size along ``dim``."""
         rows = [(p, dtype_name(d), list(s)) for p, d, s in zip(self.paths, self.dtypes, self.shapes, strict=True)]
         if dim is not None:
             for _, _, shape in rows:
@@ -246,12 +250,12 @@ class Layout:
         return rows
 
     def _runs(self, shapes: Iterable[Sequence[int]]) -> list[tuple[str, tuple[int, ...], int]]:
-        """How many leaves in a row have one dtype and shape: short where there are many leaves, such as numbers."""
+        """Return runs of leaves with the same dtype and shape, and their lengths: short even for many numbers."""
         runs = itertools.groupby(zip(self.dtypes, shapes, strict=True))
         return [(dtype_name(dtype), tuple(shape), sum(1 for _ in run)) for (dtype, shape), run in runs]
 
     def free(self, dim: int) -> tuple[list[int], int]:
-        """``dim`` as a non-negative index into each shape, and the fingerprint of all but the sizes along it.
+        """Return ``dim`` as a non-negative index into each shape, and the fingerprint without the sizes along it.
 
         Raises:
             ValueError: A leaf has no such dimension.
@@ -267,26 +271,26 @@ class Layout:
 
 
 layout = functools.lru_cache(maxsize=256)(Layout)
-"""The layout of a structure that was seen before costs a look-up."""
+"""A cached ``Layout``: for a structure that was seen before it costs one look-up."""
 
 
 Indexed: TypeAlias = Mapping[int, Any] | Sequence[Any]
-"""What belongs to the leaves, by their index."""
+"""Items of any kind, one per leaf, by the leaf's index."""
 
 
 class Leaves:
-    """A tree made ready to travel.
+    """The leaves of a tree, prepared for sending.
 
     Attributes:
         layout: The order of the leaves.
         values: The leaves themselves, in that order.
-        tensors: The leaves as detached tensors, of any strides.
-        ties: For each leaf the index of the first leaf that is the same object; None where all are different.
-        plain: The values that are no leaves, as (path, text), sorted; the texts are equal where the values are.
+        tensors: The leaves as detached tensors, with any strides.
+        ties: For each leaf the index of the first leaf that is the same object; None if all are different.
+        plain: The values that are not leaves, as sorted (path, text); equal values have equal texts.
     """
 
     def __init__(self, data: Tree, vectors: bool = False, spec: tree.Spec | None = None) -> None:
-        """Take ``data`` apart; with ``vectors`` a leaf without dimensions counts as one of a single element.
+        """Flatten ``data``; with ``vectors``, a leaf without dimensions counts as one of shape ``(1,)``.
 
         With ``spec``, ``data`` is the list of the leaves of this structure.
         """
@@ -302,22 +306,23 @@ class Leaves:
 
     @property
     def alike(self) -> list[str]:
-        """The paths that several leaves have, so that no other rank can tell them apart."""
+        """The paths that more than one leaf has, so that other ranks cannot tell these leaves apart."""
         return self._spec.alike
 
     def travelling(self, tied: bool) -> Sequence[int]:
-        """The indices of the leaves to send: each object once where ``tied``, else all of them."""
+        """Return the indices of the leaves to send: each object once if ``tied``, else all of them."""
         if self.ties is None or not tied:
             return range(len(self.values))
         return [i for i, tie in enumerate(self.ties) if tie == i]
 
     def rebuild(self, results: Indexed, tied: bool, convert: Callable[[Any, Any], Any]) -> Tree:
-        """The tree with a result in place of every leaf.
+        """Return the tree with a result in place of every leaf.
 
         Args:
-            results: By index, for all of ``travelling(tied)``.
-            tied: As there; leaves that were one object become one object again.
-            convert: Makes ``(result, original leaf)`` into what the caller gets; tensors stay what they are.
+            results: The results by index, for all of ``travelling(tied)``.
+            tied: True to make leaves that were one object one object again.
+            convert: A function of ``(result, original leaf)`` that returns the value for the caller; not called if all
+                leaves are tensors.
         """
         if not _TENSORS.issuperset(map(type, self.values)):
             results = {i: convert(results[i], self.values[i]) for i in self.travelling(tied)}
@@ -329,11 +334,11 @@ class Leaves:
         return self._spec.rebuild([*self.layout.placed(done)])
 
     def check_writable(self) -> None:
-        """Make sure that ``write`` will succeed.
+        """Check that ``write`` will succeed.
 
         Raises:
             ValueError: A leaf is a read-only array, an inference tensor outside inference mode, or a tensor or array
-                whose elements share memory (an expanded one, …); or two leaves share part of their memory.
+                with elements that share memory (an expanded one, …); or two leaves share part of their memory.
         """
         for path, value in zip(self.layout.paths, self.values, strict=True):
             if reason := _unwritable(value):
@@ -344,19 +349,19 @@ class Leaves:
             raise ValueError(f"{_at(first)} and {second} share memory, so they cannot be written in place; pass copies")
 
     def _filled(self) -> Sequence[int]:
-        """The leaves that are written in place: no numbers."""
+        """Return the indices of the leaves that are written in place: tensors and arrays, not numbers."""
         return [i for i, value in enumerate(self.values) if isinstance(value, torch.Tensor | np.ndarray)]
 
     def aliases(self) -> list[int] | None:
-        """For each leaf the first one that is the same memory, also in another object; None where all are different."""
+        """Return for each leaf the index of the first one with the same memory; None if all are different."""
         return aliases(self.tensors)
 
     def write(self, arrived: Mapping[int, torch.Tensor], tied: bool) -> Tree:
-        """Write into the tree's tensors and arrays; the tree with them, and with new numbers.
+        """Write into the tree's tensors and arrays, and return the tree with them and with new numbers.
 
         Args:
-            arrived: For every index in ``travelling(tied)`` the values, of the leaf's dtype and shape.
-            tied: As there.
+            arrived: The values for every index in ``travelling(tied)``, in the leaf's dtype and shape.
+            tied: True if leaves that are one object come once.
         """
         done: dict[int, Any] = {}
         targets, sources = [], []
@@ -388,21 +393,21 @@ def _unwritable(value: Any) -> str:
 
 
 def overlaps(value: torch.Tensor) -> bool:
-    """True if several elements of the tensor share memory: it is expanded, for instance."""
+    """True if several elements of the tensor share memory, as in an expanded tensor."""
     return overlaps_itself(value.shape, value.stride())
 
 
 def _is_detached(tensor: torch.Tensor, value: Any) -> bool:
-    """Whether a leaf's tensor is the leaf itself but for autograd, so that writing the one writes the other."""
+    """True if a leaf's tensor has the leaf's memory, so that writing to one also writes to the other."""
     return isinstance(value, torch.Tensor) and type(tensor) is torch.Tensor and not (value.is_conj() or value.is_neg())
 
 
 def write(target: Any, source: torch.Tensor) -> Any:
-    """Write into a tensor or an array, and return it; in place of a number, return a new one.
+    """Write into a tensor or an array, and return it; for a number, return the new number.
 
     Args:
-        target: What ``check_writable`` has found writable; any strides.
-        source: The values, of the target's dtype and shape.
+        target: A leaf that ``check_writable`` has accepted, with any strides.
+        source: The values, in the target's dtype and shape.
     """
     if isinstance(target, torch.Tensor):
         if source.data_ptr() != target.data_ptr():

@@ -1,7 +1,7 @@
-"""Leaves as bytes: one buffer for a list of tensors, without holes.
+"""Packing a list of tensors into one buffer of bytes, without holes.
 
-Tensors lie in the order given; whoever calls puts large items first, so that every tensor starts at a multiple of its
-item size: 16-byte items, then 8, 4, 2, 1 (``sort_key``). Those of one dtype are packed by a single ``torch.cat``.
+Tensors keep the given order. The caller puts large items first, so that every tensor starts at a multiple of its item
+size: 16-byte items, then 8, 4, 2, 1 (``sort_key``). Tensors of the same dtype are packed by a single ``torch.cat``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from easydist.typing import Device
 
 @functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype without its module.
+    """Return the name of a dtype without its module.
 
     Example:
         >>> dtype_name(torch.bfloat16)
@@ -31,7 +31,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def sort_key(dtype: torch.dtype) -> tuple[int, str]:
-    """Sorts dtypes by falling item size, so that a buffer needs no padding.
+    """Return a key that sorts dtypes by descending item size, so that a buffer needs no padding.
 
     Example:
         >>> sorted([torch.bool, torch.float32, torch.float64, torch.int32], key=sort_key)
@@ -41,7 +41,7 @@ def sort_key(dtype: torch.dtype) -> tuple[int, str]:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat uint8 view of a contiguous tensor, of any dtype and shape.
+    """Return a flat uint8 view of a contiguous tensor of any dtype and shape.
 
     Example:
         >>> as_bytes(torch.tensor([1, 256], dtype=torch.int16))
@@ -54,7 +54,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def nbytes(tensor: torch.Tensor) -> int:
-    """The bytes that a tensor needs in a buffer, whatever its strides.
+    """Return the bytes that a tensor needs in a buffer, whatever its strides.
 
     Example:
         >>> nbytes(torch.zeros(1).expand(3))
@@ -64,19 +64,19 @@ def nbytes(tensor: torch.Tensor) -> int:
 
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""A dtype of each item size that every copy kernel knows; bits do not change under it."""
+"""A dtype for each item size that every copy kernel supports, and that copies all bits unchanged."""
 
 
 def pack(tensors: Sequence[torch.Tensor], device: Device = "cpu", *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Tensors, sorted by ``sort_key``, as one uint8 buffer: a new one, or a view of a single contiguous tensor.
+    """Pack tensors, sorted by ``sort_key``, into one uint8 buffer; a single contiguous tensor gives a view.
 
     Law: ``unpack(pack(ts), [t.dtype for t in ts], [t.shape for t in ts])`` equals ``ts`` bit for bit.
 
     Args:
-        tensors: Any shapes and strides; copied to the buffer's device where they are elsewhere.
-        device: Where the buffer shall be; not looked at where ``out`` is given.
-        out: The buffer to pack into, always by copying: uint8, contiguous, of exactly the bytes that the tensors need,
-            starting at a multiple of 16 bytes of its storage.
+        tensors: Tensors with any shapes and strides, copied to the buffer's device if they are on another one.
+        device: The device of the buffer; ignored with ``out``.
+        out: The buffer to copy into: uint8, contiguous, with exactly the bytes that the tensors need, starting at a
+            multiple of 16 bytes of its storage.
 
     Raises:
         RuntimeError: ``out`` has another length.
@@ -99,7 +99,7 @@ _dtype_of = operator.attrgetter("dtype")
 def _fill(part: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Copy tensors of one dtype into their part of a buffer."""
     dtype = tensors[0].dtype
-    if len(tensors) == 1:  # copied once whatever its strides and device; cat wants it flat and here
+    if len(tensors) == 1:  # one copy for any strides and device, whereas cat needs a flat tensor on the same device
         part.view(dtype).view(tensors[0].shape).copy_(tensors[0].detach())
         return
     flat = [tensor if tensor.ndim == 1 else tensor.reshape(-1) for tensor in tensors]
@@ -111,16 +111,16 @@ def _fill(part: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def is_copyable(dtype: torch.dtype) -> bool:
-    """Whether ``torch.cat`` knows the dtype; it does not know floats of one byte."""
+    """True if ``torch.cat`` supports the dtype; it does not support floats of one byte."""
     return not (dtype.itemsize == 1 and dtype.is_floating_point)
 
 
 def copy_to(address: int, tensors: Sequence[torch.Tensor]) -> None:
-    """Copy tensors on the CPU to memory, one behind the other: faster than ``pack`` for small ones.
+    """Copy tensors on the CPU to memory, one after another: faster than ``pack`` for small ones.
 
     Args:
-        address: Where there is room for all of them.
-        tensors: Any dtypes, shapes and strides.
+        address: The address of memory with room for all of them.
+        tensors: Tensors of any dtypes, shapes and strides.
     """
     for tensor in tensors:
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
@@ -130,23 +130,23 @@ def copy_to(address: int, tensors: Sequence[torch.Tensor]) -> None:
 
 
 _FEW = 6
-"""Tensors of one dtype up to which a copy of each costs less than ``torch.cat`` of all."""
+"""The number of tensors of one dtype up to which a copy of each costs less than ``torch.cat`` of all."""
 
 _SMALL = 256
-"""Items up to which one more copy costs less than a change of shape from Python."""
+"""The number of items up to which one more copy costs less than a change of shape from Python."""
 
 
-_split_copy: Any = torch.split_with_sizes_copy  # torch's stubs say that these two return None
+_split_copy: Any = torch.split_with_sizes_copy  # Any, because torch's stubs declare that these two return None
 _unbind_copy: Any = torch.unbind_copy
 
 
 def unpack(buffer: torch.Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Views of ``buffer`` with the given dtypes and shapes: the inverse of ``pack``.
+    """Return views of ``buffer`` with the given dtypes and shapes: the inverse of ``pack``.
 
     Args:
-        buffer: uint8, contiguous, of at least the bytes that the shapes need.
-        dtypes: In the order in which the tensors were packed.
-        shapes: Likewise.
+        buffer: uint8, contiguous, with at least the bytes that the shapes need.
+        dtypes: The dtypes, in the order in which the tensors were packed.
+        shapes: The shapes, in the same order.
     """
     return Packing(dtypes, shapes).unpack(buffer)
 
@@ -154,20 +154,20 @@ def unpack(buffer: torch.Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence
 def unpack_rows(
     rows: torch.Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
-    """Concatenate along dim 0 what the rows hold; law, leaf by leaf: ``torch.cat([unpack(row) for row in rows])``.
+    """Concatenate the leaves of all rows along dim 0; law, leaf by leaf: ``torch.cat([unpack(row) for row in rows])``.
 
     Args:
-        rows: uint8; a row has a multiple of 16 bytes, at least those that the shapes need.
-        dtypes: In the order in which the tensors were packed.
-        shapes: Of the leaves in one row; each has a dim 0.
+        rows: uint8; the length of a row is a multiple of 16 bytes, and at least the bytes that the shapes need.
+        dtypes: The dtypes, in the order in which the tensors were packed.
+        shapes: The shapes of the leaves in one row; each has a dim 0.
 
-    Cost: one copy per leaf; one more, of all together, where they are small and of one shape.
+    Cost: one copy per leaf; one more, of all leaves together, if they are small and have the same shape.
     """
     return Packing(dtypes, shapes).unpack_rows(rows)
 
 
 class _Run(NamedTuple):
-    """Leaves of one dtype, which lie side by side."""
+    """A run of adjacent leaves with the same dtype."""
 
     dtype: torch.dtype
     leaves: slice
@@ -180,11 +180,11 @@ class _Run(NamedTuple):
 
 
 class Packing:
-    """How tensors of certain dtypes and shapes lie in a buffer: worked out once, used again by every call.
+    """The layout of tensors of certain dtypes and shapes in a buffer: computed once, and reused by every call.
 
     Args:
-        dtypes: Sorted by ``sort_key``.
-        shapes: In the same order.
+        dtypes: The dtypes, sorted by ``sort_key``.
+        shapes: The shapes, in the same order.
 
     Attributes:
         nbytes: The length of the buffer.
@@ -218,7 +218,7 @@ class Packing:
                 _fill(part, tensors[run.leaves])
 
     def unpack(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """See ``unpack``."""
+        """Return views of a buffer; see the function ``unpack``."""
         views: list[torch.Tensor] = []
         for run in self._runs:
             flat = buffer.narrow(0, run.start, run.nbytes).view(run.dtype).split_with_sizes(run.sizes)
@@ -226,7 +226,7 @@ class Packing:
         return views
 
     def unpack_rows(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """See ``unpack_rows``."""
+        """Concatenate the leaves of all rows; see the function ``unpack_rows``."""
         results: list[torch.Tensor] = []
         for run in self._runs:
             bits = rows.narrow(1, run.start, run.nbytes)
@@ -238,14 +238,14 @@ class Packing:
 
 
 def separate(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
-    """Tensors that lie one after another, each in memory of its own; one that is alone keeps its memory.
+    """Cut a flat tensor into tensors that each have their own memory; a single one keeps its memory.
 
-    Views of one memory would be made in a fifth of the time, but who pickles them, saves them or looks for tied weights
-    goes by the memory: pickle writes all of it for each of them.
+    Views would take a fifth of the time. But pickling, saving and the search for tied weights look at the whole memory
+    of a tensor: pickle would write all of it for each view.
 
     Args:
-        flat: Of one dimension.
-        shapes: Of the tensors; they fill ``flat``.
+        flat: The flat tensor.
+        shapes: The shapes of the tensors, which fill ``flat``.
 
     Cost: one copy.
     """
@@ -260,7 +260,7 @@ def separate(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> Sequence[to
 
 
 def _joined(rows: torch.Tensor, run: _Run) -> Sequence[torch.Tensor]:
-    """The leaves that lie side by side in all rows, each concatenated in memory of its own."""
+    """Return the leaves of a run, each concatenated over all rows in its own memory."""
     count = rows.shape[0]
     if len(run.shapes) == 1:
         first, *rest = run.shapes[0]
@@ -269,5 +269,5 @@ def _joined(rows: torch.Tensor, run: _Run) -> Sequence[torch.Tensor]:
         leaves = rows.view(count, len(run.shapes), *run.shapes[0]).transpose(0, 1)
         return cast(Sequence[torch.Tensor], _unbind_copy(leaves.flatten(1, 2)))
     pieces = _split_copy(rows, run.sizes, dim=1)
-    # They are new and contiguous, so that resize_ changes but the shape; view would make one more tensor of each.
+    # The pieces are new and contiguous, so resize_ changes only the shape; view would create one more tensor for each.
     return [piece.resize_(count * first, *rest) for piece, (first, *rest) in zip(pieces, run.shapes, strict=True)]

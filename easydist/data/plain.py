@@ -1,7 +1,7 @@
-"""Plain values beside the leaves of a tree: text, None, enums, dates and the like.
+"""The plain values of a tree, which are not leaves: text, None, enums, dates and the like.
 
-They do not travel with tensors, so every rank keeps its own: right only where they are equal on all ranks. So each is
-described by a text that all ranks compare, and an object that holds tensors nobody would move is refused.
+They are not sent with tensors: every rank keeps its own, which is correct only if they are equal on all ranks. So each
+is described by a text that all ranks compare, and an object with tensors inside, which would not be sent, is refused.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _STANDARD = (
     "zoneinfo",
     "ipaddress",
 )
-"""Modules whose values have a repr that says all of them, and hold no data."""
+"""The modules with values that have a complete repr and contain no data."""
 
 _DEPTH, _MOST = 8, 10_000
-"""How deep, and at how many objects, is looked for tensors inside an object."""
+"""The depth, and the number of objects, up to which an object is searched for tensors."""
 
 
 def described(value: Any, path: str) -> str:
-    """A plain value as a text that is equal on all ranks if the value is.
+    """Return a text for a plain value that is equal on all ranks if the value is.
 
-    Of an object of an unknown class only the class is compared.
+    For an object of an unknown class the text is only the class.
 
     Raises:
-        TypeError: The value is an object, a set or an iterator that holds tensors, which would be left behind.
+        TypeError: The value is an iterator, or an object or a set with tensors inside, which would not be sent.
 
     Example:
         >>> described("cat", "['label']"), described(None, "")
@@ -92,7 +92,7 @@ def _holds_data(value: Any) -> bool:
 
 
 def _inside(item: Any) -> Iterable[Any]:
-    """What an object holds, as far as that can be seen without running code of its own."""
+    """Return the contents of an object, as far as they can be read without running the object's code."""
     if isinstance(item, dict):
         return [*item.values()]
     if isinstance(item, list | tuple | set | frozenset | ValuesView):

@@ -1,4 +1,4 @@
-"""Pure arithmetic: who gets which part."""
+"""The arithmetic of dividing data into parts, and fingerprints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 
 
 def fingerprint(value: object) -> int:
-    """64 bits that are the same in every process for values of the same repr.
+    """Return 64 bits that are the same in every process for values with the same repr.
 
     Example:
         >>> fingerprint(("a", 1)) == fingerprint(("a", 1)) != fingerprint(("a", 2))
@@ -17,7 +17,7 @@ def fingerprint(value: object) -> int:
 
 
 def split_sizes(length: int, parts: int) -> list[int]:
-    """Sizes of ``parts`` nearly equal parts; the first ``length % parts`` have one more, as in ``torch.tensor_split``.
+    """Return the sizes of ``parts`` nearly equal parts, as in ``torch.tensor_split``: larger parts come first.
 
     Example:
         >>> split_sizes(7, 3), split_sizes(1, 3)
@@ -28,7 +28,7 @@ def split_sizes(length: int, parts: int) -> list[int]:
 
 
 def split_bounds(length: int, parts: int, part: int) -> tuple[int, int]:
-    """Where one of ``parts`` nearly equal parts starts and stops.
+    """Return the start and the stop of one of ``parts`` nearly equal parts.
 
     Example:
         >>> [split_bounds(7, 3, part) for part in range(3)]

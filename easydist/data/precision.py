@@ -1,4 +1,4 @@
-"""Half-precision data back in float32."""
+"""The conversion of half-precision data to float32."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 def convert_to_fp32(tensor: T) -> T:
-    """The tree with its float16 and bfloat16 tensors as float32; everything else as it is.
+    """Return the tree with its float16 and bfloat16 tensors as float32; all other values are unchanged.
 
     Example:
         >>> convert_to_fp32({"x": torch.ones(1, dtype=torch.bfloat16), "n": 1})
@@ -35,11 +35,11 @@ def convert_to_fp32(tensor: T) -> T:
 
 
 class _ConvertOutputs:
-    """A forward function whose outputs are converted; it refuses to be pickled, as the model around it cannot be."""
+    """A forward function with converted outputs; it refuses to be pickled, because its model cannot be pickled."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         functools.update_wrapper(self, forward)
-        self._forward = forward  # after: update_wrapper copies the __dict__ of a callable object
+        self._forward = forward  # after update_wrapper, which copies the __dict__ of a callable object
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return convert_to_fp32(self._forward(*args, **kwargs))
@@ -58,13 +58,13 @@ def convert_outputs_to_fp32(model_forward: Tree) -> Tree: ...
 def convert_outputs_to_fp32(*, data: Tree) -> Tree: ...
 @hiding("data")
 def convert_outputs_to_fp32(model_forward: Any = UNSET, *, data: Any = UNSET) -> Any:
-    """Wrap a function so that its float16 and bfloat16 outputs become float32; convert at once what is no function.
+    """Wrap a function so that its float16 and bfloat16 outputs become float32; convert other values at once.
 
-    ``__name__``, ``__doc__`` and the like are those of the function, which ``__wrapped__`` leads to.
+    ``__name__``, ``__doc__`` and the like are those of the function, which can be reached through ``__wrapped__``.
 
     Args:
-        model_forward: The function. Of anything that cannot be called, the result is ``convert_to_fp32`` of it.
-        data: Another name of ``model_forward``.
+        model_forward: The function. For a value that cannot be called, the result is ``convert_to_fp32`` of it.
+        data: Another name for ``model_forward``.
 
     Example:
         >>> convert_outputs_to_fp32(lambda: torch.ones(1, dtype=torch.float16))().dtype

@@ -1,4 +1,4 @@
-"""A rank's share of nested data, cut without asking anybody."""
+"""The share of one rank in nested data, cut without an exchange."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from easydist.typing import Tree
 
 
 def split(inputs: Tree, parts: int, part: int, apply_padding: bool = False) -> Tree:
-    """One of ``parts`` shares of ``inputs``: the first ``length % parts`` shares have one element more.
+    """Return one of ``parts`` shares of ``inputs``; the first ``length % parts`` shares have one element more.
 
     Lists, tuples, ranges, tensors, arrays and datasets with ``select`` are cut along dim 0; mappings and namedtuples
-    value by value; anything else comes back as it is.
+    value by value; all other values are returned unchanged.
 
     Args:
-        inputs: What to share out.
-        parts: How many shares.
-        part: Which one.
+        inputs: The data to share out.
+        parts: The number of shares.
+        part: The index of the share to return.
         apply_padding: Repeat the last element until all shares have the same length.
 
     Raises:
@@ -53,12 +53,12 @@ def _lengths(value: Tree, path: str) -> Iterator[tuple[str, int]]:
 
 
 def _map(fn: Callable[[Any], Any], value: Tree) -> Tree:
-    """``fn`` of everything that can be cut, inside mappings and namedtuples."""
+    """Apply ``fn`` to every value that can be cut, inside mappings and namedtuples."""
     return tree.map(lambda v: fn(v) if _is_cuttable(v) else v, value, is_leaf=lambda v: _items(v) is None)
 
 
 def _items(value: Any) -> Any:
-    """The (key, value) pairs of what is shared out value by value, else None."""
+    """Return the (key, value) pairs of a mapping or namedtuple, which is cut value by value; else None."""
     if isinstance(value, Mapping):
         return value.items()
     return value._asdict().items() if tree.is_namedtuple(value) else None
@@ -71,12 +71,12 @@ def _is_cuttable(value: Any) -> bool:
 
 
 def _is_dataset(value: Any) -> bool:
-    """A ``datasets.Dataset``, whose ``select`` takes row numbers."""
+    """True for a ``datasets.Dataset``, which is cut by ``select`` with row numbers."""
     return hasattr(value, "select") and hasattr(value, "column_names")
 
 
 def _cut(value: Any, start: int, stop: int, padding: int | None) -> Any:
-    """Elements from ``start`` to ``stop``, then the last one ``padding`` times; None is a plain slice."""
+    """Return the elements from ``start`` to ``stop``, then the last one ``padding`` times; None is a plain slice."""
     if _is_dataset(value):
         return value.select([*range(start, stop), *[len(value) - 1] * (padding or 0)])
     share, last = value[start:stop], value[-1:]

@@ -1,4 +1,4 @@
-"""Questions and changes to nested data that need no other process."""
+"""Functions on nested data that need no other process."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TensorInformation:
-    """What has to be known of a tensor to make one like it.
+    """The description of a tensor that suffices to make one like it.
 
     Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
-        device: The type of its device.
-        is_array: It was a NumPy array.
+        shape: The shape.
+        dtype: The dtype.
+        device: The type of the device.
+        is_array: True if it was a NumPy array.
     """
 
     shape: torch.Size
@@ -64,7 +64,7 @@ def is_torch_tensor(tensor: object = UNSET, *, data: object = UNSET) -> bool:
 
     Args:
         tensor: Anything.
-        data: Another name of ``tensor``.
+        data: Another name for ``tensor``.
 
     Example:
         >>> is_torch_tensor(torch.ones(1)), is_torch_tensor([1.0])
@@ -85,7 +85,7 @@ def is_tensor_information(tensor_info: object = UNSET, *, data: object = UNSET) 
 
     Args:
         tensor_info: Anything.
-        data: Another name of ``tensor_info``.
+        data: Another name for ``tensor_info``.
 
     Example:
         >>> is_tensor_information(get_data_structure(torch.ones(1)))
@@ -101,12 +101,12 @@ def _is_array_leaf(value: object) -> bool:
 
 
 def _is_numeric_leaf(value: object) -> bool:
-    """Whether this is a tensor, or an array that a tensor can hold (arrays of strings and objects stay as they are)."""
+    """True if this is a tensor, or an array that a tensor can hold (not one of strings or objects)."""
     return isinstance(value, torch.Tensor) or (isinstance(value, np.ndarray) and is_numeric(value))
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """The values of ``generator`` in a container of the type of ``obj`` (list, tuple, namedtuple and their subclasses).
+    """Return the values of ``generator`` in a container of the type of ``obj`` (list, tuple, namedtuple, subclasses).
 
     Example:
         >>> honor_type((1, 2), (x * 10 for x in (1, 2)))
@@ -123,18 +123,18 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Tree:
-    """The tree with ``func(leaf, *args, **kwargs)`` in place of every leaf for which ``test_type`` holds.
+    """Return the tree with ``func(leaf, *args, **kwargs)`` in place of every leaf for which ``test_type`` is true.
 
     Args:
-        func: Called with the leaf and the further arguments.
+        func: The function, called with the leaf and the further arguments.
         data: Any tree.
-        *args: For ``func``.
-        test_type: What counts as a leaf; asked before containers are opened.
-        error_on_other_type: Refuse trees that hold anything else, instead of leaving it as it is.
-        **kwargs: For ``func``.
+        *args: Further arguments of ``func``.
+        test_type: Returns True for a leaf; called before containers are opened.
+        error_on_other_type: True to refuse trees with other values; False to return those unchanged.
+        **kwargs: Further keyword arguments of ``func``.
 
     Raises:
-        TypeError: There is something else and ``error_on_other_type`` is set; the text has its path.
+        TypeError: There is another value, and ``error_on_other_type`` is set; the text names its path.
 
     Example:
         >>> recursively_apply(lambda t: t + 1, {"a": torch.zeros(2), "b": "text"})
@@ -163,15 +163,15 @@ def send_to_device(
 def send_to_device(
     tensor: Tree, device: Device, non_blocking: bool = False, skip_keys: str | Sequence[str] | None = None
 ) -> Tree:
-    """The tree with all its tensors and NumPy arrays as tensors on ``device``; the input stays as it is.
+    """Return the tree with all its tensors and NumPy arrays as tensors on ``device``; the input is not changed.
 
-    Objects that are no mapping or dataclass but have ``.to`` (``PackedSequence``, a module) are sent by it.
+    Objects that have ``.to`` and are not mappings or dataclasses (``PackedSequence``, a module) are sent by ``.to``.
 
     Args:
         tensor: Any tree.
-        device: Where to.
-        non_blocking: Do not wait for the copy, where the hardware allows it.
-        skip_keys: Keys of mappings, at any depth, whose values are left as they are, also in objects that have ``.to``.
+        device: The target device.
+        non_blocking: Do not wait for the copy, if the hardware allows it.
+        skip_keys: Keys of mappings, at any depth; their values are not changed, even in objects that have ``.to``.
 
     Example:
         >>> send_to_device({"x": np.ones(2), "name": "a"}, "cpu")
@@ -179,30 +179,30 @@ def send_to_device(
     """
     skip = {f"[{key!r}]" for key in ([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())}
     if device == "npu":
-        device = "npu:0"  # torch_npu finds no context when the first call has no index
+        device = "npu:0"  # torch_npu finds no context if the first call has no index
 
     def move(value: Any) -> Any:
         if isinstance(value, np.ndarray):
             return as_tensor(value).to(device, non_blocking=non_blocking)
         try:
             return value.to(device, non_blocking=non_blocking)
-        except TypeError:  # a .to() of its own, without non_blocking
+        except TypeError:  # a class with its own .to(), without non_blocking
             return value.to(device)
 
     return tree.map(move, tensor, lambda value: _is_numeric_leaf(value) or _moves_itself(value, bool(skip)), skip)
 
 
 def _moves_itself(value: Any, skipping: bool) -> bool:
-    """Whether ``value`` is sent by its own ``.to``, not by rebuilding it around its parts."""
+    """True if ``value`` is sent by its own ``.to``, not by rebuilding it around its parts."""
     if not hasattr(value, "to") or isinstance(value, type):
         return False
-    if isinstance(value, Mapping) or is_dataclass(value):  # their .to() may change them in place
+    if isinstance(value, Mapping) or is_dataclass(value):  # the .to() of such a class may change it in place
         return tree.is_registered(value) and not skipping
     return True
 
 
 def get_data_structure(data: Tree) -> Tree:
-    """The tree with a ``TensorInformation`` in place of every tensor and NumPy array, the same one for the same tensor.
+    """Return the tree with a ``TensorInformation`` in place of every tensor and array; one per distinct tensor.
 
     Example:
         >>> get_data_structure({"a": torch.zeros(2, 3)})["a"].shape
@@ -219,11 +219,11 @@ def get_data_structure(data: Tree) -> Tree:
 
 
 def initialize_tensors(data_structure: Tree, *, hollow: bool = False) -> Tree:
-    """The inverse of ``get_data_structure``: the tree with uninitialised tensors and arrays.
+    """Return the tree with uninitialised tensors and arrays: the inverse of ``get_data_structure``.
 
     Args:
-        data_structure: A tree of ``TensorInformation``; the same one gives the same tensor.
-        hollow: Make all elements of a tensor share one place, where only shape and dtype matter.
+        data_structure: A tree of ``TensorInformation``; the same object gives the same tensor.
+        hollow: Make all elements of a tensor share the memory of one, for uses that need only shape and dtype.
 
     Example:
         >>> initialize_tensors(get_data_structure([torch.ones(2, 3)]))[0].shape
@@ -247,7 +247,7 @@ def initialize_tensors(data_structure: Tree, *, hollow: bool = False) -> Tree:
 
 
 def find_batch_size(data: Tree) -> int | None:
-    """The size of dim 0 of the first tensor or array that has one; None where there is none.
+    """Return the size of dim 0 of the first tensor or array that has one; None if there is none.
 
     Example:
         >>> find_batch_size({"text": "abc", "x": torch.zeros(4, 2)})
@@ -262,11 +262,11 @@ def find_device(*args: Tree) -> torch.device | None: ...
 def find_device(*, data: Tree) -> torch.device | None: ...
 @hiding("data")
 def find_device(*args: Tree, data: Tree = UNSET) -> torch.device | None:
-    """Find the device of the first tensor in one or several trees; None if there is none.
+    """Return the device of the first tensor in one or several trees; None if there is none.
 
     Args:
-        *args: Any trees; there may be none.
-        data: Another name of a single one.
+        *args: Any number of trees.
+        data: Another name for a single one.
 
     Example:
         >>> find_device({"text": "abc"}, {"x": torch.zeros(4)})
@@ -279,7 +279,7 @@ def find_device(*args: Tree, data: Tree = UNSET) -> torch.device | None:
 
 
 def listify(data: Tree) -> Tree:
-    """The tree with tensors and arrays as nested lists of Python numbers.
+    """Return the tree with tensors and arrays as nested lists of Python numbers.
 
     Example:
         >>> listify({"x": torch.tensor([1.5, 2.0])})
@@ -291,13 +291,13 @@ def listify(data: Tree) -> Tree:
 
 
 def slice_tensors(data: T, tensor_slice: Any, process_index: int | None = None, num_processes: int | None = None) -> T:
-    """The tree with ``value[tensor_slice]`` in place of every tensor and array.
+    """Return the tree with ``value[tensor_slice]`` in place of every tensor and array.
 
     Args:
         data: Any tree.
         tensor_slice: Anything that indexes a tensor: a slice, an int, a tuple, a mask.
-        process_index: Accepted for accelerate's sake, not used.
-        num_processes: Likewise.
+        process_index: Accepted for compatibility with accelerate, and ignored.
+        num_processes: Accepted for compatibility with accelerate, and ignored.
 
     Example:
         >>> slice_tensors({"x": torch.arange(4)}, slice(0, 2))
@@ -310,19 +310,19 @@ def slice_tensors(data: T, tensor_slice: Any, process_index: int | None = None, 
 def concatenate(data: Sequence[T], dim: int = 0) -> T:
     """Concatenate the trees of a list, leaf by leaf.
 
-    Law: leaf p is ``torch.cat([leaf p of item for item in data], dim)``. Leaves are matched by path. What is not a
-    tensor or array comes from the first item and has to be equal in all.
+    Law: leaf p is ``torch.cat([leaf p of item for item in data], dim)``. Leaves are matched by path. Values other than
+    tensors and arrays come from the first item, and have to be equal in all items.
 
     Args:
-        data: Trees of one structure, at least one.
-        dim: Along which dimension.
+        data: Trees of the same structure, at least one.
+        dim: The dimension along which to concatenate.
 
     Raises:
-        ValueError: ``data`` is empty, or an item has other leaves than the first (the text has their paths).
+        ValueError: ``data`` is empty, or an item has other leaves than the first (the text names their paths).
         ShapeError: The shapes of a leaf do not fit along ``dim``. It is a ``ValueError`` and, as with ``torch.cat``, a
             ``RuntimeError``.
-        TypeError: ``data`` is a single tree, such as a tensor or a dict, and not a list of trees; the items hold
-            something else than tensors and arrays, and it differs; an array is masked.
+        TypeError: ``data`` is a single tree, such as a tensor or a dict, instead of a list of trees; or values other
+            than tensors and arrays differ between items; or an array is masked.
 
     Example:
         >>> concatenate([{"x": torch.tensor([1])}, {"x": torch.tensor([2, 3])}])
@@ -342,7 +342,7 @@ def concatenate(data: Sequence[T], dim: int = 0) -> T:
 
 
 def _check_series(data: object) -> None:
-    """Refuse a single tree; a tensor, a mapping and a text could be iterated over as well."""
+    """Refuse a single tree; a tensor, a mapping or a text would be accepted otherwise, as it can be iterated over."""
     if isinstance(data, torch.Tensor | np.ndarray | Mapping | str | bytes) or not isinstance(data, Iterable):
         what = f" of shape {tuple(data.shape)}" if isinstance(data, torch.Tensor | np.ndarray) else ""
         raise TypeError(
@@ -384,8 +384,8 @@ def pad_input_tensors(tensor: T, batch_size: int, num_processes: int, dim: int =
 
     Args:
         tensor: Any tree; the leaves have ``batch_size`` elements along ``dim``.
-        batch_size: How many there are.
-        num_processes: How many shares there will be.
+        batch_size: The number of elements.
+        num_processes: The number of shares to cut later.
         dim: The batch dimension.
 
     Example:

@@ -1,1 +1,1 @@
-"""Trees and objects as bytes: safetensors files and messages, and decoding that runs nothing it does not know."""
+"""Trees and objects as bytes: safetensors files and messages, and a restricted decoder that runs only known code."""

@@ -1,6 +1,6 @@
-"""What restricted decoding may name: values, and callables with the types of their arguments.
+"""The values and callables that restricted decoding may name, with the types of the callables' arguments.
 
-Nothing here opens a file, imports a module, looks up an attribute, or makes more of its arguments than a copy.
+None of them opens a file, imports a module, looks up an attribute, or makes more of its arguments than a copy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CALLABLES: dict[Any, _Types] = {
     slice: (int, NoneType),
     OrderedDict: (),
     Counter: (),
-    defaultdict: (type, FunctionType, BuiltinFunctionType, NoneType),  # of those, only what is listed gets this far
+    defaultdict: (type, FunctionType, BuiltinFunctionType, NoneType),  # a message can name only those that are listed
     deque: (tuple, list, int, NoneType),
     datetime.date: (int, bytes),
     datetime.time: (int, bytes, datetime.timezone),
@@ -35,7 +35,7 @@ CALLABLES: dict[Any, _Types] = {
     datetime.timedelta: (int,),
     datetime.timezone: (datetime.timedelta, str),
     decimal.Decimal: (str,),
-    fractions.Fraction: (int,),  # not str: "1e999999999" would be computed
+    fractions.Fraction: (int,),  # not str: "1e999999999" would take for ever
     uuid.UUID: (str,),
     pathlib.PurePosixPath: (str,),
     pathlib.PureWindowsPath: (str,),
@@ -45,13 +45,13 @@ CALLABLES: dict[Any, _Types] = {
     torch.Size: (tuple,),
     **{cls: (tuple, dict) for cls in vars(torch.return_types).values() if isinstance(cls, type)},
 }
-"""Callables, and of which types all their arguments have to be."""
+"""The callables, each with the types that its arguments may have."""
 
 _FACTORIES = (bool, bytearray, bytes, dict, float, frozenset, int, list, object, set, str, tuple)
 
 
 def full_name(value: Any) -> str:
-    """The name under which pickle writes a class or function.
+    """Return the name under which pickle writes a class or function.
 
     Example:
         >>> full_name(OrderedDict)
@@ -66,10 +66,10 @@ VALUES: dict[str, Any] = {
     "builtins.Ellipsis": ...,
     "builtins.NotImplemented": NotImplemented,
 }
-"""Everything that may be named."""
+"""All values that may be named."""
 
 PLAIN: frozenset[type] = frozenset([TensorInformation])
-"""Dataclasses that do nothing when they are made, and whose fields may be set."""
+"""Dataclasses that run no code when they are made, so that their fields may be set."""
 
 
 _allowed: dict[str, Any] = {}
@@ -79,12 +79,13 @@ def allow_globals(entries: Iterable[Any]) -> None:
     """Allow classes and functions in objects that are decoded with ``weights_only=True``; do the same on all ranks.
 
     Allowing a class means trusting its constructor, ``__setstate__`` and ``__reduce__`` with arguments that the sender
-    chooses. The permission holds until the process ends. What your program gives to
-    ``torch.serialization.add_safe_globals`` is allowed too, but not torch's own classes there: importing
-    ``torch.distributed.tensor`` registers classes whose constructors connect to other processes. Name those here.
+    chooses. The permission lasts until the process ends. Classes that your program passes to
+    ``torch.serialization.add_safe_globals`` are allowed, too, but not torch's own classes there: importing
+    ``torch.distributed.tensor`` registers classes with constructors that connect to other processes. To allow those,
+    pass them here.
 
     Args:
-        entries: Classes and functions; or pairs of one and the name under which messages ask for it
+        entries: Classes and functions; or pairs of a class or function and the name under which messages ask for it
             (``"module.name"``).
 
     Raises:
@@ -97,7 +98,7 @@ def allow_globals(entries: Iterable[Any]) -> None:
         >>> easydist.gather_object([HTTPStatus.OK], weights_only=True)
         [<HTTPStatus.OK: 200>]
     """
-    _allowed.update([_checked(entry) for entry in entries])  # all of them, or none
+    _allowed.update([_checked(entry) for entry in entries])  # check all before allowing any
 
 
 def _checked(entry: Any) -> tuple[str, Any]:
@@ -111,11 +112,11 @@ def _checked(entry: Any) -> tuple[str, Any]:
 
 
 def registered() -> dict[str, Any]:
-    """What the caller has allowed, by name: here, or by ``torch.serialization.add_safe_globals``."""
+    """Return all that the user has allowed, by name: here, or by ``torch.serialization.add_safe_globals``."""
     entries = [entry if isinstance(entry, tuple) else (entry, "") for entry in torch.serialization.get_safe_globals()]
     return {name or full_name(value): value for value, name in entries if not _is_torch(value)} | _allowed
 
 
 def _is_torch(value: Any) -> bool:
-    """True if torch defines it: torch's modules register classes when they are imported, whoever imports them."""
+    """True if torch defines the value: torch's modules register classes when anything imports them."""
     return f"{value.__module__}.".startswith("torch.")

@@ -1,8 +1,8 @@
-"""Any Python object as one byte buffer, and back.
+"""The encoding of any Python object as one byte buffer, and its decoding.
 
-A message is: two u64, how many buffers there are and how many bytes of pickle; a u64 per buffer, its bytes; the pickle
-(protocol 5); the buffers, each at a multiple of 64. The data of tensors and arrays lies in the buffers: it is copied
-once, from where it was into the message, and what is decoded shares the message's memory.
+A message consists of two u64, the number of buffers and the bytes of pickle; one u64 per buffer, its length; the pickle
+(protocol 5); and the buffers, each at a multiple of 64. The data of tensors and arrays is in the buffers. It is copied
+once, from its place into the message, and decoded tensors and arrays share the message's memory.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ __all__ = ["EncodedObject", "allow_pickle", "decode", "demand_pickle", "encode",
 
 _ALIGNMENT = 64
 _IN_BAND = 4096
-"""Smaller buffers stay in the pickle, so that a kept scalar does not keep a large message."""
+"""The bytes from which a buffer leaves the pickle. Smaller ones stay, so that a kept scalar keeps no large message."""
 
 _NAMING = re.compile(b"[" + pickle.STACK_GLOBAL + pickle.EXT1 + pickle.EXT2 + pickle.EXT4 + b"]")
-"""The opcodes by which a pickle of protocol 5 names anything; where their bytes do not occur, nothing is named."""
+"""The opcodes by which a pickle of protocol 5 names a global; if their bytes do not occur, it names none."""
 
 _switch = SimpleNamespace(allowed=os.environ.get("EASYDIST_PICKLE", "1") != "0")
 
@@ -41,11 +41,11 @@ _switch = SimpleNamespace(allowed=os.environ.get("EASYDIST_PICKLE", "1") != "0")
 def allow_pickle(allowed: bool) -> None:
     """Allow or deny unrestricted unpickling in this process; do the same on all ranks.
 
-    Where it is denied, the object verbs work with ``weights_only=True`` only, and the structure that travels where
-    ranks pass None is decoded by the same rules. It is allowed at first, unless ``EASYDIST_PICKLE=0`` is set.
+    If it is denied, the object verbs work with ``weights_only=True`` only, and the structure that is sent when ranks
+    pass None is decoded by the same rules. It is allowed at first, unless ``EASYDIST_PICKLE=0`` is set.
 
     Args:
-        allowed: Whether ``weights_only=False`` may be used.
+        allowed: True if ``weights_only=False`` may be used.
 
     Example:
         >>> import easydist
@@ -58,12 +58,12 @@ def allow_pickle(allowed: bool) -> None:
 
 
 def is_pickle_allowed() -> bool:
-    """Whether ``weights_only=False`` may be used in this process."""
+    """True if ``weights_only=False`` may be used in this process."""
     return bool(_switch.allowed)
 
 
 def demand_pickle() -> None:
-    """Make sure that unrestricted unpickling is allowed.
+    """Check that unrestricted unpickling is allowed.
 
     Raises:
         UnsafeObjectError: It is denied.
@@ -76,7 +76,7 @@ def demand_pickle() -> None:
 
 
 class _Table(dict[type, Callable[[Any], Any]]):
-    """Ours, then whatever is registered with ``copyreg`` when it is asked for; no DTensor."""
+    """The table of reducers: ours, then those registered with ``copyreg`` at the time of the look-up; no DTensor."""
 
     def __missing__(self, key: type) -> Callable[[Any], Any]:
         dtensor = sys.modules.get("torch.distributed.tensor")
@@ -89,12 +89,12 @@ class _Table(dict[type, Callable[[Any], Any]]):
 
 
 def _refuse_dtensor(tensor: torch.Tensor) -> NoReturn:
-    """On another rank this rank's part would count as that rank's, and the full tensor would be wrong."""
+    """Refuse a DTensor: on another rank this rank's part would count as that rank's, so the full tensor is wrong."""
     raise TypeError(f"a {type(tensor).__name__} is spread over ranks; pass .full_tensor() or .to_local()")
 
 
 def _reduce_waited(tensor: torch.Tensor) -> Any:
-    """A functional collective's result, once it is there."""
+    """Wait for a functional collective, and reduce its result."""
     return REDUCERS[torch.Tensor](with_memory(tensor))
 
 
@@ -102,19 +102,19 @@ _TABLE = _Table(REDUCERS)
 
 
 class EncodedObject:
-    """A value as the parts of a message, which need not be joined: its large data still lies where it was.
+    """A value as the parts of a message, which need not be joined: its large data is still in its own memory.
 
     Law: ``b"".join(EncodedObject(x).parts()) == bytes(encode(x))``.
 
     Args:
-        value: Anything that can be pickled.
+        value: Any value that can be pickled.
 
     Attributes:
-        is_strings: Whether the value is a list of strings that travels as one text; it has nothing but strings then.
-        nbytes: Of all parts.
+        is_strings: True if the value is a list of strings only, which is sent as one text.
+        nbytes: The bytes of all parts.
 
     Raises:
-        TypeError: ``value`` holds a DTensor, or something that pickle cannot write; pickle's own text is inside.
+        TypeError: ``value`` holds a DTensor, or a value that pickle cannot write; the text contains pickle's own.
     """
 
     def __init__(self, value: object) -> None:
@@ -129,7 +129,7 @@ class EncodedObject:
         except (pickle.PicklingError, AttributeError, BufferError, TypeError) as error:
             raise TypeError(f"{type(value).__name__} cannot be pickled: {error}") from error
         finally:
-            del pickler  # it holds views of views, see _direct
+            del pickler  # because it holds views of views, see _direct
         length, sizes = sum(map(len, chunks)), [raw.nbytes for raw in self._buffers]
         head = struct.pack(f"<{2 + len(sizes)}Q", len(sizes), length, *sizes)
         self._texts = [head, *chunks]
@@ -142,10 +142,10 @@ class EncodedObject:
         return raw.nbytes < _IN_BAND
 
     def check(self) -> None:
-        """Make sure that the restricted decoder takes it.
+        """Check that the restricted decoder accepts the value.
 
         Raises:
-            UnsafeObjectError: It holds what is not allow-listed.
+            UnsafeObjectError: It holds an object that is not allow-listed.
         """
         skeleton = b"".join(self._texts[1:])
         if _NAMING.search(skeleton):
@@ -153,12 +153,12 @@ class EncodedObject:
             Unpickler(memoryview(skeleton), writable, MAKERS, weigh).load()
 
     def parts(self) -> list[memoryview]:
-        """The bytes, piece by piece."""
+        """Return the bytes, piece by piece."""
         text = memoryview(b"".join(self._texts))
         return [text, *self._data(len(text))]
 
     def _data(self, at: int) -> Iterator[memoryview]:
-        """The buffers, and what lies between them."""
+        """Yield the buffers, and the padding between them."""
         for start, raw in zip(self._starts, self._buffers, strict=True):
             if start > at:
                 yield memoryview(bytes(start - at))
@@ -166,7 +166,7 @@ class EncodedObject:
             at = start + raw.nbytes
 
     def joined(self, nbytes: int | None = None) -> torch.Tensor:
-        """The bytes in one piece, with zeros behind them up to ``nbytes``; None: without."""
+        """Return the bytes in one piece, padded with zeros to ``nbytes``; None for no padding."""
         zeros = bytes(0 if nbytes is None else nbytes - self.nbytes)
         if not self._buffers:
             return torch.frombuffer(bytearray().join([*self._texts, zeros]), dtype=torch.uint8)
@@ -179,26 +179,26 @@ class EncodedObject:
 
 
 def _direct(raw: memoryview) -> memoryview:
-    """The view behind a view of a view.
+    """Return the view under a view of a view.
 
-    CPython (3.11) crashes when such a chain becomes garbage in a cycle, which the traceback of a timeout may be.
+    CPython (3.11) crashes if such a chain becomes garbage in a cycle; the traceback of a timeout may form one.
     """
     inner: Any = raw.obj
     return inner.cast("B") if isinstance(inner, memoryview) and inner.c_contiguous else raw
 
 
 def encode(value: object) -> torch.Tensor:
-    """``value`` as a message: a uint8 tensor on the CPU.
+    """Encode ``value`` as a message: a uint8 tensor on the CPU.
 
-    Law: ``decode(encode(x)) == x``. One object at several places is one object again; views of one tensor become
-    tensors of their own. Tensors arrive in row-major order, with their type (``Parameter``), ``requires_grad`` and
-    Python attributes, without graph and ``.grad``; on the CPU, or on the receiver's current device of the same kind.
+    Law: ``decode(encode(x)) == x``. An object that is in several places is one object again; views of one tensor become
+    separate tensors. Tensors arrive in row-major order, with their type (``Parameter``), ``requires_grad`` and Python
+    attributes, without graph and ``.grad``; on the CPU, or on the receiver's current device of the same type.
 
     Args:
-        value: Anything that can be pickled.
+        value: Any value that can be pickled.
 
     Raises:
-        TypeError: ``value`` holds a DTensor, or something that pickle cannot write; pickle's own text is inside.
+        TypeError: ``value`` holds a DTensor, or a value that pickle cannot write; the text contains pickle's own.
 
     Cost: one copy of the data of tensors and arrays.
     """
@@ -206,7 +206,7 @@ def encode(value: object) -> torch.Tensor:
 
 
 def _layout(start: int, nbytes: list[int]) -> tuple[list[int], int]:
-    """Where each buffer begins, and where the last one ends.
+    """Return the start of each buffer, and the end of the last one.
 
     Example:
         >>> _layout(100, [1, 3])
@@ -220,18 +220,19 @@ def _layout(start: int, nbytes: list[int]) -> tuple[list[int], int]:
 
 
 def decode(message: torch.Tensor, *, weights_only: bool | None = None, is_padded: bool = False) -> Any:
-    """The object that ``encode`` wrote. Its larger tensors and arrays are writable, and share the message's memory.
+    """Decode a message of ``encode``. The larger tensors and arrays are writable, and share the message's memory.
 
     Args:
-        message: uint8, contiguous, on the CPU; not to be used for anything else afterwards.
-        weights_only: Refuse what is not allow-listed; see ``docs/safety.md``. None: only where pickle is denied.
-        is_padded: There may be more bytes behind the message.
+        message: uint8, contiguous, on the CPU; it must not be used for anything else afterwards.
+        weights_only: True to refuse globals that are not allow-listed; see ``docs/safety.md``. None to do so only if
+            pickle is denied.
+        is_padded: True if there may be more bytes after the message.
 
     Raises:
-        UnsafeObjectError: The message needs a global that is not allow-listed; ``weights_only`` is False and pickle is
-            denied.
-        WireError: These are not the bytes of a message. Without ``weights_only``: of its outer layout; for the pickle
-            inside, whatever pickle raises.
+        UnsafeObjectError: The message needs a global that is not allow-listed; or ``weights_only`` is False and pickle
+            is denied.
+        WireError: These are not the bytes of a message. Without ``weights_only`` this covers only the outer layout; the
+            pickle inside may raise any error of pickle.
 
     Example:
         >>> decode(encode({"a": [1, None]}))
@@ -246,7 +247,7 @@ def decode(message: torch.Tensor, *, weights_only: bool | None = None, is_padded
 
 
 def _split(view: memoryview, is_padded: bool) -> tuple[memoryview, list[memoryview]]:
-    """The pickle and the buffers."""
+    """Split a message into the pickle and the buffers."""
     if len(view) < 16:
         raise WireError(f"an object message of {len(view)} bytes is truncated")
     count, length = struct.unpack_from("<2Q", view)

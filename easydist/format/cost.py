@@ -1,7 +1,7 @@
-"""What restricted decoding may cost: estimates for all that a few bytes of a message can ask for again and again.
+"""The cost of restricted decoding: estimates for work that a few bytes of a message can request repeatedly.
 
-One unit stands for a byte that is allocated, or for some ten nanoseconds. A message may ask for 16 units per byte.
-Reading a value once is free, because it takes bytes; using it again, from pickle's memo, is what has to be counted.
+One unit stands for an allocated byte, or for about ten nanoseconds. A message may request 16 units per byte.
+Reading a value once is free, because it takes bytes; reusing it, from pickle's memo, has to be counted.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ LONGEST_INT = 1 << 13
 _SIZED = tuple, list, dict
 _RAW = memoryview, np.ndarray, torch.Tensor
 _PER_STEP = 64
-"""For each separator of a path: the part behind it becomes a string of its own."""
+"""The cost of each separator in a path, because the part after it becomes a separate string."""
 
 
 def of_argument(value: Any) -> int:
-    """What a call may make of one argument."""
+    """Return the cost of one argument of a call."""
     if isinstance(value, str):
         return len(value) + _PER_STEP * (value.count("/") + value.count("\\"))
     if isinstance(value, bytes | bytearray):
@@ -61,7 +61,7 @@ def _of_record(value: np.void) -> int:
 
 
 class _ByType(dict[type, Callable[[Any], int]]):
-    """Finds a subclass under the first of its bases that is listed."""
+    """A dict that finds a subclass under the first of its bases that is listed."""
 
     def __missing__(self, kind: type) -> Callable[[Any], int]:
         self[kind] = next(self[base] for base in kind.__mro__ if base in self)
@@ -88,9 +88,9 @@ _KEYS = _ByType(
 
 
 QUICKLY_COMPARED = frozenset([int, str, bytes, float, bool, type(None), complex, tuple, frozenset])
-"""Kinds of keys that take no longer to compare with one another than to hash. A Decimal and a float take 5 µs."""
+"""The types of keys that take no longer to compare than to hash. Comparing a Decimal with a float takes 5 µs."""
 
 
 def of_key(value: Any) -> int:
-    """What hashing a value costs, and comparing it with one of the same hash; without what it contains."""
+    """Return the cost of hashing a value and comparing it with one of the same hash, without that of its contents."""
     return _KEYS[type(value)](value)

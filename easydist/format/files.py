@@ -1,4 +1,4 @@
-"""Nested data on disk, as safetensors files."""
+"""Saving and loading nested data as safetensors files."""
 
 from __future__ import annotations
 
@@ -23,30 +23,32 @@ def save(tree: Tree, path: str | os.PathLike[str], metadata: Mapping[str, str] |
     """Write a tree as a safetensors file.
 
     Law: after ``save(x, path)``, ``load(path)`` equals ``x`` bit for bit. Each tensor and array is stored under its
-    path (``['layer']['weight']``), the structure as JSON beside them; nothing is pickled. What is one tensor in several
-    places, or tensors that are the same elements in the same memory, such as tied weights, is stored once and comes
-    back as one.
+    path (``['layer']['weight']``), and the structure as JSON beside them; nothing is pickled. A tensor that is in
+    several places is stored once and loaded as one tensor, and so are tensors with the same elements in the same
+    memory, such as tied weights.
 
-    JSON cannot name classes, and a file that could would not be safe. So these come back plainer: a dataclass or
-    namedtuple as a dict of its fields, other mappings as dict, subclasses of list and a deque as list, of tuple as
-    tuple, parameters as tensors without ``requires_grad``, arrays in native byte order. ``into=`` of ``load`` fills
-    the original classes.
+    JSON cannot name classes, and a file that could would not be safe. So some values are loaded as plainer types: a
+    dataclass or namedtuple as a dict of its fields, other mappings as dict, a deque and subclasses of list as list,
+    subclasses of tuple as tuple, parameters as tensors without ``requires_grad``, arrays in native byte order.
+    ``into=`` of ``load`` fills the original classes.
 
-    The file appears whole or not at all: it is written beside ``path`` under another name, synchronised with the disk,
-    then renamed.
+    The file is written completely or not at all: it is written beside ``path`` under another name, synchronised with
+    the disk, then renamed.
 
     Args:
         tree: Tensors, arrays, numbers, text, bytes, None, dtypes and devices in containers nested at most 100 deep.
-        path: The file; one that is there is replaced, tensors loaded from it keep their values.
-        metadata: Further text for ``load_metadata`` and other readers. Keys that begin with ``easydist.`` are taken.
+        path: The file. An existing one is replaced; tensors loaded from it keep their values.
+        metadata: Further texts for ``load_metadata`` and other readers. Keys that begin with ``easydist.`` are
+            reserved.
 
     Raises:
-        TypeError: ``path`` is no path, as where the arguments are swapped; the tree holds something else (the text has
-            its path), or the metadata is not text.
-        ValueError: The tree is nested too deeply, has more than 100 000 tensors, or the metadata uses a taken key.
-        OSError: The file cannot be written, or ``path`` is a FIFO or device; what was there is still there.
+        TypeError: ``path`` is not a path (the arguments may be swapped), or the tree holds other values (the text names
+            their path), or the metadata is not text.
+        ValueError: The tree is nested too deeply, or has more than 100 000 tensors, or the metadata uses a reserved
+            key.
+        OSError: The file cannot be written, or ``path`` is a FIFO or device; an existing file is not changed.
 
-    Cost: one write of the data; at most one tensor at a time is copied, where it is not contiguous or not on the CPU.
+    Cost: one write of the data; tensors that are not contiguous or not on the CPU are copied, one at a time.
 
     Example:
         >>> import tempfile, torch
@@ -71,10 +73,10 @@ def save(tree: Tree, path: str | os.PathLike[str], metadata: Mapping[str, str] |
 
 @contextlib.contextmanager
 def _replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file that takes the place of ``path`` when all of it is on the disk."""
-    target = os.path.realpath(path)  # what a link points to, not the link
+    """Open a file that replaces ``path`` when all of it is on the disk."""
+    target = os.path.realpath(path)  # replace the target of a link, not the link
     with contextlib.suppress(FileNotFoundError):
-        _check_regular("save", path, os.stat(target))  # a file would take the place of the device
+        _check_regular("save", path, os.stat(target))  # the file would replace a device
     folder = os.path.dirname(target)
     temporary = os.path.join(folder, f".{secrets.token_hex(8)}.tmp")
     try:
@@ -91,7 +93,7 @@ def _replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _synchronise(folder: str) -> None:
-    """Make the new name outlast a power cut; not every system can."""
+    """Make the new name survive a power cut, if the system supports that."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -101,28 +103,28 @@ def _synchronise(folder: str) -> None:
 
 
 def load(path: str | os.PathLike[str], *, device: Device = "cpu", into: Tree = None) -> Tree:
-    """Read a safetensors file, of ``save`` or of any other writer.
+    """Read a safetensors file, from ``save`` or from any other writer.
 
-    Law: ``load(path)`` is the tree that was saved; of a file that easydist did not write it is ``{name: tensor}``.
+    Law: ``load(path)`` is the tree that was saved; for a file that easydist did not write it is ``{name: tensor}``.
 
-    On the CPU the file is mapped, not read: pages come when they are used, and tensors may be written without changing
-    the file. Do not truncate or overwrite a file in place while its tensors are in use; ``save`` never does.
+    On the CPU the file is mapped, not read: pages are loaded when they are used, and tensors may be written without
+    changing the file. Do not truncate or overwrite a file in place while its tensors are in use; ``save`` never does.
 
     Args:
         path: The file.
-        device: Where tensors shall be; arrays stay on the CPU.
-        into: A tree whose tensors and arrays, on whatever devices, are written in place. Its leaves are matched by path
-            and must have the dtypes and shapes of the file's, which is checked before the first is written.
+        device: The device of the tensors; arrays stay on the CPU.
+        into: A tree with tensors and arrays, on any devices, to be written in place. Its leaves are matched by path and
+            must have the dtypes and shapes of the file's, which is checked before the first is written.
 
     Returns:
-        The tree; with ``into`` that tree, with new values where its leaves are numbers.
+        The tree; with ``into``, that tree, in which numbers are replaced by the loaded ones.
 
     Raises:
         WireError: The file is not a valid safetensors file. Nothing is allocated for its data.
-        ValueError: ``into`` does not fit the file, or cannot be written; it is untouched.
-        OSError: The file cannot be read, or is no regular file.
+        ValueError: ``into`` does not fit the file, or cannot be written; it is not changed.
+        OSError: The file cannot be read, or is not a regular file.
 
-    Cost: reads the header; data when it is used. With ``into`` or another device one copy.
+    Cost: reads the header at once, and data when it is used. With ``into`` or another device, one copy.
 
     Example:
         >>> import tempfile, torch
@@ -148,7 +150,7 @@ def load(path: str | os.PathLike[str], *, device: Device = "cpu", into: Tree = N
 
 
 def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
-    """The ``metadata`` that ``save`` was given, or that another writer put into the file.
+    """Return the ``metadata`` that was passed to ``save``, or that another writer put into the file.
 
     Raises:
         WireError: The file is not a valid safetensors file.
@@ -175,11 +177,11 @@ def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _open(path: str | os.PathLike[str]) -> tuple[Any, header.Header]:
-    """The file as private memory, and its header; tensors keep the memory alive."""
-    _check_regular("load", path, os.stat(path))  # opening a device may do anything
+    """Return the file as private memory, and its header; tensors keep the memory alive."""
+    _check_regular("load", path, os.stat(path))  # before opening, because opening a device may have any effect
     with open(path, "rb", opener=_open_at_once) as file:
         status = os.fstat(file.fileno())
-        _check_regular("load", path, status)  # it may have been replaced in between
+        _check_regular("load", path, status)  # the file may have been replaced in between
         if not status.st_size:
             return b"", header.decode(b"")
         buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -187,15 +189,15 @@ def _open(path: str | os.PathLike[str]) -> tuple[Any, header.Header]:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open a file, without waiting for somebody who writes to a FIFO."""
+    """Open a file; for a FIFO, do not wait for a writer."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _check_regular(operation: str, path: str | os.PathLike[str], status: os.stat_result) -> None:
-    """Refuse FIFOs, sockets and devices; opening a directory has an error of its own.
+    """Refuse FIFOs, sockets and devices; opening a directory raises its own error.
 
     Raises:
-        OSError: That is one.
+        OSError: The file is one of these.
     """
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         kinds = {stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}

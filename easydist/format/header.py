@@ -1,14 +1,14 @@
 """The safetensors header: names, dtypes and shapes before the bytes.
 
-``u64`` header length, little endian; JSON ``{name: {"dtype", "shape", "data_offsets"}, "__metadata__": {str: str}}``,
-padded with spaces so that the data begins at a multiple of 64 bytes; then the bytes, without holes. Tensors lie by
-falling item size, so each starts at a multiple of its own.
+A message is a ``u64`` header length, little endian; JSON ``{name: {"dtype", "shape", "data_offsets"}, "__metadata__":
+{str: str}}``, padded with spaces so that the data begins at a multiple of 64 bytes; then the bytes, without holes.
+Tensors are sorted by descending item size, so each starts at a multiple of its own.
 
-What safetensors has no code for: complex128 lies as F64 with a last dimension of 2, and ``__metadata__`` holds under
-``easydist.dtypes`` JSON ``{name: "complex128"}``. Other readers see the real and imaginary parts.
+safetensors has no code for complex128. It is written as F64 with a last dimension of 2, and ``__metadata__`` has JSON
+``{name: "complex128"}`` under ``easydist.dtypes``. Other readers see the real and imaginary parts.
 
-Source: https://huggingface.co/docs/safetensors/index#format. What safetensors rejects is rejected here too, and so are
-duplicate keys, further keys, and what exceeds the limits below.
+Source: https://huggingface.co/docs/safetensors/index#format. This module rejects everything that safetensors rejects,
+and also duplicate keys, further keys, and messages that exceed the limits below.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_ENTRIES = 100_000
 """The most tensors in one message."""
 
 MAX_MARKS = 8_000_000
-"""The most brackets, braces, commas and colons in a header; what it parses to has about 64 bytes for each."""
+"""The most brackets, braces, commas and colons in a header; the parsed header needs about 64 bytes for each."""
 
 MAX_DIMS = 64
 """The most dimensions, as in NumPy and most of torch."""
@@ -61,7 +61,7 @@ _NAMES = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F4": "float4_e2m1fn_x2",
 }
-# Which of them exist depends on the version of torch.
+# Some of them exist only in newer versions of torch.
 _TORCH: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in _NAMES.items() if hasattr(torch, name)}
 _CODES = {dtype: code for code, dtype in _TORCH.items()}
 _PARTS = {torch.complex128: "F64"}
@@ -72,7 +72,7 @@ _short = _repr.repr
 
 
 class Entry(NamedTuple):
-    """A tensor in a message: what it is, and where its bytes lie in the data."""
+    """A tensor in a message: its name, its type, and the range of its bytes in the data."""
 
     name: str
     dtype: torch.dtype
@@ -82,12 +82,12 @@ class Entry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """A header that was read and found to be right.
+    """A header that was read and checked.
 
     Attributes:
-        entries: In the order of their bytes.
-        metadata: What else was written.
-        nbytes: Where the data begins.
+        entries: The entries in the order of their bytes.
+        metadata: The further texts.
+        nbytes: The offset of the data.
     """
 
     entries: list[Entry]
@@ -95,14 +95,14 @@ class Header(NamedTuple):
     nbytes: int
 
     def tensors(self, buffer: bytearray | memoryview | Any) -> dict[str, torch.Tensor]:
-        """The tensors by name. They share memory with ``buffer``, a writable one, unless they lie unaligned in it."""
+        """Return the tensors by name. They share the memory of the writable ``buffer``, except for unaligned ones."""
         return {entry.name: _tensor(buffer, entry, self.nbytes + entry.start) for entry in self.entries}
 
 
 def _tensor(buffer: Any, entry: Entry, offset: int) -> torch.Tensor:
     if entry.start == entry.stop:
         return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-    # One tensor each, not views of one: those would share a version counter and mislead autograd.
+    # Separate tensors, not views of one: views would share a version counter and mislead autograd.
     count = (entry.stop - entry.start) // entry.dtype.itemsize
     flat = torch.frombuffer(buffer, dtype=entry.dtype, count=count, offset=offset)
     if flat.data_ptr() % entry.dtype.itemsize:
@@ -111,7 +111,7 @@ def _tensor(buffer: Any, entry: Entry, offset: int) -> torch.Tensor:
 
 
 def chunks(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[Any]:
-    """A message as byte strings and memoryviews, one after the other: the header, then each tensor.
+    """Yield a message as byte strings and memoryviews: the header, then each tensor.
 
     Law: ``decode(buffer := bytearray(b"".join(chunks(ts)))).tensors(buffer)`` equals ``ts`` bit for bit.
 
@@ -123,14 +123,14 @@ def chunks(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | No
         {'a': tensor([  1, 256], dtype=torch.int16)}
 
     Args:
-        tensors: Dense, of any strides, on any device.
-        metadata: Further text.
+        tensors: Dense tensors, with any strides, on any device.
+        metadata: Further texts.
 
     Raises:
         TypeError: safetensors has no code for a dtype, or the metadata is not text.
         ValueError: A limit of this module is exceeded, or a text is not Unicode.
 
-    Cost: a tensor that is not contiguous or not on the CPU is copied when its turn comes.
+    Cost: a tensor that is not contiguous or not on the CPU is copied just before it is yielded.
     """
     yield encode(tensors, metadata)
     for name in order(tensors):
@@ -139,12 +139,12 @@ def chunks(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | No
 
 
 def order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names in the order in which the data lies."""
+    """Return the names in the order of the data."""
     return sorted(tensors, key=lambda name: (sort_key(tensors[name].dtype), name))
 
 
 def encode(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The header of a message, for data that travels apart; arguments and errors as in ``chunks``."""
+    """Return the header of a message, for data that is sent separately; arguments and errors as in ``chunks``."""
     header: dict[str, Any] = {}
     metadata = metadata or {}
     stop = 0
@@ -179,17 +179,17 @@ def _coded(name: str, tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def decode(buffer: Any, apart: bool = False) -> Header:
-    """Read and check the header of a message; the data is not touched.
+    """Read and check the header of a message; the data is not accessed.
 
     Args:
-        buffer: All of the message, as anything that has bytes.
-        apart: The buffer is the header alone; the data travels apart.
+        buffer: The whole message, as any bytes-like object.
+        apart: True if the buffer is the header alone, and the data is sent separately.
 
     Raises:
-        WireError: It is not a valid message. The text names the entry and what is wrong.
+        WireError: It is not a valid message. The text names the entry and the fault.
 
-    Cost: 64 bytes for each of the brackets, braces, commas and colons in the header, of which there are at most
-    ``MAX_MARKS``; time linear in the header.
+    Cost: 64 bytes for each bracket, brace, comma and colon in the header, of which there are at most ``MAX_MARKS``;
+    time linear in the header.
     """
     view = memoryview(buffer).cast("B")
     begin = 8 + _length(view)
@@ -221,10 +221,10 @@ def _length(view: memoryview) -> int:
 
 
 def parse_json(text: bytes) -> Any:
-    """JSON without duplicate keys, in bounded memory.
+    """Parse JSON without duplicate keys, in bounded memory.
 
     Raises:
-        WireError: It is not JSON, has a key twice, or more than ``MAX_MARKS`` brackets, braces, commas and colons.
+        WireError: It is not JSON, or has a key twice, or more than ``MAX_MARKS`` brackets, braces, commas and colons.
     """
     if _marks(text) > MAX_MARKS:
         raise WireError(f"the header has more than {MAX_MARKS} brackets, braces, commas and colons")
@@ -234,7 +234,7 @@ def parse_json(text: bytes) -> Any:
         raise
     except RecursionError:
         raise WireError("the header is nested too deeply") from None
-    except ValueError as error:  # also of the decoder of UTF-8
+    except ValueError as error:  # ValueError also comes from the UTF-8 decoder
         raise WireError(f"the header is not JSON: {_short(str(error))}") from None
 
 
@@ -243,7 +243,10 @@ def _marks(text: bytes) -> int:
 
 
 def _integer(digits: str) -> int | float:
-    """-0 is no integer for safetensors, and Python refuses to read very long ones."""
+    """Parse an integer; return a float for -0, which safetensors rejects as an integer, and for very long ones.
+
+    Python refuses to read very long integers.
+    """
     return float(digits) if digits == "-0" or len(digits) > 20 else int(digits)
 
 
@@ -303,7 +306,7 @@ def _is_sizes(value: Any) -> bool:
 
 
 def _torch_side(code: str, dtype: torch.dtype, shape: list[int], note: str | None) -> tuple[torch.dtype, list[int]]:
-    """Dtype and shape in torch: complex numbers that lie as pairs, two 4-bit numbers in one item."""
+    """Return dtype and shape in torch, where complex numbers are not pairs, and an item holds two 4-bit numbers."""
     if note is not None:
         whole = next((whole for whole, part in _PARTS.items() if (dtype_name(whole), part) == (note, code)), None)
         if whole is None or shape[-1:] != [2]:
@@ -317,7 +320,7 @@ def _torch_side(code: str, dtype: torch.dtype, shape: list[int], note: str | Non
 
 
 def _check_cover(entries: list[Entry], data_nbytes: int) -> None:
-    """Each entry begins where the one before it ends, and the last one ends with the data."""
+    """Check that each entry begins where the previous one ends, and that the last one ends with the data."""
     end = 0
     for entry in entries:
         if entry.start != end:

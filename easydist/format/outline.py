@@ -1,21 +1,21 @@
-"""The structure of a tree as JSON: what a file can tell of a tree without naming classes.
+"""The structure of a tree as JSON, without the names of classes.
 
 A node is JSON's own null, true, number, text, or array (a list), or an object with one key:
 
 ==============================  ===============================================================================
 ``{"tensor": path}``            a leaf, also ``array`` and ``scalar`` (NumPy's)
-``{"dict": {…}}``               ``{"items": [[key, node], …]}`` where keys are not all text, ``ordered`` likewise
+``{"dict": {…}}``               ``{"items": [[key, node], …]}`` if not all keys are text; ``ordered`` has that form, too
 ``{"fields": {…}}``             a namedtuple or dataclass; read as a dict
 ``{"tuple": […]}``              also ``size`` (``torch.Size``)
-``{"float": "7ff8…"}``          what is no JSON number, as the hexadecimal digits of its bytes; also ``complex``
-``{"int": "0x…"}``              beyond 64 bits
-``{"bytes": "…"}``              in base64
+``{"float": "7ff8…"}``          a number that JSON lacks, as the hexadecimal digits of its bytes; also ``complex``
+``{"int": "0x…"}``              an integer beyond 64 bits
+``{"bytes": "…"}``              bytes in base64
 ``{"dtype": "float32"}``        also ``{"device": "cpu"}``
-``{"object": 0}``               what stands beside the text, by its place there (messages only)
+``{"object": 0}``               an object beside the text, by its index there (messages only)
 ``{"parameter": path}``         with ``objects``; ``frozen`` is one without gradient, ``grad`` a tensor with one
 ==============================  ===============================================================================
 
-The root is ``{"tree": node, "ties": {path: path}}``: the second path names the tensor that the first one is, too.
+The root is ``{"tree": node, "ties": {path: path}}``: the tensor at the first path is the one at the second path.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from easydist.format.header import parse_json
 from easydist.typing import Device, Tree
 
 METADATA = "easydist.tree"
-"""The key of a header's ``__metadata__`` under which the structure stands."""
+"""The key of the structure in a header's ``__metadata__``."""
 
 MAX_DEPTH = 100
-"""How deep containers may be nested."""
+"""The deepest nesting of containers."""
 
 _MAX_KEY_BITS = 13_000
-"""The most bits of an integer that is a key; Python writes no more than 4300 digits of one, which paths need."""
+"""The most bits of an integer key: paths contain its digits, and Python writes at most 4300 of them."""
 
 _MAX_SAME_HASH = 100
-"""The most keys of one dict that share a hash, as all of them are compared; (±1, ±2, …) have some that do."""
+"""The most keys of one dict with the same hash, because all of them are compared; (±1, ±2, …) have some such keys."""
 
 _ROOM, _ROOM_PER_CHARACTER = 1 << 24, 16
 
@@ -62,7 +62,7 @@ def encode(
     advice: str = "save its parts, or use torch.save",
     objects: list[Any] | None = None,
 ) -> tuple[str, dict[str, torch.Tensor]]:
-    r"""The structure of a tree as text, and its tensors by path; tensors and arrays in the same memory once.
+    r"""Return the structure of a tree as text, and its tensors by path, those in the same memory once.
 
     Example:
         >>> encode({"a": torch.ones(1), "b": (2, None)})
@@ -70,14 +70,14 @@ def encode(
 
     Args:
         data: The tree.
-        holder: For the error: what cannot hold the tree.
-        advice: For the error: what to do instead.
-        objects: Gets the values that JSON and tensors cannot express; their types and parameters then stay what they
-            are. None: there must be none.
+        holder: The object that cannot hold the tree, for the error.
+        advice: The advice, for the error.
+        objects: A list to which the values are appended that JSON and tensors cannot express; parameters and
+            ``requires_grad`` are then kept, too. None to refuse such values.
 
     Raises:
-        TypeError: The tree holds something that JSON and tensors cannot; the text has its path.
-        ValueError: It is nested deeper than ``MAX_DEPTH``, or holds itself.
+        TypeError: The tree holds a value that JSON and tensors cannot express; the text names its path.
+        ValueError: The tree is nested deeper than ``MAX_DEPTH``, or contains itself.
     """
     paths = tree.flatten(data, tree.is_leaf if objects is None else _ends)[1].paths
     writer = _Writer(iter(paths), objects)
@@ -92,7 +92,7 @@ def encode(
 
 
 class _Refused(TypeError):
-    """Tells which part of the tree JSON cannot hold."""
+    """The error that names the part of the tree that JSON cannot hold."""
 
 
 _OPENED = frozenset({dict, OrderedDict, list, tuple, torch.Size})
@@ -100,7 +100,7 @@ _JSON = frozenset({str, bytes, torch.dtype, torch.device, type(None)})
 
 
 def is_object(value: Any) -> bool:
-    """True if JSON and tensors would give back something else, or cannot express it."""
+    """True if JSON and tensors cannot express a value, or would return another type."""
     if tree.is_leaf(value):
         return isinstance(value, np.ndarray) and not is_numeric(value)
     return type(value) not in _OPENED and type(value) not in _JSON
@@ -155,7 +155,7 @@ class _Writer:
 
 
 def memory_of(value: Any) -> Any:
-    """What is equal for tensors that are the same elements in the same memory, such as tied weights."""
+    """Return a key that is equal for tensors with the same elements in the same memory, such as tied weights."""
     if isinstance(value, torch.Tensor) and value.numel() and (address := value.data_ptr()):
         layout = value.dtype, value.device, tuple(value.shape), value.stride()
         return address, *layout, value.is_conj(), value.is_neg()
@@ -209,18 +209,19 @@ def decode(
     into: Iterable[str] | None = None,
     objects: Sequence[Any] = (),
 ) -> tuple[Tree, dict[str, Any]]:
-    """The tree that ``encode`` took apart, and its leaves by path.
+    """Return the tree that ``encode`` has encoded, and its leaves by path.
 
     Args:
-        text: From ``encode``.
-        tensors: Likewise; those of arrays are on the CPU.
-        device: Where tensors shall be; None leaves them where they are. Arrays stay on the CPU.
-        into: The paths of the leaves that are wanted; None: no leaves are returned. A short text can describe paths
-            that are gigabytes long together, so they are made only where they may be about as long as these.
-        objects: From ``encode``.
+        text: The text from ``encode``.
+        tensors: The tensors from ``encode``; those of arrays are on the CPU.
+        device: The device of the tensors; None leaves them on theirs. Arrays stay on the CPU.
+        into: The paths of the wanted leaves; None to return no leaves. A short text can describe paths with a total
+            length of gigabytes, so paths are made only up to about the length of these.
+        objects: The objects from ``encode``.
 
     Raises:
-        WireError: ``text`` is not of that form, or does not fit the tensors; its paths are far longer than ``into``.
+        WireError: ``text`` does not have that form, or does not fit the tensors, or its paths are far longer than
+            ``into``.
 
     Cost: time and memory linear in the text, and in the paths ``into``.
     """
@@ -246,7 +247,7 @@ def _parsed(text: str) -> Any:
 
 
 _known = functools.lru_cache(maxsize=64)(_parsed)
-"""An engine gets the same structure every step; what is parsed is only read."""
+"""The cached parser: an engine gets the same structure at every step. The result must not be changed."""
 
 
 def _with_gradient(kind: str, tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -262,7 +263,7 @@ _TENSOR_KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "parameter": torch.nn.Parameter,
     "frozen": lambda tensor: torch.nn.Parameter(tensor, requires_grad=False),
 }
-"""What a tensor becomes; all share its memory, which may be filled later."""
+"""The conversions of a tensor; all results share its memory, which may be filled later."""
 
 _LEAF_KINDS = _TENSOR_KINDS.keys() | {"array", "scalar"}
 
@@ -304,7 +305,7 @@ class _Reader:
         return self._kept(value) if self._room is not None and tree.is_leaf(value) else value
 
     def _kept(self, value: Any, path: str | None = None) -> Any:
-        """The value of a leaf, which stands among the leaves if these are wanted."""
+        """Return the value of a leaf, and add it to the leaves if these are wanted."""
         if self._room is not None:
             self._room -= sum(map(len, self._steps))
             if self._room < 0:
@@ -330,7 +331,7 @@ class _Reader:
             count = hashes[hash(key)] = hashes.get(hash(key), 0) + 1
             if count > _MAX_SAME_HASH:
                 raise WireError(f"more than {_MAX_SAME_HASH} keys of one dict of the structure have the same hash")
-            if key in data:  # 1, true and 1.0 are one key
+            if key in data:  # 1, true and 1.0 are the same key
                 raise WireError(f"the structure has the key {key!r:.100} twice in one dict")
             data[key] = self._child(pair[1], "[{!r}]", key)
         return data
@@ -383,7 +384,7 @@ def _read_key(node: Any, depth: int = 0) -> Any:
 
 
 _DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
-"""By name; asking torch for any name would import whatever module has it."""
+"""The dtypes by name; getattr on torch could import a module, for some names."""
 
 _CONSTANTS: dict[str, Callable[[str], Any]] = {
     "int": lambda digits: int(digits, 16),

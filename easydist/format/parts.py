@@ -1,7 +1,7 @@
-"""Big data inside objects: tensors, NumPy values, many strings, as a function of plain arguments and a buffer.
+"""The encoding of large data inside objects (tensors, NumPy values, many strings) as a function and a buffer.
 
-pickle's own way to write them goes through ``torch.save`` or NumPy's ``__setstate__``, which copies, or trusts the
-bytes. The functions here are the only ones that a message needs to make tensors and arrays, and check what they get.
+pickle by itself would write them through ``torch.save`` or NumPy's ``__setstate__``, which copy the bytes or trust
+them. A message needs only the functions here to make tensors and arrays, and they check their arguments.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _DEEPEST_SPEC = 16
 
 
 def make_tensor(buffer: Any, dtype: Any, shape: Any, device: str, requires_grad: bool) -> torch.Tensor:
-    """A tensor on the bytes of ``buffer``, which it shares on the CPU.
+    """Return a tensor of the bytes of ``buffer``; on the CPU it shares their memory.
 
     Raises:
-        TypeError: An argument is of another type.
+        TypeError: An argument has a wrong type.
         RuntimeError: The buffer does not have as many bytes as the shape needs.
 
     Example:
@@ -51,21 +51,21 @@ _NONE = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _here(device: str) -> torch.device:
-    """This process's device of that type; the CPU where it has none."""
+    """Return this process's device of that type; the CPU if it has none."""
     kind = torch.device(device).type
     return torch.device(kind if kind == "cpu" or torch.get_device_module(kind).is_available() else "cpu")
 
 
 def make_parameter(buffer: Any, dtype: Any, shape: Any, device: str, requires_grad: bool) -> torch.nn.Parameter:
-    """As ``make_tensor``."""
+    """Return a parameter, in the same way as ``make_tensor``."""
     return torch.nn.Parameter(make_tensor(buffer, dtype, shape, device, False), requires_grad)
 
 
 def set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
-    """Give a tensor Python attributes.
+    """Set Python attributes on a tensor.
 
     Raises:
-        ValueError: That is no tensor, or one of them would hide what a tensor is.
+        ValueError: The target is not a tensor, or one of them would hide an attribute of tensors.
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise ValueError(f"attributes of a {type(tensor).__name__}")
@@ -76,10 +76,10 @@ def set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
 
 
 def make_dtype(spec: Spec) -> np.dtype[Any]:
-    """The inverse of ``_spec``.
+    """Return the dtype of a spec: the inverse of ``_spec``.
 
     Raises:
-        ValueError: The text or the fields are not those of a dtype that can lie in a buffer.
+        ValueError: The text or the fields do not describe a dtype that a buffer can hold.
 
     Example:
         >>> make_dtype("<f4")
@@ -92,7 +92,7 @@ def make_dtype(spec: Spec) -> np.dtype[Any]:
 
 
 def _checked(spec: Any, levels: int) -> Any:
-    """The spec, fields as tuples, if it is only text and fields (name, spec[, shape])."""
+    """Return the spec with fields as tuples, after checking that it has only text and fields (name, spec[, shape])."""
     if type(spec) is str and _PLAIN_SPEC.fullmatch(spec):
         return spec
     if type(spec) is not list or not levels:
@@ -110,7 +110,7 @@ def _field(name: Any, spec: Any, shape: Any = (), *, levels: int) -> tuple[Any, 
 
 
 def make_array(buffer: Any, spec: Spec, shape: tuple[int, ...], order: Any) -> np.ndarray[Any, Any]:
-    """An array on the bytes of ``buffer``, which it shares.
+    """Return an array that shares the bytes of ``buffer``.
 
     Raises:
         ValueError: The buffer does not have as many bytes as the shape needs.
@@ -128,22 +128,22 @@ def make_array(buffer: Any, spec: Spec, shape: tuple[int, ...], order: Any) -> n
 
 
 def make_object_array(values: list[Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """An array of Python objects, in row-major order.
+    """Return an array of Python objects, filled in row-major order.
 
     Example:
         >>> make_object_array(["a", None], (2, 1)).shape
         (2, 1)
     """
-    if type(values) is not list or type(shape) is not tuple:  # a range has any length
+    if type(values) is not list or type(shape) is not tuple:  # a range could have any length
         raise TypeError(f"an array from {type(values).__name__} and {type(shape).__name__}")
     array = np.empty(len(values), object)
-    for i, value in enumerate(values):  # array[:] = values would open sequences
+    for i, value in enumerate(values):  # array[:] = values would unpack sequences
         array[i] = value
     return array.reshape(shape)
 
 
 def make_scalar(data: bytes, spec: Spec) -> Any:
-    """A NumPy scalar.
+    """Return a NumPy scalar.
 
     Example:
         >>> int(make_scalar(b"ab", "<u2"))
@@ -153,10 +153,10 @@ def make_scalar(data: bytes, spec: Spec) -> Any:
 
 
 class Strings:
-    """A list of strings on its way into pickle, which would write them one by one.
+    """A list of strings, written as one text; pickle by itself would write them one by one.
 
     Args:
-        text: The strings, with a NUL between each two of them.
+        text: The strings, separated by NULs.
     """
 
     __slots__ = ("text",)
@@ -166,7 +166,7 @@ class Strings:
 
     @classmethod
     def of(cls, value: object) -> Strings | None:
-        """Such a list as one text; None for any other value, and for a list that is no faster so."""
+        """Return a list of strings as one text; None for other values, and for lists for which that is not faster."""
         if type(value) is not list or len(value) < _MANY or countOf(map(type, value), str) < len(value):
             return None
         sample = value[:: len(value) // _MANY]
@@ -177,15 +177,15 @@ class Strings:
 
 
 _MANY, _LONG = 32, 256
-"""Strings from which their list travels as one text, so that the restricted decoder takes as long as pickle's own; but
-not where strings occur again, which pickle writes once, or are that long, so that it has little to do for each."""
+"""The number of strings from which a list is sent as one text, so that the restricted decoder is as fast as pickle; and
+the average length up to which it is. Repeated strings are left to pickle, which writes each once."""
 
 
 def make_strings(buffer: Any) -> list[str]:
-    r"""The strings of a text.
+    r"""Return the strings of a text.
 
     Raises:
-        TypeError: These are no bytes.
+        TypeError: ``buffer`` is not bytes.
 
     Example:
         >>> make_strings(b"one\0two")
@@ -201,7 +201,7 @@ def _reduce_strings(strings: Strings) -> Reduced:
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Reduced:
-    """Values in row-major order; the kind of device; ``requires_grad`` but no graph and no ``.grad``."""
+    """Reduce a tensor to values in row-major order, device type and ``requires_grad``; no graph and no ``.grad``."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
         return tensor.__reduce_ex__(5)  # type: ignore[no-any-return]
     flat = as_bytes(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous())
@@ -217,7 +217,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> Reduced:
 
 
 def _spec(dtype: np.dtype[Any]) -> Spec | None:
-    """The dtype in a form that ``make_dtype`` takes; None where it has none (objects, strings of any length, …)."""
+    """Return the dtype in the form that ``make_dtype`` takes; None if it has none (objects, variable strings, …)."""
     if dtype.hasobject or dtype.metadata or dtype.subdtype:
         return None
     try:
@@ -243,7 +243,7 @@ def _reduce_array(array: np.ndarray[Any, Any]) -> Reduced:
 
 
 def _buffer(array: Any) -> PickleBuffer:
-    """The array's bytes; not those of its ``data``, which Python 3.11 crashes on in a garbage cycle."""
+    """Return the array's bytes; not through its ``data``, on which Python 3.11 crashes in a garbage cycle."""
     return PickleBuffer(array)
 
 
@@ -271,7 +271,7 @@ REDUCERS: dict[type, Callable[[Any], Reduced]] = {
     Fraction: lambda fraction: (Fraction, (fraction.numerator, fraction.denominator)),
     UUID: lambda uuid: (UUID, (uuid.hex,)),
 }
-"""How pickle shall write values of exactly these types."""
+"""The reducers for values of exactly these types."""
 
 MAKERS = {
     f"{make.__module__}.{make.__qualname__}": make
@@ -286,17 +286,17 @@ MAKERS = {
         make_strings,
     )
 }
-"""By name the functions that ``REDUCERS`` name in a message."""
+"""The functions that ``REDUCERS`` write into a message, by name."""
 
 _SPEC_AT = {make_dtype: 0, make_array: 1, make_scalar: 1}
 _PER_FIELD, _PER_CHARACTER = 32, 8
 
 
 def weigh(make: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[int]:
-    """What a call of one of ``MAKERS`` costs more than its arguments do, level by level of what they contain.
+    """Yield the costs of a call of one of ``MAKERS`` beyond those of its arguments, level by level of their contents.
 
-    A list of strings has some 20 bytes for each of the text. The fields of a dtype may be shared, so that a few lists
-    describe any number of fields.
+    A list of strings needs about 20 bytes for each byte of text. The fields of a dtype may be shared, so that a few
+    lists describe any number of fields.
     """
     if make is make_strings:
         yield _PER_CHARACTER * memoryview(args[0]).nbytes

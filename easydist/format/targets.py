@@ -1,4 +1,4 @@
-"""A tree that is written in place: compared with what comes, and written only where all of it fits."""
+"""A tree to write in place, which is compared with the values first, and written only if all of them fit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Targets:
         self.values: dict[str, Any] = dict(zip(self._spec.paths, values, strict=True))
 
     def differing(self, leaves: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-        """Where ``leaves``, the values that come, do not fit: (path, what comes, what is here), sorted.
+        """Return the paths at which the new values ``leaves`` do not fit, as sorted (path, new type, type here).
 
         Raises:
             TypeError: A tensor in the tree is not dense.
@@ -38,20 +38,20 @@ class Targets:
         return sorted(row for row in rows if row[1] != row[2])
 
     def count(self, leaves: Mapping[str, Any]) -> int:
-        """How many paths ``leaves`` and the tree have between them."""
+        """Return the number of paths in ``leaves`` and the tree together."""
         return len(leaves.keys() | self.values.keys())
 
     def check_writable(self, operation: str, source: str, leaves: Mapping[str, Any]) -> None:
-        """Make sure that ``write`` will succeed and lose nothing.
+        """Check that ``write`` will succeed and lose no value.
 
         Args:
-            operation: For the error.
-            source: For the error: where ``leaves`` come from.
-            leaves: What is going to be written, of the right dtypes and shapes.
+            operation: The verb's name, for the error.
+            source: The origin of ``leaves``, for the error.
+            leaves: The values to write, with the right dtypes and shapes.
 
         Raises:
-            ValueError: A leaf is a read-only array, an expanded tensor, …; or it is one tensor in two places, and
-                ``leaves`` has two, so that one of its two values would be lost.
+            ValueError: A leaf is a read-only array, an expanded tensor, …; or one tensor is in two places of the tree
+                and ``leaves`` has two tensors for them, so that one value would be lost.
         """
         Leaves(tree.map(lambda value: value if _is_array(value) else 0, self._into)).check_writable()
         first: dict[Any, str] = {}
@@ -61,7 +61,7 @@ class Targets:
                 raise ValueError(f"{operation}: {other} and {path} are one tensor in into=, but two in {source}")
 
     def write(self, leaves: Mapping[str, Any]) -> Tree:
-        """Write into the tree's tensors and arrays; the tree with them, and with new numbers."""
+        """Write into the tree's tensors and arrays, and return the tree with them and with new numbers."""
         return self._spec.rebuild(
             [
                 write(value, as_tensor(leaves[name])) if _is_numeric(value) else leaves[name]

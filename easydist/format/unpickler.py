@@ -1,7 +1,7 @@
-"""An unpickler that runs nothing but what is allow-listed, in time and memory in proportion to its input.
+"""An unpickler that runs only allow-listed code, in time and memory proportional to its input.
 
-It takes the opcodes that protocol 5 writes and no others: no persistent ids, no extension registry, no PUT (whose index
-asks for any amount of memory), no text opcodes. Globals come from dicts; nothing is imported or looked up by attribute.
+It accepts only the opcodes that protocol 5 writes: no persistent ids, no extension registry, no PUT (its index can
+request any amount of memory), no text opcodes. Globals come from dicts; nothing is imported or looked up by attribute.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from easydist.format import allowlist, cost
 _FREE_WORK, _WORK_PER_BYTE = 1_000_000, 16
 _DEEPEST_KEY = 100
 _SAME_HASH, _SLOW_SAME_HASH = 4, 64
-"""By how much comparing two keys of the same hash may take longer than hashing one: plain ones, and any others."""
+"""The factors by which comparing two keys of the same hash may cost more than hashing one: plain keys, and others."""
 
 _SHORT_KEY = 64
-"""Up to how many characters a string costs nothing as a key."""
+"""The characters up to which a string costs nothing as a key."""
 
 _NEAR = 1 << 60
-"""Integers nearer to zero have hashes of their own."""
+"""The bound on integers that are nearer to zero, no two of which share a hash."""
 
 _NO_MAKERS: dict[str, Callable[..., Any]] = {}
 _FEW_PER_HASH = (float, bool, type(None))
@@ -35,7 +35,7 @@ _NAMES = {code[0]: name for name, code in vars(pickle).items() if isinstance(cod
 
 _Op = Callable[["Unpickler"], None]
 OPCODES: dict[int, _Op] = {}
-"""What is understood, and what it does."""
+"""The known opcodes, and their functions."""
 
 
 def _op(*codes: bytes) -> Callable[[_Op], _Op]:
@@ -47,13 +47,13 @@ def _op(*codes: bytes) -> Callable[[_Op], _Op]:
 
 
 class Unpickler:
-    """Reads one pickle.
+    """A reader of one pickle.
 
     Args:
         data: The pickle.
         buffers: Its out-of-band buffers.
-        makers: By name, functions that it may call with any arguments; they check these themselves.
-        weigh: What a call of one of them costs more than its arguments do (``cost.of_argument``), step by step.
+        makers: The functions by name that it may call with any arguments; they check these themselves.
+        weigh: Yields the costs of a call of one of them beyond those of its arguments (``cost.of_argument``).
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Unpickler:
         return {id(value) for value in self._trusted.values()}
 
     def load(self) -> Any:
-        """The object.
+        """Return the object.
 
         Raises:
             UnsafeObjectError: It needs a global that is not allow-listed.
@@ -116,23 +116,23 @@ class Unpickler:
     # --- bytes
 
     def take(self, nbytes: int) -> memoryview:
-        """The next bytes."""
+        """Return the next bytes."""
         start, self._at = self._at, self._at + nbytes
         if self._at > len(self._data):
             raise WireError("not a valid object message: it is truncated")
         return self._data[start : self._at]
 
     def byte(self) -> int:
-        """The next byte."""
+        """Return the next byte."""
         self._at += 1
         return self._data[self._at - 1]
 
     def number(self, nbytes: int) -> int:
-        """The next bytes as an unsigned number."""
+        """Return the next bytes as an unsigned number."""
         return int.from_bytes(self.take(nbytes), "little")
 
     def next_buffer(self) -> Any:
-        """The next out-of-band buffer."""
+        """Return the next out-of-band buffer."""
         return next(self._buffers)
 
     # --- stack
@@ -143,14 +143,14 @@ class Unpickler:
         self.stack = []
 
     def to_mark(self) -> list[Any]:
-        """Everything since the mark."""
+        """Return the items since the mark, and restore the stack before it."""
         items, self.stack = self.stack, self._marks.pop()
         return items
 
-    # --- what could run something
+    # --- operations that could run code
 
     def find(self, name: str) -> Any:
-        """The global of that name."""
+        """Return the global of that name."""
         if name in allowlist.VALUES:
             return allowlist.VALUES[name]
         if name in self._makers:
@@ -158,11 +158,11 @@ class Unpickler:
         return self._trusted[name] if name in self._trusted else _refuse(name)
 
     def is_trusted(self, value: Any) -> bool:
-        """Whether the caller allowed this class or function."""
+        """True if the user allowed this class or function."""
         return id(value) in self._trusted_ids
 
     def call(self, function: Any, args: Any) -> Any:
-        """``function(*args)``, if that is harmless."""
+        """Return ``function(*args)``, if that is harmless."""
         self.spend(8 * len(args) + sum(map(cost.of_argument, args)))
         if isinstance(function, type) and function in allowlist.CALLABLES:
             if not all(isinstance(arg, allowlist.CALLABLES[function]) for arg in args):
@@ -176,20 +176,20 @@ class Unpickler:
         return function(*args)
 
     def new(self, cls: Any, args: Any, kwargs: Any) -> Any:
-        """``cls.__new__(cls, …)``, if that is harmless."""
+        """Return ``cls.__new__(cls, …)``, if that is harmless."""
         plain = cls is UserDict or (isinstance(cls, type) and cls in allowlist.PLAIN)
         if not (self.is_trusted(cls) or (plain and not args and not kwargs)):
             _refuse(f"the making of a {cls.__name__ if isinstance(cls, type) else type(cls).__name__}")
         return cls.__new__(cls, *args, **kwargs)
 
     def check_key(self, key: Any, target: Any) -> None:
-        """Refuse a key that would take for ever to hash or compare (nested, shared, of one hash), or end the process.
+        """Refuse a key that would take too long to hash or compare (nested, shared, same hash), or end the process.
 
-        A message can choose hashes, but for those of text and bytes. Keys of one dict or set that share a hash are all
-        compared with one another, so each costs more than the one before.
+        A message can choose hashes, except for those of text and bytes. All keys of one dict or set that share a hash
+        are compared with one another, so each costs more than the previous one.
 
         Args:
-            key: What is going to be put into ``target`` next.
+            key: The next key of ``target``.
             target: A dict or a set.
         """
         kind = type(key)
@@ -200,21 +200,22 @@ class Unpickler:
         if known is None:
             if kind in _FEW_PER_HASH or (kind is int and -_NEAR < key < _NEAR):
                 return
-            known = self._hashes[id(target)] = target, dict.fromkeys(map(hash, _keys(target)), 1)  # kept: the id stays
+            # The target is stored, too, so that its id stays valid.
+            known = self._hashes[id(target)] = target, dict.fromkeys(map(hash, _keys(target)), 1)
         work, hashes = self._weighed(key), known[1]
         count = hashes.get(value := hash(key), 0)
         self.spend(self._same_hash * count * work)
         hashes[value] = count + 1
 
     def _weighed(self, key: Any) -> int:
-        """What it takes to hash a key. A tuple is counted as often as it is reached, which is how it is hashed."""
+        """Return the cost of hashing a key. A shared tuple counts once per occurrence, as it is hashed each time."""
         total, level = 1, [key]
         for _ in range(_DEEPEST_KEY):
             inner = [each for each in level if isinstance(each, tuple | frozenset)]
             work = sum(map(cost.of_key, level)) + 4 * sum(map(len, inner))
-            self.spend(work)  # before they are opened
+            self.spend(work)  # before the next level is listed
             if not cost.QUICKLY_COMPARED.issuperset(map(type, level)):
-                self._same_hash = _SLOW_SAME_HASH  # for all keys that follow, as they may be compared with this one
+                self._same_hash = _SLOW_SAME_HASH  # for all later keys, which may be compared with this one
             total += work
             level = [child for each in inner for child in each]
             if not level:
@@ -222,18 +223,18 @@ class Unpickler:
         raise WireError(f"not a valid object message: a key is nested deeper than {_DEEPEST_KEY}")
 
     def forget(self, target: Any) -> None:
-        """A set is complete."""
+        """Drop the hashes of a complete set."""
         self._hashes.pop(id(target), None)
 
     def spend(self, work: int) -> None:
-        """Count work that is not in proportion to the bytes read."""
+        """Count work that is not proportional to the bytes read; raise an error above the limit."""
         self._work -= work
         if self._work < 0:
             raise WireError("not a valid object message: it asks for far more work than its length explains")
 
 
 def _keys(target: Any) -> Iterator[Any]:
-    """The keys of a dict or set, without running anything of its class; none of another class that is trusted."""
+    """Return the keys of a dict or set without running code of its class; none for other, trusted classes."""
     if isinstance(target, dict):
         return dict.__iter__(target)
     return set.__iter__(target) if isinstance(target, set) else iter(())
@@ -251,7 +252,7 @@ def _refuse(name: str) -> NoReturn:
     )
 
 
-# --- opcodes that push
+# --- opcodes that push a value
 
 
 def _pushing(code: bytes, make: Callable[[Unpickler], Any]) -> None:
@@ -339,7 +340,7 @@ def _tuple_of(args: Any) -> tuple[Any, ...]:
     return args
 
 
-# --- opcodes that do something else
+# --- other opcodes
 
 
 @_op(pickle.PROTO)
@@ -412,7 +413,7 @@ def _update(u: Unpickler, items: list[Any]) -> None:
 
 
 def _filled(u: Unpickler, *types: type) -> Any:
-    """The container on top of the stack: of exactly one of these types, or of one that the caller trusts."""
+    """Return the container on top of the stack, which has exactly one of these types, or one that the user trusts."""
     target = u.stack[-1]
     if type(target) not in types and not u.is_trusted(type(target)):
         raise WireError(f"not a valid object message: it puts items into a {type(target).__name__}")
@@ -431,14 +432,14 @@ def _build(u: Unpickler) -> None:
 
 
 def _harmless(cls: type, state: dict[Any, Any]) -> bool:
-    """Whether these attributes are just data."""
+    """True if these attributes are only data."""
     if cls in allowlist.PLAIN:
         return state.keys() <= {field.name for field in dataclasses.fields(cls)}
     return cls is UserDict and state.keys() == {"data"}
 
 
 def _set_state(target: Any, state: Any) -> None:
-    """As pickle does it."""
+    """Set the state in the same way as pickle."""
     if (set_state := getattr(target, "__setstate__", None)) is not None:
         set_state(state)
         return

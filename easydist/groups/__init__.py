@@ -1,1 +1,1 @@
-"""The communicators of a group: made, shared on demand, connected again after a failure."""
+"""The communicators of a group: making them, sharing memory, reconnecting after a failure."""

@@ -1,4 +1,4 @@
-"""Which communicators a group has: one for control on the CPU, one for the data of each device type."""
+"""The communicators of a group: one for control on the CPU, one for the data of each device type."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from easydist.transport.comm import Collectives
 T = TypeVar("T")
 
 _SLOT = 1 << 16
-"""Room for what a rank publishes at once: headers and small payloads."""
+"""The bytes that a rank can publish at once: headers and small payloads."""
 
 _LARGE = 1 << 19
 _LARGE_SLOTS = (2 << 20, 1 << 19, 1 << 17)
 """Large steps beat many small ones, as every step may cost context switches; 8 MB was slower again than 2."""
 
 _ALWAYS = nullcontext()
-"""Backends that wait in Python hear signals anyway."""
+"""The context for backends that wait in Python: Python handles signals during their waits without help."""
 
 
 class Frames:
-    """Where the headers of a call arrive: one row per rank, used again by every call.
+    """The buffer that receives the headers of a call: one row per rank, reused by every call.
 
     Attributes:
-        nbytes: The length of a row: less in larger groups, where everybody's row goes to everybody.
+        nbytes: The length of a row. Rows are shorter in larger groups, because every rank receives the rows of all.
     """
 
     def __init__(self, size: int) -> None:
@@ -58,7 +58,7 @@ class Frames:
 
     @functools.cached_property
     def rows(self) -> torch.Tensor:
-        """uint8, of the shape (group size, ``nbytes``)."""
+        """The rows as a tensor: uint8, of shape (group size, ``nbytes``)."""
         return torch.empty((self._size, self.nbytes), dtype=torch.uint8, device="cpu")
 
     @functools.cached_property
@@ -68,21 +68,21 @@ class Frames:
 
 
 class Communicators:
-    """The communicators of one group. The ranks meet in their first call, as far as they have not met before.
+    """The communicators of one group. The ranks meet in their first call, unless they have met before.
 
     Args:
-        control: A communicator of the group on the CPU; None where it has none.
-        group: The group; None where ``control`` is all that there is of it.
+        control: A communicator of the group on the CPU; None if it has none.
+        group: The process group; None if only ``control`` represents the group.
 
     Attributes:
-        control: Carries headers, sizes and objects; its tensors are on the CPU. There once the ranks have met.
-        name: The group's.
-        rank: This process in the group.
-        size: How many processes the group has.
+        control: Carries headers, sizes and objects; its tensors are on the CPU. It is set once the ranks have met.
+        name: The name of the group.
+        rank: The rank of this process in the group.
+        size: The number of processes in the group.
         has_met: True if the ranks know one another.
-        monitor: Looks after the waits of its calls.
-        frames: Where headers arrive.
-        under_way: The call that this process makes in the group; empty outside of calls.
+        monitor: Monitors the waits of the group's calls.
+        frames: The buffer for headers.
+        under_way: The call that this process is making in the group; empty outside of calls.
     """
 
     control: Collectives
@@ -93,7 +93,7 @@ class Communicators:
             self.name, self.rank, self.size = control.get_name(), control.get_rank(), control.get_size()
         elif group is not None:
             self.name, self.rank, self.size = group.group_name, group.rank(), group.size()
-            control = Collectives(Solo(), self.name) if self.size == 1 else None  # whatever its backend is
+            control = Collectives(Solo(), self.name) if self.size == 1 else None  # with any backend
         self._group = group
         self._device_group: dist.ProcessGroup | None = None
         self._bulk: Collectives | None = None
@@ -113,19 +113,21 @@ class Communicators:
         self._pid = os.getpid()
 
     def demand_own_process(self) -> None:
-        """Make sure that this is not a forked child, which would speak in its parent's name.
+        """Check that this is not a forked child, which would pose as its parent.
 
         Raises:
-            RuntimeError: It is.
+            RuntimeError: This process is a forked child.
         """
         if os.getpid() != self._pid:
             raise RuntimeError(NOT_A_RANK)
 
     def met(self) -> Communicators:
-        """The same, for use outside of a call: if the ranks have not met, they do now; on every rank.
+        """Let the ranks meet if they have not met yet, and return these communicators.
+
+        For use outside of a call; every rank has to call it.
 
         Raises:
-            EasydistError: They did not all come.
+            EasydistError: Some ranks did not come.
         """
         if not self.has_met:
             self.monitor.begin("the first call of the group", "easydist")
@@ -134,12 +136,12 @@ class Communicators:
         return self
 
     def make_ready(self) -> None:
-        """In a call: connect the ranks, if that has not been done or has to be done again; all of them have to come.
+        """Connect or reconnect the ranks during a call, if that is necessary; all ranks have to come.
 
-        Two ranks alone need not know more of one another than how to send.
+        A call between only two ranks skips the meeting: they need nothing but a connection.
 
         Raises:
-            EasydistError: They did not all come.
+            EasydistError: Some ranks did not come.
         """
         peer, self.monitor.peer = self.monitor.peer, None
         try:
@@ -151,10 +153,11 @@ class Communicators:
             self.monitor.peer = peer
 
     def begin(self, exchange: Callable[[], T]) -> T:
-        """The first exchange of a call; once more, where it shows that a call before this one has failed elsewhere.
+        """Run the first exchange of a call; repeat it if it shows that an earlier call has failed on another rank.
 
         Args:
-            exchange: Does it. The communicators may be others the second time.
+            exchange: Runs the exchange. It must look up the communicators, which may have been replaced before the
+                second time.
         """
         self.monitor.is_awaited = self.monitor.peer is None
         try:
@@ -172,14 +175,14 @@ class Communicators:
         except EasydistError as error:
             if not error.is_earlier:
                 raise
-            self.reconnect()  # two ranks have failed before the others came
+            self.reconnect()  # two ranks had failed in a call of their own before the others came
 
     def _meet(self) -> None:
-        """Learn who the other ranks are, and share memory with them where that is possible."""
+        """Exchange the identities of all ranks, and share memory with the other ranks where possible."""
         self.monitor.is_awaited = True
         first = FirstMeeting(self._store, self.monitor)
         first.announce()
-        is_ours = type(self.control.backend) is Gloo  # a backend of the user's own is there to be used
+        is_ours = type(self.control.backend) is Gloo  # if users bring their own backend, data has to go through it
         hosts = introduce(functools.partial(all_gather, self.control), self.monitor, is_ours and is_wanted())
         near, self._hosts = attach(self.control, self.monitor, hosts, [_SLOT])
         if len(self._hosts) < self.size:
@@ -190,14 +193,14 @@ class Communicators:
         self.monitor.is_awaited, self.has_met = False, True
 
     def _use(self, control: Collectives) -> None:
-        """Talk by this communicator, and have its waits looked after."""
+        """Use this communicator for control, and have its waits monitored."""
         self.control = self._first = self._data[control.get_device().type] = control
         if self.size > 1 and isinstance(backend := control.backend, Gloo):
             backend.monitor, self.monitor.disconnect = self.monitor, backend.disconnect
             watchdog().add(self.monitor)
 
     def _over(self, near: Backend, channel: int) -> Collectives:
-        """A communicator over the memory of this host's ranks; between hosts over the first one's connections."""
+        """Return a communicator over this host's shared memory; between hosts it uses the first communicator."""
         if near.size < self.size:
             assert isinstance(self._first.backend, Gloo)
             near = Hierarchical(near, self._first.backend, self._hosts, channel)
@@ -205,10 +208,10 @@ class Communicators:
         return Collectives(near, self.name)
 
     def cpu(self, nbytes: int) -> Collectives:
-        """The communicator for data on the CPU: where memory is shared, one with more room for large data.
+        """Return the communicator for data on the CPU: if ranks share memory, one with larger slots for large data.
 
         Args:
-            nbytes: How much shall move, the same number on every rank.
+            nbytes: The number of bytes to move, the same on every rank.
 
         Cost: that of ``attach``, once.
         """
@@ -220,20 +223,22 @@ class Communicators:
         return self._bulk
 
     def between_two(self, nbytes: int) -> Collectives:
-        """The communicator for data on the CPU that only two ranks exchange: they cannot make one with more room.
+        """Return the communicator for data on the CPU that only two ranks exchange.
+
+        Two ranks cannot create the communicator with larger slots: that takes all ranks of the group.
 
         Args:
-            nbytes: How much shall move, the same number on both.
+            nbytes: The number of bytes to move, the same on both ranks.
         """
         return self.control if nbytes < _LARGE else self._bulk or self._first
 
     def mailbox(self, peer: int) -> Mailbox | None:
-        """Short messages to another rank and from it, through memory; None where the group's ranks do not share it."""
+        """Return the mailbox for short messages to and from a rank; None if the ranks do not share memory."""
         backend = self.control.backend
         return backend.mailbox(peer) if isinstance(backend, Shm) else None
 
     def carry_by(self, group: dist.ProcessGroup) -> None:
-        """Let another group of the same ranks carry the tensors of its devices; before the first of them travels."""
+        """Let another group of the same ranks move the tensors of its devices; call this before the first one moves."""
         self._device_group = group
 
     @property
@@ -242,7 +247,7 @@ class Communicators:
         return self._first.backend
 
     def data(self, device: torch.device) -> Collectives:
-        """The communicator for tensors on ``device``; the control communicator where the group has none for it."""
+        """Return the communicator for tensors on ``device``; the control communicator if the group has none for it."""
         comm = self._data.get(device.type)
         if comm is None:
             group = self._device_group or self._group
@@ -256,39 +261,41 @@ class Communicators:
 
     @property
     def _gloo(self) -> Gloo | None:
-        """What connects the ranks, where it is gloo."""
+        """The backend that connects the ranks, if it is gloo; else None."""
         backend = self._first.backend if self._is_connected else None
         return backend if isinstance(backend, Gloo) else None
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """The group, and the one that was made beside it, where there is one."""
+        """Return the group, if it is known, and the gloo group made beside it, if there is one."""
         made = [self._gloo._group] if self._gloo else []
         return made if self._group is None else [self._group, *made]
 
     def let_go(self) -> None:
-        """The group is no more: keep nothing of it alive until the garbage collector comes."""
+        """Release everything that would keep the connections of a destroyed group alive."""
         self.monitor.detach()
         if self._gloo:
             self._gloo.monitor = None
 
     def stop(self) -> None:
-        """End what is under way in shared memory: after an error nothing is written to the caller's tensors."""
+        """Stop all transfers through shared memory, so that nothing writes to the caller's tensors after an error."""
         while self._shared:
             self._shared.pop().close()
 
     def hears_signals(self, between_two: bool) -> AbstractContextManager[bool | None]:
-        """While this lasts, Ctrl-C ends the waits of the group."""
+        """Return a context in which Ctrl-C ends the waits of the group."""
         return signals_wake_watchdog() if between_two or self._waits_in_cpp else _ALWAYS
 
     def recover(self, timeout: float, connect: Callable[[Attempt], T]) -> Recovered[T]:
-        """After ranks were lost: agree with the other survivors, and connect them; this group is broken for good.
+        """Agree with the other survivors on a new group after ranks were lost, and connect it.
+
+        The old group stays broken for good.
 
         Args:
-            timeout: Seconds until ranks that are alive, and have not come, are left out.
-            connect: Makes what the survivors go on with.
+            timeout: Seconds after which living ranks that have not come are left out.
+            connect: Makes the object that the survivors continue with.
 
         Raises:
-            EasydistError: As ``Recovery.run``.
+            EasydistError: The errors of ``Recovery.run``.
             RuntimeError: The group has been recovered already.
         """
         leave(self.monitor)
@@ -300,11 +307,11 @@ class Communicators:
         return self._recovery.run(timeout, connect)
 
     def reconnect(self) -> None:
-        """After a timeout or an interruption: new connections, once all ranks have come.
+        """Make new connections after a timeout or an interruption, once all ranks have come.
 
         Raises:
-            EasydistError: What broke the old ones, where a process has ended or the group's store is not known; what
-                ``Monitor.guard`` raises while ranks are missing.
+            EasydistError: The error that broke the old connections, if a process has ended or the group's store is
+                not known; any error of ``Monitor.guard`` while ranks are missing.
         """
         broken = self.monitor.broken
         if self._group is None or self._store is None or (broken is not None and broken.is_final):
@@ -324,7 +331,7 @@ class Communicators:
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> float:
-    """Seconds that a call may take, as the group's maker has set it."""
+    """Return the group's timeout: the seconds that a call may take, as set when the group was created."""
     if isinstance(own := getattr(group, "timeout", None), timedelta):  # a group written in Python has no backend
         return own.total_seconds()
     for kind in [] if group is None else group._device_types:
@@ -336,28 +343,28 @@ def timeout_of(group: dist.ProcessGroup | None) -> float:
 
 _CACHE: dict[dist.ProcessGroup, Communicators] = {}
 unregistered: set[dist.ProcessGroup] = set()
-"""Groups that torch does not know of, as long as somebody uses them."""
+"""The groups in use that torch does not know of."""
 
 _making = threading.RLock()
-"""Held while communicators are made."""
+"""The lock that is held while communicators are made."""
 
 SOLO = Communicators(Collectives(Solo(), "solo"))
-"""The communicators of a process that is alone."""
+"""The communicators of a single process."""
 
 
 def of_group(group: dist.ProcessGroup) -> Communicators:
-    """The communicators of ``group``."""
+    """Return the communicators of ``group``."""
     found = _CACHE.get(group)
     return _make(group) if found is None else found
 
 
 def _make(group: dist.ProcessGroup) -> Communicators:
-    with _making:  # two threads may come at once, and have to find each other's calls
+    with _making:  # two threads that come at once have to get the same communicators, and see each other's calls
         if (found := _CACHE.get(group)) is not None:
             return found
         kept = dist.distributed_c10d._world.pg_map.keys() | unregistered
         for gone in [known for known in _CACHE if known not in kept]:
-            _CACHE.pop(gone).let_go()  # a destroyed group would hold its connections as long as it is known here
+            _CACHE.pop(gone).let_go()  # a destroyed group keeps its connections open as long as it is cached here
         if group in groups_of_parents:
             raise RuntimeError(NOT_A_RANK)
         backend = over(group)
@@ -366,10 +373,10 @@ def _make(group: dist.ProcessGroup) -> Communicators:
 
 
 def forget(group: dist.ProcessGroup) -> None:
-    """Let the next call make new communicators, in which the ranks meet again; all ranks have to do it.
+    """Let the next call make new communicators, in which the ranks meet again; all ranks have to call this.
 
     Args:
-        group: The group, whose store may be another one by then.
+        group: The group. Its store may be a different one in the next call.
     """
     with _making:
         if (known := _CACHE.pop(group, None)) is not None:
@@ -379,7 +386,7 @@ def forget(group: dist.ProcessGroup) -> None:
 
 def _after_fork() -> None:
     global _making
-    _making = threading.RLock()  # the parent's may have been taken
+    _making = threading.RLock()  # a thread of the parent may have held the old one
     keep([group for comms in _CACHE.values() for group in comms.groups()])
 
 
@@ -387,10 +394,10 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def of_comm(comm: Collectives) -> Communicators:
-    """The communicators of a group that is given by a communicator on the CPU.
+    """Return the communicators of the group of a communicator on the CPU.
 
     Raises:
-        ValueError: ``comm`` is not on the CPU, so that headers cannot travel on it.
+        ValueError: ``comm`` is not on the CPU, so it cannot carry headers.
     """
     if comm.get_device().type != "cpu":
         raise ValueError(f"group= needs a communicator on the CPU, or the ProcessGroup itself; got {comm!r}")

@@ -1,8 +1,8 @@
-"""What the store of a group knows of the first meeting of its ranks: who they are, and whether they have met.
+"""The record of a group's first meeting in its store: the identity of each rank, and whether the ranks have met.
 
-Ranks that recover a group agree on their pages where all of them know all pages, else in the store. Whether they have
-met must not be a matter of opinion, as two agreements could have two results. So the store says it: the first rank
-decides it for all, be it one that has met the others or one that recovers the group without having met them.
+Ranks that recover a group agree on their pages if all of them know all pages, else in the store. They must not differ
+about having met: two agreements could have two results. So the store decides: the first rank that asks decides it for
+all, either one that has met the others or one that recovers the group without having met them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _MET, _NOT_MET = "yes", "no"
 
 
 class FirstMeeting:
-    """One rank's view of it.
+    """One rank's view of the first meeting.
 
     Args:
-        store: The group's; None where it has none.
-        monitor: The group's.
+        store: The group's store; None if it has none.
+        monitor: The group's monitor.
     """
 
     def __init__(self, store: Store | None, monitor: Monitor) -> None:
@@ -35,17 +35,17 @@ class FirstMeeting:
         self._monitor = monitor
 
     def announce(self) -> None:
-        """Before the meeting: tell who this rank is."""
+        """Publish the identity of this rank, before the meeting."""
         if self._store is not None:
-            with contextlib.suppress(RuntimeError):  # the store has ended: nothing is recovered in it either
+            with contextlib.suppress(RuntimeError):  # if the store is gone, nothing can be recovered through it either
                 told = record(own_page(), self._monitor.entry, False).decode()
                 self._store.set(f"who/{self._monitor.rank}", told)
 
     def conclude(self) -> None:
-        """After the meeting: say that the ranks have met.
+        """Record that the ranks have met, after the meeting.
 
         Raises:
-            RemoteError: Another rank recovers the group already, and has not met the others.
+            RemoteError: Another rank, which has not met the others, is already recovering the group.
         """
         answer = None
         if self._store is not None:
@@ -58,14 +58,14 @@ class FirstMeeting:
             self._monitor.raise_if_broken()
 
     def look(self, has_met: bool, timeout: float) -> bool:
-        """Before recovering: true if the ranks have met, so that this rank knows all others.
+        """Return True if the ranks have met, so that this rank knows all others; called before recovering.
 
         Args:
-            has_met: True if this rank knows that they have.
+            has_met: True if this rank knows that they have met.
             timeout: Seconds in which the store has to answer.
 
         Raises:
-            PeerLostError: The store is gone, or silent, and the ranks do not know of one another.
+            PeerLostError: The store is gone or silent, and this rank does not know all others.
         """
         if has_met:
             return True
@@ -73,7 +73,7 @@ class FirstMeeting:
             return self._store is not None and self._look(self._store, time.monotonic() + timeout)
         except RuntimeError as error:
             if all(peer.pid is not None for peer in self._monitor.peers.values()):
-                return True  # they were about to have met
+                return True  # the meeting had got far enough for this rank to know all others
             raise PeerLostError(texts.unrecoverable(self._monitor.rank, self._monitor.name)) from error
 
     def _look(self, store: TimedStore, deadline: float) -> bool:

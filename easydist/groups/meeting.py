@@ -1,7 +1,7 @@
-"""How the ranks of a group that is being made come together, through the group's store.
+"""The meeting of the ranks of a new group, through the group's store.
 
-Every rank learns which ranks could attach the memory, so all raise the same error, or none does. A process that ends
-meanwhile is noticed, as later in the group's operations.
+Every rank learns which ranks could attach the memory, so all of them raise the same error, or none does. A process that
+ends during the meeting is detected, as in the group's operations later.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from easydist.shm.streams import Guard
 from easydist.transport.backends.shm import Shm
 
 _SLOTS = (2 << 20, 1 << 19, 1 << 17, 1 << 14)
-"""How much a rank can publish at once, in bytes: the first for which there is room, six times for each rank."""
+"""The bytes that a rank can publish at once: the first size that fits six times per rank into the memory."""
 
 NEVER = 1e9
-"""Seconds: the group itself looks at the time, because after a timeout it does not reconnect."""
+"""The monitor's timeout in seconds. The group checks the time itself, because it does not reconnect after a timeout."""
 
 _OUTSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 
 
 class _Member(Peer):
-    """Another rank of a group in shared memory. Who is awaited there has not come, whatever number it tells."""
+    """Another rank of a group in shared memory. An awaited rank has not come, whatever call number its page shows."""
 
     def has_finished(self, number: int) -> bool:
         return False
@@ -46,19 +46,19 @@ class _Member(Peer):
 
 
 class Meeting:
-    """What the ranks of a group that is being made tell one another, through its store.
+    """The exchange of messages through the store while a group is being made.
 
     Args:
-        store: For this group alone.
-        rank: This process in the group.
-        size: How many processes the group has.
-        timeout: How long all of it may last.
-        name: The group's, in errors.
-        operation: Which call makes the group.
-        instead: What to do where ranks cannot share memory.
+        store: A store that only this group uses.
+        rank: The rank of this process in the group.
+        size: The number of processes in the group.
+        timeout: The time limit for the whole meeting.
+        name: The name of the group, for errors.
+        operation: The call that makes the group.
+        instead: The advice in the error if ranks cannot share memory.
 
     Attributes:
-        monitor: Knows the other processes.
+        monitor: The monitor, which knows the other processes.
     """
 
     def __init__(
@@ -76,24 +76,24 @@ class Meeting:
         self._guard_of_group: Guard = self.monitor.guard
 
     def introduce(self, shares: bool) -> Hosts:
-        """Learn who the other ranks are; returns which of them may share memory.
+        """Exchange the identities of all ranks, and return the ranks that may share memory, by host.
 
         Args:
             shares: True if this process would use shared memory.
 
         Raises:
-            EasydistError: They did not all come.
+            EasydistError: Some ranks did not come.
         """
         return introduce(self._exchange, self.monitor, shares, _Member)
 
     def join(self, hosts: Hosts | None = None) -> Shm:
-        """Attach the memory that rank 0 makes, all ranks or none of them.
+        """Attach the memory that rank 0 creates. Either all ranks attach it, or none does.
 
         Args:
-            hosts: What ``introduce`` has returned, if that has been called.
+            hosts: The result of ``introduce``; None to call it here.
 
         Raises:
-            RuntimeError: They cannot share memory; the same text on every rank.
+            RuntimeError: The ranks cannot share memory; the text is the same on every rank.
         """
         hosts = self.introduce(is_wanted()) if hosts is None else hosts
         if len(hosts) > 1:
@@ -108,11 +108,11 @@ class Meeting:
         return backend
 
     def look_to(self, guard: Guard) -> None:
-        """From now on ``guard`` says how waits in the memory end."""
+        """Let ``guard`` decide from now on when waits in the shared memory end."""
         self._guard_of_group = guard
 
     def leave(self) -> None:
-        """Take back what this rank has told, so that the others do not count on it any more."""
+        """Delete this rank's messages from the store, so that the others stop relying on it."""
         for turn in range(next(self._turns)):
             with contextlib.suppress(RuntimeError):
                 self._store.delete_key(f"{turn}/{self.rank}")
@@ -124,7 +124,7 @@ class Meeting:
         return socket.gethostname() if rank == self.rank else self.monitor.peers[rank].host
 
     def _exchange(self, mine: bytes) -> list[bytes]:
-        """Send a message to all ranks through the store; returns the messages of all ranks."""
+        """Send a message to all ranks through the store, and return the messages of all ranks."""
         store, turn = self._timed_store, next(self._turns)
         store.set(f"{turn}/{self.rank}", mine.decode())
         missing = list(range(self.size))
@@ -143,7 +143,7 @@ class Meeting:
 
 
 def site() -> str:
-    """File and line of the caller outside of torch and easydist."""
+    """Return the file and line of the first caller outside of torch and easydist."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OUTSIDE):
         frame = frame.f_back

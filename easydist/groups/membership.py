@@ -1,15 +1,17 @@
-"""The agreement of the survivors of a group on who goes on: a pure state machine.
+"""The agreement of the survivors of a group on the members of the new group: a pure state machine.
 
-Pure: no I/O, no clock, no thread. Events come in as method calls, with the time as a number; what follows comes out as
-actions. ``groups/recovering.py`` carries them between processes, ``tests/groups/test_membership.py`` plays the same
-code on simulated ranks. ARCHITECTURE.md states the rules ("Recovering").
+The module does no I/O and uses no clock and no thread. Events come in as method calls, with the time as a number, and
+the machine returns actions. ``groups/recovering.py`` carries them between processes, and
+``tests/groups/test_membership.py`` runs the same code on simulated ranks. ARCHITECTURE.md states the rules
+("Recovering").
 
-Each rank has one ``Register``, which it alone writes and all can read, also after its end. The ranks decide a sequence
-of entries: an even one is who the members are, the odd one after it says whether all of them are connected. If they are
-not, the next two are about fewer members. Each entry is decided as in Disk Paxos (Gafni and Lamport, 2003) with one
-disk: a rank writes the number of its ballot and reads all registers; it adopts the value of the highest ballot that it
-finds, else takes its own, writes that, and reads all registers again. If it has seen no higher ballot, the value is
-decided. So a rank may stop anywhere, and go on at any time, without two ranks deciding differently.
+Each rank has one ``Register``, which only that rank writes and all can read, even after its process has ended. The
+ranks decide a sequence of entries: an even entry lists the members, and the odd entry after it tells whether all of
+them are connected. If they are not, the next two entries are about fewer members. Each entry is decided as in Disk
+Paxos (Gafni and Lamport, 2003) with one disk: a rank writes the number of its ballot and reads all registers. It adopts
+the value of the highest ballot that it finds, or else its own value, writes it, and reads all registers again. If it
+has seen no higher ballot, the value is decided. So a rank may stop at any point and continue at any time, and two ranks
+never decide differently.
 """
 
 from __future__ import annotations
@@ -19,39 +21,39 @@ from collections.abc import Sequence, Set as AbstractSet
 from typing import NamedTuple
 
 Entry = tuple[int, ...] | bool
-"""The members, ascending; or whether they are connected."""
+"""The members, ascending; or True if the members are connected, False if not."""
 
 LAGGING = 0.25
-"""The part of the limit in which members have to hear that others could not connect, and say that they are there."""
+"""The part of the limit in which members have to read that others could not connect, and answer."""
 
 
 class Stage(enum.IntEnum):
-    """How far a rank has come."""
+    """The stages of a rank in the agreement."""
 
     AWAY = 0
-    """It has not come."""
+    """The rank has not come."""
     LEFT = 1
-    """It has come, and gone again with an error."""
+    """The rank has come, and left again with an error."""
     HERE = 2
-    """It takes part in the decision of who the members are."""
+    """The rank takes part in deciding the members."""
     READY = 3
-    """It knows that it is a member, and waits for the others to connect."""
+    """The rank knows that it is a member, and waits for the others to connect."""
     CONNECTED = 4
     FAILED = 5
-    """It could not connect."""
+    """The rank could not connect."""
 
 
 class Register(NamedTuple):
     """One rank's state, as the others may read it.
 
     Attributes:
-        stage: Where it is.
-        slot: How many entries have been decided.
-        members: The last members that were decided; empty: none.
+        stage: The rank's stage.
+        slot: The number of entries decided so far.
+        members: The last members that were decided; empty if there are none.
         is_settled: True if the last entry says that they are connected.
-        ballot: The highest ballot that the rank has begun for the next entry; 0: none.
-        accepted: The highest ballot in which it has accepted a value for that entry; 0: none.
-        value: The value; None: none.
+        ballot: The highest ballot that the rank has begun for the next entry; 0 if none.
+        accepted: The highest ballot in which it has accepted a value for that entry; 0 if none.
+        value: The accepted value; None if there is none.
     """
 
     stage: Stage = Stage.AWAY
@@ -64,7 +66,7 @@ class Register(NamedTuple):
 
 
 class Write(NamedTuple):
-    """Write this rank's register; what comes after it waits until it is written."""
+    """Write this rank's register, and finish that before the next action."""
 
     register: Register
 
@@ -74,20 +76,20 @@ class Read(NamedTuple):
 
 
 class Connect(NamedTuple):
-    """Connect with the members, and answer with ``connected``. The attempt has a number; no two have the same one."""
+    """Connect with the members, and answer with ``connected``. No two attempts have the same number."""
 
     attempt: int
     members: tuple[int, ...]
 
 
 class Return(NamedTuple):
-    """All members are connected."""
+    """Return the members, which are all connected."""
 
     members: tuple[int, ...]
 
 
 class Failure(enum.Enum):
-    """Why a rank cannot go on."""
+    """The reasons why a rank cannot continue."""
 
     LEFT_OUT = enum.auto()
     LATE = enum.auto()
@@ -105,7 +107,7 @@ Action = Write | Read | Connect | Return | Raise
 
 
 class Ballot(enum.Enum):
-    """What this rank has written, and not yet compared with the registers of the others."""
+    """The part of its ballot that this rank has written, but not yet compared with the other registers."""
 
     NONE = enum.auto()
     BEGUN = enum.auto()
@@ -116,17 +118,17 @@ class Membership:
     """One rank's part in the agreement.
 
     Args:
-        rank: This process in the group.
-        size: How many processes the group has.
-        now: The time.
-        timeout: Seconds until ranks that have not come are left out.
-        limit: Seconds until members that do not connect are left out. All of it takes
+        rank: The rank of this process in the group.
+        size: The number of processes in the group.
+        now: The current time.
+        timeout: Seconds after which ranks that have not come are left out.
+        limit: Seconds after which members that do not connect are left out. The whole agreement takes
             no longer than ``timeout + 3 * limit``.
-        before: What this rank has written in an earlier attempt.
+        before: The register that this rank has written in an earlier attempt.
 
     Attributes:
-        turn: Seconds that a rank gives each lower one to propose before it: two that propose at once have to begin
-            again.
+        turn: Seconds that a rank gives each lower rank to propose first: if two propose at once, both have to start
+            over.
 
     Example:
         >>> machine = Membership(0, 1, now=0.0, timeout=1.0, limit=1.0)
@@ -152,32 +154,32 @@ class Membership:
         self._mine = before or Register()
 
     def begin(self) -> list[Action]:
-        """The first actions."""
-        # In a slot of connecting, the connections of an earlier attempt are gone.
+        """Return the first actions."""
+        # If the next entry is about connecting, the connections of an earlier attempt are gone.
         stage = Stage.FAILED if self._mine.slot % 2 else Stage.HERE
         self._mine = self._mine._replace(stage=stage)
         return self._ended() or [Write(self._mine), Read()]
 
     def interrupted(self) -> list[Action]:
-        """Ctrl-C, or anything else that this rank has raised."""
+        """Return the actions after Ctrl-C, or after any other exception on this rank."""
         return self._leave(Failure.INTERRUPTED)
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed, and nothing has been heard; an answer is still awaited unless there are actions."""
+        """Return the actions at a time without new answers; if there are none, keep waiting for the answer."""
         return self._leave(Failure.LATE) if now >= self._end else []
 
     def connected(self, now: float, is_connected: bool) -> list[Action]:
-        """The answer to ``Connect``."""
+        """Take the answer to ``Connect``, and return the next actions."""
         self._mine = self._mine._replace(stage=Stage.CONNECTED if is_connected else Stage.FAILED)
         return self.tick(now) or [Write(self._mine), Read()]
 
     def heard(self, now: float, registers: Sequence[Register], ended: AbstractSet[int]) -> list[Action]:
-        """The answer to ``Read``.
+        """Take the answer to ``Read``, and return the next actions.
 
         Args:
-            now: The time.
-            registers: Of all ranks; each as it was at some time after the question.
-            ended: The ranks whose processes have ended.
+            now: The current time.
+            registers: The registers of all ranks, each as it was at some time after the ``Read``.
+            ended: The ranks with ended processes.
         """
         before = self._mine
         ahead = max(registers, key=lambda register: register.slot)
@@ -207,15 +209,15 @@ class Membership:
             return
         self._wished = wish
         highest = max(register.ballot for register in self._peers(registers))
-        number = (highest // self._size + 1) * self._size + self._rank  # this rank's, and above all others
+        number = (highest // self._size + 1) * self._size + self._rank  # used by this rank only, and the highest
         self._mine, self._ballot = self._mine._replace(ballot=number), Ballot.BEGUN
 
     def _compare(self, now: float, registers: Sequence[Register]) -> None:
-        """Go on with the ballot, unless there is a higher one."""
+        """Continue the ballot, unless there is a higher one."""
         peers = self._peers(registers)
         if max(register.ballot for register in peers) > self._mine.ballot:
             self._ballot = Ballot.NONE
-            self._not_before = now + self.turn * (1 + self._rank)  # not all at once again
+            self._not_before = now + self.turn * (1 + self._rank)  # so that they do not all propose at once again
         elif self._ballot is Ballot.BEGUN:
             last = max(peers, key=lambda register: register.accepted)
             value = last.value if last.accepted else self._wished
@@ -232,29 +234,29 @@ class Membership:
             self._learn(now, slot, self._mine.members, bool(value))
 
     def _learn(self, now: float, slot: int, members: tuple[int, ...], is_settled: bool) -> None:
-        """Take over what has been decided."""
+        """Adopt decided entries."""
         stage = Stage.READY if slot % 2 else Stage.HERE
         if is_settled and slot == self._mine.slot + 1:
-            stage = self._mine.stage  # connected or not, that stays
+            stage = self._mine.stage  # CONNECTED or FAILED: the decision does not change it
         self._mine = Register(stage, slot, members, is_settled)
         self._ballot, self._is_connecting = Ballot.NONE, False
         self._since, self._wished_since, self._not_before = now, None, now
 
     def _peers(self, registers: Sequence[Register]) -> list[Register]:
-        """The registers that are about the same entry; this rank's own as it knows it."""
+        """Return this rank's own register, and those of other ranks that are about the same entry."""
         others = [other for rank, other in enumerate(registers) if rank != self._rank]
         return [self._mine, *[other for other in others if other.slot == self._mine.slot]]
 
     def _turn(self, registers: Sequence[Register], ended: AbstractSet[int]) -> int:
-        """How many ranks may propose before this one."""
+        """Return the number of ranks that may propose before this one."""
         slot = self._mine.slot
         lower = [rank for rank in range(self._rank) if rank not in ended]
         return sum(registers[rank].stage >= Stage.HERE and registers[rank].slot == slot for rank in lower)
 
-    # What this rank would decide.
+    # The value that this rank would propose.
 
     def _wish(self, now: float, registers: Sequence[Register], ended: AbstractSet[int]) -> Entry | None:
-        """What to propose; None: it is too early."""
+        """Return the value to propose; None if it is too early."""
         seen = [*registers[: self._rank], self._mine, *registers[self._rank + 1 :]]
         if self._mine.slot % 2:
             return self._are_connected(now, seen, ended)
@@ -263,7 +265,7 @@ class Membership:
     def _new_members(
         self, now: float, registers: Sequence[Register], ended: AbstractSet[int]
     ) -> tuple[int, ...] | None:
-        """Those that have come, once all have that can; at last those that have come in time."""
+        """Return the ranks that have come, once all that can have come or the time is over; None before that."""
         slot, candidates = self._mine.slot, self._mine.members or range(self._size)
         alive = [rank for rank in candidates if rank not in ended and registers[rank].stage != Stage.LEFT]
         here = tuple(r for r in alive if registers[r].stage >= Stage.HERE and registers[r].slot == slot)
@@ -287,10 +289,10 @@ class Membership:
         ready = (_is_at(registers[rank], mine.slot, Stage.READY) for rank in mine.members if rank != self._rank)
         return ended.isdisjoint(mine.members) and all(ready)
 
-    # The end.
+    # Leaving the agreement.
 
     def _ended(self) -> list[Action]:
-        """The last actions, if what has been decided says so."""
+        """Return the last actions if a decided entry ends the agreement for this rank; else none."""
         mine = self._mine
         if mine.slot and self._rank not in mine.members:
             return self._leave(Failure.LEFT_OUT)

@@ -1,7 +1,7 @@
-"""Connecting a group again after a failure: its ranks meet in the group's store, and a gloo group is made there.
+"""Reconnecting a group after a failure: its ranks meet in the group's store, and make a gloo group there.
 
-gloo cannot be interrupted while it connects, and cannot tell who is missing. So the ranks wait for one another in the
-store, where the monitor can end the wait, and gloo connects once all of them are there.
+gloo cannot be interrupted while it connects, and cannot tell which ranks are missing. So the ranks first wait for one
+another in the store, where the monitor can end the wait, and gloo connects once all of them are there.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def reconnect(group: dist.ProcessGroup, store: Store, monitor: Monitor) -> Gloo:
 
     Args:
         group: The group.
-        store: The group's, for easydist alone.
-        monitor: The group's; its call goes on from the last one that any rank has come to.
+        store: The group's store, with a prefix that only easydist uses.
+        monitor: The group's monitor; its call takes the highest number that any rank has reached.
 
     Raises:
-        EasydistError: Ranks are missing, as ``Monitor.guard`` says; or one has left again.
+        EasydistError: Ranks are missing (see ``Monitor.guard``), or one has left again.
     """
     broken = monitor.begin_reconnecting()
     try:
         met = _meet(TimedStore(store), monitor)
         backend = _connect(group, PrefixStore(_place(monitor.phase, met), store), monitor)
-        monitor.end_meeting()  # here, so that Ctrl-C from now on ends the call of ranks that are connected
+        monitor.end_meeting()  # inside try: from now on Ctrl-C ends a call of connected ranks
         broken = None
         return backend
     except BaseException as error:
@@ -51,23 +51,23 @@ def reconnect(group: dist.ProcessGroup, store: Store, monitor: Monitor) -> Gloo:
 
 
 def _place(phase: int, met: Sequence[Announced]) -> str:
-    """Where ranks connect that have met: none that has met other attempts of the rest comes there."""
+    """Return the prefix under which these ranks connect; a rank that has met other attempts gets another prefix."""
     attempts = hashlib.blake2b(repr([one.attempt for one in met]).encode(), digest_size=8).hexdigest()
     return f"{phase}/{met[0].at}/{attempts}"
 
 
 def _meet(store: TimedStore, monitor: Monitor) -> Sequence[Announced]:
-    """Wait for all ranks; returns what each has announced: the last call that any of them has come to."""
+    """Wait for all ranks, and return their announcements: the last call that any of them has reached."""
     try:
         return _agree_on_call(store, monitor)
-    except RuntimeError as error:  # of the store: what the monitor raises is none
+    except RuntimeError as error:  # from the store: the monitor raises no RuntimeError
         text = texts.without_store(monitor.operation)
         monitor.give_up(PeerLostError(text))
         raise PeerLostError(text) from error
 
 
 def _agree_on_call(store: TimedStore, monitor: Monitor) -> Sequence[Announced]:
-    """Take the steps of the meeting (``GroupProtocol.meeting``)."""
+    """Carry out the steps of the meeting (``GroupProtocol.meeting``)."""
     steps = monitor.meeting()
     step = next(steps)
     try:
@@ -112,7 +112,7 @@ _ACTIONS: dict[Do, Callable[[Monitor, Step], None]] = {
 
 
 def _connect(group: dist.ProcessGroup, store: Store, monitor: Monitor) -> Gloo:
-    """Connect ranks that have all come, which takes no time unless one has left again."""
+    """Connect ranks that have all come; this takes almost no time unless one has left again."""
     limit = monitor.connect_limit(time.monotonic())
     try:
         return gloo_beside(group, store, limit)
@@ -124,9 +124,9 @@ def gloo_beside(group: dist.ProcessGroup, store: Store, timeout: float) -> Gloo:
     """Make a gloo group of the members of ``group``.
 
     Args:
-        group: Any group that this process belongs to.
-        store: Where they connect; no other group uses it.
-        timeout: Seconds that connecting may take, and each of its waits.
+        group: A group that this process belongs to.
+        store: The store in which the members connect; no other group uses it.
+        timeout: Seconds that connecting may take, and each wait of the new group.
     """
     gloo: Any = ProcessGroupGloo(store, group.rank(), group.size(), timedelta(seconds=timeout))
     return Gloo(gloo, torch.device("cpu"), "gloo")

@@ -1,6 +1,6 @@
-"""Recovering a group after ranks were lost: the survivors agree on who goes on, and connect.
+"""Recovering a group after ranks were lost: the survivors agree on the members of a new group, and connect.
 
-The agreement itself is ``groups/membership.py``; this module carries its events and actions between processes.
+The agreement itself is in ``groups/membership.py``; this module carries its events and actions between processes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from easydist.liveness.timed_store import POLL, TimedStore
 T = TypeVar("T")
 
 TIMEOUT = 60.0
-"""Seconds in which ranks that are alive have to come."""
+"""Seconds within which living ranks have to come."""
 
 LIMIT = 10.0
-"""Seconds in which members that have all come are connected."""
+"""Seconds within which members that have all come are connected."""
 
 _kept: list[Monitor] = []
-"""Of groups that were recovered: their entries on this process's page stay, for ranks that come too late."""
+"""The monitors of recovered groups, kept so that late ranks still find the groups' entries on this process's page."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Attempt:
     """An attempt to connect the members of a new group.
 
     Attributes:
-        number: Of the attempt; each has another.
-        members: Their ranks in the old group, ascending.
-        rank: This process among them.
-        store: For this attempt alone; lives as long as the group.
-        timeout: Seconds that it may take.
+        number: The number of the attempt; no two attempts have the same one.
+        members: The members' ranks in the old group, ascending.
+        rank: The rank of this process among the members.
+        store: The store of this attempt alone; it lives as long as the group.
+        timeout: Seconds that the attempt may take.
     """
 
     number: int
@@ -57,9 +57,9 @@ class Recovered(Generic[T]):
     """The new group.
 
     Attributes:
-        members: Their ranks in the old group, ascending.
-        made: What connecting has made.
-        hosts: For each member, a text that is equal for those of one host.
+        members: The members' ranks in the old group, ascending.
+        made: The result of connecting.
+        hosts: One text per member; equal for members of one host.
     """
 
     members: tuple[int, ...]
@@ -71,9 +71,9 @@ class Recovery:
     """One rank's part in recovering one group, over any number of attempts.
 
     Args:
-        monitor: The group's; it knows the other processes.
-        store: The group's, for this alone; None where it has none.
-        has_met: True if the ranks have met, so that all of them know of the others' pages.
+        monitor: The group's monitor, which knows the other processes.
+        store: The group's store, with a prefix that only recovering uses; None if the group has none.
+        has_met: True if the ranks have met, so that all of them know the others' pages.
     """
 
     def __init__(self, monitor: Monitor, store: Store | None, has_met: bool = True) -> None:
@@ -92,11 +92,11 @@ class Recovery:
         """Agree with the other survivors, and connect; all of them have to come.
 
         Args:
-            timeout: Seconds until ranks that are alive, and have not come, are left out.
-            connect: Connects the members; what it raises makes them try again, without those that were lost.
+            timeout: Seconds after which living ranks that have not come are left out.
+            connect: Connects the members; if it raises, they try again, without ranks that were lost meanwhile.
 
         Raises:
-            LeftOutError: The others have gone on without this rank.
+            LeftOutError: The others have continued without this rank.
             CollectiveTimeout: The ranks could not be connected in time.
             PeerLostError: The ranks cannot agree: the store is gone, and they are on several hosts or had not met.
             RuntimeError: The group has been recovered already.
@@ -110,7 +110,7 @@ class Recovery:
         except RuntimeError as error:
             if isinstance(error, EasydistError) or self._on_pages:
                 raise
-            self._has_met = True  # nobody can say otherwise any more: go on where the others can see it
+            self._has_met = True  # the store is gone and cannot contradict this; continue on pages, which all can read
             found = self._play(self._machine(timeout), self._pages(error), connect)
         self._is_done = True
         return found
@@ -120,10 +120,10 @@ class Recovery:
         return Membership(monitor.rank, monitor.size, time.monotonic(), timeout, LIMIT, self._told.register)
 
     def _pages(self, error: RuntimeError) -> Registers:
-        """The registers that ranks of one host have left when the store is gone.
+        """Return the registers on pages, which ranks of one host still have when the store is gone.
 
         Raises:
-            PeerLostError: They are not on one host, or not all of them are known.
+            PeerLostError: The ranks are not on one host, or not all of them are known.
         """
         self._timed = None
         try:
@@ -143,7 +143,7 @@ class Recovery:
         return StoreRegisters(self._timed, monitor.rank, monitor.size, monitor.own_page, monitor.entry)
 
     def _play(self, machine: Membership, registers: Registers, connect: Callable[[Attempt], T]) -> Recovered[T]:
-        """Carry actions out until the last one."""
+        """Carry out the actions until the last one."""
         made: T | None = None
         actions = machine.begin()
         try:
@@ -164,7 +164,7 @@ class Recovery:
         except BaseException as error:
             is_of_store = isinstance(error, RuntimeError) and not isinstance(error, EasydistError)
             if not is_of_store and not isinstance(error, LeftOutError | CollectiveTimeout):
-                with contextlib.suppress(RuntimeError):  # the store
+                with contextlib.suppress(RuntimeError):  # the store may be gone
                     self._write(machine.interrupted()[0], registers)
             raise
 
@@ -177,9 +177,9 @@ class Recovery:
         registers.write(self._told)
 
     def _look(self, machine: Membership, registers: Registers) -> list[Action]:
-        """Read until all registers could be read, or time is over."""
+        """Read until all registers have been read, or the time is over; return the next actions."""
         while True:
-            # Between writing and reading: the scheduler orders this process's accesses to memory.
+            # Sleep between writing and reading: a switch in the scheduler orders this process's memory accesses.
             time.sleep(POLL)
             now, heard = time.monotonic(), registers.read()
             if heard is not None:
@@ -189,7 +189,7 @@ class Recovery:
                 return actions
 
     def _ended(self, heard: list[Told]) -> set[int]:
-        """The ranks that have ended; also those of other hosts that were lost and have not come since."""
+        """Return the ranks that have ended, and a lost rank of another host that has not come since."""
         ended = {peer.rank for peer in self.monitor.peers.values() if peer.is_gone()}
         lost = getattr(self.monitor.broken, "rank", None)
         if isinstance(lost, int) and heard[lost].register.stage == Stage.AWAY:
@@ -199,9 +199,9 @@ class Recovery:
     # The store of the new group.
 
     def _address(self, register: Register) -> str:
-        """The port of a store that this process serves for the members; empty: they meet in the old group's.
+        """Return the port of a store that this process serves for the members; empty if they meet in the old store.
 
-        It serves one where the old store does not answer, or an attempt in it has failed.
+        This process serves one if the old store does not answer, or an attempt in it has failed.
         """
         if self._served is None:
             if not self._on_pages or (register.slot == 1 and self._answers()):
@@ -210,7 +210,7 @@ class Recovery:
         return str(self._served.port)  # type: ignore[attr-defined]
 
     def _answers(self) -> bool:
-        """True if the old group's store is alive."""
+        """True if the old group's store answers."""
         if self._timed is None:
             return False
         with contextlib.suppress(RuntimeError):
@@ -219,7 +219,7 @@ class Recovery:
         return False
 
     def _connected(self, action: Connect, connect: Callable[[Attempt], T]) -> T | None:
-        """What connecting has made; None if it has failed."""
+        """Connect the members, and return the result; None if that has failed."""
         limit = LIMIT / 2
         try:
             store = PrefixStore(f"recover/{action.attempt}", self._meeting_place(action, limit))
@@ -229,7 +229,7 @@ class Recovery:
             return None
 
     def _meeting_place(self, action: Connect, limit: float) -> Store:
-        """The store that the first member has named: the one it serves, or the old group's."""
+        """Return the store that the first member has named: the one that it serves, or the old group's."""
         leads = action.members[0] == self.monitor.rank
         address = (self._told if leads else self._heard[action.members[0]]).address
         if address and not leads:
@@ -240,7 +240,7 @@ class Recovery:
 
 
 def leave(monitor: Monitor) -> None:
-    """End the exchanges of the old group for good, so that those that wait in it come, too."""
+    """End the exchanges of the old group for good, so that ranks that wait in it come, too."""
     if monitor.broken is None or not monitor.broken.is_final:
         monitor.broken = None
         error = RemoteError(texts.recovers(monitor.operation or "recover", monitor.rank))

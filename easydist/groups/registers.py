@@ -1,8 +1,8 @@
-"""Where the ranks that recover a group keep their registers: on their pages, or in the group's store.
+"""The registers of ranks that recover a group, on their pages or in the group's store.
 
-Ranks of one host use their pages, which outlive the store and the processes: whoever has seen a page can read it for as
-long as it lives. Ranks of several hosts have nothing but the store. Which of the two it is follows from what all ranks
-have told of themselves when they met, so it is the same on all of them.
+Ranks of one host use their pages, which outlive the store and the processes: a process that has mapped a page can read
+it for as long as that process lives. Ranks of several hosts have only the store. The choice follows from the records
+that all ranks exchanged when they met, so it is the same on all of them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from easydist.liveness.timed_store import TimedStore
 
 
 class Told(NamedTuple):
-    """What a rank that recovers tells the others.
+    """The message of a recovering rank to the others.
 
     Attributes:
-        register: Its part of the agreement.
-        host: Equal for ranks of one host.
-        address: Where it serves a store for the new group; empty: in the old group's.
+        register: The rank's register in the agreement.
+        host: A text that is equal for ranks of one host.
+        address: The port of the store that it serves for the new group; empty to use the old group's store.
     """
 
     register: Register = Register()
@@ -34,7 +34,7 @@ class Told(NamedTuple):
     address: str = ""
 
     def to_json(self) -> str:
-        """The same as text.
+        """Return the message as JSON.
 
         Example:
             >>> told = Told(Register(Stage.READY, 1, (0, 2), False, 5, 5, True), "a", "7")
@@ -49,7 +49,7 @@ class Told(NamedTuple):
 
     @classmethod
     def from_json(cls, text: str | bytes | None) -> Told:
-        """What a text says; an empty one says that the rank has not come."""
+        """Return the message in a JSON text; an empty text means that the rank has not come."""
         if not text:
             return cls()
         stage, slot, members, is_settled, ballot, accepted, value, host, address = json.loads(text)
@@ -71,7 +71,7 @@ def _unpacked(value: str | bool | None) -> Entry | None:
 
 
 def this_host() -> str:
-    """Equal for ranks of one host, and short."""
+    """Return a short text that is equal for ranks of one host."""
     return hashlib.blake2b(host_id().encode(), digest_size=6).hexdigest()
 
 
@@ -79,19 +79,19 @@ class Registers(Protocol):
     """The registers of all ranks."""
 
     def write(self, told: Told) -> None:
-        """Write this rank's."""
+        """Write this rank's register."""
 
     def read(self) -> list[Told] | None:
-        """Read all; None where they cannot be read now."""
+        """Read all registers; return None if they cannot be read now."""
 
 
 class PageRegisters:
-    """On the pages of ranks that are on one host.
+    """The registers on the pages of ranks that are on one host.
 
     Args:
-        page: This process's.
-        entry: The group's on it.
-        rank: This process in the group.
+        page: The page of this process.
+        entry: The group's entry on the page.
+        rank: The rank of this process in the group.
         peers: The other ranks.
     """
 
@@ -100,29 +100,30 @@ class PageRegisters:
         self._mine = Told()
 
     def write(self, told: Told) -> None:
-        """Write this rank's.
+        """Write this rank's register.
 
         Raises:
-            ValueError: There are too many ranks for the page.
+            ValueError: The group has too many ranks for the page.
         """
         self._mine = told
         self._page.set_register(self._entry, told.to_json())
 
     def read(self) -> list[Told]:
-        """Read all."""
+        """Read all registers."""
         size = len(self._peers) + 1
         return [self._mine if r == self._rank else Told.from_json(self._peers[r].register()) for r in range(size)]
 
 
 class StoreRegisters:
-    """In the group's store.
+    """The registers in the group's store.
 
     Args:
-        store: The group's.
-        rank: This process in the group.
-        size: How many processes the group has.
-        page: This process's, where its register stands, too: if the store ends, ranks of one host go on there.
-        entry: The group's on it.
+        store: The group's store.
+        rank: The rank of this process in the group.
+        size: The number of processes in the group.
+        page: The page of this process. Its register is written there, too, so that ranks of one host can continue on
+            their pages if the store ends.
+        entry: The group's entry on the page.
     """
 
     def __init__(self, store: TimedStore, rank: int, size: int, page: OwnPage | None, entry: int) -> None:
@@ -131,19 +132,19 @@ class StoreRegisters:
         self._mine = Told()
 
     def write(self, told: Told) -> None:
-        """Write this rank's; where the store does not answer, later, but before anything is read.
+        """Write this rank's register; if the store does not answer, later, but before anything is read.
 
         Raises:
             RuntimeError: The store is gone.
         """
         self._mine = told
         if self._page is not None and self._entry >= 0:
-            with contextlib.suppress(ValueError):  # of a group too large for pages
+            with contextlib.suppress(ValueError):  # the group may be too large for pages
                 self._page.set_register(self._entry, told.to_json())
         self._store.set(f"recover/{self._rank}", told.to_json())
 
     def read(self) -> list[Told] | None:
-        """Read all; None where the store does not answer.
+        """Read all registers; return None if the store does not answer.
 
         Raises:
             RuntimeError: The store is gone.
@@ -158,11 +159,11 @@ class StoreRegisters:
 
 
 def are_on_one_host(peers: Mapping[int, Peer], entry: int) -> bool:
-    """True if all ranks have told that they are on this host and have a page; the same on all ranks."""
+    """True if, by their records, all ranks are on this host and have a page; the same on all ranks."""
     return entry >= 0 and all(peer.shares_pages for peer in peers.values())
 
 
 def unseen(peers: Mapping[int, Peer]) -> list[int]:
-    """The ranks on this host that are alive, and whose page this process may not see."""
+    """Return the living ranks on this host with pages that this process may not open."""
     hidden = [peer for peer in peers.values() if not peer.is_visible]
     return [peer.rank for peer in hidden if os.path.exists(f"/proc/{peer.pid}")]

@@ -1,6 +1,6 @@
 """Shared memory for the ranks of each host: the first of them creates it, and the others attach it.
 
-The ranks agree on it through an ``Exchange``: an all-gather where they are connected already, the group's store where
+The ranks agree on it through an ``Exchange``: an all-gather if they are connected already, or the group's store while
 the group is being made.
 """
 
@@ -29,7 +29,7 @@ Hosts = Sequence[Sequence[int]]
 """The ranks of each host, ascending; the hosts by their lowest ranks."""
 
 Exchange = Callable[[bytes], Sequence[bytes]]
-"""Sends a message of at most ``RECORD_NBYTES`` to all ranks; returns the messages of all ranks, padded with spaces."""
+"""A function that sends a message of at most ``RECORD_NBYTES``, and returns all ranks' messages, padded with spaces."""
 
 _log = logging.getLogger("easydist")
 
@@ -37,8 +37,8 @@ _log = logging.getLogger("easydist")
 def is_wanted() -> bool:
     """True if this process uses shared memory; ``EASYDIST_SHM=0`` turns it off.
 
-    A system without nameless files cannot share it. A process without a page must not: nobody that waits for it there
-    would see that it has ended, while gloo's connections break.
+    A system without nameless files cannot share memory. A process without a page must not: ranks that wait for it in
+    shared memory could not see that it has ended, whereas gloo's connections break.
     """
     is_asked = os.environ.get("EASYDIST_SHM", "1") != "0"
     return is_asked and hasattr(os, "O_TMPFILE") and own_page() is not None
@@ -53,16 +53,16 @@ def all_gather(control: Collectives, mine: bytes) -> list[bytes]:
 
 
 def introduce(exchange: Exchange, monitor: Monitor, shares: bool, kind: type[Peer] = Peer) -> Hosts:
-    """Tell the other ranks which process this is, and learn the same of them.
+    """Exchange the records of all ranks, which identify their processes.
 
     Args:
-        exchange: Among all ranks of the group.
-        monitor: The group's; its peers are set.
+        exchange: An exchange among all ranks of the group.
+        monitor: The group's monitor, which gets its ``peers`` here.
         shares: True if this process would use shared memory.
         kind: The class of the peers.
 
     Returns:
-        Which ranks may share memory; attaching has to prove it.
+        The ranks that may share memory, by host; attaching has to prove it.
     """
     records = exchange(record(own_page(), monitor.entry, shares))
     monitor.describe(hashlib.blake2b(b"".join(records), digest_size=8).hexdigest())  # every rank has the same records
@@ -73,18 +73,19 @@ def introduce(exchange: Exchange, monitor: Monitor, shares: bool, kind: type[Pee
 def attach(control: Collectives, monitor: Monitor, hosts: Hosts, slots: Sequence[int]) -> tuple[Backend, Hosts]:
     """Share memory with the ranks of this host, as far as that is possible.
 
-    A rank that cannot attach counts as a host of its own; if the first of a host can give no memory, all of them do.
+    A rank that cannot attach counts as a host of its own. If the first rank of a host cannot create the memory, all
+    ranks of that host count as separate hosts.
 
     Args:
         control: A communicator of the group.
-        monitor: The group's.
-        hosts: Which ranks may share memory.
+        monitor: The group's monitor.
+        hosts: The ranks that may share memory, by host.
         slots: As for ``share``.
 
     Returns:
-        The backend among the ranks that share memory with this one, and which ranks of the group share memory.
+        The backend among the ranks that share memory with this one, and the ranks that share memory, by host.
 
-    Cost: two all-gathers for each time that a rank cannot attach, and for the last.
+    Cost: two all-gathers for each attempt; there is one more attempt each time that a rank cannot attach.
     """
     exchange, rank = functools.partial(all_gather, control), control.get_rank()
     while any(len(ranks) > 1 for ranks in hosts):
@@ -104,15 +105,15 @@ def share(
     """Try once to share memory on every host; called by all ranks.
 
     Args:
-        exchange: Among all ranks of the group.
-        rank: This process in the group.
-        hosts: The ranks that shall share memory.
-        slots: How much a rank can publish at once, in bytes: the first for which there is room.
-        guard: For the waits in the memory; called with ranks of this host.
+        exchange: An exchange among all ranks of the group.
+        rank: The rank of this process in the group.
+        hosts: The ranks to share memory, by host.
+        slots: The sizes to try, in bytes that a rank can publish at once; the first that fits is used.
+        guard: The guard of waits in the memory; called with ranks of this host.
 
     Returns:
-        The backend among the ranks of this host; None if there is none, or nobody to share it with. And for each rank
-        of the group why it failed; empty if it did not.
+        The backend among the ranks of this host, or None if there is none or this rank is alone; and for each rank of
+        the group the reason why it failed, empty if it did not.
     """
     here = next(ranks for ranks in hosts if rank in ranks)
     backend, segment, slot, failure = None, None, 0, ""
@@ -126,7 +127,7 @@ def share(
         except OSError as error:
             failure = f"rank {rank} cannot attach the memory of rank {here[0]} ({error})"
     failures = exchange(failure.encode())
-    if segment is not None:  # all have attached that can
+    if segment is not None:  # every rank that can has attached by now
         segment.unlink()
     return backend, [text.decode(errors="replace").strip() for text in failures]
 
@@ -149,7 +150,7 @@ def _proved(hosts: Hosts, failures: Sequence[str]) -> Hosts:
 
 
 def _guard(monitor: Monitor, ranks: Sequence[int], waited: float) -> None:
-    """Look after all ranks: those of this host that are awaited may themselves wait for another host."""
+    """Guard a wait for all ranks: the awaited ranks of this host may themselves be waiting for another host."""
     monitor.guard(list(monitor.peers), waited)
 
 

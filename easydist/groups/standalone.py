@@ -1,4 +1,4 @@
-"""A gloo group of processes that meet in a store of their own; torch's world does not know it."""
+"""Gloo groups of processes that meet in a store of their own, and that torch does not know of."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: igno
 def gloo_group(
     store: Store, rank: int, size: int, name: str, timeout: timedelta, host: str | None = None
 ) -> dist.ProcessGroup:
-    """Connect the members.
+    """Connect the members, and return their group.
 
     Args:
-        store: The same for all members, and used for one group only.
-        rank: This process among them.
-        size: How many they are.
-        name: The group's.
-        timeout: How long connecting may take, and each call of the group.
-        host: This process's own address, where the others can reach it; None: gloo's choice.
+        store: The store of all members, used for this group only.
+        rank: The rank of this process among the members.
+        size: The number of members.
+        name: The name of the group.
+        timeout: The time limit for connecting, and for each call of the group.
+        host: The address under which the others can reach this process; None to let gloo choose.
 
     Raises:
-        RuntimeError: They did not all come.
+        RuntimeError: Some members did not come.
     """
     kind = dist.ProcessGroup.BackendType.GLOO
     group: Any = dist.ProcessGroup(PrefixStore("group", store), rank, size)
@@ -37,17 +37,17 @@ def gloo_group(
 
 
 def gloo_connections(store: Store, rank: int, size: int, timeout: timedelta, **where: str) -> Any:
-    """Connect the members by gloo alone, as a backend that belongs to no group.
+    """Connect the members by gloo alone, and return a backend that belongs to no group.
 
     Args:
-        store: As in ``gloo_group``, and so are the following.
-        rank: Likewise.
-        size: Likewise.
-        timeout: Likewise.
-        where: ``hostname``, this process's own address, or ``interface``; else gloo chooses.
+        store: As in ``gloo_group``.
+        rank: As in ``gloo_group``.
+        size: As in ``gloo_group``.
+        timeout: As in ``gloo_group``.
+        where: ``hostname``, this process's own address, or ``interface``; if neither is given, gloo chooses.
 
     Raises:
-        RuntimeError: They did not all come.
+        RuntimeError: Some members did not come.
     """
     options = _Gloo._Options()
     options._timeout = timeout
@@ -56,4 +56,4 @@ def gloo_connections(store: Store, rank: int, size: int, timeout: timedelta, **w
 
 
 _Gloo: Any = ProcessGroupGloo
-"""Not checked: what stubs say depends on the build of torch."""
+"""The backend class, as ``Any``: its type stubs depend on the build of torch."""

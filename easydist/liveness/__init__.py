@@ -1,1 +1,1 @@
-"""Which ranks are alive, late, stopped or lost, and what they reported last."""
+"""The detection of lost, late and stopped ranks, and the failure reports of ranks."""

@@ -1,4 +1,4 @@
-"""What goes into the protocol of a group, and what comes out of it: plain values."""
+"""The inputs and outputs of a group's protocol, as plain values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from easydist.liveness.report import Report
 
 
 class Why(enum.Enum):
-    """Why a wait is in vain."""
+    """The reasons why a wait cannot succeed."""
 
     REPORTED = enum.auto()
     ENDED = enum.auto()
@@ -20,13 +20,13 @@ class Why(enum.Enum):
 
 
 class Cause(NamedTuple):
-    """Why a wait is in vain.
+    """The cause for which a wait cannot succeed.
 
     Attributes:
-        why: A peer has reported a failure, ended with an exception, or ended; its connection broke; time is over.
-        rank: The peer; -1 where time is over.
-        report: What it has reported.
-        is_earlier: True if it gave up a call that this rank had left before, or has missed.
+        why: A peer has reported a failure, ended with an exception, or ended; its connection broke; or time is over.
+        rank: The rank of the peer; -1 if time is over.
+        report: The peer's failure report.
+        is_earlier: True if the peer gave up a call that this rank had left before, or has missed.
     """
 
     why: Why
@@ -36,14 +36,15 @@ class Cause(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """What is to be heard of another rank in one look.
+    """The observations about another rank in one look.
 
     Attributes:
-        rank: In the group.
+        rank: The rank in the group.
         report: Its failure report.
-        is_ours: True if the report is about this group; None: the rank has not been met, and this is the group's store.
-        has_ended: Its process has ended.
-        has_finished: It has left this rank's call, and sent all of it before.
+        is_ours: True if the report is about this group; None if the rank has not been met: its report is from the
+            group's store.
+        has_ended: True if its process has ended.
+        has_finished: True if it has left this rank's call after sending all its data.
     """
 
     rank: int
@@ -54,7 +55,7 @@ class Heard(NamedTuple):
 
 
 class Parting(enum.Enum):
-    """What a rank that gives up has to do."""
+    """The duties of a rank that gives up."""
 
     NOTHING = enum.auto()
     DISCONNECT = enum.auto()
@@ -76,13 +77,13 @@ class Do(enum.Enum):
 
 
 class Announced(NamedTuple):
-    """What a rank tells the others while it meets them.
+    """The announcement of a rank to the others during a meeting.
 
     Attributes:
-        at: The call that it is in.
-        attempt: Counts its meetings, so that ranks connect in the same one.
-        partner: The only other rank in its call; None: all take part.
-        turns: Partners, and how many calls with each it has begun since the last one of all ranks.
+        at: The call that the rank is in.
+        attempt: The number of its meetings so far, so that ranks connect in the same one.
+        partner: The only other rank in its call; None if all ranks take part.
+        turns: The partners, each with the number of calls begun with it since the last call of all ranks.
     """
 
     at: float
@@ -92,10 +93,10 @@ class Announced(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What the ranks that were asked have announced.
+    """The announcements of the ranks that were asked.
 
     Attributes:
-        announced: By rank.
+        announced: The announcements by rank.
         is_passed: True if this meeting is over, and the next one has begun.
     """
 
@@ -104,14 +105,14 @@ class Answer(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a rank does next while it meets the others.
+    """The next step of a rank that meets the others.
 
     Attributes:
-        do: Write what is ``told`` for the others; read what ``ranks`` have announced; end the wait for ``ranks`` if it
-            is in vain; raise what any rank has reported; notice signals; raise, as the others have given the call up;
-            say that this rank is in another call; wait a moment.
-        told: What is announced.
-        ranks: Those asked, or awaited.
+        do: In the order of ``Do``: write ``told`` for the others; read the announcements of ``ranks``; end the wait for
+            ``ranks`` if it cannot succeed; raise the failure that any rank has reported; notice signals; raise, because
+            the others have given the call up; record that this rank is in another call; wait a moment.
+        told: The announcement to write.
+        ranks: The ranks to ask, or to wait for.
     """
 
     do: Do

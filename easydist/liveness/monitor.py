@@ -1,8 +1,8 @@
-"""When a wait ends although not all ranks have come: lost, late and interrupted ranks of one group.
+"""The monitor of one group: it ends waits for ranks that are lost, late or interrupted.
 
-While a call waits, ``guard`` is called again and again, and ends the wait if the awaited ranks can no longer come. The
-rank then posts a failure report, on its page for its own host and in the store for other hosts, so that every rank
-raises the same kind of error. ARCHITECTURE.md states the rules ("Liveness").
+While a call waits, it calls ``guard`` repeatedly, which ends the wait if the awaited ranks can no longer come. The rank
+then posts a failure report, on its page for its own host and in the store for other hosts, so that every rank raises
+the same kind of error. ARCHITECTURE.md states the rules ("Liveness").
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from easydist.liveness.timed_store import TimedStore
 
 _log = logging.getLogger("easydist")
 WARN_AFTER = float(os.environ.get("EASYDIST_WARN_AFTER", "30"))
-"""Seconds after which a wait is mentioned in the log."""
+"""Seconds after which a wait is logged."""
 
 _LOOK_EVERY = 0.005
-"""Seconds between two looks for the reason why a connection broke."""
+"""Seconds between two checks for the reason why a connection broke."""
 
 
 class Monitor(GroupStatus):
-    """Looks after the waits of one group's calls.
+    """The monitor of the waits in one group's calls.
 
     Args:
-        rank: This process in the group.
-        size: How many processes the group has.
-        timeout: Seconds that a call may take unless it says otherwise.
-        store: Where ranks of other hosts leave their failure reports.
-        name: The group's.
+        rank: The rank of this process in the group.
+        size: The number of processes in the group.
+        timeout: Seconds that a call may take, unless the call sets its own limit.
+        store: The store for failure reports between hosts.
+        name: The name of the group.
 
     Attributes:
         disconnect: Breaks this process's connections of the group, so that waits in C++ end.
-        waits_in_memory: True if the group's ranks share memory, so that all of them look around while they wait.
+        waits_in_memory: True if the group's ranks share memory, so that each of them checks the others while it waits.
     """
 
     def __init__(self, rank: int, size: int, timeout: float, store: TimedStore | None = None, name: str = "") -> None:
@@ -55,13 +55,13 @@ class Monitor(GroupStatus):
         """Begin a call.
 
         Args:
-            operation: Its name.
+            operation: The name of the operation.
             site: The caller's file and line.
-            timeout: Seconds; None is the group's.
-            peer: The only other rank that takes part; such calls are not counted. None: all do.
+            timeout: The time limit in seconds; None for the group's.
+            peer: The only other rank that takes part; such calls are not counted. None if all ranks take part.
 
         Raises:
-            RemoteError: That rank has left this call long ago.
+            RemoteError: ``peer`` had left this call before the ranks met last.
         """
         now = time.monotonic()
         may_have_missed = self.begin_call(now, self.timeout if timeout is None else timeout, WARN_AFTER, peer)
@@ -74,7 +74,7 @@ class Monitor(GroupStatus):
             self.broken = self.error_of(cause, ())
 
     def end(self, is_done: bool = True) -> None:
-        """End the call; unless ``is_done``, this rank has not sent all that others wait for."""
+        """End the call; ``is_done`` is False if this rank has not sent all the data that others wait for."""
         now = time.monotonic()
         self.end_call(now)
         if self._page is not None:
@@ -86,15 +86,15 @@ class Monitor(GroupStatus):
         return self.time_left(time.monotonic())
 
     def guard(self, awaited: Sequence[int], waited: float = 0.0) -> None:
-        """End the wait where it is in vain.
+        """End the wait if it cannot succeed.
 
         Args:
             awaited: The ranks that have not come yet, as far as that is known.
-            waited: Seconds so far.
+            waited: Seconds waited so far.
 
         Raises:
-            PeerLostError: One of them has ended.
-            RemoteError: One of them has ended with an exception, or was interrupted.
+            PeerLostError: An awaited rank has ended.
+            RemoteError: A rank has ended with an exception, was interrupted, or failed.
             CollectiveTimeout: The call's time is over.
         """
         self.raise_if_broken()
@@ -103,16 +103,16 @@ class Monitor(GroupStatus):
         self.raise_if_broken()
 
     def begin_wait(self) -> None:
-        """Begin a wait in C++, which the watchdog looks after."""
+        """Begin a wait in C++, which the watchdog monitors."""
         self.waits += 1
 
     def end_wait(self) -> None:
         """End a wait in C++."""
-        with self._lock:  # what the watchdog finds out about a wait breaks no later one
+        with self._lock:  # so that a finding of the watchdog about this wait does not break a later one
             self.waits += 1
 
     def check_wait(self, wait: int) -> None:
-        """End the wait of a thread in C++ where it is in vain; the watchdog calls this, and the thread raises.
+        """End the wait of a thread in C++ if it cannot succeed; the watchdog calls this, and the thread raises.
 
         Args:
             wait: The value of ``waits`` in that wait.
@@ -121,7 +121,7 @@ class Monitor(GroupStatus):
             self.give_up(error, wait=wait)
 
     def _in_vain(self, awaited: Sequence[int]) -> EasydistError | None:
-        """Return why the wait is in vain; None if it is not."""
+        """Return the error because of which the wait cannot succeed; None if it still can."""
         cause = self.look(self._heard(awaited))
         now = time.monotonic()
         if cause is None and self.listens(now):
@@ -141,19 +141,22 @@ class Monitor(GroupStatus):
             yield self.hear(peer)
 
     def _heard_from_afar(self) -> Iterator[Heard]:
-        """What ranks of other hosts report: a connection does not break while a forked child holds it, too."""
+        """Yield the reports of ranks on other hosts.
+
+        A broken connection is not enough to notice that they failed: it stays up while a forked child holds it open.
+        """
         for report in self._read_log():
             if report.is_about(self.number):
                 yield self.hear(self.peers[report.by], remote=True, logged=report)
 
     def check_reports(self, remote: bool = True) -> None:
-        """Raise if another rank has given the call up.
+        """Raise an error if another rank has given the call up.
 
         Args:
-            remote: True to look into the store, too.
+            remote: True to read the store, too.
 
         Raises:
-            EasydistError: As that rank has reported.
+            EasydistError: The error that the rank has reported.
         """
         if (cause := self.check(self._heard_of_call(remote))) is not None:
             self.give_up(self.error_of(cause, ()))
@@ -167,21 +170,21 @@ class Monitor(GroupStatus):
             yield self.hear(self.peers[report.by], remote=True, logged=report)
 
     def raise_if_broken(self) -> None:
-        """Raise what ended the group's exchanges."""
+        """Raise the error that ended the group's exchanges, if there is one."""
         if self.broken is not None:
             raise again(self.broken)
 
     def detach(self) -> None:
-        """Forget the connections: the group is no more."""
+        """Drop the references to the connections of a destroyed group."""
         self.disconnect = self.sync_signals = nothing
 
     def begin_reconnecting(self) -> EasydistError | None:
-        """Make the phase odd; return what has broken the old connections."""
+        """Make the phase odd; return the error that broke the old connections."""
         with self._lock:
             return self.begin_meeting()
 
     def give_up_for_others(self) -> None:
-        """Give the call up, as the others have, who are in a later one.
+        """Give the call up, because the other ranks have given it up and are in a later one.
 
         Raises:
             RemoteError: Always.
@@ -190,19 +193,19 @@ class Monitor(GroupStatus):
         self.raise_if_broken()
 
     def move(self) -> None:
-        """Say that this rank is in another call."""
+        """Write to the page that this rank is in another call."""
         if self._page is not None:
             self._page.begin(self.entry, self._place, time.monotonic(), self.number)
 
     def give_up(self, error: EasydistError, kind: str = "", wait: int | None = None) -> None:
-        """Leave the group's exchanges, and tell all other ranks why.
+        """Leave the group's exchanges, and report the reason to all other ranks.
 
         Args:
-            error: Why.
-            kind: Of the report; empty: what follows from the error's type.
-            wait: Do nothing if this wait in C++ has ended; None: give up in any case.
+            error: The reason.
+            kind: The kind of the report; empty to derive it from the error's type.
+            wait: The wait in C++ for which to give up: do nothing if it has ended. None to give up in any case.
         """
-        with self._lock:  # the waiting thread and the watchdog may find out together
+        with self._lock:  # the waiting thread and the watchdog may get here at the same time
             parting = self.leave(error, wait)
             if parting is Parting.TELL:
                 number = self.number_of_report
@@ -212,42 +215,42 @@ class Monitor(GroupStatus):
                 self.disconnect()
 
     def ended_by(self, error: BaseException) -> None:
-        """Leave the call because of an error, and tell all other ranks, unless it comes from them."""
+        """Leave the call because of an error, and report it to all other ranks, unless it comes from them."""
         if isinstance(error, Exception):
             self.failed(error)
         else:
             self.interrupted(error)
 
     def interrupted(self, error: BaseException, wait: int | None = None) -> None:
-        """Leave a call in the middle because of Ctrl-C or the like; do nothing if the wait has ended."""
-        self.sync_signals()  # now, as part of this call
+        """Leave a call before its end because of Ctrl-C or the like; do nothing if the wait has ended."""
+        self.sync_signals()  # now, so that the signal counts for this call
         text = texts.interrupted(self.operation, self.rank, error, self.advice.failed)
         self.give_up(RemoteError(text), INTERRUPT, wait)
 
     def failed(self, error: Exception) -> None:
-        """Leave a call in the middle because of an error of this rank."""
+        """Leave a call before its end because of an error of this rank."""
         self.give_up(RemoteError(texts.failed(self.operation, self.rank, error, self.advice.failed)))
 
     def post_exception(self, text: str) -> None:
-        """Tell the others that this process ends with an exception.
+        """Report to the others that this process ends with an exception.
 
         Args:
-            text: The exception's.
+            text: The text of the exception.
         """
         self.post(EXCEPTION, text, self.number_of_report)
 
     def explain(self, error: Exception, rank: int) -> EasydistError:
-        """Return the error that says why the connection to a rank broke."""
+        """Return an error that explains why the connection to a rank broke."""
         if self.broken is None:
             self.give_up(self._cause(error, self.peers[rank]))
-        with self._lock:  # the watchdog may be giving up, too
+        with self._lock:  # the watchdog may be giving up at the same time
             assert self.broken is not None
             return again(self.broken)
 
     def unconnected(self, seconds: float) -> EasydistError:
-        """Return the error of ranks that have met, but were not connected in time: one has left again."""
+        """Return the error for ranks that have met but were not connected in time, because one has left again."""
         everyone = list(self.peers)
-        why = self._in_vain(everyone) or self._in_vain(everyone)  # who has ended is lost at the second look
+        why = self._in_vain(everyone) or self._in_vain(everyone)  # an ended rank counts as lost at the second look
         self.give_up(why or self.late(everyone, seconds))
         assert self.broken is not None
         return again(self.broken)
@@ -261,7 +264,8 @@ class Monitor(GroupStatus):
         try:
             next(looks)
             while True:
-                is_cut_off = self._has_remote_peers() and self._is_cut_off  # it may have heard what is not heard here
+                # If the store is silent here, the peer may have read a report there that this rank cannot read now.
+                is_cut_off = self._has_remote_peers() and self._is_cut_off
                 looks.send((time.monotonic(), is_cut_off, self._heard_by_all(broken)))
                 time.sleep(_LOOK_EVERY)
         except StopIteration as end:
@@ -276,7 +280,7 @@ class Monitor(GroupStatus):
 
 
 def again(error: EasydistError) -> EasydistError:
-    """A copy, to be raised on its own."""
+    """Return a copy of an error, which is raised separately."""
     copy = type(error)(*error.args)
     vars(copy).update(vars(error))
     return copy

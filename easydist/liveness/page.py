@@ -1,15 +1,15 @@
-"""A page on which a process says what it is doing, for its peers on the same host and for ``easydist top`` to read.
+"""The page of a process: shared memory with its state, for peers on the same host and for ``easydist top``.
 
-The page has no name: peers open it through ``/proc/<pid>/fd``, so that nothing can stay behind, and that a peer finds
-the page's 16 random bytes there proves that the pid means the same process for both. Reading and writing are not
-synchronised: the texts are for people, the numbers are single words.
+The page has no name: peers open it through ``/proc/<pid>/fd``, so no file can be left behind. If a peer finds the
+page's 16 random bytes there, the pid means the same process for both. Reading and writing are not synchronised: the
+texts are for people, and the numbers are single words.
 
 ======  =====================================================================
 bytes   content
 ======  =====================================================================
 0       16 random bytes
-16      three u64: the pid, as the process knows it; how many entries have been used; the entry of the last call, plus 1
-40      two u64: the signal on which the process writes its stacks, the descriptor of the file; 0 where it does not
+16      three u64: the pid, as the process knows it; the number of entries used; the entry of the last call, plus 1
+40      two u64: the signal on which the process writes its stacks, the descriptor of the file; 0 if it does not
 512     length of the failure report, u64; the failure report
 32768   the entries: 2048 bytes for each group
 ======  =====================================================================
@@ -19,10 +19,10 @@ bytes   content of an entry
 ======  =====================================================================
 0       number of the last call of all ranks
 8       1 inside that call, 0 after it
-16      when the call under way began, or when the last one ended: double, the seconds of the monotonic clock
+16      the time when the current call began, or the last one ended: double, seconds of the monotonic clock
 24      1 in a call of all ranks, 2 + r in a call with rank r alone, 0 outside of calls
 32      length of the place, u64; the place of the last call (operation, call, file and line)
-640     length of the description, u64; who this is in which group, as JSON
+640     length of the description, u64; the first four fields of ``Membership``, as JSON
 1024    the register for recovering the group, twice: number of the version, CRC, length, text
 ======  =====================================================================
 """
@@ -42,7 +42,7 @@ from typing import NamedTuple
 
 from easydist.liveness import stacks
 
-_NBYTES = 1 << 21  # of which the system provides what has been touched
+_NBYTES = 1 << 21  # the system allocates only the parts that have been touched
 _REPORT, _ENTRIES, _ENTRY_NBYTES = 512, 1 << 15, 1 << 11
 _PLACE, _DESCRIPTION, _REGISTER = 32, 640, 1024
 _VERSION_NBYTES = (_ENTRY_NBYTES - _REGISTER) // 2
@@ -51,7 +51,7 @@ _ENTRY_COUNT = (_NBYTES - _ENTRIES) // _ENTRY_NBYTES
 _LONGEST = _DESCRIPTION - _PLACE - 8
 _SINCE_AND_PARTNER, _SINCE_TO_PLACE = struct.Struct("dq"), struct.Struct("dqQ")
 _PID, _USED, _LAST, _SIGNAL, _STACKS = 2, 3, 4, 5, 6
-"""Words of the page."""
+"""Indices of 8-byte words of the page."""
 
 
 class Membership(NamedTuple):
@@ -59,14 +59,14 @@ class Membership(NamedTuple):
 
     Attributes:
         group: The group's name.
-        meeting: Equal for all ranks of a group that have met; empty before.
-        rank: The process in the group.
-        size: How many processes the group has.
-        number: Of its last call of all ranks, 0 before the first.
+        meeting: A text that is equal for all ranks of a group that have met; empty before.
+        rank: The rank of the process in the group.
+        size: The number of processes in the group.
+        number: The number of its last call of all ranks, 0 before the first.
         place: Operation, call, file and line of its last call; empty before the first.
         is_in_call: True if a call is under way.
-        peer: The only other rank in that call; None: all take part.
-        since: When that call began, or when the last one ended; seconds of the monotonic clock.
+        peer: The only other rank in that call; None if all ranks take part.
+        since: The time when that call began, or when the last one ended; seconds of the monotonic clock.
     """
 
     group: str
@@ -90,7 +90,7 @@ class _Page:
         return self._memory[start + 8 : start + 8 + length].decode(errors="replace")
 
     def _versions(self, entry: int) -> tuple[int, str]:
-        """The last whole version of a register, and its number; 0 where there is none."""
+        """Return the number and the text of a register's last complete version; number 0 if there is none."""
         return max(self._version(_start(entry) + _REGISTER + half * _VERSION_NBYTES) for half in (0, 1))
 
     def _version(self, start: int) -> tuple[int, str]:
@@ -117,12 +117,12 @@ class OwnPage(_Page):
         ('gather, call 1, at train.py:30', 1, False)
 
     Attributes:
-        address: What a peer needs to attach: pid, file descriptor, the random bytes as text.
+        address: The arguments for a peer to attach: pid, file descriptor, the random bytes as text.
     """
 
     def __init__(self) -> None:
         self._descriptor = os.memfd_create("easydist", os.MFD_CLOEXEC)
-        os.fchmod(self._descriptor, 0o600)  # it says where the program is, and what its exceptions say
+        os.fchmod(self._descriptor, 0o600)  # the page reveals the program's paths and the texts of its exceptions
         os.ftruncate(self._descriptor, _NBYTES)
         super().__init__(mmap.mmap(self._descriptor, _NBYTES))
         self._memory[:16] = token = secrets.token_bytes(16)
@@ -133,7 +133,7 @@ class OwnPage(_Page):
         self._free: list[int] = []
 
     def new_entry(self) -> int:
-        """Room for the calls of one more group; -1 where there is none."""
+        """Return a cleared entry for the calls of one more group; -1 if the page is full."""
         entry = self._free.pop() if self._free else next(self._entries)
         if entry >= _ENTRY_COUNT:
             return -1
@@ -143,30 +143,30 @@ class OwnPage(_Page):
         return entry
 
     def free_entry(self, entry: int) -> None:
-        """A group is no more."""
+        """Free the entry of a destroyed group."""
         if entry >= 0:
             self._write(_start(entry) + _DESCRIPTION, _start(entry) + _REGISTER, b"")
             self._free.append(entry)
 
     def describe(self, entry: int, *who: str | int) -> None:
-        """Say which rank of which group an entry is about.
+        """Write which rank of which group an entry is about.
 
         Args:
-            entry: The group's.
+            entry: The entry of the group.
             *who: The first four fields of ``Membership``.
         """
         if entry >= 0:
             self._write(_start(entry) + _DESCRIPTION, _start(entry) + _REGISTER, json.dumps(who).encode())
 
     def begin(self, entry: int, place: bytes, now: float, number: int | None = None, peer: int | None = None) -> None:
-        """A call begins.
+        """Record that a call begins.
 
         Args:
-            entry: The group's.
+            entry: The entry of the group.
             place: Operation, call, file and line.
             now: The time of the monotonic clock.
-            number: Of the call; None where it is not counted.
-            peer: The only other rank that takes part; None: all do.
+            number: The number of the call; None if it is not counted.
+            peer: The only other rank that takes part; None if all ranks do.
         """
         if entry < 0:
             return
@@ -174,12 +174,13 @@ class OwnPage(_Page):
         head = _SINCE_TO_PLACE.pack(now, 1 if peer is None else 2 + peer, len(place))
         self._memory[start + 16 : start + 40 + len(place)] = head + place
         if number is not None:
-            words[(start >> 3) + 1] = 1  # first: a rank that is not inside the call of its number has finished it
+            # Before the number: readers take a rank that is not inside the call of its number for finished.
+            words[(start >> 3) + 1] = 1
             words[start >> 3] = number
         words[_LAST] = entry + 1
 
     def end(self, entry: int, now: float, is_done: bool = True) -> None:
-        """The call that began last has ended; unless ``is_done``, its number counts as under way."""
+        """Record that the last call has ended; unless ``is_done``, its number still counts as under way."""
         if entry < 0:
             return
         start = _ENTRIES + entry * _ENTRY_NBYTES
@@ -188,14 +189,14 @@ class OwnPage(_Page):
         _SINCE_AND_PARTNER.pack_into(self._memory, start + 16, now, 0)
 
     def set_register(self, entry: int, text: str) -> None:
-        """Write the register of a group; whoever reads it finds this text or the one before, whole.
+        """Write the register of a group; a reader gets this text or the previous one, never a mixture.
 
         Args:
-            entry: The group's.
-            text: Not empty.
+            entry: The entry of the group.
+            text: The text, which is not empty.
 
         Raises:
-            ValueError: It is too long.
+            ValueError: The text is too long.
 
         Example:
             >>> page = OwnPage()
@@ -208,13 +209,13 @@ class OwnPage(_Page):
         if len(data := text.encode()) > _VERSION_NBYTES - _VERSION.size:
             raise ValueError(f"a register of {len(data)} bytes does not fit a page: the group has too many ranks")
         number = self._versions(entry)[0] + 1
-        start = _start(entry) + _REGISTER + number % 2 * _VERSION_NBYTES  # the other half stays as it is
+        start = _start(entry) + _REGISTER + number % 2 * _VERSION_NBYTES  # the other half keeps the previous version
         self._memory[start : start + _VERSION.size + len(data)] = (
             _VERSION.pack(number, zlib.crc32(data, number), len(data)) + data
         )
 
     def set_report(self, text: str) -> None:
-        """Leave a failure report."""
+        """Write a failure report."""
         self._write(_REPORT, _ENTRIES, text.encode(errors="replace"))
 
 
@@ -223,7 +224,7 @@ class PeerPage(_Page):
 
     @classmethod
     def attach(cls, pid: int, descriptor: int, token: str) -> PeerPage | None:
-        """The page of process ``pid``; None where it is not to be seen: another host, container or user."""
+        """Return the page of process ``pid``; None if it is inaccessible (another host, container or user)."""
         page = cls._open(f"/proc/{pid}/fd/{descriptor}")
         return page if page is not None and page._memory[:16].hex() == token else None
 
@@ -239,7 +240,7 @@ class PeerPage(_Page):
 
     @classmethod
     def find(cls, pid: int) -> PeerPage | None:
-        """Search for the page of process ``pid`` among the files that it has open; None where it has none to be seen.
+        """Return the page of process ``pid``, found among its open files; None if it has none, or none accessible.
 
         Example:
             >>> page = OwnPage()
@@ -253,15 +254,15 @@ class PeerPage(_Page):
         except OSError:
             return None
         pages = [cls._open(f"/proc/{pid}/fd/{name}") for name in names]
-        # A forked child has its parent's page, too.
+        # A forked child has its parent's page open, too.
         return next((page for page in pages if page is not None and page._words[_PID] == int(own)), None)
 
     def stacks(self) -> tuple[int, int] | None:
-        """The signal on which the process writes its stacks, and the file's descriptor; None: it has not agreed."""
+        """Return the signal on which the process writes its stacks, and the file's descriptor; None if it does not."""
         return (self._words[_SIGNAL], self._words[_STACKS]) if self._words[_SIGNAL] else None
 
     def memberships(self) -> list[Membership]:
-        """The groups of the process, and where it is in each."""
+        """Return the memberships of the process: each of its groups, and its state there."""
         found = [self._membership(entry) for entry in range(min(self._words[_USED], _ENTRY_COUNT))]
         return [membership for membership in found if membership is not None]
 
@@ -269,7 +270,7 @@ class PeerPage(_Page):
         start = _start(entry)
         try:
             group, meeting, rank, size = json.loads(self._text(start + _DESCRIPTION, start + _REGISTER))
-        except (TypeError, ValueError):  # of no group, or read while it was being written
+        except (TypeError, ValueError):  # a free entry, or read while it was being written
             return None
         since, partner = _SINCE_AND_PARTNER.unpack_from(self._memory, start + 16)
         peer = partner - 2 if partner > 1 else None
@@ -277,7 +278,7 @@ class PeerPage(_Page):
         return Membership(group, meeting, rank, size, number, self._place(entry), partner > 0, peer, since)
 
     def place(self) -> str:
-        """Where the process was last: operation, call number, file and line; empty before the first call."""
+        """Return the place of the last call: operation, call number, file and line; empty before the first call."""
         last = self._words[_LAST]
         return self._place(last - 1) if 0 < last <= _ENTRY_COUNT else ""
 
@@ -285,29 +286,29 @@ class PeerPage(_Page):
         return self._text(_start(entry) + _PLACE, _start(entry) + _DESCRIPTION)
 
     def report(self) -> str:
-        """Its failure report as JSON; empty where there is none."""
+        """Return the failure report of the process as JSON; empty if there is none."""
         return self._text(_REPORT, _ENTRIES)
 
     def register(self, entry: int) -> str:
-        """Its register of a group; empty where it has written none."""
+        """Return the register of a group; empty if the process has written none."""
         return self._versions(entry)[1] if entry >= 0 else ""
 
     def number(self, entry: int) -> int | None:
-        """The number of its last call in a group; None where that is not known."""
+        """Return the number of the last call in a group; None if it is not known."""
         return self._words[_start(entry) >> 3] if entry >= 0 else None
 
     def is_inside(self, entry: int) -> bool:
-        """True if it is inside that call."""
+        """True if the process is inside its last call in a group."""
         return entry >= 0 and bool(self._words[(_start(entry) >> 3) + 1])
 
 
 def _start(entry: int) -> int:
-    """The first byte of an entry."""
+    """Return the offset of an entry."""
     return _ENTRIES + entry * _ENTRY_NBYTES
 
 
 def own_page() -> OwnPage | None:
-    """The page of this process, made at the first call; None where the system has no such memory."""
+    """Return the page of this process, made at the first call; None if the system does not support such memory."""
     return _own_page(os.getpid())
 
 
@@ -315,6 +316,6 @@ def own_page() -> OwnPage | None:
 def _own_page(pid: int) -> OwnPage | None:  # a forked child has its own
     if not hasattr(os, "memfd_create"):
         return None
-    with contextlib.suppress(OSError):  # a sandbox does without
+    with contextlib.suppress(OSError):  # a sandbox may forbid it; the process then has no page
         return OwnPage()
     return None

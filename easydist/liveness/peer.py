@@ -1,4 +1,4 @@
-"""Another process of a group: whether it is there, and what it was doing."""
+"""A view of another process of a group: its life and its last call."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from easydist.liveness.report import Report
 from easydist.liveness.rules import has_finished
 
 RECORD_NBYTES = 512
-"""The length of what each process tells its peers about itself."""
+"""The length of the record that each process sends its peers about itself."""
 
 
 def host_id() -> str:
-    """What is equal for processes that may share memory; a hint, which attaching has to prove."""
+    """Return a text that is equal for processes that may share memory. It is a hint: attaching has to prove it."""
     return os.environ.get("EASYDIST_HOST_ID") or _host_id()
 
 
 @functools.cache
 def _host_id() -> str:
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        # What another container calls process 7 is not the process 7 that is seen from here.
+        # A pid means a different process in another pid namespace.
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()
 
 
 def record(page: OwnPage | None, entry: int, shares: bool) -> bytes:
-    """What this process tells its peers about itself; ``shares``: it would use shared memory."""
+    """Return the record about this process for its peers; ``shares`` is True if it would use shared memory."""
     address = page.address if page else (os.getpid(), -1, "")
     text = json.dumps([time.monotonic(), socket.gethostname()[:200], host_id()[:100], shares, entry, *address])
     return text.encode().ljust(RECORD_NBYTES)
 
 
 def by_host(records: Sequence[bytes]) -> list[list[int]]:
-    """The ranks of each host, as far as they say; each is alone unless all of them would use shared memory.
+    """Return the ranks of each host by their records; each rank is alone unless all would use shared memory.
 
     Example:
         >>> with_shared_memory = [record(None, 0, True) for _ in range(3)]
@@ -62,14 +62,14 @@ _FIELDS = (float, str, str, bool, int, int, int, str)
 
 
 def _parsed(told: bytes) -> Any:
-    """What ``record`` has written.
+    """Return the fields of a record.
 
     Raises:
-        WireError: It has not.
+        WireError: ``record`` did not write it.
     """
     try:
         fields = json.loads(told)
-    except (ValueError, RecursionError):  # also of the decoder of UTF-8
+    except (ValueError, RecursionError):  # ValueError also comes from the UTF-8 decoder
         fields = None
     if not isinstance(fields, list) or tuple(map(type, fields)) != _FIELDS:
         raise WireError("what it tells of its process is damaged, or from another version of easydist")
@@ -77,17 +77,17 @@ def _parsed(told: bytes) -> Any:
 
 
 class Peer:
-    """Another process of a group, as far as it can be seen from here.
+    """Another process of a group, as far as this process can observe it.
 
     Args:
-        rank: In the group.
-        told: What it told of itself (``record``); None: nothing yet.
+        rank: Its rank in the group.
+        told: Its record (``record``); None if it has not arrived yet.
 
     Attributes:
-        rank: In the group.
-        host: The name of its host; None where it has not told.
-        pid: Its process on that host, likewise.
-        shares_pages: True if it has told that it is on this host, and has a page.
+        rank: Its rank in the group.
+        host: The name of its host; None without a record.
+        pid: Its process id on that host; None without a record.
+        shares_pages: True if, by its record, it is on this host and has a page.
     """
 
     def __init__(self, rank: int, told: bytes | None = None) -> None:
@@ -113,7 +113,7 @@ class Peer:
 
     @property
     def is_visible(self) -> bool:
-        """True if it is on this host, so that its page and its process can be seen."""
+        """True if this process can read its page and observe its process, which is on this host."""
         return self._page is not None
 
     def has_ended(self) -> bool:
@@ -129,13 +129,13 @@ class Peer:
         return not psutil.pid_exists(self.pid) or psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
 
     def is_gone(self) -> bool:
-        """True if its process has ended, also if that was before this one could look after it."""
+        """True if its process has ended, even if it did so before this process could attach to it."""
         if self._page is None:
             return self.shares_pages and not os.path.exists(f"/proc/{self.pid}")
         return self.has_ended()
 
     def exit_status(self) -> int | None:
-        """How it ended, negative for a signal; None where its parent has asked already, so that nobody knows."""
+        """Return its exit status, negative for a signal; None if its parent has already collected it."""
         with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{self.pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
             if fields[0] in "ZX":
@@ -143,37 +143,37 @@ class Peer:
         return None
 
     def number(self) -> int | None:
-        """The number of its last call in the group; None where that is not to be seen."""
+        """Return the number of its last call in the group; None if it is not visible."""
         return self._page.number(self._entry) if self._page else None
 
     def has_finished(self, number: int) -> bool:
-        """True if it is known to have left the call of this number, so that all that it sent is on its way."""
+        """True if it is known to have left the call of this number, so that all its data has been sent."""
         if self._page is None or (last := self._page.number(self._entry)) is None:
             return False
         return has_finished(number, last, self._page.is_inside(self._entry))
 
     def is_same_group(self, entry: int) -> bool:
-        """True if what it says under this entry is about the group in which it is this peer."""
+        """True if an entry of its page is that of the group to which this peer belongs."""
         return entry == self._entry >= 0
 
     def place(self) -> str:
-        """Where it was last; empty where that is not to be seen."""
+        """Return the place of its last call; empty if it is not visible."""
         return self._page.place() if self._page else ""
 
     def register(self) -> str:
-        """Its register for recovering the group; empty where it has written none that can be seen."""
+        """Return its register for recovering the group; empty if it has written none, or none visible."""
         return self._page.register(self._entry) if self._page else ""
 
     def report(self) -> Report | None:
-        """Its failure report, where it has left one on its page since the group was made."""
+        """Return its failure report, if it has left one on its page since the group was made; else None."""
         return self.recent(Report.from_json(self._page.report())) if self._page else None
 
     def recent(self, report: Report | None) -> Report | None:
-        """The report, unless it is older than the group; both times are of its own monotonic clock."""
+        """Return the report, or None if it is older than the group; both times are of the peer's monotonic clock."""
         return report if report is None or report.time >= self._born else None
 
     def condition(self, even_if_well: bool = True) -> str:
-        """What the system says about the process; nothing where it is well, unless that is asked for."""
+        """Return the system's view of the process as text; empty if it is well, unless ``even_if_well``."""
         if not self.is_visible:
             return ""
         import psutil

@@ -1,9 +1,10 @@
-"""The rules by which the ranks of a group keep their calls in step, give one up, and connect again.
+"""The rules by which the ranks of a group keep their calls in step, give one up, and reconnect.
 
-Pure: no I/O, no clock, no thread. Events come in as method calls, with the time as a number and what other ranks say
-as ``Heard``; what follows comes out as values: why a wait is in vain (``Cause``), what giving up demands (``Parting``),
-and the steps of a meeting (``Step``). ``Monitor`` and ``groups/`` carry them between ranks; ``tests/protocol`` plays
-the same code against a simulated world. ARCHITECTURE.md states the rules ("Liveness").
+The module does no I/O and uses no clock and no thread. Events come in as method calls, with the time as a number and
+observations about other ranks as ``Heard``. The results are values: the cause for which a wait cannot succeed
+(``Cause``), the duties of a rank that gives up (``Parting``), and the steps of a meeting (``Step``). ``Monitor`` and
+``groups/`` carry them between ranks; ``tests/protocol`` runs the same code in a simulated world. ARCHITECTURE.md states
+the rules ("Liveness").
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from easydist.liveness.events import Announced, Answer, Do, Step
 from easydist.liveness.rules import CallProtocol
 
 CONNECTED = 30.0
-"""Seconds in which ranks that have all come are connected."""
+"""Seconds within which ranks that have all come are connected."""
 
 SHORTEST = 0.05
-"""Seconds: gloo takes no limit at all for none."""
+"""The shortest limit for connecting, in seconds: gloo treats a limit of zero as no limit."""
 
 NOTHING = Announced(-1.0, 0)
 
 Meeting = Generator[Step, Answer | None, list[Announced]]
-"""Steps, of which ``ASK`` is answered. Returns what each rank has announced: the same call."""
+"""The steps of a meeting, of which only ``ASK`` is answered. Returns the announcements of all ranks: the same call."""
 
 
 class GroupProtocol(CallProtocol):
-    """One rank's state in the protocol of a group: also how the ranks meet, and connect again."""
+    """One rank's state in the protocol of a group, including how the ranks meet and reconnect."""
 
     def was_left_before(self) -> bool:
         """True if the other rank of this call had begun and left it before the ranks met last."""
@@ -41,16 +42,16 @@ class GroupProtocol(CallProtocol):
         return number > self.number or (number == self.number and other.partner is not None and is_left)
 
     def begin_meeting(self) -> EasydistError | None:
-        """Make the phase odd; return what has broken the old connections."""
+        """Make the phase odd; return the error that broke the old connections."""
         broken, self.broken = self.broken, None
         self.phase |= 1
         self._attempt += 1
         return broken
 
     def meeting(self) -> Meeting:
-        """Meet all ranks in one call: announce this rank's, and every later one that another rank announces.
+        """Meet all ranks in one call: announce this rank's call, and follow any later one that another rank announces.
 
-        A rank that was interrupted in a call which the others have not come to yet is ahead of them.
+        A rank that was interrupted in a call that the others have not reached yet is ahead of them.
         """
         told, last, others = NOTHING, self.at, self._told_nothing()
         while True:
@@ -67,7 +68,7 @@ class GroupProtocol(CallProtocol):
             others = self._still_there(others)
             last = max(one.at for one in others.values())
             if told.at < last:
-                yield Step(Do.LISTEN)  # they may have given up the call that this rank has come to
+                yield Step(Do.LISTEN)  # they may have given up the call in which this rank is
                 yield from self._follow(last)
             elif min(one.at for one in others.values()) < told.at:
                 yield Step(Do.PAUSE)
@@ -84,11 +85,11 @@ class GroupProtocol(CallProtocol):
         return {rank: NOTHING for rank in range(self.size) if rank != self.rank}
 
     def _still_there(self, others: Mapping[int, Announced]) -> dict[int, Announced]:
-        """What other ranks have announced, but for those that have left again: they come with their next call."""
+        """Return the announcements, reset for ranks that have left again: they come back with their next call."""
         return {rank: one if one.attempt > self._over.get(rank, 0) else NOTHING for rank, one in others.items()}
 
     def _follow(self, at: float) -> Generator[Step, Answer | None, None]:
-        """Go on from a call of a higher number, which others are in: only who has missed theirs by Ctrl-C."""
+        """Move on to the later call that others are in; give up instead unless Ctrl-C made this rank miss it."""
         if at > math.ceil(self.at):
             yield Step(Do.NOTICE)
             if not self.was_interrupted:
@@ -100,19 +101,19 @@ class GroupProtocol(CallProtocol):
         yield Step(Do.MOVE)
 
     def connect_limit(self, now: float) -> float:
-        """Seconds that connecting may take: no time, unless a rank has left again."""
+        """Return the seconds that connecting may take; it takes almost none unless a rank has left again."""
         left = self.time_left(now)
         return CONNECTED if left is None else min(max(left, SHORTEST), CONNECTED)
 
     def end_meeting(self) -> None:
-        """Make the phase even: the ranks are connected, and the others wait for what this one has to say."""
+        """Make the phase even: the ranks are connected, and the others wait for this rank's next message."""
         self.broken = self._left_at = None
         self.phase += 1
         self.is_awaited = True
 
 
 def _behind(told: Mapping[int, Announced]) -> list[int]:
-    """The ranks whose call with another one that one has left, and gone on: they raise first."""
+    """Return the ranks in a call with one partner that has left that call and gone on; they raise first."""
     return [rank for rank, one in told.items() if one.partner is not None and _is_past(rank, one, one.partner, told)]
 
 

@@ -1,4 +1,4 @@
-"""The rules by which a rank judges what it hears of the others during its calls, and gives one up; pure."""
+"""The pure rules by which a rank judges its observations of the others during its calls, and gives a call up."""
 
 from __future__ import annotations
 
@@ -9,51 +9,51 @@ from easydist.liveness.events import Announced, Cause, Heard, Parting, Why
 from easydist.liveness.report import EXCEPTION, INTERRUPT, Report
 
 GRACE = 1.5
-"""Seconds in which a process whose connection broke has to end or to leave its failure report."""
+"""Seconds after the loss of its connection in which a process has to end or to post its failure report."""
 
 UNMET_GRACE = 0.5
-"""The same for one that has not been met: its end cannot be seen, and its failure report was in the store before."""
+"""The same for a process that has not been met: its end cannot be seen, and its report was in the store before."""
 
 LISTEN_EVERY = 1.0
-"""Seconds between two looks for what ranks of other hosts say."""
+"""Seconds between two looks for the reports of ranks on other hosts."""
 
 IDLE = 0.05
-"""Seconds without a call after which this process may have missed what its peers said."""
+"""Seconds without a call after which this process may have missed reports of its peers."""
 
 APART = 0.05
-"""Seconds since the last exchange after which others may have come to this one, and given it up."""
+"""Seconds since the last exchange after which others may have come to the current one, and given it up."""
 
 PATIENCE = 0.5
-"""Seconds in which a store that answers at all has answered."""
+"""Seconds within which a store answers, if it answers at all."""
 
 NOT_IN_TIME = float("inf")
 
 Explaining = Generator[float, tuple[float, bool, Iterable[Heard]], Cause]
-"""Yields for how long to go on looking; takes the time, whether the peer could not be heard, and what was heard.
+"""Yields the seconds left for looking. Takes the time, True if the store is silent, and the observations.
 
-Returns why a connection broke.
+Returns the cause for which a connection broke.
 """
 
 
 class CallProtocol:
-    """One rank's state in the protocol of a group: its calls, and what it hears of the others.
+    """One rank's state in the protocol of a group: its calls, and its observations of the others.
 
     Args:
-        rank: This process in the group.
-        size: How many processes the group has.
+        rank: The rank of this process in the group.
+        size: The number of processes in the group.
 
     Attributes:
-        rank: This process in the group.
-        size: How many processes the group has.
-        number: Counts the calls of this group, but for those of two ranks alone.
-        at: The number of the call that began last; between two numbers, if it is of two ranks alone.
-        phase: Rises with every breach of the connections, to an odd number, and with every repair, to an even one.
-        peer: The only other rank that takes part in the call; None: all do.
+        rank: The rank of this process in the group.
+        size: The number of processes in the group.
+        number: The number of calls of all ranks so far; calls between only two ranks are not counted.
+        at: The number of the call that began last; halfway between two numbers for a call between only two ranks.
+        phase: Becomes odd whenever the ranks begin to reconnect, and even once they are connected; it never falls.
+        peer: The only other rank that takes part in the call; None if all ranks do.
         broken: The error that ended the group's exchanges; None while all is well.
-        was_interrupted: True if Ctrl-C has come since the last call ended: this rank may have missed one.
-        is_awaited: True if others wait for what this rank has to send in its call.
+        was_interrupted: True if Ctrl-C has come since the last call ended: this rank may have missed a call.
+        is_awaited: True if others wait for the data that this rank sends in its call.
         is_fresh: True if nothing of this rank's call has been exchanged yet.
-        waits: Even outside of waits in C++; rises with every beginning and end of one.
+        waits: A counter that rises at the beginning and at the end of every wait in C++; even outside of waits.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -63,11 +63,12 @@ class CallProtocol:
         self.broken: EasydistError | None = None
         self.was_interrupted = False
         self.is_awaited, self.is_fresh = False, True
-        self._has_followed = False  # in its call it has taken the number of the others, who were in a later one
-        self._partner: int | None = None  # as peer, also while the call reconnects all ranks
-        self._turn, self._turns = 0, dict[int, int]()  # of calls with the partner since the last one of all ranks
+        self._has_followed = False  # True if this rank, in its call, has moved on to the later call of the others
+        self._partner: int | None = None  # the same as peer, but not reset while the call reconnects all ranks
+        # The number of calls with the partner, and with each partner, since the last call of all ranks.
+        self._turn, self._turns = 0, dict[int, int]()
         self._attempt, self._met = 0, list[Announced]()
-        self._over = dict[int, int]()  # the last attempts to meet which others have left
+        self._over = dict[int, int]()  # for each rank its last meeting attempt that it has left
         self._left_at: float | None = None
         self._seen_ended: set[int] = set()
         self._limit = self._ended = self._exchanged = 0.0
@@ -76,7 +77,7 @@ class CallProtocol:
     # Calls.
 
     def begin_call(self, now: float, limit: float, warn_after: float, peer: int | None = None) -> bool:
-        """Begin a call; returns True if this rank may have missed what the others have reported (``missed``)."""
+        """Begin a call; return True if this rank may have missed reports of the others (see ``missed``)."""
         self.peer = self._partner = peer
         if peer is None:
             self.number += 1
@@ -99,47 +100,50 @@ class CallProtocol:
         self._ended, self.was_interrupted = now, False
 
     def time_left(self, now: float) -> float | None:
-        """Seconds until the call's time is over; None outside of calls."""
+        """Return the seconds until the call's time is over; None outside of calls."""
         return None if self._deadline == NOT_IN_TIME else max(0.0, self._deadline - now)
 
     def exchanged(self, now: float) -> float:
-        """The headers of all ranks have come; returns the seconds since that happened last.
+        """Record that the headers of all ranks have arrived; return the seconds since the previous time.
 
-        After more than ``APART`` any rank may have waited, and given up, before the last one came: what it has sent
-        before is there all the same. The monotonic clock says so, because the wall clock may have been set meanwhile.
+        If that is more than ``APART``, a rank may have waited and given up before the last one came: the headers that
+        it had sent arrive all the same. The clock is the monotonic one, because the wall clock may be set in between.
         """
         before, self._exchanged = self._exchanged, now
         return now - before
 
     def listens_after(self, now: float, apart: float, seems_late: bool) -> bool:
-        """True if reports of other hosts count, too, which take a look into the store.
+        """True if this rank also has to read the reports of other hosts from the store.
 
         Args:
-            now: The time.
-            apart: What ``exchanged`` has returned.
+            now: The current time.
+            apart: The result of ``exchanged``.
             seems_late: True if a rank came late by the wall clocks of the hosts, which may be wrong.
         """
         return seems_late or apart > LISTEN_EVERY or now - (self._deadline - self._limit) > APART
 
     def tells_of(self, is_exception: bool, is_shared: bool) -> bool:
-        """True if the others have to be told of the error that ends this rank's call.
+        """True if this rank has to report the error that ends its call to the others.
 
         Args:
-            is_exception: True if it is an ``Exception``; Ctrl-C is not.
-            is_shared: All ranks raise it.
+            is_exception: True if the error is an ``Exception``; Ctrl-C is not.
+            is_shared: True if all ranks raise the error.
         """
         return not is_shared and (self.is_awaited or not is_exception)
 
     # Looks at the other ranks.
 
     def hinges_on_signals(self, report: Report | None, is_ours: bool | None) -> bool:
-        """True if it matters for this report whether Ctrl-C has reached this process: make sure that it is known."""
+        """True if the meaning of a report depends on whether Ctrl-C has reached this process.
+
+        The caller then has to make sure that this is known before it judges the report.
+        """
         if report is None or not self._is_interrupt_of_this_call(report):
             return False
         return is_ours is not False and self._is_of_this_phase(report)
 
     def judge(self, heard: Heard) -> Cause | None:
-        """Return what a rank's report means for this rank's call; None: nothing."""
+        """Return the cause that a rank's report is for this rank's call; None if it is none."""
         report = heard.report
         if report is None:
             return None
@@ -151,19 +155,19 @@ class CallProtocol:
         is_ours = is_reconnecting or report.number < self.at + 1 if heard.is_ours is None else heard.is_ours
         if not self._is_of_this_phase(report) or not is_ours:
             return None
-        if is_reconnecting and is_earlier:  # about an attempt to reconnect that ended before this one
+        if is_reconnecting and is_earlier:  # the report is about an attempt to reconnect that ended before this one
             self._over[heard.rank] = max(report.attempt, self._over.get(heard.rank, 0))
             return None
         return Cause(Why.REPORTED, heard.rank, report, is_earlier)
 
     def _is_of_this_phase(self, report: Report) -> bool:
-        """True unless the ranks have reconnected since; a rank may also have left while they connected."""
+        """True unless the ranks have reconnected since the report; a rank may also have left while they connected."""
         if report.phase == self.phase - 1 and self._met:
             return report.attempt >= self._met[report.by].attempt
         return report.phase >= self.phase
 
     def _is_earlier(self, report: Report) -> bool:
-        """True if a report is about an earlier call, or one that this rank would have come to but for Ctrl-C."""
+        """True if a report is about an earlier call, or about a call that this rank missed because of Ctrl-C."""
         if self._is_interrupt_of_this_call(report):
             return self.was_interrupted and not self._has_followed
         return report.number < self.at or (report.number == self.at and self._is_of_others(report))
@@ -172,37 +176,40 @@ class CallProtocol:
         return report.kind == INTERRUPT and report.number == self.at and not self._is_of_others(report)
 
     def _is_of_others(self, report: Report) -> bool:
-        """True if a report is about another call between two ranks than this rank's, or an earlier one of the same."""
+        """True if a report is about a call of another pair of ranks, or about an earlier call of this rank's pair."""
         if report.peer is None or self._partner is None:
             return False
         return {report.by, report.peer} != {self.rank, self._partner} or report.turn < self._turn
 
     @property
     def phases(self) -> tuple[int, ...]:
-        """Those whose reports may be about these connections: a rank may have left while the others connected."""
+        """The phases with reports about the current connections: a rank may have left while the others connected."""
         return (self.phase,) if self.phase % 2 or not self.phase else (self.phase, self.phase - 1)
 
     def may_matter(self, report: Report) -> bool:
-        """True unless a report is about connections that are gone."""
+        """True unless a report is about old connections."""
         return report.is_final or report.phase >= self.phase - 1
 
     def look(self, heard: Iterable[Heard]) -> Cause | None:
-        """Return why the wait is in vain, as far as the others say or show it.
+        """Return the cause for which the wait cannot succeed, by the observations of the others; None if there is none.
 
         Args:
-            heard: Of the ranks that are awaited, and of those that have given up this call or an earlier one.
+            heard: The observations of the awaited ranks, and of those that have given up this call or an earlier one.
         """
         return _first((None if self._left_after(one) else self.judge(one)) or self._end_of(one) for one in heard)
 
     def _left_after(self, heard: Heard) -> bool:
-        """True if a rank has left the group for good once it had sent all of this rank's call."""
+        """True if a rank has left the group for good after sending all its data of this rank's call."""
         report = heard.report
         if report is None or not report.is_final or report.peer is not None:
             return False
         return report.number > self.at and report.number % 1 > 0  # outside of calls
 
     def _end_of(self, heard: Heard) -> Cause | None:
-        """The loss of a peer that had ended at the last look, too: what it sent before may have come since then."""
+        """Return the loss of a peer if it had already ended at the previous look.
+
+        One look is not enough: data that the peer sent before its end may have arrived since.
+        """
         if not heard.has_ended:
             return None
         if heard.rank in self._seen_ended:
@@ -211,7 +218,7 @@ class CallProtocol:
         return None
 
     def listens(self, now: float) -> bool:
-        """True if it is time to look into the store, for ranks of other hosts."""
+        """True if it is time to read the reports of other hosts from the store."""
         if now < self._listen_at:
             return False
         self._listen_at = now + LISTEN_EVERY
@@ -222,23 +229,26 @@ class CallProtocol:
         return now >= self._deadline
 
     def warns(self, now: float, warn_after: float) -> bool:
-        """True if it is time to mention the wait."""
+        """True if it is time to log the wait."""
         if now < self._warn_at:
             return False
         self._warn_at = now + warn_after
         return True
 
     def missed(self, heard: Iterable[Heard]) -> Cause | None:
-        """Return why to reconnect, and raise nothing: others have left a call that this rank had ended, or missed."""
+        """Return the cause for reconnecting without an error, or None if there is no need to reconnect.
+
+        The cause is that others have left a call that this rank had ended or missed.
+        """
         cause = _first(self.judge(one) for one in heard)
         return cause if cause is not None and cause.is_earlier else None
 
     def check(self, heard: Iterable[Heard]) -> Cause | None:
-        """Return why the call has been given up by another rank; None if it has not."""
+        """Return the cause for which another rank has given the call up; None if none has."""
         return _first(self.judge(one) for one in heard if not self._has_sent_all(one))
 
     def _has_sent_all(self, heard: Heard) -> bool:
-        """True if a rank had left this call, and not given it up, before it raised, or left the group for good."""
+        """True if a rank completed this call before it raised an exception, or left the group for good."""
         report = heard.report
         if report is None or report.kind != EXCEPTION:
             return self._left_after(heard)
@@ -248,15 +258,15 @@ class CallProtocol:
         """Find out why the connection to a rank broke.
 
         Args:
-            rank: The peer.
-            is_met: True if its process can be looked at.
-            now: The time.
+            rank: The rank of the peer.
+            is_met: True if its process can be observed.
+            now: The current time.
         """
         grace = GRACE if is_met else UNMET_GRACE
         deadline = now + grace
         while now < deadline:
             now, is_cut_off, heard = yield deadline - now
-            if is_cut_off:  # its report may be on its way: a store that is stopped makes nobody lost
+            if is_cut_off:  # its report may still come: a rank is not lost because the store is stopped
                 if self.is_late(now):
                     return Cause(Why.LATE)
                 deadline = now + grace
@@ -272,7 +282,7 @@ class CallProtocol:
 
     @property
     def number_of_report(self) -> float:
-        """What a report of this rank is about: its call; outside of calls, what is before the next one."""
+        """The call that a report of this rank is about: its current call; outside of calls, half a call after it."""
         return self.number + 0.5 if self._deadline == NOT_IN_TIME else self.at
 
     @property
@@ -285,18 +295,18 @@ class CallProtocol:
         """Leave the group's exchanges.
 
         Args:
-            error: Why.
-            wait: Do nothing if this wait in C++ has ended; None: leave in any case.
+            error: The reason.
+            wait: The wait in C++ for which to leave: do nothing if it has ended. None to leave in any case.
         """
         if self.broken is not None or wait not in (None, self.waits):
             return Parting.NOTHING
         self.broken, self._left_at = error, self.number_of_report if self._left_at is None else self._left_at
         error.is_earlier = error.is_earlier and self.is_fresh and not error.is_final
-        return Parting.DISCONNECT if error.is_earlier else Parting.TELL  # earlier: all begin the same call again
+        return Parting.DISCONNECT if error.is_earlier else Parting.TELL  # earlier: all ranks begin the same call again
 
 
 def _first(causes: Iterable[Cause | None]) -> Cause | None:
-    """The first cause; one about this rank's call goes before those about earlier ones."""
+    """Return the first cause about this rank's call, else the first one about an earlier call."""
     earlier = None
     for cause in causes:
         if cause is not None and not cause.is_earlier:
@@ -309,9 +319,9 @@ def has_finished(number: int, last: int, is_inside: bool) -> bool:
     """True if a rank has left a call.
 
     Args:
-        number: Of that call.
+        number: The number of that call.
         last: The number of the rank's last call of all ranks.
-        is_inside: True if it is inside that one.
+        is_inside: True if the rank is inside its last call.
 
     Example:
         >>> has_finished(3, 4, True), has_finished(3, 3, True), has_finished(3, 3, False)

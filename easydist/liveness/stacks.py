@@ -1,6 +1,6 @@
-"""Stacks for those who look at a process that hangs: it agrees by the variable ``EASYDIST_STACK_SIGNAL``.
+"""The stacks of a process that hangs, if it has enabled them by the variable ``EASYDIST_STACK_SIGNAL``.
 
-On the signal, faulthandler writes the stacks of all threads to a nameless file, also where the process is stuck in C.
+On the signal, faulthandler writes the stacks of all threads to a nameless file, even if the process is stuck in C.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _log = logging.getLogger("easydist")
 
 
 def agree() -> tuple[int, int]:
-    """Write stacks whenever the signal comes that the variable names, such as ``SIGUSR2``.
+    """Write the stacks of this process on each signal that the variable names, such as ``SIGUSR2``.
 
     Returns:
-        The signal and the descriptor of the file; 0, 0 if the variable is not set, or names no signal.
+        The signal and the file's descriptor; 0, 0 if the variable is not set, or does not name a usable signal.
     """
     name = os.environ.get(VARIABLE)
     if not name:
@@ -38,13 +38,13 @@ def agree() -> tuple[int, int]:
 
 
 def ask(pid: int, number: int, descriptor: int, seconds: float) -> str:
-    """Return the stacks of a process that has agreed; what there is of them when the time is over.
+    """Return the stacks of a process that has enabled them, or the part written when the time is over.
 
     Args:
-        pid: The process.
+        pid: The process id.
         number: The signal.
-        descriptor: Of the file.
-        seconds: How long it may take.
+        descriptor: The descriptor of the file.
+        seconds: The time limit in seconds.
     """
     path, deadline = f"/proc/{pid}/fd/{descriptor}", time.monotonic() + seconds
     with contextlib.suppress(OSError):

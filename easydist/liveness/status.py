@@ -1,6 +1,6 @@
-"""Where the ranks of one group are, and how each failed.
+"""The places of the ranks of one group, and their failure reports.
 
-On this host that stands on each process's page, which the others read; between hosts, in the group's store.
+Ranks of one host write both on their pages, which the others read; between hosts, the group's store carries them.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from easydist.liveness.timed_store import TimedStore
 
 _LOG = "reports/log"
 _ROWS = 32
-"""How many ranks a text names at most."""
+"""The most ranks that a text lists."""
 
 
 class GroupStatus(GroupProtocol):
-    """One rank's knowledge of a group; what follows from it is for ``GroupProtocol`` to say.
+    """One rank's knowledge of a group; ``GroupProtocol`` draws the conclusions.
 
     Args:
-        rank: This process in the group.
-        size: How many processes the group has.
-        store: Where ranks of other hosts write.
-        name: The group's.
+        rank: The rank of this process in the group.
+        size: The number of processes in the group.
+        store: The store for exchanges with ranks of other hosts.
+        name: The name of the group.
 
     Attributes:
-        name: The group's.
+        name: The name of the group.
         peers: The other ranks.
-        entry: The group's entry on this process's page; -1 where there is none.
+        entry: The group's entry on this process's page; -1 if there is none.
         operation: The verb of the call that began last.
-        site: Where the call was made that began last.
-        sync_signals: Waits until ``was_interrupted`` is true, if it has to be.
-        advice: For the user, after an error.
+        site: The file and line of the call that began last.
+        sync_signals: Waits until ``was_interrupted`` reflects all signals that have come.
+        advice: The advice for the user after an error.
     """
 
     def __init__(self, rank: int, size: int, store: TimedStore | None = None, name: str = "") -> None:
@@ -65,20 +65,21 @@ class GroupStatus(GroupProtocol):
 
     @property
     def own_page(self) -> OwnPage | None:
-        """The page of this process; None where it has none."""
+        """The page of this process; None if it has none."""
         return self._page
 
     def describe(self, meeting: str = "") -> None:
-        """Say on the page which rank of which group this is.
+        """Write on the page which rank of which group this is.
 
         Args:
-            meeting: Equal for all ranks of the group, and for no other group's; empty before they have met.
+            meeting: A text that is equal for all ranks of the group, and for no other group; empty before they have
+                met.
         """
         if self._page is not None:
             self._page.describe(self.entry, self.name[:100], meeting, self.rank, self.size)
 
     def publish(self) -> None:
-        """Tell ranks of other hosts where this one is, if it has been there for a while."""
+        """Publish this rank's call for ranks of other hosts, unless that has been done."""
         now = (self.number, self._place)
         if now != self._published:
             self._published = now
@@ -86,7 +87,7 @@ class GroupStatus(GroupProtocol):
 
     @property
     def _is_cut_off(self) -> bool:
-        """True if nothing is to be heard from other hosts."""
+        """True if the store does not answer, so that other hosts cannot be observed."""
         return (store := self._store) is not None and store.is_silent
 
     def _place_of(self, peer: Peer) -> str:
@@ -96,15 +97,16 @@ class GroupStatus(GroupProtocol):
         return peer.number() if peer.is_visible else self._seen(peer)[0]
 
     def _seen(self, peer: Peer) -> tuple[int | None, str]:
-        """Return what a rank of another host has published: the number of its last call, and its place."""
+        """Return the published state of a rank on another host: the number of its last call, and its place."""
         number, place = json.loads(self._read(f"seen/{peer.rank}") or '[null, ""]')
         return number, place
 
     def _read(self, key: str) -> bytes | None:
-        if (store := self._store) is not None and self._has_remote_peers():  # the watchdog may let go of it meanwhile
+        # The attribute is read once, because the watchdog may set it to None.
+        if (store := self._store) is not None and self._has_remote_peers():
             try:
                 return store.get(key)
-            except RuntimeError:  # it has ended with rank 0, and would log each further attempt
+            except RuntimeError:  # the store has ended with rank 0, and would log each further attempt
                 self._store = None
         return None
 
@@ -130,27 +132,27 @@ class GroupStatus(GroupProtocol):
     def post(
         self, kind: str, text: str, number: float, is_final: bool = False, is_relayed: bool = False, **fields: Any
     ) -> None:
-        """Post a failure report for the others; its arguments are those of ``Report``.
+        """Post a failure report for the others; the arguments are those of ``Report``.
 
-        One that is only relayed is not logged: the rank that it comes from has logged it, about this call or a later.
+        A report that is only relayed is not logged: the first rank has logged it, about this call or a later one.
         """
         report = Report(
             kind, text, self.rank, self.entry, self.phase, number, time.monotonic(), is_final, fields, *self.origin
         ).to_json()
         if self._page is not None:
             self._page.set_report(report)
-        is_unknown = not self._exchanged  # those that have not heard of this process look into the store
+        is_unknown = not self._exchanged  # ranks that have not met this process read the store
         self._write(f"reports/{self.phase}/{self.rank}", report, is_unknown)
         if not is_relayed:
             self._append(report, is_unknown)
 
     def _stored_report(self, rank: int) -> Report | None:
-        """The report of a rank in this phase, or in the meeting before it, as far as it is in the store."""
+        """Return a rank's report of this phase, or of the meeting before it, from the store; None if there is none."""
         found = (self._read(f"reports/{phase}/{rank}") for phase in self.phases)
         return next(filter(None, map(Report.from_json, found)), None)
 
     def _read_log(self) -> list[Report]:
-        """What ranks of other hosts have reported first, and what may still matter of it."""
+        """Return the logged reports of ranks on other hosts that may still matter, in the order of posting."""
         while (text := self._read(f"{_LOG}/{self._entries_read + 1}")) is not None:
             self._entries_read += 1
             if (report := Report.from_json(text)) is not None and report.by != self.rank:
@@ -163,11 +165,12 @@ class GroupStatus(GroupProtocol):
 
         Args:
             peer: The rank.
-            remote: True to look into the store, too.
-            is_awaited: True to look at its process, too.
-            logged: Its report, where that has been found in the store.
+            remote: True to read the store, too.
+            is_awaited: True to check its process, too.
+            logged: Its report, if that has been found in the store's log.
         """
-        has_ended = is_awaited and peer.has_ended()  # first: it reports before it ends
+        # Before reading its report: a process posts its report before it ends.
+        has_ended = is_awaited and peer.has_ended()
         report = peer.report()
         if report is None and remote and not peer.is_visible:
             report = peer.recent(logged or self._stored_report(peer.rank))
@@ -177,7 +180,7 @@ class GroupStatus(GroupProtocol):
         return Heard(peer.rank, report, is_ours, has_ended)
 
     def _gave_up(self) -> list[Peer]:
-        """Return the peers that left this call, or an earlier one, in the middle; they may have begun others since."""
+        """Return the peers that left this call or an earlier one before its end; they may have begun others since."""
         if self.peer is not None:
             return []
         reports = [(peer, report) for peer in self.peers.values() if (report := peer.report()) is not None]
@@ -188,10 +191,10 @@ class GroupStatus(GroupProtocol):
             return [self.peers[self.peer]]
         return [self.peers[r] for r in ranks if r in self.peers and not self.peers[r].has_finished(self.number)]
 
-    # Errors that say where the ranks are.
+    # Errors that list the ranks' last calls.
 
     def error_of(self, cause: Cause, awaited: Sequence[int]) -> EasydistError:
-        """Return the error that a cause stands for; ``awaited`` are the ranks that have not come."""
+        """Return the error for a cause; ``awaited`` are the ranks that have not come."""
         if cause.why is Why.LATE:
             return self.late(awaited, self._limit)
         peer = self.peers[cause.rank]
@@ -217,12 +220,12 @@ class GroupStatus(GroupProtocol):
         return error
 
     def late(self, awaited: Sequence[int], seconds: float, advice: str = "") -> CollectiveTimeout:
-        """Say who is missing, and where each rank is.
+        """Return the error that lists the missing ranks, and the place of each rank.
 
         Args:
             awaited: The ranks that have not come yet, as far as that is known.
-            seconds: How long this rank has waited.
-            advice: What to do; empty: the group's.
+            seconds: The seconds that this rank has waited.
+            advice: The advice; empty for the group's.
         """
         awaited = awaited if self.peer is None else [self.peer]
         numbers = {rank: self._heard_of(self.peers[rank]) for rank in awaited if rank in self.peers}
@@ -243,7 +246,7 @@ class GroupStatus(GroupProtocol):
         return [*lines, f"  rank {self.rank} waited in {self._place.decode()}"]
 
     def _heard_of(self, peer: Peer) -> int | None:
-        """The number of a peer's last call, 0 before its first; None where it may have come, and nobody can say."""
+        """Return the number of a peer's last call, 0 before its first; None if it cannot be known."""
         was_cut_off = self._is_cut_off
         if (number := self._number_of(peer)) is not None:
             return number
@@ -258,4 +261,4 @@ class GroupStatus(GroupProtocol):
 
 
 def nothing() -> None:
-    """Do nothing: nobody is connected, or listens for signals."""
+    """Do nothing: the default while there is no connection and no watchdog."""

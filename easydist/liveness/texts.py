@@ -1,4 +1,4 @@
-"""The texts of errors about lost, late and failed ranks: what happened, where the ranks are, and what to do."""
+"""The texts of errors about lost, late and failed ranks. Each names the event, the ranks' calls, and the next step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ SILENT = "The store by which hosts hear of one another does not answer: is rank 
 
 
 class Advice(NamedTuple):
-    """What to do after an error.
+    """The advice at the end of an error.
 
     Attributes:
-        late: After a timeout.
-        failed: After a rank has failed, or was interrupted, in the middle of a call.
+        late: The advice after a timeout.
+        failed: The advice after a rank has failed or was interrupted before the end of a call.
     """
 
     late: str
@@ -42,16 +42,16 @@ def late(
     rows: Sequence[str],
     advice: Sequence[str],
 ) -> str:
-    """The text of a timeout.
+    """Return the text of a timeout.
 
     Args:
         operation: The verb of the call.
-        missing: The ranks that have not begun it.
-        unknown: Those of which nothing can be heard.
-        size: How many processes the group has.
-        seconds: How long this rank has waited.
-        rows: Where each rank is.
-        advice: What to do.
+        missing: The ranks that have not begun the call.
+        unknown: The ranks that cannot be observed.
+        size: The number of processes in the group.
+        seconds: The seconds that this rank has waited.
+        rows: The states of the ranks, from ``row``.
+        advice: The lines of advice.
 
     Example:
         >>> print(late("gather", [1], [], 2, 0.3, [row(1, state("", True), "")], [RECONNECTS.failed]))
@@ -67,7 +67,7 @@ def late(
 
 
 def lost(operation: str, who: str, what: str, rows: Sequence[str] = (), advice: str = LOST) -> str:
-    """The text of a loss.
+    """Return the text about a lost rank.
 
     Example:
         >>> print(lost("gather", "rank 1", f"{process(7, 'node1')} ended ({status_text(-9)})"))
@@ -78,13 +78,13 @@ def lost(operation: str, who: str, what: str, rows: Sequence[str] = (), advice: 
 
 
 def raised(operation: str, rank: int, by: int, error: str, rows: Sequence[str]) -> str:
-    """The text where the process of rank ``by`` has ended with an exception while ``rank`` waited for it."""
+    """Return the text for ``rank``, which waited for ``by`` when that process ended with an exception."""
     head = f"{operation}: rank {by} ended with an exception while rank {rank} waited for it"
     return "\n".join([head, f"  rank {by}: {error}", *rows])
 
 
 def interrupted(operation: str, rank: int, error: BaseException, advice: str) -> str:
-    """The text where Ctrl-C or the like has ended the call of a rank.
+    """Return the text about a rank that Ctrl-C or the like interrupted in its call.
 
     Example:
         >>> print(interrupted("gather", 1, KeyboardInterrupt(), RECONNECTS.failed))
@@ -95,23 +95,23 @@ def interrupted(operation: str, rank: int, error: BaseException, advice: str) ->
 
 
 def failed(operation: str, rank: int, error: Exception, advice: str) -> str:
-    """The text where an error of its own has ended the call of a rank, when the others waited for its data."""
+    """Return the text about a rank that failed with an error of its own while the others waited for its data."""
     head = f"{operation}: rank {rank} failed in the middle"
     return "\n".join([head, f"  rank {rank}: {type(error).__name__}: {error}", advice])
 
 
 def given_up(operation: str, advice: str) -> str:
-    """The text where all other ranks are in a later call."""
+    """Return the text for a rank in a call that all other ranks have given up for a later one."""
     return f"{operation}: the others have given this call up, and gone on to a later one\n{advice}"
 
 
 def without_store(operation: str) -> str:
-    """The text where the ranks cannot meet again."""
+    """Return the text for ranks that cannot meet again because their store is gone."""
     return f"{operation}: the store in which the ranks meet is gone, and so is the rank that kept it"
 
 
 def recovers(operation: str, rank: int) -> str:
-    """The text on ranks that wait in a group while another recovers it."""
+    """Return the text for ranks that wait in a group that another rank has left to recover it."""
     return f"{operation}: rank {rank} has left the group to recover it\nCall recover() on this rank, too."
 
 
@@ -120,12 +120,12 @@ def _group(name: str) -> str:
 
 
 def unmet(operation: str) -> str:
-    """The text where a rank recovers the group while the others meet."""
+    """Return the text for ranks in the first meeting of a group that another rank is already recovering."""
     return f"{operation}: another rank recovers the group already\nCall recover() on this rank, too."
 
 
 def left_out(rank: int, name: str, members: Sequence[int]) -> str:
-    """The text on a rank that has come too late.
+    """Return the text for a rank that has come too late to recover the group.
 
     Example:
         >>> print(left_out(2, "default", (0, 1)))
@@ -140,7 +140,7 @@ def left_out(rank: int, name: str, members: Sequence[int]) -> str:
 
 
 def not_recovered(rank: int, name: str) -> str:
-    """The text on a rank whose time is over before the survivors are connected."""
+    """Return the text for a rank that could not be connected with the survivors in time."""
     return (
         f"recover: rank {rank} could not be connected with the survivors of {_group(name)} in time\n"
         "Call recover() again on all of them, or start the job again."
@@ -148,7 +148,7 @@ def not_recovered(rank: int, name: str) -> str:
 
 
 def unrecoverable(rank: int, name: str) -> str:
-    """The text where survivors have no place to agree."""
+    """Return the text for survivors that cannot agree because their store is gone."""
     return (
         f"recover: rank {rank} cannot agree with the survivors of {_group(name)}: the store in which they would is "
         "gone, and so is the rank that kept it\n"
@@ -158,17 +158,17 @@ def unrecoverable(rank: int, name: str) -> str:
 
 
 def row(rank: int, state: str, condition: str) -> str:
-    """A rank and what is known of it, for ``late``."""
+    """Return a line about a rank and its state, for ``late``."""
     return f"  rank {rank}: {state}" + (f"; {condition}" if condition else "")
 
 
 def state(place: str, is_missing: bool, is_unknown: bool = False) -> str:
-    """The state of another rank, for ``row``.
+    """Return the state of another rank as text, for ``row``.
 
     Args:
-        place: Where it was last; empty if that is not known.
-        is_missing: True if it has not come.
-        is_unknown: True if nothing can be heard of it.
+        place: The place of its last call; empty if it is not known.
+        is_missing: True if the rank has not come.
+        is_unknown: True if the rank cannot be observed.
     """
     if is_unknown:
         return "not heard of; it may have come"
@@ -178,12 +178,12 @@ def state(place: str, is_missing: bool, is_unknown: bool = False) -> str:
 
 
 def process(pid: int | None, host: str | None) -> str:
-    """A process."""
+    """Return the words for a process."""
     return f"process {pid} on {host}"
 
 
 def status_text(status: int | None) -> str:
-    """An exit status.
+    """Return the words for an exit status.
 
     Example:
         >>> status_text(-9), status_text(3), status_text(None)

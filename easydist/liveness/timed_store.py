@@ -1,6 +1,7 @@
-"""A store whose answers may never come: while the process that keeps it is stopped, asking would block in C++.
+"""A store with a time limit on each answer: while the process that serves it is stopped, a call blocks in C++.
 
-One thread per process asks. Whoever wants an answer waits for it a moment; until it has come, nobody waits for another.
+One thread per process makes the calls. The caller waits a moment for the answer; until it has come, no further call
+waits.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from easydist.liveness.rules import PATIENCE
 T = TypeVar("T")
 
 POLL = 0.005
-"""Seconds between two looks of whoever waits for a key: the store's own wait cannot be interrupted."""
+"""Seconds between two looks for a key: the store's own wait cannot be interrupted."""
 
 
 class TimedStore:
-    """A ``torch.distributed`` store, for whoever must not be blocked by it.
+    """A ``torch.distributed`` store that never blocks the caller for long.
 
     Args:
         store: The store.
@@ -40,11 +41,11 @@ class TimedStore:
 
     @property
     def is_silent(self) -> bool:
-        """True if it has been asked, and has not answered in time."""
+        """True if the store has not answered in time, and still has not."""
         return self._unanswered is not None and not self._unanswered.done()
 
     def check(self, keys: Sequence[str]) -> bool:
-        """True if all these keys have been set, as far as it answers.
+        """True if all these keys have been set, and the store answers.
 
         Raises:
             RuntimeError: The store is gone.
@@ -52,7 +53,7 @@ class TimedStore:
         return bool(self._ask(lambda: self._store.check(list(keys))))
 
     def get(self, key: str) -> bytes | None:
-        """What stands under a key; None where nothing does, or where it does not answer.
+        """Return the value of a key; None if it is not set, or the store does not answer.
 
         Raises:
             RuntimeError: The store is gone.
@@ -60,10 +61,10 @@ class TimedStore:
         return self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
 
     def compare_set(self, key: str, expected: str, text: str) -> bytes | None:
-        """Write under a key if ``expected`` stands there (empty: if nothing does); later, where it does not answer.
+        """Set a key if its value is ``expected`` (empty: if it is not set); later, if the store does not answer.
 
         Returns:
-            What stands there then; None where it does not answer.
+            The value of the key afterwards; None if the store does not answer.
 
         Raises:
             RuntimeError: The store is gone.
@@ -71,7 +72,7 @@ class TimedStore:
         return self._ask(lambda: self._store.compare_set(key, expected, text), is_lasting=True)
 
     def set(self, key: str, text: str) -> None:
-        """Write under a key; later, where it does not answer.
+        """Set a key; later, if the store does not answer.
 
         Raises:
             RuntimeError: The store is gone.
@@ -79,7 +80,7 @@ class TimedStore:
         self._ask(lambda: self._store.set(key, text), is_lasting=True)
 
     def append(self, log: str, text: str) -> None:
-        """Add an entry to a log, whose entries are keys that count from 1; later, where it does not answer.
+        """Append an entry to a log, which has the keys ``log/1``, ``log/2``, …; later, if the store does not answer.
 
         Raises:
             RuntimeError: The store is gone.
@@ -102,12 +103,12 @@ class TimedStore:
 _Questions = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 _FAREWELL = 2.0
-"""Seconds that the thread has at exit to get the answer to what was asked."""
+"""Seconds that the thread has at exit to finish the pending calls."""
 
 
 @functools.cache
 def _questions(pid: int) -> _Questions:
-    """Where the thread that asks hears what to ask, in the process ``pid``; a forked child has its own."""
+    """Return the queue of the thread that calls the store in the process ``pid``; a forked child has its own."""
     questions: _Questions = SimpleQueue()
     thread = threading.Thread(target=_answer, args=(questions,), name="easydist-store", daemon=True)
     thread.start()
@@ -116,18 +117,18 @@ def _questions(pid: int) -> _Questions:
 
 
 def _end(questions: _Questions, thread: threading.Thread) -> None:
-    """End the thread: one that is in C++ when the interpreter ends would abort the process."""
+    """End the thread: if it were in C++ when the interpreter ends, it would abort the process."""
     questions.put(None)
     thread.join(_FAREWELL)
 
 
 def _answer(questions: _Questions) -> None:
-    while _answer_next(questions):  # in a frame of its own, which keeps no store alive while there is nothing to ask
+    while _answer_next(questions):  # in its own frame, so that the sleeping thread keeps no store alive
         pass
 
 
 def _answer_next(questions: _Questions) -> bool:
-    """Ask the next question; False if none will come any more."""
+    """Make the next call of the queue; return False at its end."""
     if (asked := questions.get()) is None:
         return False
     answer, question = asked

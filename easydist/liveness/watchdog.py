@@ -1,7 +1,7 @@
-"""One thread per process that ends waits inside C++, where Python cannot look around.
+"""The watchdog: one thread per process that ends waits inside C++, during which Python cannot check anything.
 
-gloo waits without end and without letting signals through. The watchdog looks after each wait four times a second, and
-at once after Ctrl-C: where the wait is in vain, it breaks the connections, so that gloo returns with an error.
+gloo waits without limit and does not let signals through. The watchdog checks each wait four times a second, and at
+once after Ctrl-C: if the wait cannot succeed, it breaks the connections, so that gloo returns with an error.
 It sleeps in ``select``; a call that ends in time costs it nothing.
 """
 
@@ -26,12 +26,12 @@ _GRACE = 0.05
 
 
 class Watched(Protocol):
-    """Whose waits the watchdog looks after; a group's ``Monitor`` is one.
+    """An object with waits that the watchdog monitors, such as a group's ``Monitor``.
 
     Attributes:
-        waits: Odd while a thread waits in C++.
-        was_interrupted: Set at Ctrl-C.
-        sync_signals: Set when it is added; waits until all signals that have come are known.
+        waits: A counter that is odd while a thread waits in C++.
+        was_interrupted: The flag that the watchdog sets at Ctrl-C.
+        sync_signals: The function that waits until all signals that have come are known; ``Watchdog.add`` sets it.
     """
 
     waits: int
@@ -42,17 +42,17 @@ class Watched(Protocol):
         """End the wait of this number because of Ctrl-C."""
 
     def check_wait(self, wait: int) -> None:
-        """End the wait of this number where it is in vain."""
+        """End the wait of this number if it cannot succeed."""
 
     def publish(self) -> None:
-        """Tell ranks of other hosts what they need to know; from time to time."""
+        """Publish this rank's state for ranks of other hosts; called from time to time."""
 
     def post_exception(self, text: str) -> None:
-        """Tell the others that this process ends with an exception."""
+        """Report to the others that this process ends with an exception."""
 
 
 class Watchdog:
-    """Looks after the waits of this process.
+    """The monitor of all waits in C++ of this process.
 
     Attributes:
         wakeup: The socket into which the interpreter writes the numbers of the signals that it gets.
@@ -73,10 +73,10 @@ class Watchdog:
         atexit.register(self._stop)
 
     def add(self, monitor: Watched) -> None:
-        """Look after the waits of one more group."""
+        """Monitor the waits of one more group."""
         monitor.sync_signals = self.sync_signals
         known = [ref for ref in self._monitors if ref() not in (None, monitor)]
-        self._monitors = [*known, weakref.ref(monitor)]  # never changed: the thread may be reading it
+        self._monitors = [*known, weakref.ref(monitor)]  # a new list: the thread may be reading the old one
 
     def sync_signals(self) -> None:
         """Wait until all signals that have come are known to the monitors."""
@@ -87,13 +87,13 @@ class Watchdog:
             self._noticed.wait(_TICK)
 
     def monitors(self) -> list[Watched]:
-        """All groups whose waits it looks after."""
+        """Return the monitors that still exist."""
         return [monitor for ref in self._monitors if (monitor := ref())]
 
     def _run(self) -> None:
         while self._thread is not None:
             ready, _, _ = select.select([self._signals], [], [], _TICK)
-            self._check_all(bool(ready))  # in a frame of its own, which keeps no group alive while this one sleeps
+            self._check_all(bool(ready))  # in its own frame, so that the sleeping thread keeps no group alive
 
     def _check_all(self, has_signals: bool) -> None:
         waits = {monitor: monitor.waits for monitor in self.monitors()}
@@ -110,7 +110,7 @@ class Watchdog:
                 monitor.check_wait(number)
 
     def _stop(self) -> None:
-        """End the thread: one that is in C++ when the interpreter ends would abort the process."""
+        """End the thread: if it were in C++ when the interpreter ends, it would abort the process."""
         if self._thread is not None:
             thread, self._thread = self._thread, None
             with contextlib.suppress(OSError):
@@ -118,12 +118,12 @@ class Watchdog:
             thread.join(2.0)
 
     def take_earlier_signals(self) -> None:
-        """Before a wait of the main thread, which alone may call this: those that have come belong to no wait."""
+        """Handle the signals that came before a wait, so that they do not end it; only for the main thread."""
         if self._arrivals.poll(0):
             self.take_signals()
 
     def take_signals(self) -> bool:
-        """Tell the monitors of Ctrl-C if it has come since the last look; True if it has."""
+        """Set ``was_interrupted`` on the monitors if Ctrl-C has come since the last look; return True if so."""
         numbers = b""
         with contextlib.suppress(OSError):
             numbers = self._signals.recv(4096)
@@ -135,9 +135,10 @@ class Watchdog:
 
 
 class signals_wake_watchdog:  # noqa: N801 - a context manager, read as a phrase
-    """While this lasts, the watchdog hears of signals; they reach Python only after a wait in C++.
+    """The context in which the watchdog receives signals; Python itself handles them only after a wait in C++.
 
-    Afterwards too, where nobody else wants to: a call that this process has missed by Ctrl-C is not one it is late for.
+    Unless something else had set a wakeup descriptor, the watchdog receives them afterwards, too: if Ctrl-C makes this
+    process miss a call, it is not late for that call.
     """
 
     _before = -1
@@ -159,7 +160,7 @@ class signals_wake_watchdog:  # noqa: N801 - a context manager, read as a phrase
 
 
 def _after_fork() -> None:
-    """The signals of a child are not its parent's."""
+    """Stop a forked child from waking its parent's watchdog on the child's signals."""
     for known in _watchdogs.values():
         if (before := signal.set_wakeup_fd(-1)) not in (-1, known.wakeup.fileno()):
             signal.set_wakeup_fd(before)
@@ -170,7 +171,7 @@ _watchdogs: dict[int, Watchdog] = {}
 
 
 def watchdog() -> Watchdog:
-    """The watchdog of this process, started at the first call; a forked child has its own."""
+    """Return the watchdog of this process, started at the first call; a forked child has its own."""
     found = _watchdogs.get(pid := os.getpid())
     if found is None:
         found = _watchdogs[pid] = Watchdog()
@@ -180,11 +181,11 @@ def watchdog() -> Watchdog:
 
 
 def _tell_of_exceptions() -> None:
-    """Have an exception that ends this process told to the ranks that wait for it."""
+    """Install a hook that reports an exception that ends this process to the ranks that wait for it."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
-        if hasattr(sys, "ps1"):  # an interactive session goes on
+        if hasattr(sys, "ps1"):  # an interactive session continues after the exception
             return before(kind, error, trace)
         with contextlib.suppress(Exception):
             for monitor in watchdog().monitors():

@@ -1,21 +1,22 @@
-"""Short messages between two ranks of a host, which are laid down and answered without either waiting for the other.
+"""Short messages between two ranks of a host, posted and answered without either rank waiting for the other.
 
-A mailbox for one direction is two chunks of memory, and numbers. The sender writes, about its messages to the other:
+A mailbox for one direction consists of two chunks of memory, and of numbers. The sender writes, about its messages:
 
-    posted              chunks laid down
+    posted              chunks written
     length, length      bytes of the message that begins in the first, the second chunk
-    sent                messages, those that went another way included
-    elsewhere           0, or one more than the number of the first message that goes another way
+    sent                messages sent, including those sent another way
+    elsewhere           0, or one more than the number of the first message sent another way
 
-and the receiver, about the messages from the other:
+and the receiver writes, about the messages that it gets:
 
     taken               chunks copied out
-    answered            messages that it has answered
-    refused             how many of these answers were refusals
+    answered            messages answered
+    refused             the answers that were refusals
 
-A message has to lie in memory as a whole, so that the sender never waits. Where there is no room, it goes another way,
-by gloo for instance, and so do all that follow until the receiver has answered what was sent: then both know that the
-next one lies in memory again. A receiver that waits for message n looks at ``sent`` first, then at ``elsewhere``.
+A message has to fit into the free chunks as a whole, so that the sender never waits. If it does not, it is sent another
+way, by gloo for instance, and so are all later ones until the receiver has answered every message: then both know that
+the next one is in memory again. A receiver that waits for message n reads ``sent`` first, then ``elsewhere``: the
+sender writes them in the opposite order.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ _POSTED, _TAKEN, _SENT, _ELSEWHERE, _LENGTH, _, _ANSWERED, _REFUSED = range(8)
 
 
 class Mailbox:
-    """This rank's side of the messages to one other rank, and of those from it.
+    """This rank's side of the messages to one other rank, and from it.
 
     Args:
         slots: The memory.
-        streams: Where waits are looked after.
+        streams: The streams in which waits run.
         peer: The other rank.
 
     Attributes:
-        answered: How many messages this rank has answered.
-        refusals: What is known of the answers of ``peer`` that were refusals, by the numbers of the messages.
+        answered: The number of messages that this rank has answered.
+        refusals: The refusals of ``peer`` received so far, by the numbers of the refused messages.
     """
 
     def __init__(self, slots: Slots, streams: Streams, peer: int) -> None:
@@ -55,13 +56,13 @@ class Mailbox:
         self.refusals: dict[int, Any] = {}
 
     def post(self, message: torch.Tensor) -> tuple[int, bool]:
-        """Lay a message down, if there is room.
+        """Write a message into the mailbox, if there is room.
 
         Args:
-            message: uint8, contiguous; free when this returns.
+            message: uint8, contiguous; it can be reused when this returns.
 
         Returns:
-            The number of the message; and whether it lies in memory. If not, it has to be sent another way.
+            The number of the message, and True if it is in memory. If False, it has to be sent another way.
         """
         self._streams.check()
         number, slots = self._sent, self._slots
@@ -74,7 +75,7 @@ class Mailbox:
         return number, is_here
 
     def _comes_here(self, number: int) -> bool:
-        """True if the peer looks for this message in memory."""
+        """True if the peer will read this message from memory."""
         if self._is_elsewhere and self.has_answer(number - 1):
             self._is_elsewhere = False
             self._slots.write(self._mine + _ELSEWHERE, 0)
@@ -92,7 +93,7 @@ class Mailbox:
         return True
 
     def _copy(self, chunks: int, first: int, message: torch.Tensor, is_in: bool) -> None:
-        """Copy between a message and the chunks from ``first`` on, which alternate."""
+        """Copy between a message and the two chunks, which alternate; ``first`` is the number of the first chunk."""
         chunk, address, nbytes = self._slots.message_chunk, message.data_ptr(), message.numel()
         for offset in range(0, nbytes, chunk):
             place, there = chunks + (first + offset // chunk) % 2 * chunk, address + offset
@@ -103,7 +104,7 @@ class Mailbox:
         """Wait for the next message.
 
         Returns:
-            The message; None if it comes another way.
+            The message; None if it is sent another way.
         """
         number, slots = self._received, self._slots
         self._wait("sent", lambda: slots.read(self._theirs + _SENT) > number)
@@ -119,7 +120,7 @@ class Mailbox:
         return message
 
     def answer(self, is_refusal: bool = False) -> None:
-        """Tell the peer that the message received last was taken, or refused."""
+        """Answer the last message received: accept or refuse it."""
         slots = self._slots
         if is_refusal:
             self._refused += 1
@@ -136,7 +137,7 @@ class Mailbox:
         self._wait("answered", lambda: self.has_answer(number))
 
     def unknown_refusals(self) -> int:
-        """How many refusals there were that do not stand in ``refusals``."""
+        """Return the number of refusals that are not yet in ``refusals``."""
         return self._slots.read(self._theirs + _REFUSED) - len(self.refusals)
 
     def _wait(self, what: str, has_come: Callable[[], bool]) -> None:

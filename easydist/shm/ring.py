@@ -1,19 +1,19 @@
-"""A ring in shared memory: one process writes messages, several read each of them.
+"""A ring buffer in shared memory: one process writes messages, and several processes read each of them.
 
     the futex                            8 bytes on a cache line of its own
-    the writer: posted, ready, closed    how many pieces it has announced, and the state of the queue
-    the writer: asleep                   whether it has to be woken
-    per reader: taken, attached, closed  how many pieces it has copied out, and its state
-    per reader: asleep
+    the writer: posted, ready, closed    the number of pieces announced, and the state of the queue
+    the writer: asleep                   1 if it has to be woken, else 0
+    per reader: taken, state             the number of pieces copied out; absent, attached or left
+    per reader: asleep                   1 if it has to be woken, else 0
     per reader: a note                   512 bytes, for the writer
     entries, used in turn                per piece: its place, its bytes, its place in the message, the message's bytes
     data                                 the pieces
 
-A message is cut into pieces, so that it may be larger than the ring, and that readers copy one while the next is being
-written. Pieces lie one after another and never wrap. Once all are read the ring begins at 0 again, and it goes beyond
-its first 4 MB only when readers lag behind that far: what is used over and over stays in the cache, and memory that is
-not used is not taken from the system. What readers have of a message that the writer gave up in the middle they forget
-when the next one begins.
+A message is cut into pieces, so that it may be larger than the ring, and readers can copy one piece while the next is
+being written. Pieces follow one another and never wrap. Once all pieces are read, the ring starts at 0 again. It grows
+beyond its first 4 MB only if readers lag behind that far: memory that is reused stays in the cache, and unused memory
+is not taken from the system. If the writer gives up a message before its end, readers drop the part that they have when
+the next message begins.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from easydist.shm.segment import Segment, nameless_file
 from easydist.shm.slots import NEVER
 
 NOTE_NBYTES = 512
-"""Room for what a reader tells the writer of itself."""
+"""The bytes of a reader's note about itself."""
 
 _LINE, _PAGE, _ALIGNMENT = 8, 4096, 64
 _POSTED, _READY, _CLOSED, _ASLEEP = _LINE, _LINE + 1, _LINE + 2, 2 * _LINE
@@ -42,19 +42,19 @@ _TAKEN, _STATE, _READER_ASLEEP = 0, 1, _LINE
 _ABSENT, _ATTACHED, _LEFT = 0, 1, 2
 _ENTRY = 4
 _HOT, _STEP = 4 << 20, 8 << 20
-"""Bytes that the ring begins with, and by which it grows."""
+"""The bytes that the ring begins with, and the bytes by which it grows."""
 
 _LARGEST_PIECE = 1 << 20
 _SMALL = 1 << 16
 
 
 class Shape(NamedTuple):
-    """What lies where, which writer and readers have to agree on.
+    """The layout of a ring, on which writer and readers have to agree.
 
     Args:
-        readers: How many there are.
-        entries: How many pieces may be in the ring.
-        capacity: Bytes of data.
+        readers: The number of readers.
+        entries: The most pieces that the ring can hold.
+        capacity: The most bytes of data that it can hold.
     """
 
     readers: int
@@ -63,37 +63,37 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, readers: int, capacity: int, messages: int) -> Shape:
-        """Room for ``messages`` messages, and for ``capacity`` bytes in pieces of the usual size."""
+        """Return a shape for ``messages`` messages, and for ``capacity`` bytes in pieces of the usual size."""
         capacity = _rounded(max(capacity, _PAGE), _PAGE)
         return cls(readers, messages + capacity // min(_LARGEST_PIECE, capacity // 4) + 1, capacity)
 
     def plain(self) -> tuple[int, int, int]:
-        """As plain data: ``Shape(*plain)`` is the shape again."""
+        """Return the shape as plain data: ``Shape(*plain)`` is the shape again."""
         return self.readers, self.entries, self.capacity
 
     @property
     def piece(self) -> int:
-        """Bytes of the largest piece."""
+        """The bytes of the largest piece."""
         return min(_LARGEST_PIECE, self.capacity // 4)
 
     @property
     def notes_at(self) -> int:
-        """Where the notes begin."""
+        """The offset of the notes."""
         return 8 * (_FIRST_READER + _PER_READER * self.readers)
 
     @property
     def entries_at(self) -> int:
-        """Where the entries begin, in numbers of 8 bytes."""
+        """The index of the first entry, in numbers of 8 bytes."""
         return (self.notes_at + NOTE_NBYTES * self.readers) // 8
 
     @property
     def data_at(self) -> int:
-        """Where the data begins."""
+        """The offset of the data."""
         return _rounded(8 * (self.entries_at + _ENTRY * self.entries), _PAGE)
 
     @property
     def nbytes(self) -> int:
-        """Of the whole segment."""
+        """The bytes of the whole segment."""
         return self.data_at + self.capacity
 
 
@@ -102,7 +102,7 @@ def _rounded(value: int, unit: int) -> int:
 
 
 class _End:
-    """What writer and readers have in common; ``rank`` is 0 for the writer, and a reader's number from 1 on."""
+    """The common part of writer and readers; ``rank`` is 0 for the writer, and 1, 2, … for the readers."""
 
     def __init__(self, segment: Segment, shape: Shape, rank: int) -> None:
         self.shape = shape
@@ -115,7 +115,7 @@ class _End:
         self._asleep = _cell(rank, _READER_ASLEEP) if rank else _ASLEEP
 
     def _announce(self, cell: int, number: int) -> None:
-        """Write a number that others may sleep for, after all that was written before."""
+        """Write a number that others may sleep for; it becomes visible after all earlier writes."""
         if self._futex.release is not None:
             self._futex.release()
         self._words[cell] = number
@@ -125,11 +125,12 @@ class _End:
         """Sleep until another end has announced something.
 
         Args:
-            look: Returns True if there is something to do; called when the others see that this end sleeps, and after.
-            seconds: At most.
+            look: Returns True if there is something to do. It is called when the others can see that this end sleeps,
+                and again afterwards; the first call catches announcements made before that.
+            seconds: The longest sleep in seconds.
 
         Returns:
-            What ``look`` said last.
+            The last result of ``look``.
         """
         expected = self._futex.value()
         self._words[self._asleep] = 1
@@ -148,7 +149,7 @@ class _End:
 
 
 def _cell(reader: int, number: int) -> int:
-    """A number of a reader's; readers count from 1 here."""
+    """Return the index of a reader's number; readers count from 1 here."""
     return _FIRST_READER + _PER_READER * (reader - 1) + number
 
 
@@ -170,10 +171,10 @@ class RingWriter(_End):
         b'hello'
 
     Attributes:
-        name: What a reader needs to attach.
+        name: The text that a reader needs to attach.
 
     Raises:
-        OSError: There is no such memory here, or no room for it.
+        OSError: The system does not support such memory, or has no room for it.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -192,11 +193,11 @@ class RingWriter(_End):
         self._asleep_at = [(1 << reader % 32, _cell(reader, _READER_ASLEEP)) for reader in readers]
 
     def place(self, nbytes: int, grow: bool = True) -> int:
-        """Where a piece of ``nbytes`` can be written now; -1: nowhere.
+        """Return the offset at which a piece can be written now; -1 if there is no room.
 
         Args:
-            nbytes: At most ``shape.piece``.
-            grow: True if more of the capacity may be taken from the system.
+            nbytes: The bytes of the piece, at most ``shape.piece``.
+            grow: True if more of the capacity may be allocated from the system.
         """
         pieces, posted = self._settled(), self._words[_POSTED]
         if pieces and posted - pieces[0].number >= self.shape.entries:
@@ -213,15 +214,15 @@ class RingWriter(_End):
         return head if head + nbytes <= self._backed or (grow and self._grow(head + nbytes)) else -1
 
     def messages(self) -> int:
-        """How many whole messages not all readers have taken."""
+        """Return the number of complete messages that some reader has not taken yet."""
         return sum(piece.is_last for piece in self._settled())
 
     def _settled(self) -> deque[_Piece]:
-        """The pieces that are in use: announced, and not taken by all."""
+        """Return the pieces in use: announced, and not yet taken by all readers."""
         pieces, lowest, posted = self._pieces, self._lowest(), self._words[_POSTED]
         while pieces and pieces[0].number < lowest:
             pieces.popleft()
-        while pieces and pieces[-1].number >= posted:  # an interrupt came before it was announced
+        while pieces and pieces[-1].number >= posted:  # an interrupt came before the piece was announced
             pieces.pop()
         return pieces
 
@@ -229,7 +230,7 @@ class RingWriter(_End):
         return min([self._words[cell] for cell in self._taken_at])
 
     def _grow(self, nbytes: int) -> bool:
-        """Have more of the capacity backed by memory; a quarter of the file system stays free for others."""
+        """Allocate more of the capacity, but leave a quarter of the file system free; return False if that fails."""
         goal = min(self.shape.capacity, _rounded(nbytes, _STEP))
         system = os.fstatvfs(self._file)
         if nbytes > goal or (system.f_bavail - system.f_blocks // 4) * system.f_frsize < goal - self._backed:
@@ -242,13 +243,13 @@ class RingWriter(_End):
         return True
 
     def post(self, start: int, parts: Sequence[memoryview], at: int, total: int) -> None:
-        """Write a piece, and tell the readers.
+        """Write a piece, and announce it to the readers.
 
         Args:
-            start: What ``place`` has said.
-            parts: Its bytes.
-            at: Where in its message it belongs.
-            total: The bytes of its message.
+            start: The result of ``place``.
+            parts: The bytes of the piece.
+            at: The offset of the piece in its message.
+            total: The number of bytes of its message.
         """
         stop = start
         for part in parts:
@@ -277,16 +278,16 @@ class RingWriter(_End):
             self._futex.wake(asleep)
 
     def set_ready(self) -> None:
-        """Tell the readers that all of them are there."""
+        """Tell the readers that all of them have attached."""
         self._tell_all(_READY, 1)
 
     def behind(self) -> list[int]:
-        """The readers that have not taken the oldest piece."""
+        """Return the readers that have taken the fewest pieces."""
         lowest = self._lowest()
         return [i for i, cell in enumerate(self._taken_at) if self._words[cell] == lowest]
 
     def note(self, reader: int) -> bytes | None:
-        """What a reader (from 0 on) has told of itself; None: it has not attached."""
+        """Return the note of a reader (counted from 0); None if it has not attached."""
         if self._words[_cell(reader + 1, _STATE)] == _ABSENT:
             return None
         at = self.shape.notes_at + NOTE_NBYTES * reader
@@ -297,10 +298,10 @@ class RingWriter(_End):
         return bool(self._words[_cell(reader + 1, _STATE)] == _LEFT)
 
     def drop(self, reader: int) -> list[bytes]:
-        """Count without a reader that cannot attach.
+        """Stop waiting for a reader that cannot attach.
 
         Returns:
-            The whole messages that it has not read: all, because it has read none.
+            The complete messages that it has not read: all of them, because it has read none.
         """
         waiting: list[bytes] = []
         message = b""
@@ -310,16 +311,16 @@ class RingWriter(_End):
             if at + nbytes == total:
                 waiting.append(message)
         self._words[_cell(reader + 1, _TAKEN)] = NEVER
-        self._words[_cell(reader + 1, _STATE)] = _ATTACHED  # nobody else can take its place
+        self._words[_cell(reader + 1, _STATE)] = _ATTACHED  # so that no other process can attach in its place
         return waiting
 
     def close(self) -> None:
-        """Tell the readers that nothing more comes, and let go of the memory; they keep it until they have read all."""
+        """Tell the readers that no more messages come, and release the memory; they keep it until they have read it."""
         self._tell_all(_CLOSED, 1)
         self.release()
 
     def release(self) -> None:
-        """Let go of the memory without a word."""
+        """Release the memory without telling the other side."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
@@ -330,14 +331,14 @@ class RingReader(_End):
     """A reader's end.
 
     Args:
-        name: The writer's.
-        shape: Likewise.
-        reader: Which of the readers this is, from 0 on.
-        note: What the writer shall know of this process.
+        name: The writer's name.
+        shape: The writer's shape.
+        reader: The number of this reader, counted from 0.
+        note: The note about this process for the writer.
 
     Raises:
-        OSError: The memory is not to be seen from here.
-        RuntimeError: Somebody else has attached as this reader.
+        OSError: The memory is not accessible from this process.
+        RuntimeError: Another process has attached as this reader.
     """
 
     def __init__(self, name: str, shape: Shape, reader: int, note: bytes) -> None:
@@ -358,12 +359,12 @@ class RingReader(_End):
             self._futex.wake(1)
 
     def pull(self) -> torch.Tensor | None:
-        """Take pieces as far as there are any; returns a message once it is whole."""
+        """Take all available pieces up to the end of a message; return the message if it is complete, else None."""
         while self._whole is None and (taken := self._words[self._taken_at]) < self._words[_POSTED]:
             self._take(taken)
         if self._whole is None:
             return None
-        count, message = self._whole  # kept until it is handed out: an interrupt may come anywhere
+        count, message = self._whole  # reset only after announcing: an interrupt may come at any point
         if self._words[self._taken_at] < count:
             self._tell(self._taken_at, count)
         self._whole = None
@@ -383,21 +384,21 @@ class RingReader(_End):
 
     @property
     def is_ready(self) -> bool:
-        """True if all readers are there."""
+        """True if all readers have attached."""
         return bool(self._words[_READY])
 
     @property
     def is_closed(self) -> bool:
-        """True if the writer has closed its end; what it wrote before can still be taken."""
+        """True if the writer has closed its end; earlier messages can still be taken."""
         return bool(self._words[_CLOSED])
 
     def close(self) -> None:
-        """Tell the writer that nobody reads here any more, and let go of the memory."""
+        """Tell the writer that this reader has left, and release the memory."""
         self._tell(self._state_at, _LEFT)
         self.release()
 
     def release(self) -> None:
-        """Let go of the memory without a word."""
+        """Release the memory without telling the other side."""
         _let_go(self)
 
 
@@ -407,6 +408,6 @@ def _entry(words: memoryview, shape: Shape, number: int) -> list[int]:
 
 
 def _let_go(end: _End) -> None:
-    """The mapping goes with the last reference to it."""
+    """Drop the references of an end to the memory; the mapping ends with the last reference."""
     for name in ("_words", "_bytes", "_tensor", "_futex"):
         delattr(end, name)

@@ -1,8 +1,9 @@
-"""A piece of memory that processes of one host share.
+"""A block of memory that processes of one host share.
 
-It is a file in ``/dev/shm`` without a name. The others open it through the process that made it (``/proc/<pid>/fd``),
-which only this user may do, and compare device and inode: that proves that both see the same memory. Host names prove
-nothing, containers share them. Without a name nothing can stay behind, however the processes end.
+It is a file in ``/dev/shm`` without a name. The others open it through the process that created it
+(``/proc/<pid>/fd``), which only the same user may do, and compare device and inode: if they are equal, both see the
+same memory. Equal host names would not prove that, because containers may share a host name. As the file has no name,
+it cannot be left behind, however the processes end.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import mmap
 import os
 
 FOLDER = "/dev/shm"
-"""Files here are memory."""
+"""The folder of a file system in memory."""
 
 
 class Segment:
@@ -27,8 +28,8 @@ class Segment:
         7
 
     Attributes:
-        name: What another process needs to attach; of no use after ``unlink``.
-        nbytes: How large it is.
+        name: The text that another process needs to attach; it is invalid after ``unlink``.
+        nbytes: The size in bytes.
         memory: The memory, zeros at first; it lives as long as anything refers to it.
     """
 
@@ -39,10 +40,10 @@ class Segment:
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
-        """A new segment, all of it backed by memory now: a full file system is an error here, not a SIGBUS later.
+        """Create a segment with all its memory allocated: a full file system raises here, instead of SIGBUS later.
 
         Raises:
-            OSError: There is no room, or the system has no such files.
+            OSError: There is no room, or the system does not support nameless files.
         """
         descriptor = nameless_file(nbytes, nbytes)
         try:
@@ -56,10 +57,10 @@ class Segment:
 
     @classmethod
     def attach(cls, name: str, nbytes: int) -> Segment:
-        """The segment that another process of this user has created, before that one has called ``unlink``.
+        """Attach the segment of another process of this user; it must not have called ``unlink`` yet.
 
         Raises:
-            OSError: It is not to be seen from here: another host, another container, another user.
+            OSError: The segment is not accessible: it is on another host, in another container, or another user's.
         """
         pid, number, device, inode = map(int, name.split("/"))
         path = f"/proc/{pid}/fd/{number}"
@@ -75,7 +76,7 @@ class Segment:
             os.close(descriptor)
 
     def unlink(self) -> None:
-        """Let nobody else attach; the memory stays with those that have."""
+        """Stop other processes from attaching; those that have attached keep the memory."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -86,14 +87,16 @@ class Segment:
 
 
 def nameless_file(nbytes: int, backed: int) -> int:
-    """A file without a name in shared memory, its first bytes backed now: a full file system is no SIGBUS later.
+    """Return a new nameless file in shared memory, its first bytes allocated: a full file system raises here.
+
+    Without that, touching the memory later could end the process with SIGBUS.
 
     Args:
-        nbytes: Its length.
-        backed: How many of them shall have memory.
+        nbytes: The length of the file.
+        backed: The number of bytes to allocate now.
 
     Raises:
-        OSError: There is no room, or the system has no such files.
+        OSError: There is no room, or the system does not support nameless files.
     """
     flag = getattr(os, "O_TMPFILE", None)
     if flag is None or not os.path.isdir(FOLDER):

@@ -1,24 +1,24 @@
-"""What lies where in the segment of one group, and who has announced what.
+"""The layout of the segment of one group, and the numbers by which ranks announce data.
 
     the futex                                 8 bytes on a cache line of its own
     per rank, numbers of 8 bytes              four or more cache lines, written by that rank only:
-        step, length, length                  how far this rank has come; lengths of what its slots hold
-        asleep                                whether this rank has to be woken
-        posted, per channel and peer          chunks laid into the pipe to that peer
+        step, length, length                  the last step published; the lengths of the data in its slots
+        asleep                                1 if this rank has to be woken, else 0
+        posted, per channel and peer          chunks written to the pipe to that peer
         taken, per channel and peer           chunks copied out of the pipe from that peer
-        eight numbers, per peer               of the mailboxes, see ``mailbox``
+        eight numbers, per peer               the numbers of the mailboxes, see ``mailbox``
     per rank, data                            two slots, and two chunks of a pipe per channel and peer
     per rank, messages                        two chunks of a mailbox per peer
 
 A *slot* is read by all other ranks. Its owner fills it for a step and publishes the step's number; the others wait for
-that number. A rank that has published step k has done all its reading up to step k - 1: so what is read in step k
-may be overwritten once all have published k + 1, and nobody sends acknowledgements.
-Whoever publishes wakes all that sleep: to leave that to the last of the ranks awaited spares context switches, but cost
-40 % more time on four ranks and two cores, because then all run at once.
+that number. A rank that has published step k has finished all its reads up to step k - 1. So data that is read in step
+k may be overwritten once all ranks have published k + 1, and no acknowledgements are sent.
+A rank that publishes wakes all sleeping ranks. If only the last of the awaited ranks did so, there would be fewer
+context switches, but it took 40 % more time on four ranks and two cores, because then all ranks run at once.
 
-A *pipe* leads from one rank to one other: its chunks are counted by both, and two may be on their way. There is one per
-*channel*, collectives and messages, and together a rank's pipes take as much room as four slots: a pipe's chunk
-is a slot divided by W. The mailboxes of a rank take 128 KiB, whatever the slots.
+A *pipe* leads from one rank to one other. Both count its chunks, and two chunks may be under way. There is one pipe per
+*channel* (collectives and messages). Together a rank's pipes take as much room as four slots: a pipe's chunk is a slot
+divided by W. The mailboxes of a rank take 128 KiB, independent of the size of the slots.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from easydist.shm.segment import Segment
 COLLECTIVES, POINT_TO_POINT = 0, 1
 _CHANNELS = 2
 _LINE = 8
-"""Numbers on a cache line of 64 bytes."""
+"""The count of 8-byte numbers on a cache line of 64 bytes."""
 
 _STEP, _LENGTH, _ASLEEP = 0, 1, _LINE
 _PAGE = 4096
 _SLOTS_PER_RANK = 6
-"""Two slots, and the pipes."""
+"""The room for a rank's data, in slots: two slots, and four for the pipes."""
 
 _MESSAGES = 1 << 16
 """Half of the bytes for a rank's mailboxes."""
 
 NEVER = 1 << 62
-"""A step that nobody publishes."""
+"""A step that no rank ever publishes."""
 
 Need = tuple[int, tuple[int, ...]]
-"""What a generator waits for: the step that these ranks have to publish, or ``NEVER`` and the peer of a pipe."""
+"""The reason for which a generator waits: a step that these ranks have to publish, or ``NEVER`` and a pipe's peer."""
 
 
 def _rounded(value: int, unit: int) -> int:
@@ -59,16 +59,16 @@ class Slots:
     """One rank's view of the segment.
 
     Args:
-        segment: Of ``Slots.nbytes(size, slot)`` bytes, zeros at first; the same on all ranks.
-        rank: This process in the group.
-        size: How many processes the group has.
+        segment: The group's segment, of ``Slots.nbytes(size, slot)`` bytes, zeros at first.
+        rank: The rank of this process in the group.
+        size: The number of processes in the group.
 
     Attributes:
-        slot: Bytes of a slot.
-        chunk: Bytes of a pipe's chunk.
-        message_chunk: Bytes of a mailbox's chunk.
-        others: All ranks but this one.
-        futex: On which the ranks sleep.
+        slot: The bytes of a slot.
+        chunk: The bytes of a pipe's chunk.
+        message_chunk: The bytes of a mailbox's chunk.
+        others: All ranks except this one.
+        futex: The futex on which the ranks sleep.
     """
 
     def __init__(self, segment: Segment, rank: int, size: int) -> None:
@@ -90,7 +90,7 @@ class Slots:
 
     @staticmethod
     def nbytes(size: int, slot: int) -> int:
-        """How large a segment has to be for slots of at least ``slot`` bytes."""
+        """Return the bytes that a segment needs for slots of at least ``slot`` bytes."""
         slots = _SLOTS_PER_RANK * size * _rounded(max(slot, 1), 8 * _LINE * size)
         return _control(size) + slots + _messages(size)
 
@@ -98,29 +98,29 @@ class Slots:
         return _LINE + rank * self._block + number
 
     def slot_at(self, rank: int, half: int) -> int:
-        """The address of a slot."""
+        """Return the address of a slot."""
         return self._address + self.slot_offset(rank, half)
 
     def slot_offset(self, rank: int, half: int) -> int:
-        """Where in ``memory`` a slot begins."""
+        """Return the offset of a slot in ``memory``."""
         return self._data + (_SLOTS_PER_RANK * rank + half) * self.slot
 
     def length(self, rank: int, half: int) -> int:
-        """What ``set_length`` has set there."""
+        """Return the length that ``set_length`` has set for a slot."""
         length: int = self._words[self._step_at[rank] + _LENGTH + half]
         return length
 
     def read(self, cell: int) -> int:
-        """A number of the control block."""
+        """Return a number of the control block."""
         number: int = self._words[cell]
         return number
 
     def has_published(self, rank: int, step: int) -> bool:
-        """True if a rank has come as far as ``step``."""
+        """True if a rank has published ``step``, or a later one."""
         return bool(self._words[self._step_at[rank]] >= step)
 
     def set_length(self, half: int, length: int) -> None:
-        """To be published with the slot."""
+        """Set the length of the data in a slot, to be published with the slot."""
         self._words[self._step_at[self.rank] + _LENGTH + half] = length
 
     def publish(self, step: int) -> None:
@@ -140,11 +140,12 @@ class Slots:
         """Sleep until another rank has published, or changed a pipe of this rank's.
 
         Args:
-            woken: Looks whether anything has moved; called once the others can see that this rank sleeps, and after.
-            seconds: At most.
+            woken: Returns True if anything has moved. It is called when the others can see that this rank sleeps, and
+                again afterwards; the first call catches announcements made before that.
+            seconds: The longest sleep in seconds.
 
         Returns:
-            What ``woken`` said last.
+            The last result of ``woken``.
         """
         mine = self._cell(self.rank, _ASLEEP)
         expected = self.futex.value()
@@ -159,11 +160,11 @@ class Slots:
         return woken()
 
     def pipe_to(self, channel: int, peer: int) -> Pipe:
-        """The pipe that this rank fills."""
+        """Return the pipe to a peer, which this rank fills."""
         return self._pipes.get((channel, self.rank, peer)) or self._make_pipe(channel, self.rank, peer)
 
     def pipe_from(self, channel: int, peer: int) -> Pipe:
-        """The pipe that this rank empties."""
+        """Return the pipe from a peer, which this rank empties."""
         return self._pipes.get((channel, peer, self.rank)) or self._make_pipe(channel, peer, self.rank)
 
     def _make_pipe(self, channel: int, src: int, dst: int) -> Pipe:
@@ -173,7 +174,7 @@ class Slots:
         return self._pipes.setdefault((channel, src, dst), pipe)
 
     def _pipe(self, channel: int, src: int, dst: int) -> tuple[int, int, tuple[int, int]]:
-        """The cells of posted and taken, and the addresses of the two chunks."""
+        """Return the cells of ``posted`` and ``taken``, and the addresses of the two chunks."""
         taken = 2 * _LINE + _rounded(_CHANNELS * self.size, _LINE)
         first = self.slot_at(src, 2) + 2 * (channel * self.size + dst) * self.chunk
         return (
@@ -183,22 +184,22 @@ class Slots:
         )
 
     def message_cell(self, rank: int, peer: int) -> int:
-        """Where the eight numbers begin that ``rank`` writes about its messages to and from ``peer``."""
+        """Return the first cell of the eight numbers that ``rank`` writes about its messages to and from ``peer``."""
         return self._cell(rank, 2 * _LINE + 2 * _rounded(_CHANNELS * self.size, _LINE) + peer * _LINE)
 
     def message_address(self, src: int, dst: int) -> int:
-        """The address of the two chunks of the mailbox for messages from ``src`` to ``dst``."""
+        """Return the address of the two chunks of the mailbox for messages from ``src`` to ``dst``."""
         first = self._address + self._data + _SLOTS_PER_RANK * self.size * self.slot
         return first + 2 * (src * self.size + dst) * self.message_chunk
 
     def write(self, cell: int, number: int) -> None:
-        """Write a number of this rank's for which nobody sleeps."""
+        """Write one of this rank's numbers that no rank sleeps for."""
         if self._release is not None:
             self._release()
         self._words[cell] = number
 
     def tell(self, cell: int, number: int, peer: int) -> None:
-        """Write a number of this rank's that ``peer`` may sleep for."""
+        """Write one of this rank's numbers, and wake ``peer``, which may sleep for it."""
         self.write(cell, number)
         self._fence()
         if self._words[self._cell(peer, _ASLEEP)]:
@@ -206,7 +207,7 @@ class Slots:
 
 
 class Pipe:
-    """The way from one rank to one other; ``put`` and ``take`` are generators that yield while the peer is awaited."""
+    """The pipe from one rank to another; ``put`` and ``take`` are generators that yield to wait for the peer."""
 
     def __init__(
         self,
@@ -224,7 +225,7 @@ class Pipe:
         self._bit, self._need = 1 << rank % 32, (NEVER, (rank,))
 
     def put(self, address: int, nbytes: int) -> Iterator[Need]:
-        """Lay ``nbytes`` at ``address`` into the pipe; ends when the last chunk is in it."""
+        """Write the ``nbytes`` at ``address`` into the pipe; end when the last chunk is in it."""
         words, chunk = self._words, self._chunk
         posted = words[self._posted]
         for offset in range(0, nbytes, chunk):
@@ -246,7 +247,7 @@ class Pipe:
             self._tell(self._taken, taken)
 
     def _tell(self, cell: int, number: int) -> None:
-        """Write a number of this rank's that the peer may sleep for."""
+        """Write one of this rank's numbers, and wake the peer, which may sleep for it."""
         futex = self._futex
         if futex.release is not None:
             futex.release()
@@ -257,7 +258,7 @@ class Pipe:
 
 
 def _block(size: int) -> int:
-    """Numbers per rank in the control block."""
+    """Return the count of numbers per rank in the control block."""
     return 2 * _LINE + 2 * _rounded(_CHANNELS * size, _LINE) + size * _LINE
 
 
@@ -266,10 +267,10 @@ def _message_chunk(size: int) -> int:
 
 
 def _messages(size: int) -> int:
-    """Bytes of all mailboxes."""
+    """Return the bytes of all mailboxes."""
     return 2 * size * size * _message_chunk(size)
 
 
 def _control(size: int) -> int:
-    """Bytes before the data, whole pages."""
+    """Return the bytes before the data, rounded up to whole pages."""
     return _rounded(8 * (_LINE + size * _block(size)), _PAGE)

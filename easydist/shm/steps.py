@@ -1,6 +1,6 @@
-"""Collectives that all ranks read, as generators over the slots: each yields where it has to wait for other ranks.
+"""Collectives through the slots, as generators that yield wherever they have to wait for other ranks.
 
-All ranks run the same generators in the same order, so that the steps and the turns of the slots need no agreement.
+All ranks run the same generators in the same order, so they count the steps and alternate the slots without agreement.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ Place = tuple[int, int]
 """An address and a number of bytes."""
 
 Piece = tuple[int, int, int]
-"""An address, a number of bytes, and where in a slot they lie."""
+"""An address, a number of bytes, and their offset in a slot."""
 
 
 class Steps:
-    """One rank's way through the steps.
+    """One rank's progress through the steps.
 
     Args:
         slots: The memory.
@@ -32,7 +32,7 @@ class Steps:
         self._read_in = [-1, -1]
 
     def publish(self, half: int | None = None) -> int:
-        """Take the next step and return its number; the others read slot ``half`` in it."""
+        """Publish the next step, in which the others read slot ``half``, and return its number."""
         self._step += 1
         if half is not None:
             self._read_in[half] = self._step
@@ -50,22 +50,22 @@ class Steps:
         self._reached_by_all = step
 
     def next_half(self) -> int:
-        """Whose turn it is: the slots alternate, on all ranks alike."""
+        """Return the slot to use next: the two slots alternate, in the same way on all ranks."""
         self._half ^= 1
         return self._half
 
     def own_slot(self, half: int) -> Generator[Need, None, int]:
-        """Wait until nobody reads this rank's slot any more; returns its address."""
+        """Wait until no rank reads this rank's slot any more, and return its address."""
         if self._read_in[half] >= self._reached_by_all:
             yield from self.all_reach(self._read_in[half] + 1)
         return self.slots.slot_at(self.slots.rank, half)
 
     def share(self, mine: Sequence[Place], rows: Sequence[Sequence[Place]]) -> Iterator[Need]:
-        """Fill the places of ``rows[r]`` with what rank r has in its own.
+        """Fill the places of ``rows[r]`` with the data of rank r.
 
         Args:
-            mine: What this rank has; as many bytes as in ``rows[rank]``, and may be the same places.
-            rows: Where the ranks' data goes; the sizes may differ, and are the same on all ranks.
+            mine: The places of this rank's data, with as many bytes as ``rows[rank]``; they may be the same places.
+            rows: The target places for each rank's data. Rows may differ in size; all ranks pass the same sizes.
         """
         slots, rank = self.slots, self.slots.rank
         given, taken = slotfuls(mine, slots.slot), [slotfuls(row, slots.slot) for row in rows]
@@ -92,9 +92,9 @@ class Steps:
         self._reached_by_all = step
 
     def share_upto(self, rows: Sequence[int], nbytes: int) -> Iterator[Need]:
-        """Fill ``rows[r]`` with the message of rank r; this rank's own lies in ``rows[rank]``, ``nbytes`` long.
+        """Fill ``rows[r]`` with the message of rank r; ``rows[rank]`` holds this rank's message, of ``nbytes`` bytes.
 
-        The first step carries the lengths too; there are more only if one of them is larger than a slot.
+        The first step carries the lengths, too. There are more steps only if a message is larger than a slot.
         """
         slots = self.slots
         slot = yield from self.own_slot(half := self.next_half())
@@ -113,7 +113,7 @@ class Steps:
             yield from self.share(rest[slots.rank], rest)
 
     def spread(self, places: Sequence[Place], root: int) -> Iterator[Need]:
-        """Copy what ``root`` has at the places to all others; as many bytes on all ranks."""
+        """Copy the data of ``root`` at its places to the places of all others; the sizes are the same on all ranks."""
         slots = self.slots
         for pieces in slotfuls(places, slots.slot):
             half = self.next_half()
@@ -126,7 +126,7 @@ class Steps:
                 yield from self._fetch(root, half, pieces)
 
     def _fetch(self, root: int, half: int, pieces: Sequence[Piece]) -> Iterator[Need]:
-        slots, step = self.slots, self.publish()  # what this rank has read so far may be overwritten
+        slots, step = self.slots, self.publish()  # publishing allows others to overwrite slots that this rank has read
         need = (step, (root,))
         while not slots.has_published(root, step):
             yield need
@@ -135,16 +135,16 @@ class Steps:
             copy(address, slot + offset, length)
 
     def meet(self) -> Iterator[Need]:
-        """Go on once all ranks have come here."""
+        """Wait until all ranks have reached this point."""
         yield from self.all_reach(self.publish())
 
     def close(self) -> None:
-        """Let go of the memory; a generator that runs in another thread keeps it until it stops."""
+        """Release the memory; a generator that runs in another thread keeps it until it stops."""
         del self.slots
 
 
 def slotfuls(places: Sequence[Place], slot: int) -> list[list[Piece]]:
-    """What lies at the places, one behind the other, cut into as much as a slot holds.
+    """Return the places, concatenated and cut into parts that each fit a slot.
 
     Example:
         >>> slotfuls([(1000, 3), (2000, 6)], 4)

@@ -1,8 +1,8 @@
-"""Operations under way in shared memory, each a generator that yields where it would have to wait.
+"""Operations under way in shared memory, as generators that yield wherever they would have to wait.
 
 A *stream* is a queue of generators that use the same slots or the same pipe: its head runs until it is blocked, and
-the next one runs when the head has ended. There is no thread: whoever waits for one operation moves all operations of
-this process on, those of other communicators too, so that the order in which operations are waited for is free.
+the next one runs when the head has ended. There is no thread for them: a wait for one operation advances all operations
+of this process, including those of other communicators, so operations may be waited for in any order.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from easydist.shm.futex import give_core
 from easydist.shm.slots import NEVER, Need, Slots
 
 Guard = Callable[[Sequence[int], float], None]
-"""Called with the ranks still awaited and the seconds since the wait began; raises to end the wait."""
+"""A function that takes the ranks still awaited and the seconds since the wait began; it raises to end the wait."""
 
 _SPINS = 100
-"""How often a wait looks before it sleeps, giving the core to others in between."""
+"""The number of checks before a wait sleeps; it yields the core between them."""
 
 _GUARD_EVERY = 0.05
 _ASIDE = 0.001
-"""Seconds of sleep where something may move on that does not wake it (another communicator, another thread): at first
-this, later a twentieth of the time in which nothing has moved."""
+"""The first sleep in seconds while other communicators or threads have operations under way, because their progress
+does not wake this wait. Later sleeps take a twentieth of the time in which nothing has moved."""
 
 _running: dict[Streams, None] = {}
-"""Those with an operation under way, of all communicators of this process."""
+"""The streams with an operation under way, of all communicators of this process."""
 
 _waits: list[Operation] = []
-"""What the threads of this process wait for."""
+"""The operations that the threads of this process wait for."""
 
 _all: weakref.WeakSet[Streams] = weakref.WeakSet()
 
 
 class Operation:
-    """What a backend hands out for one operation; moves on inside ``wait`` and ``is_completed``, and when it begins.
+    """The handle of one operation, which advances when it begins, and inside ``wait`` and ``is_completed``.
 
     Args:
-        streams: Where its generators run.
+        streams: The streams in which its generators run.
 
     Attributes:
-        keep: Whatever has to live until the end.
-        left: How many of its generators have not ended.
-        error: What has ended it before.
+        keep: Objects that have to live until the end.
+        left: The number of its generators that have not ended.
+        error: The error that ended it early; else None.
     """
 
     __slots__ = ("_streams", "error", "keep", "left")
@@ -70,19 +70,19 @@ class Operation:
 
         Raises:
             CollectiveTimeout: ``timeout`` is over.
-            BaseException: What the guard raised.
+            BaseException: The guard raised it.
         """
         try:
             if self.left and not self._streams.spin(self):
                 self._streams.block(self, None if timeout is None else timeout.total_seconds())
-        except BaseException as error:  # given up: nothing may be written to the caller's tensors from now on
+        except BaseException as error:  # after giving up, nothing may be written to the caller's tensors
             self._streams.fail(error)
             raise
         if self.error is not None:
             raise RuntimeError(f"this operation cannot end any more: {self.error!r}") from self.error
 
     def one_done(self) -> None:
-        """One of its generators has ended."""
+        """Record that one of its generators has ended."""
         self.left -= 1
         if not self.left:
             self.keep = None
@@ -96,7 +96,7 @@ class _Stream:
         self.need: Need = (NEVER, ())
 
     def advance(self) -> bool:
-        """Run what can run; True if anything has moved."""
+        """Run the generators until one is blocked; return True if anything has moved."""
         before, queue = self.need, self.queue
         while queue:
             task, operation = queue[0]
@@ -110,11 +110,11 @@ class _Stream:
 
 
 class Streams:
-    """All streams of one communicator.
+    """The streams of one communicator.
 
     Args:
         slots: The memory.
-        guard: Called from every wait about every 50 ms.
+        guard: The guard that every wait calls about every 50 ms.
     """
 
     def __init__(self, slots: Slots, guard: Guard) -> None:
@@ -126,14 +126,14 @@ class Streams:
         _all.add(self)
 
     def begin(self, tasks: Sequence[tuple[object, Iterator[Need]]], keep: object) -> Operation:
-        """Queue the generators of one operation, and run them as far as they get.
+        """Queue the generators of one operation, and run them until they are blocked.
 
         Args:
-            tasks: Each with the key of its stream; None is the stream of the steps.
-            keep: Whatever has to live until the end.
+            tasks: The generators, each with the key of its stream; None is the stream of the steps.
+            keep: Objects that have to live until the end.
 
         Raises:
-            RuntimeError: The communicator is closed, broken, or another process's.
+            RuntimeError: The communicator is closed or broken, or belongs to another process.
         """
         self.check()
         operation = Operation(self)
@@ -147,14 +147,14 @@ class Streams:
         return operation
 
     def _start(self, key: object, task: Iterator[Need], operation: Operation) -> None:
-        """Run a generator as far as it gets, and queue it where it has not ended; behind others of its stream."""
+        """Run a generator until it is blocked, and queue it unless it has ended; on a busy stream, only queue it."""
         stream = self._streams.get(key)
         if stream is None:
             stream = self._streams[key] = _Stream()
         if not stream.queue:
             try:
                 need = next(task, None)
-            except BaseException as error:  # in the middle of a step
+            except BaseException as error:  # a step was left unfinished
                 self.fail(error)
                 raise
             if need is None:
@@ -165,7 +165,7 @@ class Streams:
         operation.left += 1
 
     def advance(self) -> bool:
-        """Run whatever can run; True if anything has moved. Does nothing while another thread does it."""
+        """Run all streams that can run; return True if anything has moved. Do nothing if another thread is doing it."""
         if not self._lock.acquire(False):
             return False
         try:
@@ -180,7 +180,7 @@ class Streams:
                 moved = stream.advance() or moved
                 if not stream.queue:
                     self._active.remove(stream)
-        except BaseException as error:  # in the middle of a step
+        except BaseException as error:  # a step was left unfinished
             self.fail(error)
             raise
         if not self._active:
@@ -188,7 +188,7 @@ class Streams:
         return moved
 
     def spin(self, operation: Operation) -> bool:
-        """Give an operation a moment to end without sleeping; True if it has."""
+        """Give an operation a moment to end, without sleeping; return True if it has ended."""
         for _ in range(_SPINS):
             self.advance()
             if not operation.left:
@@ -238,13 +238,13 @@ class Streams:
         return now
 
     def _awaited(self, operation: Operation) -> list[int]:
-        """The ranks that keep the streams of an operation from moving."""
+        """Return the ranks that block the streams of an operation."""
         needs = [stream.need for stream in self._active if any(op is operation for _, op in stream.queue)]
         late = {r for step, ranks in needs for r in ranks if step == NEVER or not self._slots.has_published(r, step)}
         return sorted(late)
 
     def fail(self, error: BaseException) -> None:
-        """End everything that is under way, and refuse what comes."""
+        """End all operations under way with an error, and refuse new ones."""
         self._error = error
         for stream in self._active:
             for _, operation in stream.queue:
@@ -254,22 +254,22 @@ class Streams:
         _running.pop(self, None)
 
     def check(self) -> None:
-        """Raise if nothing can begin any more.
+        """Raise an error if no operation can begin any more.
 
         Raises:
-            RuntimeError: The communicator is closed, broken, or another process's.
+            RuntimeError: The communicator is closed or broken, or belongs to another process.
         """
         if self._error is not None:
             raise RuntimeError(f"this communicator cannot be used any more: {self._error}") from self._error
 
     def close(self) -> None:
-        """End everything, and let go of the memory."""
+        """End all operations, and release the memory."""
         self.fail(RuntimeError("it has been closed"))
         del self._slots
 
 
 def _after_fork() -> None:
-    """The slots are the parent's: a child that went on would speak in its name."""
+    """Fail all streams in a forked child: the slots belong to the parent, and the child would write as that rank."""
     _waits.clear()
     for streams in tuple(_all):
         streams.fail(RuntimeError("it belongs to the process from which this one was forked"))

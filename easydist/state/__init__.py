@@ -1,4 +1,4 @@
-"""Who am I, and with whom do I talk."""
+"""The state of this process: its rank, its world and its process group."""
 
 from easydist.state.process_state import (
     DistributedType,

@@ -1,4 +1,4 @@
-"""The default process group of ``torch.distributed``: found, created, left, taken down."""
+"""The default process group of ``torch.distributed``: finding, creating, leaving and destroying it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from easydist import forks
 from easydist.state.environment import World, launched
 
 _creating: dict[str, threading.Thread] = {}
-"""The thread that creates the group, while it does."""
+"""The thread that is creating the group; empty otherwise."""
 
 _made: list[World] = []
-"""One entry per group that easydist has made in this process."""
+"""One entry for each group that easydist has made in this process."""
 
 
 class _Survivors(NamedTuple):
-    """The group of those that are left of a default group."""
+    """The group of the survivors of a default group."""
 
     left_of: dist.ProcessGroup
     group: dist.ProcessGroup
@@ -34,7 +34,7 @@ _survivors: _Survivors | None = None
 
 
 def default_group() -> dist.ProcessGroup | None:
-    """Return the default group, whoever made it, or what has been recovered of it; None where there is none."""
+    """Return the default group, made by easydist or by others, or the group of its survivors; None if there is none."""
     world = dist.group.WORLD
     return _survivors.group if _survivors is not None and _survivors.left_of is world else world
 
@@ -45,11 +45,11 @@ def is_recovered(group: dist.ProcessGroup) -> bool:
 
 
 def replace_default_group(group: dist.ProcessGroup, world: World) -> None:
-    """From now on this is the default group of easydist, until torch has another one.
+    """Make this the default group of easydist, until torch has another default group.
 
     Args:
-        group: The survivors.
-        world: This process among them.
+        group: The group of the survivors.
+        world: This process among the survivors.
     """
     global _survivors
     assert dist.group.WORLD is not None
@@ -57,7 +57,7 @@ def replace_default_group(group: dist.ProcessGroup, world: World) -> None:
 
 
 def world_of(group: dist.ProcessGroup) -> World:
-    """The world of a group that exists; where LOCAL_RANK and its like are unset, all ranks count as one host's."""
+    """Return the world of an existing group; if LOCAL_RANK and the like are unset, all ranks count as one host's."""
     if _survivors is not None and group is _survivors.group:
         return _survivors.world
     rank, size = group.rank(), group.size()
@@ -68,7 +68,7 @@ def world_of(group: dist.ProcessGroup) -> World:
 
 
 def create(world: World, backend: str, timeout: timedelta | None) -> dist.ProcessGroup | None:
-    """Create the default group, with all ranks of the world; it is taken down at exit.
+    """Create the default group, with all ranks of the world; it is destroyed at exit.
 
     Raises:
         RuntimeError: This process is a copy of a rank, or another thread is creating the group.
@@ -87,7 +87,7 @@ def create(world: World, backend: str, timeout: timedelta | None) -> dist.Proces
 
 
 def _create_alone(world: World, backend: str, timeout: timedelta | None) -> dist.ProcessGroup | None:
-    store = PrefixStore(f"easydist/{len(_made)}", _store(world))  # a second group must not meet traces of the first
+    store = PrefixStore(f"easydist/{len(_made)}", _store(world))  # a second group must not see keys of the first
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     _made.append(world)
     group = dist.group.WORLD
@@ -96,13 +96,13 @@ def _create_alone(world: World, backend: str, timeout: timedelta | None) -> dist
 
 
 def _take_down(group: dist.ProcessGroup | None) -> None:
-    """End the group that easydist made, unless somebody else has done so."""
+    """Destroy the group that easydist made, unless that has been done."""
     if dist.group.WORLD is group:
         dist.destroy_process_group()
 
 
 def leave_groups_of_parents() -> None:
-    """Let torch forget the parent's groups without ending them, so that this process can have its own."""
+    """Make torch forget the parent's groups without ending them, so that this process can make its own."""
     c10d: Any = dist.distributed_c10d
     c10d._update_default_pg(None)
     for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
@@ -113,7 +113,7 @@ def leave_groups_of_parents() -> None:
 
 @functools.cache
 def _store(world: World) -> Store:
-    """Where the ranks meet; under torchrun the store of its agent, else rank 0 has it."""
+    """Return the store in which the ranks meet: under torchrun its agent serves it, else rank 0."""
     has_agent = world.launcher == "torchrun" and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
     url = "env://" if has_agent else f"tcp://{world.address}:{world.port}"
     store: Store = next(rendezvous(url, world.rank, world.size))[0]

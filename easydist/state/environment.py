@@ -1,4 +1,4 @@
-"""What the launcher told this process, read from environment variables."""
+"""The world as the launcher describes it in environment variables."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class World:
 
     Attributes:
         launcher: ``"torchrun"`` (also accelerate launch), ``"mpi"``, ``"slurm"``, ``"none"``.
-        rank: This process, from 0.
-        size: How many there are.
-        local_rank: This process among those on its host.
-        local_size: How many are on this host.
-        address: Host name of rank 0, where the ranks find each other.
-        port: Likewise.
+        rank: The rank of this process, from 0.
+        size: The number of processes.
+        local_rank: The rank of this process among those on its host.
+        local_size: The number of processes on this host.
+        address: The host name of rank 0, where the ranks meet.
+        port: The port at which the ranks meet.
     """
 
     launcher: str = "none"
@@ -51,14 +51,15 @@ _ACCELERATE_ALONE = (
 
 
 def launched(env: Mapping[str, str] = os.environ, has_group: bool = False) -> World:
-    """The world that the launcher describes; a world of one where there is none.
+    """Return the world that the launcher describes; a world of one process if there is no launcher.
 
-    Torchrun's variables (``RANK`` and ``WORLD_SIZE``, which accelerate launch sets as well) come before those of Open
-    MPI, Intel MPI, MPICH and MVAPICH, and these before SLURM's, which count inside a job step only (``SLURM_STEP_ID``).
+    Torchrun's variables (``RANK`` and ``WORLD_SIZE``, which accelerate launch sets as well) take precedence over those
+    of Open MPI, Intel MPI, MPICH and MVAPICH, and these over SLURM's, which count only inside a job step
+    (``SLURM_STEP_ID``).
 
     Args:
         env: The environment.
-        has_group: There is a process group already, so that nobody need be told that this process works alone.
+        has_group: True if there is already a process group; then there is no warning that this process works alone.
 
     Example:
         >>> launched({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_PORT": "1234"}).size
@@ -73,26 +74,27 @@ def launched(env: Mapping[str, str] = os.environ, has_group: bool = False) -> Wo
         return _world(env, "torchrun", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "127.0.0.1", 29500)
     in_step = _has(env, "SLURM_STEP_ID", *_SLURM[:2])
     for names in _MPI:
-        if _has(env, *names[: 3 if in_step else 2]):  # srun sets PMI_RANK too, but no rank on the host
+        if _has(env, *names[: 3 if in_step else 2]):  # srun also sets PMI_RANK, but no rank on the host
             return _world(env, "mpi", names, None, _port(env, _MPI_JOB) or _port_of_parent())
     if in_step:
         address = first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or "127.0.0.1")
         return _world(env, "slurm", _SLURM, address, _port(env, ("SLURM_JOB_ID", "SLURM_STEP_ID")))
-    for_several = _has(env, "ACCELERATE_USE_CPU", "MASTER_ADDR", "MASTER_PORT")  # set for more than one process only
+    # accelerate launch sets these variables only if it was asked for more than one process.
+    for_several = _has(env, "ACCELERATE_USE_CPU", "MASTER_ADDR", "MASTER_PORT")
     if for_several and not has_group:
         warnings.warn(_ACCELERATE_ALONE, RuntimeWarning, stacklevel=2)
     return World()
 
 
 def flag(name: str, env: Mapping[str, str] = os.environ) -> bool:
-    """True if the variable says yes; False where it is not set.
+    """True if the variable is a yes; False if it is a no, or not set.
 
     Args:
         name: The variable.
         env: The environment.
 
     Raises:
-        ValueError: It says something else than yes and no; an empty text counts as something else.
+        ValueError: It is neither yes nor no; an empty text is neither.
 
     Example:
         >>> flag("DEBUG", {"DEBUG": "Yes"}), flag("DEBUG", {"DEBUG": "off"}), flag("DEBUG", {})
@@ -132,7 +134,7 @@ def _int(env: Mapping[str, str], name: str, default: int | None = None) -> int:
 
 
 def _tasks_here(env: Mapping[str, str], name: str) -> int:
-    """How many tasks SLURM started on this host, from ``4(x2),3``: 4 on two hosts, 3 on the third."""
+    """Return the number of tasks on this host, from SLURM's ``4(x2),3``: 4 on two hosts, 3 on the third."""
     runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", env[name])
     counts = [int(count) for count, times in runs for _ in range(int(times or 1))]
     node = _int(env, "SLURM_NODEID", 0)
@@ -151,18 +153,18 @@ def _only_host(launcher: str, size: int, local_size: int) -> str:
 
 
 def _port(env: Mapping[str, str], names: tuple[str, ...]) -> int:
-    """A port that belongs to the job, so that two jobs on one host do not meet; 0 where the job has no name."""
+    """Return a port derived from the job's name, so that two jobs on a host do not meet; 0 without a name."""
     job = "/".join(env[name] for name in names if env.get(name))
     return 20000 + int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "little") % 12000 if job else 0
 
 
 def _port_of_parent() -> int:
-    """For MPICH, which names no job: the ranks of one host have one parent."""
+    """Return a port derived from the parent's pid, for MPICH, which names no job: ranks of one host share a parent."""
     return 20000 + os.getppid() % 12000
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a SLURM node list.
+    """Return the first host of a SLURM node list.
 
     Example:
         >>> first_host("gpu[003-007,012],login1")

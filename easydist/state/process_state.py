@@ -1,4 +1,4 @@
-"""Who am I, and with whom do I talk: the process-state singleton."""
+"""The process-state singleton: the rank, the world and the process group of this process."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ R = TypeVar("R")
 
 
 class Decorator(Protocol):
-    """Makes of a function one that returns None on other processes."""
+    """A decorator that makes a function return None on other processes."""
 
     def __call__(self, function: Callable[P, R], /) -> Callable[P, R | None]:
         """Decorate a function."""
 
 
 class DistributedType(str, enum.Enum):
-    """What kind of world this is; the values are accelerate's, and compare equal to them."""
+    """The kinds of worlds; the values are accelerate's, and compare equal to them."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -50,7 +50,7 @@ class DistributedType(str, enum.Enum):
     MULTI_XPU = "MULTI_XPU"
     MULTI_HPU = "MULTI_HPU"
     MULTI_NEURON = "MULTI_NEURON"
-    # never the kind of a ProcessState; for scripts that ask
+    # Never the kind of a ProcessState; they exist for scripts that compare with them.
     DEEPSPEED = "DEEPSPEED"
     FSDP = "FSDP"
     XLA = "XLA"
@@ -58,25 +58,25 @@ class DistributedType(str, enum.Enum):
 
 
 class ProcessState:
-    """What this process knows about itself and the others; every instance is the same one.
+    """The state of this process and its knowledge of the others; all instances share it.
 
-    It adopts, in this order: the default process group of ``torch.distributed``, if there is one; what torchrun,
-    accelerate launch, Open MPI, Intel MPI, MPICH, MVAPICH or SLURM wrote into the environment; else a world of one.
-    Nothing is created before the first exchange (or ``process_group``). What easydist created it takes down at exit; a
-    group that somebody else made stays.
+    It adopts the default process group of ``torch.distributed``, if there is one; else the world that torchrun,
+    accelerate launch, Open MPI, Intel MPI, MPICH, MVAPICH or SLURM described in the environment; else a world of one
+    process. Nothing is created before the first exchange (or ``process_group``). At exit easydist destroys a group that
+    it created, but not groups made by others.
 
     Args:
-        cpu: Stay on the CPU although there is an accelerator (also ``ACCELERATE_USE_CPU=1``).
-        backend: For the process group that easydist will create, as in ``init_process_group``. Default: gloo for the
-            CPU, with the accelerator's own library beside it where there is one (``"cpu:gloo,cuda:nccl"``).
-        timeout: How long a collective of that group may take: a timedelta, or seconds. Default: torch's (30 minutes for
+        cpu: Stay on the CPU even if there is an accelerator (also ``ACCELERATE_USE_CPU=1``).
+        backend: The backend of the process group that easydist will create, as in ``init_process_group``. Default: gloo
+            for the CPU, and the accelerator's own library if there is one (``"cpu:gloo,cuda:nccl"``).
+        timeout: The time limit of that group's collectives: a timedelta, or seconds. Default: torch's (30 minutes for
             gloo).
 
     Raises:
-        TypeError: ``timeout`` is no number of seconds and no timedelta.
-        ValueError: ``timeout`` leaves no time; ``cpu``, ``backend`` or ``timeout`` come too late: the group exists
-            already and was made otherwise. ``ACCELERATE_USE_CPU`` or ``ACCELERATE_DEBUG_MODE``, which are read when the
-            first instance is made, say neither yes nor no.
+        TypeError: ``timeout`` is neither a number of seconds nor a timedelta.
+        ValueError: ``timeout`` is not positive; or ``cpu``, ``backend`` or ``timeout`` come too late, because the group
+            exists already and was made differently; or ``ACCELERATE_USE_CPU`` or ``ACCELERATE_DEBUG_MODE``, which are
+            read when the first instance is made, are neither yes nor no.
 
     Example:
         >>> from easydist import ProcessState
@@ -101,7 +101,7 @@ class ProcessState:
         self._adopt()
 
     def _forget(self) -> None:
-        """Start over, as in a fresh process."""
+        """Reset the state to that of a new process."""
         self.debug, self._asks_for_cpu = flag("ACCELERATE_DEBUG_MODE"), flag("ACCELERATE_USE_CPU")
         self._options: dict[str, Any] = {}
         self._generation = 0
@@ -110,7 +110,7 @@ class ProcessState:
         self._device: torch.device | None = None
 
     def _set(self, name: str, value: Any) -> None:
-        """Take an option, unless it would come too late to have an effect."""
+        """Set an option; raise an error if it comes too late to have an effect."""
         if value is None or self._options.get(name) == value:
             return
         existing = default_group()
@@ -124,7 +124,7 @@ class ProcessState:
         self._options[name] = value
 
     def _adopt(self) -> World:
-        """The world as it is now: the default group wherever somebody has made one, else what the launcher said."""
+        """Return the current world: that of the default group if there is one, else the launcher's."""
         if not self._shared:
             self._forget()
         group = default_group()
@@ -138,7 +138,7 @@ class ProcessState:
         return self._world
 
     def _after_fork(self) -> dist.ProcessGroup | None:
-        """Forget what was true of the parent, if this forked process has been given a rank of its own since then."""
+        """Reset the parent's state if this forked process has got its own rank since; return the default group."""
         if not forks.is_copy():
             self._generation, self._world = forks.generation, None
             if default_group() is not None:
@@ -152,7 +152,7 @@ class ProcessState:
         if device is None or device.type == "mps":
             return device or torch.device("cpu")
         if self._group is not None and not os.environ.get("LOCAL_RANK"):
-            return torch.device(device.type, torch.accelerator.current_device_index())  # its owner has chosen
+            return torch.device(device.type, torch.accelerator.current_device_index())  # chosen by the group's maker
         index = world.local_rank % torch.accelerator.device_count()
         if world.size > 1:
             torch.accelerator.set_device_index(index)
@@ -165,23 +165,23 @@ class ProcessState:
 
     @property
     def world(self) -> World:
-        """This process among all that were launched, or that are left of them."""
+        """The world of this process: all processes that were launched, or the survivors."""
         return self._adopt()
 
     @property
     def process_group_as_it_is(self) -> dist.ProcessGroup | None:
-        """The default process group; None where nobody has made one."""
+        """The default process group; None if there is none yet."""
         self._adopt()
         return self._group
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The default process group, created now if the launcher started several ranks and nobody has made one.
+        """The default process group, created now if the launcher started several ranks and there is none yet.
 
-        After ``easydist.recover()`` it is the survivors'.
+        After ``easydist.recover()`` it is the group of the survivors.
 
-        Every rank has to ask; a world of one without a group has None. For what takes a group itself, as
-        ``DistributedDataParallel`` does.
+        Every rank has to read it; it is None in a single process without a group. It is meant for code that takes a
+        group, such as ``DistributedDataParallel``.
         """
         world = self._adopt()
         if self._group is None and world.size > 1:
@@ -200,11 +200,11 @@ class ProcessState:
         return self._options.get("backend") or default
 
     def communicators(self, group: Group = None) -> Communicators:
-        """The communicators of ``group``; None is the default group, created now if need be.
+        """Return the communicators of ``group``; None is the default group, created now if necessary.
 
         Raises:
             ValueError: This process is not in the group, or the ``DeviceMesh`` has more than one dimension.
-            TypeError: ``group`` is none of these.
+            TypeError: ``group`` is not a group.
         """
         if group is None:
             default = self.process_group
@@ -235,17 +235,17 @@ class ProcessState:
 
     @property
     def process_index(self) -> int:
-        """This process among all, from 0 (``RANK``)."""
+        """The rank of this process, from 0 (``RANK``)."""
         return self._adopt().rank
 
     @property
     def local_process_index(self) -> int:
-        """This process among those on its host, from 0 (``LOCAL_RANK``)."""
+        """The rank of this process among those on its host, from 0 (``LOCAL_RANK``)."""
         return self._adopt().local_rank
 
     @property
     def num_processes(self) -> int:
-        """How many processes there are (``WORLD_SIZE``)."""
+        """The number of processes (``WORLD_SIZE``)."""
         return self._adopt().size
 
     @property
@@ -262,7 +262,7 @@ class ProcessState:
 
     @property
     def backend(self) -> str | None:
-        """The backend for data on ``device``: ``"gloo"``, ``"nccl"``, …; None in a world of one."""
+        """The backend for data on ``device``: ``"gloo"``, ``"nccl"``, …; None in a single process without a group."""
         if self._adopt().size == 1 and self._group is None:
             return None
         planned = dist.get_backend_config() if self._group is not None else self._planned_backend()
@@ -271,7 +271,7 @@ class ProcessState:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """What kind of world this is."""
+        """The kind of this world."""
         if not self.use_distributed:
             return DistributedType.NO
         kind = {"cuda": "GPU"}.get(self.device.type, self.device.type.upper())
@@ -279,35 +279,35 @@ class ProcessState:
 
     @property
     def use_distributed(self) -> bool:
-        """Whether there is more than one process."""
+        """True if there is more than one process."""
         return self._adopt().size > 1
 
     @property
     def initialized(self) -> bool:
-        """Whether the state is known; always true of an instance."""
+        """True if the state is known; always true for an instance."""
         return bool(self._shared)
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is process 0."""
+        """True if this is process 0."""
         return self.process_index == 0
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is process 0 of its host."""
+        """True if this is process 0 of its host."""
         return self.local_process_index == 0
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the last process."""
+        """True if this is the last process."""
         return self.process_index == self.num_processes - 1
 
     @eager
     def wait_for_everyone(self) -> None:
-        """Block until every process has come here.
+        """Block until every process has made this call.
 
         Raises:
-            DisagreementError: Another process called something else.
+            DisagreementError: Another process made a different call.
 
         Cost: one header exchange.
         """
@@ -318,8 +318,8 @@ class ProcessState:
         """Run the body on the main process, then on the others.
 
         Raises:
-            RemoteError: The body raised on another process (where it raised, its own exception goes on). If it was the
-                main process, the others do not run theirs.
+            RemoteError: The body raised an exception on another process; on that process its own exception is raised.
+                If it was the main process, the others do not run their bodies.
 
         Cost: two header exchanges; all processes leave together.
         """
@@ -327,11 +327,11 @@ class ProcessState:
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Run the body on process 0 of each host, then on the others; else as ``main_process_first``."""
+        """Run the body on process 0 of each host, then on the others; otherwise the same as ``main_process_first``."""
         return self._first(self.is_local_main_process)
 
     def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Decorate a function to run on the main process only; it returns None elsewhere.
+        """Decorate a function to run on the main process only; it returns None on the others.
 
         Example:
             >>> state = ProcessState()
@@ -377,14 +377,14 @@ class ProcessState:
 
     @contextmanager
     def split_between_processes(self, inputs: Tree, apply_padding: bool = False) -> Iterator[Tree]:
-        """This process's share of ``inputs``, which stay as they are.
+        """Give the body this process's share of ``inputs``, which are not changed.
 
         Lists, tuples, ranges, tensors, arrays and datasets are cut along dim 0, dicts and namedtuples value by value
-        (at every depth), anything else is the same everywhere; the first processes get one more where the length does
-        not divide.
+        (at every depth); all other values are the same on every process. If the length cannot be divided evenly, the
+        first processes get one element more.
 
         Args:
-            inputs: What to share out; the same on every process.
+            inputs: The data to share out; the same on every process.
             apply_padding: Repeat the last element until all shares have the same length.
 
         Raises:
@@ -405,19 +405,19 @@ class ProcessState:
             builtins.print(*args, **kwargs)
 
     def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
-        """Take down ``group``, by default the default process group, whoever made it."""
+        """Destroy ``group``, or the default process group, even if easydist did not make it."""
         if dist.is_initialized():
             dist.destroy_process_group(group)
 
     def _first(self, goes_first: bool) -> Iterator[None]:
-        """Two meetings: after the bodies of those that go first, and after those of the others."""
+        """Run the body between two meetings: after the bodies that go first, and after those of the others."""
         meet_all = functools.partial(meet, self.communicators(), "main_process_first")
         if not goes_first:
             meet_all()
         try:
             yield
         except BaseException as error:
-            with suppress(Exception):  # the others raise RemoteError; here the body's own exception goes on
+            with suppress(Exception):  # the others raise RemoteError; here the body's own exception is raised
                 meet_all(error)
             raise
         meet_all()
@@ -433,7 +433,7 @@ class ProcessState:
 
     @staticmethod
     def _reset_state() -> None:
-        """Forget everything, as accelerate's tests do between cases; a process group stays."""
+        """Reset the state, as accelerate's tests do between cases; a process group is kept."""
         ProcessState._shared.clear()
 
     def __repr__(self) -> str:
@@ -446,29 +446,29 @@ class ProcessState:
 
 
 PartialState = ProcessState
-"""accelerate's name."""
+"""accelerate's name for ``ProcessState``."""
 
 
 def communicators(group: Group = None) -> Communicators:
-    """The communicators of ``group``; see ``ProcessState.communicators``."""
+    """Return the communicators of ``group``; see ``ProcessState.communicators``."""
     if group is None and (default := default_group()) is not None and default not in forks.groups_of_parents:
-        return of_group(default)  # adopted by the state when somebody asks it
+        return of_group(default)  # the state adopts the group when it is next read
     return ProcessState().communicators(group)
 
 
 @contextmanager
 def together(group: Group = None) -> Iterator[None]:
-    """Let an exception that the body raises on one rank reach all ranks, wherever they wait in it.
+    """Raise an exception of the body on one rank on all ranks, at whatever point of the body they wait.
 
-    Law: either the body ends well on every rank, or every rank raises. A rank whose process ends with an exception is
-    reported to the others anyway; this is for programs that go on: in a notebook, or round a step that may fail.
+    Law: either the body succeeds on every rank, or every rank raises. The others learn anyway of a process that ends
+    with an exception; this is for programs that continue: in a notebook, or around a step that may fail.
 
     Args:
         group: The ranks that take part.
 
     Raises:
-        RemoteError: The body raised on another rank; where it raised, its own exception goes on. The next call of the
-            group works.
+        RemoteError: The body raised an exception on another rank; on that rank its own exception is raised. The next
+            call of the group works.
 
     Example:
         >>> import easydist
@@ -482,7 +482,7 @@ def together(group: Group = None) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        with suppress(EasydistError):  # the others raise RemoteError; here the body's own exception goes on
+        with suppress(EasydistError):  # the others raise RemoteError; here the body's own exception is raised
             meet(comms, "together", error)
         raise
     meet(comms, "together")
@@ -490,5 +490,5 @@ def together(group: Group = None) -> Iterator[None]:
 
 @eager
 def wait_for_everyone() -> None:
-    """Block until every process has come here; see ``ProcessState.wait_for_everyone``."""
+    """Block until every process has made this call; see ``ProcessState.wait_for_everyone``."""
     ProcessState().wait_for_everyone()

@@ -1,4 +1,4 @@
-"""``easydist.recover``: go on with the ranks that are left."""
+"""``easydist.recover``, which continues with the surviving ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from easydist.typing import Timeout
 C = TypeVar("C", bound=Collectives)
 
 _c10d: Any = dist.distributed_c10d
-"""Not checked: what makes groups of torch from a store is private."""
+"""The module as ``Any``: torch's function that makes a group from a store is private."""
 
 
 @overload
@@ -34,37 +34,37 @@ def recover(group: dist.ProcessGroup, *, timeout: Timeout | None = None) -> dist
 def recover(group: C, *, timeout: Timeout | None = None) -> C: ...
 @eager
 def recover(group: Any = None, *, timeout: Timeout | None = None) -> Any:
-    """Go on with the ranks that are left, after a rank has died or has not come; all that are left call.
+    """Continue with the surviving ranks after a rank has died or has not come; all survivors have to call this.
 
-    Law: every rank on which it returns has the same members: those that are alive and have called, in their old order,
-    numbered from 0. Where nobody was lost these are all ranks.
+    Law: it returns with the same members on every rank: the ranks that are alive and have called it, in their old
+    order, numbered from 0. If no rank was lost these are all ranks.
 
     Afterwards ``group=None``, and ``process_index``, ``num_processes``, ``is_main_process`` and the like of
-    ``ProcessState``, mean the survivors. ``ProcessState().process_group`` is their group for what takes a group of
-    torch itself. ``dist.group.WORLD`` and groups that had been made of it stay as they are: broken.
+    ``ProcessState``, mean the survivors. ``ProcessState().process_group`` is their group, for code that takes a torch
+    group. ``dist.group.WORLD`` and groups made from it stay broken.
 
     Args:
-        group: None: the default group. A ``ProcessGroup``: that one, and nothing else changes. A ``TorchComm``: as its
-            own ``recover``.
-        timeout: How long to wait for ranks that are alive; None is a minute. Ranks that have died are not waited for
-            if they were on this host. Connecting may take up to half a minute more.
+        group: None for the default group. With a ``ProcessGroup`` only that group is recovered, and nothing else
+            changes. A ``TorchComm`` is recovered by its own ``recover``.
+        timeout: The time to wait for living ranks; None is a minute. Dead ranks are not waited for if they were on this
+            host. Connecting may take up to half a minute more.
 
     Returns:
-        The new group; None in a world of one that has none.
+        The new group; None in a single process without a group.
 
     Raises:
-        LeftOutError: The others have gone on without this rank, which came too late. It can take no part any more.
+        LeftOutError: The others have continued without this rank, which came too late. It cannot rejoin them.
         CollectiveTimeout: The survivors could not be connected in time; it may be called again.
-        PeerLostError: The survivors cannot agree: the store in which they would has ended with its rank, and they are
-            on several hosts or had made no call yet. The text says what to do.
-        RuntimeError: There is no group yet; this one was recovered already.
-        TypeError: ``group`` is none of these.
+        PeerLostError: The survivors cannot agree: the store that they need has ended with its rank, and they are on
+            several hosts or had made no call yet. The text contains advice.
+        RuntimeError: There is no group yet, or it was recovered already.
+        TypeError: ``group`` is not a group.
 
     Example:
         >>> import easydist
-        >>> easydist.recover()  # a world of one
+        >>> easydist.recover()  # a single process
 
-    Cost: some milliseconds once all have come; a few messages through memory, or the store of ranks on several hosts.
+    Cost: some milliseconds once all have come; a few messages through memory, or on several hosts through the store.
     """
     limit = TIMEOUT if timeout is None else seconds(timeout, "recover")
     if isinstance(group, Collectives) and hasattr(group, "recover"):
@@ -95,7 +95,7 @@ def _refused(group: object) -> Exception:
 
 
 def _connected(old: dist.ProcessGroup, attempt: Attempt) -> dist.ProcessGroup:
-    """A group of the members, with the backend and the timeout of the old one."""
+    """Return a group of the members, with the backend and the timeout of the old one."""
     name, limit = f"{old.group_name}/recovered/{attempt.number}", timedelta(seconds=attempt.timeout)
     timeout = timedelta(seconds=timeout_of(old))
     if old in unregistered:
@@ -111,7 +111,7 @@ def _connected(old: dist.ProcessGroup, attempt: Attempt) -> dist.ProcessGroup:
 def _registered(
     old: dist.ProcessGroup, attempt: Attempt, ranks: Sequence[int], name: str, limit: timedelta
 ) -> dist.ProcessGroup:
-    """A group that torch knows, made as ``new_group`` does it, but in a store of its own."""
+    """Return a group that torch knows, made as by ``new_group``, but in its own store."""
     backend = _c10d._world.pg_map[old][0]
     new, _ = _c10d._new_process_group_helper(
         len(ranks), attempt.rank, list(ranks), backend, attempt.store, name, timeout=limit, group_desc="recovered"

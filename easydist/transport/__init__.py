@@ -1,1 +1,1 @@
-"""The core of a communicator: ``Collectives``, its operations under way, and the ``Backend`` that moves the bytes."""
+"""The core of a communicator: ``Collectives``, its pending operations, and the ``Backend`` that moves the bytes."""

@@ -1,4 +1,4 @@
-"""What a backend has to be able to do."""
+"""The interface of a backend."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Transfer = tuple[torch.Tensor, int]
 
 
 class Backend(ABC):
-    """Moves flat, contiguous, detached tensors between the ranks of one group.
+    """The part of a communicator that moves flat, contiguous, detached tensors between the ranks of one group.
 
-    ``Collectives`` checks every argument first, so that a backend only moves data: every tensor has one dimension,
-    ranks are in range, the sizes fit, the dtypes are one. Where data only moves, the dtype is uint8. An operation may
-    return before it has ended.
+    ``Collectives`` checks every argument first, so a backend only moves data: every tensor has one dimension, ranks are
+    in range, the sizes fit, and all tensors have the same dtype. The dtype is uint8 if nothing is reduced. An operation
+    may return before it has ended.
 
     Attributes:
         name: ``"gloo"``, ``"nccl"``, ``"solo"``, …
-        device: Where the tensors are.
-        rank: This process in the group.
-        size: How many processes the group has.
-        moves_any_dtype: True if data that only moves need not be uint8, which saves a view of every tensor.
+        device: The device of the tensors.
+        rank: The rank of this process in the group.
+        size: The number of processes in the group.
+        moves_any_dtype: True if data that is not reduced may have any dtype, which saves a view of every tensor.
         shares_memory: True if the ranks read each other's memory, so that one more copy costs as much as the exchange.
     """
 
@@ -45,13 +45,13 @@ class Backend(ABC):
         """Law: ``outputs[r] = data of rank r``; sizes may differ."""
 
     def all_gather_upto(self, rows: torch.Tensor, nbytes: int) -> TorchWork:
-        """Law: row r of ``rows`` begins with what the first ``nbytes`` of row r held on rank r.
+        """Law: row r of ``rows`` begins with the first ``nbytes`` of row r on rank r.
 
-        The lengths of the others are not known beforehand; what stands behind them is undefined.
+        The lengths of the others are not known in advance; the rest of each row is undefined.
 
         Args:
             rows: uint8, contiguous, one row of the same length per rank; this rank's own row holds its message.
-            nbytes: Of this rank's message.
+            nbytes: The length of this rank's message.
         """
         return self.all_gather_single(rows.view(-1), rows[self.rank].clone())
 
@@ -64,7 +64,7 @@ class Backend(ABC):
         return TorchWork([self.all_gather_v(*pair) for pair in zip(outputs, parts, strict=True)])
 
     def all_reduce_from(self, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> TorchWork:
-        """Law: ``output = op(data of rank 0, data of rank 1, …)``; ``data`` stays."""
+        """Law: ``output = op(data of rank 0, data of rank 1, …)``; ``data`` is not changed."""
         output.copy_(data)
         return self.all_reduce(output, op)
 
@@ -74,7 +74,7 @@ class Backend(ABC):
 
     @abstractmethod
     def barrier(self) -> TorchWork:
-        """Ends after every rank has begun it."""
+        """Begin an operation that ends after every rank has begun it."""
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, root: int) -> TorchWork:
@@ -86,14 +86,14 @@ class Backend(ABC):
 
     @abstractmethod
     def gather(self, outputs: Sequence[torch.Tensor], data: torch.Tensor, root: int) -> TorchWork:
-        """Law, on ``root``: ``outputs[r] = data of rank r``; sizes may differ; elsewhere ``outputs`` is empty."""
+        """Law, on ``root``: ``outputs[r] = data of rank r``; sizes may differ. On other ranks ``outputs`` is empty."""
 
     @abstractmethod
     def recv(self, tensor: torch.Tensor, src: int) -> TorchWork:
         """Law: ``tensor = tensor that src sends``; the i-th ``recv`` from a rank meets its i-th ``send``."""
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp) -> TorchWork:
-        """Law, on ``root``: ``tensor = op(tensor of rank 0, tensor of rank 1, …)``; elsewhere ``tensor`` stays."""
+        """Law, on ``root``: ``tensor = op(tensor of rank 0, tensor of rank 1, …)``; elsewhere it is not changed."""
         if self.rank != root:
             return self.gather([], tensor.view(torch.uint8), root)
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -108,22 +108,22 @@ class Backend(ABC):
 
     @abstractmethod
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> TorchWork:
-        """Law: ``output = inputs[rank] of root``; sizes may differ; elsewhere ``inputs`` is empty."""
+        """Law: ``output = inputs[rank] of root``; sizes may differ. On other ranks ``inputs`` is empty."""
 
     @abstractmethod
     def send(self, tensor: torch.Tensor, dst: int) -> TorchWork:
-        """To another rank, which receives as many bytes; never meets a collective's messages."""
+        """Send to another rank, which receives as many bytes; messages never mix with those of collectives."""
 
     def batch(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> TorchWork:
-        """Several ``send`` and ``recv`` as one operation: all begin before any is waited for."""
+        """Run several ``send`` and ``recv`` as one operation: all begin before any is waited for."""
         works = [self.recv(*recv) for recv in recvs]
         return TorchWork(works + [self.send(*send) for send in sends])
 
     def close(self) -> None:  # noqa: B027 - most backends own nothing
-        """Give back what the backend itself has created."""
+        """Release the resources that the backend itself has created."""
 
 
 def set_to(target: torch.Tensor, value: torch.Tensor) -> Sequence[Pending]:
-    """The last step of a reduction; see ``TorchWork.followed_by``."""
+    """Copy the result of a reduction, as its last step; see ``TorchWork.followed_by``."""
     target.copy_(value)
     return ()

@@ -1,7 +1,7 @@
-"""Threads that wait for operations which nobody waits for yet, so that these go on and end by themselves.
+"""Background threads that wait for operations, so that these advance and end before their caller waits for them.
 
 Operations of several steps go through a pool. Messages between two ranks end in the order in which they were sent, and
-may take as long as the other rank likes: each such line has a thread of its own.
+may take as long as the other rank needs, so each queue of such messages has its own thread.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from queue import SimpleQueue
 _Drive = Callable[[], object]
 
 _MOST = 4
-"""How many threads take operations in their order. More begin where somebody asks about a single one."""
+"""The number of threads in the pool. If a caller asks about one operation, that operation gets an extra thread."""
 
 _FAREWELL = 2.0
-"""Seconds that the end of the process waits for messages under way."""
+"""Seconds for which the end of the process waits for messages under way."""
 
 
 class _Background:
-    """The threads of this process."""
+    """The thread pool of this process."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[_Drive] = SimpleQueue()
@@ -31,7 +31,7 @@ class _Background:
         self._idle = self._threads = 0
 
     def run(self, drive: _Drive) -> None:
-        """Let a thread call ``drive``; one after another if there are more than threads."""
+        """Let a thread call ``drive``; queue it if all threads are busy."""
         with self._lock:
             if self._idle:
                 self._idle -= 1
@@ -42,7 +42,7 @@ class _Background:
 
     def _serve(self) -> None:
         while True:
-            self._next()  # in a frame of its own, which keeps nothing alive while there is nothing to do
+            self._next()  # in its own frame, so that an idle thread keeps nothing alive
             with self._lock:
                 if self._queue.empty():
                     self._idle += 1
@@ -66,12 +66,12 @@ def in_background(drive: _Drive) -> None:
 
 
 def at_once(drive: _Drive) -> None:
-    """Let a thread of its own call ``drive``, which raises nothing."""
+    """Start a thread that calls ``drive``, which raises nothing."""
     _start(drive)
 
 
 class _Line:
-    """A thread that calls what it is given, one after another; ``stop`` ends what it waits for."""
+    """A thread with a queue of functions to call; ``stop`` ends the wait of the current one."""
 
     def __init__(self, stop: _Drive) -> None:
         self.stop = stop
@@ -84,10 +84,10 @@ class _Line:
     def _serve(self) -> None:
         while (drive := self.waiting.get()) is not None:
             drive()
-            del drive  # it keeps nothing alive while there is nothing to do
+            del drive  # so that an idle thread keeps nothing alive
 
     def has_ended(self, seconds: float) -> bool:
-        """True if the thread ends in time."""
+        """Wait for the end of the thread; return True if it ends in time."""
         if self._thread is not None:
             self._thread.join(seconds)
         return self._thread is None or not self._thread.is_alive()
@@ -97,15 +97,15 @@ _lines: dict[tuple[int, Hashable], _Line] = {}
 
 
 def in_line(owner: int, name: Hashable, drive: _Drive, stop: _Drive) -> None:
-    """Let the thread of a line call ``drive``, which raises nothing, after what it was given before.
+    """Append ``drive``, which raises nothing, to a queue with its own thread, which calls the functions in order.
 
-    May be called while garbage is collected, wherever that happens: it takes no lock.
+    It takes no lock, so it may be called during garbage collection, which can happen anywhere.
 
     Args:
-        owner: Who ends the line.
-        name: Of this line among those of its owner.
-        drive: What to call.
-        stop: Ends what ``drive`` waits for, when the process ends.
+        owner: The owner of the queue, which ends it by ``end_lines``.
+        name: The name of the queue among those of its owner.
+        drive: The function to call.
+        stop: Ends the wait of ``drive`` when the process ends.
     """
     line = _Line(stop)
     if (known := _lines.setdefault((owner, name), line)) is line:
@@ -114,13 +114,13 @@ def in_line(owner: int, name: Hashable, drive: _Drive, stop: _Drive) -> None:
 
 
 def end_lines(owner: int) -> None:
-    """Let the threads of these lines end, once they have done what they were given."""
+    """End the threads of an owner's queues once these are empty."""
     for key in [key for key in _lines if key[0] == owner]:
         _lines.pop(key).waiting.put(None)
 
 
 def _end_all_lines() -> None:
-    """Let messages under way arrive before the interpreter ends: a thread that is in C++ then aborts the process."""
+    """Let messages under way arrive before the interpreter ends: a thread in C++ at that time aborts the process."""
     lines, until = list(_lines.values()), time.monotonic() + _FAREWELL
     for line in lines:
         line.waiting.put(None)

@@ -1,4 +1,4 @@
-"""What all operations of a communicator have in common: who takes part, and the checks of arguments."""
+"""The common part of all operations of a communicator: its properties, and the checks of arguments."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _TIME_LIMIT = timedelta(minutes=10)
 
 
 class Checked:
-    """A backend with a name, and the checks of what it is given.
+    """A backend with a name, and the checks of its arguments.
 
     Args:
-        backend: Moves the bytes.
-        name: For people.
+        backend: The backend that moves the bytes.
+        name: The name for users.
     """
 
     def __init__(self, backend: Backend, name: str = "") -> None:
@@ -44,36 +44,36 @@ class Checked:
 
     @property
     def time_limit(self) -> timedelta:
-        """How long an operation may take unless it says otherwise."""
+        """The time limit of an operation that sets none."""
         return _TIME_LIMIT
 
     @property
     def backend(self) -> Backend:
-        """What moves the bytes."""
+        """The backend that moves the bytes."""
         return self._backend
 
     def get_backend(self) -> str:
-        """The backend's name, such as ``"gloo"``, ``"nccl"``, ``"solo"``."""
+        """Return the backend's name, such as ``"gloo"``, ``"nccl"``, ``"solo"``."""
         return self._backend.name
 
     def get_device(self) -> torch.device:
-        """Where the tensors have to be."""
+        """Return the device on which the tensors have to be."""
         return self._backend.device
 
     def get_name(self) -> str:
-        """The name given when the communicator was made."""
+        """Return the name given when the communicator was made."""
         return self._name
 
     def get_rank(self) -> int:
-        """This process in the group."""
+        """Return the rank of this process in the group."""
         return self._backend.rank
 
     def get_size(self) -> int:
-        """How many processes the group has."""
+        """Return the number of processes in the group."""
         return self._backend.size
 
     def finalize(self) -> None:
-        """Give back what the communicator itself has created; a process group that it was put on stays."""
+        """Release the resources that the communicator itself has created; a process group that it was put on stays."""
         self._backend.close()
 
     def _run(
@@ -85,7 +85,7 @@ class Checked:
         timeout: timedelta | None,
         staging: Staging | None = None,
     ) -> TorchWork:
-        """Begin an operation whose arguments are right, and end it unless it is asynchronous."""
+        """Begin an operation with checked arguments, and wait for its end unless it is asynchronous."""
         work = begin().within(checked_timeout(timeout))
         if staging is not None:
             staging.deliver(work)
@@ -94,7 +94,7 @@ class Checked:
         return work
 
     def _raws(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Flat tensors as the backend moves them."""
+        """Return flat tensors in the dtype that the backend moves."""
         return [self._raw(tensor) for tensor in tensors]
 
     def _rank(self, what: str, rank: SupportsIndex) -> int:
@@ -104,7 +104,7 @@ class Checked:
         return value
 
     def _check(self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> None:
-        """That these are tensors of one dtype on the communicator's device, and that outputs can be written."""
+        """Check that all are tensors of one dtype on the communicator's device, and that outputs can be written."""
         device, dtype = self._backend.device, None
         for tensor in (*outputs, *inputs):
             if not isinstance(tensor, torch.Tensor):
@@ -138,7 +138,7 @@ class Checked:
             raise RuntimeError(f"{name}: own output must fit the own input, got {output} and {input} elements")
 
     def _rows(self, name: str, what: str, tensor: torch.Tensor, sizes: Sequence[SupportsIndex]) -> list[int]:
-        """The elements of each part of dim 0."""
+        """Return the number of elements in each part of dim 0."""
         counts, length = [operator.index(size) for size in sizes], tensor.shape[0] if tensor.ndim else tensor.numel()
         demand(len(counts) == self.get_size(), f"{what}_split_sizes length must equal comm_size for {name}")
         if any(count < 0 for count in counts):
@@ -148,7 +148,7 @@ class Checked:
 
 
 def checked_timeout(timeout: timedelta | None) -> timedelta | None:
-    """The same time limit.
+    """Return the time limit, after checking its type.
 
     Raises:
         TypeError: It is neither None nor a ``timedelta``.
@@ -173,5 +173,5 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def split(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """The first elements of a flat tensor, in parts of these sizes."""
+    """Return the first elements of a flat tensor, in parts of these sizes."""
     return list(tensor[: sum(sizes)].split(list(sizes)))

@@ -1,4 +1,4 @@
-"""Collectives over one group's tensors: every argument is checked here, before a backend moves the bytes."""
+"""Collectives over one group's tensors, which check every argument before a backend moves the bytes."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from easydist.transport.work import TorchWork
 class Collectives(Reductions):
     """Collectives over the tensors of one group, with torchcomms' names and signatures; the core of ``TorchComm``.
 
-    Every method checks its arguments before anything is sent and raises ``RuntimeError`` where they do not fit. Tensors
-    have to be on the communicator's device; strides and dtypes are free (data moves as bytes, reductions in the
-    tensor's own dtype). Shapes are not compared, numbers of elements are. With ``async_op=True`` an operation returns
+    Every method checks its arguments before anything is sent, and raises ``RuntimeError`` if they do not fit. Tensors
+    have to be on the communicator's device and may have any strides and dtype (data moves as bytes, reductions in the
+    tensor's own dtype). Numbers of elements are compared, shapes are not. With ``async_op=True`` an operation returns
     at once, and its result may be used after ``wait()``. ``hints`` are accepted and not used. ``timeout`` limits each
-    wait; None or zero is the group's own.
+    wait; None or zero means the group's own.
 
     Attributes:
-        communicators: What easydist's verbs know of the group, once it was given to one of them.
+        communicators: The ``Communicators`` of the group, once it was passed to one of easydist's verbs; else None.
 
     Source: the torchcomms API.
     """
 
     def core(self) -> Collectives:
-        """The same communicator for the verbs, which have rules of their own for hooks, time limits and failures."""
+        """Return this communicator for the verbs, which have their own rules for hooks, time limits and failures."""
         return self
 
     def all_gather(
@@ -46,7 +46,7 @@ class Collectives(Reductions):
 
         Args:
             tensor_list: One tensor per rank, each with as many elements as ``tensor``.
-            tensor: What this rank sends; as many elements on every rank.
+            tensor: The data that this rank sends; as many elements on every rank.
         """
         self._one_per_rank("all_gather", "tensor_list", tensor_list)
         same = all(output.numel() == tensor.numel() for output in tensor_list)
@@ -87,7 +87,8 @@ class Collectives(Reductions):
     ) -> TorchWork:
         """Law, in place: ``rows[r][:n] == rows[r][:n] of rank r``, where n is the ``nbytes`` of rank r.
 
-        For short messages whose lengths the others do not know; they stand in the messages, or nobody needs them.
+        For short messages of which the other ranks do not know the lengths: the messages contain them, or the lengths
+        are not needed.
 
         Args:
             rows: uint8, contiguous, one row per rank, all of one length; this rank's own row holds its message.
@@ -112,7 +113,7 @@ class Collectives(Reductions):
 
         Args:
             tensor_list: One tensor per rank, each with as many elements as that rank sends.
-            tensor: What this rank sends.
+            tensor: The data that this rank sends.
         """
         return self._all_gather("all_gather_v", tensor_list, tensor, (async_op, hints, timeout))
 
@@ -128,7 +129,7 @@ class Collectives(Reductions):
 
         Args:
             tensor_lists: One or more; each has one tensor per rank, with as many elements as that rank sends.
-            tensors: What this rank sends, one for each list.
+            tensors: The data that this rank sends, one tensor for each list.
         """
         name, staging = "all_gather_parts", Staging()
         for tensor_list, tensor in zip(tensor_lists, tensors, strict=True):
@@ -150,8 +151,8 @@ class Collectives(Reductions):
         """Law: ``output_tensor_list[s] == input_tensor_list[rank] of rank s``; the sizes may differ.
 
         Args:
-            output_tensor_list: One tensor per rank, for what comes from it.
-            input_tensor_list: One tensor per rank, for what goes to it.
+            output_tensor_list: One tensor per rank, for the data from that rank.
+            input_tensor_list: One tensor per rank, with the data for that rank.
         """
         return self._all_to_all("all_to_all", output_tensor_list, input_tensor_list, (async_op, hints, timeout))
 
@@ -166,7 +167,7 @@ class Collectives(Reductions):
         """Law: ``all_to_all`` of the W equal parts of the elements of ``input``, in their order.
 
         Args:
-            output: As many elements as ``input``, of the same dtype; in other memory.
+            output: As many elements as ``input``, of the same dtype; it must not share memory with ``input``.
             input: A multiple of W elements, as many on every rank.
         """
         name, size = "all_to_all_single", self.get_size()
@@ -193,10 +194,10 @@ class Collectives(Reductions):
         """Law: ``all_to_all`` of parts of dim 0, of ``input_split_sizes`` and ``output_split_sizes`` rows.
 
         Args:
-            output: Rows behind those that arrive stay as they are.
-            input: Rows behind those that are sent are not looked at.
-            output_split_sizes: How many rows come from each rank.
-            input_split_sizes: How many rows go to each rank.
+            output: The output; its rows after the received ones are not changed.
+            input: The input; its rows after the sent ones are not used.
+            output_split_sizes: The number of rows from each rank.
+            input_split_sizes: The number of rows for each rank.
         """
         name = "all_to_all_v_single"
         self._check(name, [output], [input])
@@ -241,7 +242,7 @@ class Collectives(Reductions):
         """Law, in place: ``tensors[i] == tensors[i] of root``; several ``broadcast`` as one operation.
 
         Args:
-            tensors: Of the same sizes on every rank.
+            tensors: The tensors, of the same sizes on every rank.
             root: The sending rank.
         """
         name, rank, staging = "broadcast_parts", self._rank("root", root), Staging()
@@ -262,8 +263,8 @@ class Collectives(Reductions):
         """Law, on ``root``: ``output_tensor_list[r] == input_tensor of rank r``; the ranks' sizes may differ.
 
         Args:
-            output_tensor_list: On ``root`` one tensor per rank; not looked at elsewhere.
-            input_tensor: What this rank sends.
+            output_tensor_list: On ``root`` one tensor per rank; ignored on other ranks.
+            input_tensor: The data that this rank sends.
             root: The receiving rank.
         """
         name, rank = "gather", self._rank("root", root)
@@ -288,7 +289,7 @@ class Collectives(Reductions):
         """Law, on ``root``: ``output.flatten() == cat([input.flatten() of rank 0, …, of rank W-1])``.
 
         Args:
-            output: On ``root`` ``W * input.numel()`` elements; not looked at elsewhere.
+            output: On ``root`` ``W * input.numel()`` elements; ignored on other ranks.
             input: As many elements on every rank.
             root: The receiving rank.
         """
@@ -310,10 +311,10 @@ class Collectives(Reductions):
         hints: Hints = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Law: ``tensor == tensor that src sends``; the i-th ``recv`` from a rank meets its i-th ``send`` to this one.
+        """Law: ``tensor == tensor that src sends``; the i-th ``recv`` from a rank gets its i-th ``send`` to this one.
 
         Args:
-            tensor: As many bytes as are sent.
+            tensor: The output, with as many bytes as are sent.
             src: Another rank.
         """
         rank = self._rank("src", src)
@@ -335,8 +336,8 @@ class Collectives(Reductions):
         """Law: ``output_tensor == input_tensor_list[rank] of root``; the sizes may differ.
 
         Args:
-            output_tensor: What this rank gets.
-            input_tensor_list: On ``root`` one tensor per rank; not looked at elsewhere.
+            output_tensor: The output of this rank.
+            input_tensor_list: On ``root`` one tensor per rank; ignored on other ranks.
             root: The sending rank.
         """
         name, rank, staging = "scatter", self._rank("root", root), Staging()
@@ -359,10 +360,10 @@ class Collectives(Reductions):
         hints: Hints = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Give ``dst`` the tensor; see ``recv``. May wait until ``dst`` has begun to receive.
+        """Send the tensor to ``dst``; see ``recv``. This may wait until ``dst`` has begun to receive.
 
         Args:
-            tensor: Not to be changed before the end.
+            tensor: The data; it must not be changed before the operation has ended.
             dst: Another rank.
         """
         rank = self._rank("dst", dst)
@@ -398,7 +399,7 @@ class Collectives(Reductions):
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if both are contiguous and overlap; of others an operation has copies."""
+    """True if both are contiguous and overlap; of other tensors an operation makes copies."""
     if not (one.is_contiguous() and other.is_contiguous()):
         return False
     return one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes

@@ -1,4 +1,4 @@
-"""The operations of a reduction, by torchcomms' names."""
+"""The reduction operations, with torchcomms' names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 class RedOpType(enum.IntEnum):
-    """What a reduction does with two values; the numbers are torchcomms'."""
+    """The types of reductions; the numbers are torchcomms'."""
 
     SUM = 0
     PRODUCT = 1
@@ -28,12 +28,12 @@ class RedOpType(enum.IntEnum):
 class ReduceOp:
     """A reduction: ``ReduceOp.SUM``, ``AVG``, ``PREMUL_SUM(factor)``, ….
 
-    ``AVG`` of integers truncates toward zero, and is worked out in 64 bits; of floats of 16 and 8 bits it is worked out
-    in float32, so neither overflows on the way. ``BAND``, ``BOR`` and ``BXOR`` take integers and bools. Operations of
-    one type and factor are equal, and can be pickled.
+    ``AVG`` of integers truncates toward zero and is computed in 64 bits; of floats of 16 and 8 bits it is computed in
+    float32. So no intermediate sum overflows. ``BAND``, ``BOR`` and ``BXOR`` take integers and bools. Operations with
+    the same type and factor are equal, and can be pickled.
 
     Args:
-        opType: Any type but ``PREMUL_SUM``, which needs a factor.
+        opType: Any type except ``PREMUL_SUM``, which needs a factor.
 
     Example:
         >>> from easydist.comms import RedOpType, ReduceOp
@@ -43,7 +43,7 @@ class ReduceOp:
         ReduceOp.PREMUL_SUM(0.5)
 
     Raises:
-        TypeError: ``opType`` is no ``RedOpType``.
+        TypeError: ``opType`` is not a ``RedOpType``.
         RuntimeError: ``opType`` is ``PREMUL_SUM``.
 
     Source: the torchcomms API.
@@ -70,13 +70,13 @@ class ReduceOp:
 
     @staticmethod
     def PREMUL_SUM(factor: torch.Tensor | SupportsFloat) -> ReduceOp:  # noqa: N802 - torchcomms' name
-        """Multiply each rank's values by its factor, and add up; the input keeps its values.
+        """Return the operation that multiplies each rank's values by its factor and adds up; inputs are not changed.
 
         Args:
-            factor: A number, or a tensor that can be broadcast to the data; ranks may have different ones.
+            factor: A number, or a tensor that can be broadcast to the data; it may differ between ranks.
 
         Raises:
-            TypeError: ``factor`` is neither.
+            TypeError: ``factor`` is neither a number nor a tensor.
         """
         if not isinstance(factor, torch.Tensor | SupportsIndex | SupportsFloat):
             raise TypeError(f"PREMUL_SUM() takes a number or a tensor, got {factor!r}")
@@ -97,7 +97,7 @@ class ReduceOp:
         return self._factor is not None
 
     def scaled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The values of ``tensor`` times the factor, of the same dtype and shape, in memory of their own.
+        """Return the values of ``tensor`` times the factor, of the same dtype and shape, in new memory.
 
         Raises:
             RuntimeError: The product has another dtype or another shape than ``tensor``.
@@ -148,7 +148,7 @@ _WIDE = {torch.uint16: torch.int64, torch.uint32: torch.int64}
 
 
 def accumulator(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
-    """The dtype in which values are combined before they are rounded, or cut, once.
+    """Return the dtype in which values are combined before they are rounded or truncated once.
 
     Example:
         >>> accumulator(torch.float16, ReduceOp.SUM), accumulator(torch.int8, ReduceOp.AVG)
@@ -165,7 +165,7 @@ def accumulator(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
 def combine(op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Fold tensors of one dtype from the left: ``op(op(parts[0], parts[1]), …)``, in that dtype.
 
-    Floats of 16 and 8 bits are accumulated in float32 and rounded once; MIN and MAX pass NaN on; AVG divides by the
+    Floats of 16 and 8 bits are accumulated in float32 and rounded once; MIN and MAX propagate NaN; AVG divides by the
     number of parts.
 
     Example:
@@ -184,7 +184,7 @@ def combine(op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def average(total: torch.Tensor, count: int) -> torch.Tensor:
-    """A sum divided by a number of ranks; whole numbers are truncated toward zero."""
+    """Return a sum divided by a number of ranks; integers are truncated toward zero."""
     if total.is_floating_point() or total.is_complex():
         return total / count
     return torch.div(total, count, rounding_mode="trunc")
@@ -192,10 +192,11 @@ def average(total: torch.Tensor, count: int) -> torch.Tensor:
 
 @functools.cache
 def check_reducible(dtype: torch.dtype, op: ReduceOp) -> None:
-    """Make sure that ``combine`` knows this dtype: on all ranks alike, before anything is sent.
+    """Check that ``combine`` supports this dtype, with the same result on all ranks, before anything is sent.
 
     Raises:
-        RuntimeError: torch cannot combine it so (an order of complex numbers, …); what torch says.
+        RuntimeError: The operation is not defined for the dtype (an order of complex numbers, …); torch's text, if it
+            comes from torch.
     """
     is_whole = not dtype.is_floating_point and not dtype.is_complex
     if op.type in _BITWISE and not is_whole:
@@ -204,12 +205,12 @@ def check_reducible(dtype: torch.dtype, op: ReduceOp) -> None:
         raise RuntimeError("Cannot use ReduceOp.AVG with torch.bool: convert it to a float")
     try:
         combine(op, [torch.zeros(1, dtype=dtype, device="cpu")] * 2)
-    except TypeError as error:  # what newer versions of torch raise
+    except TypeError as error:  # newer versions of torch raise this
         raise RuntimeError(str(error)) from None
 
 
 def _combine_uint64(op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """As int64: sums and products have the same bits; for an order, the sign bit is turned over."""
+    """Combine as int64: sums and products have the same bits; for MIN and MAX, the sign bit is flipped."""
     if op.type is RedOpType.AVG:
         raise RuntimeError("Cannot use ReduceOp.AVG with torch.uint64: torch cannot divide it")
     signs = torch.iinfo(torch.int64).min if op.type in (RedOpType.MIN, RedOpType.MAX) else 0

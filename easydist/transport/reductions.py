@@ -45,7 +45,9 @@ class Reductions(Checked):
         hints: Hints = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Law: ``output == op(op(input of rank 0, input of rank 1), …)``; ``input`` stays. Saves ``all_reduce`` a copy.
+        """Law: ``output == op(op(input of rank 0, input of rank 1), …)``; ``input`` is not changed.
+
+        This saves the copy that ``all_reduce`` would need.
 
         Args:
             output: As many elements as ``input``, of the same dtype; in other memory.
@@ -98,7 +100,9 @@ class Reductions(Checked):
         hints: Hints = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Law: ``output == op(op(input_list[rank] of rank 0, input_list[rank] of rank 1), …)``; the inputs stay.
+        """Law: ``output == op(op(input_list[rank] of rank 0, input_list[rank] of rank 1), …)``.
+
+        The inputs are not changed.
 
         Args:
             output: As many elements as ``input_list[rank]`` of every rank.
@@ -116,7 +120,7 @@ class Reductions(Checked):
         hints: Hints = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Law: ``reduce_scatter`` of the W equal parts of ``input``, which stays.
+        """Law: ``reduce_scatter`` of the W equal parts of ``input``, which is not changed.
 
         Args:
             output: As many elements on every rank.
@@ -143,7 +147,7 @@ class Reductions(Checked):
         hints: Hints = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """The same as ``reduce_scatter``, which takes different sizes, too."""
+        """Do the same as ``reduce_scatter``, which also takes different sizes."""
         return self._reduce_scatter("reduce_scatter_v", output, input_list, op, (async_op, hints, timeout))
 
     def _reduce_scatter(

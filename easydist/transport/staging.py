@@ -1,4 +1,4 @@
-"""Tensors of any strides as flat memory, and back: what is not contiguous is copied once more."""
+"""Conversion of tensors with any strides to flat memory and back; tensors that are not contiguous are copied."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from easydist.transport.work import Pending, TorchWork
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The values in one dimension; the tensor's own memory where it is contiguous.
+    """Return the values in one dimension; a contiguous tensor keeps its own memory.
 
     Example:
         >>> flat(torch.tensor([[1, 2], [3, 4]]).t())
         tensor([1, 3, 2, 4])
     """
     if tensor.stride() == (1,) and not (tensor.requires_grad or tensor.is_complex() or tensor.is_neg()):
-        return tensor  # nothing to change; the other ways cost two microseconds
+        return tensor  # already flat; the rest of this function costs two microseconds
     if not is_direct(tensor):
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # A single element may have any stride.
@@ -26,12 +26,12 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_direct(tensor: torch.Tensor) -> bool:
-    """True if the memory of the tensor is its values in their order."""
+    """True if the memory of the tensor holds its values in their order."""
     return tensor.is_contiguous() and not (tensor.is_complex() and tensor.is_conj()) and not tensor.is_neg()
 
 
 class Staging:
-    """The flat memory of an operation's outputs, and the copies from there to where they belong.
+    """The flat memory of an operation's outputs, and the copies from there to the outputs.
 
     Example:
         >>> staging, output = Staging(), torch.zeros(2, 2).t()
@@ -50,7 +50,7 @@ class Staging:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def target(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Where the values of an output arrive, or are changed in place: flat, with its values.
+        """Return the flat memory into which the values of an output arrive; at first it holds the output's values.
 
         Raises:
             RuntimeError: Several elements of ``tensor`` share memory.
@@ -62,11 +62,11 @@ class Staging:
         return memory
 
     def targets(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The same for several outputs."""
+        """Return the flat memory of several outputs."""
         return [self.target(tensor) for tensor in tensors]
 
     def deliver(self, work: TorchWork) -> TorchWork:
-        """The same work, which puts the values where they belong at its end."""
+        """Let a work copy the values into the outputs at its end, and return it."""
         return work.followed_by(self._deliver) if self._copies else work
 
     def _deliver(self) -> Sequence[Pending]:
@@ -76,10 +76,10 @@ class Staging:
 
 
 def check_writable(name: str, tensor: torch.Tensor) -> None:
-    """Make sure that an output's elements have memory of their own.
+    """Check that no two elements of an output share memory.
 
     Raises:
-        RuntimeError: They have not: the tensor is expanded, for instance.
+        RuntimeError: Some do: the tensor is expanded, for instance.
     """
     if not tensor.is_contiguous() and overlaps(tensor):
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Operations under way: whatever can be waited for is ``Pending``, and a ``TorchWork`` is made of such parts."""
+"""Operations under way: anything with a ``wait`` is ``Pending``, and a ``TorchWork`` consists of such parts."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ import torch
 from easydist.transport.background import at_once, in_background
 
 Failed = Callable[[BaseException], BaseException]
-"""Takes what ended an operation; returns what ``wait`` raises."""
+"""A function that takes the exception that ended an operation, and returns the one for ``wait`` to raise."""
 
 
 class Pending(Protocol):
     """A message or an operation under way; ``torch.distributed``'s own ``Work`` is one."""
 
     def wait(self, timeout: timedelta = ...) -> object:
-        """Wait for the end, or raise."""
+        """Wait for the end; raise an error if the operation failed."""
 
     def is_completed(self) -> bool:
         """True if ``wait`` would return at once."""
 
 
 class TorchWork:
-    """Tells when an operation has completed.
+    """The handle of an operation, with which to wait for its end.
 
     Operations may be waited for in any order, by any thread, any number of times, or never: a work that is dropped
-    costs nothing, and its operation ends all the same.
+    costs nothing, and its operation still ends.
 
     Args:
-        pending: What has to end, in the order in which it is waited for.
+        pending: The parts of the operation, in the order in which to wait for them.
         keep: Tensors that have to live until the end.
-        timeout: For each message; None is the communicator's own.
+        timeout: The time limit for each message; None is the communicator's own.
 
     Source: the torchcomms API.
     """
@@ -61,22 +61,22 @@ class TorchWork:
         self._futures: list[torch.futures.Future[Any]] = []
 
     def followed_by(self, step: Callable[[], Sequence[Pending | TorchWork]]) -> TorchWork:
-        """The same work with one more step: ``step`` runs inside ``wait`` and returns the messages to wait for then."""
+        """Add a step, and return this work: ``step`` runs inside ``wait`` and returns the messages to wait for next."""
         self._steps.append(step)
         return self
 
     def within(self, timeout: timedelta | None) -> TorchWork:
-        """The same work with another time limit for each message; zero means the communicator's own."""
+        """Set the time limit for each message, and return this work; None or zero means the communicator's own."""
         self._timeout = timeout or None
         return self
 
     def reporting(self, failed: Failed, outputs: Sequence[torch.Tensor] = ()) -> TorchWork:
-        """The same work; ``failed`` hears of an error, and futures give ``outputs``."""
+        """Return this work; from now on ``failed`` converts an error, and futures return ``outputs``."""
         self._failed, self._outputs = failed, outputs
         return self
 
     def in_background(self) -> TorchWork:
-        """The same work, which goes on and ends by itself, in a thread."""
+        """Let a thread complete this work, and return it."""
         self._is_driven = True
         in_background(self._drive)
         return self
@@ -103,18 +103,18 @@ class TorchWork:
             torch.cuda.current_stream(device).synchronize()
 
     def is_completed(self) -> bool:
-        """True if the operation has completed; it does so by itself if it was begun with ``async_op=True``."""
+        """True if the operation has completed; one begun with ``async_op=True`` completes without ``wait``."""
         if self._is_done or self._error is not None or not self._is_driven:
             return self._error is None and not self._steps and all(p.is_completed() for p in self._pending)
-        if not self._is_asked and not self._lock.locked():  # it may stand in a queue behind one that takes long
+        if not self._is_asked and not self._lock.locked():  # it may be queued behind a long operation
             self._is_asked = True
             at_once(self._drive)
         return False
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future with the operation's outputs, which completes, or fails, when the operation does.
+        """Return a future of the operation's outputs, which completes or fails when the operation does.
 
-        Outputs that nobody holds any more when it has ended are left out.
+        Outputs that have been garbage-collected by then are left out.
         """
         future: torch.futures.Future[Any] = torch.futures.Future()
         self._futures.append(future)
@@ -125,7 +125,7 @@ class TorchWork:
         return future
 
     def _drive(self) -> None:
-        """Go on to the end, unless another thread is doing it already; errors stay for ``wait``."""
+        """Complete the operation, unless another thread is doing that; ``wait`` raises its errors later."""
         if self._lock.acquire(blocking=False):
             try:
                 with contextlib.suppress(BaseException):
@@ -135,7 +135,7 @@ class TorchWork:
         self._tell_futures()
 
     def _finish(self) -> None:
-        """Wait for all messages and take all steps; the lock is held."""
+        """Wait for all messages and run all steps; the caller holds the lock."""
         if self._is_done or self._error is not None:
             return
         try:
@@ -150,7 +150,7 @@ class TorchWork:
         else:
             self._results = [weakref.ref(tensor) for tensor in self._outputs]
         self._pending = self._keep = self._outputs = ()
-        self._is_done = self._error is None  # last: whoever sees it holds no lock
+        self._is_done = self._error is None  # last, because it is read without the lock
 
     def _drain(self) -> None:
         for pending in self._pending:
@@ -162,7 +162,7 @@ class TorchWork:
 
     def _tell_futures(self) -> None:
         while self._futures and (self._is_done or self._error is not None):
-            with contextlib.suppress(IndexError):  # two threads may tell
+            with contextlib.suppress(IndexError):  # two threads may get here at the same time
                 future = self._futures.pop()
                 if self._error is None:
                     future.set_result([tensor for result in self._results if (tensor := result()) is not None])

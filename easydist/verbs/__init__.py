@@ -1,1 +1,1 @@
-"""The verbs: what each call takes, moves and returns."""
+"""The verbs: the functions of the public API that move data between ranks."""

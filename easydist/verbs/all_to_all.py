@@ -1,4 +1,4 @@
-"""The verb ``all_to_all``: part r of every rank's tree on rank r."""
+"""The verb ``all_to_all``, which gives rank r part r of every rank's tree."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = ["all_to_all"]
 def all_to_all(
     tensor: T, *, dim: int = 0, group: Group = None, check: bool | None = None, timeout: Timeout | None = None
 ) -> T:
-    """Cut every rank's tree into one part per rank, and give part r of all of them to rank r.
+    """Cut every rank's tree into one part per rank, and give part r of each tree to rank r.
 
     Law: ``all_to_all(x, dim=d) == torch.cat([torch.tensor_split(x of rank s, W, dim=d)[rank] for s in ranks], dim=d)``
     for every leaf. The sizes along ``dim`` may differ between ranks.
@@ -51,10 +51,10 @@ def all_to_all(
 
     Args:
         tensor: Any tree.
-        dim: Along which dimension.
+        dim: The dimension along which to cut and concatenate.
         group: The ranks that take part.
-        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
-        timeout: How long the call may take; None is the group's.
+        check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
+        timeout: The time limit of the call; None is the group's.
 
     Returns:
         A new tree of the same structure.
@@ -64,8 +64,8 @@ def all_to_all(
         RemoteError: Another rank's tree could not be sent.
         ValueError: A leaf has no dimension ``dim``.
 
-    Cost: one header exchange, which carries the sizes, where they differ, of some thousand leaves (an exchange of 8
-    bytes per leaf more for more of them), one exchange of the tree's bytes.
+    Cost: one header exchange, and one exchange of the tree's bytes. If sizes differ, the header carries those of some
+    thousand leaves; more leaves need one more exchange, of 8 bytes per leaf.
     """
     swapped: T = run(_AllToAll(tensor, dim), communicators(group), timeout, check)
     return swapped
@@ -110,6 +110,6 @@ class _AllToAll(TreeVerb):
 
 
 def _share(shape: Sequence[int], dim: int, size: int, rank: int) -> list[int]:
-    """The shape of a rank's part of a tensor."""
+    """Return the shape of a rank's part of a tensor."""
     start, stop = split_bounds(shape[dim], size, rank)
     return resized(shape, dim, stop - start)

@@ -1,4 +1,4 @@
-"""The verbs ``broadcast`` and ``copy_tensor_to_devices``: one rank's tree on all ranks."""
+"""The verbs ``broadcast`` and ``copy_tensor_to_devices``, which give one rank's tree to all ranks."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def broadcast(
 ) -> Tree:
     """Give every rank the source's values.
 
-    Law: ``broadcast(x, from_process=s) == x of rank s`` for every leaf. Tensors and arrays are written in place, so
-    that the caller's own are filled; Python numbers and NumPy scalars are in the returned tree only.
+    Law: ``broadcast(x, from_process=s) == x of rank s`` for every leaf. The caller's tensors and arrays are written in
+    place; new Python numbers and NumPy scalars are in the returned tree only.
 
     Example:
         >>> import torch, easydist
@@ -65,11 +65,11 @@ def broadcast(
         {'w': tensor([1., 1.]), 'lr': 0.1}
 
     Args:
-        tensor: Any tree; on ranks other than the source also None: they get new tensors.
+        tensor: Any tree. Ranks other than the source may pass None, and get new tensors.
         from_process: The source, a rank inside the group.
         group: The ranks that take part.
-        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
-        timeout: How long the call may take; None is the group's.
+        check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
+        timeout: The time limit of the call; None is the group's.
 
     Returns:
         The tree with the same tensors and arrays, now equal on all ranks.
@@ -77,11 +77,11 @@ def broadcast(
     Raises:
         DisagreementError: Paths, dtypes or shapes differ between ranks; nothing was written.
         RemoteError: One rank's tree could not be sent or written (read-only arrays, expanded tensors, …).
-        ValueError: ``from_process`` is not a rank of the group; its tree is None and another rank's is not.
+        ValueError: ``from_process`` is not a rank of the group, or its tree is None and another rank's is not.
 
-    Cost: one header exchange, which carries a small tree (32 KiB in small groups); for a larger one a broadcast of the
-    tree's bytes. Where some ranks pass None, two header exchanges more, of which the first carries the structure (a
-    broadcast more where that is larger than 32 KiB), and a broadcast of the tree's bytes however small it is.
+    Cost: one header exchange, which carries a small tree (32 KiB in small groups), and for a larger tree a broadcast of
+    its bytes. If some ranks pass None, two more header exchanges, of which the first carries the structure (one more
+    broadcast if it is larger than 32 KiB), and a broadcast of the tree's bytes even if it is small.
 
     Source: accelerate's ``broadcast``.
     """
@@ -115,8 +115,8 @@ def copy_tensor_to_devices(
     Args:
         tensor: The tree on one rank, None elsewhere.
         group: The ranks that take part.
-        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
-        timeout: How long the call may take; None is the group's.
+        check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
+        timeout: The time limit of the call; None is the group's.
 
     Returns:
         The tree; new tensors on the ranks that passed None.
@@ -124,8 +124,8 @@ def copy_tensor_to_devices(
     Raises:
         ValueError: No rank or more than one rank has a tree.
 
-    Cost: three header exchanges, of which the second carries the structure (a broadcast more where that is larger than
-    32 KiB), one broadcast of the tree's bytes.
+    Cost: three header exchanges, of which the second carries the structure (one more broadcast if it is larger than
+    32 KiB), and one broadcast of the tree's bytes.
 
     Source: accelerate's ``copy_tensor_to_devices``.
     """
@@ -133,7 +133,7 @@ def copy_tensor_to_devices(
 
 
 _Arrived = tuple[Leaves, dict[int, torch.Tensor], bool]
-"""Where the values go, the values by the index of their leaf, and whether tied leaves came once."""
+"""The target leaves, the values by the index of their leaf, and True if tied leaves came only once."""
 
 
 class _Broadcast(TreeVerb):
@@ -155,7 +155,7 @@ class _Broadcast(TreeVerb):
         return call
 
     def _leaves(self) -> Leaves:
-        """This rank's own; a rank without a tree takes what comes."""
+        """Return this rank's own leaves; none for a rank without a tree."""
         return Leaves(None) if self._tensor is None else leaves_of(self._tensor, self.operation)
 
     def validate(self, comms: Communicators, agreed: Agreement) -> None:
@@ -180,7 +180,7 @@ class _Broadcast(TreeVerb):
         return leaves, _move(comms, leaves, agreed.uniform, self._source), agreed.uniform
 
     def _shared(self, comms: Communicators) -> Leaves:
-        """Leaves like the source's, on the ranks that passed None too."""
+        """Return leaves like the source's, also on the ranks that passed None."""
 
         def announcement() -> Call:
             return announced(Call(), self._tensor) if comms.rank == self._source else Call()
@@ -232,7 +232,7 @@ def _move(comms: Communicators, leaves: Leaves, tied: bool, source: int) -> dict
 
 
 def _target(comm: Collectives, targets: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Where a broadcast arrives: the target itself where there is one, contiguous and in the right place."""
+    """Return the buffer for a broadcast: the target itself if it is alone, contiguous and on the right device."""
     if len(targets) == 1 and targets[0].is_contiguous() and targets[0].device.type == comm.get_device().type:
         return packing.as_bytes(targets[0])
     return packed_like(comm, [t.dtype for t in targets], [t.shape for t in targets])

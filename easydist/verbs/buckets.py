@@ -1,4 +1,4 @@
-"""Which leaves travel together, on which communicator, and how many bytes they are on each rank."""
+"""The grouping of leaves into messages, by communicator and by size."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from easydist.groups.communicators import Communicators
 from easydist.transport.comm import Collectives
 
 Shapes = Sequence[Sequence[int]]
-"""Of the leaves in one buffer."""
+"""The shapes of the leaves in one buffer."""
 
 LARGE = 1 << 18
-"""Bytes from which a leaf travels alone: by then copying it into a packed buffer costs more than a message."""
+"""The bytes from which a leaf is sent alone, because copying it into a packed buffer costs more than a message."""
 
 
 def dims_of(leaves: Leaves, dim: int, operation: str) -> list[int]:
-    """``dim`` as a non-negative index into each leaf's shape.
+    """Return ``dim`` as a non-negative index into each leaf's shape.
 
     Args:
         leaves: The tree.
-        dim: Counted from the end where negative.
-        operation: For the error.
+        dim: The dimension, counted from the end if negative.
+        operation: The verb's name, for the error.
 
     Raises:
         ValueError: A leaf has no such dimension.
@@ -42,9 +42,9 @@ def dims_of(leaves: Leaves, dim: int, operation: str) -> list[int]:
 def sizes_along(
     comms: Communicators, tensors: Sequence[torch.Tensor], dims: Sequence[int], agreement: Agreement
 ) -> list[list[int]]:
-    """``[r][i]``: the size of rank r's tensor i along its dimension.
+    """Return ``[r][i]``, the size of rank r's tensor i along its dimension.
 
-    Cost: nothing where the sizes came with the headers; else one all-gather of 8 bytes per tensor.
+    Cost: nothing if the sizes came with the headers; else one all-gather of 8 bytes per tensor.
     """
     if (sizes := agreement.sizes()) is not None:
         return sizes
@@ -56,12 +56,12 @@ def sizes_along(
 
 
 def pad_first(dim: int) -> str:
-    """What to do where other dimensions than ``dim`` differ."""
+    """Return the advice for calls in which dimensions other than ``dim`` differ."""
     return f"Only dim {dim} may differ between ranks; pad the other dims first: pad_across_processes(x, dim={{dim}})"
 
 
 def resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
-    """``shape`` with another size along ``dim``.
+    """Return ``shape`` with another size along ``dim``.
 
     Example:
         >>> resized((2, 3, 4), 1, 9)
@@ -71,7 +71,7 @@ def resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
 
 
 def every_shape(comms: Communicators, leaves: Leaves, dim: int, agreement: Agreement) -> list[Shapes]:
-    """``[r][i]``: the shape of rank r's leaf i; sizes are asked for only where they differ and did not come along."""
+    """Return ``[r][i]``, the shape of rank r's leaf i; exchange sizes only if they differ and did not come along."""
     shapes = leaves.layout.shapes
     if agreement.uniform:
         return [shapes] * comms.size
@@ -83,13 +83,13 @@ def every_shape(comms: Communicators, leaves: Leaves, dim: int, agreement: Agree
 def by_comm(
     comms: Communicators, tensors: Sequence[torch.Tensor], indices: Sequence[int], total: int
 ) -> Iterable[tuple[Collectives, Sequence[int]]]:
-    """The leaves that share a communicator.
+    """Group the leaves by communicator.
 
     Args:
         comms: The group.
         tensors: The leaves.
-        indices: Those of them that travel.
-        total: Their bytes, or another number on which all ranks agree.
+        indices: The leaves to send.
+        total: Their bytes, or another number that is the same on all ranks.
     """
     if all(tensors[i].is_cpu for i in indices):
         return [(comms.cpu(total), indices)] if indices else []
@@ -101,11 +101,11 @@ def by_comm(
 
 
 def large_alone(indices: Sequence[int], nbytes: Sequence[int]) -> list[Sequence[int]]:
-    """Which leaves travel as one message: each large one alone, so that it need not be packed; the others together.
+    """Group leaves into messages: each large one alone, so that it need not be packed; the others together.
 
     Args:
-        indices: Those that travel.
-        nbytes: Of each leaf a size on which all ranks agree, so that they make the same messages.
+        indices: The leaves to send.
+        nbytes: One size per leaf that is the same on all ranks, so that they make the same messages.
 
     Example:
         >>> large_alone([0, 1, 2, 3], [8, LARGE, 4, LARGE])
@@ -116,7 +116,7 @@ def large_alone(indices: Sequence[int], nbytes: Sequence[int]) -> list[Sequence[
 
 
 def smallest(shapes: Sequence[Shapes], dtypes: Sequence[torch.dtype]) -> list[int]:
-    """Of each leaf the bytes on the rank that has least of it."""
+    """Return the bytes of each leaf on the rank where it is smallest."""
     rows = shapes[:1] if all(row is shapes[0] for row in shapes) else shapes
     return [
         min(map(math.prod, column)) * dtype.itemsize
@@ -128,23 +128,23 @@ _is_cpu = operator.attrgetter("is_cpu")
 
 
 def small_payload(comms: Communicators, leaves: Leaves) -> Sequence[torch.Tensor]:
-    """The leaves, where they may travel with the header: small, on the CPU, and each a tensor of its own."""
+    """Return the leaves if they may go with the header (small, on the CPU, none tied to another); else nothing."""
     if comms.size == 1 or leaves.ties is not None or leaves.layout.packing.nbytes > comms.frames.nbytes:
         return ()
     return leaves.tensors if all(map(_is_cpu, leaves.tensors)) else ()
 
 
 def packed_like(comm: Collectives, dtypes: Sequence[torch.dtype], shapes: Shapes) -> torch.Tensor:
-    """A buffer for tensors of these dtypes and shapes, where ``comm`` wants it."""
+    """Return a buffer for tensors of these dtypes and shapes, on the device of ``comm``."""
     return memory.empty([packed_nbytes(dtypes, shapes)], torch.uint8, comm.get_device())
 
 
 def packed_nbytes(dtypes: Sequence[torch.dtype], shapes: Shapes) -> int:
-    """The length of a packed buffer."""
+    """Return the length of a packed buffer."""
     return sum(math.prod(shape) * dtype.itemsize for dtype, shape in zip(dtypes, shapes, strict=True))
 
 
 def parts_of(tensor: torch.Tensor, size: int, dim: int) -> list[torch.Tensor]:
-    """The part of a tensor that each of ``size`` ranks gets."""
+    """Cut a tensor into the parts for each of ``size`` ranks."""
     bounds = [split_bounds(tensor.shape[dim], size, rank) for rank in range(size)]
     return [tensor.narrow(dim, start, stop - start) for start, stop in bounds]

@@ -1,4 +1,4 @@
-"""The verb ``gather``: every rank's tree, concatenated."""
+"""The verb ``gather``, which concatenates every rank's tree."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ def gather(
     """Concatenate every rank's tree, leaf by leaf.
 
     Law: ``gather(x, dim=d) == torch.cat([x of rank 0, …, x of rank W-1], dim=d)`` for every leaf; a leaf without
-    dimensions counts as one of shape ``(1,)``. Holds at W = 1 as well. The sizes along ``dim`` may differ between
-    ranks.
+    dimensions counts as one of shape ``(1,)``. The law holds at W = 1 as well. The sizes along ``dim`` may differ
+    between ranks.
 
     With ``as_list``: ``gather(x, as_list=True) == [x of rank 0, …, x of rank W-1]``, a list of trees.
 
@@ -122,29 +122,29 @@ def gather(
         [{'loss': tensor(0.5000)}]
 
     Args:
-        tensor: Any tree. Leaves of any dtype, strides and device; NumPy arrays stay arrays; Python numbers become
-            tensors of float64, int64, complex128 or bool. What is not a leaf (str, None, …) has to be equal on all
-            ranks, and stays as it is.
-        dst: The only rank that gets the result; None is all of them.
-        dim: Along which dimension.
-        as_list: Keep the ranks apart. Leaves are views of one tensor per leaf; numbers stay Python numbers.
+        tensor: Any tree. Leaves may have any dtype, strides and device; NumPy arrays stay arrays; Python numbers become
+            tensors of float64, int64, complex128 or bool. Values that are not leaves (str, None, …) have to be equal on
+            all ranks, and are returned unchanged.
+        dst: The only rank that gets the result; None for all ranks.
+        dim: The dimension along which to concatenate.
+        as_list: Return one tree per rank. Leaves are views of one tensor per leaf; numbers stay Python numbers.
         group: The ranks that take part.
-        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
-        timeout: How long the call may take; None is the group's.
+        check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
+        timeout: The time limit of the call; None is the group's.
 
     Returns:
-        A new tree of the same structure, detached from autograd; one tensor that stood at several places is one tensor
-        again. On ranks other than ``dst``: None.
+        A new tree of the same structure, detached from autograd; a tensor that was in several places is again one
+        tensor. On ranks other than ``dst``: None.
 
     Raises:
         DisagreementError: Paths, dtypes or shapes apart from ``dim`` differ between ranks.
-        RemoteError: Another rank's data could not travel.
-        ValueError: A leaf has no dimension ``dim``; ``dst`` is not a rank of the group.
-        TypeError: A leaf is no dense tensor (sparse, DTensor, NumPy strings, …).
+        RemoteError: Another rank's data could not be sent.
+        ValueError: A leaf has no dimension ``dim``, or ``dst`` is not a rank of the group.
+        TypeError: A leaf is not a dense tensor (sparse, DTensor, NumPy strings, …).
 
-    Cost: one header exchange, which carries a small tree (32 KiB in small groups) and the sizes, where they differ, of
-    some thousand leaves (an exchange of 8 bytes per leaf more for more of them); for larger trees one exchange of W ×
-    the tree's bytes.
+    Cost: one header exchange, which carries a small tree (32 KiB in small groups); for larger trees one exchange of W ×
+    the tree's bytes. If sizes differ, the header carries those of some thousand leaves; more leaves need one more
+    exchange, of 8 bytes per leaf.
 
     Source: accelerate's ``gather``.
     """
@@ -156,12 +156,12 @@ Moved = tuple[Sequence[Shapes], Indexed | None]
 
 
 class Gather(TreeVerb):
-    """The verb itself, of which others are made that change the tree before it travels and after."""
+    """The verb itself, and the base of verbs that change the tree before and after the exchange."""
 
     operation = "gather"
 
     _spec: tree.Spec | None = None
-    """Of the tree, where ``_tensor`` is the list of its leaves."""
+    """The structure of the tree, if ``_tensor`` is the list of its leaves."""
 
     def __init__(self, tensor: Tree, dst: int | None, dim: int = 0, as_list: bool = False) -> None:
         self._tensor, self._dst, self._dim, self._as_list = tensor, dst, dim, as_list
@@ -183,7 +183,7 @@ class Gather(TreeVerb):
     def _gather(
         self, comms: Communicators, leaves: Leaves, shapes: Sequence[Shapes], tied: bool
     ) -> dict[int, torch.Tensor]:
-        """Gather bucket by bucket, all of them under way at once."""
+        """Gather all buckets at the same time."""
         nbytes = smallest(shapes, leaves.layout.dtypes)
         begun = [
             self._begin(comm, leaves, shapes, large_alone(members, nbytes))
@@ -194,7 +194,7 @@ class Gather(TreeVerb):
     def _begin(
         self, comm: Collectives, leaves: Leaves, shapes: Sequence[Shapes], buckets: Sequence[Sequence[int]]
     ) -> Callable[[], dict[int, torch.Tensor]]:
-        """Begin to gather the leaves of one communicator; returns what waits for them."""
+        """Begin to gather the leaves of one communicator; return a function that waits for the results."""
         dst, dims = self._dst, leaves.layout.free(self._dim)[0]
         groups = [[leaves.tensors[i] for i in bucket] for bucket in buckets]
         packed = [packing.pack(group, comm.get_device()) for group in groups]
@@ -231,7 +231,7 @@ class Gather(TreeVerb):
 
 
 def apart(leaves: Leaves, results: Indexed, shapes: Sequence[Shapes], dims: Sequence[int], tied: bool) -> list[Tree]:
-    """Each rank's tree, made of views of what was concatenated."""
+    """Return each rank's tree, made of views of the concatenated tensors."""
     indices = leaves.travelling(tied)
     parts = {i: results[i].split([row[i][dims[i]] for row in shapes], dims[i]) for i in indices}
     scalars = {i for i in indices if np.ndim(leaves.values[i]) == 0}

@@ -1,7 +1,7 @@
 """The verbs for any Python value.
 
-They use pickle, which can run code on the receiver, unless ``weights_only`` is set. What a sender's own decoder would
-refuse then never leaves it: all ranks raise, before any data has moved.
+They use pickle, which can run code on the receiver, unless ``weights_only`` is set. With it, a value that the sender's
+own decoder would refuse is never sent: all ranks raise before any data has moved.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def gather_object(
     """Collect every rank's value.
 
     Law: for lists ``gather_object(x) == x of rank 0 + … + x of rank W-1``; for anything else
-    ``gather_object(x) == [x of rank 0, …, x of rank W-1]``. Holds at W = 1 as well.
+    ``gather_object(x) == [x of rank 0, …, x of rank W-1]``. The law holds at W = 1 as well.
 
     Example:
         >>> import easydist
@@ -80,27 +80,27 @@ def gather_object(
         (['a', 'b'], [{'a': 1}])
 
     Args:
-        object: Anything that can be pickled, without DTensors; on all ranks a list, or on none.
-        dst: The only rank that gets the result; None is all of them.
-        weights_only: Decode nothing but containers, numbers, text, dates, tensors, arrays, and what was allowed by
-            ``easydist.allow_globals``; the same on all ranks.
+        object: Any value that can be pickled, without DTensors; a list on all ranks, or on none.
+        dst: The only rank that gets the result; None for all ranks.
+        weights_only: Decode only containers, numbers, text, dates, tensors, arrays, and classes that
+            ``easydist.allow_globals`` has allowed; the same on all ranks.
         group: The ranks that take part.
-        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
-        timeout: How long the call may take; None is the group's.
-        obj: Another name of ``object``.
+        check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
+        timeout: The time limit of the call; None is the group's.
+        obj: Another name for ``object``.
 
     Returns:
-        The list, on every rank; copies, also of this rank's own value. On ranks other than ``dst``: None.
+        The list, on every rank; all values are copies, including this rank's own. On ranks other than ``dst``: None.
 
     Raises:
         ValueError: ``dst`` is not a rank of the group.
         RemoteError: A rank's value cannot be pickled, or is not allow-listed (``weights_only``).
-        UnsafeObjectError: ``weights_only`` is False and pickle is denied; a value is not allow-listed.
-        DisagreementError: Some ranks gave a list and some did not.
+        UnsafeObjectError: ``weights_only`` is False and pickle is denied, or a value is not allow-listed.
+        DisagreementError: Some ranks passed a list and some did not.
 
     Cost: one header exchange, which carries small objects (32 KiB in small groups); for larger ones an exchange in
-    which every rank sends just its own bytes, and sends them to ``dst`` only if there is one. Tensors and arrays are
-    copied once, into the message; those that arrive share its memory.
+    which every rank sends only its own bytes, to all ranks or to ``dst`` alone. Tensors and arrays are copied once,
+    into the message; received ones share the memory of their message.
 
     Source: accelerate's ``gather_object``.
     """
@@ -144,8 +144,8 @@ def broadcast_object_list(
 ) -> list[Any]:
     """Give every rank the source's objects, in place.
 
-    Law: ``object_list == object_list of rank from_process``, element by element. An empty list is a no-op. So is a
-    world of one: its objects need not be picklable.
+    Law: ``object_list == object_list of rank from_process``, element by element. With an empty list, or in a single
+    process, the call does nothing: the objects need not be picklable.
 
     Example:
         >>> import easydist
@@ -153,21 +153,21 @@ def broadcast_object_list(
         [{'lr': 0.1}, None]
 
     Args:
-        object_list: Lists of one length on all ranks; what the other ranks' hold is replaced.
+        object_list: A list of the same length on all ranks; the elements of the other ranks' lists are replaced.
         from_process: The source, a rank inside the group.
         weights_only: As in ``gather_object``.
         group: The ranks that take part.
-        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
-        timeout: How long the call may take; None is the group's.
-        objects: Another name of ``object_list``.
-        src: Another name of ``from_process``.
+        check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
+        timeout: The time limit of the call; None is the group's.
+        objects: Another name for ``object_list``.
+        src: Another name for ``from_process``.
 
     Returns:
         The same list.
 
     Raises:
         DisagreementError: The lists differ in length.
-        RemoteError: The source's objects cannot be pickled, or are not allow-listed; a rank gave no list.
+        RemoteError: The source's objects cannot be pickled, or are not allow-listed; or a rank did not pass a list.
         UnsafeObjectError: As in ``gather_object``.
         ValueError: ``from_process`` is not a rank of the group.
 
@@ -208,19 +208,19 @@ def scatter_object_list(
 
     Args:
         scatter_object_output_list: A list of at least one element; the first is replaced.
-        scatter_object_input_list: On the source one object per rank; not looked at elsewhere.
+        scatter_object_input_list: On the source one object per rank; ignored on other ranks.
         src: The source, a rank inside the group.
         weights_only: As in ``gather_object``.
         group: The ranks that take part.
-        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
-        timeout: How long the call may take; None is the group's.
+        check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
+        timeout: The time limit of the call; None is the group's.
 
     Raises:
         ValueError: A list is missing or has the wrong length, or ``src`` is not a rank of the group.
-        RemoteError: That happened on another rank; an object cannot be pickled, or is not allow-listed.
-        UnsafeObjectError: As in ``gather_object``. Raised by this rank alone where it allows less than the source does.
+        RemoteError: Another rank raised that ``ValueError``; or an object cannot be pickled, or is not allow-listed.
+        UnsafeObjectError: As in ``gather_object``. This rank alone raises it if it allows less than the source does.
 
-    Cost: one header exchange, one exchange of sizes, one scatter in which each rank gets just its own bytes.
+    Cost: one header exchange, one exchange of sizes, and one scatter in which each rank gets only its own bytes.
 
     Source: ``torch.distributed.scatter_object_list``.
     """
@@ -229,7 +229,7 @@ def scatter_object_list(
 
 
 class GatherObject(Verb["list[Any] | None"]):
-    """The values of all ranks, on all of them or on one."""
+    """The verb ``gather_object``: the values of all ranks, on all of them or on one."""
 
     operation = "gather_object"
 
@@ -271,7 +271,7 @@ class GatherObject(Verb["list[Any] | None"]):
 
 
 class BroadcastObjectList(Verb[list[Any]]):
-    """The source's objects in the lists of all ranks."""
+    """The verb ``broadcast_object_list``: the source's objects in the lists of all ranks."""
 
     operation = "broadcast_object_list"
 
@@ -282,7 +282,7 @@ class BroadcastObjectList(Verb[list[Any]]):
         _check_list(self.operation, "object_list", self._values)
         check_rank(comms, "from_process", self._source)
         arguments = {"from_process": index(self._source), "length": len(self._values), **self._mine.arguments()}
-        travels = self._values and (comms.size > 1 or self._mine.weights_only)  # else nothing need be picklable
+        travels = self._values and (comms.size > 1 or self._mine.weights_only)  # if not, pickling is not required
         nbytes = self._mine.fill(self._values) if comms.rank == self._source and travels else 0
         return Call(arguments, nbytes=nbytes, payload=[self._mine.data])
 
@@ -357,13 +357,13 @@ class _Encoded:
         self._strings: list[str] | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """What the ranks have to agree on; a fault where it is denied."""
+        """Return the arguments on which the ranks have to agree; raise an error if pickle is needed and denied."""
         if not self.weights_only:
             codec.demand_pickle()
         return {"weights_only": True} if self.weights_only else {}
 
     def fill(self, value: Any) -> int:
-        """Encode; refuse here what all receivers would refuse."""
+        """Encode a value, and return its length in bytes; refuse a value that all receivers would refuse."""
         message = codec.EncodedObject(value)
         self.data, self._strings = message.joined(), value if message.is_strings else None
         if self.weights_only and not message.is_strings:
@@ -371,7 +371,7 @@ class _Encoded:
         return self.data.numel()
 
     def own(self) -> Any:
-        """A copy of the value, as the others get it."""
+        """Return a copy of the value, as the others get it."""
         return self.decoded(self.data) if self._strings is None else list(self._strings)
 
     def decoded(self, message: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Ranks' tensors made equally long, and short again."""
+"""The verbs that pad the ranks' tensors to the same size, and take the padding off again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["CannotPadNestedTensorWarning", "pad_across_processes", "unpad"]
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """A nested tensor was left as it is, because it has no one size to pad to."""
+    """A warning that a nested tensor was not padded, because it has no single size to pad to."""
 
 
 @eager
@@ -47,9 +47,9 @@ def pad_across_processes(
 ) -> T:
     """Lengthen every leaf along ``dim`` to the longest rank's size.
 
-    Law: along ``dim`` leaf p has the size ``max(size of leaf p on rank r for all r)``; the old values stand first (last
-    with ``pad_first``), the rest is ``pad_index``. The dtype stays. ``gather`` needs this only where dimensions other
-    than its own differ.
+    Law: along ``dim`` leaf p has the size ``max(size of leaf p on rank r for all r)``; the old values come first (last
+    with ``pad_first``), and the rest is ``pad_index``. The dtype does not change. ``gather`` needs this only if
+    dimensions other than its own ``dim`` differ.
 
     Example:
         >>> import torch, easydist
@@ -58,24 +58,24 @@ def pad_across_processes(
 
     Args:
         tensor: Any tree.
-        dim: Along which dimension; counted from the end where negative.
-        pad_index: What to fill with: a number, or a tensor of one element.
-        pad_first: Fill before the old values.
+        dim: The dimension to pad, counted from the end if negative.
+        pad_index: The padding: a number, or a tensor of one element.
+        pad_first: True to pad before the old values.
         group: The ranks that take part.
-        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
-        timeout: How long the call may take; None is the group's.
+        check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
+        timeout: The time limit of the call; None is the group's.
 
     Returns:
-        A tree of the same structure, through which gradients flow; leaves that are the longest already come back as
-        they are, and so do those that have no dimension ``dim``, such as numbers.
+        A tree of the same structure, through which gradients flow. Leaves that already have the longest size are
+        returned unchanged, and so are leaves without a dimension ``dim``, such as numbers.
 
     Raises:
-        ValueError: A leaf's dtype cannot hold ``pad_index``, or that is more than one number.
+        ValueError: A leaf's dtype cannot hold ``pad_index``, or ``pad_index`` is more than one number.
         DisagreementError: Paths, dtypes or shapes apart from ``dim`` differ between ranks.
         RemoteError: Another rank's tree could not be padded.
 
-    Cost: one header exchange, which carries the sizes of up to some thousand leaves; for more of them an exchange of 8
-    bytes per leaf, where sizes differ.
+    Cost: one header exchange, which carries the sizes of up to some thousand leaves; if there are more and sizes
+    differ, one more exchange, of 8 bytes per leaf.
 
     Source: accelerate's ``pad_across_processes``.
     """
@@ -95,13 +95,13 @@ class _PadAcrossProcesses(TreeVerb):
         leaves, self._reveal = _leaves_of(self._tensor, self._dim)
         asked = _number(self._pad_index)
         number = int(asked) if float(asked).is_integer() else float(asked)
-        self._filling = number or float(asked)  # which may be -0.0
+        self._filling = number or float(asked)  # for a zero, the float, which may be -0.0
         _check_filling(leaves, self._filling, self._pad_index)
         arguments = {"dim": index(self._dim), "pad_index": number, "pad_first": bool(self._pad_first)}
         return Call(arguments, leaves, self._dim, advice=f"Only dim {self._dim} may differ between ranks.")
 
     def validate(self, comms: Communicators, agreed: Agreement) -> None:
-        if not tree.flatten(self._tensor)[0]:  # leaves that stay as they are count, too
+        if not tree.flatten(self._tensor)[0]:  # unpadded leaves count as data, too
             super().validate(comms, agreed)
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> list[list[int]] | None:
@@ -129,7 +129,7 @@ def _identity(data: Tree) -> Tree:
 
 
 def _number(pad_index: Any) -> Any:
-    """The number that a tensor or an array of one element holds."""
+    """Return a number, taken out of a tensor or an array of one element if necessary."""
     if not isinstance(pad_index, torch.Tensor | np.ndarray):
         return pad_index
     if pad_index.size != 1 if isinstance(pad_index, np.ndarray) else pad_index.numel() != 1:
@@ -138,7 +138,7 @@ def _number(pad_index: Any) -> Any:
 
 
 def _leaves_of(data: Tree, dim: int) -> tuple[Leaves, Callable[[Tree], Tree]]:
-    """The leaves that have the dimension, and what puts the others back."""
+    """Return the leaves that have the dimension, and a function that puts the others back."""
     with contextlib.suppress(TypeError):
         leaves = leaves_of(data, "pad_across_processes")
         if all(-len(shape) <= dim < len(shape) for shape in leaves.layout.shapes):
@@ -157,7 +157,7 @@ def _leaves_of(data: Tree, dim: int) -> tuple[Leaves, Callable[[Tree], Tree]]:
 
 
 def _stays(value: Any, dim: int) -> bool:
-    """Whether a leaf comes back as it is: it has no one size along the dimension, or no such dimension."""
+    """True if a leaf is not padded: it has no single size along the dimension, or no such dimension."""
     ndim = value.ndim if isinstance(value, torch.Tensor | np.ndarray) else 0
     return _is_nested(value) or not -ndim <= dim < ndim
 
@@ -167,13 +167,13 @@ def _is_nested(value: Any) -> bool:
 
 
 class _Unpadded(enum.Enum):
-    """Stands where a leaf stays as it is; equal on all ranks."""
+    """The placeholder for a leaf that is not padded; equal on all ranks."""
 
     LEAF = enum.auto()
 
 
 def _check_filling(leaves: Leaves, filling: float, asked: Any) -> None:
-    """Make sure that every leaf can hold the number: a float may round it, nothing else may change it."""
+    """Check that every leaf can hold the number: floats may round it, other dtypes have to hold it exactly."""
     for path, dtype in zip(leaves.layout.paths, leaves.layout.dtypes, strict=True):
         if not _holds(dtype, filling, math.copysign(1.0, filling)):
             raise ValueError(
@@ -183,9 +183,9 @@ def _check_filling(leaves: Leaves, filling: float, asked: Any) -> None:
 
 @functools.lru_cache(maxsize=256, typed=True)
 def _holds(dtype: torch.dtype, number: float, sign: float) -> bool:
-    """Whether the dtype can hold the number; ``sign`` tells the zeros apart, which are one to the cache."""
+    """True if the dtype can hold the number; ``sign`` separates 0.0 from -0.0, which the cache treats as equal."""
     try:
-        filling = torch.full((2,), number, dtype=dtype, device="cpu")[0]  # one number alone is filled by other rules
+        filling = torch.full((2,), number, dtype=dtype, device="cpu")[0]  # torch fills single elements by other rules
     except (RuntimeError, TypeError, ValueError, OverflowError):
         return False
     if dtype.is_floating_point or dtype.is_complex:
@@ -194,18 +194,19 @@ def _holds(dtype: torch.dtype, number: float, sign: float) -> bool:
 
 
 def _padded(value: Any, tensor: torch.Tensor, dim: int, size: int, filling: float, pad_first: bool) -> Any:
-    """The longer tensor; the value itself where it is long enough."""
+    """Return the padded tensor; the value itself if it is long enough."""
     old = tensor.shape[dim]
     if old == size:
         return value
     result = tensor.new_full(resized(tensor.shape, dim, size), filling)
-    source = value if isinstance(value, torch.Tensor) else tensor  # not detached: gradients flow back to it
+    # The tensor of the tree itself, which is not detached, so that gradients flow back to it.
+    source = value if isinstance(value, torch.Tensor) else tensor
     result.narrow(dim, size - old if pad_first else 0, old).copy_(source)
     return result
 
 
 def unpad(tensor: T, like: Tree, dim: int = 0, pad_first: bool = False) -> T:
-    """Take the padding off again.
+    """Remove the padding.
 
     Law: ``unpad(pad_across_processes(x, dim, pad_first=f), x, dim, pad_first=f) == x``.
 
@@ -215,17 +216,18 @@ def unpad(tensor: T, like: Tree, dim: int = 0, pad_first: bool = False) -> T:
         tensor([1, 2])
 
     Args:
-        tensor: A padded tree, or what a model made of one.
-        like: How long it was: the tree before it was padded, or one of ``TensorInformation`` (``get_data_structure``),
-            or one size for all leaves.
+        tensor: A padded tree, or the output of a model for one.
+        like: The sizes before padding: the tree before it was padded, or a tree of ``TensorInformation``
+            (``get_data_structure``), or one size for all leaves.
         dim: The dimension that was padded.
-        pad_first: Whether the padding stands first.
+        pad_first: True if the padding comes first.
 
     Returns:
         A tree of views.
 
     Raises:
-        ValueError: ``like`` has other leaves, or a leaf is shorter than it should become, or has no dimension ``dim``.
+        ValueError: ``like`` has other leaves; or a leaf is shorter than its size in ``like``, or has no dimension
+            ``dim``.
 
     Cost: no exchange.
     """

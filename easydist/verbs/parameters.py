@@ -1,4 +1,4 @@
-"""Parameters that are spread over ranks, whole for a while."""
+"""The context in which sharded parameters are whole."""
 
 from __future__ import annotations
 
@@ -35,27 +35,28 @@ __all__ = ["GatheredParameters"]
 
 
 class GatheredParameters(ContextDecorator, AbstractContextManager[None]):
-    """Inside the body the parameters are whole on every rank; a change made on ``modifier_rank`` reaches every shard.
+    """The context in which parameters are whole on every rank; a change on ``modifier_rank`` reaches every shard.
 
-    Takes FSDP2 parameters (``DTensor``, any placement), FSDP1 modules, DeepSpeed ZeRO-3 parameters where DeepSpeed is
-    installed, and plain parameters, which are whole already (``modifier_rank``'s values are then given to all).
+    It takes FSDP2 parameters (``DTensor``, any placement), FSDP1 modules, DeepSpeed ZeRO-3 parameters if DeepSpeed is
+    installed, and plain parameters, which are whole already (all ranks then get ``modifier_rank``'s values).
 
-    ``load_state_dict`` and forward passes of an FSDP2 module whose parameters are all whole work in the body, on the
-    whole parameters. An instance can be used again after its body has ended.
+    In the body, ``load_state_dict`` and forward passes of an FSDP2 module work on the whole parameters, if all
+    parameters of the module are whole. An instance can be used again after its body has ended.
 
     Args:
-        *models: Modules (all their parameters), parameters, or lists of them. After a single one DeepSpeed's and
-            accelerate's order is taken as well: ``GatheredParameters(params, modifier_rank, fwd_module, enabled)``.
-        modifier_rank: The rank whose changes count; None means that changes are thrown away.
-        fwd_module: For DeepSpeed: the module whose forward needs the parameters.
-        enabled: Do nothing if False.
-        params: Another name of a single one of ``models``.
+        *models: Modules (all their parameters), parameters, or lists of them. With a single one, the argument order of
+            DeepSpeed and accelerate works, too: ``GatheredParameters(params, modifier_rank, fwd_module, enabled)``.
+        modifier_rank: The rank that makes the changes; with None all changes are discarded.
+        fwd_module: For DeepSpeed: the module with the forward pass that needs the parameters.
+        enabled: False to do nothing.
+        params: Another name for a single one of ``models``.
 
     Raises:
-        RemoteError: The body raised on another rank; no shard was changed. Where it raised, its own exception goes on.
-        TypeError: Something is no parameter, or a parameter of an FSDP1 module was passed instead of the module.
-        RuntimeError: A parameter cannot be made whole, because a weak reference to it exists; it was replaced by
-            another one in the body; the body of this instance has not ended yet.
+        RemoteError: The body raised an exception on another rank; no shard was changed. On that rank the body's own
+            exception is raised.
+        TypeError: An argument is not a parameter, or a parameter of an FSDP1 module was passed instead of the module.
+        RuntimeError: A parameter cannot be made whole because a weak reference to it exists; or it was replaced by
+            another parameter in the body; or the body of this instance has not ended yet.
 
     Example:
         >>> import torch, easydist
@@ -63,8 +64,8 @@ class GatheredParameters(ContextDecorator, AbstractContextManager[None]):
         >>> with easydist.GatheredParameters(layer, modifier_rank=0):
         ...     _ = torch.nn.init.zeros_(layer.weight)
 
-    Cost: three header exchanges; one all-gather per sharded parameter; with ``modifier_rank`` what ``broadcast`` costs
-    for all of them.
+    Cost: three header exchanges; one all-gather per sharded parameter; with ``modifier_rank`` also the cost of one
+    ``broadcast`` of all parameters.
 
     Source: DeepSpeed's and accelerate's ``GatheredParameters``.
     """
@@ -121,7 +122,7 @@ _Arguments = tuple[tuple[Any, ...], "int | None", "nn.Module | None", bool]
 def _in_their_order(
     models: tuple[Any, ...], modifier_rank: int | None, fwd_module: nn.Module | None, enabled: bool
 ) -> _Arguments:
-    """Take the arguments in the order of DeepSpeed and accelerate: something else than a model comes second."""
+    """Return the arguments if they came in the order of DeepSpeed and accelerate: the second one is not a model."""
     theirs = ("params", "modifier_rank", "fwd_module", "enabled")
     if len(models) > len(theirs):
         raise TypeError(f"GatheredParameters: takes {', '.join(theirs)}, or models alone, got {len(models)} arguments")
@@ -133,11 +134,11 @@ def _in_their_order(
 
 
 _Sorted = tuple[list[nn.Module], list[nn.Parameter]]
-"""FSDP1 modules, and single parameters, each once."""
+"""FSDP1 modules, and single parameters without duplicates."""
 
 
 class _Opening(Verb[_Sorted]):
-    """The agreement of all ranks on what becomes whole."""
+    """The verb in which all ranks agree on the parameters to make whole."""
 
     operation = "GatheredParameters"
 
@@ -178,24 +179,24 @@ def _sort(params: Sequence[Any]) -> _Sorted:
 
 
 def _opened(params: Sequence[Any]) -> Iterator[Any]:
-    """Parameters and modules, also those in lists, one by one."""
+    """Yield parameters and modules one by one, including those in lists."""
     for item in params:
         if isinstance(item, torch.Tensor | nn.Module):
             yield item
         elif isinstance(item, Iterable):
             yield from item
         else:
-            yield item  # which is refused by its type
+            yield item  # the caller refuses it by its type
 
 
 def _is_fsdp1(module: nn.Module) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # a module can be one only if somebody imported the class
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # without an import of the class no module can be one
     return fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in module.modules())
 
 
 @contextmanager
 def _summoned(module: nn.Module, modifier_rank: int | None) -> Iterator[None]:
-    """The parameters of an FSDP1 module; ``summon_full_params`` writes each rank's shard back."""
+    """Make the parameters of an FSDP1 module whole; ``summon_full_params`` writes each rank's shard back."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     whole = FullyShardedDataParallel.summon_full_params(module, writeback=True)
@@ -205,13 +206,13 @@ def _summoned(module: nn.Module, modifier_rank: int | None) -> Iterator[None]:
 
 @contextmanager
 def _whole(params: list[nn.Parameter], modifier_rank: int | None) -> Iterator[None]:
-    """Plain parameters, and DTensors, which trade places with their full tensors."""
+    """Make DTensors whole by swapping them with their full tensors; plain parameters are whole already."""
     sharded = [parameter for parameter in params if is_sharded(parameter)]
     others = [full(parameter) for parameter in sharded]
     fault: Exception | None = None
     try:
         trade(sharded, others)
-    except RuntimeError as error:  # somebody holds a weak reference, or the parameter's place in a graph
+    except RuntimeError as error:  # there is a weak reference to a parameter, or to its node in a graph
         fault = error
     try:
         meet(communicators(), "GatheredParameters", fault)
@@ -230,7 +231,7 @@ def _whole(params: list[nn.Parameter], modifier_rank: int | None) -> Iterator[No
 
 @contextmanager
 def _kept(params: list[nn.Parameter], modifier_rank: int | None) -> Iterator[None]:
-    """Whole parameters that end as ``modifier_rank`` leaves them; as they were without one, or where a body raised."""
+    """Give all ranks ``modifier_rank``'s parameters after the body; without one, or after an error, restore them."""
     before = [parameter.detach().clone() for parameter in params]
     comms = communicators()
     try:
@@ -238,7 +239,7 @@ def _kept(params: list[nn.Parameter], modifier_rank: int | None) -> Iterator[Non
             with _no_replacing(params):
                 yield
         except BaseException as error:
-            with suppress(Exception):  # the others raise RemoteError; here the body's own exception goes on
+            with suppress(Exception):  # the others raise RemoteError; here the body's own exception is raised
                 meet(comms, "GatheredParameters", error)
             raise
         meet(comms, "GatheredParameters")
@@ -252,7 +253,7 @@ def _kept(params: list[nn.Parameter], modifier_rank: int | None) -> Iterator[Non
 
 @contextmanager
 def _no_replacing(params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Refuse to put other parameters in the places of these: what was made of them would be lost at the end."""
+    """Refuse to replace these parameters in their modules: the values of the new ones would be lost at the end."""
     ours = {id(parameter) for parameter in params}
     places = [(module, dict(module._parameters)) for module in modules_of(params)]
 
@@ -269,7 +270,7 @@ def _no_replacing(params: Sequence[nn.Parameter]) -> Iterator[None]:
         handle.remove()
         for module, before in places:
             names = [n for n, old in before.items() if id(old) in ours and module._parameters.get(n) is not old]
-            if names:  # deleted first, or put in by force
+            if names:  # replaced in a way that the hook does not see: deleted first, or set in _parameters
                 replaced.append(_replaced(module, names[0]))
                 now = {name: one for name, one in module._parameters.items() if name not in names}
                 module._parameters.clear()
@@ -288,7 +289,7 @@ def _replaced(module: nn.Module, name: str) -> str:
 def _deepspeed(
     params: list[nn.Parameter], modifier_rank: int | None, fwd_module: nn.Module | None
 ) -> AbstractContextManager[Any]:
-    import deepspeed  # a parameter has ds_id only where DeepSpeed made it
+    import deepspeed  # a parameter has ds_id only if DeepSpeed made it
 
     context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(params, modifier_rank, fwd_module)
     return context

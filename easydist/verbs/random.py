@@ -1,4 +1,4 @@
-"""Random number generators, seeded alike and kept in step."""
+"""Seeding random number generators, and copying their states between ranks."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed: The seed, an integer of at most 64 bits.
-        device_specific: Add the process index, so that every process draws other numbers.
-        deterministic: Also make torch use deterministic algorithms where it has them.
+        device_specific: Add the process index, so that every process draws different numbers.
+        deterministic: Also make torch use deterministic algorithms if it has them.
 
     Raises:
-        TypeError: ``seed`` is no integer; nothing was seeded.
+        TypeError: ``seed`` is not an integer; nothing was seeded.
         ValueError: It has more than 64 bits; nothing was seeded.
 
     Example:
@@ -66,14 +66,14 @@ def _integer(seed: Any) -> int:
 
 
 class _Generator(NamedTuple):
-    """How the state of a generator is read and set."""
+    """The functions that read and set the state of a generator."""
 
     read: Callable[[], Any]
     write: Callable[[Any], Any]
 
 
 def _generators(generator: torch.Generator | None, asked: Iterable[str]) -> dict[str, _Generator]:
-    """Those that exist in this process; that of XLA only if it is asked for, as its library is large."""
+    """Return the generators of this process; that of XLA only on request, because its library is large."""
     found = {
         "torch": _Generator(torch.get_rng_state, torch.set_rng_state),
         "numpy": _Generator(np.random.get_state, np.random.set_state),
@@ -98,19 +98,19 @@ def synchronize_rng_states(
     """Give every process the random number generator states of rank 0.
 
     Args:
-        rng_types: Of ``"torch"``, ``"cuda"``, ``"xpu"``, ``"npu"``, ``"xla"``, ``"numpy"``, ``"python"``,
-            ``"generator"``; None means all that this process has, without ``"xla"``.
-        generator: The one that ``"generator"`` means.
+        rng_types: Some of ``"torch"``, ``"cuda"``, ``"xpu"``, ``"npu"``, ``"xla"``, ``"numpy"``, ``"python"``,
+            ``"generator"``; None for all that this process has, except ``"xla"``.
+        generator: The generator that ``"generator"`` stands for.
         group: The ranks that take part.
 
     Raises:
-        ValueError: There is no such generator here; none was changed.
+        ValueError: This process has no such generator; none was changed.
 
     Example:
         >>> import easydist
         >>> easydist.synchronize_rng_states(["torch", "numpy", "python"])
 
-    Cost: that of ``broadcast_object_list``: one header exchange, and where the states are too large for it a broadcast.
+    Cost: that of ``broadcast_object_list``: one header exchange, and a broadcast if the states are too large for it.
 
     Source: accelerate's ``synchronize_rng_states``.
     """

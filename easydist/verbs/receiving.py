@@ -1,4 +1,4 @@
-"""Where every rank's part of the leaves arrives, and how the parts become results."""
+"""The buffers for every rank's part of the leaves, and the joining of the parts into results."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from easydist.verbs.buckets import Shapes, packed_like, packed_nbytes, resized
 def from_payloads(
     agreement: Agreement, leaves: Leaves, shapes: Sequence[Shapes], dims: Sequence[int]
 ) -> list[torch.Tensor]:
-    """The leaves that came with the headers, concatenated over ranks."""
+    """Return the leaves that came with the headers, concatenated over ranks."""
     if agreement.uniform and not any(dims):
         return leaves.layout.packing.unpack_rows(agreement.payloads())
     return join([agreement.payload(rank) for rank in range(len(shapes))], leaves.layout.dtypes, shapes, dims)
 
 
 class Receiving(NamedTuple):
-    """Where the parts of one bucket arrive, and what makes results of them."""
+    """The buffers for the parts of one bucket, and the function that turns the parts into results."""
 
     buffers: Sequence[torch.Tensor]
-    """One per rank."""
+    """One buffer per rank."""
 
     results: Callable[[], list[torch.Tensor]]
-    """Called when all parts have arrived."""
+    """The function that returns the results, to be called when all parts have arrived."""
 
 
 def receiving(
     comm: Collectives, tensors: Sequence[torch.Tensor], shapes: Sequence[Shapes], dims: Sequence[int]
 ) -> Receiving:
-    """Memory for every rank's part of the leaves of one bucket.
+    """Return memory for every rank's part of the leaves of one bucket.
 
-    A single leaf along dim 0 arrives in its place in the result. Leaves of one size on all ranks, along dim 0, arrive
-    in rows of equal length and are copied once. Anything else is concatenated from one packed buffer per rank.
+    A single leaf along dim 0 arrives directly in the result. Leaves along dim 0 with the same shapes on all ranks
+    arrive in rows of equal length, and are copied once. All others are concatenated from one packed buffer per rank.
     """
     dtypes = [tensor.dtype for tensor in tensors]
     if not any(dims) and len(tensors) == 1:
@@ -59,7 +59,7 @@ def _in_place(comm: Collectives, dtype: torch.dtype, shapes: Shapes) -> Receivin
 
 def _in_rows(comm: Collectives, dtypes: Sequence[torch.dtype], shapes: Shapes) -> Receiving:
     nbytes = packed_nbytes(dtypes, shapes)
-    width = (nbytes // 16 + 1) * 16  # a multiple of every item size
+    width = (nbytes // 16 + 1) * 16  # 16 is a multiple of every item size
     rows = memory.empty((comm.get_size(), width), torch.uint8, comm.get_device())
     return Receiving(rows[:, :nbytes].unbind(), lambda: packing.unpack_rows(rows, dtypes, shapes))
 
@@ -70,13 +70,13 @@ def join(
     shapes: Sequence[Shapes],
     dims: Sequence[int],
 ) -> list[torch.Tensor]:
-    """Concatenate what came from every rank, leaf by leaf.
+    """Concatenate the parts of all ranks, leaf by leaf.
 
     Args:
         buffers: One packed buffer per rank.
-        dtypes: Of the leaves.
-        shapes: ``[r][i]``: the shape of leaf i in buffer r.
-        dims: Along which dimension each leaf is concatenated.
+        dtypes: The dtypes of the leaves.
+        shapes: ``[r][i]``, the shape of leaf i in buffer r.
+        dims: The dimension along which each leaf is concatenated.
 
     Cost: one copy per leaf.
     """
@@ -92,7 +92,7 @@ def _cat(column: tuple[torch.Tensor, ...], dim: int) -> torch.Tensor:
 
 
 def at_home(leaves: Leaves, comm: Collectives, results: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """The results by index, each on the device of its leaf, which a communicator of another device may have carried."""
+    """Return the results by index, moved to the devices of their leaves if the communicator uses another device."""
     device = comm.get_device()
     if all(leaves.tensors[i].device == device for i in results):
         return results

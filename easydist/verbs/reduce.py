@@ -1,4 +1,4 @@
-"""The verb ``reduce``: sums, means and extremes over ranks."""
+"""The verb ``reduce``, which computes sums, products, means and extremes over ranks."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def reduce(
     """Combine the ranks' trees, leaf by leaf, in rank order; every rank gets the same bits in every run.
 
     Law: ``reduce(x, "sum") == (x of rank 0 + x of rank 1) + …`` (ranks that share memory first, then host by host; NCCL
-    has an order of its own), likewise ``"prod"``, ``"max"``, ``"min"`` (which pass
-    NaN on); ``"mean"`` is the sum over W; ``"none"`` is this rank's own ``x``. The result is multiplied by ``scale``.
+    uses its own order), likewise ``"prod"``, ``"max"`` and ``"min"`` (the last two propagate NaN); ``"mean"`` is the
+    sum divided by W; ``"none"`` is this rank's own ``x``. The result is multiplied by ``scale``.
 
-    Dtypes follow ``torch.sum``: ``"sum"`` and ``"prod"`` of integers and bools are int64, so that small ones do not
-    wrap (beyond 64 bits those of tensors and arrays do, as there; those of Python ints are an error); their ``"mean"``,
-    and any of them times a ``scale`` other than 1, has the default float dtype (float64 for arrays and Python numbers);
-    everything else keeps its dtype. Floats of 16 and 8 bits are accumulated in float32, means of integers in float64,
-    and rounded once.
+    Dtypes follow ``torch.sum``. ``"sum"`` and ``"prod"`` of integers and bools are int64, so that small dtypes do not
+    wrap; beyond 64 bits tensors and arrays wrap, as in ``torch.sum``, and Python ints raise an error. Their ``"mean"``,
+    and any of their reductions times a ``scale`` other than 1, has the default float dtype (float64 for arrays and
+    Python numbers). All other results keep their dtype. Floats of 16 and 8 bits are accumulated in float32, means of
+    integers in float64, and rounded once.
 
     Example:
         >>> import torch, easydist
@@ -96,25 +96,26 @@ def reduce(
         {'loss': tensor(2.), 'right': 3}
 
     Args:
-        tensor: Any tree, with the same shapes on every rank. Python numbers stay Python numbers, NumPy arrays arrays.
+        tensor: Any tree, with the same shapes on every rank. Python numbers stay Python numbers, and NumPy arrays stay
+            arrays.
         reduction: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, ``"prod"`` or ``"none"``.
         scale: A factor for the result.
         group: The ranks that take part.
-        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
-        timeout: How long the call may take; None is the group's.
+        check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
+        timeout: The time limit of the call; None is the group's.
 
     Returns:
         A new tree of the same structure, detached from autograd.
 
     Raises:
         ValueError: There is no such reduction.
-        TypeError: ``"max"`` or ``"min"`` of complex numbers; a leaf is no dense tensor (sparse, DTensor, …).
-        OverflowError: The sum or product of Python ints does not fit 64 bits; on every rank.
+        TypeError: ``"max"`` or ``"min"`` of complex numbers, or a leaf is not a dense tensor (sparse, DTensor, …).
+        OverflowError: The sum or product of Python ints does not fit 64 bits; every rank raises this.
         DisagreementError: Paths, dtypes, shapes, ``reduction`` or ``scale`` differ between ranks.
         RemoteError: Another rank's tree could not be reduced.
 
     Cost: one header exchange, which carries a small tree (32 KiB in small groups); for a larger one an all-reduce per
-    dtype in which sums are kept, and in shared memory one for each leaf of 256 KiB or more; none for ``"none"``.
+    accumulation dtype, and in shared memory one more for each leaf of 256 KiB or more; no all-reduce for ``"none"``.
 
     Source: accelerate's ``reduce``.
     """
@@ -127,11 +128,11 @@ class _Group(NamedTuple):
     dtype: torch.dtype
     members: Sequence[int]
     is_bound: bool = False
-    """These integers are reduced once more, as floats, which tell whether the exact result fits 64 bits."""
+    """True for a second reduction of integers, as floats, which shows whether the exact result fits 64 bits."""
 
 
 _Total = tuple[_Group, torch.Tensor]
-"""Leaves, and what they come to over all ranks."""
+"""A group of leaves, and their total over all ranks."""
 
 
 class _Reduce(TreeVerb):
@@ -183,7 +184,7 @@ class _Reduce(TreeVerb):
         return leaves.rebuild(results, agreed.uniform, as_value)
 
     def _from_payloads(self, comms: Communicators, agreed: Agreement) -> Iterator[_Total]:
-        """Reduce what has come with the headers."""
+        """Reduce the data that came with the headers."""
         op, leaves = _OPS[self._reduction], agreed.call.tree
         assert op is not None
         dtypes, shapes = [flat.dtype for flat in agreed.call.payload], [flat.shape for flat in agreed.call.payload]
@@ -203,7 +204,7 @@ def _check_ordered(leaves: Leaves, reduction: str) -> None:
 def _begin(
     comm: Collectives, leaves: Leaves, dtype: torch.dtype, members: Sequence[int], op: ReduceOp | None
 ) -> tuple[torch.Tensor, TorchWork]:
-    """Begin to reduce; gives the total, to be used once the work has ended."""
+    """Begin to reduce; return the total, which is valid once the work has ended, and the work."""
     data = leaves.tensors[members[0]]
     if op is not None and len(members) == 1 and data.dtype is dtype and data.is_cpu and data.is_contiguous():
         total = memory.empty([data.numel()], dtype)
@@ -213,7 +214,7 @@ def _begin(
 
 
 def _flat(leaves: Leaves, dtype: torch.dtype, members: Sequence[int]) -> torch.Tensor:
-    """Leaves one after another, in a new tensor."""
+    """Concatenate leaves into a new flat tensor."""
     tensors = [leaves.tensors[i] for i in members]
     if any(tensor.dtype is not dtype for tensor in tensors):
         tensors = [tensor.to(dtype) for tensor in tensors]
@@ -225,7 +226,7 @@ def _flat(leaves: Leaves, dtype: torch.dtype, members: Sequence[int]) -> torch.T
 def _results(
     leaves: Leaves, members: Sequence[int], total: torch.Tensor, reduction: str, scale: float
 ) -> dict[int, torch.Tensor]:
-    """Each leaf's part of the total, in its own dtype and on its own device."""
+    """Return each leaf's part of the total, in the dtype of its result and on its own device."""
     kinds = [
         (leaf.device, _result_dtype(leaf.dtype, reduction, scale, isinstance(leaves.values[i], torch.Tensor)))
         for i, leaf in ((i, leaves.tensors[i]) for i in members)
@@ -239,7 +240,7 @@ def _results(
 
 
 def _check_bound(leaves: Leaves, members: Sequence[int], bound: torch.Tensor, reduction: str, size: int) -> None:
-    """Make sure that no Python int has wrapped; the floats are as exact as the margin says."""
+    """Check that no Python int has wrapped; the margin covers the rounding of the floats."""
     margin = 1 - 2 * size * torch.finfo(bound.dtype).eps
     fits = (bound.abs() < 2.0**63 * margin).tolist()
     wrapped = [i for i, fit in zip(members, fits, strict=True) if not fit and isinstance(leaves.values[i], int)]
@@ -251,14 +252,15 @@ def _check_bound(leaves: Leaves, members: Sequence[int], bound: torch.Tensor, re
 
 
 def _groups(leaves: Leaves, indices: Sequence[int], reduction: str) -> list[_Group]:
-    """The leaves that are reduced together; large items first, as in a packed buffer."""
+    """Return the groups of leaves that are reduced together; large items come first, as in a packed buffer."""
     dtypes = leaves.layout.dtypes
     accumulated = {dtype: _accumulated_in(dtype, reduction) for dtype in set(dtypes)}
     groups: dict[torch.dtype, list[int]] = {}
     for i in indices:
         groups.setdefault(accumulated[dtypes[i]], []).append(i)
     runs = [_Group(*group) for group in groups.items()]
-    if reduction in ("sum", "prod"):  # which of them are Python numbers may differ between ranks, their dtype may not
+    # A leaf may be a Python number on one rank and a tensor on another: choose by dtype and shape, which are the same.
+    if reduction in ("sum", "prod"):
         single = [i for i in indices if dtypes[i] is torch.int64 and not leaves.layout.shapes[i]]
         runs += [_Group(torch.float64, single, is_bound=True)] if single else []
     return sorted(runs, key=lambda group: packing.sort_key(group.dtype))
@@ -273,7 +275,7 @@ def _accumulated_in(dtype: torch.dtype, reduction: str) -> torch.dtype:
 
 
 def _finish(total: torch.Tensor, reduction: str, scale: float, size: int) -> torch.Tensor:
-    """The mean and the scale, in place where the dtype allows it."""
+    """Apply the mean and the scale, in place if the dtype allows it; return the result."""
     if reduction == "mean":
         total /= size
     if scale == 1.0:

@@ -1,4 +1,4 @@
-"""The verb ``scatter``: one rank's tree, cut into one part per rank."""
+"""The verb ``scatter``, which cuts one rank's tree into one part per rank."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def scatter(
     check: bool | None = None,
     timeout: Timeout | None = None,
 ) -> Tree:
-    """Cut the source's tree into one part per rank.
+    """Cut the source's tree into one part per rank, and give each rank its part.
 
     Law: ``scatter(x, from_process=s, dim=d) == torch.tensor_split(x of rank s, W, dim=d)[rank]`` for every leaf, so
-    that ``gather(scatter(x)) == x``. The first ranks get one more where W does not divide the size.
+    ``gather(scatter(x)) == x``. If W does not divide the size, the first ranks get one element more.
 
     Example:
         >>> import torch, easydist
@@ -65,22 +65,22 @@ def scatter(
         {'x': tensor([0, 1, 2])}
 
     Args:
-        tensor: Any tree on the source; the other ranks may pass None, what they pass is not looked at.
+        tensor: Any tree on the source; ignored on other ranks, which may pass None.
         from_process: The source, a rank inside the group.
-        dim: Along which dimension.
+        dim: The dimension along which to cut.
         group: The ranks that take part.
-        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
-        timeout: How long the call may take; None is the group's.
+        check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
+        timeout: The time limit of the call; None is the group's.
 
     Returns:
         A new tree with this rank's part.
 
     Raises:
         RemoteError: The source's tree could not be sent.
-        ValueError: A leaf has no dimension ``dim``; ``from_process`` is not a rank of the group.
+        ValueError: A leaf has no dimension ``dim``, or ``from_process`` is not a rank of the group.
 
-    Cost: two header exchanges, of which the first carries the structure (a broadcast more where that is larger than
-    32 KiB), one scatter of the tree's bytes.
+    Cost: two header exchanges, of which the first carries the structure (one more broadcast if it is larger than
+    32 KiB), and one scatter of the tree's bytes.
     """
     return run(_Scatter(tensor, from_process, dim), communicators(group), timeout, check)
 

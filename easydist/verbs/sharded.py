@@ -1,7 +1,7 @@
-"""Parameters of FSDP2 (``DTensor``), which trade places with their full tensors for a while.
+"""Swapping parameters of FSDP2 (``DTensor``) with their full tensors, and back.
 
-FSDP2 itself would undo that: its hooks gather the shards before a forward pass, and look for shards after
-``load_state_dict``. They are quiet while the parameters are whole.
+FSDP2 itself would interfere: its hooks gather the shards before a forward pass, and expect shards after
+``load_state_dict``. They are disabled while the parameters are whole.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ def is_sharded(parameter: torch.Tensor) -> bool:
 
 
 def full(parameter: Any) -> torch.Tensor:
-    """The full tensor, as a parameter with which the sharded one can trade places."""
+    """Return the full tensor, as a parameter that the sharded one can be swapped with."""
     full = parameter.detach().full_tensor().clone().as_subclass(_whole_type(cast(Any, type(parameter))))
-    full._is_param = True  # what makes isinstance(…, nn.Parameter) true
+    full._is_param = True  # makes isinstance(…, nn.Parameter) true
     return cast(torch.Tensor, full.requires_grad_(parameter.requires_grad))
 
 
 @functools.cache
 def _whole_type(dtensor: Any) -> Any:
-    """A plain tensor class, laid out as DTensor is in memory: ``swap_tensors`` asks for equal slots."""
+    """Return a plain tensor class with the slots of DTensor, because ``swap_tensors`` requires equal slots."""
     body = {
         "__slots__": dtensor.__dict__["__slots__"],
         "__torch_function__": torch._C._disabled_torch_function_impl,
@@ -44,12 +44,12 @@ def _whole_type(dtensor: Any) -> Any:
 
 
 def _plain(parameter: torch.Tensor, values: torch.Tensor) -> nn.Parameter:
-    """An ordinary parameter, for copies that live on after the body."""
+    """Return an ordinary parameter, for copies that outlive the body."""
     return nn.Parameter(values.detach().as_subclass(torch.Tensor), parameter.requires_grad)
 
 
 def trade(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> None:
-    """Every reference to one of the first becomes a reference to its partner, and the other way round; all or none."""
+    """Swap each of the first tensors with its partner, wherever they are referenced; swap all of them or none."""
     done: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
         for one, other in zip(first, second, strict=True):
@@ -62,7 +62,7 @@ def trade(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> None
 
 
 def write_shard(parameter: Any, full: torch.Tensor) -> None:
-    """Each rank cuts its own shard out of the full tensor; nothing is sent."""
+    """Write this rank's part of the full tensor to its shard; nothing is sent."""
     from torch.distributed.tensor import distribute_tensor
 
     shard = distribute_tensor(
@@ -72,9 +72,9 @@ def write_shard(parameter: Any, full: torch.Tensor) -> None:
 
 
 def trade_back(sharded: Sequence[torch.Tensor], whole: Sequence[torch.Tensor]) -> None:
-    """Undo ``trade``, whatever the body has left behind: a graph that holds a whole parameter, a weak reference.
+    """Undo ``trade``, even if the body has left a weak reference, or a graph that holds a whole parameter.
 
-    The backward pass of such a graph raises an error: gradients would go to a tensor that nobody sees any more.
+    The backward pass of such a graph raises an error, because its gradients would go to a tensor that is gone.
     """
     for one, other in zip(sharded, whole, strict=True):
         if one.requires_grad and one._use_count() > 1:  # type: ignore[attr-defined]
@@ -90,7 +90,7 @@ def _too_late(gradients: Any) -> None:
 
 
 def _swap(one: Any, other: Any) -> None:
-    """Swap as ``torch.utils.swap_tensors`` does, also where something else holds one of the tensors."""
+    """Swap as ``torch.utils.swap_tensors`` does, but also if something else holds one of the tensors."""
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
     slots = [slot for slot in type(one).__dict__["__slots__"] if hasattr(one, slot) or hasattr(other, slot)]
@@ -104,24 +104,24 @@ def _swap(one: Any, other: Any) -> None:
 
 
 def _fsdp_modules() -> list[nn.Module]:
-    """All modules of this process that FSDP2 manages."""
+    """Return all modules of this process that FSDP2 manages."""
     composable = sys.modules.get("torch.distributed._composable_state")
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if composable is None or fsdp is None:
-        return []  # nobody has called fully_shard
+        return []  # fully_shard has not been called
     known = list(getattr(composable, "_module_state_mapping", ()))
     return [module for module in known if isinstance(module, fsdp.FSDPModule)]
 
 
 def modules_of(params: Sequence[nn.Parameter]) -> list[nn.Module]:
-    """The modules, of those in the care of FSDP2, that have one of the parameters themselves."""
+    """Return the modules under FSDP2 that own one of the parameters directly."""
     ids = {id(parameter) for parameter in params}
     every = {id(part): part for module in _fsdp_modules() for part in module.modules()}
     return [module for module in every.values() if any(id(p) in ids for p in module._parameters.values())]
 
 
 def reshard(module: nn.Module) -> None:
-    """Let FSDP2 give its parameters back: after a forward pass without a backward pass some are still unsharded."""
+    """Let FSDP2 reshard its parameters: after a forward pass without a backward pass some are still unsharded."""
     known = {id(one) for one in _fsdp_modules()}
     for part in module.modules():
         if id(part) in known:
@@ -129,10 +129,10 @@ def reshard(module: nn.Module) -> None:
 
 
 def check_resharded(params: Sequence[nn.Parameter]) -> None:
-    """Refuse parameters that are not the module's own, as FSDP2 has gathered them for a forward pass.
+    """Refuse parameters that are temporary copies, which FSDP2 has gathered for a forward pass.
 
     Raises:
-        TypeError: One is such a parameter.
+        TypeError: A parameter is such a copy.
     """
     plain = {id(parameter) for parameter in params if not is_sharded(parameter)}
     for module in _fsdp_modules() if plain else ():
@@ -148,10 +148,10 @@ def check_resharded(params: Sequence[nn.Parameter]) -> None:
 
 @contextmanager
 def fsdp_aside(params: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Keep FSDP2's hooks quiet while these parameters are whole.
+    """Disable FSDP2's hooks while these parameters are whole.
 
-    Forward passes use the parameters as they are. A module of which only some are whole cannot make one: FSDP2 would
-    put shards gathered anew in place of the whole ones.
+    Forward passes use the parameters as they are. A module with only some whole parameters cannot run one: FSDP2 would
+    gather the shards again, and replace the whole parameters by the result.
     """
     ids = {id(parameter) for parameter in params}
     with ExitStack() as stack:
@@ -170,7 +170,7 @@ def fsdp_aside(params: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def _quiet(hooks: MutableMapping[int, Any], stack: ExitStack) -> None:
-    """Put a function that does nothing in the place of FSDP2's hooks, until the stack is left."""
+    """Replace FSDP2's hooks by a function that does nothing, until the stack is closed."""
     for key, hook in list(hooks.items()):
         if str(getattr(hook, "__module__", "")).startswith(_FSDP):
             hooks[key] = _nothing
@@ -182,7 +182,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _restore(hooks: MutableMapping[int, Any], key: int, hook: Any) -> None:
-    if key in hooks:  # else the body has removed it
+    if key in hooks:  # otherwise the body has removed the hook
         hooks[key] = hook
 
 

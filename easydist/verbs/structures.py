@@ -1,4 +1,4 @@
-"""The structure of one rank's tree, made known to ranks that have none of their own."""
+"""Sending the structure of one rank's tree to ranks that have no tree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from easydist.typing import Tree
 
 
 def announced(call: Call, data: Tree) -> Call:
-    """The source's call, with the structure of its tree as what it sends; what is no leaf is pickled."""
+    """Return the source's call with the structure of its tree as the payload; plain values are pickled."""
     encoded = codec.encode(get_data_structure(data))
     call.nbytes, call.payload = encoded.numel(), [encoded]
     return call
@@ -24,17 +24,17 @@ def announced(call: Call, data: Tree) -> Call:
 def shared_leaves(
     comms: Communicators, operation: str, data: Tree, source: int, agreed: Agreement, hollow: bool = False
 ) -> Leaves:
-    """Leaves like the source's on every rank, and on the source its own.
+    """Return leaves like the source's on every rank; on the source, its own.
 
     Args:
         comms: The group.
         operation: The verb's name.
-        data: The source's tree; not looked at elsewhere.
-        source: Its rank.
+        data: The source's tree; ignored on other ranks.
+        source: The rank of the source.
         agreed: The agreement for which the source has ``announced`` its structure.
-        hollow: Make tensors on the meta device, which have no memory.
+        hollow: True to make tensors on the meta device, which have no memory.
 
-    Cost: one header exchange, and a broadcast of the structure where it was too large for the one before.
+    Cost: one header exchange, and a broadcast of the structure if it was too large for the previous one.
     """
     leaves: list[Leaves] = []
     encoded = _encoded(comms, source, agreed)
@@ -44,7 +44,7 @@ def shared_leaves(
         leaves.append(Leaves(data if mine else initialize_tensors(codec.decode(encoded), hollow=hollow)))
         return Call()
 
-    agree(comms, operation, decode)  # a class that one receiver does not have must not stop the others
+    agree(comms, operation, decode)  # if one receiver lacks a class, all ranks have to raise
     return leaves[0]
 
 

@@ -1,4 +1,4 @@
-"""A tree from one rank to all: the header, which carries a small tree; then each rank says that it takes the data."""
+"""A tree from one rank to all: first the header, with a small tree; for a larger one each rank accepts the data."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from easydist.verbs.tensor_dict_messages import Buffers, Incoming, Outgoing
 from easydist.verbs.tensor_dict_moves import as_bytes, disagreement, move
 
 _FRAME_HEAD = 128
-"""Bytes of a frame before its payload, and what goes before the announcement."""
+"""The bytes of a frame that an announcement cannot use: the frame's header, and the byte before the announcement."""
 
 _FROM_SOURCE, _ANSWERS = torch.zeros(1, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8)
-"""What goes before an announcement, or is all that a receiver says: whether all ranks have to say that they take it."""
+"""The byte before an announcement, or the whole message of a receiver: 1 if all ranks have to accept the data."""
 
 
 class BroadcastTensorDict(Verb[Tree]):
-    """The verb itself.
+    """The verb ``broadcast_tensor_dict``.
 
     Args:
         tensor_dict: As in ``broadcast_tensor_dict``.
-        src: Likewise.
-        into: Likewise.
-        objects: Likewise.
-        weights_only: Decode objects with the restricted decoder; the same on all ranks.
-        data: The communicators that carry data which does not go along with the headers; None is the call's own.
+        src: As in ``broadcast_tensor_dict``.
+        into: As in ``broadcast_tensor_dict``.
+        objects: As in ``broadcast_tensor_dict``.
+        weights_only: True to decode objects with the restricted decoder; the same on all ranks.
+        data: The communicators for data that does not fit the headers; None for the call's own.
     """
 
     operation = "broadcast_tensor_dict"
@@ -90,7 +90,7 @@ class BroadcastTensorDict(Verb[Tree]):
                 self._message = torch.empty(nbytes[src], dtype=torch.uint8, device="cpu")
             comms.control.broadcast(self._message, src, async_op=False)
         if self._message[0] or any(n for rank, n in enumerate(nbytes) if rank != src):
-            self._message = self._message.clone()  # another exchange of headers follows
+            self._message = self._message.clone()  # the next header exchange overwrites the payload
             self._accept(comms)
             carrier = self._data or comms
             with contextlib.nullcontext() if carrier is comms else calling(carrier, self.operation):
@@ -100,7 +100,7 @@ class BroadcastTensorDict(Verb[Tree]):
         return Incoming.announced(self._data or comms, self._message[1:], self._into, self._weights_only)
 
     def _accept(self, comms: Communicators) -> None:
-        """Every rank says whether it can take what comes; all raise where one cannot."""
+        """Exchange whether each rank can take the data; all ranks raise if one cannot."""
         mine = torch.empty(0, dtype=torch.uint8, device="cpu")
 
         def judge() -> Call:
@@ -125,7 +125,7 @@ class BroadcastTensorDict(Verb[Tree]):
 
 
 def _misfits(comms: Communicators, mine: torch.Tensor, nbytes: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """How ``into`` differs from what comes, on each rank where it does."""
+    """Return the differences between ``into`` and the data, for each rank that has some."""
     every = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in nbytes]
     comms.control.all_gather_v(every, mine, async_op=False)
     return {rank: json.loads(bytes(one.numpy())) for rank, one in enumerate(every) if one.numel()}

@@ -1,4 +1,4 @@
-"""Where the data of a tensor dict arrives: one message for each large tensor, one for all others of a device type."""
+"""The receive buffers of a tensor dict: one message for each large tensor, one for all others of a device type."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from easydist.verbs.buckets import LARGE
 def together(
     comms: Communicators, kinds: Sequence[str], sizes: Sequence[int]
 ) -> Iterator[tuple[str, torch.device, list[int]]]:
-    """Which tensors make one message, and on which device; by device types and sizes alone, the same on both sides."""
+    """Yield the device type, device and tensors of each message; sender and receiver get the same messages.
+
+    The grouping depends only on the device types and sizes of the tensors.
+    """
     for kind in dict.fromkeys(kinds):
         there = comms.data(torch.device(kind)).get_device()
         members = [i for i, other in enumerate(kinds) if other == kind and sizes[i]]
@@ -29,7 +32,7 @@ def together(
 
 
 def filled(head: Header, data: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors by name, of data that has come along; each has memory of its own."""
+    """Return the tensors by name, from data that came along; each gets its own memory."""
     sizes = list(map(entry_nbytes, head.entries))
     demand_nbytes(data, sum(sizes))
     parts = zip(head.entries, data.split(sizes), strict=True)
@@ -37,17 +40,17 @@ def filled(head: Header, data: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def demand_nbytes(data: torch.Tensor, nbytes: int) -> None:
-    """Make sure that all data is there, and no more.
+    """Check that the data has exactly this length.
 
     Raises:
-        WireError: It is not.
+        WireError: It has another length.
     """
     if data.numel() != nbytes:
         raise WireError(f"{data.numel()} bytes of data came along, not {nbytes}")
 
 
 def entry_nbytes(entry: Entry) -> int:
-    """The bytes of a tensor."""
+    """Return the bytes of a tensor."""
     return entry.stop - entry.start
 
 
@@ -56,8 +59,8 @@ class ReceiveBuffer:
 
     Attributes:
         kind: The device type of the data.
-        buffer: Where it arrives.
-        tensors: By name, what is in it; the values are there after ``finish``.
+        buffer: The memory into which the message is received.
+        tensors: The tensors of the message, by name; they have their values after ``finish``.
     """
 
     def __init__(self, kind: str, there: torch.device, entries: Sequence[Entry], targets: Targets | None) -> None:
@@ -71,7 +74,10 @@ class ReceiveBuffer:
             self._cut(entries, kind if targets is None else None)
 
     def _place(self, entry: Entry, targets: Targets | None) -> torch.Tensor | None:
-        """Where a message of one tensor can arrive without being copied: in the target, or in the result."""
+        """Return memory into which a message of one tensor can arrive without a copy; None if there is none.
+
+        It is the target, or the tensor of the result.
+        """
         target = targets.values.get(entry.name) if targets is not None else None
         if _fits(target, entry, self._there):
             return target.detach()  # type: ignore[no-any-return, union-attr]
@@ -80,7 +86,7 @@ class ReceiveBuffer:
         return memory.empty(entry.shape, entry.dtype, self._there)
 
     def _cut(self, entries: Sequence[Entry], kind: str | None) -> None:
-        """Tensors of their own for the parts of the buffer; views of it where targets get copies anyway."""
+        """Set the tensors for the parts of the buffer: new ones, or views if they are copied to targets anyway."""
         parts = self.buffer.split([entry_nbytes(entry) for entry in entries])
         for entry, part in zip(entries, parts, strict=True):
             if kind is None:
@@ -90,14 +96,14 @@ class ReceiveBuffer:
                 self._copies.append((packing.as_bytes(tensor), part))
 
     def finish(self) -> None:
-        """Copy what has arrived to where it belongs."""
+        """Copy the received data into the tensors that are not views of the buffer."""
         for target, part in self._copies:
             target.copy_(part)
         self._copies = []
 
 
 def _fits(target: Any, entry: Entry, device: torch.device) -> bool:
-    """Whether a message can arrive in the target itself."""
+    """True if a message can arrive in the target itself."""
     return (
         type(target) in (torch.Tensor, torch.nn.Parameter)
         and (target.dtype, tuple(target.shape), target.device.type) == (entry.dtype, entry.shape, device.type)
@@ -108,7 +114,7 @@ def _fits(target: Any, entry: Entry, device: torch.device) -> bool:
 
 
 def empty(entry: Entry, kind: str) -> torch.Tensor:
-    """Memory for a tensor.
+    """Return an uninitialised tensor for an entry.
 
     Raises:
         RuntimeError: There is no device of this kind.

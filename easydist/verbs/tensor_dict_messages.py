@@ -1,12 +1,12 @@
-"""A tree between ranks: a header that says all there is to know, then the data.
+"""The messages that carry a tree between ranks: a header that describes it completely, then the data.
 
 The header is safetensors' (``header``), with the structure of the tree as its metadata (``outline``) and, under
-``easydist.devices``, JSON ``{name: device type}`` of what is not on the CPU. The data is one message for each large
-tensor, which is not copied, and one for all others of a device type, packed.
+``easydist.devices``, JSON ``{name: device type}`` of the tensors that are not on the CPU. The data is one message for
+each large tensor, which is not copied, and one packed message for all others of a device type.
 
-What goes first is an announcement: three u64, the bytes of the header, of the objects, of the data; then these three.
-The objects are a ``codec`` message, the list of what JSON and tensors cannot express. The data is there if it is small
-and on the CPU; then it is all that goes.
+The first message is the announcement: three u64, the lengths of the header, of the objects, and of the data; then these
+three. The objects are a ``codec`` message, the list of values that JSON and tensors cannot express. The announcement
+contains the data if that is small and on the CPU; then there are no further messages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from easydist.verbs.tensor_dict_buffers import ReceiveBuffer, demand_nbytes, emp
 DEVICES = "easydist.devices"
 
 Buffers = list[tuple[str, torch.Tensor]]
-"""Messages in the order in which they travel: the device type of the data, and what is sent or where it arrives."""
+"""Messages in the order of sending: the device type of the data, and the buffer to send or to receive into."""
 
 
 _LENGTHS = struct.Struct("<3Q")
@@ -41,21 +41,21 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Outgoing:
-    """A tree made ready to be sent.
+    """A tree prepared for sending.
 
     Args:
         data: The tree.
-        objects: Send what JSON cannot express as objects; else it is refused.
-        weights_only: Refuse objects that the restricted decoder refuses.
-        metadata: Further text for the header.
+        objects: True to send values that JSON cannot express as objects; else they are refused.
+        weights_only: True to refuse objects that the restricted decoder refuses.
+        metadata: Further texts for the header.
 
     Attributes:
-        header: Its bytes.
-        objects: The bytes of what JSON cannot express.
-        needs_answer: True if a receiver may find that it cannot take the data, though nothing is wrong with it.
+        header: The bytes of the header.
+        objects: The bytes of the values that JSON cannot express.
+        needs_answer: True if a receiver may be unable to take valid data (objects, or other devices than the CPU).
 
     Raises:
-        TypeError: The tree holds something that cannot travel.
+        TypeError: The tree holds a value that cannot be sent.
         UnsafeObjectError: It holds an object that is not allow-listed.
     """
 
@@ -88,11 +88,11 @@ class Outgoing:
         self._tensors = [tensors[name] for name in self._names]
 
     def announcement(self, room: int, before: bytes = b"") -> torch.Tensor:
-        """What goes first: the header, the objects, and all data if it is small.
+        """Return the first message: the header, the objects, and all data if it is small.
 
         Args:
-            room: With how many bytes at most the data goes along.
-            before: Bytes to be put before it.
+            room: The longest message in which the data goes along, in bytes.
+            before: Bytes to put before the announcement.
         """
         texts = self.header.numel(), self.objects.numel()
         nbytes = len(before) + _LENGTHS.size + sum(texts) + self._data_nbytes
@@ -105,7 +105,7 @@ class Outgoing:
         return message
 
     def buffers(self, comms: Communicators) -> Buffers:
-        """What to send after it; whatever has to be copied for that is copied now."""
+        """Return the messages to send after it; data that has to be copied is copied here."""
         return [] if self._is_inline else self._messages(comms)
 
     def _messages(self, comms: Communicators) -> Buffers:
@@ -124,18 +124,18 @@ def _encoded(objects: list[Any], weights_only: bool) -> torch.Tensor:
 
 
 class Announcement:
-    """What came first.
+    """A received announcement.
 
     Args:
-        message: Its bytes.
+        message: The bytes of the announcement.
 
     Attributes:
-        header: The header's bytes.
-        objects: Those of the objects.
-        data: Those of the data; None if they come by themselves.
+        header: The bytes of the header.
+        objects: The bytes of the objects.
+        data: The bytes of the data; empty if they come in further messages.
 
     Raises:
-        WireError: The lengths do not fit.
+        WireError: The lengths are inconsistent.
     """
 
     def __init__(self, message: torch.Tensor) -> None:
@@ -149,7 +149,7 @@ class Announcement:
         self.header, self.objects, self.data = message[_LENGTHS.size :].split(list(lengths))
 
     def recipe(self) -> recipes.ReceiveRecipe | None:
-        """What is known of data like this, if all of it has come."""
+        """Return the recipe of an earlier announcement with this header, if the announcement contains all data."""
         if self.objects.numel() or self.header.numel() > recipes.LONGEST_HEADER:
             return None
         found = recipes.read_before(self.header.numpy().tobytes())
@@ -160,7 +160,7 @@ _I = TypeVar("_I", bound="Incoming")
 
 
 class Incoming:
-    """The tree that a header announces. All memory is there before the first byte of data comes."""
+    """The tree that a header announces. All memory is allocated before the first byte of data arrives."""
 
     _receiving: Sequence[ReceiveBuffer] = ()
     _targets: Targets | None = None
@@ -179,14 +179,14 @@ class Incoming:
 
         Args:
             comms: The group.
-            encoded: The header's bytes.
-            into: Where the data shall be written in place; None is new memory.
-            objects: What JSON could not express.
-            data: All data, if it has come along.
+            encoded: The bytes of the header.
+            into: The tree to write in place; None for new memory.
+            objects: The values that JSON could not express.
+            data: All data, if it came along.
 
         Raises:
-            WireError: The header is not valid, or has other data.
-            RuntimeError: There is no memory, or no device of the kind that the data comes from.
+            WireError: The header is not valid, or does not fit the data.
+            RuntimeError: There is no memory, or no device of the type that the data comes from.
         """
         head = _header_of(encoded)
         self._objects, self._data = objects, data
@@ -204,12 +204,12 @@ class Incoming:
 
         Args:
             comms: The group.
-            message: Its bytes.
+            message: The bytes of the announcement.
             into: As in the constructor.
-            weights_only: Decode objects with the restricted decoder.
+            weights_only: True to decode objects with the restricted decoder.
 
         Raises:
-            WireError: It is not valid.
+            WireError: The announcement is not valid.
             RuntimeError: As in the constructor.
             UnsafeObjectError: An object is not allow-listed here.
         """
@@ -225,16 +225,16 @@ class Incoming:
         return incoming
 
     def _keep(self, told: Announcement) -> None:
-        """Let the next announcement with this header be read faster."""
+        """Keep the result, so that the next announcement with this header is read faster."""
         recipes.keep_read(told.header.numpy().tobytes(), _header_of(told.header), self._tree, self._tensors)
 
     @property
     def tree(self) -> Tree:
-        """The tree, whose tensors hold their values after ``finish``."""
+        """The tree; its tensors hold their values after ``finish``."""
         return self._tree
 
     def _check_data(self) -> None:
-        """Make sure that the data which has come along fits its buffers."""
+        """Check that data that came along fits its buffers."""
         if self._data is not None and self._receiving:
             demand_nbytes(self._data, sum(receive.buffer.numel() for receive in self._receiving))
 
@@ -243,7 +243,7 @@ class Incoming:
         return outline.decode(self._outline, self._tensors, None, wanted, self._objects)
 
     def allocate(self, comms: Communicators, head: Header) -> tuple[list[ReceiveBuffer], dict[str, torch.Tensor]]:
-        """The memory for each message that is to come, and all tensors by name."""
+        """Return the memory for each message to receive, and all tensors by name."""
         if self._data is not None and self._targets is None:
             return [], filled(head, self._data)
         devices = header.parse_json(head.metadata.get(DEVICES, "{}").encode())
@@ -259,10 +259,10 @@ class Incoming:
         return receiving, tensors
 
     def misfit(self) -> dict[str, Any] | None:
-        """How ``into`` differs from what comes; None where it does not.
+        """Return the differences between ``into`` and the sent tree; None if there are none.
 
         Raises:
-            ValueError: It does not differ, but cannot be written.
+            ValueError: ``into`` does not differ, but cannot be written.
         """
         if self._targets is None:
             return None
@@ -272,24 +272,24 @@ class Incoming:
         return None
 
     def buffers(self) -> Buffers:
-        """Where the data has to arrive that has not come along."""
+        """Return the buffers for data that did not come along."""
         return [] if self._data is not None else [(receive.kind, receive.buffer) for receive in self._receiving]
 
     def finish(self) -> Tree:
-        """The tree, when all data has arrived."""
+        """Return the tree; called when all data has arrived."""
         if self._data is not None and self._receiving:
             parts = self._data.split([receive.buffer.numel() for receive in self._receiving])
             for receive, part in zip(self._receiving, parts, strict=True):
                 receive.buffer.copy_(part)
         for receive in self._receiving:
             receive.finish()
-        if self._receiving and '"scalar"' in self._outline:  # NumPy's scalars are copies of what was there before
+        if self._receiving and '"scalar"' in self._outline:  # NumPy scalars were copied before the data arrived
             self._tree, self._leaves = self._decoded()
         return self._tree if self._targets is None else self._targets.write(self._leaves)
 
 
 def _header_of(encoded: torch.Tensor) -> Header:
-    """The header; read once if it is short and comes again and again."""
+    """Return the decoded header; short headers are cached, as they often come repeatedly."""
     data = encoded.numpy()
     return _known_header(data.tobytes()) if len(data) <= recipes.LONGEST_HEADER else header.decode(data, apart=True)
 

@@ -1,4 +1,4 @@
-"""Moving the data of tensor dicts, and the text where ``into=`` differs from what comes."""
+"""Moving the data of tensor dicts, and the error text if ``into=`` differs from the sent tree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHOWN = 10
 
 
 def as_bytes(text: str) -> torch.Tensor:
-    """A text as uint8."""
+    """Return a text as a uint8 tensor."""
     return torch.frombuffer(bytearray(text.encode(errors="backslashreplace")), dtype=torch.uint8)
 
 
@@ -26,7 +26,7 @@ def move(
     choose: Callable[[int], Collectives],
     post: Callable[[Collectives, torch.Tensor], TorchWork],
 ) -> None:
-    """Exchange the data; ``choose`` gives the communicator for this much of it on the CPU."""
+    """Exchange the data; ``choose`` returns the communicator for a number of bytes on the CPU."""
     carried = [(comms.data(torch.device(kind)), buffer) for kind, buffer in buffers]
     cpu = choose(sum(buffer.numel() for comm, buffer in carried if comm is comms.control))
     works = [post(cpu if comm is comms.control else comm, buffer) for comm, buffer in carried]
@@ -35,7 +35,7 @@ def move(
 
 
 def disagreement(operation: str, src: int, misfits: dict[int, dict[str, Any]]) -> str:
-    """The leaves of ``into`` that differ, one line each, with what the source and the ranks that differ have there."""
+    """Return the text about differing leaves, one line each, with the leaf on the source and on the differing ranks."""
     lines: dict[str, str] = {}
     for rank, misfit in misfits.items():
         for path, theirs, mine in misfit["rows"]:

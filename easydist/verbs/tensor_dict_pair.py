@@ -1,4 +1,4 @@
-"""A tree from one rank to one other: the two tell each other how they are before the data goes."""
+"""A tree from one rank to one other: the two exchange the header and their status before the data."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from easydist.verbs.tensor_dict_messages import Incoming, Outgoing
 from easydist.verbs.tensor_dict_moves import as_bytes, disagreement, move
 
 _SMALL = 1 << 15
-"""Bytes up to which a tree travels to one rank in its announcement."""
+"""The bytes up to which the announcement contains the whole tree."""
 
 _WELL, _REMOTE, _DISAGREEMENT = range(3)
 _ERRORS: dict[int, type[EasydistError]] = {_REMOTE: RemoteError, _DISAGREEMENT: DisagreementError}
 
 
 class _OfTwo(Verb[R]):
-    """What both ends of a pair have in common: they agree by themselves, and nobody else takes part."""
+    """The common part of both ends of a pair: they agree between themselves, without the other ranks."""
 
     peer: int
 
@@ -37,12 +37,12 @@ class _OfTwo(Verb[R]):
         return Agreement(Call(), [])
 
     def handshake(self, comms: Communicators) -> None:
-        """Tell the other one what comes, or whether it can come; both raise where it cannot."""
+        """Announce the data, or accept it; both ranks raise if it cannot be sent or taken."""
         raise NotImplementedError
 
 
 class SendTensorDict(_OfTwo[None]):
-    """Its arguments are those of ``send_tensor_dict``."""
+    """The verb ``send_tensor_dict``, which takes the same arguments."""
 
     operation = "send_tensor_dict"
 
@@ -69,7 +69,7 @@ class SendTensorDict(_OfTwo[None]):
 
 
 class RecvTensorDict(_OfTwo[Tree]):
-    """Its arguments are those of ``recv_tensor_dict``."""
+    """The verb ``recv_tensor_dict``, which takes the same arguments."""
 
     operation = "recv_tensor_dict"
 
@@ -99,7 +99,7 @@ class RecvTensorDict(_OfTwo[Tree]):
 
 
 class _Pair:
-    """Two ranks that tell each other how they are: who sends, a status, and bytes that belong to it."""
+    """The messages of two ranks before the data: 1 from the sender, 0 from the receiver; a status; and its bytes."""
 
     def __init__(self, comms: Communicators, operation: str, name: str, peer: int) -> None:
         if not 0 <= peer < comms.size or peer == comms.rank:
@@ -117,26 +117,26 @@ class _Pair:
         self._told = [self._comms.control.send(part, self._peer, async_op=True) for part in (prefix, data)]
 
     def settle(self) -> None:
-        """Wait until the other one has heard all."""
+        """Wait until the peer has received all messages of this rank."""
         for work in self._told:
             work.wait()
 
     def ask(self, data: torch.Tensor) -> torch.Tensor:
-        """Tell the other one this, and hear what it says to it."""
+        """Send data with a good status, and return the peer's answer."""
         self.tell(_WELL, data)
         return self.receive()
 
     def receive(self) -> torch.Tensor:
-        """What the other one tells; its error where it has one."""
+        """Return the peer's data; raise the peer's error if it has one."""
         prefix = torch.empty(3, dtype=torch.int64, device="cpu")
         self._comms.control.recv(prefix, self._peer, async_op=False)
         self._comms.monitor.is_fresh = False
-        self._comms.monitor.check_reports()  # it may have given up before this rank came
+        self._comms.monitor.check_reports()  # the peer may have given up before this rank came
         sends, status, nbytes = prefix.tolist()
         data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._comms.control.recv(data, self._peer, async_op=False)
         self.settle()
-        if sends == self._sends:  # only two that send can meet: of two that receive nobody speaks
+        if sends == self._sends:  # both send: two ranks that both receive would send no message
             raise DisagreementError(
                 f"send_tensor_dict: ranks {min(self._rank, self._peer)} and {max(self._rank, self._peer)} send to each "
                 "other, and neither receives\nOne of the two has to call recv_tensor_dict first."
@@ -146,7 +146,7 @@ class _Pair:
         return data
 
     def refuse(self, error: Exception) -> NoReturn:
-        """Let both ranks raise that this one has failed."""
+        """Make both ranks raise that this rank has failed."""
         lines = "".join(traceback.format_exception_only(type(error), error)).strip()
         text = (
             f"{self._operation}: rank {self._rank} failed before the exchange\n  rank {self._rank}: {lines}\n"
@@ -155,7 +155,7 @@ class _Pair:
         self.fail(RemoteError(text), error)
 
     def fail(self, error: EasydistError, cause: Exception | None = None) -> NoReturn:
-        """Let both ranks raise ``error``."""
+        """Make both ranks raise ``error``."""
         status = next(status for status, cls in _ERRORS.items() if isinstance(error, cls))
         self.tell(status, as_bytes(str(error)))
         self.settle()

@@ -1,7 +1,7 @@
-"""Flat dicts that travel again and again: their headers are made once, and read once.
+"""A cache for flat dicts that are sent repeatedly: their headers are made once, and read once.
 
-An engine sends dicts of the same keys, dtypes and shapes at every step. What follows from these alone is kept, so that
-a further dict costs one copy for each of its tensors.
+An engine sends dicts with the same keys, dtypes and shapes at every step. Everything that depends only on these is
+kept, so that each further dict costs one copy per tensor.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from easydist.typing import Tree
 
 _MOST, _LONGEST_TEXT = 256, 64
 LONGEST_HEADER = 1 << 14
-"""Bytes of a header up to which it is kept."""
+"""The bytes up to which a header is kept."""
 
 _PLAIN = frozenset({bool, int, str, type(None)})
 _ROOT: Any = object()
-"""Stands for the key of a tensor that is not in a dict."""
+"""The key of a tensor that is not in a dict."""
 
 
 class SendRecipe(NamedTuple):
     """A header that was made before.
 
     Attributes:
-        header: Its bytes.
-        keys: Those of the tensors, in the order of the data.
+        header: The bytes of the header.
+        keys: The keys of the tensors, in the order of the data.
     """
 
     header: torch.Tensor
     keys: Sequence[Any]
 
     def tensors(self, data: Tree) -> list[torch.Tensor]:
-        """The tensors in the order of the data."""
+        """Return the tensors in the order of the data."""
         return [data] if self.keys == [_ROOT] else [data[key] for key in self.keys]
 
 
@@ -45,7 +45,7 @@ _made: dict[Any, SendRecipe] = {}
 
 
 def key_of(data: Tree) -> Any:
-    """What determines the header of a tensor or of a flat dict; None for other trees, and where tensors may be tied."""
+    """Return a key that determines the header of a tensor or a flat dict; None for other trees and tied tensors."""
     if type(data) is torch.Tensor:
         return None if _is_odd(data) else (data.dtype, data.shape)
     if type(data) is not dict:
@@ -66,7 +66,7 @@ def key_of(data: Tree) -> Any:
 
 
 def _is_odd(tensor: torch.Tensor) -> bool:
-    """True if the header has to say more of a tensor than its dtype and shape."""
+    """True if the header has to describe more of a tensor than its dtype and shape."""
     return (
         not tensor.is_cpu
         or tensor.requires_grad
@@ -78,7 +78,7 @@ def _is_odd(tensor: torch.Tensor) -> bool:
 
 
 def made_before(key: Any) -> SendRecipe | None:
-    """The header of data with this key."""
+    """Return the recipe of data with this key; None if there is none."""
     return None if key is None else _made.get(key)
 
 
@@ -86,9 +86,9 @@ def keep_made(key: Any, header: torch.Tensor, paths: Sequence[str]) -> None:
     """Keep a header.
 
     Args:
-        key: From ``key_of``; None: nothing is kept.
-        header: The bytes.
-        paths: Of the tensors, in the order of the data.
+        key: The result of ``key_of``; None to keep nothing.
+        header: The bytes of the header.
+        paths: The paths of the tensors, in the order of the data.
     """
     if key is None:
         return
@@ -104,22 +104,22 @@ def _keys(paths: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 class ReceiveRecipe(NamedTuple):
-    """A header that was read before: the dict that it describes.
+    """The dict or tensor that a header describes, from an earlier reading.
 
     Attributes:
-        nbytes: Of the data.
-        rows: For each key an empty tensor of the dtype, the shape, and where the data begins and how long it is; or
-            None, and the value itself.
+        nbytes: The bytes of the data.
+        rows: One row per key: an empty tensor of the dtype, the shape, and the start and the length of the data; for a
+            plain value None, and the value in place of the shape.
     """
 
     nbytes: int
     rows: Sequence[tuple[Any, torch.Tensor | None, Any, int, int]]
 
     def tree(self, data: torch.Tensor) -> Tree:
-        """The dict, or the tensor; each tensor has memory of its own.
+        """Return the dict, or the tensor; each tensor gets its own memory.
 
         Args:
-            data: ``nbytes`` bytes.
+            data: The data, of ``nbytes`` bytes.
         """
         tree: dict[Any, Any] = {}
         address = data.data_ptr()
@@ -136,18 +136,18 @@ _read: dict[bytes, ReceiveRecipe] = {}
 
 
 def read_before(header: bytes) -> ReceiveRecipe | None:
-    """What was learnt of this header."""
+    """Return the recipe of a header; None if there is none."""
     return _read.get(header)
 
 
 def keep_read(encoded: bytes, head: Header, tree: Tree, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Keep what a header describes, if that is a tensor or a flat dict of tensors and plain values.
+    """Keep the recipe of a header, if it describes a tensor or a flat dict of tensors and plain values.
 
     Args:
-        encoded: Its bytes.
+        encoded: The bytes of the header.
         head: The header.
-        tree: What was read.
-        tensors: The tensors of it by name.
+        tree: The decoded tree.
+        tensors: The tensors of the tree by name.
     """
     if len(encoded) > LONGEST_HEADER or head.metadata.keys() != {outline.METADATA}:
         return

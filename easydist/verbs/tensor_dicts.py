@@ -1,7 +1,7 @@
-"""Nested data to ranks that know nothing of it beforehand: from one to one, and from one to all.
+"""The verbs that send nested data to ranks that do not know its structure: from one to one, and from one to all.
 
-The header goes first (``tensor_dict_messages``), then every receiver says whether it can take the data, then the data.
-So both sides raise or neither does, and targets are written only where all of them fit.
+The header goes first (``tensor_dict_messages``), then every receiver answers whether it can take the data, then the
+data follows. So both sides raise or neither does, and targets are written only if all of them fit.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ __all__ = ["broadcast_tensor_dict", "recv_tensor_dict", "send_tensor_dict"]
 def send_tensor_dict(
     tensor_dict: Tree, dst: int, *, objects: bool = False, group: Group = None, timeout: Timeout | None = None
 ) -> None:
-    """Give one rank a tree; it calls ``recv_tensor_dict`` and need know nothing beforehand.
+    """Send a tree to one rank, which calls ``recv_tensor_dict`` and need not know the structure.
 
-    Law: ``recv_tensor_dict(r)`` on rank ``dst`` is what ``load`` gives of what ``save`` has written of ``tensor_dict``.
+    Law: ``recv_tensor_dict(r)`` on rank ``dst`` returns the tree that ``load`` would return after ``save`` of
+    ``tensor_dict``.
 
-    Tensors of every dtype and of any strides, arrays, Python numbers, text, bytes and None travel, bit for bit, in
-    containers nested at most 100 deep. What is one tensor in several places is sent once and is one tensor again. The
-    structure travels as JSON, never as pickle, so it names no classes: a dataclass or namedtuple arrives as a dict of
-    its fields, other mappings as dict, a parameter as a tensor, without ``requires_grad``. ``into=`` of the receiver
-    fills the original classes.
+    It sends tensors of every dtype and any strides, arrays, Python numbers, text, bytes and None, bit for bit, in
+    containers nested at most 100 deep. A tensor that is in several places is sent once, and arrives as one tensor. The
+    structure is sent as JSON, never as pickle, so it names no classes: a dataclass or namedtuple arrives as a dict of
+    its fields, another mapping as a dict, a parameter as a tensor without ``requires_grad``. With ``into=`` the
+    receiver fills the original classes.
 
     Example:
         >>> import torch, easydist
@@ -37,23 +38,24 @@ def send_tensor_dict(
         ValueError: send_tensor_dict: dst=1 is not another rank of the group: it has 1, this is rank 0
 
     Args:
-        tensor_dict: Any such tree, not just a dict.
+        tensor_dict: Any such tree, not only a dict.
         dst: Another rank, inside the group.
-        objects: Let dataclasses, namedtuples, enums, sets and other values arrive as what they are. They travel as in
-            the object verbs with ``weights_only=True``, so classes of your own have to be allowed on both sides
+        objects: True to keep the types of dataclasses, namedtuples, enums, sets and other values. They are sent as by
+            the object verbs with ``weights_only=True``, so your own classes have to be allowed on both sides
             (``easydist.allow_globals``, ``torch.serialization.add_safe_globals``). Parameters and ``requires_grad``
-            then stay what they are.
+            are then kept, too.
         group: The group; only these two ranks take part.
-        timeout: How long the call may take; None is the group's.
+        timeout: The time limit of the call; None is the group's.
 
     Raises:
-        RemoteError: ``tensor_dict`` holds something else (``__cause__`` is a TypeError with its path), or the receiver
-            cannot take it. The receiver raises the same.
-        DisagreementError: The receiver's ``into=`` has another structure, dtype or shape. The receiver raises the same.
+        RemoteError: ``tensor_dict`` holds other values (``__cause__`` is a TypeError with the path), or the receiver
+            cannot take it. The receiver raises the same error.
+        DisagreementError: The receiver's ``into=`` has another structure, dtype or shape. The receiver raises the same
+            error.
         ValueError: ``dst`` is not another rank of the group.
 
-    Cost: three messages on the CPU, one of them back, which carry a small tree (32 KiB); the data of others in one
-    message for each tensor of 256 KiB or more and one for all others. Large tensors are copied only if they are not
+    Cost: three messages on the CPU, one of them back, which carry a small tree (32 KiB); a larger tree needs one more
+    message for each tensor of 256 KiB or more, and one for all others. Large tensors are copied only if they are not
     contiguous.
 
     Source: vLLM's ``GroupCoordinator.send_tensor_dict``.
@@ -63,25 +65,27 @@ def send_tensor_dict(
 
 @eager
 def recv_tensor_dict(src: int, *, into: Tree = None, group: Group = None, timeout: Timeout | None = None) -> Tree:
-    """Take the tree that one rank sends with ``send_tensor_dict``.
+    """Receive the tree that one rank sends with ``send_tensor_dict``.
 
-    Law: ``recv_tensor_dict(src)`` is what ``load`` gives of what ``save`` has written of the sender's ``tensor_dict``.
+    Law: ``recv_tensor_dict(src)`` returns the tree that ``load`` would return after ``save`` of the sender's
+    ``tensor_dict``.
 
     Args:
         src: Another rank, inside the group.
-        into: A tree whose tensors and arrays, on whatever devices, are written in place. Its leaves are matched by path
-            and must have the dtypes and shapes of those that come, which is checked before the first is written.
+        into: A tree with tensors and arrays, on any devices, to be written in place. Its leaves are matched by path and
+            must have the dtypes and shapes of the sent ones, which is checked before the first is written.
         group: The group; only these two ranks take part.
-        timeout: How long the call may take; None is the group's.
+        timeout: The time limit of the call; None is the group's.
 
     Returns:
         The tree, as ``send_tensor_dict`` describes it; tensors are contiguous, and on this process's current device of
-        the type that they had. With ``into`` that tree, with new values where its leaves are numbers.
+        the type that they had. With ``into``, that tree, in which numbers are replaced by the sent ones.
 
     Raises:
-        DisagreementError: ``into`` has another structure, dtype or shape; it is untouched. The sender raises the same.
+        DisagreementError: ``into`` has another structure, dtype or shape; it is not changed. The sender raises the same
+            error.
         RemoteError: The sender's tree cannot be sent, or ``into`` cannot be written (read-only arrays, expanded
-            tensors, …; it is untouched). The sender raises the same.
+            tensors, …; it is not changed). The sender raises the same error.
         ValueError: ``src`` is not another rank of the group.
 
     Example:
@@ -108,10 +112,11 @@ def broadcast_tensor_dict(
     check: bool | None = None,
     timeout: Timeout | None = None,
 ) -> Tree:
-    """Give all ranks a tree that the others know nothing of.
+    """Send one rank's tree to all ranks, which need not know its structure.
 
-    Law: on ``src`` it is ``tensor_dict`` itself; elsewhere ``broadcast_tensor_dict(src=s)`` is what ``load`` gives of
-    what ``save`` has written of the ``tensor_dict`` of rank s. ``send_tensor_dict`` says what travels, and how.
+    Law: on other ranks ``broadcast_tensor_dict(src=s)`` returns the tree that ``load`` would return after ``save`` of
+    the ``tensor_dict`` of rank s; on ``src`` it returns ``tensor_dict`` itself. ``send_tensor_dict`` lists the values
+    that can be sent.
 
     Example:
         >>> import torch, easydist
@@ -119,27 +124,28 @@ def broadcast_tensor_dict(
         {'x': tensor([1., 1.]), 'step': 3}
 
     Args:
-        tensor_dict: The tree, on ``src``; elsewhere it is not looked at.
+        tensor_dict: The tree, on ``src``; ignored on other ranks.
         src: The source, a rank inside the group.
-        into: As in ``recv_tensor_dict``, on any ranks; on ``src`` it is not looked at.
-        objects: As in ``send_tensor_dict``; looked at on ``src`` only.
+        into: As in ``recv_tensor_dict``, on any ranks; ignored on ``src``.
+        objects: As in ``send_tensor_dict``; ignored on ranks other than ``src``.
         group: The ranks that take part.
-        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
-        timeout: How long the call may take; None is the group's.
+        check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
+        timeout: The time limit of the call; None is the group's.
 
     Returns:
-        The tree; with ``into`` that tree, with new values where its leaves are numbers.
+        The tree; with ``into``, that tree, in which numbers are replaced by the sent ones.
 
     Raises:
         DisagreementError: ``into`` of some ranks has another structure, dtype or shape than the source's tree, or the
-            ranks name several sources; nothing was written.
+            ranks name different sources; nothing was written.
         RemoteError: The source's tree cannot be sent, or a rank's ``into`` cannot be written; nothing was written.
-        TypeError: The same in a world of one: the tree holds something else; the text has its path.
+        TypeError: In a single process, the tree holds other values; the text names the path.
         ValueError: ``src`` is not a rank of the group.
 
-    Cost: one header exchange, which carries a small tree on the CPU (32 KiB in small groups); otherwise one more, and
-    the data in one broadcast for each tensor of 256 KiB or more and one for all others. Large tensors are copied only
-    if they are not contiguous. With ``into`` on any rank, or objects, one more header exchange in any case.
+    Cost: one header exchange, which carries a small tree on the CPU (32 KiB in small groups). A larger tree needs one
+    more header exchange, and one broadcast for each tensor of 256 KiB or more and one for all others. Large tensors are
+    copied only if they are not contiguous. With ``into`` on any rank, or with objects, a small tree needs the second
+    header exchange, too.
 
     Source: vLLM's ``GroupCoordinator.broadcast_tensor_dict``.
     """

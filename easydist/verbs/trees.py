@@ -1,4 +1,4 @@
-"""The trees that verbs take: tensors, arrays and numbers, and plain values that are equal on all ranks."""
+"""The trees that verbs take, made of tensors, arrays and numbers, and of plain values that are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from easydist.groups.communicators import Communicators
 from easydist.typing import Tree
 
 _MANY = 1000
-"""Python numbers in one tree beyond which somebody should know that there is a quicker way."""
+"""The number of Python numbers in one tree beyond which the user gets a warning about a faster way."""
 
 _FOR_OBJECTS = {
     "gather": "gather_object",
@@ -23,17 +23,17 @@ _FOR_OBJECTS = {
 
 
 def leaves_of(data: Tree, operation: str, vectors: bool = False, spec: tree.Spec | None = None) -> Leaves:
-    """A tree made ready to travel.
+    """Return the leaves of a tree, prepared for sending.
 
     Args:
         data: The tree.
-        operation: For the errors.
-        vectors: A leaf without dimensions counts as one of a single element.
-        spec: Where it has been taken apart already, its structure; ``data`` is the list of its leaves.
+        operation: The verb's name, for the errors.
+        vectors: True to treat a leaf without dimensions as one of shape ``(1,)``.
+        spec: The structure, if the tree has been flattened already; ``data`` is then the list of its leaves.
 
     Raises:
-        TypeError: The tree holds an object that holds tensors and cannot be opened.
-        ValueError: Two leaves have one path, so that ranks could swap them.
+        TypeError: The tree contains an object with tensors that cannot be opened.
+        ValueError: Two leaves have the same path, so that ranks could swap them.
     """
     leaves = Leaves(data, vectors, spec)
     if leaves.alike:
@@ -59,7 +59,7 @@ def demand_data(leaves: Leaves, operation: str) -> None:
     """Refuse a tree of plain values alone; an empty one passes.
 
     Raises:
-        TypeError: The tree holds no tensor, array or number, but other values.
+        TypeError: The tree holds other values, but no tensor, array or number.
     """
     if leaves.plain and not leaves.values:
         path, text = leaves.plain[0]
@@ -71,9 +71,9 @@ def demand_data(leaves: Leaves, operation: str) -> None:
 
 
 class TreeVerb(Verb[Tree]):
-    """A verb to which every rank brings a tree of one structure."""
+    """A verb to which every rank passes a tree of the same structure."""
 
     def validate(self, comms: Communicators, agreed: Agreement) -> None:
-        """Refuse, on all ranks alike, trees that hold no data."""
+        """Refuse trees without data; the result is the same on all ranks."""
         if not agreed.call.absent:
             demand_data(agreed.call.tree, self.operation)

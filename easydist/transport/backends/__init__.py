@@ -1,1 +1,1 @@
-"""The backends: over ``torch.distributed`` groups, over shared memory, over both, and for a world of one."""
+"""The backends: over ``torch.distributed`` groups, over shared memory, over both, and for a single process."""

@@ -1,9 +1,9 @@
-"""Backends over a ``torch.distributed`` process group, also one that somebody else made.
+"""Backends over a ``torch.distributed`` process group, including groups that the caller made.
 
-``Gloo`` builds every collective from messages between pairs of ranks, all posted at once: each takes any size, needs no
-staging copy, and at four ranks on two cores ends in a third of the time of gloo's own ring (which takes 2 (W - 1)
-turns). A reduction has every rank reduce one chunk of all ranks' data in rank order, so that all ranks get the same
-bits in every run. ``Native`` (nccl, xccl, mpi, …) uses the group's own collectives.
+``Gloo`` builds every collective from messages between pairs of ranks, all posted at once: a message takes any size and
+needs no staging copy, and on four ranks and two cores a collective takes a third of the time of gloo's own ring (which
+takes 2 (W - 1) turns). In a reduction every rank reduces one chunk of all ranks' data in rank order, so that all ranks
+get the same bits in every run. ``Native`` (nccl, xccl, mpi, …) uses the group's own collectives.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from easydist.transport.work import Pending, TorchWork
 from easydist.typing import Device
 
 _TAG = 0xEA51
-"""Keeps easydist's messages apart from the caller's own send and recv on the same group."""
+"""The tag that separates easydist's messages from the caller's own send and recv on the same group."""
 
 _SEND_TAG = _TAG + 1
-"""Keeps ``send`` and ``recv`` apart from the messages of collectives."""
+"""The tag that separates ``send`` and ``recv`` from the messages of collectives."""
 
 _NOBODYS_TAG = _TAG + 2
 _TAGS = 4
-"""How far the tags of one channel are from those of the next."""
+"""The distance between the tags of one channel and those of the next."""
 
 _TURN_TAG, _TURNS, _TURN_CHANNELS = 1 << 30, 1 << 20, 1 << 10
-"""Operations of several steps have tags of their own, as their ranks may take the later steps in any order."""
+"""The tags of operations of several steps: each has its own, because ranks may run the later steps in any order."""
 
 _REDUCED_AT_ONCE = 1 << 15
-"""Bytes of all ranks up to which every rank reduces everything: one turn instead of two."""
+"""The total bytes of all ranks up to which every rank reduces everything: one turn instead of two."""
 
 _FOREVER = timedelta(days=365)
 _TICK = 0.25
 _LARGE = 1 << 18
-"""Bytes of a message that may be half on its way when its sender dies."""
+"""The bytes from which a message may be half sent when its sender dies."""
 
 
 def over(group: dist.ProcessGroup, device: Device = "cpu") -> Backend | None:
-    """The backend for tensors on ``device`` in ``group``, or None where the group cannot move them.
+    """Return the backend for tensors on ``device`` in ``group``, or None if the group cannot move them.
 
     Args:
-        group: Any process group that this process belongs to.
+        group: A process group that this process belongs to.
         device: A device or its type.
     """
     device = torch.device(device)
@@ -63,13 +63,13 @@ def over(group: dist.ProcessGroup, device: Device = "cpu") -> Backend | None:
         return None
     if name == "gloo":
         return Gloo(group, device, name) if device.type == "cpu" else None
-    if name == "easydist_shm":  # it has no tags: our messages would meet the caller's
+    if name == "easydist_shm":  # it has no tags: our messages would mix with the caller's
         return None
     return Native(group, device, name)
 
 
 class _Group(Backend):
-    """What both backends share: collectives that are messages between pairs."""
+    """The common part of both backends: collectives made of messages between pairs."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, name: str) -> None:
         self.name, self.device = name, device
@@ -78,10 +78,10 @@ class _Group(Backend):
 
     @abstractmethod
     def _exchange(self, sends: Iterable[Transfer], recvs: Iterable[Transfer]) -> Sequence[Pending]:
-        """Post all messages at once; none is empty, none goes to this rank itself."""
+        """Post all messages at once; none is empty, and none goes to this rank itself."""
 
     def _swap(self, sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor]) -> TorchWork:
-        """Send ``sends[r]`` to each rank r and receive ``recvs[r]`` from it; empty ones do not travel."""
+        """Send ``sends[r]`` to each rank r and receive ``recvs[r]`` from it; empty tensors are not sent."""
         if recvs and sends:
             recvs[self.rank].copy_(sends[self.rank])
         return TorchWork(self._exchange(self._others(sends), self._others(recvs)), keep=(*sends, *recvs))
@@ -107,7 +107,7 @@ class _Group(Backend):
             return TorchWork(self._exchange(self._others(inputs), []), keep=inputs)
         return TorchWork(self._exchange([], [(output, root)] if output.numel() else []), keep=[output])
 
-    # Not by _exchange: in a batch, nccl lets all ranks make the connections of a group, not just the two that talk.
+    # Without _exchange: for a batch, nccl makes all ranks of the group connect, not just the two that take part.
     def send(self, tensor: torch.Tensor, dst: int) -> TorchWork:
         return TorchWork([self._group.send([tensor], dst, _SEND_TAG)] if tensor.numel() else [], keep=[tensor])
 
@@ -116,7 +116,7 @@ class _Group(Backend):
 
 
 class _Posted:
-    """A message under way, for whoever waits for it in the way of its backend."""
+    """A message under way; waiting for it follows the rules of its backend."""
 
     __slots__ = ("_backend", "_is_large", "_peer", "_work")
 
@@ -130,9 +130,9 @@ class _Posted:
             self._wait_watched(self._backend.monitor, timeout)
 
     def _wait_watched(self, monitor: Monitor, timeout: timedelta | None) -> None:
-        """Where the connection breaks, the group's monitor knows why."""
+        """Wait; if the connection breaks, raise the error in which the group's monitor explains why."""
         if timeout is None and monitor.left is not None:
-            timeout = _FOREVER  # the watchdog ends it when the call's time is over
+            timeout = _FOREVER  # the watchdog ends the wait when the call's time is over
         monitor.begin_wait()
         wait = functools.partial(_wait_aside, monitor) if self._is_large else dist.Work.wait
         try:
@@ -141,7 +141,7 @@ class _Posted:
             raise monitor.explain(error, self._peer) from error
         finally:
             monitor.end_wait()
-        if monitor.broken is not None:  # the message came when this rank had given up already
+        if monitor.broken is not None:  # the message came after this rank had given up
             monitor.raise_if_broken()
 
     def is_completed(self) -> bool:
@@ -149,7 +149,7 @@ class _Posted:
 
 
 def _wait_aside(monitor: Monitor, work: dist.Work, *timeout: timedelta) -> None:
-    """Wait in a thread: half received when its sender dies, a large message keeps gloo waiting whatever is broken."""
+    """Wait in a thread: if the sender dies in the middle of a large message, gloo waits on in spite of broken links."""
     ended = threading.Event()
     errors: list[BaseException] = []
 
@@ -168,10 +168,10 @@ def _wait_aside(monitor: Monitor, work: dist.Work, *timeout: timedelta) -> None:
 
 
 class Gloo(_Group):
-    """Tensors on the CPU over a gloo group.
+    """The backend for tensors on the CPU over a gloo group.
 
     Attributes:
-        monitor: Knows why a connection broke; None where nobody looks.
+        monitor: The monitor, which finds out why a connection broke; None if the group has none.
     """
 
     monitor: Monitor | None = None
@@ -183,11 +183,11 @@ class Gloo(_Group):
         self._turns = itertools.count()
 
     def among(self, ranks: Sequence[int], channel: int) -> Gloo:
-        """Some of the ranks, over the same connections.
+        """Return a backend among some of the ranks, over the same connections.
 
         Args:
-            ranks: Who takes part, this rank too; the others need not know.
-            channel: Not zero; what is sent on one channel never meets what is sent on another.
+            ranks: The ranks that take part, including this one; the others need not call this.
+            channel: A number other than zero; messages of different channels never mix.
         """
         part = copy.copy(self)
         part._members, part._channel, part._turns = list(ranks), channel, itertools.count()
@@ -205,24 +205,24 @@ class Gloo(_Group):
         return tag + _TAGS * self._channel
 
     def _turn(self) -> int:
-        """The tag of one operation of all ranks."""
+        """Return the tag of the next operation of all ranks."""
         return _TURN_TAG + self._channel % _TURN_CHANNELS * _TURNS + next(self._turns) % _TURNS
 
     def _post(self, fn: Callable[..., dist.Work], tensor: torch.Tensor, peer: int, tag: int) -> _Posted:
         try:
             return _Posted(self, fn([tensor], peer, tag), peer, tensor.numel() >= _LARGE)
-        except RuntimeError as error:  # the connection broke before
+        except RuntimeError as error:  # the connection had broken before
             if self.monitor is None:
                 raise
             raise self.monitor.explain(error, peer) from error
 
     def wait_alone(self, work: dist.Work, peer: int, timeout: timedelta | None) -> None:
-        """Wait for a message where no monitor looks.
+        """Wait for a message without a monitor.
 
         Args:
             work: The message.
-            peer: Where it comes from, or goes; an error tells it to whoever explains it.
-            timeout: None is the group's.
+            peer: The rank that sends or receives it; an error carries it as ``peer`` for a later explanation.
+            timeout: The time limit; None is the group's.
         """
         try:
             work.wait() if timeout is None else work.wait(timeout)
@@ -231,9 +231,9 @@ class Gloo(_Group):
             raise
 
     def disconnect(self) -> None:
-        """Break all connections, so that whoever waits for this rank hears it.
+        """Break all connections, so that ranks that wait for this rank get an error.
 
-        A wait that times out makes gloo close them all; one on a connection that is broken already does not.
+        A wait that times out makes gloo close all connections; a wait on an already broken connection does not.
         """
         nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         for peer in range(self.size):
@@ -253,11 +253,11 @@ class Gloo(_Group):
 
     def all_gather_upto(self, rows: torch.Tensor, nbytes: int) -> TorchWork:
         every = rows.unbind()
-        mine = every[self.rank][: max(1, nbytes)]  # the others cannot know that there is nothing, and wait for it
+        mine = every[self.rank][: max(1, nbytes)]  # the others cannot know that it is empty, and wait for a message
         return TorchWork(self._exchange(self._others([mine] * self.size), self._others(every)), keep=[rows])
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> TorchWork:
-        """Along a binomial tree: rank p of it, counted from the root, gets the data from p without its lowest bit."""
+        """Broadcast along a binomial tree: place p, counted from the root, gets the data from p less its lowest bit."""
         place = (self.rank - root) % self.size
         bits = [1 << k for k in range(self.size.bit_length()) if not place or 1 << k < place & -place]
         children = [(place + bit + root) % self.size for bit in reversed(bits) if place + bit < self.size]
@@ -310,10 +310,10 @@ _NATIVE_DTYPES = frozenset(
 
 
 class Native(_Group):
-    """Tensors on the device of a group that has good collectives of its own."""
+    """The backend for tensors on the device of a group with good collectives of its own."""
 
     def _exchange(self, sends: Iterable[Transfer], recvs: Iterable[Transfer]) -> Sequence[Pending]:
-        """As ``dist.batch_isend_irecv``, which serves no group that torch does not know by name."""
+        """Do the same as ``dist.batch_isend_irecv``, which does not support groups that torch does not know by name."""
         posts = [(self._group.recv, *recv) for recv in recvs] + [(self._group.send, *send) for send in sends]
         if not posts:
             return []
@@ -344,7 +344,7 @@ class Native(_Group):
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
         native = _NATIVE_OPS.get(op.type)
         if op.type is RedOpType.AVG and self.name == "nccl" and tensor.is_floating_point():
-            native = dist.ReduceOp.AVG  # divides before it adds up
+            native = dist.ReduceOp.AVG  # NCCL divides before it adds up
         if tensor.dtype not in _NATIVE_DTYPES or native is None:
             return self._gather_and_reduce(tensor, op)
         options = dist.AllreduceOptions()
@@ -352,7 +352,7 @@ class Native(_Group):
         return TorchWork([self._group.allreduce([tensor], options)], keep=[tensor])
 
     def _gather_and_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
-        """For dtypes that the library below cannot add: W times the bytes, any dtype."""
+        """Reduce any dtype, also one that the group's library cannot add; this moves W times the bytes."""
         parts = tensor.new_empty(self.size, tensor.numel())
 
         def reduce_here() -> Sequence[Pending]:

@@ -1,9 +1,10 @@
 """A backend for hosts of several ranks: shared memory inside a host, one rank per host between hosts.
 
-What every rank gets alike (all-gather, broadcast, all-reduce, barrier) crosses between two hosts once, from *leader* to
-leader, the lowest ranks of their hosts, and spreads inside each host through its memory: per rank, the bytes between
-hosts fall by the ranks per host. What only one rank gets (gather, scatter, all-to-all, send and receive) would cross
-once anyway; it goes straight to that rank, through memory or over the group's connections.
+Data that every rank gets (all-gather, broadcast, all-reduce, barrier) crosses between two hosts once, from *leader* to
+leader, the lowest ranks of their hosts, and spreads inside each host through shared memory. So each rank's bytes
+between hosts are divided by the number of ranks per host. Data that only one rank gets (gather, scatter, all-to-all,
+send and receive) crosses only once anyway; it goes straight to that rank, through memory or over the group's
+connections.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ _LENGTH = struct.Struct("<q")
 
 
 class Hierarchical(Backend):
-    """Tensors on the CPU between ranks of several hosts.
+    """The backend for tensors on the CPU between ranks of several hosts.
 
-    All ranks issue their operations in one order (sends and receives: in one order per pair). Collectives that have
-    several steps run one after another, in that order, inside ``wait``. An operation that fails ends the backend.
+    All ranks issue their operations in the same order (sends and receives: in the same order per pair). Collectives
+    that have several steps run one after another, in that order, inside ``wait``. After a failed operation the backend
+    cannot be used any more.
 
     Args:
-        near: Among the ranks of this host, in their order.
-        gloo: Among all ranks; its connections are used, for messages of their own.
+        near: The backend among the ranks of this host, in their order.
+        gloo: The backend among all ranks; this backend sends its own messages over its connections.
         hosts: The ranks of each host, ascending; the hosts by their lowest ranks.
-        channel: Another number for each ``Hierarchical`` over the same connections.
+        channel: A number that differs for each ``Hierarchical`` over the same connections.
     """
 
     name = "hierarchical"
@@ -61,11 +63,11 @@ class Hierarchical(Backend):
         return self._queue.begin(self._gather_all(outputs, data))
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
-        """Host by host: first inside each host, in rank order, then over the hosts, in the order of their lowest ranks.
+        """Reduce inside each host in rank order, then over the hosts, in the order of their lowest ranks.
 
-        Where floats are rounded this is not always what rank order gives (``(a + b) + (c + d)`` on two hosts of two),
-        but all ranks get the same bits in every run on hosts that hold the same ranks. Sums and products of floats of
-        16 and 8 bits stay float32 until they have passed all ranks.
+        If floats are rounded, the result may differ from that in rank order (``(a + b) + (c + d)`` on two hosts of
+        two), but all ranks get the same bits in every run on hosts that hold the same ranks. Sums and products of
+        floats of 16 and 8 bits stay float32 until they include all ranks.
         """
         check_reducible(tensor.dtype, op)
         return self._queue.begin(self._reduce(tensor, op))
@@ -115,7 +117,7 @@ class Hierarchical(Backend):
         return self._near.recv(tensor, self._here.index(src)) if is_near else self._direct.recv(tensor, src)
 
     def close(self) -> None:
-        """Give the host's memory back; what is under way does not end."""
+        """Release the host's memory; operations under way do not end."""
         self._queue.fail(RuntimeError("it has been closed"))
         self._near.close()
 
@@ -123,7 +125,7 @@ class Hierarchical(Backend):
         return [tensors[r] for r in self._here] if tensors else []
 
     def _remote(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """One per rank, empty for those of this host: what is empty does not travel."""
+        """Return one tensor per rank, empty for the ranks of this host: empty tensors are not sent."""
         return [tensor[:0] if r in self._here else tensor for r, tensor in enumerate(tensors)]
 
     def _meet(self) -> Iterator[TorchWork]:
@@ -142,7 +144,7 @@ class Hierarchical(Backend):
             yield self._near.broadcast(tensor, 0)
 
     def _gather_all(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> Iterator[TorchWork]:
-        """The leaders send what their first ranks have, and their second, …: each to its place, without a copy."""
+        """Let the leaders exchange the data of their first ranks, their second ranks, …, straight into its place."""
         yield self._near.all_gather_v(self._local(outputs), data)
         rounds = [[ranks[k] if k < len(ranks) else None for ranks in self._hosts] for k in range(self._longest)]
         arriving = [self._exchange([data[:0] if r is None else outputs[r] for r in round_]) for round_ in rounds]
@@ -158,11 +160,11 @@ class Hierarchical(Backend):
         return max(map(len, self._hosts))
 
     def _exchange(self, outputs: Sequence[torch.Tensor]) -> TorchWork:
-        """Between leaders, ``outputs[h]`` from host h to all."""
+        """Exchange among leaders: ``outputs[h]`` goes from host h to all."""
         return self._far.all_gather_v(outputs, outputs[self._host]) if self._far else TorchWork()
 
     def _reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Iterator[TorchWork]:
-        """Between hosts, each leader gets a chunk of every host's result, and gives back a chunk of the total."""
+        """Reduce inside the host; then each leader gets a chunk of every host's result, and returns its total."""
         grows = op.type in (RedOpType.SUM, RedOpType.PRODUCT, RedOpType.AVG)
         wide = tensor.to(accumulator(tensor.dtype, op)) if grows and tensor.dtype is not torch.uint64 else tensor
         is_mean, op = op.type is RedOpType.AVG, ReduceOp.SUM if op.type is RedOpType.AVG else op
@@ -178,7 +180,7 @@ class Hierarchical(Backend):
         yield self._near.broadcast(tensor.view(torch.uint8), 0)
 
     def _gather_frames(self, rows: torch.Tensor, nbytes: int) -> Iterator[TorchWork]:
-        """The frames of a host are one message between leaders."""
+        """Gather frames; the frames of a host form one message between leaders."""
         stride, frames = rows.shape[1], rows.view(-1).numpy().data
         room = self._room = self._room if self._room.stride == stride else _Room(stride, self._hosts, self._host)
         mine = room.near_views[self._here.index(self.rank)]
@@ -193,12 +195,12 @@ class Hierarchical(Backend):
 
 
 class _Room:
-    """Where frames lie on their way, each behind its length; used again while the rows are of one length.
+    """The buffers for frames in transit, each frame after its length; reused while the rows have the same length.
 
     Args:
         stride: The length of the rows.
         hosts: The ranks of each host.
-        host: This one.
+        host: The index of this host.
     """
 
     def __init__(self, stride: int, hosts: Sequence[Sequence[int]], host: int) -> None:
@@ -209,17 +211,17 @@ class _Room:
         self.relay, self._relay_views = _rows(here, record * sum(map(len, hosts)))
 
     def bundle(self) -> int:
-        """Lay the frames of this host one behind the other; returns their length."""
+        """Concatenate the frames of this host; return their length."""
         return _join(self._far_views[self._host], [view[: _stop(view)] for view in self.near_views])
 
     def relayed(self) -> int:
-        """Lay what came from the other hosts one behind the other; returns its length."""
+        """Concatenate the frames from the other hosts; return their length."""
         others = [(view, len(ranks)) for view, ranks in zip(self._far_views, self._hosts, strict=True)]
         del others[self._host]
         return _join(self._relay_views[0], [view[: _stop(view, count)] for view, count in others])
 
     def arrived(self) -> Iterator[tuple[int, memoryview]]:
-        """Ranks and their frames."""
+        """Yield each rank and its frame."""
         for rank, view in zip(self._hosts[self._host], self.near_views, strict=True):
             yield rank, view[_LENGTH.size : _stop(view)]
         start, view = 0, self._relay_views[0]
@@ -235,20 +237,20 @@ def _rows(count: int, nbytes: int) -> tuple[torch.Tensor, list[memoryview]]:
 
 
 def _put(view: memoryview, frame: memoryview) -> int:
-    """Lay a frame behind its length; returns where it ends."""
+    """Write a frame after its length; return the offset of its end."""
     _LENGTH.pack_into(view, 0, len(frame))
     return _join(view, [view[: _LENGTH.size], frame])
 
 
 def _stop(view: memoryview, count: int = 1, start: int = 0) -> int:
-    """Where so many frames end."""
+    """Return the offset at which ``count`` frames end."""
     for _ in range(count):
         start += _LENGTH.size + int(_LENGTH.unpack_from(view, start)[0])
     return start
 
 
 def _join(view: memoryview, parts: Sequence[memoryview]) -> int:
-    """Lay parts one behind the other; returns where they end."""
+    """Concatenate parts into ``view``; return the offset of their end."""
     stop = 0
     for part in parts:
         view[stop : stop + len(part)] = part

@@ -1,4 +1,4 @@
-"""Operations of several steps, one after another."""
+"""A queue of operations of several steps, which run one after another."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class _Operation:
         self.is_done = False
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait for the end; ``timeout`` is for each of the messages."""
+        """Wait for the end; ``timeout`` limits each message."""
         self._queue.run(self, timeout)
 
     def is_completed(self) -> bool:
-        """True if it has ended; it moves on inside ``wait``."""
+        """True if it has ended; it advances inside ``wait``."""
         return self.is_done
 
 
 class RunQueue:
-    """Operations of which one runs at a time, in the order in which they began: whoever waits for one ends all before.
+    """Operations that run one at a time, in the order in which they began; a wait for one also ends all before it.
 
-    So all ranks take the same steps in the same order, whatever the order in which each of them waits.
+    So all ranks take the same steps in the same order, in whichever order each of them waits.
 
     Example:
         >>> queue = RunQueue()
@@ -47,10 +47,10 @@ class RunQueue:
         self._error: BaseException | None = None
 
     def begin(self, steps: Iterator[TorchWork]) -> TorchWork:
-        """Queue an operation, and let it go as far as it gets without waiting, if it is the first.
+        """Queue an operation; if it is the first, run it until it would have to wait.
 
         Args:
-            steps: Begins a step each time that it is asked for the next one.
+            steps: An iterator that begins a step at each ``next``.
 
         Raises:
             RuntimeError: An earlier operation has failed, or ``fail`` was called.
@@ -73,7 +73,7 @@ class RunQueue:
                 self._advance(last, timeout)
 
     def _advance(self, last: _Operation | None, timeout: timedelta | None) -> None:
-        """Run operations up to ``last``; None: as far as they get without waiting."""
+        """Run operations up to ``last``; with None, until one would have to wait."""
         try:
             while self._queue and not (last and last.is_done):
                 first = self._queue[0]
@@ -86,12 +86,12 @@ class RunQueue:
                     self._queue.popleft()
                 else:
                     first.step = step
-        except BaseException as error:  # in the middle of a step
+        except BaseException as error:  # a step was left unfinished
             self.fail(error)
             raise
 
     def fail(self, error: BaseException) -> None:
-        """End everything that is under way, and refuse what comes."""
+        """Drop all operations under way, and refuse new ones with this error."""
         self._error = error
         self._queue.clear()
 

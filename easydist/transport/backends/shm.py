@@ -1,13 +1,14 @@
 """A backend over shared memory, for ranks of one host.
 
-What all ranks read lies in slots, and every collective of this kind goes in numbered steps that all ranks take; what
-only one rank reads (gather, scatter, all_to_all, send, recv) goes through pipes between pairs, because there no rank
-knows how much the others have to say to each other. Small messages take one step: copy into the own slot, publish, wait
-for all, copy out. Reductions run in rank order, straight out of the slots, each rank its share of the elements.
+Data that all ranks read is in slots, and each such collective consists of numbered steps that all ranks take. Data that
+only one rank reads (gather, scatter, all_to_all, send, recv) goes through pipes between pairs, because no rank knows
+the sizes of the messages between two others. Small messages take one step: copy into the own slot, publish, wait for
+all, copy out. Reductions run in rank order, straight out of the slots, each rank its share of the elements.
 
-Measured on two cores, 16 MB from each rank: slots of 2 MB stay in the cache between the two copies, all-gather takes
-3.3 ms on two ranks and 14 ms on four; with 8 MB it is 5 and 18 ms. One copy by ``process_vm_readv`` instead of two does
-not pay: it moves 7 GB/s (14 in pieces of 2 MB), a copy in the cache 48, and it is often forbidden.
+Measured on two cores with 16 MB from each rank: slots of 2 MB stay in the cache between the two copies, and all-gather
+takes 3.3 ms on two ranks and 14 ms on four; with slots of 8 MB it takes 5 and 18 ms. One copy by ``process_vm_readv``
+instead of two does not pay off: it moves 7 GB/s (14 in pieces of 2 MB), a copy in the cache moves 48, and it is often
+forbidden.
 """
 
 from __future__ import annotations
@@ -29,24 +30,26 @@ from easydist.transport.reduce_op import ReduceOp, check_reducible, combine
 from easydist.transport.work import TorchWork
 
 _REDUCED_AT_ONCE = 1 << 16
-"""Bytes up to which every rank reduces everything: W times the work, but one step instead of two."""
+"""The bytes up to which every rank reduces everything: W times the work, but one step instead of two."""
 
 _BLOCK = 1 << 17
-"""Elements that are reduced at a time, so that what lies between two additions stays in the cache."""
+"""The number of elements that are reduced at a time, so that intermediate sums stay in the cache."""
 
 
 class Shm(Backend):
-    """Tensors on the CPU between the ranks of one host.
+    """The backend for tensors on the CPU between the ranks of one host.
 
-    All ranks attach one segment, and issue their operations in one order (sends and receives: in one order per pair).
-    Several may be under way; they move on while this process waits for any of them. A forked child cannot use it.
+    All ranks attach one segment, and issue their operations in the same order (sends and receives: in the same order
+    per pair). Several operations may be under way; they advance while this process waits for any of them. A forked
+    child cannot use the backend.
 
     Args:
-        segment: Of ``Shm.nbytes(size, slot)`` bytes, zeros at first; its name may be taken away once all have attached.
-        rank: This process in the group.
-        size: How many processes the group has.
-        guard: Called from every wait about every 50 ms, with the ranks still awaited and the seconds waited so far; it
-            raises to end the wait. After that the backend is of no use.
+        segment: The segment, of ``Shm.nbytes(size, slot)`` bytes, zeros at first; it may be unlinked once all have
+            attached.
+        rank: The rank of this process in the group.
+        size: The number of processes in the group.
+        guard: A function that every wait calls about every 50 ms, with the ranks still awaited and the seconds waited
+            so far. It raises to end the wait; after that the backend cannot be used any more.
 
     Example:
         >>> from easydist.comms import Shm
@@ -73,11 +76,11 @@ class Shm(Backend):
 
     @staticmethod
     def nbytes(size: int, slot: int) -> int:
-        """How large the segment of a group has to be.
+        """Return the bytes that the segment of a group needs.
 
         Args:
-            size: How many processes the group has.
-            slot: Bytes that a rank can publish at once, 2 MB where there is room; larger data goes in pieces.
+            size: The number of processes in the group.
+            slot: The bytes that a rank can publish at once, 2 MB if there is room; larger data goes in pieces.
         """
         return Slots.nbytes(size, slot)
 
@@ -138,13 +141,13 @@ class Shm(Backend):
         return self._swap({}, {src: tensor}, POINT_TO_POINT)
 
     def mailbox(self, peer: int) -> Mailbox:
-        """The short messages to another rank and from it, which meet no others."""
+        """Return the mailbox for short messages to and from another rank; they never mix with other messages."""
         if peer not in self._mailboxes:
             self._mailboxes[peer] = Mailbox(self._steps.slots, self._streams, peer)
         return self._mailboxes[peer]
 
     def close(self) -> None:
-        """Give the memory back; what is under way does not end."""
+        """Release the memory; operations under way do not end."""
         self._mailboxes.clear()
         self._streams.close()
         self._steps.close()
@@ -155,7 +158,7 @@ class Shm(Backend):
     def _swap(
         self, sends: dict[int, torch.Tensor], recvs: dict[int, torch.Tensor], channel: int = COLLECTIVES
     ) -> TorchWork:
-        """Send to each rank and receive from it, through the pipes; what is empty does not travel."""
+        """Send to each rank and receive from it, through the pipes; empty tensors are not sent."""
         self._streams.check()
         slots = self._steps.slots
         tasks: list[tuple[object, Iterator[Need]]] = []
@@ -177,13 +180,13 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _view(slots: Slots, rank: int, half: int, like: torch.Tensor, begin: int = 0) -> torch.Tensor:
-    """As many elements of a slot as ``like`` has, from byte ``begin`` on."""
+    """Return a view of a slot with as many elements as ``like``, from byte ``begin`` on."""
     offset = slots.slot_offset(rank, half) + begin
     return slots.memory[offset : offset + like.nbytes].view(like.dtype)
 
 
 def _reduce_at_once(steps: Steps, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> Iterator[Need]:
-    """One step: every rank reduces everything."""
+    """Reduce in one step: every rank reduces everything."""
     if not data.numel():
         return
     slots = steps.slots
@@ -194,7 +197,7 @@ def _reduce_at_once(steps: Steps, output: torch.Tensor, data: torch.Tensor, op: 
 
 
 def _reduce_in_shares(steps: Steps, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> Iterator[Need]:
-    """Two steps for each slot full: every rank reduces its share of the elements, and all collect the shares."""
+    """Reduce in two steps per slotful: every rank reduces its share of the elements, and all collect the shares."""
     slots, item = steps.slots, data.itemsize
     size = slots.slot // item
     for target, piece in zip(output.split(size), data.split(size), strict=True):
@@ -202,7 +205,7 @@ def _reduce_in_shares(steps: Steps, output: torch.Tensor, data: torch.Tensor, op
         bounds = [split_bounds(len(piece), slots.size, r) for r in range(slots.size)]
         begin, stop = bounds[slots.rank]
         slot = yield from steps.own_slot(half := steps.next_half())
-        copy(slot, address, item * begin)  # this rank's own share is read by nobody else
+        copy(slot, address, item * begin)  # skip this rank's own share, which no other rank reads
         copy(slot + item * stop, address + item * stop, nbytes - item * stop)
         yield from steps.all_reach(steps.publish(half))
         _reduce_share(slots, half, target, piece, range(begin, stop, _BLOCK), op)
@@ -215,7 +218,7 @@ def _reduce_in_shares(steps: Steps, output: torch.Tensor, data: torch.Tensor, op
 def _reduce_share(
     slots: Slots, half: int, target: torch.Tensor, piece: torch.Tensor, blocks: range, op: ReduceOp
 ) -> None:
-    """Reduce a part of ``piece`` out of all slots, into ``target`` and, for the others, into the own slot."""
+    """Reduce a part of ``piece`` from all slots into ``target``, and for the others into this rank's slot."""
     for begin in blocks:
         mine = piece[begin : min(begin + _BLOCK, blocks.stop)]
         views = [_view(slots, r, half, mine, begin * piece.itemsize) for r in range(slots.size)]

@@ -1,4 +1,4 @@
-"""A world of one."""
+"""The backend of a single process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from easydist.transport.work import TorchWork
 
 
 class Solo(Backend):
-    """The backend of a process that is alone: every operation is a copy, or nothing.
+    """The backend of a single process: every operation is a copy, or does nothing.
 
     Example:
         >>> from easydist.comms import Solo, TorchComm
