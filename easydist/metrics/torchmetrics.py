@@ -196,7 +196,7 @@ def _compute(metric: Any, every: Sequence[_State]) -> None:
 
 
 def _merged(values: Sequence[Any], reduction: Callable[[Any], Any] | None, is_list: bool) -> Any:
-    """Merge one state of all ranks. Lists: the first elements of all ranks, then the second ones, as in torchmetrics."""
+    """Merge one state of all ranks. Of lists, first all first elements, then all second ones, as torchmetrics does."""
     if is_list:
         lists = [value if isinstance(value, list) else [value] for value in values]
         merged: Any = [each[i] for i in range(max(map(len, lists))) for each in lists if i < len(each)]
