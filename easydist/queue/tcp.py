@@ -76,7 +76,7 @@ class Listener:
         self.fault: str | None = None
 
     def accepted(self) -> list[_Reader]:
-        """Return the readers that have proved since the last call that they have the key: rank, record, and connection."""
+        """Return the readers that have since the last call proved to have the key: rank, record, connection."""
         found = self._heard()
         for _ in range(_PENDING):  # a limit, so that a flood of connections does not block the writer
             if (connection := self._accept()) is None:
