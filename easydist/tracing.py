@@ -1,7 +1,7 @@
-"""Who waited for whom: every call of a stretch of the program, as a table and as a trace that Perfetto shows.
+"""A trace of the calls of a program and their waits, as a table and as a file for Perfetto.
 
-What is recorded costs no exchange: every header carries the time at which its rank had come, so that each rank knows
-who was last, and how long all others waited. Only ``gathered`` and ``save`` talk to other ranks.
+Recording needs no exchange: every header carries the time at which its rank arrived, so each rank knows which one was
+last, and how long all others waited. Only ``gathered`` and ``save`` communicate.
 """
 
 from __future__ import annotations
@@ -34,35 +34,36 @@ class TracedCall(NamedTuple):
     operation: str
     """The verb's name."""
     site: str
-    """File and line from which it was called."""
+    """The file and line from which it was called."""
     group: str
     """The group's name."""
     rank: int
-    """This process in the group."""
+    """The rank of this process in the group."""
     size: int
-    """How many processes the group has."""
+    """The number of processes in the group."""
     peer: int | None
-    """The only other rank that took part (``send_tensor_dict``, ``recv_tensor_dict``); None: all did."""
+    """The only other rank involved (``send_tensor_dict``, ``recv_tensor_dict``); None: all ranks."""
     number: int
-    """Which call of the group it was, as errors count them; 0 in a world of one and between two ranks."""
+    """The number of the call in the group, as in errors; 0 in a world of one and between two ranks."""
     start: int
-    """When it began."""
+    """The time at which it began."""
     end: int
-    """When it ended."""
+    """The time at which it ended."""
     came: tuple[int, ...]
-    """When each rank was ready to exchange.
+    """The time at which each rank was ready to exchange.
 
-    Empty where nobody was waited for, or where that is not known: in a world of one, between two ranks, in
-    ``broadcast`` and ``reduce`` with ``check=False``, if a rank never came.
+    Empty if no rank was waited for, or if the times are unknown: in a world of one, between two ranks, in ``broadcast``
+    and ``reduce`` with ``check=False``, and if a rank never came.
     """
     nbytes: int | None
-    """This rank's data: its tree's leaves, or its objects encoded.
+    """The bytes of this rank's data: its tree's leaves, or its encoded objects.
 
-    That is what it gives, and where it takes into a tree of its own, what it takes; 0 where it comes with nothing. None
-    where that is not known (tensor dicts, ``scatter_object_list``, a tree that could not be read), or without data.
+    This counts the data that it sends or, if it receives into a tree of its own, the received data; 0 if it passes no
+    data. None if the size is unknown (tensor dicts, ``scatter_object_list``, a tree that could not be read), or without
+    data.
     """
     error: str | None
-    """The type of the exception that the call raised; None: it ended well."""
+    """The type of the exception that the call raised; None if it succeeded."""
 
     @property
     def last(self) -> int | None:
@@ -71,17 +72,17 @@ class TracedCall(NamedTuple):
 
     @property
     def waited(self) -> int | None:
-        """Nanoseconds from when this rank was ready until the last one was."""
+        """The nanoseconds from the time when this rank was ready until the last one was."""
         return self.waited_by(self.rank) if self.came else None
 
     def waited_by(self, rank: int) -> int:
-        """Nanoseconds that a rank waited for the last one, as far as clocks of several hosts agree."""
+        """Return the nanoseconds that a rank waited for the last one, as far as clocks of several hosts agree."""
         came = self.came[rank]
         return max(0, min(max(self.came), self.end) - came)
 
 
 class Trace:
-    """The calls of this process between the beginning and the end of a ``with`` block; see ``trace``."""
+    """The calls of this process during a ``with`` block; see ``trace``."""
 
     def __init__(self) -> None:
         self._ended: list[Notes] = []
@@ -105,12 +106,12 @@ class Trace:
         return self._calls
 
     def gathered(self, group: Group = None) -> list[list[TracedCall]]:
-        """The calls of every rank.
+        """Return the calls of every rank.
 
         Law: ``gathered()[r] == calls of rank r``.
 
         Args:
-            group: The ranks that take part; all of them have to call.
+            group: The participating ranks. All of them must call.
 
         Cost: that of ``gather_object``; some hundred bytes per call.
         """
@@ -118,16 +119,16 @@ class Trace:
         return [[TracedCall(*call) for call in calls] for calls in every]
 
     def summary(self, every: Sequence[Sequence[TracedCall]] | None = None) -> str:
-        """A table of operations, call sites and groups, those that waited longest first; then who was waited for.
+        """Return a table by operation, call site and group, longest wait first, then the ranks that were waited for.
 
         Args:
-            every: All ranks' calls, as ``gathered`` gives them; None is this rank's only. Then the times and bytes of
-                the table are this rank's, but what follows it tells of all ranks in this rank's calls.
+            every: All ranks' calls, as ``gathered`` returns them; None means this rank's only. Then the times and bytes
+                of the table are this rank's, but the part below it covers all ranks in this rank's calls.
 
         Returns:
-            Text. ``total``, ``median`` and ``longest`` are the calls' times in ms, ``waited`` is how much of the total
-            was spent before the last rank had come, and ``for`` the rank for which most of that was. A dash stands
-            where something is not known.
+            The text. ``total``, ``median`` and ``longest`` are the calls' times in ms, ``waited`` is the part of the
+            total before the last rank had come, and ``for`` is the rank that caused most of it. A dash means that a
+            value is unknown.
 
         Cost: no exchange.
         """
@@ -148,16 +149,16 @@ class Trace:
     def save(self, path: str | os.PathLike[str], *, group: Group = None) -> None:
         """Write the calls of every rank as one file for https://ui.perfetto.dev or ``chrome://tracing``.
 
-        Each rank is a track; each call a slice, and in it one for the time until the last rank had come. Arguments of a
-        slice: ``site``, ``group``, ``rank`` (in the group), ``call`` (its number), ``bytes``, ``waited_us``,
-        ``waited_for``, ``error``.
+        Each rank is a track. Each call is a slice that contains another one for the time until the last rank came.
+        Arguments of a slice: ``site``, ``group``, ``rank`` (in the group), ``call`` (its number), ``bytes``,
+        ``waited_us``, ``waited_for``, ``error``.
 
         Args:
             path: The file; rank 0 of the group writes it.
-            group: The ranks that take part; all of them have to call.
+            group: The participating ranks. All of them must call.
 
         Raises:
-            OSError: The file cannot be written, on rank 0; the others raise ``RemoteError``.
+            OSError: On rank 0: the file cannot be written. The others raise ``RemoteError``.
 
         Cost: that of ``gathered``, and one header exchange.
 
@@ -171,11 +172,12 @@ class Trace:
 
 
 def trace() -> Trace:
-    """Record every call of easydist in a ``with`` block: where it was made, its bytes and times, who was waited for.
+    """Record every call of easydist in a ``with`` block: its site, bytes and times, and the ranks it waited for.
 
-    Without an exchange: each rank records its own calls, on its own, so an exception may leave the block. Calls of all
-    threads are recorded, those that easydist's functions make of one another (``synchronize_rng_states`` broadcasts) as
-    rows of their own. Traces may be nested.
+    Recording needs no exchange: each rank records only its own calls, so an exception may leave the block. It covers
+        calls
+    of all threads. Calls between easydist's functions (``synchronize_rng_states`` calls ``broadcast``) are rows of
+    their own. Traces can be nested.
 
     Example:
         >>> import torch, easydist
@@ -185,8 +187,8 @@ def trace() -> Trace:
         [('reduce', 12)]
 
     Returns:
-        The ``Trace``, whose ``summary()`` is a table, which ``print(trace)`` prints and a notebook shows, and whose
-        ``save(path)`` writes a file for Perfetto.
+        The ``Trace``. Its ``summary()`` is a table, which ``print(trace)`` prints and a notebook shows; ``save(path)``
+        writes a file for Perfetto.
 
     Cost: some microseconds and some hundred bytes per call.
     """
@@ -213,12 +215,12 @@ def _traced(notes: Notes) -> TracedCall:
 
 
 def _plain(peer: object) -> int | None:
-    """The caller's rank, whatever integer type it has; None where it is no rank at all."""
+    """Return the caller's rank as an int, whatever integer type it has; None if it is not an integer."""
     return index(peer) if isinstance(peer, SupportsIndex) else None
 
 
 def _titled(spread: str, calls: Sequence[TracedCall]) -> str:
-    """The first line: how many calls there are, and how long it took from the first to the last."""
+    """Return the title: the number of calls, and the time from the first to the last."""
     if not calls:
         return spread
     seconds = (max(call.end for call in calls) - min(call.start for call in calls)) / 1e9
@@ -226,7 +228,7 @@ def _titled(spread: str, calls: Sequence[TracedCall]) -> str:
 
 
 def _columns(calls: Sequence[TracedCall]) -> list[list[str]]:
-    """The columns of the table, each with its title first; those in which nothing stands are left out."""
+    """Return the columns of the table, each with its title first. Empty columns are omitted."""
     if not calls:
         return []
     by_key: dict[tuple[str, str, str], list[TracedCall]] = {}
@@ -239,7 +241,7 @@ def _columns(calls: Sequence[TracedCall]) -> list[list[str]]:
 
 
 def _aligned(columns: Sequence[Sequence[str]]) -> list[str]:
-    """The rows of the table, the cells of each column equally long."""
+    """Return the rows of the table, with the cells of each column padded to one length."""
     widths = [max(map(len, column)) for column in columns]
     padded = [
         [cell.ljust(width) if column[0] in _TEXTS else cell.rjust(width) for cell in column]
@@ -249,8 +251,8 @@ def _aligned(columns: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _cells(calls: Sequence[TracedCall]) -> list[str]:
-    """What a row says of its calls, after what they have in common."""
-    from statistics import median  # costs more than the rest of this module
+    """Return the cells of a row, after those that its calls have in common."""
+    from statistics import median  # takes longer to load than the rest of this module
 
     times = [_nanoseconds(call) for call in calls]
     known = [call.nbytes for call in calls if call.nbytes is not None]
@@ -267,7 +269,7 @@ def _cells(calls: Sequence[TracedCall]) -> list[str]:
 
 
 def _whom(calls: Sequence[TracedCall]) -> str:
-    """The rank for which was waited most, and its part of the wait."""
+    """Return the rank that was waited for longest, and its part of the wait."""
     shares: dict[int, int] = {}
     for call in calls:
         if call.last is not None:
@@ -279,7 +281,7 @@ def _whom(calls: Sequence[TracedCall]) -> str:
 
 
 def _waits(calls: Sequence[TracedCall], for_all: bool) -> Iterator[str]:
-    """For each group which ranks were waited for, and by whom; ``for_all``: one rank's calls stand for those of all."""
+    """Yield for each group the ranks that were waited for, and by which. ``for_all``: infer all ranks' waits."""
     by_group: dict[str, dict[int, dict[int, int]]] = {}
     for call in calls:
         for rank in range(call.size) if for_all else (call.rank,):
@@ -318,7 +320,7 @@ def _ms(nanoseconds: float) -> str:
 
 
 def _events(every: Sequence[Sequence[TracedCall]]) -> Iterator[dict[str, Any]]:
-    """The events of a trace file: names of tracks, then slices, in µs from the first call on."""
+    """Yield the events of a trace file: names of tracks, then slices, in µs since the first call."""
     yield {"ph": "M", "name": "process_name", "pid": _PID, "tid": 0, "args": {"name": "easydist"}}
     for rank in range(len(every)):
         track = {"ph": "M", "pid": _PID, "tid": rank + 1}
@@ -339,7 +341,7 @@ def _slice(rank: int, name: str, category: str, start: int, end: int, arguments:
 
 
 def _arguments(call: TracedCall) -> dict[str, Any]:
-    """What a viewer shows of a call; only what is known."""
+    """Return the arguments that a viewer shows for a call, without unknown ones."""
     known = {
         "site": call.site,
         "group": call.group,

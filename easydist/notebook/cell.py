@@ -155,7 +155,7 @@ class Cell:
             self._failed.append(rank)
 
     def _release(self, now: float) -> None:
-        """Interrupt the ranks that wait for a rank that will not come: it has left the cell, never ran it, or is lost."""
+        """Interrupt ranks that wait in vain: the awaited rank has left the cell, never ran it, or is lost."""
         waits = {rank: wait for rank, wait in self._pages.waits(self.running).items() if wait.is_vain}
         for rank, wait in waits.items():
             if self._in_vain.get(rank) == (wait.operation, wait.since):

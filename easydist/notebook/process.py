@@ -95,7 +95,7 @@ class RankProcess:
                 stdout=log,
                 stderr=log,
                 pass_fds=[lifeline],
-                start_new_session=True,  # the notebook's Ctrl-C does not reach it, and it ends with everything that it has started
+                start_new_session=True,  # no Ctrl-C from the notebook, and it ends with its children
             )
 
     def send(self, code: str, meta: dict[str, Any], silent: bool = False, buffers: Sequence[Any] = ()) -> None:
