@@ -105,7 +105,7 @@ class Kernel:
         return any(row.rank == rank and row.is_in_call and row.place.startswith(operation) for row in told)
 
     def processes(self):
-        """The ranks' processes."""
+        """Return the ranks' processes."""
         return psutil.Process(self.pid).children(recursive=True)
 
     def close(self):

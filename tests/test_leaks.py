@@ -105,7 +105,7 @@ LINK = f"ed{os.getpid()}"
 
 @contextlib.contextmanager
 def host():
-    """Start a process with its own network, process table and mounts. They end with it, and it ends with this process."""
+    """Start a process with its own network, process table and mounts, which end with it. It ends with this process."""
     command = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c", "echo; exec cat"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:

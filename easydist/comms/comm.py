@@ -200,7 +200,7 @@ class TorchComm(Operations):
         Raises:
             CommLeftOut: This rank came too late, and the others have continued without it.
             CommTimeout: The survivors could not be connected in time. The call can be repeated.
-            CommPeerLost: The survivors cannot agree, because the store is gone and they are on several hosts.
+            CommPeerLost: The survivors cannot agree, because the store is lost and they are on several hosts.
             RuntimeError: It was recovered or finalized before, or made by ``wrap`` or without a store.
 
         Example:

@@ -39,7 +39,7 @@ def init_device_mesh(
         _global_comm: The communicator of all ranks. It may be omitted for one dimension, and with a backend's name.
 
     Returns:
-        A mesh with the sizes of the communicators. A rank's place in it is given by its ranks in them.
+        A mesh with the sizes of the communicators. A rank's place in it follows from its ranks in them.
 
     Raises:
         RuntimeError: The communicators do not make a mesh of all ranks, or ``_global_comm`` is missing.

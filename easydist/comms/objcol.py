@@ -333,7 +333,7 @@ def _encoded(value: object, weights_only: bool) -> _Message:
         return _Message(encoded.joined())
     except UnsafeObjectError as error:
         return _NOTHING._replace(fault=WeightsOnlyError(f"Weights only load failed: {error}"))
-    except Exception as error:  # whatever a class of the user's may raise
+    except Exception as error:  # a class of the user's may raise anything
         return _NOTHING._replace(fault=error)
 
 

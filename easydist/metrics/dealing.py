@@ -152,7 +152,7 @@ def _check_size(found: int, size: int) -> None:
 
 
 def _dispatched(loader: Any, size: int) -> Dealt:
-    """Handle loaders for which rank 0 reads the batches, and tells the size of the last step to all at the end."""
+    """Handle loaders for which rank 0 reads the batches, and at the end sends the size of the last step to all."""
     _check_size(loader.state.num_processes, size)
     batch_size = next(part.batch_size for part in _samplers(loader) if hasattr(part, "batch_size"))
     block = batch_size // size if loader.split_batches else batch_size
@@ -205,7 +205,7 @@ _iterators: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
 
 
 def _has_ended(loader: Any, batches: int) -> bool:
-    """True if a torch DataLoader has yielded its last batch: its iterator has ended, or is gone."""
+    """True if a torch DataLoader has yielded its last batch: its iterator has ended, or no longer exists."""
     known = _iterators.get(loader)
     iterator = known() if known is not None else None
     if iterator is None:

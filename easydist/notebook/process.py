@@ -95,7 +95,7 @@ class RankProcess:
                 stdout=log,
                 stderr=log,
                 pass_fds=[lifeline],
-                start_new_session=True,  # no Ctrl-C from the notebook, and it ends with its children
+                start_new_session=True,  # no Ctrl-C from the notebook; kill() ends its children, too
             )
 
     def send(self, code: str, meta: dict[str, Any], silent: bool = False, buffers: Sequence[Any] = ()) -> None:

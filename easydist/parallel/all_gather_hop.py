@@ -28,7 +28,7 @@ class Terms(NamedTuple):
 
     Attributes:
         size: The number of gathering ranks; 1 without an ``all_gather_group``.
-        asked: True or False for the tensors that shall or shall not travel in shares, by key.
+        asked: By key: True to send the tensor in shares, False not to.
     """
 
     size: int

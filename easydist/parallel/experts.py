@@ -92,7 +92,7 @@ class Experts(Membership):
 
     @eager
     def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> torch.Tensor:
-        """Sum the results of all ranks' experts, and give each rank its own tokens back.
+        """Sum the results of all ranks' experts, and return each rank's own tokens to it.
 
         Law: ``(hidden_states of rank 0 + …).split(sizes)[rank]``, where ``sizes`` are those of the last ``dispatch`` of
         as many tokens.

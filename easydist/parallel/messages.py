@@ -1,8 +1,8 @@
 """Messages between two ranks of a coordinator: the sender posts everything at once, and the receiver answers.
 
 A message is a frame (``frames``) and one further message for each buffer whose data is not in the frame. The receiver
-answers each frame: it has accepted the message, or it says why not. A receiver that refuses a message still receives
-its data, so that later messages match the right ``recv``.
+answers each frame: it accepts the message, or refuses it with the reason. A receiver that refuses a message still
+receives its data, so that later messages match the right ``recv``.
 """
 
 from __future__ import annotations

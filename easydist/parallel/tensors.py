@@ -34,7 +34,7 @@ class Tensors(Membership):
         Raises:
             DisagreementError: Shapes or dtypes differ.
 
-        Cost: one header exchange, which also carries a small tensor; for a larger one, an all-reduce besides.
+        Cost: one header exchange, which also carries a small tensor; and an all-reduce for a larger one.
         """
         if torch.compiler.is_compiling():
             return compiled.all_reduce(input_, self.unique_name)
@@ -84,7 +84,7 @@ class Tensors(Membership):
             sizes: Each rank's size along ``dim``, to be checked. None: the ranks exchange their sizes.
 
         Raises:
-            RemoteError: A rank's size is not what ``sizes`` says.
+            RemoteError: A rank's size differs from ``sizes``.
 
         Cost: that of ``easydist.gather``.
         """
@@ -102,7 +102,7 @@ class Tensors(Membership):
         Raises:
             ValueError: The size is not a multiple of W, or there is no such dimension.
 
-        Cost: one header exchange, which also carries a small tensor; for a larger one, a reduce-scatter besides.
+        Cost: one header exchange, which also carries a small tensor; and a reduce-scatter for a larger one.
         """
         if torch.compiler.is_compiling():
             return compiled.reduce_scatter(input_, dim, self.world_size, self.unique_name)

@@ -337,7 +337,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
         self._let_go()
         self._monitor.begin(operation, site(), NEVER)
-        self._monitor.check_reports()  # a rank that gave up an operation has joined it: no one would wait for it
+        self._monitor.check_reports()  # a rank that gave up an operation had joined it, so no wait would find it
         self._under_way += 1
         try:
             works = start()

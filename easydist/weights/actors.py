@@ -139,7 +139,7 @@ def destroy_group(group_name: str = "default") -> None:
 
 
 def group(group_name: str = "default") -> Collectives:
-    """Return the group of that name, for ``group=`` of any verb. One of ``ray.util.collective`` gets a private twin.
+    """Return the group of that name, for ``group=`` of any verb. For one of ``ray.util.collective``, join a private one.
 
     Raises:
         ValueError: This process is in no such group.

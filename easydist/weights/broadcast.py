@@ -39,8 +39,8 @@ def broadcast_state_dict(
 ) -> Any:
     """Send all ranks the weights of one rank, or of the ranks over which a model is sharded.
 
-    Law: after ``broadcast_state_dict(model)`` the state of every receiver is what
-    ``model.load_state_dict(state, strict)`` makes of the ``state`` of rank ``src``.
+    Law: after ``broadcast_state_dict(model)`` the state of every receiver is that after
+    ``model.load_state_dict(state, strict)`` with the ``state`` of rank ``src``.
 
     The call writes existing tensors in place, without a copy where dtype, device and strides allow it. It checks
     everything that can fail on all ranks before the first byte moves: missing and unexpected names, shapes, dtypes,

@@ -47,8 +47,8 @@ def broadcast_checkpoint(
 ) -> Any:
     """Load a checkpoint on all ranks, though only one rank reads it.
 
-    Law: after ``broadcast_checkpoint(path, model)`` every rank's model is what
-    ``model.load_state_dict(load(path), strict)`` makes of it.
+    Law: after ``broadcast_checkpoint(path, model)`` every rank's model is in the state after
+    ``model.load_state_dict(load(path), strict)``.
 
     The source maps the file, and the bytes go from the mapping to the other ranks unchanged. A model on the meta
     device gets its memory as the values arrive, so no rank ever holds the weights twice. Buffers that are not part of

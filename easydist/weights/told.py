@@ -1,4 +1,4 @@
-"""An exchange of JSON besides a call, made only if any rank has something to report."""
+"""An exchange of JSON in addition to a call, made only if any rank has something to report."""
 
 from __future__ import annotations
 
