@@ -99,7 +99,7 @@ def _told(value: Any, way: Way) -> list[Any]:
 
 
 def _common(schemas: Sequence[Schema]) -> Schema:
-    """Return the schema of all ranks that have columns.""" 
+    """Return the schema of all ranks that have columns."""
     known = {rank: schema for rank, schema in enumerate(schemas) if schema.types}
     if len({tuple(schema.types) for schema in known.values()}) > 1:
         lines = [f"  rank {rank}: {', '.join(map(str, schema.types))}" for rank, schema in known.items()]

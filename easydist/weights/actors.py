@@ -139,7 +139,7 @@ def destroy_group(group_name: str = "default") -> None:
 
 
 def group(group_name: str = "default") -> Collectives:
-    """Return the group of that name, for ``group=`` of any verb. For one of ``ray.util.collective``, join a private one.
+    """Return the group of that name, for ``group=`` of any verb; for one of ``ray.util.collective``, a private twin.
 
     Raises:
         ValueError: This process is in no such group.
