@@ -139,7 +139,7 @@ def destroy_group(group_name: str = "default") -> None:
 
 
 def group(group_name: str = "default") -> Collectives:
-    """Return the group of that name, for ``group=`` of any verb; for one of ``ray.util.collective``, a private twin.
+    """Return the group of that name, for ``group=`` of any verb; for a ``ray.util.collective`` group, a private copy.
 
     Raises:
         ValueError: This process is in no such group.
