@@ -4,8 +4,8 @@ python benchmarks/coordinator.py [--ranks 2 4] [--seconds 1]
 
 The stand-in does what engines do with torch.distributed alone: metadata by ``broadcast_object_list`` or
 ``send_object_list``, then one operation per tensor. It prints medians over turns of ten calls, of the slowest rank. The
-last column was measured earlier on an idle machine of the same type, with vLLM 0.33. The bounds that hold are listed
-below each table.
+last column was measured earlier on an idle machine of the same type, with vLLM 0.33. Below each
+table it lists the bounds and whether they hold.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def enable() -> Enabled:
     rely on. Data that accelerate's cannot handle (text or arrays beside tensors), and calls with an argument of
     ``easydist.gather_for_metrics``, are passed to that.
 
-    Call it on all ranks or on none, before or after ``Accelerator()``. Further calls do nothing. ``disable()``, or the
+    Call it on all ranks or on none, before or after ``Accelerator()``. A second call is harmless. ``disable()``, or the
     end of a ``with enable():`` block, restores accelerate's functions; an inner block leaves that to the outer one.
 
     accelerate's own functions still run if easydist does not support its state (DeepSpeed, FSDP, Megatron, XLA), and if

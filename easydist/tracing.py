@@ -58,9 +58,9 @@ class TracedCall(NamedTuple):
     nbytes: int | None
     """The bytes of this rank's data: its tree's leaves, or its encoded objects.
 
-    This counts the data that it sends or, if it receives into a tree of its own, the received data; 0 if it passes no
-    data. None if the size is unknown (tensor dicts, ``scatter_object_list``, a tree that could not be read), or without
-    data.
+    This counts the data that it sends and, if it receives into a tree of its own, the data that it receives; 0 if it
+    passes nothing. None if the size is unknown (tensor dicts, ``scatter_object_list``, a tree that could not be read),
+    or without data.
     """
     error: str | None
     """The type of the exception that the call raised; None if it succeeded."""

@@ -55,7 +55,7 @@ def _said(failure: ProcessFailure, logs: Path) -> tuple[float, str]:
 
 
 def _order(failure: ProcessFailure, said: tuple[float, str]) -> tuple[bool, bool, float]:
-    """Sort failures caused by other ranks last, and before them ranks that the launcher ended."""
+    """Sort failures caused by other ranks last, and ranks that the launcher ended after those that ended themselves."""
     was_ended = failure.exitcode == -signal.SIGTERM
     is_no_cause = _is_because_of_others(said[1]) or (was_ended and not _was_ending(failure, said[1]))
     return is_no_cause, was_ended, said[0]

@@ -141,7 +141,7 @@ def _has_own_interpreter(script: str) -> bool:
 
 
 def _prepare() -> None:
-    """Show the lines of ranks at once, after their ranks' names, and silence torchrun's report of failures."""
+    """Show the lines of ranks at once, prefixed with the rank, and silence torchrun's report of failures."""
     os.environ.setdefault(_PREFIX, "[rank ${rank}] ")
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it, too, but prints five lines about it

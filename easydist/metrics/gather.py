@@ -63,7 +63,8 @@ def gather_for_metrics(
         use_gather_object: Treat ``input_data`` as one object: a list of samples, or one value per rank.
         loader: The loader that distributed the samples: a ``DataLoader`` with ``DistributedSampler`` or a similar one,
             one that accelerate has prepared, or ``distributed_loader``. None means accelerate's loader that is being
-            iterated, if the rows are one batch of it, else the only one that has ended, if they are all of its rows.
+            iterated, and then the rows must be one batch of it; else the only one that has ended, and then they must
+            be all of its rows.
         total: The number of samples, for a loader whose data set has no length. Without any loader the ranks must have
             that many rows in all, which are kept in rank order. With ``indices``, the number of different ones.
         indices: The index of each row of this rank in the data set. No loader is needed. If an index comes twice, the

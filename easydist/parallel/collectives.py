@@ -90,7 +90,7 @@ class ReduceScatter(_Sum):
         input_: A tensor.
         dim: The dimension along which it is cut.
         sizes: The size of each rank's part; None cuts it evenly.
-        may_differ: Without sizes: the first ranks may get one row more than the others.
+        may_differ: Without sizes: the first ranks may get one more than the others.
     """
 
     operation = "reduce_scatter"

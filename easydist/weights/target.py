@@ -154,7 +154,7 @@ class Target:
             _fits.keep(self._key, self._fit)
 
     def _check_apart(self, fit: _Fit) -> None:
-        """Check the one thing that tensors of like receivers may not share: whether different ones share memory."""
+        """Check the one thing that equal layouts do not show: whether different tensors share memory."""
         written = {name: self._mine[name] for _, name, _ in fit.written}
         if overlap(list(written.values())) is not None:
             Leaves(written).check_writable()  # raises, and names them
