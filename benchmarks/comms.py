@@ -1,10 +1,10 @@
-"""Communicators beside plain torch.distributed, in one run: the same data, the same ranks, turn by turn.
+"""Compare communicators with plain torch.distributed in one run: the same data, the same ranks, in turns.
 
 python benchmarks/comms.py [--ranks 2 4] [--seconds 0.3] [--sizes 16 1048576]
 
-Prints for each operation and size the shortest time of nine rounds, in µs: over gloo, over shared memory, and of a
-direct call of ProcessGroupGloo; how much more gloo takes than the direct call; and how many times faster shared memory
-is. The first lines are what a call costs besides the exchange: one on a communicator of a single rank.
+For each operation and size it prints the shortest time of nine rounds in µs: over gloo, over shared memory, and of a
+direct call of ProcessGroupGloo; then the extra time of gloo over the direct call; and the ratio by which shared memory
+is faster. The first lines show the cost of a call besides the exchange, on a communicator of a single rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Work(NamedTuple):
 
 
 def table(size: int, nbytes: int) -> Iterator[Work]:
-    """All operations that gloo has itself; ``direct`` gets the process group."""
+    """Yield all operations that gloo has itself. ``direct`` gets the process group."""
     data, whole = torch.zeros(nbytes // 4), torch.zeros(size * nbytes // 4)
     parts, others = list(whole.chunk(size)), list(torch.zeros_like(whole).chunk(size))
     rank, root = dist.get_rank(), 0
@@ -73,7 +73,7 @@ def table(size: int, nbytes: int) -> Iterator[Work]:
 
 
 def measure(rank: int, world_size: int, sizes: list[int], seconds: float) -> list[tuple[str, int, list[list[float]]]]:
-    """Times in several rounds, on this rank."""
+    """Return the times of several rounds, on this rank."""
     cpu = torch.device("cpu")
     gloo, shm = new_comm("gloo", cpu, "gloo"), new_comm("shm", cpu, "shm")
     direct: Any = gloo.split(list(range(world_size)), "direct").unsafe_get_backend().process_group
@@ -89,7 +89,7 @@ def measure(rank: int, world_size: int, sizes: list[int], seconds: float) -> lis
 
 
 def calls() -> None:
-    """The cost of one call that exchanges nothing."""
+    """Print the cost of one call that exchanges nothing."""
     comm, data = TorchComm(Solo()), torch.zeros(4)
     core = comm.core()
     for name, each in (("TorchComm", comm), ("its core", core)):

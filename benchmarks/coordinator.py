@@ -1,11 +1,11 @@
-"""Time GroupCoordinator beside plain torch.distributed (gloo), on the same data in the same run.
+"""Compare GroupCoordinator with plain torch.distributed (gloo), on the same data in the same run.
 
 python benchmarks/coordinator.py [--ranks 2 4] [--seconds 1]
 
 The stand-in does what engines do with torch.distributed alone: metadata by ``broadcast_object_list`` or
-``send_object_list``, then one operation per tensor. Printed are medians over turns of ten calls, of the slowest rank.
-The last column was measured before on a machine of the same type, idle, with vLLM 0.33. Below each table stands which
-bounds hold.
+``send_object_list``, then one operation per tensor. It prints medians over turns of ten calls, of the slowest rank. The
+last column was measured earlier on an idle machine of the same type, with vLLM 0.33. Below each
+table it lists the bounds and whether they hold.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ BEFORE = {
     ("broadcast_object, queue", "", 2): 27e-6,
     ("broadcast_object, queue", "", 4): 197e-6,
 }
-"""Seconds; vLLM 0.33, same machine type, measured before."""
+"""Seconds of vLLM 0.33, measured earlier on the same machine type."""
 
 Row = tuple[str, str]
 Call = Callable[[], Any]
 _IN_A_ROW = 10
 RAW = "broadcast_object beside our queue"
-"""The last columns of these rows are those of the queue alone, not gloo's."""
+"""The name of rows whose last columns show the queue alone, not gloo."""
 
 
 def tree(count: int, nbytes: int) -> dict[str, torch.Tensor]:
@@ -55,7 +55,7 @@ def described(data: dict[str, torch.Tensor]) -> list[Any]:
 
 
 class StandIn:
-    """The stand-in: the same with torch.distributed alone, as engines do it."""
+    """The stand-in, which uses torch.distributed alone, as engines do."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -93,7 +93,7 @@ class StandIn:
 
 
 def calls(rank: int, group: Any) -> dict[Row, Callable[[], Any]]:
-    """The calls that are measured, of a coordinator or of the stand-in."""
+    """Return the measured calls, of a coordinator or of the stand-in."""
     rows: dict[Row, Callable[[], Any]] = {}
     for name, data in ((SMALL, tree(10, 1024)), (LARGE, tree(64, 1 << 20))):
         mine = data if rank == 0 else None
@@ -109,7 +109,7 @@ def calls(rank: int, group: Any) -> dict[Row, Callable[[], Any]]:
 
 
 def timed(call: Call, other: Call, seconds: float) -> tuple[float, float]:
-    """Median seconds of two calls, in turns of ten: what disturbs one disturbs the other. The ranks begin together."""
+    """Return the median seconds of two calls in turns of ten, under the same load. The ranks begin together."""
     both, times = (call, other), ([], [])  # type: tuple[Call, Call], tuple[list[float], list[float]]
     once = sum(_turn(one, 3) for one in both)
     count = torch.tensor([int(min(200, max(3, seconds / max(once, 1e-6) / _IN_A_ROW)))])
@@ -121,7 +121,7 @@ def timed(call: Call, other: Call, seconds: float) -> tuple[float, float]:
 
 
 def _turn(call: Call, calls: int) -> float:
-    """Seconds of one call, of several in a row."""
+    """Return the seconds of one call, averaged over several in a row."""
     call()
     dist.barrier()
     start = time.perf_counter()
@@ -131,7 +131,7 @@ def _turn(call: Call, calls: int) -> float:
 
 
 def of_objects(plain: GroupCoordinator, queued: GroupCoordinator) -> dict[Row, tuple[Call, Call]]:
-    """Calls that broadcast objects: the coordinator's, and what they are compared with."""
+    """Return the calls that broadcast objects: the coordinator's, and those for comparison."""
     rank, last = plain.rank_in_group, plain.world_size - 1
     obj, stand_in = {"text": "x" * 1000}, StandIn(rank)
     rows: dict[Row, tuple[Call, Call]] = {}
@@ -150,7 +150,7 @@ def of_objects(plain: GroupCoordinator, queued: GroupCoordinator) -> dict[Row, t
 
 
 def measure(rank: int, world_size: int, seconds: float) -> list[tuple[Row, float, float]]:
-    """For each row the seconds of the coordinator and of the stand-in."""
+    """Return for each row the seconds of the coordinator and of the stand-in."""
     everyone = [[*range(world_size)]]
     plain = GroupCoordinator(everyone, rank, "gloo", False)
     queued = GroupCoordinator(everyone, rank, "gloo", False, True)
@@ -163,7 +163,7 @@ def measure(rank: int, world_size: int, seconds: float) -> list[tuple[Row, float
 
 
 def bounds(found: dict[Row, tuple[float, float]], ranks: int) -> list[tuple[str, float, float, bool]]:
-    """What has to hold: a text, the figure, the bound, and whether the figure has to be above it."""
+    """Return the required bounds: a text, the measured value, the bound, and True if the value must be above it."""
     small, large = found["broadcast_tensor_dict", SMALL], found["broadcast_tensor_dict", LARGE]
     pair, listed = found["send + recv_tensor_dict", SMALL], found["broadcast_object_list", SMALL]
     rows = [

@@ -1,4 +1,4 @@
-"""How the time of a gather grows with bytes and with leaves: draws docs/performance.svg.
+"""Measure the time of a gather by bytes and by leaves, and draw docs/performance.svg.
 
 python benchmarks/curves.py [--ranks 2] [--output docs/performance.svg]
 """
@@ -24,14 +24,14 @@ PANELS = {"one leaf, bytes per rank": NBYTES, "leaves of 16 bytes": LEAVES}
 
 
 def tree(panel: str, x: int) -> dict[str, torch.Tensor]:
-    """The data of one point."""
+    """Return the data of one point."""
     if panel == "leaves of 16 bytes":
         return {f"leaf{i}": torch.ones(4) for i in range(x)}
     return {"leaf": torch.ones(x // 4)}
 
 
 def measure(rank: int, world_size: int, with_peer: bool) -> dict[str, dict[str, list[float]]]:
-    """Best time of a call in microseconds, per panel and library."""
+    """Return the best time of a call in microseconds, per panel and library."""
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     from easydist.cli.measure import agreed, timed
@@ -55,7 +55,7 @@ def measure(rank: int, world_size: int, with_peer: bool) -> dict[str, dict[str, 
 
 
 def measured(ranks: int, shm: bool) -> dict[str, dict[str, list[float]]]:
-    """What a process of its own measures, with or without shared memory."""
+    """Return the measurements of a separate process, with or without shared memory."""
     command = [sys.executable, __file__, "--ranks", str(ranks), "--measure"]
     environment = os.environ | {"EASYDIST_SHM": str(int(shm))}
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)

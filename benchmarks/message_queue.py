@@ -1,10 +1,10 @@
-"""The message queue, one way, from the writer's ``enqueue`` to the last reader's object.
+"""Measure the message queue one way, from the writer's ``enqueue`` until the last reader has the object.
 
 python benchmarks/message_queue.py [--readers 1 3] [--seconds 1]
 
-Each reader says when it has got a message, and waits for the next one: all processes of a host read one clock. Printed
-are median, min and max, also of 1 KB after 1.3 s in which nothing was sent, and how much of a core a reader uses while
-it waits. The last column was measured before on a machine of the same type, idle, with vLLM 0.33.
+Each reader reports when it has got a message, and waits for the next one: all processes of a host read one clock. It
+prints median, min and max, also of 1 KB after a pause of 1.3 s, and the share of a core that a reader uses while it
+waits. The last column was measured earlier on an idle machine of the same type, with vLLM 0.33.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ BEFORE = {
     (3, "64 MB"): 65e-3,
     (3, "1 KB after 1.3 s"): 1.2e-3,
 }
-"""Seconds; vLLM 0.33, same machine type, measured before."""
+"""Seconds of vLLM 0.33, measured earlier on the same machine type."""
 
 IDLE = 1.3
 
 
 class Ends:
-    """A queue from rank 0 to all others, and one from each of them back, for the times at which they got it."""
+    """A queue from rank 0 to all others, and one from each of them back, which carries the times of arrival."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -46,7 +46,7 @@ class Ends:
         self.answers = [MessageQueue.create_from_handle(handle, 0) for handle in handles[1:]]
 
     def one_way(self, payload: object) -> float:
-        """Seconds from ``enqueue`` to the last reader."""
+        """Return the seconds from ``enqueue`` until the last reader has the object."""
         if self.rank:
             self.queue.dequeue()
             self.back.enqueue(time.perf_counter())
@@ -56,13 +56,13 @@ class Ends:
         return max(answer.dequeue() for answer in self.answers) - start
 
     def after_a_pause(self) -> float:
-        """The same for 1 KB, after a while in which all have been idle."""
+        """Return the seconds for 1 KB, after a pause in which all processes were idle."""
         if not self.rank:
             time.sleep(IDLE)
         return self.one_way(bytes(1024))
 
     def idle_share(self, seconds: float) -> float:
-        """How much of a core this process uses while it waits."""
+        """Return the share of a core that this process uses while it waits."""
         before = time.process_time()
         if self.rank:
             self.queue.dequeue()
@@ -73,7 +73,7 @@ class Ends:
 
 
 def measure(rank: int, world_size: int, seconds: float) -> tuple[dict[str, list[float]], float]:
-    """All rows, and the idle share."""
+    """Return the times of all rows, and the idle share."""
     ends = Ends(rank, world_size)
     rows: dict[str, list[float]] = {}
     for name, nbytes in SIZES.items():
@@ -87,7 +87,7 @@ def measure(rank: int, world_size: int, seconds: float) -> tuple[dict[str, list[
 
 
 def in_units(seconds: float) -> str:
-    """Short, with its unit."""
+    """Return a short text with its unit."""
     return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
 
 

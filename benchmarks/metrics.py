@@ -1,10 +1,10 @@
-"""The gathering in an evaluation loop of 200 batches: easydist beside accelerate and torchmetrics in one run.
+"""Compare gathering in an evaluation loop of 200 batches: easydist, accelerate and torchmetrics in one run.
 
 python benchmarks/metrics.py [--ranks 2 4] [--batches 200] [--rounds 5] [--only TEXT]
 
 Every batch has nested outputs and a text id per sample. Only the time spent in gathering counts, not that of loading.
-Prints for each loop the median time of both, and the peer's time over easydist's: median, min and max of the rounds.
-easydist goes through shared memory, and with EASYDIST_SHM=0 over gloo, which the peers use always.
+For each loop it prints the median time of both, and the peer's time over easydist's: median, min and max of the rounds.
+easydist uses shared memory, or gloo with EASYDIST_SHM=0, which the peers always use.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BATCH_SIZE = 8
 
 
 class Loop(NamedTuple):
-    """One row of the table; both functions give the seconds that they have spent in gathering."""
+    """One row of the table. Both functions return the seconds that they have spent in gathering."""
 
     name: str
     ours: Callable[[], float]
@@ -40,7 +40,7 @@ class Loop(NamedTuple):
 
 
 class Timed:
-    """Adds up how long a function takes, call by call."""
+    """A function with a sum of the seconds of all its calls."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.seconds, self._fn = 0.0, fn
@@ -53,19 +53,19 @@ class Timed:
 
 
 def outputs(indices: torch.Tensor) -> dict[str, Any]:
-    """A model's output for a batch."""
+    """Return a model's output for a batch."""
     x = indices.float()
     boxes = {"xyxy": x[:, None] * torch.ones(4), "score": x / 7}
     return {"logits": x[:, None] * torch.ones(10), "loss": x / 3, "label": indices % 10, "boxes": boxes}
 
 
 def ids(indices: torch.Tensor) -> list[str]:
-    """The ids of a batch."""
+    """Return the ids of a batch."""
     return [f"sample-{i:06d}" for i in indices.tolist()]
 
 
 def loop_of_ours(total: int, group: dist.ProcessGroup) -> float:
-    """One gather_for_metrics a batch, text included."""
+    """Call gather_for_metrics once per batch, with text."""
     loader = metrics.distributed_loader(range(total), BATCH_SIZE, group=group)
     gather = Timed(functools.partial(easydist.gather_for_metrics, loader=loader, group=group))
     rows = 0
@@ -76,7 +76,7 @@ def loop_of_ours(total: int, group: dist.ProcessGroup) -> float:
 
 
 def loop_collected(total: int, group: dist.ProcessGroup) -> float:
-    """The same columns, kept on their rank and put together once at the end."""
+    """Keep the same columns on their rank, and join them once at the end."""
     loader = metrics.distributed_loader(range(total), BATCH_SIZE, group=group)
     collector = easydist.MetricCollector(total, group=group)
     update, compute = Timed(collector.update), Timed(collector.compute)
@@ -87,7 +87,7 @@ def loop_collected(total: int, group: dist.ProcessGroup) -> float:
 
 
 def loop_of_accelerate(total: int) -> float:
-    """Two calls a batch, as it does not take tensors and text in one."""
+    """Call it twice per batch, as it does not accept tensors and text together."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -101,12 +101,12 @@ def loop_of_accelerate(total: int) -> float:
 
 
 def batches(count: int, rank: int) -> Iterable[torch.Tensor]:
-    """The indices of one rank's batches."""
+    """Return the indices of one rank's batches."""
     return (torch.arange(BATCH_SIZE) + BATCH_SIZE * (rank + step) for step in range(count))
 
 
 def means_of_ours(count: int, rank: int, group: dist.ProcessGroup) -> float:
-    """Ten means, known on every rank at every step."""
+    """Compute ten means, known on every rank at every step."""
     means = {f"m{i}": metrics.WeightedMean() for i in range(10)}
     compute = Timed(functools.partial(metrics.compute, group=group))
     for indices in batches(count, rank):
@@ -117,7 +117,7 @@ def means_of_ours(count: int, rank: int, group: dist.ProcessGroup) -> float:
 
 
 def means_of_torchmetrics(count: int, rank: int) -> float:
-    """The same; its sync is one gather a state, of which a mean has two."""
+    """Compute the same means. A sync of torchmetrics gathers once per state, and a mean has two."""
     means = MetricCollection({f"m{i}": MeanMetric(sync_on_compute=False) for i in range(10)}, compute_groups=False)
     sync = Timed(lambda: [mean.sync() for mean in means.values()])
     for indices in batches(count, rank):
@@ -129,35 +129,35 @@ def means_of_torchmetrics(count: int, rank: int) -> float:
 
 
 def curve(count: int, rank: int) -> BinaryAUROC:
-    """A metric that keeps all predictions."""
+    """Return a metric that keeps all predictions."""
     metric = BinaryAUROC(sync_on_compute=False)
     for indices in batches(count, rank):
         metric.update(indices / 1e6, indices % 2)
-    dist.barrier()  # else the one call would be the wait for the rank that has collected longest
+    dist.barrier()  # otherwise the call would include the wait for the slowest rank
     return metric
 
 
 def curve_of_ours(count: int, rank: int, group: dist.ProcessGroup) -> float:
-    """All predictions of a loop, gathered at its end."""
+    """Gather all predictions of a loop at its end."""
     metric, gather = curve(count, rank), Timed(lambda state: easydist.gather(state, group=group))
     gather({"preds": torch.cat(metric.preds), "target": torch.cat(metric.target)})
     return gather.seconds
 
 
 def curve_of_torchmetrics(count: int, rank: int) -> float:
-    """The same, by its own sync."""
+    """Gather the same predictions with the metric's own sync."""
     sync = Timed(curve(count, rank).sync)
     sync()
     return sync.seconds
 
 
 def loops(rank: int, world_size: int, count: int) -> Iterable[Loop]:
-    """All rows."""
+    """Yield all rows."""
     total = count * BATCH_SIZE * world_size - 5
     for name, way in (("shared memory", "1"), ("gloo", "0")):
         os.environ["EASYDIST_SHM"] = way
         group = dist.new_group()
-        easydist.gather(rank, group=group)  # the ranks meet, in the way that is set now
+        easydist.gather(rank, group=group)  # the ranks meet, with the setting that applies now
         for title, ours in (("", loop_of_ours), (", collected", loop_collected)):
             yield Loop(
                 f"{count} batches{title}, {name}",
@@ -180,7 +180,7 @@ def loops(rank: int, world_size: int, count: int) -> Iterable[Loop]:
 def measure(
     rank: int, world_size: int, count: int, rounds: int, only: str
 ) -> list[tuple[str, str, list[tuple[float, float]]]]:
-    """Times of (ours, theirs) in several rounds, on this rank."""
+    """Return the times of (ours, theirs) in several rounds, on this rank."""
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", OMP_NUM_THREADS="1")
     from accelerate.state import AcceleratorState
@@ -189,14 +189,14 @@ def measure(
     for loop in loops(rank, world_size, count):
         if only not in loop.name:
             continue
-        loop.ours(), loop.theirs()  # connections and memory
+        loop.ours(), loop.theirs()  # creates connections and memory
         rows.append((loop.name, loop.peer, [(loop.ours(), loop.theirs()) for _ in range(rounds)]))
     AcceleratorState._reset_state(reset_partial_state=True)
     return rows
 
 
 def report(world_size: int, rows: list[tuple[str, str, list[tuple[float, float]]]]) -> None:
-    """The table of one world size, from rank 0's times."""
+    """Print the table of one world size, from rank 0's times."""
     print(f"\n{world_size} ranks, {os.cpu_count()} cores")
     print(f"{'':38}{'easydist':>12}{'peer':>12}   peer / easydist: median (min to max)")
     for name, peer, rounds in rows:

@@ -1,11 +1,10 @@
-"""easydist beside its peers in one run: the same data, the same ranks, turn by turn.
+"""Compare easydist with its peers in one run: the same data, the same ranks, in turns.
 
 python benchmarks/nested.py [--ranks 2 4] [--seconds 0.5] [--only TEXT]
 
-Prints for each piece of work the median time of both, and the peer's time over easydist's: median, min and max of the
-rounds. The peer is accelerate on gloo, gloo itself, the copies in memory that the work needs at least, or easydist with
-more leaves.
-EASYDIST_SHM=0 shows easydist on gloo.
+For each piece of work it prints the median time of both, and the peer's time over easydist's: median, min and max of
+the rounds. The peer is accelerate on gloo, gloo itself, the copies in memory that the work needs at least, or easydist
+with more leaves. EASYDIST_SHM=0 measures easydist on gloo.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from easydist.testing import Pool
 
 
 def primitives(world_size: int) -> Iterator[Work]:
-    """What the verbs are made of, beside gloo; and the copies that a gather in shared memory needs at least."""
+    """Yield the operations that the verbs use, beside gloo, and the least copies of a gather in shared memory."""
     comms = easydist.ProcessState().communicators().met()
     small, large = torch.ones(2, dtype=torch.int64), torch.ones(1 << 22)
     smalls, _larges = torch.empty(2 * world_size, dtype=torch.int64), torch.empty(world_size << 22)
@@ -57,7 +56,7 @@ def primitives(world_size: int) -> Iterator[Work]:
 
 
 def measure(rank: int, world_size: int, seconds: float, only: str) -> list[Row]:
-    """Times of (ours, theirs) in several rounds, on this rank."""
+    """Return the times of (ours, theirs) in several rounds, on this rank."""
 
     def works() -> list[Work]:
         return [*beside_accelerate(rank), *primitives(world_size)]
@@ -66,7 +65,7 @@ def measure(rank: int, world_size: int, seconds: float, only: str) -> list[Row]:
 
 
 def report(world_size: int, rows: list[Row]) -> None:
-    """The table of one world size, from rank 0's times."""
+    """Print the table of one world size, from rank 0's times."""
     print(f"\n{world_size} ranks, {os.cpu_count()} cores")
     print(f"{'':42}{'easydist':>12}{'peer':>12}   peer / easydist: median (min to max)")
     for name, peer, rounds in rows:

@@ -1,10 +1,10 @@
-"""The shared-memory backend beside gloo, in one run: the same data, the same ranks, turn by turn.
+"""Compare the shared-memory backend with gloo in one run: the same data, the same ranks, in turns.
 
 python benchmarks/shm.py [--ranks 2 4] [--seconds 0.5] [--slot 2097152]
 
-Prints for each piece of work the median time of the shared-memory backend, of easydist's gloo backend and of
+For each piece of work it prints the median time of the shared-memory backend, of easydist's gloo backend and of
 torch.distributed, and gloo's times over shared memory's: median, min and max of the rounds. The last line is one copy
-of 16 MB, the least that any of them has to do.
+of 16 MB, the least work that each of them must do.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from easydist.testing import Pool
 from easydist.transport.backends.shm import Shm
 
 LARGE = 16 << 20
-"""Bytes that each rank contributes."""
+"""The bytes that each rank contributes."""
 
 
 class Work(NamedTuple):
-    """One row of the table; each function is called with nothing and does the whole of the work."""
+    """One row of the table. Each function takes no arguments and does all of the work."""
 
     name: str
     shm: Callable[[], Any]
@@ -38,7 +38,7 @@ class Work(NamedTuple):
 
 
 def shared(rank: int, world_size: int, slot: int) -> Shm:
-    """The backend over a segment whose name the default group has carried."""
+    """Create the backend over a segment whose name the default group distributes."""
     nbytes = Shm.nbytes(world_size, slot)
     names = [None]
     if rank == 0:
@@ -53,7 +53,7 @@ def shared(rank: int, world_size: int, slot: int) -> Shm:
 
 
 def table(shm: Backend, gloo: Backend) -> Iterator[Work]:
-    """All rows."""
+    """Yield all rows."""
     size, op = shm.size, ReduceOp.SUM
     yield Work("barrier", lambda: shm.barrier().wait(), lambda: gloo.barrier().wait(), dist.barrier)
     for nbytes in (256, 32 << 10):
@@ -105,7 +105,7 @@ def table(shm: Backend, gloo: Backend) -> Iterator[Work]:
 
 
 def measure(rank: int, world_size: int, seconds: float, slot: int) -> list[tuple[str, list[list[float]]]]:
-    """Times in several rounds, on this rank; the slowest rank's would be the same but for one hand-over."""
+    """Return the times of several rounds on this rank. The slowest rank's differ by at most one hand-over."""
     gloo = over(dist.group.WORLD)
     assert gloo is not None
     rows = []
@@ -118,7 +118,7 @@ def measure(rank: int, world_size: int, seconds: float, slot: int) -> list[tuple
 
 
 def report(world_size: int, rows: list[tuple[str, list[list[float]]]]) -> None:
-    """The table of one world size, from rank 0's times."""
+    """Print the table of one world size, from rank 0's times."""
     print(f"\n{world_size} ranks, {os.cpu_count()} cores; times are medians in µs, ratios median (min to max)")
     print(f"{'':24}{'shm':>9}{'gloo':>9}{'torch':>9}   {'gloo / shm':24}torch / shm")
     for name, rounds in rows:

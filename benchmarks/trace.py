@@ -1,10 +1,10 @@
-"""What tracing costs per call: without a trace, inside of one, and the hooks that are always there.
+"""Measure the cost of tracing per call: without a trace, inside of one, and of the hooks that are always there.
 
 python benchmarks/trace.py [--ranks 1 2] [--seconds 2]
 
-Prints per number of ranks the nanoseconds of one ``wait_for_everyone`` and of one ``gather`` of 16 bytes, outside and
-inside of a trace, turn by turn in one run: medians over the rounds, and the difference within each round as median, min
-and max. The last line is what the three questions cost by which a call finds out that nobody listens.
+For each number of ranks it prints the nanoseconds of one ``wait_for_everyone`` and of one ``gather`` of 16 bytes,
+outside and inside of a trace, in turns in one run: medians over the rounds, and the difference within each round as
+median, min and max. The last line is the cost of the three tests by which a call finds that no trace is running.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROUNDS = 201
 
 
 def measure(rank: int, world_size: int, seconds: float) -> dict[str, list[tuple[float, float]]]:
-    """Of each operation the nanoseconds per call without and with a trace, per round."""
+    """Return for each operation the nanoseconds per call without and with a trace, per round."""
     data = torch.zeros(4)
     work = {"wait_for_everyone": easydist.wait_for_everyone, "gather": lambda: easydist.gather(data)}
     repeats = {name: round_length(call, seconds / (2 * ROUNDS * len(work))) for name, call in work.items()}
@@ -38,13 +38,13 @@ def measure(rank: int, world_size: int, seconds: float) -> dict[str, list[tuple[
 
 
 def round_length(call: Callable[[], Any], seconds: float) -> int:
-    """How many calls take that long; the same on all ranks."""
+    """Return the number of calls that take that long, the same on all ranks."""
     slowest = easydist.reduce(timed(call, 50, trace=False), "max")
     return max(5, int(seconds * 1e9 / slowest))
 
 
 def timed(call: Callable[[], Any], repeats: int, trace: bool) -> float:
-    """Nanoseconds per call, all ranks beginning together."""
+    """Return the nanoseconds per call. All ranks begin together."""
     easydist.wait_for_everyone()
     with easydist.trace() if trace else nullcontext():
         start = time.perf_counter_ns()
@@ -54,7 +54,7 @@ def timed(call: Callable[[], Any], repeats: int, trace: bool) -> float:
 
 
 def report(world_size: int, found: dict[str, list[tuple[float, float]]]) -> None:
-    """The lines of one number of ranks, from rank 0's times."""
+    """Print the lines of one number of ranks, from rank 0's times."""
     for name, rounds in found.items():
         off, on = (statistics.median(column) for column in zip(*rounds, strict=True))
         more = sorted(traced - plain for plain, traced in rounds)

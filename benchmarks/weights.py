@@ -1,12 +1,12 @@
-"""A tensor dict from one Ray actor to others, beside the ways that Ray itself has; in one run, on the same data.
+"""Compare ways to send a tensor dict from one Ray actor to others, easydist's and Ray's own, on the same data.
 
 python benchmarks/weights.py [--receivers 1 3] [--repeats 15]
 
-The ways take turns. Printed are the median in milliseconds, from the driver's calls to their ends, and how many times
-as fast as one broadcast per tensor each way is: the median of the turns, the least and the most. Every way is checked
-for exact bytes once. One broadcast per tensor is what ColossalAI does; here without what it sends before, names and
-shapes. The receivers of ``ray.put`` get views of the object store that they may not write; what a model would have to
-copy then is not counted. No way is spared Ray's own calls of the actors, which the last line has alone.
+The ways take turns. It prints the median in milliseconds, from the driver's calls to their ends, and the speed
+relative to one broadcast per tensor: the median of the turns, the least and the most. Every way is checked once for
+exact bytes. One broadcast per tensor is the method of ColossalAI, here without the names and shapes that it sends
+first. The receivers of ``ray.put`` get read-only views of the object store; the copy that a model would then need is
+not counted. Every way includes Ray's own calls of the actors, which the last line shows alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ray.experimental.collective import create_collective_group, destroy_collect
 import easydist.ray
 
 CASES = {"200 x 4 KB": (200, 2048), "64 x 4 MB": (64, 2 << 20)}
-"""Tensors of bfloat16, and the elements of each."""
+"""The number of bfloat16 tensors, and the elements of each."""
 
 BASE, EMPTY = "per tensor, ray.util.collective", "calls of the actors alone"
 
@@ -33,34 +33,34 @@ State = dict[str, torch.Tensor]
 
 
 def tensors(case: str, fill: int) -> State:
-    """The data of a case, whatever is in it."""
+    """Return the data of a case, filled with some values."""
     count, numel = CASES[case]
     return {f"layer.{i}": torch.full((numel,), float(fill * i % 7), dtype=torch.bfloat16) for i in range(count)}
 
 
 class Member:
-    """An actor; rank 0 has the weights."""
+    """An actor. Rank 0 has the weights."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
     def prepare(self, case: str) -> None:
-        """Make the data, and what receives it."""
+        """Create the data, and the tensors that receive it."""
         self.weights = tensors(case, 1 if self.rank == 0 else 0)
         self.got: State = {}
 
     def easydist_into(self) -> None:
-        """Into the tensors that are there."""
+        """Broadcast into existing tensors."""
         self.got = easydist.ray.ray_broadcast_tensor_dict(self.weights, group_name="ours")
 
     def easydist_new(self) -> None:
-        """Into new tensors."""
+        """Broadcast into new tensors."""
         mine = self.weights if self.rank == 0 else {}
         self.got = easydist.ray.ray_broadcast_tensor_dict(mine, group_name="ours")
 
     def per_tensor(self) -> None:
-        """One broadcast for each tensor, as ColossalAI does it."""
+        """Broadcast each tensor on its own, as ColossalAI does."""
         from ray.util import collective
 
         for one in self.weights.values():
@@ -68,35 +68,35 @@ class Member:
         self.got = self.weights
 
     def give(self) -> State:
-        """The weights as an object of Ray."""
+        """Return the weights as an object of Ray."""
         return self.weights
 
     @ray.method(tensor_transport="gloo")
     def give_directly(self) -> State:
-        """The same, whose tensors stay here until somebody takes them."""
+        """Return the weights. Their tensors stay here until an actor takes them."""
         return self.weights
 
     def nothing(self) -> None:
-        """What a call costs."""
+        """Do nothing, which shows the cost of a call."""
 
     def take(self, state: State) -> None:
-        """Get that object."""
+        """Receive that object."""
         self.got = state
 
     def is_exact(self, case: str) -> bool:
-        """True if the last way has brought the values of rank 0."""
+        """True if the last way delivered the values of rank 0."""
         want = tensors(case, 1)
         return self.rank == 0 or all(torch.equal(self.got[name], one) for name, one in want.items())
 
     def forget(self) -> None:
-        """Start the next way from nothing."""
+        """Reset the receivers for the next way."""
         self.got = {}
         for one in self.weights.values() if self.rank else ():
             one.zero_()
 
 
 def ways(members: list[Any]) -> dict[str, Callable[[], Any]]:
-    """Each way as one call of the driver."""
+    """Return each way as one call of the driver."""
 
     def all_of(name: str) -> Callable[[], Any]:
         return lambda: ray.get([getattr(one, name).remote() for one in members])
@@ -119,7 +119,7 @@ def ways(members: list[Any]) -> dict[str, Callable[[], Any]]:
 
 
 def measured(members: list[Any], case: str, repeats: int) -> dict[str, list[float]]:
-    """The milliseconds of each way in each turn."""
+    """Return the milliseconds of each way in each turn."""
     ray.get([one.prepare.remote(case) for one in members])
     every = ways(members)
     for name, way in every.items():
@@ -137,7 +137,7 @@ def measured(members: list[Any], case: str, repeats: int) -> dict[str, list[floa
 
 
 def row(name: str, took: list[float], base: list[float]) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     ratios = sorted(theirs / ours for ours, theirs in zip(took, base, strict=True))
     times = f"{statistics.median(ratios):6.1f} x  ({ratios[0]:.1f} to {ratios[-1]:.1f})"
     return f"  {name:34}{statistics.median(took):9.1f} ms {times}"

@@ -1,6 +1,6 @@
-"""easydist in scripts that are written for accelerate: one line puts its verbs in the places of accelerate's.
+"""easydist in scripts written for accelerate: one line replaces accelerate's functions by easydist's.
 
-Importing this module changes nothing, and loads no accelerate; ``enable()`` does both.
+Importing this module changes nothing, and does not load accelerate; ``enable()`` does both.
 """
 
 from __future__ import annotations
@@ -64,25 +64,25 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "synchronize_rng_states": synchronize_rng_states,
     "wait_for_everyone": wait_for_everyone,
 }
-"""The functions that ``enable`` puts in the places of those of ``accelerate.utils``."""
+"""The functions that replace those of ``accelerate.utils`` when ``enable`` is called."""
 
 CLASSES: dict[str, type] = {
     "CannotPadNestedTensorWarning": CannotPadNestedTensorWarning,
     "DistributedOperationException": DistributedOperationException,
     "TensorInformation": TensorInformation,
 }
-"""Likewise the classes: what these functions warn of, raise and return."""
+"""The classes that replace accelerate's: warnings, errors and results of these functions."""
 
 _NOT_SERVED = {"DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM"}
 _SERVED = {kind.value for kind in DistributedType} - _NOT_SERVED
 
 _lock = threading.RLock()
 _places: list[tuple[Any, str, Any]] = []
-"""The places that ``enable`` has changed: module or class, name, accelerate's object. Empty: not enabled."""
+"""The places that ``enable`` has changed: module or class, name, accelerate's object. Empty if not enabled."""
 
 
 class Enabled:
-    """The result of ``enable``; as a context manager it puts accelerate's functions back after its block."""
+    """The result of ``enable``. As a context manager it restores accelerate's functions after its block."""
 
     def __init__(self, is_first: bool) -> None:
         self._is_first = is_first
@@ -98,20 +98,20 @@ class Enabled:
 
 
 def enable() -> Enabled:
-    """Put easydist's functions in the places of accelerate's, in every module that has imported them.
+    """Replace accelerate's functions by easydist's, in every module that has imported them.
 
-    Law: after it, ``accelerate.utils.gather(x) == easydist.gather(x)``, and so for every name that both have, for the
-    methods of ``Accelerator`` and for transformers' ``Trainer``, which call these names. ``save`` and ``load`` stay
-    accelerate's, whose arguments are others. ``find_batch_size`` raises where there is no tensor, as accelerate's code
-    expects. ``Accelerator.gather_for_metrics`` guesses as accelerate's does, and warns once where it has no loader to
-    go by; data that accelerate's cannot take (text or arrays beside tensors), and calls with an argument of
-    ``easydist.gather_for_metrics``, go to that.
+    Law: afterwards ``accelerate.utils.gather(x) == easydist.gather(x)``, and likewise for every name that both have,
+    for the methods of ``Accelerator``, and for transformers' ``Trainer``, which call these names. ``save`` and ``load``
+    remain accelerate's, since their arguments differ. ``find_batch_size`` raises if there is no tensor, as accelerate's
+    code expects. ``Accelerator.gather_for_metrics`` guesses as accelerate's does, and warns once if it has no loader to
+    rely on. Data that accelerate's cannot handle (text or arrays beside tensors), and calls with an argument of
+    ``easydist.gather_for_metrics``, are passed to that.
 
-    Call it on all ranks or on none, before or after ``Accelerator()``; twice is as good as once. ``disable()``, or the
-    end of a ``with enable():`` block, puts accelerate's back; a block inside another one leaves that to the outer one.
+    Call it on all ranks or on none, before or after ``Accelerator()``. A second call is harmless. ``disable()``, or the
+    end of a ``with enable():`` block, restores accelerate's functions; an inner block leaves that to the outer one.
 
-    accelerate's own functions still run where its state is none that easydist serves (DeepSpeed, Megatron, XLA), and
-    where accelerate takes itself for alone in a world of several processes.
+    accelerate's own functions still run if easydist does not support its state (DeepSpeed, FSDP, Megatron, XLA), and if
+    accelerate believes that it is alone in a world of several processes.
 
     Example:
         >>> import torch, easydist.accelerate
@@ -121,12 +121,12 @@ def enable() -> Enabled:
         {'loss': tensor([1., 1.]), 'step': tensor([3])}
 
     Returns:
-        A context manager; it need not be used.
+        A context manager, which need not be used.
 
     Raises:
         ImportError: accelerate is not installed.
 
-    Cost: no exchange; one look at every name of every module that is loaded.
+    Cost: no exchange; one look at every name of every loaded module.
 
     Source: accelerate's ``Accelerator`` and ``accelerate.utils``.
     """
@@ -138,11 +138,11 @@ def enable() -> Enabled:
 
 
 def disable() -> None:
-    """Put accelerate's functions back, wherever ``enable`` has replaced them, and in modules loaded since.
+    """Restore accelerate's functions wherever ``enable`` has replaced them, and in modules loaded since.
 
-    A function that was kept elsewhere (in a partial, say) calls accelerate's again.
+    A function that was stored elsewhere (in a partial, say) calls accelerate's again.
 
-    Cost: as of ``enable``; nothing if it is not enabled.
+    Cost: as for ``enable``; nothing if it is not enabled.
     """
     with _lock:
         if not _places:
@@ -155,7 +155,7 @@ def disable() -> None:
 
 
 def _replace(pairs: dict[int, tuple[Any, Any]]) -> list[tuple[Any, str, Any]]:
-    """Put the second of a pair wherever a module or ``Accelerator`` has the first; the places."""
+    """Replace the first of a pair by the second wherever a module or ``Accelerator`` has it; return the places."""
     found = [
         (owner, name, *pairs[id(value)])
         for owner in _owners()
@@ -168,7 +168,7 @@ def _replace(pairs: dict[int, tuple[Any, Any]]) -> list[tuple[Any, str, Any]]:
 
 
 def _owners() -> Iterator[Any]:
-    """Whatever may have a name of accelerate's: its ``Accelerator``, and all modules but ours."""
+    """Yield the objects that may have a name of accelerate's: its ``Accelerator``, and all modules but ours."""
     from accelerate import Accelerator
 
     loaded: list[tuple[str, Any]] = list(sys.modules.items())
@@ -180,7 +180,7 @@ def _owners() -> Iterator[Any]:
 
 @functools.cache
 def _pairs() -> list[tuple[Any, Any]]:
-    """All that is replaced, as (accelerate's, ours)."""
+    """Return all replacements, as (accelerate's, ours)."""
     from accelerate import Accelerator, utils
     from accelerate.utils import operations
 
@@ -193,7 +193,7 @@ def _pairs() -> list[tuple[Any, Any]]:
 
 
 def _choosing(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Our function, or accelerate's where easydist does not serve accelerate's state."""
+    """Return a function that calls ours, or accelerate's if easydist does not support accelerate's state."""
 
     @functools.wraps(ours)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -203,7 +203,7 @@ def _choosing(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[
 
 
 def _strict(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Our ``find_batch_size``, which raises what accelerate's raises where there is no tensor."""
+    """Return our ``find_batch_size``, which raises accelerate's error if there is no tensor."""
 
     @functools.wraps(ours)
     def find_batch_size(data: Any) -> Any:
@@ -214,7 +214,7 @@ def _strict(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..
 
 
 def _guessing(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """``Accelerator.gather_for_metrics``: accelerate's guess where it makes one, over our verbs; else ours."""
+    """Return ``Accelerator.gather_for_metrics``: accelerate's guess over our verbs if it makes one, else ours."""
 
     @functools.wraps(theirs)
     def method(accelerator: Any, input_data: Any, use_gather_object: bool = False, **options: Any) -> Any:
@@ -226,14 +226,14 @@ def _guessing(theirs: Callable[..., Any]) -> Callable[..., Any]:
         if accelerator.num_processes > 1:
             _warn_without_loader(accelerator.gradient_state)
         if kind == "samples":
-            input_data = list(input_data)  # what accelerate's gather_object takes everything for
+            input_data = list(input_data)  # accelerate's gather_object assumes this for everything
         return theirs(accelerator, input_data, use_gather_object)
 
     return method
 
 
 def _kind(data: Any) -> str:
-    """``"tensors"`` and ``"samples"`` are what accelerate's ``gather_for_metrics`` takes, ``"columns"`` all else.
+    """Classify data: accelerate's ``gather_for_metrics`` supports ``"tensors"`` and ``"samples"``, not ``"columns"``.
 
     Example:
         >>> _kind({"x": torch.ones(2)}), _kind(["a", "b"]), _kind({"x": torch.ones(2), "id": ["a", "b"]})
@@ -247,7 +247,7 @@ def _kind(data: Any) -> str:
 
 
 def _warn_without_loader(state: Any) -> None:
-    """Say once that accelerate does not know which samples are repeated, and keeps all."""
+    """Warn once that accelerate does not know which samples are repeated, and keeps all."""
     loader = state.active_dataloader
     if loader is None or (
         loader.end_of_dataloader and loader.remainder == -1 and not getattr(loader, "_drop_last", False)
@@ -265,7 +265,7 @@ def _warn_once() -> None:
 
 
 def _is_served() -> bool:
-    """True if ours are enabled, and accelerate's state, where there is one, means the same world as ours."""
+    """True if ours are enabled, and accelerate's state, if there is one, describes the same world as ours."""
     from accelerate import PartialState
 
     kind = PartialState._shared_state.get("distributed_type")

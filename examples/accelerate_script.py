@@ -1,4 +1,4 @@
-"""An evaluation as people write it with accelerate, and the one line that lets easydist move its data.
+"""An evaluation written with accelerate, and the one line that lets easydist move its data.
 
 python examples/accelerate_script.py
 accelerate launch --config_file examples/accelerate_cpu.yaml examples/accelerate_script.py  # see docs/launching.md
@@ -18,7 +18,7 @@ SAMPLES = 101
 
 
 def main() -> None:
-    """Each sample counts once, whatever the number of ranks; scalars of a step travel together."""
+    """Count each sample once, whatever the number of ranks, and send the scalars of a step together."""
     accelerator = Accelerator(cpu=True)
     dataset = [{"x": torch.tensor([float(i)]), "id": f"sample-{i}"} for i in range(SAMPLES)]
     model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(dataset, batch_size=8))

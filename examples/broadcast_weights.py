@@ -1,4 +1,4 @@
-"""One rank's weights on all ranks: into new tensors, into a model on the meta device, and from a checkpoint.
+"""Give all ranks the weights of one: as new tensors, in a model on the meta device, and from a checkpoint.
 
 torchrun --standalone --nproc-per-node 2 examples/broadcast_weights.py
 """
@@ -19,7 +19,7 @@ rank = state.process_index
 
 
 def model(device: str) -> nn.Module:
-    """A model that is the same on every rank, but for its values."""
+    """Create a model that is the same on every rank, except for its values."""
     torch.manual_seed(rank)
     return nn.Sequential(nn.Linear(4, 8, device=device), nn.Linear(8, 2, device=device))
 
@@ -38,6 +38,6 @@ with tempfile.TemporaryDirectory() as folder:
     if rank == 0:
         easydist.save(trained.state_dict(), path)
     loaded = model("meta")
-    weights.broadcast_checkpoint(path, loaded)  # rank 0 reads; the path means nothing elsewhere
+    weights.broadcast_checkpoint(path, loaded)  # only rank 0 reads the path
     same = all(torch.equal(one, other) for one, other in zip(loaded.parameters(), received.values(), strict=True))
     print(f"rank {rank}: loaded {'the same' if same else 'other'} weights")

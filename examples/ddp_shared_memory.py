@@ -1,4 +1,4 @@
-"""DDP on one host, its gradients through shared memory.
+"""DDP on one host, with gradients through shared memory.
 
 torchrun --standalone --nproc-per-node 2 examples/ddp_shared_memory.py
 """

@@ -19,14 +19,14 @@ from easydist import metrics
 
 
 class Confidence(NamedTuple):
-    """How sure the classifier is of its answers."""
+    """The classifier's confidence in its answers."""
 
     top: torch.Tensor
     margin: torch.Tensor
 
 
 def load() -> tuple[TensorDataset, TensorDataset]:
-    """1797 images of 8 × 8 pixels: every third one is for the test."""
+    """Return 1797 images of 8 × 8 pixels, every third one for the test."""
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float64) / 16
     labels = torch.tensor(digits.target)
@@ -35,7 +35,7 @@ def load() -> tuple[TensorDataset, TensorDataset]:
 
 
 def train(images: torch.Tensor, labels: torch.Tensor, epochs: int = 12) -> nn.Module:
-    """A network with one hidden layer, trained with Adam."""
+    """Train a network with one hidden layer, using Adam."""
     easydist.set_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -50,7 +50,7 @@ def train(images: torch.Tensor, labels: torch.Tensor, epochs: int = 12) -> nn.Mo
 
 @torch.no_grad()
 def predict(model: nn.Module, indices: torch.Tensor, images: torch.Tensor, labels: torch.Tensor) -> dict[str, object]:
-    """What is collected of a batch; one image at a time, so that no sum depends on the size of a batch."""
+    """Return a batch's outputs. It runs one image at a time, so that no sum depends on the size of a batch."""
     logits = torch.cat([model(image[None]) for image in images]) if len(images) else images.new_zeros(0, 10)
     top, second = logits.softmax(-1).topk(2).values.unbind(-1)
     return {
@@ -62,7 +62,7 @@ def predict(model: nn.Module, indices: torch.Tensor, images: torch.Tensor, label
 
 
 def summarize(outputs: dict[str, object]) -> str:
-    """Accuracy, a line per class, and the mistake of which the classifier was surest."""
+    """Return the accuracy, a line per class, and the mistake of which the classifier was surest."""
     predictions, labels = outputs["logits"].argmax(-1), outputs["labels"]
     right = predictions == labels
     confidence, ids = outputs["confidence"], outputs["ids"]
@@ -78,10 +78,10 @@ def summarize(outputs: dict[str, object]) -> str:
 
 
 def main() -> None:
-    """Evaluate on every rank, and once more in one process, which has to give the same to the last digit."""
+    """Evaluate on every rank, and once more in one process, which must give exactly the same."""
     state = easydist.ProcessState(cpu=True)
     training, test = load()
-    with state.main_process_first():  # one rank trains, the others take its weights
+    with state.main_process_first():  # one rank trains, and the others get its weights
         model = train(*training.tensors) if state.is_main_process else train(*training.tensors, epochs=0)
     easydist.broadcast(dict(model.named_parameters()))
 

@@ -1,4 +1,4 @@
-"""The main process prepares a file, the others read it; a failure there reaches all ranks.
+"""The main process prepares a file and the others read it. A failure there reaches all ranks.
 
 torchrun --standalone --nproc-per-node 2 examples/first_on_main.py
 """

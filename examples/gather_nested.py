@@ -1,4 +1,4 @@
-"""Every rank has some nested results; the main process prints them all.
+"""Gather nested results from every rank, and print them on the main process.
 
 python examples/gather_nested.py
 torchrun --standalone --nproc-per-node 2 examples/gather_nested.py
@@ -15,7 +15,7 @@ rank = state.process_index
 
 results = {
     "loss": torch.tensor(0.5 + rank),
-    "scores": [torch.full((1 + rank, 2), float(rank))],  # another length on each rank
+    "scores": [torch.full((1 + rank, 2), float(rank))],  # of different lengths on the ranks
     "correct": 3,
 }
 everything = easydist.gather(results)

@@ -1,4 +1,4 @@
-"""A driver hands out steps through one queue, and gets the answers of all ranks through others.
+"""A driver sends steps through one queue, and gets the answers of all ranks through others.
 
 python examples/message_queue.py
 torchrun --standalone --nproc-per-node 3 examples/message_queue.py

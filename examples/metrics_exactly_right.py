@@ -1,4 +1,4 @@
-"""The same evaluation in the usual ways, which give wrong numbers on several ranks, and in ways that do not.
+"""The same evaluation with common methods, which give wrong numbers on several ranks, and with correct ones.
 
 torchrun --standalone --nproc-per-node 2 examples/metrics_exactly_right.py
 """
@@ -19,7 +19,7 @@ BATCH_SIZE = 8
 
 
 class Numbers(NamedTuple):
-    """What is reported of an evaluation."""
+    """The results of an evaluation."""
 
     samples: float
     accuracy: float
@@ -27,7 +27,7 @@ class Numbers(NamedTuple):
 
 
 def data() -> TensorDataset:
-    """101 samples: what a classifier says of each, and what is true; one in five is positive."""
+    """Return 101 samples: a classifier's answer for each, and the truth. One in five is positive."""
     random = torch.Generator().manual_seed(11)
     truth = torch.rand(101, generator=random) < 0.2
     is_wrong = torch.rand(101, generator=random) < 0.15
@@ -35,13 +35,13 @@ def data() -> TensorDataset:
 
 
 def numbers_of(said: torch.Tensor, truth: torch.Tensor) -> Numbers:
-    """Accuracy, and F1 of the positive class, of whole columns."""
+    """Return accuracy, and F1 of the positive class, of whole columns."""
     hits, positives = int((said & truth).sum()), int(said.sum()) + int(truth.sum())
     return Numbers(len(said), int((said == truth).sum()) / len(said), 2 * hits / positives if positives else 0.0)
 
 
 def joined(batches: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> Numbers:
-    """The numbers of all rows of all batches."""
+    """Return the numbers of all rows of all batches."""
     said, truth = zip(*batches, strict=True)
     return numbers_of(torch.cat(said), torch.cat(truth))
 
@@ -50,14 +50,14 @@ def joined(batches: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> Numbers:
 
 
 def padded_by_the_sampler() -> Numbers:
-    """DistributedSampler repeats samples, so that all ranks have equally many."""
+    """Use DistributedSampler, which repeats samples to give all ranks the same number."""
     sampler = DistributedSampler(data(), *world(), shuffle=False)
     loader = DataLoader(data(), BATCH_SIZE, sampler=sampler)
     return joined(easydist.gather(batch) for batch in loader)
 
 
 def mean_of_means() -> Numbers:
-    """Each batch and each rank weighs the same, however few samples it has; and F1 is no mean at all."""
+    """Average batches and ranks with equal weights, whatever their number of samples. F1 is not a mean at all."""
     loader = metrics.distributed_loader(data(), BATCH_SIZE)
     batches = [numbers_of(*batch) for batch in loader if len(batch[0])]
     mean = torch.tensor(batches, dtype=torch.float64).mean(0)
@@ -66,13 +66,13 @@ def mean_of_means() -> Numbers:
 
 
 def rank_0_only() -> Numbers:
-    """What the main process logs of its own samples."""
+    """Report only the main process's own samples."""
     mine = joined(metrics.distributed_loader(data(), BATCH_SIZE))
     return Numbers(*easydist.broadcast(tuple(mine)))
 
 
 def prepared_and_gathered() -> Numbers:
-    """accelerate repeats samples until the last batch of every rank is full; gather does not know."""
+    """Use accelerate's loader, which repeats samples until every rank's last batch is full, with a plain gather."""
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(data(), BATCH_SIZE))
     return joined(accelerator.gather(tuple(batch)) for batch in loader)
@@ -82,18 +82,18 @@ def prepared_and_gathered() -> Numbers:
 
 
 def gathered_for_metrics() -> Numbers:
-    """Any loader: gather_for_metrics drops what is repeated."""
+    """Use any loader. gather_for_metrics drops repeated samples."""
     loader = Accelerator(cpu=True).prepare(DataLoader(data(), BATCH_SIZE))
     return joined(easydist.gather_for_metrics(tuple(batch), loader=loader) for batch in loader)
 
 
 def loaded_once() -> Numbers:
-    """A loader that repeats nothing: gather is enough."""
+    """Use a loader that repeats nothing, so that gather is enough."""
     return joined(easydist.gather(batch) for batch in metrics.distributed_loader(data(), BATCH_SIZE))
 
 
 def summed() -> Numbers:
-    """Sums of what the numbers are made of: nothing else travels, once for the whole loop."""
+    """Sum the components of the numbers. Nothing else travels, once for the whole loop."""
     sums = metrics.Sums()
     for said, truth in metrics.distributed_loader(data(), BATCH_SIZE):
         sums.update(samples=len(said), right=said == truth, hits=said & truth, said=said, truth=truth)
@@ -117,18 +117,18 @@ RIGHT = {
 
 
 def world() -> tuple[int, int]:
-    """How many ranks there are, and which one this is."""
+    """Return the number of ranks and this rank."""
     state = easydist.ProcessState(cpu=True)
     return state.num_processes, state.process_index
 
 
 def line(name: str, numbers: Numbers) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     return f"{name:30}{numbers.samples:8.0f}  {numbers.accuracy:.6f}  {numbers.f1:.6f}"
 
 
 def main() -> None:
-    """Print the numbers of all ways, and make sure that the right ones are right."""
+    """Print the numbers of all methods, and make sure that the correct ones are correct."""
     state = easydist.ProcessState(cpu=True)
     want = numbers_of(*data().tensors)
     state.print(f"{f'{state.num_processes} ranks':30} samples  accuracy  F1")

@@ -1,4 +1,4 @@
-"""Any Python value: collected from all ranks, given to all ranks, dealt out.
+"""Any Python value: gathered from all ranks, broadcast to all ranks, and scattered.
 
 torchrun --standalone --nproc-per-node 2 examples/objects.py
 """

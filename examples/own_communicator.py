@@ -1,4 +1,4 @@
-"""A backend of one's own: it counts the bytes that a rank sends, and passes the battery for communicators.
+"""A custom backend that counts the bytes that a rank sends, and passes the conformance test for communicators.
 
 torchrun --standalone --nproc-per-node 2 examples/own_communicator.py
 """
@@ -27,12 +27,12 @@ class Counting(Gloo):
 
 
 def backend() -> Counting:
-    """Over the default group, which has to exist."""
+    """Create the backend over the default group, which must exist."""
     return Counting(dist.group.WORLD, torch.device("cpu"), "counting")
 
 
 def make(rank: int, world_size: int) -> TorchComm:
-    """The communicator to check; the battery calls this on every rank."""
+    """Create the communicator to check. The conformance test calls this on every rank."""
     return TorchComm(backend(), "counting")
 
 

@@ -1,7 +1,7 @@
-"""A policy learns on one Ray actor, and three others act by its newest weights; one of them is killed and replaced.
+"""A policy learns on one Ray actor while three others act with its newest weights; one of them is killed and replaced.
 
 A trainer learns to steer a point to the origin, by evolution strategies: it publishes its policy, workers try noisy
-copies of it and say how well each did, and the trainer moves towards those that did well.
+copies of it and report their rewards, and the trainer moves towards those with high rewards.
 
 pip install "easydist[ray]"
 python examples/ray_weight_sync.py
@@ -25,14 +25,14 @@ NOISE, RATE = 0.1, 0.2
 
 
 def policy() -> nn.Module:
-    """Position and speed in, acceleration out."""
+    """Create a policy: position and speed in, acceleration out."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
 
 
 @torch.no_grad()
 def reward(net: nn.Module, generator: torch.Generator) -> float:
-    """How close to the origin a few points come in 20 steps: the mean of minus the squared distance."""
+    """Return how close to the origin a few points come in 20 steps: the mean of minus the squared distance."""
     place, speed, total = torch.randn(8, 2, generator=generator), torch.zeros(8, 2), 0.0
     for _ in range(20):
         speed = 0.8 * speed + 0.2 * net(torch.cat([place, speed], 1)).clamp(-1, 1)
@@ -43,7 +43,7 @@ def reward(net: nn.Module, generator: torch.Generator) -> float:
 
 @torch.no_grad()
 def shaken(net: nn.Module, seed: int, scale: float) -> None:
-    """Add noise that the seed alone decides, so that it need not travel."""
+    """Add noise that depends only on the seed, so that it need not travel."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in net.parameters():
         parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=scale)
@@ -51,27 +51,27 @@ def shaken(net: nn.Module, seed: int, scale: float) -> None:
 
 @ray.remote(num_cpus=0)
 class Trainer:
-    """Has the policy that counts."""
+    """The owner of the policy."""
 
     def __init__(self) -> None:
         self.net = policy()
         self.publisher: weights.WeightPublisher | None = None
 
     def regroup(self) -> int:
-        """Go on in the newest generation of the group."""
+        """Continue in the newest generation of the group."""
         group = easydist.ray.group("sync")
         self.publisher = self.publisher or weights.WeightPublisher(self.net, group=group)
         return self.publisher.regroup(group)
 
     def publish(self) -> tuple[int, float]:
-        """The next version, and the milliseconds that it took."""
+        """Publish the next version, and return it with the milliseconds that this took."""
         assert self.publisher is not None
         began = time.perf_counter()
         version = self.publisher.publish()
         return version, 1000 * (time.perf_counter() - began)
 
     def learn(self, tried: list[tuple[int, float, float]]) -> None:
-        """Move along each noise by how much better it did than its opposite."""
+        """Move along each noise in proportion to its advantage over its opposite."""
         spread = torch.tensor([better - worse for _, better, worse in tried]).std().clamp(min=1e-6)
         for seed, better, worse in tried:
             shaken(self.net, seed, RATE * float((better - worse) / spread) / len(tried))
@@ -79,25 +79,25 @@ class Trainer:
 
 @ray.remote(num_cpus=0)
 class Worker:
-    """Acts by the newest weights."""
+    """A worker that acts with the newest weights."""
 
     def __init__(self) -> None:
         self.net = policy()
         self.receiver: weights.WeightReceiver | None = None
 
     def regroup(self) -> int:
-        """Go on in the newest generation of the group."""
+        """Continue in the newest generation of the group."""
         group = easydist.ray.group("sync")
         self.receiver = self.receiver or weights.WeightReceiver(self.net, group=group)
         return self.receiver.regroup(group)
 
     def receive(self) -> int:
-        """The version that is here now."""
+        """Receive the next version, and return its number."""
         assert self.receiver is not None
         return self.receiver.receive()
 
     def act(self, first_seed: int) -> tuple[float, list[tuple[int, float, float]]]:
-        """How well the policy does, and how well noisy copies of it do: both ways along each noise."""
+        """Return the policy's reward, and the rewards of noisy copies: both ways along each noise."""
         tried = []
         for seed in range(first_seed, first_seed + TRIES):
             found = []
@@ -110,7 +110,7 @@ class Worker:
 
 
 def connect(trainer: Any, workers: list[Any]) -> tuple[int, float]:
-    """A new generation of the group; the version that all have then, and the seconds that it took."""
+    """Create a new generation of the group. Return the version that all members have, and the seconds taken."""
     began = time.perf_counter()
     members = [trainer, *workers]
     easydist.ray.create_group(members, "sync", timeout=60.0)
@@ -120,7 +120,7 @@ def connect(trainer: Any, workers: list[Any]) -> tuple[int, float]:
 
 
 def together(calls: list[Any]) -> list[Any]:
-    """What all calls give; if a member was lost, one error, when all of them have ended."""
+    """Return the results of all calls. If a member was lost, raise one error after all calls have ended."""
     results, lost = [], None
     for call in calls:
         try:

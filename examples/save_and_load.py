@@ -1,4 +1,4 @@
-"""A checkpoint of model, optimizer and progress: written by one rank, read in place by all of them.
+"""A checkpoint of model, optimizer and progress, written by one rank and read in place by all of them.
 
 torchrun --standalone --nproc-per-node 2 examples/save_and_load.py
 """

@@ -1,4 +1,4 @@
-"""Lose a rank in the middle of an evaluation, and finish it with those that are left.
+"""Lose a rank in the middle of an evaluation, and finish it with the remaining ones.
 
 easydist run --survivors -n 3 examples/survivors.py
 """
@@ -16,19 +16,19 @@ BATCH = 4
 
 
 def predict(samples: torch.Tensor) -> torch.Tensor:
-    """The model."""
+    """Return the model's prediction."""
     return samples**2
 
 
 def todo(done: set[int]) -> list[int]:
-    """This rank's share of the samples that nobody who is left has predicted."""
+    """Return this rank's share of the samples that no remaining rank has predicted."""
     state = ProcessState()
     left = [index for index in range(len(SAMPLES)) if index not in done]
     return left[state.process_index :: state.num_processes]
 
 
 def everybodys(mine: set[int]) -> set[int]:
-    """The samples that any rank has predicted."""
+    """Return the samples that any rank has predicted."""
     return {index for indices in easydist.gather_object([sorted(mine)]) for index in indices}
 
 
@@ -39,7 +39,7 @@ def main() -> None:
     while True:
         try:
             done = everybodys(mine)
-        except EasydistError:  # a rank is lost, and with it what it had predicted
+        except EasydistError:  # a rank is lost, together with its predictions
             easydist.recover()
             state.print(f"{state.num_processes} ranks go on")
             continue

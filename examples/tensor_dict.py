@@ -1,4 +1,4 @@
-"""Weights to ranks that know nothing of them: new memory at first, then into the same tensors.
+"""Send weights to ranks that do not know their structure: first into new memory, then into the same tensors.
 
 torchrun --standalone --nproc-per-node 2 examples/tensor_dict.py
 """

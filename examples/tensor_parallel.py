@@ -1,12 +1,12 @@
-"""A small transformer: its layers in a pipeline, each layer cut over tensor-parallel ranks.
+"""A small transformer with its layers in a pipeline, each layer split over tensor-parallel ranks.
 
 torchrun --nproc-per-node 4 examples/tensor_parallel.py    # tensor 2 × pipeline 2
 torchrun --nproc-per-node 2 examples/tensor_parallel.py    # tensor 2
 python examples/tensor_parallel.py
 
-Every stage gets activations with ``recv_tensor_dict``, and the ranks of a stage add up their parts of each layer with
-``all_reduce``. The first rank of a stage says what comes next with ``broadcast_object``, through a message queue. The
-result is compared with that of one process.
+Every stage gets activations with ``recv_tensor_dict``, and the ranks of a stage sum their parts of each layer with
+``all_reduce``. The first rank of a stage announces the next step with ``broadcast_object``, through a message queue.
+The result is compared with that of one process.
 """
 
 import torch
@@ -19,7 +19,7 @@ WIDTH, HEADS, LAYERS, TOKENS = 32, 4, 4, 6
 
 
 def weights(layer: int) -> dict[str, torch.Tensor]:
-    """A layer's weights, the same on every rank."""
+    """Return a layer's weights, the same on every rank."""
     generator = torch.Generator().manual_seed(layer)
     shapes = {"qkv": (3, WIDTH, WIDTH), "out": (WIDTH, WIDTH), "up": (4 * WIDTH, WIDTH), "down": (WIDTH, 4 * WIDTH)}
     return {
@@ -29,7 +29,7 @@ def weights(layer: int) -> dict[str, torch.Tensor]:
 
 
 class Block:
-    """One layer: this rank has some of the heads and some of the hidden units."""
+    """One layer, of which this rank has some of the heads and some of the hidden units."""
 
     def __init__(self, layer: int, tp: GroupCoordinator | None) -> None:
         self.tp, whole = tp, weights(layer)

@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics over all ranks: one exchange for all of them, and the same values on any number of ranks.
+"""Metrics of torchmetrics over all ranks, in one exchange, with the same values on any number of ranks.
 
 python examples/torchmetrics_sync.py
 torchrun --standalone --nproc-per-node 3 examples/torchmetrics_sync.py
@@ -16,7 +16,7 @@ CLASSES, SAMPLES = 3, 101
 
 
 def main() -> None:
-    """Each rank updates the metrics with its own samples, of which there is another number on each rank."""
+    """Update the metrics with each rank's own samples, whose number differs between ranks."""
     state = easydist.ProcessState(cpu=True)
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)

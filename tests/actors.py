@@ -13,11 +13,11 @@ from launching import within
 import easydist
 
 HEAD, SECOND = "127.0.0.2", "127.0.0.3"
-"""Addresses of the nodes, of this machine's loopback; Ray makes another address of 127.0.0.1."""
+"""The addresses of the nodes on this machine's loopback. Ray replaces 127.0.0.1 by another address."""
 
 MARKS = [
     pytest.mark.slow,
-    # Ray's own, of processes and sockets that it leaves to the garbage collector
+    # Ray's own warnings about processes and sockets that it leaves to the garbage collector
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
@@ -25,19 +25,19 @@ MARKS = [
 
 @contextlib.contextmanager
 def private_cluster():
-    """A cluster that nobody else finds: files in a folder of its own, ports that are free. Gives Ray's ``Cluster``."""
+    """Start a private cluster, with files in its own folder and free ports. Yield Ray's ``Cluster``."""
     import ray
     from ray.cluster_utils import Cluster
 
-    folder = tempfile.mkdtemp(prefix="ray")  # short, as paths of sockets have to be
+    folder = tempfile.mkdtemp(prefix="ray")  # short, because the paths of sockets must be
     node = {"temp_dir": folder, "object_store_memory": 80 << 20, "include_dashboard": False}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("PYTHONPATH", os.path.dirname(os.path.dirname(easydist.__file__)))
-        patch.setenv("RAY_worker_niceness", "0")  # else whatever runs beside the tests goes first
+        patch.setenv("RAY_worker_niceness", "0")  # otherwise other processes have priority over the tests
         patch.delenv("RAY_ADDRESS", raising=False)
-        patch.setattr(ray._private.utils, "write_ray_address", lambda *_: None)  # for all of this machine to find
+        patch.setattr(ray._private.utils, "write_ray_address", lambda *_: None)  # do not announce it
         patch.setattr(ray._private.node, "time", PatientClock())
         cluster = Cluster()
         cluster.node = node
@@ -52,7 +52,7 @@ def private_cluster():
 
 
 class PatientClock:
-    """In place of the module ``time`` where Ray gives a node 30 seconds to start, whatever else runs on the machine."""
+    """A replacement for the module ``time`` where Ray gives a node 30 seconds to start, whatever the load."""
 
     def __init__(self):
         self._patience = within(1)
@@ -69,14 +69,14 @@ class Member:
 
 
 def members(count, node="first"):
-    """New actors on a node; they start while the caller goes on."""
+    """Create actors on a node. They start in the background."""
     import ray
 
     return [ray.remote(num_cpus=0, resources={node: 1})(Member).remote() for _ in range(count)]
 
 
 def begun(actors, call, *args):
-    """Begin a call on every actor: ``call(actor, rank, *args)`` keeps in the actor what it needs later."""
+    """Begin a call on every actor: ``call(actor, rank, *args)`` stores values in the actor that it needs later."""
     return [one.__ray_call__.remote(call, rank, *args) for rank, one in enumerate(actors)]
 
 
@@ -86,14 +86,14 @@ def start(actors, call, *args):
 
 
 def each(actors, call, *args, seconds=60):
-    """What ``call(rank, *args)`` gives on every actor."""
+    """Return the result of ``call(rank, *args)`` on every actor."""
     import ray
 
     return ray.get(start(actors, call, *args), timeout=within(seconds))
 
 
 def outcome(call):
-    """The error that a call raises, as its class and text; or its result."""
+    """Return the error that a call raises, as its class and text; or its result."""
     try:
         return call()
     except Exception as error:

@@ -13,11 +13,11 @@ settings.register_profile("easydist", deadline=None, derandomize=True, suppress_
 settings.register_profile("stress", settings.get_profile("easydist"), derandomize=False, max_examples=examples(100))
 settings.load_profile("stress" if "EASYDIST_STRESS" in os.environ else "easydist")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job that a shell has begun in the background
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a shell ignores it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 unmarked = []
-"""Lines about tests that take long, and are not marked slow."""
+"""Lines about slow tests that are not marked slow."""
 
 
 def pytest_collection_modifyitems(items):

@@ -1,4 +1,4 @@
-"""What a call exchanges: its operations are counted, not timed."""
+"""Counting the exchanges of a call instead of timing them."""
 
 import contextlib
 
@@ -29,7 +29,7 @@ KINDS = {
 
 @contextlib.contextmanager
 def recorded():
-    """The operations of this process in order: what kind each is, and the communicator that carries it."""
+    """Record the operations of this process in order: the kind of each, and its communicator."""
     operations = []
 
     def recording(name, inner):
@@ -47,7 +47,7 @@ def recorded():
 
 
 def exchanges(call):
-    """The operations of a call that has been made before, so that all connections are there."""
+    """Return the operations of a call that was made before, so that all connections exist."""
     call()
     with recorded() as operations:
         call()

@@ -1,4 +1,4 @@
-"""Groups of all ranks, whether they work, and what makes one rank of them fail."""
+"""Groups of all ranks, checks that they work, and faults of one rank."""
 
 import contextlib
 
@@ -15,14 +15,14 @@ TREE = {"large": torch.ones(300_000), "small": [torch.ones(1000) for _ in range(
 
 @contextlib.contextmanager
 def made(way, **options):
-    """A new group of all ranks, over shared memory or over gloo alone, also when it is connected again."""
+    """Create a group of all ranks, over shared memory or over gloo alone, which also applies when it reconnects."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EASYDIST_SHM", str(int(way == "shm")))
         yield dist.new_group(**options)
 
 
 def check_works(group, backend):
-    """Small and large data come to every rank of the group, the way that is meant."""
+    """Make sure that small and large data reach every rank of the group, over the expected backend."""
     rank, size = group.rank(), group.size()
     assert easydist.gather(torch.tensor([rank]), group=group).tolist() == list(range(size))
     got = easydist.gather(torch.full((200_000,), rank), group=group).view(size, -1)
@@ -34,7 +34,7 @@ def check_works(group, backend):
 
 
 def outcome(call):
-    """The name of the error that ``call`` raises, or its result."""
+    """Return the name of the error that ``call`` raises, or its result."""
     try:
         return call()
     except easydist.EasydistError as error:
@@ -42,7 +42,7 @@ def outcome(call):
 
 
 def of_all(value):
-    """What every rank has here; by torch's own means, so that all ranks compare the same values."""
+    """Gather a value from every rank, using torch, so that all ranks compare the same values."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -50,7 +50,7 @@ def of_all(value):
 
 @contextlib.contextmanager
 def no_memory_from(number):
-    """The memory for this result, counted from 1, and for all that follow is not to be had."""
+    """Let the allocation of this result, counted from 1, and of all later ones fail."""
     inner, count = memory.empty, 0
 
     def empty(*args):

@@ -1,4 +1,4 @@
-"""A real Jupyter kernel without a page, and what its cells show."""
+"""A real Jupyter kernel without a page, and the output of its cells."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from easydist.cli.ranks import Ranks
 
 @dataclass
 class Shown:
-    """What a cell has shown."""
+    """The output of a cell."""
 
     out: str = ""
     err: str = ""
@@ -65,7 +65,7 @@ class Kernel:
         return self.manager.provisioner.process.pid
 
     def run(self, code, seconds=30, hook=None):
-        """Run a cell; it may fail."""
+        """Run a cell, which may fail."""
         shown = Shown()
 
         def hear(message):
@@ -84,12 +84,12 @@ class Kernel:
         return shown
 
     def bad(self, code, seconds=30, hook=None):
-        """Run a cell that must fail, and return what it says."""
+        """Run a cell that must fail, and return its error."""
         return self.run(code, seconds, hook).error
 
     def interrupted_in(self, operation, code, rank=0):
-        """Run a cell, and interrupt it as soon as a rank is in an operation, if one is named; what it says."""
-        asked = []  # once
+        """Run a cell, interrupt it once a rank is in an operation (if one is named), and return its error."""
+        asked = []  # so that it happens only once
 
         def interrupt(shown):
             if "ready" in shown.out and not asked:
@@ -105,7 +105,7 @@ class Kernel:
         return any(row.rank == rank and row.is_in_call and row.place.startswith(operation) for row in told)
 
     def processes(self):
-        """The ranks' processes."""
+        """Return the ranks' processes."""
         return psutil.Process(self.pid).children(recursive=True)
 
     def close(self):
@@ -114,7 +114,7 @@ class Kernel:
 
 
 def until(condition, seconds=20):
-    """Wait for a condition; fail after a time in which it would have come."""
+    """Wait for a condition, and fail after a time in which it should have come true."""
     deadline = time.monotonic() + within(seconds)
     while not condition():
         assert time.monotonic() < deadline
@@ -123,7 +123,7 @@ def until(condition, seconds=20):
 
 @contextlib.contextmanager
 def kernel():
-    """A kernel that is gone afterwards, and its ranks with it."""
+    """Start a kernel, and make sure that it and its ranks are gone afterwards."""
     made = Kernel()
     try:
         yield made

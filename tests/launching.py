@@ -1,4 +1,4 @@
-"""Processes that a test starts, and how long it waits for them: limits grow with the load of the machine."""
+"""Processes that tests start, and time limits for them that grow with the load of the machine."""
 
 import contextlib
 import json
@@ -13,23 +13,23 @@ ROOT = Path(__file__).parent.parent
 
 
 def patience():
-    """How many times as long as on an idle machine a step may take; EASYDIST_TEST_PATIENCE sets it."""
+    """Return the factor by which a step may take longer than on an idle machine, or EASYDIST_TEST_PATIENCE if set."""
     told = os.environ.get("EASYDIST_TEST_PATIENCE")
     return float(told) if told else 2 + os.getloadavg()[0] / (os.cpu_count() or 1)
 
 
 def examples(count):
-    """How many random calls or values a test draws: EASYDIST_STRESS is what it makes of 1200."""
+    """Return the number of random calls or values for a test: EASYDIST_STRESS scales it, relative to 1200."""
     return max(1, count * int(os.environ.get("EASYDIST_STRESS", "1200")) // 1200)
 
 
 def within(seconds):
-    """The limit for a step that may take so long on an idle machine; only a step that hangs reaches it."""
+    """Return the limit for a step that may take this long on an idle machine. Only a step that hangs reaches it."""
     return seconds * patience()
 
 
 def start(*command, env=os.environ, **options):
-    """A process whose output is kept, in a session of its own."""
+    """Start a process in a session of its own, and capture its output."""
     return subprocess.Popen(
         [str(part) for part in command],
         env={name: str(value) for name, value in env.items()},
@@ -43,7 +43,7 @@ def start(*command, env=os.environ, **options):
 
 
 def finished(*processes, seconds=60):
-    """The output and the errors of each process, once all have ended; nothing that they started goes on."""
+    """Return the output and the errors of each process once all have ended, and kill everything they started."""
     began = time.monotonic()
     try:
         return [_output(process, began, seconds) for process in processes]
@@ -59,12 +59,12 @@ def _output(process, began, seconds):
         try:
             return process.communicate(timeout=1)
         except subprocess.TimeoutExpired:
-            if time.monotonic() > began + within(seconds):  # asked now: the load may have grown since
+            if time.monotonic() > began + within(seconds):  # computed now, because the load may have grown
                 raise
 
 
 def python(*arguments, status=0, seconds=60, **environment):
-    """What a Python process prints and its errors; easydist and the tests are on its path, and it ends as expected."""
+    """Run Python with easydist and the tests on its path, check its exit status, and return its output and errors."""
     own = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
     process = start(sys.executable, *arguments, env=os.environ | own | environment)
     ((out, err),) = finished(process, seconds=seconds)
@@ -73,7 +73,7 @@ def python(*arguments, status=0, seconds=60, **environment):
 
 
 def launched(script, cases):
-    """Of each case what every rank met, by rank, and how the ranks ended; and all that went to stderr.
+    """Return by case each rank's outcome, by rank, and the exit statuses; and everything written to stderr.
 
     The script launches ranks of its own, for many cases at once.
     """

@@ -1,4 +1,4 @@
-"""A simulated world in which ranks agree on the members of a group: delays, deaths, stops and interrupts, from a seed.
+"""A simulation of ranks that agree on the members of a group, with delays, deaths, stops and interrupts, from a seed.
 
 Every read of a register, every write and every step of connecting is one step of a schedule that a seed draws.
 """
@@ -12,7 +12,7 @@ LONGEST = TIMEOUT + 3 * LIMIT
 
 
 class Rank:
-    """One rank: its machine, and what of its last actions is still to be done."""
+    """One rank: its machine, and the pending part of its last actions."""
 
     def __init__(self, rank, size, machine, comes):
         self.rank, self.size, self.machine, self.comes = rank, size, machine, comes
@@ -30,12 +30,12 @@ class Rank:
 
 
 class World:
-    """Ranks that come to ``recover`` at random times, while some are killed, stopped and interrupted.
+    """Ranks that call ``recover`` at random times, while some are killed, stopped and interrupted.
 
     Args:
-        seed: Of the schedule.
+        seed: The seed of the schedule.
         machine: The class of the machines.
-        faults: 0: nothing goes wrong; 1: everything may.
+        faults: 0 for no faults; 1 for all kinds of faults.
     """
 
     def __init__(self, seed, machine=Membership, faults=1.0):
@@ -51,7 +51,7 @@ class World:
         self.agreed = {}
 
     def play(self):
-        """Play the schedule; returns the ranks."""
+        """Play the schedule, and return the ranks."""
         while running := [rank for rank in self.ranks if not rank.is_done]:
             ready = [rank for rank in running if rank.wakes <= self.now]
             if not ready:
@@ -95,7 +95,7 @@ class World:
             self.end(rank, action)
 
     def again(self, rank):
-        """The user calls once more."""
+        """Let the user call again."""
         rank.actions, rank.seen, rank.unread, rank.joins, rank.has_called_again = None, {}, [], None, True
         self.sleep(rank, self.draw.random())
 
@@ -104,7 +104,7 @@ class World:
         assert self.now - rank.began - rank.slept <= LONGEST + 20 * self.pace + 1, "it has waited past its time"
 
     def read(self, rank):
-        """Read some of the registers that are still to be read in this round."""
+        """Read some of the registers that have not been read in this round."""
         if not rank.seen and not rank.unread:
             rank.unread = list(range(rank.size))
             self.draw.shuffle(rank.unread)
@@ -119,7 +119,7 @@ class World:
         rank.actions = rank.machine.heard(self.now, registers, ended)
 
     def connect(self, rank, action):
-        """All members have to be there at the same time; half of the limit is the time for it."""
+        """Connect if all members come within half of the limit."""
         assert self.agreed.setdefault(action.attempt, action.members) == action.members, "two memberships in one slot"
         there = self.connecting.setdefault(action, set())
         if rank.joins is None:
@@ -136,7 +136,7 @@ class World:
 
 
 def check(seed, machine=Membership, faults=1.0):
-    """Play one schedule, and check what has to be true at its end; returns what the ranks met."""
+    """Play one schedule, check its final state, and return the outcomes of the ranks."""
     ranks = World(seed, machine, faults).play()
     returned = {rank.rank: rank.result.members for rank in ranks if isinstance(rank.result, Return)}
     assert len(set(returned.values())) <= 1, f"two memberships: {returned}"

@@ -1,4 +1,4 @@
-"""Ranks of which one is odd, and data that cannot travel."""
+"""Calls in which one rank is odd, and data that cannot travel."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ DIFFER, FAULT, MISUSE = DisagreementError, RemoteError, ValueError
 
 
 class Rank(NamedTuple):
-    """One rank's view of a case: who it is, how many there are, which of them is odd, and the verb."""
+    """One rank's view of a case: its rank, the world size, the odd rank, and the verb."""
 
     rank: int
     size: int
@@ -26,7 +26,7 @@ class Rank(NamedTuple):
     verb: Callable[..., Any] | None = None
 
     def call(self, *args, **options):
-        """The call to make; what it is given is compared before and after."""
+        """Return the call to make. Its arguments are compared before and after."""
         return partial(self.verb, *args, **options)
 
     def pick(self, usual, odd):
@@ -44,7 +44,7 @@ def enter():
 
 
 def pickling(allowed, verb, *args):
-    """``verb`` where pickle is allowed, or is not."""
+    """Call ``verb`` while pickle is allowed, or denied."""
     easydist.allow_pickle(allowed)
     try:
         return verb(*args)
@@ -85,7 +85,7 @@ class Sealed:
 
 
 class Same:
-    """A key of which all print alike."""
+    """A key whose instances all print alike."""
 
     def __repr__(self):
         return "same"
@@ -139,12 +139,12 @@ def of(dtype):
 
 
 def full(on, *shape):
-    """A tensor that is another one on each rank: a write would show."""
+    """Return a tensor whose values differ on each rank, so that a write would show."""
     return torch.full(shape, 1.0 + on.rank)
 
 
 def stamped(on, data):
-    """The tree with tensors and arrays that are other ones on each rank."""
+    """Return the tree with tensors and arrays whose values differ on each rank."""
 
     def stamp(leaf):
         return (torch if isinstance(leaf, torch.Tensor) else np).full_like(leaf, 1 + on.rank)
@@ -180,7 +180,7 @@ TREES = {
     "a dimension more": ("(2, 3, 1)", {"m": GRID}, {"m": GRID[..., None]}),
     "another last dimension": ("(2, 2)", {"m": GRID}, {"m": GRID[:, :2]}),
 }
-"""Unequal trees: what the text shows, the usual one, the odd one."""
+"""Unequal trees: a part of the error text, the usual tree, the odd one."""
 
 FAULTS = {
     "a sparse leaf": ("leaf ['x'] is not a dense tensor", SPARSE),
@@ -199,7 +199,7 @@ FAULTS = {
     "an error in odd letters": ("\udcff – é", Broken(OSError("\udcff – é"))),
     "a key without a repr": ("rank {odd}: KeyError", {Nameless(1): torch.ones(1)}),
 }
-"""Trees that no verb can send: what the text shows, the odd rank's tree."""
+"""Trees that no verb can send: a part of the error text, the odd rank's tree."""
 
 COMPARED = {
     **{
@@ -220,11 +220,11 @@ COMPARED = {
     "another tree on each rank": (DIFFER, "['leaf1']", lambda on: on.call({f"leaf{on.rank}": GRID})),
     "many leaves": (DIFFER, "… and 30 more", lambda on: on.call({f"{i:02}": on.pick(GRID, GRID.T) for i in range(40)})),
 }
-"""For every verb that compares trees."""
+"""Cases for every verb that compares trees."""
 
 
 def unpicklable(send):
-    """For every verb for objects; ``send(on, value)`` is the call in which the odd rank has ``value`` to send."""
+    """Return cases for verbs that send objects. ``send(on, value)`` lets the odd rank send ``value``."""
     return {
         "a lock": (FAULT, "_thread.lock", lambda on: send(on, threading.Lock())),
         "a lambda": (FAULT, "<lambda>", lambda on: send(on, lambda: None)),
@@ -235,7 +235,7 @@ def unpicklable(send):
 
 
 def odd_rank(number, size):
-    """Rank 0, the last one and one in the middle by turns."""
+    """Return rank 0, the last one and one in the middle in turns."""
     return (0, size - 1, size // 2)[number // 3 % 3]
 
 

@@ -1,4 +1,4 @@
-"""Messages around pickles written by hand, and what decoding them does."""
+"""Messages with handwritten pickles, and the effects of decoding them."""
 
 import contextlib
 import datetime
@@ -60,7 +60,7 @@ def round_trip(value, weights_only=None):
 
 
 class Calls:
-    """Pickles as a call."""
+    """An object that is pickled as a call."""
 
     def __init__(self, function, *args, state=None):
         self.reduced = (function, args) if state is None else (function, args, state)
@@ -70,7 +70,7 @@ class Calls:
 
 
 def message(skeleton, *buffers):
-    """A message around any bytes."""
+    """Return a message with any bytes."""
     head = struct.pack(f"<{2 + len(buffers)}Q", len(buffers), len(skeleton), *map(len, buffers))
     data = head + skeleton
     for buffer in buffers:
@@ -79,7 +79,7 @@ def message(skeleton, *buffers):
 
 
 def named(module, name):
-    """The bytes that push a global."""
+    """Return the bytes that push a global."""
     return b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name)) + b"\x93"
 
 
@@ -90,7 +90,7 @@ def refused(skeleton, *buffers):
 
 
 def made(function, *args):
-    """The pickle of a call of one of the functions that make tensors and arrays."""
+    """Return the pickle of a call of one of the functions that make tensors and arrays."""
     return pickle.dumps(Calls(getattr(easydist.format.parts, function), *args), 5)
 
 
@@ -103,13 +103,13 @@ def tensor_call():
 
 
 def bomb(levels):
-    """Steps that make a tuple of a tuple of … with 2 ** levels ends, and use it as a key."""
+    """Return steps that nest tuples with 2 ** levels ends, and use the result as a key."""
     steps = b"".join(b"\x94" + (b"h" + bytes([i])) + b"\x86" for i in range(levels))
     return steps + b"Ns."
 
 
 def kept(steps):
-    """The steps, whose value goes into the memo and off the stack."""
+    """Return the steps, whose value moves from the stack to the memo."""
     return steps + b"\x940"
 
 
@@ -136,7 +136,7 @@ ALLOWANCE, PER_BYTE = 16_000_000, 400
 
 
 def peak_nbytes(skeleton):
-    """What decoding allocates at most at a time."""
+    """Return the peak of the memory that decoding allocates."""
     data = message(skeleton)
     tracemalloc.start()
     try:

@@ -1,4 +1,4 @@
-"""Writers and readers of a queue for the tests."""
+"""Writers and readers of queues for the tests."""
 
 import multiprocessing
 import os
@@ -14,7 +14,7 @@ import torch
 from easydist.queue import MessageQueue
 
 SOON = launching.within(10)
-"""Seconds after which a test that waits has failed."""
+"""Seconds after which a waiting test has failed."""
 
 TINY = {"max_chunk_bytes": 1 << 14, "max_chunks": 4}
 
@@ -22,11 +22,11 @@ forked = multiprocessing.get_context("forkserver")
 
 
 class Own:
-    """Of a class that nobody has allow-listed."""
+    """A class that is not allow-listed."""
 
 
 def in_thread(function, *args):
-    """Run it beside; ``join`` gives its result, or raises what it raised."""
+    """Run a function in a thread, whose ``join`` returns its result or raises its error."""
 
     class Thread(threading.Thread):
         def run(self):
@@ -49,7 +49,7 @@ def in_thread(function, *args):
 
 
 def eventually(condition):
-    """Until it is true."""
+    """Wait until the condition is true."""
     until = time.monotonic() + SOON
     while not condition():
         assert time.monotonic() < until
@@ -57,7 +57,7 @@ def eventually(condition):
 
 
 def fill(writer, nbytes=1 << 20, timeout=None):
-    """Enqueue, and count, until there is no room."""
+    """Enqueue until there is no room, and count."""
     writer.count = 0
     while True:
         writer.enqueue(filled(nbytes, writer.count), timeout)
@@ -69,7 +69,7 @@ def filled(nbytes, number=0):
 
 
 def drawn(draw, depth=0):
-    """A random object."""
+    """Return a random object."""
     kind = draw.randrange(9 if depth < 3 else 6)
     if kind == 0:
         return draw.choice([None, True, draw.getrandbits(70), draw.random(), "né" * draw.randrange(9)])
@@ -100,7 +100,7 @@ def same(a, b):
 
 
 def waits(queue):
-    """Whether another thread has its turn at a queue's end."""
+    """Return a function that is true while another thread has its turn at a queue's end."""
 
     def look():
         if is_free := queue._end._lock.acquire(blocking=False):

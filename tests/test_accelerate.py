@@ -1,4 +1,4 @@
-"""easydist in the places of accelerate's functions: which, where, until when, and whose run."""
+"""Replacing accelerate's functions by easydist's: which names, in which modules, for how long, in which states."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Verbs and the shared-memory backend inside ``torch.compile``: the same as outside."""
+"""Verbs and the shared-memory backend inside ``torch.compile``, compared with the same calls outside."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The examples print what the documentation says."""
+"""Tests that the examples print the output that the documentation shows."""
 
 import contextlib
 import importlib
@@ -16,7 +16,7 @@ from easydist.testing import default_pool
 
 
 def on_ranks(count, example):
-    """What an example prints on several ranks."""
+    """Run an example on several ranks, and return its output."""
     out, _ = python(
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count, ROOT / "examples" / example
     )
@@ -33,7 +33,7 @@ def test_metrics_exactly_right():
 
 
 def evaluate():
-    """What examples/evaluate.py prints on this rank of a pool, which starts sooner than a launcher's ranks."""
+    """Run examples/evaluate.py on this rank of a pool, which starts faster than a launcher, and return its output."""
     sys.path.insert(0, str(ROOT / "examples"))  # the pool sets the path of each run
     example = importlib.import_module("evaluate")
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()):
@@ -44,7 +44,7 @@ def evaluate():
 @pytest.mark.slow
 def test_ray_weight_sync():
     pytest.importorskip("ray", reason="Ray is not installed: pip install easydist[ray]")
-    folder = tempfile.mkdtemp(prefix="ray")  # a short path, of sockets
+    folder = tempfile.mkdtemp(prefix="ray")  # short, because the paths of sockets must be
     private = {"RAY_ADDRESS": "local", "RAY_TMPDIR": folder, "RAY_worker_niceness": "0"}
     try:
         out, _ = python(ROOT / "examples" / "ray_weight_sync.py", seconds=120, **private)
@@ -84,7 +84,7 @@ def test_tensor_and_pipeline_parallel_ranks_compute_what_one_process_does():
 
 
 def said(cell):
-    """The texts of a cell's outputs."""
+    """Return the texts of a cell's outputs."""
     return "".join(output.get("text", "") for output in cell.outputs)
 
 

@@ -1,4 +1,4 @@
-"""What needs an accelerator."""
+"""Tests that need an accelerator."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_gloo_moves_cuda_tensors_through_the_host(rank):
 
 
 def weights():
-    """What travels alone, packed and not at all, on both devices."""
+    """Return leaves on both devices that travel alone, packed and not at all."""
     return {
         "large": torch.arange(1 << 18, device="cuda").view(512, 512).t(),
         "small": [torch.tensor([0.5, -0.0], device="cuda", dtype=torch.bfloat16), torch.ones(2)],
@@ -56,7 +56,7 @@ def test_tensor_dicts_arrive_on_the_device_of_their_type(rank):
 
 
 def state():
-    """Both devices, large and small, of several strides."""
+    """Return tensors on both devices, large and small, with several strides."""
     return {
         "large": torch.arange(1 << 18, device="cuda").view(512, 512),
         "strided": torch.arange(1 << 18, device="cuda").view(512, 512).t(),
@@ -66,7 +66,7 @@ def state():
 
 
 def check_state(rank):
-    """New tensors on their own type of device, on the CPU, pinned; and what is there, on either device."""
+    """Check new tensors on their own type of device, on the CPU and pinned, and existing ones on either device."""
     from easydist.weights import broadcast_state_dict
 
     wanted = {name: value.cpu() for name, value in state().items()}
@@ -86,7 +86,7 @@ def test_weights_on_a_gpu_go_by_way_of_the_host(rank):
 
 
 def on_nccl(rank, world_size):
-    """Every verb over an NCCL group that has no CPU backend: headers travel on a gloo group beside it."""
+    """Call every verb over an NCCL group without a CPU backend, whose headers travel on a gloo group."""
     torch.distributed.destroy_process_group()
     torch.cuda.set_device(rank)
     store = torch.distributed.TCPStore("127.0.0.1", 29611, world_size, rank == 0)

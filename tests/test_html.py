@@ -1,4 +1,4 @@
-"""What notebooks show of easydist's values, in IPython's own shell where it does the showing."""
+"""Tests of the display of easydist's values in notebooks, in IPython's own shell if it does the displaying."""
 
 import re
 import sys
@@ -15,7 +15,7 @@ from easydist import html, tree
 
 
 class Balanced(HTMLParser):
-    """Collects the text, and fails where an element is not closed in its turn."""
+    """A parser that collects the text, and fails if elements are not closed in order."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +32,7 @@ class Balanced(HTMLParser):
 
 
 def said(markup):
-    """The texts in a piece of HTML, which is well-formed and sets no colour: pages are light or dark."""
+    """Return the texts of HTML, after checking that it is well-formed and sets no colour: pages are light or dark."""
     parser = Balanced()
     parser.feed(markup)
     parser.close()

@@ -1,4 +1,4 @@
-"""The package's root: what it names, and what it loads when."""
+"""Tests of the package's root: its names, and the modules that it loads on import and on use."""
 
 import ast
 import copy
@@ -34,14 +34,14 @@ SUBMODULES = {
 
 
 def names() -> set[str]:
-    """The names in the stub."""
+    """Return the names in the stub."""
     imports = [node for node in ast.walk(ast.parse(STUB.read_text())) if isinstance(node, ast.ImportFrom)]
     assert all(alias.asname == alias.name for node in imports for alias in node.names), "type checkers want `as`"
     return {alias.name for node in imports for alias in node.names}
 
 
 def run(*code: str) -> str:
-    """What a fresh interpreter prints."""
+    """Return the output of a fresh interpreter."""
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", "\n".join(code)], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -110,7 +110,7 @@ def test_every_name_is_documented():
     text = "\n".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
     documented = set(re.findall(r"automodule:: easydist\.(\w+)", text))
     assert documented == SUBMODULES
-    for name in names() - SUBMODULES:  # automodule leaves out what has no docstring
+    for name in names() - SUBMODULES:  # automodule omits names without docstrings
         assert ALIASES.get(name) or getattr(easydist, name).__doc__, name
     assert ":exclude-members: " + ", ".join(ALIASES) in text
 
@@ -160,11 +160,11 @@ from easydist import calling  # wrong
 
 
 LARGE = "mypy-torch.*,transformers.*,torchmetrics.*,IPython.*,matplotlib.*"
-"""Packages that take long to read, and say nothing about easydist's names."""
+"""Packages that mypy takes long to read, and that do not matter for easydist's names."""
 
 
 def errors_of_mypy(folder, script):
-    """The lines of a user's script that mypy refuses, and all that it says."""
+    """Return the lines of a user's script that mypy rejects, and its whole output."""
     (folder / "script.py").write_text(script)
     (folder / "mypy.ini").write_text(f"[mypy]\nfollow_imports = silent\n[{LARGE}]\nfollow_imports = skip\n")
     command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", folder / "cache", "script.py"]
@@ -259,7 +259,7 @@ class Tensor: ...
 def ones(size: int) -> Tensor: ...
 def __getattr__(name: str) -> Any: ...
 """
-"""What type checkers have to know of torch here; reading all of it takes them half a minute."""
+"""The parts of torch that type checkers need here; reading all of it takes them half a minute."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Imports go down: every module of easydist imports from lower layers only, and none imports itself through others."""
+"""Tests of the layers: every module imports from lower layers only, and none imports itself through others."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ ROOMS = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name 
 
 
 def table() -> dict[str, int]:
-    """Module or room -> layer, from the table in ARCHITECTURE.md."""
+    """Return module or room -> layer, from the table in ARCHITECTURE.md."""
     rows = re.findall(r"^\| *(\d+) *\|([^|]+)\|", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
     return {
         name.strip("/").removesuffix(".py"): int(layer) for layer, cell in rows for name in re.findall(r"`(.+?)`", cell)
@@ -22,12 +22,12 @@ def table() -> dict[str, int]:
 
 
 def name_of(path: Path) -> str:
-    """A module of the package; its room where it is in one."""
+    """Return a module's name in the package, or its room if it is in one."""
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
 def imported(source: str) -> set[str]:
-    """What a module imports from easydist, dotted: anywhere in it, in functions and for type checkers too."""
+    """Return the dotted names that a module imports from easydist, including imports in functions and for typing."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -39,17 +39,17 @@ def imported(source: str) -> set[str]:
 
 
 def rooms(names: set[str]) -> set[str]:
-    """The modules and rooms that these names lie in."""
+    """Return the modules and rooms of these names."""
     return {name.split(".")[1] if "." in name else "__init__" for name in names}
 
 
 def dotted(path: Path) -> str:
-    """A module's own name."""
+    """Return a module's own dotted name."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def graph(sources: dict[str, str]) -> dict[str, set[str]]:
-    """Module -> the modules that it imports."""
+    """Return module -> the modules that it imports."""
     found = {module: imported(source) for module, source in sources.items()}
     return {
         module: {name if name in sources else name.rpartition(".")[0] for name in names}

@@ -1,4 +1,4 @@
-"""What ranks leave behind, however they end; and two hosts that are network namespaces with a link between them."""
+"""Tests of the resources that ranks leave behind, and of two hosts that are network namespaces with a link."""
 
 import contextlib
 import json
@@ -17,12 +17,12 @@ pytestmark = pytest.mark.slow
 
 
 def run(script, *arguments, **environment):
-    """What a script prints, a row per line; nothing that it started goes on."""
+    """Run a script, kill everything it started, and return the rows that it prints, one per line."""
     out, _ = launching.python(SCRIPTS / script, *arguments, seconds=90, **environment)
     return [json.loads(line) for line in out.splitlines()]
 
 
-# What is left behind.
+# Leftovers.
 
 ENDS = {
     "gloo": ["exit", "raise", "kill", "kill_all", "orphan", "fork", "fork_exit"],
@@ -32,23 +32,23 @@ ENDS = {
 ENDED = [f"{kind}/{end}" for kind, ends in ENDS.items() for end in ends]
 AGAIN = ["gloo/again", "easydist_shm/again"]
 STATUS = {"raise": 1, "kill": -9, "kill_first": -9, "kill_all": -9, "orphan": -9}
-"""How a rank ends that does not end well."""
+"""The exit status of a rank that fails."""
 
 MET = {"gloo": {"RemoteError"}, "easydist_shm": {"RemoteError"}, "queue": {"EOFError", "BrokenPipeError"}}
-"""What the others meet where it raised."""
+"""The errors of the others after a rank raised."""
 
 LOST = {"PeerLostError"}, {"PeerLostError", "EOFError"}
-"""What they meet where it was killed; the second where a writer has received it before, and has closed its end."""
+"""Their errors after it was killed; the second set if a writer has already seen that and closed its end."""
 
 
 def names():
-    """Files that have a name where shared memory may have one; folders are those of other tests."""
+    """Return files with a name where shared memory can have one. Folders belong to other tests."""
     return {path for folder in SHARED_FOLDERS for path in Path(folder).glob("*easydist*") if not path.is_dir()}
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """Of each case what its ranks met, how they ended, and what was left; and the files with new names."""
+    """Return for each case the outcomes of its ranks, their exit statuses and leftovers; and files with new names."""
     folder, temporary = tmp_path_factory.mktemp("met"), tmp_path_factory.mktemp("temporary")
     before = names()
     rows = run("leaks.py", folder, *AGAIN, *ENDED, GLOO_SOCKET_IFNAME="lo", TMPDIR=str(temporary))
@@ -58,7 +58,7 @@ def ended(tmp_path_factory):
 @pytest.mark.parametrize("case", ENDED + AGAIN)
 def test_no_process_and_no_folder_has_the_memory_of_ranks_that_have_ended(case, ended):
     found = ended[0][case]
-    assert found["files"] > len(found["statuses"])  # a page of each rank, and what they share
+    assert found["files"] > len(found["statuses"])  # a page of each rank, and their shared memory
     assert found["left"] == []
 
 
@@ -93,7 +93,7 @@ def test_groups_made_200_times_take_no_more_than_the_first(case, ended):
     assert found["statuses"] == [0, 0]
     for row in found["ranks"]:
         assert row["more"] == {}
-        assert -1 not in row["slots"]  # numbers of groups that are gone have been given to others
+        assert -1 not in row["slots"]  # numbers of groups that are gone are used again
 
 
 # Two hosts.
@@ -105,7 +105,7 @@ LINK = f"ed{os.getpid()}"
 
 @contextlib.contextmanager
 def host():
-    """A process with a network, a process table and mounts of its own; they go with it, and it goes with this one."""
+    """Start a process with its own network, process table and mounts, which end with it. It ends with this process."""
     command = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c", "echo; exec cat"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
@@ -131,7 +131,7 @@ def link(pids):
 
 @pytest.fixture(scope="module")
 def on_two_hosts():
-    """Of each case what its ranks met, in order, and how they ended, host by host."""
+    """Return for each case the outcomes of its ranks, in order, and their exit statuses, host by host."""
     if os.geteuid() or not all(map(shutil.which, ("ip", "nsenter", "unshare"))):
         pytest.skip("network namespaces need root, ip, nsenter and unshare")
     with host() as first, host() as second:
@@ -158,7 +158,7 @@ def test_verbs_on_two_hosts(kind, backend, on_two_hosts):
 
 
 def crossed(rows, verb):
-    """Bytes that went over the link, in both directions, as seen by the first rank of each host."""
+    """Return the bytes that went over the link in both directions, as counted by the first rank of each host."""
     return rows[0][verb] + rows[2][verb]
 
 

@@ -1,4 +1,4 @@
-"""Memory for large results: as torch.empty gives it, used again once nobody holds it, and never before."""
+"""Tests of memory for large results: equal to torch.empty's, reused once it is free, and never before."""
 
 import gc
 import subprocess
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not memory._HAS_HUGE_PAGES, reason="needs Linux"
 
 @pytest.fixture(autouse=True, scope="module")
 def settled():
-    """What was there before these tests is not looked at again by each of them."""
+    """Freeze existing objects, so that these tests do not scan them again."""
     gc.collect()
     gc.freeze()
     yield
@@ -117,7 +117,7 @@ def test_a_verb_that_is_called_again_needs_no_new_memory(rank):
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", ["kept = x", "torch.kept = x", "sys.kept = x[5:]", "torch.kept = [x, x.numpy()]"])
 def test_a_result_that_lives_until_the_end_ends_in_silence(keep):
-    """Also where it outlives the names of easydist's modules."""
+    """Test it even if the result outlives the names of easydist's modules."""
     script = f"import sys, easydist, torch\nx = easydist.gather(torch.ones(1 << 20))\n{keep}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
     assert (done.stdout, done.stderr) == ("", "")

@@ -1,4 +1,4 @@
-"""What is installed, and what setup.cfg and the documents say of it."""
+"""Tests of the installed files, and of the statements about them in setup.cfg and the documents."""
 
 import configparser
 import re

@@ -1,4 +1,4 @@
-"""easydist where the system lacks what Linux has: on a Mac, in a sandbox."""
+"""Tests on systems that lack features of Linux: on a Mac, in a sandbox."""
 
 from pathlib import Path
 
@@ -10,14 +10,14 @@ SCRIPT = Path(__file__).parent / "scripts" / "portability.py"
 SHARES_MEMORY = ["futex", "pidfd", "futex+pidfd"]
 USES_GLOO = ["proc", "shm", "memfd", "c", "memfd+pidfd", "linux", "linux+proc+shm+c", "proc+shm+futex+memfd+pidfd"]
 SEES_PROCESSES = [*SHARES_MEMORY, "shm", "c"]
-"""Where the end of a process is seen, not only the end of its connections."""
+"""The cases in which the end of a process is seen, not only the end of its connections."""
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def met():
-    """What rank 0 met in each case, when all verbs had worked and rank 1 was killed."""
+    """Return rank 0's outcome in each case, after all verbs had worked and rank 1 was killed."""
     found, _ = launching.launched(SCRIPT, [*SHARES_MEMORY, *USES_GLOO])
     return found
 

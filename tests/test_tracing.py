@@ -1,4 +1,4 @@
-"""What a trace records on real ranks, its table, and the file that viewers read."""
+"""Tests of the records of a trace on real ranks, of its table, and of its file for viewers."""
 
 import json
 
@@ -16,7 +16,7 @@ ALL = (1, 2, 3)
 
 
 def arrive_last(rank, world_size):
-    """Return on the last rank when the others' headers for their next call, which say when they came, are written."""
+    """Return on the last rank once the others' headers for their next call, with their times, are written."""
     easydist.wait_for_everyone()
     control, store = communicators().met().control, dist.group.WORLD.get_group_store()
     exchange = control.all_gather_upto
@@ -130,7 +130,7 @@ def test_calls_that_raise(rank):
 
 
 class Interrupting:
-    """Cannot be pickled before the user loses patience."""
+    """An object whose pickling is interrupted by the user."""
 
     def __reduce__(self):
         raise KeyboardInterrupt
@@ -180,7 +180,7 @@ def test_traces_in_one_another():
 
 
 def events(path):
-    """The slices of a trace file, per track, after checking all events against the Trace Event Format."""
+    """Return the slices of a trace file, per track, after checking all events against the Trace Event Format."""
     whole = json.loads(path.read_text())
     assert whole["displayTimeUnit"] in ("ms", "ns")
     tracks, slices = {}, {}
@@ -203,7 +203,7 @@ def events(path):
 
 
 def nanoseconds(event):
-    """Begin and end of a slice; viewers round to nanoseconds."""
+    """Return begin and end of a slice. Viewers round to nanoseconds."""
     start = round(event["ts"] * 1000)
     return start, start + round(event["dur"] * 1000)
 
@@ -229,7 +229,7 @@ def test_the_file_has_a_track_per_rank(rank, world_size, tmp_path):
             [f"wait for rank {world_size - 1}"] if r < world_size - 1 else []
         )
         around = (0, 0)
-        for event in own:  # slices of one track lie one after another or inside of one another
+        for event in own:  # slices of one track are disjoint or nested
             start, end = nanoseconds(event)
             assert (start >= around[1]) if event["cat"] == "call" else (around[0] <= start <= end <= around[1])
             around = (start, end) if event["cat"] == "call" else around
@@ -263,7 +263,7 @@ def test_groups_are_told_apart(rank, tmp_path):
 
 
 def call(operation="gather", site="a.py:1", rank=0, came=(), start=0, end=10, **values):
-    """A call of group ``g`` with times in ms."""
+    """Return a call of group ``g`` with times in ms."""
     times = {"start": start * 10**6, "end": end * 10**6, "came": tuple(time * 10**6 for time in came)}
     own = {"group": "g", "size": max(len(came), 1), "peer": None, "number": 1, "nbytes": None, "error": None}
     return TracedCall(operation, site, rank=rank, **(own | times | values))

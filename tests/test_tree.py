@@ -1,4 +1,4 @@
-"""Laws of flatten, rebuild and map."""
+"""Tests of the laws of flatten, rebuild and map."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ TREES = {**CONTAINERS, **OUTSIDERS}
 
 
 def mutable_parts(data):
-    """Lists and dicts at any depth, by identity."""
+    """Return lists and dicts at any depth, by identity."""
     children = data.values() if isinstance(data, dict | UserDict) else data if isinstance(data, list | tuple) else ()
     own = [data] if isinstance(data, dict | UserDict | list) else []
     return own + [part for child in children for part in mutable_parts(child)]
@@ -325,7 +325,7 @@ def test_is_namedtuple_knows_subclasses_and_no_plain_tuples():
 
 
 class AttrDict(dict):
-    """The idiom in which keys and attributes are the same thing."""
+    """A dict whose keys and attributes are the same."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

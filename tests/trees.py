@@ -1,6 +1,6 @@
-"""Trees that are awkward to move, hypothesis strategies for more of them, and an exact comparison.
+"""Trees that are hard to move, hypothesis strategies for more of them, and an exact comparison.
 
-``CASES`` maps a name to a function that makes a new tree, so that workers can make the very same one by name.
+``CASES`` maps a name to a function that makes a new tree, so that workers can make the same tree by its name.
 """
 
 import dataclasses
@@ -38,13 +38,15 @@ ARRAY_DTYPES = ["?", "u1", "i1", "i2", "<i4", "i8", "u2", "u4", "u8", "f2", "f4"
 
 
 def difference(got: Any, want: Any, *, identity: bool = False, path: str = "") -> str:
-    """What sets two trees apart, or "": types, key order, dtypes, shapes and every bit count; strides do not.
+    """Describe the difference of two trees, or return "". Types, key order, dtypes, shapes and all bits count.
+
+    Strides do not count.
 
     Args:
         got: A tree.
-        want: The tree that it should be.
-        identity: What is neither container nor number has to be the same object, not just equal.
-        path: Where the two are.
+        want: The expected tree.
+        identity: Values that are neither containers nor numbers must be the same objects, not just equal.
+        path: The path of the two.
     """
     at = path or "the root"
     if type(got) is not type(want):
@@ -62,7 +64,7 @@ def difference(got: Any, want: Any, *, identity: bool = False, path: str = "") -
 
 
 def same(got: Any, want: Any, *, identity: bool = False) -> bool:
-    """Whether two trees are alike to the last bit; see ``difference``."""
+    """True if two trees are alike to the last bit; see ``difference``."""
     return not difference(got, want, identity=identity)
 
 
@@ -73,7 +75,7 @@ def assert_same(got: Any, want: Any, *, identity: bool = False) -> None:
 
 
 def bits(value: Any) -> bytes:
-    """The elements in row-major order as bytes."""
+    """Return the elements in row-major order as bytes."""
     if isinstance(value, torch.Tensor):
         dense = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
         return dense.reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -86,7 +88,7 @@ def _number_bits(value: complex) -> bytes:
 
 
 def _open(data: Any) -> tuple[list[tuple[str, Any]], Any] | None:
-    """(Path step, child) pairs and what else belongs to the container, written without easydist's own trees."""
+    """Return (path step, child) pairs and the container's other state, without using easydist's own trees."""
     if isinstance(data, Mapping):
         extra = {k: v for k, v in vars(data).items() if k != "data"} if isinstance(data, UserDict) else None
         about = [getattr(data, name, None) for name in ("default_factory", "batch_size")]
@@ -127,7 +129,7 @@ Point = namedtuple("Point", "x y")
 
 
 class Doubled(namedtuple("Doubled", "x y")):
-    """A namedtuple whose constructor takes something else than its fields."""
+    """A namedtuple whose constructor takes other arguments than its fields."""
 
     __slots__ = ()
 
@@ -188,7 +190,7 @@ class FrozenSlotted:
 
 @dataclasses.dataclass
 class Counted:
-    """Has a field that __init__ does not take, and counts how often __post_init__ ran."""
+    """A dataclass with a field that __init__ does not take. It counts the calls of __post_init__."""
 
     x: Any
     total: Any = dataclasses.field(init=False)
@@ -200,7 +202,7 @@ class Counted:
 
 
 class Box:
-    """Registered with torch.utils._pytree; ``label`` is no child."""
+    """A class registered with torch.utils._pytree; ``label`` is not a child."""
 
     def __init__(self, content, label="box"):
         self.content = content
@@ -216,7 +218,7 @@ _pytree.register_pytree_node(
 
 
 class Thing:
-    """Not data."""
+    """A class that is not data."""
 
 
 THING = Thing()
@@ -348,7 +350,7 @@ CASES = {**LEAVES, **STATICS, **CONTAINERS, **OUTSIDERS}
 
 @st.composite
 def tensors(draw, dtypes=tuple(DTYPES), max_dims=3, max_side=4):
-    """Tensors of random bits; contiguous, transposed, strided or expanded."""
+    """Draw tensors of random bits: contiguous, transposed, strided or expanded."""
     dtype = draw(st.sampled_from(dtypes))
     shape = draw(st.lists(st.integers(0, max_side), max_size=max_dims))
     raw = bytearray(draw(st.binary(min_size=(n := torch.Size(shape).numel() * dtype.itemsize), max_size=n)))
@@ -367,23 +369,23 @@ def tensors(draw, dtypes=tuple(DTYPES), max_dims=3, max_side=4):
 
 @st.composite
 def arrays(draw):
-    """NumPy arrays of small numbers, of any byte order and direction."""
+    """Draw NumPy arrays of small numbers, of any byte order and direction."""
     array = np.array(draw(st.lists(st.integers(0, 100), max_size=4))).astype(draw(st.sampled_from(ARRAY_DTYPES)))
     return array[::-1] if draw(st.booleans()) else array
 
 
 def numbers():
-    """Python numbers that fit a tensor."""
+    """Return a strategy for Python numbers that fit a tensor."""
     return st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.complex_numbers()
 
 
 def statics():
-    """What belongs to the structure."""
+    """Return a strategy for values that belong to the structure."""
     return st.none() | st.text(max_size=3) | st.sampled_from([THING, Color.RED, Level.LOW, torch.float32, b"b"])
 
 
 def nested(leaves):
-    """Trees of all sorts of containers over ``leaves``."""
+    """Return a strategy for trees of all kinds of containers over ``leaves``."""
     keys = st.text(max_size=2) | st.sampled_from(ODD_KEYS)
 
     def containers(child):
@@ -409,5 +411,5 @@ def nested(leaves):
 
 
 def trees():
-    """Any tree."""
+    """Return a strategy for any tree."""
     return nested(tensors(max_dims=2, max_side=2) | arrays() | numbers() | statics())

@@ -1,1 +1,1 @@
-"""The command ``easydist``. Its modules load torch and rich only where a command runs that needs them."""
+"""The command ``easydist``. Its modules load torch and rich only if the command that runs needs them."""

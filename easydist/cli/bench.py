@@ -1,4 +1,4 @@
-"""``easydist bench``: easydist beside accelerate and gloo, on the user's machine."""
+"""``easydist bench``: a comparison of easydist with accelerate and gloo on the user's machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Example:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def bench(sizes: Sequence[int], seconds: float, only: str, plot: str | None, as_json: bool) -> None:
-    """Measure easydist beside accelerate and gloo: the same data on the same ranks of this machine, turn by turn.
+    """Measure easydist beside accelerate and gloo: the same data on the same ranks of this machine, in turns.
 
     Times are medians of seven rounds. The ratio is the peer's time over easydist's: above 1 easydist is faster.
     """
@@ -79,7 +79,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
 
 
 def _draw(rows: list[dict[str, Any]], path: str) -> None:
-    """Draw a bar for each row: the peer's time over easydist's."""
+    """Draw a bar for each row: the peer's time divided by easydist's."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,4 +1,4 @@
-"""``easydist check``: does this machine, or this cluster, work?"""
+"""``easydist check``: a check of this machine, or of the cluster."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ Results = dict[str, Any]
 def check(ranks: int, timeout: float, as_json: bool) -> None:
     """Check this machine, or the cluster under a launcher: limits, network, and a real run of all verbs.
 
-    Faults come with what to do about them. The exit status is 1 if there is one. Under a launcher rank 0 prints, and
-    each rank that finds a fault.
+    Each fault comes with a remedy. The exit status is 1 if there is one. Under a launcher rank 0 prints its results,
+    and so does each rank that finds a fault.
     """
     results, rank = _results(ranks, timeout)
     has_fault = any(finding["state"] == "fault" for finding in results["findings"])
@@ -63,7 +63,7 @@ def _as_results(found: list[Finding], times: list[dict[str, Any]] | None = None)
 
 
 def _as_rank(world: World, found: list[Finding], timeout: float) -> Results:
-    """Take part in the run of all ranks."""
+    """Run the checks as one of the launched ranks."""
     import torch.distributed as dist
 
     from easydist.cli import trial
@@ -79,7 +79,7 @@ def _as_rank(world: World, found: list[Finding], timeout: float) -> Results:
 
 
 def _as_launcher(ranks: int, found: list[Finding], timeout: float) -> Results:
-    """Start ranks that check, and collect what they have found."""
+    """Start ranks that run the checks, and collect their findings."""
     outcomes = _outcomes(ranks, timeout)
     results = _as_results(found)
     seen = {finding["check"] for finding in results["findings"]}

@@ -1,4 +1,4 @@
-"""``easydist env``: the environment, as a bug report needs it."""
+"""``easydist env``: the environment for a bug report."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _SECRETS = ("TOKEN", "SECRET", "PASSWORD", "KEY", "JWT", "CREDENTIAL")
 @click.command(epilog="\b\nExample:\n  easydist env\n  easydist env --json > env.json")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def env(as_json: bool) -> None:
-    """Print versions, devices, limits and variables: what to paste into a bug report."""
+    """Print versions, devices, limits and variables, to be pasted into a bug report."""
     found = environment()
     click.echo(json.dumps(found, indent=2) if as_json else _text(found))
 
 
 def environment() -> dict[str, dict[str, Any]]:
-    """Return what a bug report needs: ``system``, ``versions``, ``devices``, ``limits``, ``network``, ``variables``.
+    """Return the facts for a bug report: ``system``, ``versions``, ``devices``, ``limits``, ``network``, ``variables``.
 
-    Variables are those of launchers and libraries for communication, without secrets.
+    The variables are those of launchers and communication libraries, without secrets.
 
     Example:
         >>> sorted(environment())
@@ -86,7 +86,7 @@ def _backends(dist: Any) -> str:
 
 
 def limits() -> dict[str, str]:
-    """Return what this process may use: open files, locked memory, room in ``/dev/shm``."""
+    """Return the resources of this process: open files, processes, and room in ``/dev/shm``."""
     found = {"open files": _limit(resource.RLIMIT_NOFILE), "processes": _limit(resource.RLIMIT_NPROC)}
     with contextlib.suppress(OSError):
         room = shutil.disk_usage("/dev/shm")
@@ -100,7 +100,7 @@ def _limit(which: int) -> str:
 
 
 def interfaces() -> dict[str, str]:
-    """Return the addresses of each network interface that is up; and the host's name, with what it resolves to."""
+    """Return the addresses of each active network interface, and the host's name with the address it resolves to."""
     import psutil
 
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
@@ -121,7 +121,7 @@ def _resolved() -> str:
 
 
 def variables(env: Any) -> dict[str, str]:
-    """Return the variables of launchers and of libraries for communication, with secrets hidden.
+    """Return the variables of launchers and communication libraries, with secrets hidden.
 
     Args:
         env: The environment.

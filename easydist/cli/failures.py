@@ -1,4 +1,4 @@
-"""Which rank has failed first, and why."""
+"""The first rank that failed, and the reason."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _CHAINED = ("During handling of the above", "The above exception was")
 _BECAUSE_OF_OTHERS = ("easydist.errors.RemoteError", "easydist.errors.PeerLostError")
 _LINES = 20
 _OF_TORCH = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
-"""What torch writes before each line of an exception once there is a process group."""
+"""The prefix that torch writes before each line of an exception if there is a process group."""
 
 
 def report(failures: Mapping[int, ProcessFailure], logs: Path) -> int:
-    """Say which ranks have failed, the first one with its traceback; return the exit status of that one.
+    """Print the failed ranks, the first one with its traceback, and return the exit status of that one.
 
     Args:
-        failures: By rank.
-        logs: Where torchrun has kept what the ranks wrote.
+        failures: The failures by rank.
+        logs: The folder in which torchrun has kept the ranks' output.
     """
     said = {rank: _said(failure, logs) for rank, failure in failures.items()}
     first, *others = sorted(failures, key=lambda rank: _order(failures[rank], said[rank]))
@@ -46,7 +46,7 @@ def _status(failure: ProcessFailure, said: str) -> int:
 
 
 def _said(failure: ProcessFailure, logs: Path) -> tuple[float, str]:
-    """Return when a rank has written to its stderr for the last time, and what it has written there."""
+    """Return the time of a rank's last output to its stderr, and that output."""
     found = [(path.stat().st_mtime, path) for path in logs.glob(f"*/attempt_*/{failure.local_rank}/stderr.log")]
     if not found:
         return float(failure.timestamp), ""
@@ -55,7 +55,7 @@ def _said(failure: ProcessFailure, logs: Path) -> tuple[float, str]:
 
 
 def _order(failure: ProcessFailure, said: tuple[float, str]) -> tuple[bool, bool, float]:
-    """Sort those that failed because of others last, and those that the launcher has ended after those that ended."""
+    """Sort failures caused by other ranks last, and ranks that the launcher ended after those that ended themselves."""
     was_ended = failure.exitcode == -signal.SIGTERM
     is_no_cause = _is_because_of_others(said[1]) or (was_ended and not _was_ending(failure, said[1]))
     return is_no_cause, was_ended, said[0]
@@ -66,7 +66,7 @@ def _is_because_of_others(said: str) -> bool:
 
 
 def _was_ending(failure: ProcessFailure, said: str) -> bool:
-    """True if a rank had raised already when the launcher ended it, as ranks that waited for it had ended before."""
+    """True if a rank had raised before the launcher ended it, because ranks that waited for it had ended first."""
     return failure.exitcode == -signal.SIGTERM and _BEGINNING in said and not _is_because_of_others(said)
 
 
@@ -85,19 +85,19 @@ def _nothing(failure: ProcessFailure) -> str:
 
 
 def _last_line(text: str) -> str:
-    """Return the last line of the last traceback that stands on the left, which names the exception."""
+    """Return the last unindented line of the last traceback, which names the exception."""
     lines = [line for line in traceback_in(text).splitlines() if line and not line[0].isspace()]
     named = [line for line in lines if line.partition(":")[0].replace(".", "").isidentifier()]
     return named[-1] if named else ""
 
 
 def traceback_in(text: str) -> str:
-    r"""Return the last traceback in what a process has written, with those of which it is a consequence.
+    r"""Return the last traceback in the output of a process, with those that led to it.
 
-    Where there is none, return the last lines.
+    If there is none, return the last lines.
 
     Args:
-        text: What it has written.
+        text: The output.
 
     Example:
         >>> first = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: b'

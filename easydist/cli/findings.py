@@ -1,4 +1,4 @@
-"""What can be said of this host without other ranks, and what to do about it."""
+"""Checks of this host that need no other ranks, with advice."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 _FILES = 256
-"""Open files that a rank needs with a hundred others: a connection to each, its libraries and data."""
+"""The open files that a rank needs with a hundred others: a connection to each, its libraries and data."""
 
 _SHARED_NBYTES = 64 << 20
-"""Room for the slots of eight ranks and a message queue."""
+"""The room needed for the slots of eight ranks and a message queue."""
 
 _MEMORY_NBYTES = 1 << 30
 
@@ -25,9 +25,9 @@ class Finding:
 
     Attributes:
         check: Its name.
-        state: ``"ok"``; ``"warning"``: it works, but not as well as it could; ``"fault"``.
-        said: What was found.
-        advice: What to do; empty if all is well.
+        state: ``"ok"``; ``"warning"``: it works, but not as well as it could; or ``"fault"``.
+        said: The result.
+        advice: A remedy; empty if all is well.
     """
 
     check: str
@@ -36,7 +36,7 @@ class Finding:
     advice: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The finding as JSON can hold it."""
+        """Return the finding as values for JSON."""
         return dataclasses.asdict(self)
 
 

@@ -1,4 +1,4 @@
-"""Ranks of this machine, started by ``torch.distributed.run``, and what is said of them where they fail."""
+"""Ranks of this machine, started by ``torch.distributed.run``, and the report of their failures."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def launch(arguments: Sequence[str]) -> int:
     """Run a script on several ranks, and return when all have ended.
 
     Args:
-        arguments: Those of torchrun, and ``-n`` for ``--nproc-per-node``.
+        arguments: The arguments of torchrun, and ``-n`` for ``--nproc-per-node``.
 
     Returns:
         0, the exit status of the rank that failed first, or 128 and the number of the signal that ended the ranks.
-        With ``--survivors``: 0 if any rank of this machine has ended well.
+        With ``--survivors``: 0 if any rank of this machine has succeeded.
 
     Raises:
-        click.UsageError: An option that is none, or a script that is not there.
+        click.UsageError: There is no such option, or no such script.
 
     Source: ``torch.distributed.run``
     """
@@ -73,7 +73,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _let_survivors_go_on(args: argparse.Namespace, folder: str) -> None:
-    """Start each rank below a process that ends well although its rank fails."""
+    """Start each rank below a process that succeeds even if its rank fails."""
     os.mkdir(os.path.join(folder, "ended"))
     python = [] if args.no_python else [sys.executable, "-u", *(["-m"] if args.module else [])]
     args.training_script_args = [
@@ -86,7 +86,7 @@ def _let_survivors_go_on(args: argparse.Namespace, folder: str) -> None:
 
 
 def _of_survivors(folder: str) -> int:
-    """0 if any rank has ended well, else the status of the first."""
+    """Return 0 if any rank has succeeded, else the status of the first."""
     ended = list(survivor.statuses(os.path.join(folder, "ended")).values())
     return 0 if 0 in ended or not ended else survivor.shell_status(ended[0])
 
@@ -107,7 +107,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     if not args.module and not args.no_python:
         args.no_python = _has_own_interpreter(args.training_script)
     if args.no_python and os.path.isfile(args.training_script):
-        args.training_script = os.path.abspath(args.training_script)  # the system looks on PATH for what has no folder
+        args.training_script = os.path.abspath(args.training_script)  # PATH is searched for a bare name
     args.standalone |= _is_alone(args)
     return args
 
@@ -117,7 +117,7 @@ def _fail(message: str) -> NoReturn:
 
 
 def _is_alone(args: argparse.Namespace) -> bool:
-    """True if nothing says where other machines are, so that any free port will do."""
+    """True if the address of other machines is not given, so that any free port can be used."""
     return (
         args.nnodes in ("1", "1:1")
         and args.rdzv_backend == "static"
@@ -126,7 +126,7 @@ def _is_alone(args: argparse.Namespace) -> bool:
 
 
 def _has_own_interpreter(script: str) -> bool:
-    """True if a script is to be run by what its first line names, and that is not Python.
+    """True if a script's first line names an interpreter that is not Python.
 
     Raises:
         click.UsageError: There is no such file.
@@ -141,20 +141,20 @@ def _has_own_interpreter(script: str) -> bool:
 
 
 def _prepare() -> None:
-    """Let the lines of ranks come at once, after their ranks, and torchrun say nothing of failures."""
+    """Show the lines of ranks at once, prefixed with the rank, and silence torchrun's report of failures."""
     os.environ.setdefault(_PREFIX, "[rank ${rank}] ")
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, but it says so in five lines
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it, too, but prints five lines about it
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    if sys.platform == "linux":  # processes that lose their parent become our children
+    if sys.platform == "linux":  # orphaned processes become our children
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _kill_children() -> None:
-    """Kill all that was started and still runs; also the children of ranks that have ended."""
+    """Kill everything that was started and still runs, including the children of ranks that have ended."""
     seen: set[psutil.Process] = set()
     while left := set(psutil.Process().children(recursive=True)) - seen:
         for process in left:

@@ -19,7 +19,7 @@ Completion of commands and options, in bash (zsh and fish alike):
 @click.group(epilog=_COMPLETION, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="easydist")
 def main() -> None:
-    """Launch, look at and check distributed PyTorch programs."""
+    """Launch, observe and check distributed PyTorch programs."""
 
 
 for _command in (run, top, check, bench, env):

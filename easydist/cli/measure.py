@@ -1,4 +1,4 @@
-"""What ``easydist bench`` measures: the same work by easydist and by its peer, on the same ranks, turn by turn."""
+"""The measurements of ``easydist bench``: the same work by easydist and by its peer, on the same ranks, in turns."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from easydist.verbs.reduce import reduce
 _ROUNDS = 7
 _LARGE = 1 << 22
 Row = tuple[str, str, list[tuple[float, float]]]
-"""Name of the work, name of the peer, seconds of easydist and of the peer in each round."""
+"""The name of the work, the name of the peer, and the seconds of easydist and of the peer in each round."""
 
 
 class Work(NamedTuple):
     """One row of the table.
 
     Attributes:
-        name: What is done.
-        ours: Does the whole of it by easydist.
-        theirs: The same by the peer.
-        peer: Its name.
+        name: The name of the work.
+        ours: A function that does all of it with easydist.
+        theirs: A function that does the same with the peer.
+        peer: The peer's name.
     """
 
     name: str
@@ -44,7 +44,7 @@ def trees(rank: int) -> dict[str, Any]:
     """Return the data of the table by name.
 
     Args:
-        rank: Of which the data is.
+        rank: The rank that contributes the data.
     """
     return {
         "10 small leaves": {f"leaf{i}": torch.full((4,), float(rank)) for i in range(10)},
@@ -91,13 +91,13 @@ def beside_gloo(world_size: int) -> Iterator[Work]:
 
 
 def measure(rank: int, world_size: int, seconds: float, only: str) -> list[Row]:
-    """Measure all rows; called by every rank of a default group.
+    """Measure all rows. Every rank of a default group calls it.
 
     Args:
-        rank: This process in the group.
-        world_size: How many there are.
-        seconds: For each row, roughly.
-        only: Text that the names of the rows contain.
+        rank: The rank of this process in the group.
+        world_size: The number of ranks.
+        seconds: The approximate time for each row.
+        only: A text in the names of the rows to measure.
 
     Returns:
         This rank's times.
@@ -106,14 +106,14 @@ def measure(rank: int, world_size: int, seconds: float, only: str) -> list[Row]:
 
 
 def measured(rank: int, world_size: int, seconds: float, only: str, works: Callable[[], Iterable[Work]]) -> list[Row]:
-    """Measure rows of the caller's.
+    """Measure the caller's rows.
 
     Args:
         rank: As for ``measure``.
-        world_size: Likewise.
-        seconds: Likewise.
-        only: Likewise.
-        works: Makes the rows, once the peers are ready.
+        world_size: As for ``measure``.
+        seconds: As for ``measure``.
+        only: As for ``measure``.
+        works: A function that returns the rows, called once the peers are ready.
     """
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", OMP_NUM_THREADS="1")
@@ -132,16 +132,16 @@ def _row(work: Work, seconds: float) -> Row:
 
 
 def _repeats(fn: Callable[[], Any], seconds: float) -> int:
-    """Return how often to do a piece of work in this time, the same on all ranks."""
+    """Return the number of repetitions of a piece of work in this time, the same on all ranks."""
     return max(1, min(200, int(seconds / agreed(timed(fn, 3)))))
 
 
 def timed(fn: Callable[[], Any], repeats: int) -> float:
-    """Return the seconds of a call, all ranks beginning together.
+    """Return the seconds of one call. All ranks begin together.
 
     Args:
-        fn: What to call.
-        repeats: How often.
+        fn: The function to call.
+        repeats: The number of calls.
     """
     dist.barrier()
     start = time.perf_counter()
@@ -151,10 +151,10 @@ def timed(fn: Callable[[], Any], repeats: int) -> float:
 
 
 def agreed(seconds: float) -> float:
-    """Return the slowest rank's figure, so that all ranks repeat equally often.
+    """Return the slowest rank's time, so that all ranks repeat equally often.
 
     Args:
-        seconds: This rank's.
+        seconds: This rank's time.
     """
     value = torch.tensor([seconds])
     dist.all_reduce(value, dist.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""The ranks on this host, from the pages that their processes publish; nothing is written, and nobody is asked."""
+"""The ranks on this host, read from the pages that their processes publish, without involving the processes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Rank:
     """One rank of one group.
 
     Attributes:
-        membership: As it stands on the page of its process.
-        pid: Its process.
-        parent: The process that has started it; the launcher, as a rule.
-        command: How it was started.
-        cpu: Percent of one core since the look before; 0 at the first.
+        membership: The membership on the page of its process.
+        pid: The pid of its process.
+        parent: The process that started it, usually the launcher.
+        command: Its command line.
+        cpu: Percent of one core since the previous look; 0 at the first.
         memory: Resident bytes.
-        status: Of the process, as psutil says it: ``"running"``, ``"sleeping"``, ``"stopped"``, …
-        seconds: How long it has been in its call, or out of the last one.
+        status: The state of the process, as psutil names it: ``"running"``, ``"sleeping"``, ``"stopped"``, …
+        seconds: The time since it entered its call, or left the last one.
     """
 
     membership: Membership
@@ -42,7 +42,7 @@ class Rank:
 
     @property
     def group(self) -> tuple[str, str, int]:
-        """The group, distinct from those of the same name in other jobs."""
+        """A key of the group, distinct from groups of the same name in other jobs."""
         told = self.membership
         return told.meeting or str(self.parent), told.group, told.size
 
@@ -51,8 +51,8 @@ class Ranks:
     """The ranks of the user's processes on this host.
 
     Args:
-        pid: A rank's process or one that has started ranks, such as a launcher; the groups of its job count, as far
-            as they share ranks. None: all processes.
+        pid: A rank's process or one that has started ranks, such as a launcher. The groups of its job are included, as
+            far as they share ranks. None: all processes.
 
     Example:
         >>> Ranks(pid=0).look()  # no process
@@ -64,7 +64,7 @@ class Ranks:
         self._processes: dict[int, psutil.Process] = {}
 
     def look(self) -> list[list[Rank]]:
-        """Return the ranks of each group, ascending; CPU percentages are those since the last look."""
+        """Return the ranks of each group, in ascending order. CPU percentages are those since the previous look."""
         found = self._found()
         groups: defaultdict[tuple[str, str, int], list[Rank]] = defaultdict(list)
         for rank in found:
@@ -73,7 +73,7 @@ class Ranks:
         return rows if self._pid is None else self._of_job(rows)
 
     def _of_job(self, groups: list[list[Rank]]) -> list[list[Rank]]:
-        """Return the groups of the asked processes, and of those that share a group with them."""
+        """Return the groups of the selected processes, and those that share ranks with them."""
         asked = {rank.pid for ranks in groups for rank in ranks if self._is_asked(rank.pid)}
         job = {rank.pid for ranks in groups for rank in ranks if any(other.pid in asked for other in ranks)}
         return [ranks for ranks in groups if any(rank.pid in job for rank in ranks)]
@@ -90,7 +90,7 @@ class Ranks:
         return found
 
     def _process(self, pid: int) -> psutil.Process | None:
-        """Return the process if it belongs to this user; the same object at each look, which measures the CPU."""
+        """Return the process if it belongs to this user, as the same object each time, which measures the CPU."""
         import psutil
 
         with contextlib.suppress(psutil.Error):
@@ -121,23 +121,23 @@ def _ranks_of(process: psutil.Process) -> list[Rank]:
 
 
 def awaited(ranks: Iterable[Rank]) -> dict[int, list[int]]:
-    """Return for whom each rank of a group waits; rank by rank, empty for one that waits for nobody.
+    """Return the ranks for which each rank of a group waits, by rank; an empty list for one that waits for none.
 
-    A rank waits for those that have not begun its call, as far as they can be seen, and for those that cannot.
+    A rank waits for the visible ranks that have not begun its call, and for the ranks that are not visible.
 
     Args:
-        ranks: The group's that can be seen.
+        ranks: The visible ranks of the group.
     """
     known = {rank.membership.rank: rank.membership for rank in ranks}
     return {rank: awaited_by(told, known) for rank, told in known.items()}
 
 
 def awaited_by(told: Membership, known: Mapping[int, Membership]) -> list[int]:
-    """Return for whom one rank of a group waits.
+    """Return the ranks for which one rank of a group waits.
 
     Args:
         told: The rank.
-        known: Those that can be seen, by their number in the group.
+        known: The visible ranks, by their number in the group.
     """
     if not told.is_in_call:
         return []
@@ -148,7 +148,7 @@ def awaited_by(told: Membership, known: Mapping[int, Membership]) -> list[int]:
 
 
 def as_json(groups: Iterable[list[Rank]]) -> list[dict[str, Any]]:
-    """Return groups as JSON can hold them."""
+    """Return groups as values for JSON."""
     return [_group_as_json(ranks) for ranks in groups]
 
 

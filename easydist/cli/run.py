@@ -33,10 +33,10 @@ def _files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[
 def run(arguments: tuple[str, ...]) -> None:
     """Run a script on N ranks of this machine, each line of their output after its rank.
 
-    -n N is how many ranks this machine has, -m says that SCRIPT is a module. All options of torchrun may be given, also
-    those for several machines. If ranks fail, the traceback of the first stands at the end. With --survivors a rank
-    that fails does not end the others, which go on by easydist.recover(). Ctrl-C ends all that was started; a second
-    one does not wait for it.
+    -n N is the number of ranks on this machine, and -m means that SCRIPT is a module. All options of torchrun are
+    accepted, including those for several machines. If ranks fail, the traceback of the first one is printed at the end.
+    With --survivors a rank that fails does not end the others, which continue with easydist.recover(). Ctrl-C ends
+    everything that was started; a second one does not wait for it.
     """
     from easydist.cli.launch import launch
 

@@ -1,4 +1,4 @@
-"""The Python stacks of another process: by py-spy, or by the signal to which it has agreed."""
+"""The Python stacks of another process, from py-spy or in answer to a signal that the process handles."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SECONDS = 10.0
 
 
 def stack_of(pid: int) -> str:
-    """Return the stacks of a process's threads, or why there are none.
+    """Return the stacks of a process's threads, or the reason why there are none.
 
-    py-spy stops the process for some milliseconds, if the system allows this user to trace it. Otherwise the process is
-    sent a signal, if it has agreed to that (``easydist.liveness.stacks``).
+    py-spy stops the process for some milliseconds, if the system allows this user to trace it. Otherwise the process
+    gets a signal, if it handles that one (``easydist.liveness.stacks``).
 
     Args:
         pid: The process.
@@ -33,7 +33,7 @@ def stack_of(pid: int) -> str:
 
 
 def _by_spy(pid: int) -> str:
-    folder = os.path.dirname(sys.executable)  # the environment need not be active
+    folder = os.path.dirname(sys.executable)  # the environment may not be activated
     spy = shutil.which("py-spy", path=os.pathsep.join([folder, os.environ.get("PATH", "")]))
     if spy is None:
         return _NONE

@@ -1,7 +1,7 @@
-"""What ``easydist run --survivors`` starts as each rank: the rank itself, whose failure does not end the others.
+"""The wrapper of each rank under ``easydist run --survivors``, which hides the rank's failure from torchrun.
 
-torchrun ends all ranks when one fails. So this process ends well whatever happens to the rank, and leaves how it ended
-in a file.
+torchrun ends all ranks when one fails. So this process succeeds whatever happens to the rank, and writes the rank's
+exit status to a file.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def _die_with_parent() -> None:
 
 
 def run(folder: str, command: Sequence[str]) -> int:
-    """Run a rank to its end, and write its exit status, negative for a signal, into a file of its name.
+    """Run a rank to its end, and write its exit status, negative for a signal, to a file named after the rank.
 
     Args:
-        folder: Where.
-        command: The rank.
+        folder: The folder of the file.
+        command: The command line of the rank.
 
     Returns:
-        0, unless this process was told to end: then how the rank has ended.
+        0; but if this process received a signal to end, the rank's exit status.
     """
     told: list[int] = []
     rank = subprocess.Popen(list(command), preexec_fn=_die_with_parent)
@@ -51,12 +51,12 @@ def run(folder: str, command: Sequence[str]) -> int:
 
 
 def shell_status(status: int) -> int:
-    """An exit status as a shell gives it."""
+    """Return an exit status as a shell reports it."""
     return status if status >= 0 else 128 - status
 
 
 def statuses(folder: str) -> dict[int, int]:
-    """How the ranks of this host have ended, by rank."""
+    """Return the exit statuses of the ranks of this host, by rank."""
     return {int(path.name): int(path.read_text()) for path in sorted(Path(folder).iterdir())}
 
 

@@ -23,10 +23,10 @@ Example:
 """
 _NOBODY = "No process of yours on this host is a rank that easydist knows: a rank appears with its first call."
 _MEASURED = 0.2
-"""Seconds in which ``--once`` measures the CPU."""
+"""Seconds for which ``--once`` measures the CPU."""
 
 _PATIENCE = 1.0
-"""Seconds after which a rank that others wait for counts as late."""
+"""Seconds after which a rank for which others wait counts as late."""
 
 
 @click.command(epilog=_EXAMPLE)
@@ -36,10 +36,10 @@ _PATIENCE = 1.0
 @click.option("--stack", is_flag=True, help="Add the Python stacks of the ranks that are late.")
 @click.option("--interval", type=click.FloatRange(0.1), default=1.0, show_default=True, help="Seconds between looks.")
 def top(pid: int | None, once: bool, as_json: bool, stack: bool, interval: float) -> None:
-    """Show where the ranks on this host are: in which call, since when, and for whom they wait.
+    """Show the state of the ranks on this host: their current calls, how long they take, and the ranks they wait for.
 
-    It reads what each process says of itself in memory, and works on a job that hangs. PID is a rank's process or a
-    launcher's. Only your own processes are shown.
+    It reads the status that each process publishes in memory, so it works on a job that hangs. PID is a rank's process
+    or a launcher's. Only your own processes are shown.
     """
     from easydist.cli.ranks import Ranks
 
@@ -80,11 +80,11 @@ def _show_live(ranks: Ranks, interval: float, stack: bool) -> None:
 
 
 def screen(groups: list[list[Rank]], stacks: dict[int, str]) -> RenderableType:
-    """Return what is shown: a table for each group, and stacks below.
+    """Return the display: a table for each group, with stacks below.
 
     Args:
-        groups: The ranks of each.
-        stacks: By pid.
+        groups: The ranks of each group.
+        stacks: The stacks by pid.
     """
     from rich.console import Group
     from rich.text import Text
@@ -118,10 +118,10 @@ def _table(ranks: list[Rank]) -> Table:
 
 
 def late_ranks(ranks: list[Rank]) -> list[Rank]:
-    """Return the ranks of a group for which others wait, for a second or longer, and that wait for nobody themselves.
+    """Return the ranks of a group for which others have waited a second or longer, and that wait for none themselves.
 
     Args:
-        ranks: The group's that can be seen.
+        ranks: The visible ranks of the group.
     """
     from easydist.cli.ranks import awaited
 

@@ -1,4 +1,4 @@
-"""A real run: the ranks meet, every verb moves data whose content is checked, and times stand beside plain gloo's."""
+"""A real run: the ranks meet, every verb moves data that is then checked, and times are compared with plain gloo's."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ _ROUNDS = 15
 
 
 def meet(world: World, seconds: float) -> Finding:
-    """Let the ranks find one another, and make the default process group.
+    """Let the ranks meet, and create the default process group.
 
     Args:
-        world: What the launcher has said.
-        seconds: How long it may take.
+        world: The launcher's description of the world.
+        seconds: The time limit.
 
     Returns:
-        A fault where that fails, with the ranks that are missing.
+        The outcome; on failure a fault that names the missing ranks.
     """
     limit, where = timedelta(seconds=seconds), f"{world.address}:{world.port}"
     is_host = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store = TCPStore(world.address, world.port, world.size, is_host, limit, wait_for_workers=False)
-    except RuntimeError as error:  # also of DNS
+    except RuntimeError as error:  # DNS errors, too
         said = f"rank {world.rank} cannot reach rank 0 at {where} within {seconds:.0f} s ({_first_line(error)})"
         advice = (
             "MASTER_ADDR has to be the host of rank 0 as all hosts know it, MASTER_PORT a free port that no firewall "
@@ -84,11 +84,11 @@ def _first_line(error: Exception) -> str:
 
 
 def verbs(rank: int, size: int) -> list[Finding]:
-    """Call every verb once, on every rank, and check what it gives.
+    """Call every verb once, on every rank, and check its result.
 
     Args:
-        rank: This process in the default group.
-        size: How many there are.
+        rank: The rank of this process in the default group.
+        size: The number of ranks.
     """
     found = []
     for name, is_right in _trials(rank, size).items():
@@ -107,7 +107,7 @@ def _trials(rank: int, size: int) -> dict[str, Callable[[], bool]]:
     large = torch.full((_LARGE,), float(rank))
 
     def mine() -> dict[str, Any]:
-        return {"a": torch.full((2,), rank), "b": [torch.ones(1)]}  # anew: broadcast writes into it
+        return {"a": torch.full((2,), rank), "b": [torch.ones(1)]}  # a new one: broadcast writes into it
 
     def passed_on() -> bool:
         if rank % 2:
@@ -137,13 +137,13 @@ def _trials(rank: int, size: int) -> dict[str, Callable[[], bool]]:
 
 
 def times(size: int) -> list[dict[str, Any]]:
-    """Measure easydist beside gloo on the same data, turn by turn; called by every rank.
+    """Measure easydist and gloo on the same data, in turns. Every rank calls it.
 
     Args:
-        size: How many ranks there are.
+        size: The number of ranks.
 
     Returns:
-        For each piece of work its name, and the median seconds of both on this rank.
+        The name of each piece of work, and the median seconds of both on this rank.
     """
     return [
         {"work": name, "easydist": ours, "gloo": theirs}

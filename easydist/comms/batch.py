@@ -17,7 +17,7 @@ from easydist.transport.work import TorchWork
 
 
 class P2POpType(enum.Enum):
-    """Which way a message goes."""
+    """The direction of a message."""
 
     SEND = 0
     RECV = 1
@@ -28,7 +28,7 @@ class P2POp:
 
     Args:
         type: ``P2POpType.SEND`` or ``RECV``.
-        tensor: What is sent, or filled.
+        tensor: The tensor to send or to fill.
         peer: The other rank.
 
     Example:
@@ -38,7 +38,7 @@ class P2POp:
         1
 
     Raises:
-        TypeError: ``type`` is no ``P2POpType``, ``tensor`` no tensor, ``peer`` no integer.
+        TypeError: ``type`` is not a ``P2POpType``, ``tensor`` not a tensor, or ``peer`` not an integer.
     """
 
     def __init__(self, type: P2POpType, tensor: torch.Tensor, peer: SupportsIndex) -> None:
@@ -52,10 +52,10 @@ class P2POp:
 
 
 class BatchSendRecv:
-    """Sends and receives that begin together, so that their order cannot block anybody.
+    """Sends and receives that begin together, so that their order cannot block any rank.
 
-    The i-th send to a rank meets the i-th receive from this one there, in whatever batches or calls they stand. Ranks
-    that a batch does not name need not know of it. It may be issued again.
+    The i-th send to a rank matches that rank's i-th receive from this one, no matter which batches or calls contain
+    them. Only ranks named in a batch need to know of it. A batch may be issued again.
 
     Args:
         comm: The communicator.
@@ -81,7 +81,7 @@ class BatchSendRecv:
         """Add a send.
 
         Args:
-            tensor: Not to be changed while the batch is under way.
+            tensor: The tensor to send. Do not change it before the batch has ended.
             dst: Another rank.
         """
         self.ops.append(P2POp(P2POpType.SEND, tensor, dst))
@@ -90,20 +90,20 @@ class BatchSendRecv:
         """Add a receive.
 
         Args:
-            tensor: As many bytes as are sent.
+            tensor: A tensor of as many bytes as are sent.
             src: Another rank.
         """
         self.ops.append(P2POp(P2POpType.RECV, tensor, src))
 
     def issue(self, async_op: bool, options: BatchP2POptions = BatchP2POptions()) -> TorchWork:  # noqa: B008
-        """Begin all messages; they are checked first.
+        """Check all messages, then begin them.
 
         Args:
             async_op: Return at once.
             options: Hints and time limit.
 
         Raises:
-            RuntimeError: There are none, or one does not fit.
+            RuntimeError: The batch is empty, or a message does not fit.
         """
         demand(bool(self.ops), "Cannot issue empty batch operation")
         staging = Staging()

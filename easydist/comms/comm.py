@@ -29,24 +29,25 @@ from easydist.transport.checked import checked_timeout
 class TorchComm(Operations):
     """A communicator, with the methods and signatures of torchcomms; ``new_comm`` makes one.
 
-    Every method checks its arguments before anything is sent and raises ``RuntimeError`` where they do not fit. Tensors
-    have to be on the communicator's device; strides and dtypes are free. Shapes are not compared, numbers of elements
-    are. With ``async_op=True`` an operation returns at once, goes on by itself, and its result may be used after
-    ``wait()``. ``hints`` are accepted and not used. ``timeout`` limits each wait of the operation; None or zero is the
-    communicator's own. All ranks call the operations of one communicator in the same order, each rank from one thread
-    at a time; communicators do not disturb one another. After an operation has failed the communicator is broken.
+    Every method checks its arguments before it sends anything, and raises ``RuntimeError`` if they do not fit. Tensors
+    must be on the communicator's device; strides and dtypes are free. Methods compare the numbers of elements, not the
+    shapes. With ``async_op=True`` an operation returns at once and continues by itself; use its result after
+    ``wait()``. ``hints`` are accepted and not used. ``timeout`` limits each wait of the operation; None or zero means
+    the communicator's own limit. All ranks call the operations of one communicator in the same order, each rank from
+    one thread at a time. Communicators do not disturb one another. After an operation has failed, the communicator is
+    broken.
 
     Args:
         backend: Moves the bytes.
-        name: For people.
-        options: None: the defaults.
-        store: Where the ranks can meet again, to split; for this communicator alone.
-        kind: The backend's name for ``new_comm``; empty: no sub-communicators can be made.
-        made: What is known of the ranks.
+        name: A name for error messages and logs.
+        options: None means the defaults.
+        store: The store in which the ranks can meet again to split. It belongs to this communicator alone.
+        kind: The backend's name for ``new_comm``; if it is empty, no sub-communicators can be created.
+        made: The backend's knowledge of the other ranks.
 
     Attributes:
-        store: Where the ranks can meet again.
-        monitor: Knows the other processes.
+        store: The store in which the ranks can meet again.
+        monitor: Watches the other processes.
 
     Example:
         >>> from easydist.comms import ReduceOp, Solo, TorchComm
@@ -83,30 +84,30 @@ class TorchComm(Operations):
             self._made.look_to(guard)
 
     def get_options(self) -> CommOptions:
-        """The options; a copy."""
+        """Return a copy of the options."""
         return copy.copy(self._options)
 
     def unsafe_get_backend(self) -> Backend:
-        """The backend itself, which may change from version to version."""
+        """Return the backend itself. Its interface may change from version to version."""
         return self._backend
 
     def get_backend_impl(self) -> Backend:
-        """The same, by its newer name."""
+        """Return the backend, as ``unsafe_get_backend``; this is its newer name."""
         return self._backend
 
     def get_backend_version(self) -> str:
-        """The version of easydist, whose own all backends are."""
+        """Return the version of easydist, which contains all backends."""
         return version("easydist")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change the time limit of operations that begin from now on.
+        """Change the time limit of operations that begin after this call.
 
         Args:
             timeout: At least a millisecond.
 
         Raises:
-            TypeError: It is no ``timedelta``.
-            RuntimeError: It leaves no time.
+            TypeError: It is not a ``timedelta``.
+            RuntimeError: It is shorter than a millisecond.
         """
         if checked_timeout(timeout) is None:
             raise TypeError("timeout must be a timedelta, got None")
@@ -116,29 +117,29 @@ class TorchComm(Operations):
         self._options.timeout = self._time_limit = Milliseconds.of(timeout)
 
     def batch_op_create(self) -> BatchSendRecv:
-        """An empty batch of sends and receives."""
+        """Create an empty batch of sends and receives."""
         return BatchSendRecv(self)
 
     def window_allocate(
         self, window_size: SupportsIndex, cpu_buf: bool = False, signal_size: SupportsIndex = 256
     ) -> TorchCommWindow:
-        """Memory of this rank that the others write and read; called by all ranks.
+        """Allocate memory of this rank that the others can write and read. All ranks call it.
 
         Args:
-            window_size: Bytes, the same number on every rank.
-            cpu_buf: True: on the CPU, also if the communicator is not.
-            signal_size: How many signals each rank has.
+            window_size: The number of bytes, the same on every rank.
+            cpu_buf: True: put the window on the CPU even if the communicator is not.
+            signal_size: The number of signals of each rank.
 
         Raises:
-            RuntimeError: The sizes are negative, or differ, or the ranks cannot share memory; on every rank.
+            RuntimeError: On every rank: the sizes are negative or differ, or the ranks cannot share memory.
         """
         return TorchCommWindow(self, operator.index(window_size), cpu_buf, operator.index(signal_size))
 
     def new_window(self, tensor: torch.Tensor | None = None) -> RegisteredWindow:
-        """A window whose memory is that of a tensor; called by all ranks.
+        """Create a window whose memory is that of a tensor. All ranks call it.
 
         Args:
-            tensor: Registered at once; None: ``tensor_register`` does it later.
+            tensor: The tensor to register at once; None: ``tensor_register`` does it later.
         """
         window = RegisteredWindow(self)
         if tensor is not None:
@@ -152,21 +153,22 @@ class TorchComm(Operations):
         hints: Mapping[str, str] | None = None,
         timeout: timedelta | None = None,
     ) -> TorchComm | None:
-        """A communicator of some of the ranks, with the same options; works after ``finalize``, too.
+        """Create a communicator of some of the ranks, with the same options. This works after ``finalize``, too.
 
-        Its members have to call with the same list; the others may call with an empty one, or not at all.
+        All members must call it with the same list; the others may call it with an empty list, or not at all.
 
         Args:
-            ranks: The members; a member's rank is its position in the list.
-            name: The new communicator's.
-            hints: Instead of this communicator's.
-            timeout: For the making; None is the communicator's.
+            ranks: The members. A member's rank is its position in the list.
+            name: The name of the new communicator.
+            hints: Hints that replace this communicator's.
+            timeout: The time limit for creating it; None means the communicator's.
 
         Returns:
             The communicator; None for an empty list.
 
         Raises:
-            RuntimeError: A rank does not exist, stands twice, or this rank is not among them; or not all came.
+            RuntimeError: A rank does not exist or is listed twice, this rank is not a member, or some members did not
+                come.
         """
         members = self._members(ranks)
         checked_hints(hints)
@@ -183,22 +185,22 @@ class TorchComm(Operations):
         return made_comm(self._kind, place, what)
 
     def recover(self, timeout: timedelta | None = None) -> TorchComm:
-        """A communicator of the ranks that are left, after one has died or has not come; all that are left call.
+        """Create a communicator of the surviving ranks after a rank has died or has not come. All survivors call it.
 
-        Every rank on which it returns has the same members: those that are alive and have called, in their old order,
-        numbered from 0. This communicator is of no use any more, whether it was broken before or not.
+        It has the same members on every rank on which it returns: the ranks that are alive and have called, in their
+        old order, numbered from 0. This communicator can no longer be used, whether it was broken before or not.
 
         Args:
-            timeout: How long to wait for ranks that are alive; None is a minute. Connecting may take up to half a
-                minute more. Ranks that have died are not waited for if they were on this host.
+            timeout: How long to wait for ranks that are alive; None means a minute. Connecting may take up to half a
+                minute more. The call does not wait for dead ranks if they were on this host.
 
         Returns:
-            The communicator, with the same backend, device, name and options, and without hooks.
+            The communicator, with the same backend, device, name and options, but without hooks.
 
         Raises:
-            CommLeftOut: The others have gone on without this rank, which came too late.
-            CommTimeout: The survivors could not be connected in time; it may be called again.
-            CommPeerLost: The survivors cannot agree: the store is gone, and they are on several hosts.
+            CommLeftOut: This rank came too late, and the others have continued without it.
+            CommTimeout: The survivors could not be connected in time. The call can be repeated.
+            CommPeerLost: The survivors cannot agree, because the store is lost and they are on several hosts.
             RuntimeError: It was recovered or finalized before, or made by ``wrap`` or without a store.
 
         Example:
@@ -230,7 +232,7 @@ class TorchComm(Operations):
         return TorchComm(made.backend, place.name, place.options, store=_own(place), kind=self._kind, made=made)
 
     def _end_exchanges(self) -> None:
-        """Break the connections, so that those that wait for this rank come to ``recover``, too."""
+        """Break the connections, so that ranks that wait for this one call ``recover``, too."""
         if self._failure is None:
             self._failure = RuntimeError("it has been left by recover()")
         if isinstance(self._backend, Gloo):
@@ -248,7 +250,7 @@ class TorchComm(Operations):
         return members
 
     def finalize(self) -> None:
-        """Give back what the communicator has created; getters and ``split`` work on, and so do its children.
+        """Release the communicator's resources; getters, ``split`` and sub-communicators still work.
 
         Raises:
             RuntimeError: It was called before.
@@ -260,15 +262,15 @@ class TorchComm(Operations):
 
 
 def made_comm(kind: str, place: Place, what: str) -> TorchComm:
-    """A communicator whose ranks meet now.
+    """Create a communicator whose ranks meet now.
 
     Args:
         kind: The backend's name.
-        place: Which rank of which communicator this is.
-        what: The call, for errors.
+        place: This rank's place in the communicator.
+        what: The call, for error messages.
 
     Raises:
-        RuntimeError: They did not all come, or the backend cannot be made.
+        RuntimeError: Some ranks did not come, or the backend cannot be created.
     """
     try:
         made: Made = make(kind, place)
@@ -280,5 +282,5 @@ def made_comm(kind: str, place: Place, what: str) -> TorchComm:
 
 
 def _own(place: Place) -> Any:
-    """The store for what the communicator does later."""
+    """Return the store for later calls of the communicator."""
     return PrefixStore("of", place.store)

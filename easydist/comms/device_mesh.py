@@ -27,19 +27,19 @@ def init_device_mesh(
     mesh_dim_names: tuple[str, ...] | Mapping[str, int],
     _global_comm: TorchComm | None = None,
 ) -> DeviceMesh:
-    """Make a ``DeviceMesh`` whose dimensions are communicators; called by all ranks.
+    """Create a ``DeviceMesh`` whose dimensions are communicators. All ranks call it.
 
-    Where there is no default process group, the global communicator becomes it. ``destroy_process_group()`` takes the
-    groups of the mesh away, and ``finalize`` ends the communicators.
+    If there is no default process group, the global communicator becomes it. ``destroy_process_group()`` removes the
+    groups of the mesh, and ``finalize`` ends the communicators.
 
     Args:
-        mesh_dim_comms: One per dimension, from the outermost: that of this rank's neighbours along it. Or the name of a
-            backend, of which communicators are made.
-        mesh_dim_names: Their names; the process groups get them, too. With a backend's name: names and sizes.
-        _global_comm: Of all ranks. May be left out for one dimension, and with a backend's name.
+        mesh_dim_comms: One communicator per dimension, outermost first: that of this rank's neighbours along it. Or the
+            name of a backend, with which the call creates the communicators.
+        mesh_dim_names: The names of the dimensions and of their process groups. With a backend's name: names and sizes.
+        _global_comm: The communicator of all ranks. It may be omitted for one dimension, and with a backend's name.
 
     Returns:
-        A mesh of the sizes of the communicators; a rank's place in it is its ranks in them.
+        A mesh with the sizes of the communicators. A rank's place in it follows from its ranks in them.
 
     Raises:
         RuntimeError: The communicators do not make a mesh of all ranks, or ``_global_comm`` is missing.
@@ -53,7 +53,7 @@ def init_device_mesh(
         (('dp',), 1)
         >>> dist.destroy_process_group()
 
-    Cost: an all-gather of the global communicator, and one of each dimension's.
+    Cost: one all-gather of the global communicator, and one of each dimension's.
 
     Source: the torchcomms API.
     """
@@ -83,7 +83,7 @@ def _everyone(comms: Sequence[TorchComm], given: TorchComm | None) -> TorchComm:
 
 
 def _made(backend: str, sizes: Mapping[str, int], given: TorchComm | None) -> tuple[tuple[TorchComm, ...], TorchComm]:
-    """Communicators of all ranks, in rank order along the dimensions."""
+    """Create the communicators of all ranks, in rank order along the dimensions."""
     device = torch.device("cuda" if backend == "nccl" else "cpu")
     everyone = given or new_comm(backend, device, f"mesh {' '.join(sizes)}")
     shape, rank = tuple(sizes.values()), everyone.get_rank()
@@ -96,7 +96,7 @@ def _made(backend: str, sizes: Mapping[str, int], given: TorchComm | None) -> tu
 
 
 def _line(mesh: torch.Tensor, dim: int, rank: int) -> list[int]:
-    """The ranks along a dimension that meet in one."""
+    """Return the ranks along a dimension that include this one."""
     place = (mesh == rank).nonzero()[0].tolist()
     index = tuple(slice(None) if d == dim else at for d, at in enumerate(place))
     ranks: list[int] = mesh[index].tolist()
@@ -104,7 +104,7 @@ def _line(mesh: torch.Tensor, dim: int, rank: int) -> list[int]:
 
 
 def _layout(comms: Sequence[TorchComm], everyone: TorchComm) -> torch.Tensor:
-    """Which rank of the default group is where, from what all of them say."""
+    """Gather every rank's place, and return the ranks of the default group in the shape of the mesh."""
     mine = torch.tensor([dist.get_rank(), *(comm.get_rank() for comm in comms)], device=everyone.get_device())
     rows = torch.empty((everyone.get_size(), len(mine)), dtype=torch.int64, device=mine.device)
     everyone.core().all_gather_single(rows, mine, False)

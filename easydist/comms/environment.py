@@ -21,10 +21,10 @@ _UNKNOWN = (
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This process and how many there are: ``TORCHCOMM_RANK`` and ``_SIZE``, the launcher's, or the default group's.
+    """Return this process's rank and the world size: ``TORCHCOMM_RANK`` and ``_SIZE``, the launcher's, or the group's.
 
     Raises:
-        RuntimeError: None of them says so, or a variable is not a number.
+        RuntimeError: None of them is set, or a variable is not a number.
     """
     env = os.environ
     if env.get("TORCHCOMM_RANK") and env.get("TORCHCOMM_SIZE"):
@@ -56,16 +56,16 @@ def _world() -> World | None:
 
 
 def default_store(rank: int, timeout: timedelta) -> Store:
-    """The default group's store, or one at ``MASTER_ADDR`` and ``MASTER_PORT``.
+    """Return the default group's store, or one at ``MASTER_ADDR`` and ``MASTER_PORT``.
 
-    Where no launcher serves it, a rank 0 of that host does: of all ranks, or of a communicator.
+    If no launcher serves that store, a rank 0 on its host does: rank 0 of all ranks, or of a communicator.
 
     Args:
-        rank: This process in the communicator.
-        timeout: How long to wait for it.
+        rank: The rank of this process in the communicator.
+        timeout: How long to wait for the store.
 
     Raises:
-        RuntimeError: Nothing says where it is.
+        RuntimeError: The address is not set.
     """
     if dist.is_initialized():
         return PrefixStore("easydist/comms", dist.distributed_c10d._get_default_store())
@@ -81,7 +81,7 @@ def default_store(rank: int, timeout: timedelta) -> Store:
 
 @functools.cache
 def _connected(pid: int, address: str, port: int, serves: bool, timeout: timedelta) -> Store:
-    """A store that lives as long as the process, so that communicators may be made and split at any time."""
+    """Return a store that lives as long as the process, so that communicators can be created and split at any time."""
     if serves and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and _is_here(address):
         with contextlib.suppress(RuntimeError):  # another process serves it already
             return TCPStore(address, port, None, True, timeout, wait_for_workers=False, multi_tenant=True)

@@ -1,4 +1,4 @@
-"""Errors of operations that have failed: ``RuntimeError``, as in torchcomms, with the ranks that are to blame."""
+"""Errors of failed operations: ``RuntimeError``, as in torchcomms, with the ranks that caused them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from easydist.liveness.peer import Peer
 from easydist.liveness.report import INTERRUPT
 
 _GRACE = 1.0
-"""Seconds in which a process whose connection broke has to end."""
+"""Seconds to wait for the end of a process whose connection broke."""
 
 
 class CommTimeout(CollectiveTimeout, RuntimeError):
-    """Not all ranks came to an operation in time."""
+    """Some ranks did not join an operation in time."""
 
 
 class CommPeerLost(PeerLostError, RuntimeError):
@@ -25,7 +25,7 @@ class CommPeerLost(PeerLostError, RuntimeError):
 
 
 class CommLeftOut(LeftOutError, RuntimeError):
-    """The survivors have made a communicator without this rank."""
+    """The survivors have created a communicator without this rank."""
 
 
 class CommRemoteError(RemoteError, RuntimeError):
@@ -35,12 +35,12 @@ class CommRemoteError(RemoteError, RuntimeError):
 def explained(
     error: BaseException, what: str, limit: timedelta, peers: Sequence[Peer]
 ) -> CommTimeout | CommPeerLost | CommRemoteError | RuntimeError:
-    """The error for what ended an operation.
+    """Return the error that explains why an operation failed.
 
     Args:
-        error: What the backend raised.
-        what: The operation, and where.
-        limit: Its time limit.
+        error: The backend's error.
+        what: The operation and its communicator.
+        limit: The time limit of the operation.
         peers: The other ranks, as far as they are known.
     """
     broke = "onnection" in str(error)
@@ -61,7 +61,10 @@ def explained(
 
 
 def _left(peers: Sequence[Peer], seconds: float) -> list[Peer]:
-    """Those that have ended, or were interrupted: a connection breaks a moment before the process is gone."""
+    """Return the ranks that have ended or were interrupted.
+
+    A connection breaks a moment before its process is gone, so the call waits up to ``seconds`` for one.
+    """
     deadline = time.monotonic() + seconds
     while not (gone := [peer for peer in peers if _was_interrupted(peer) or peer.has_ended()]):
         if time.monotonic() >= deadline:
@@ -89,7 +92,7 @@ def _broken(error: BaseException) -> str:
 
 
 def abort(error: BaseException) -> None:
-    """End this process after writing why, as ``abort_process_on_timeout_or_error=True`` asks."""
+    """Write the error and end this process, as ``abort_process_on_timeout_or_error=True`` asks."""
     sys.stderr.write(f"easydist: aborting the process: {error}\n")
     sys.stderr.flush()
     os.abort()

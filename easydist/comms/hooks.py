@@ -1,4 +1,4 @@
-"""Functions that are called before and after every operation of a communicator."""
+"""Functions to call before and after every operation of a communicator."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from easydist.transport.work import TorchWork
 
 
 class HookArgs(NamedTuple):
-    """The description of an operation that hooks get."""
+    """The description of an operation for hooks."""
 
     name: str
     """The method's name."""
     async_op: bool
     hints: Mapping[str, str] | None
     timeout: timedelta
-    """The time limit that counts."""
+    """The time limit that applies."""
     outputs: Sequence[torch.Tensor]
-    """The tensors that are filled, or changed in place."""
+    """The tensors that the operation fills or changes in place."""
     work: TorchWork | None = None
-    """The operation; after it has begun."""
+    """The operation, once it has begun."""
 
 
 PreHook = Callable[[str, int, HookArgs], object]
@@ -34,7 +34,7 @@ AbortHook = Callable[[BaseException], object]
 
 
 class RemovableHandle:
-    """Removes a hook; at the end of a ``with`` block, too.
+    """A handle that removes a hook, also at the end of a ``with`` block.
 
     Example:
         >>> from easydist.comms import Solo, TorchComm
@@ -49,7 +49,7 @@ class RemovableHandle:
         self._hooks, self._key = hooks, key
 
     def remove(self) -> None:
-        """Remove the hook; once more does nothing."""
+        """Remove the hook. A second call does nothing."""
         self._hooks.pop(self._key, None)
 
     def __enter__(self) -> RemovableHandle:
@@ -62,12 +62,12 @@ class RemovableHandle:
 
 
 class Hooks:
-    """The hooks of one communicator, in the order in which they were registered.
+    """The hooks of one communicator, in registration order.
 
     Attributes:
-        before: Called with an operation's name, number and arguments, before it begins; may raise.
-        after: Called with the number and the arguments, once it has begun (a synchronous one: ended).
-        failed: Called with the error, once, when an operation has failed.
+        before: Hooks called with an operation's name, number and arguments before it begins. They may raise.
+        after: Hooks called with the number and the arguments once an operation has begun or, if synchronous, ended.
+        failed: Hooks called with the error, once, when an operation has failed.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Backends by name, made by ranks that meet in a store."""
+"""Backends by name, created by ranks that meet in a store."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ T = TypeVar("T")
 
 
 class Place(NamedTuple):
-    """Which rank of which communicator a backend is made for."""
+    """The rank and the communicator for which a backend is created."""
 
     store: Store
-    """For this communicator alone."""
+    """The store of this communicator alone."""
     rank: int
     size: int
     device: torch.device
     name: str
     options: CommOptions
     timeout: timedelta
-    """For the making."""
+    """The time limit for creating the backend."""
 
 
 class Made(NamedTuple):
-    """A backend, and what is known of the ranks."""
+    """A backend and its knowledge of the other ranks."""
 
     backend: Backend
     monitor: Monitor | None = None
     look_to: Callable[[Guard], None] | None = None
-    """Sets what ends waits in shared memory."""
+    """Sets the guard that ends waits in shared memory."""
 
 
 Factory = Callable[[Place], Backend]
@@ -56,15 +56,15 @@ _BUILT_IN = ("auto", "gloo", "nccl", "shm")
 
 
 def register_backend(name: str, factory: Factory) -> None:
-    """Let ``new_comm(name, …)`` make communicators over a backend of your own.
+    """Let ``new_comm(name, …)`` create communicators over a custom backend.
 
     Args:
-        name: Not one of the built-in backends.
+        name: Any name but those of the built-in backends.
         factory: Called with a ``Place`` (``store``, ``rank``, ``size``, ``device``, ``name``, ``options``, ``timeout``)
-            on each rank; returns its ``Backend``.
+            on each rank. It returns the rank's ``Backend``.
 
     Raises:
-        ValueError: ``name`` is a built-in backend's.
+        ValueError: ``name`` is the name of a built-in backend.
 
     Example:
         >>> import torch
@@ -80,8 +80,8 @@ def check_backend(name: object) -> None:
     """Make sure that there is a backend of this name.
 
     Raises:
-        TypeError: It is no name.
-        ModuleNotFoundError: There is none.
+        TypeError: ``name`` is not a string.
+        ModuleNotFoundError: There is no such backend.
     """
     if not isinstance(name, str):
         raise TypeError(f"backend must be a str, got {name!r}")
@@ -94,14 +94,14 @@ def check_backend(name: object) -> None:
 
 
 def make(kind: str, place: Place) -> Made:
-    """Make a backend; called by all ranks that shall have it.
+    """Create a backend. All ranks of the communicator call it.
 
     Args:
-        kind: Its name.
-        place: Which rank of which communicator this is; the store may have been used for the same one before.
+        kind: The backend's name.
+        place: This rank's place. The store may have been used for the same communicator before.
 
     Raises:
-        RuntimeError: The ranks did not all come, or it cannot be made.
+        RuntimeError: Some ranks did not come, or the backend cannot be created.
     """
     if kind in _factories:
         return Made(_assembled(place, _factories[kind]))
@@ -113,12 +113,12 @@ def make(kind: str, place: Place) -> Made:
 
 
 def _assembled(place: Place, build: Callable[[Place], T]) -> T:
-    """Build with keys of this time's own: the i-th arrival of each rank meets the i-th of all others."""
+    """Build under keys of this attempt alone: the i-th arrival of each rank meets the i-th of all others."""
     arrivals = f"came/{place.rank}"
     turn = place.store.add(arrivals, 1)
     try:
         return build(place._replace(store=PrefixStore(str(turn), place.store)))
-    except EasydistError:  # not all have come: those that come later must find this rank as if it had not come either
+    except EasydistError:  # not all ranks came: later ones must find this rank as if it had not come either
         with suppress(RuntimeError):
             place.store.add(arrivals, -1)
         raise
@@ -146,7 +146,7 @@ def _made(kind: str, place: Place) -> Made:
 
 
 def _chosen(kind: str, place: Place, hosts: Hosts) -> str:
-    """The backend that ``auto`` means."""
+    """Return the backend that ``auto`` means."""
     if kind != "auto":
         return kind
     if place.device.type == "cpu":
@@ -161,7 +161,7 @@ def _shm(place: Place, meeting: Meeting, hosts: Hosts) -> Backend:
 
 
 _dist: Any = dist
-"""Not checked: what stubs say depends on the build of torch."""
+"""Untyped, because the stubs depend on the build of torch."""
 
 
 def _gloo(place: Place, meeting: Meeting, hosts: Hosts) -> Backend:

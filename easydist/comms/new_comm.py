@@ -1,4 +1,4 @@
-"""Communicators from nothing, and from process groups."""
+"""Creation of communicators, with and without a process group."""
 
 from __future__ import annotations
 
@@ -28,31 +28,32 @@ def new_comm(
     store: Store | None = None,
     hints: Mapping[str, str] | None = None,
 ) -> TorchComm:
-    """Make a communicator; all of its ranks call.
+    """Create a communicator. All of its ranks call it.
 
-    Rank and size are those of ``TORCHCOMM_RANK`` and ``TORCHCOMM_SIZE``, else the launcher's, else the default process
-    group's. The ranks meet in ``store``, else in the default group's store, else at ``MASTER_ADDR:MASTER_PORT``. Names
-    may be used again, communicators may share a store, and no rank of the job is special.
+    Rank and size come from ``TORCHCOMM_RANK`` and ``TORCHCOMM_SIZE``, else from the launcher, else from the default
+    process group. The ranks meet in ``store``, else in the default group's store, else at ``MASTER_ADDR:MASTER_PORT``.
+    Names can be reused, communicators can share a store, and no rank of the job is special.
 
     Args:
         backend: ``"gloo"``, ``"nccl"``, ``"shm"`` (memory of one host), ``"auto"`` (shm where all ranks share a host
-            and the device is the CPU, else gloo or nccl), or what ``register_backend`` was given.
-        device: Where the tensors are.
-        name: The same on all ranks; communicators that are made at the same time have different ones.
-        abort_process_on_timeout_or_error: True: an operation that fails ends the process after writing why; None and
+            and the device is the CPU, else gloo or nccl), or a name registered with ``register_backend``.
+        device: The device of the tensors.
+        name: A name that is the same on all ranks. Communicators created at the same time need different names.
+        abort_process_on_timeout_or_error: True: a failed operation writes the error and ends the process. None and
             False: it raises.
-        timeout: For the making and for each operation; None is 600 s, or ``TORCHCOMM_TIMEOUT_SECONDS``.
+        timeout: The limit for creating it and for each operation; None means 600 s, or
+            ``TORCHCOMM_TIMEOUT_SECONDS``.
         high_priority_stream: For nccl.
-        store: Where the ranks meet.
+        store: The store in which the ranks meet.
         hints: For gloo: ``hostname``, ``interface``.
 
     Returns:
-        This rank's end.
+        This rank's communicator.
 
     Raises:
-        TypeError: An argument is of another type.
+        TypeError: An argument has the wrong type.
         ModuleNotFoundError: There is no such backend.
-        RuntimeError: Nothing says which rank this is; the ranks did not all come; the backend cannot be made.
+        RuntimeError: The rank is unknown, some ranks did not come, or the backend cannot be created.
 
     Example:
         >>> import os, torch
@@ -86,16 +87,16 @@ def _check_types(device: object, name: object, store: object) -> None:
 
 
 def wrap(process_group: dist.ProcessGroup, device: torch.device | None = None) -> TorchComm:
-    """A communicator over a process group that exists; its ``finalize`` leaves the group alone.
+    """Wrap an existing process group in a communicator, whose ``finalize`` does not touch the group.
 
-    Over a group of ``easydist_shm`` it shares memory of its own between the same ranks, so all of them call.
+    Over a group of ``easydist_shm`` it creates shared memory of its own between the same ranks, so all of them call it.
 
     Args:
         process_group: Any group that this process belongs to.
-        device: Where the tensors are; None: the CPU if the group serves it, else its device.
+        device: The device of the tensors; None means the CPU if the group serves it, else the group's device.
 
     Raises:
-        RuntimeError: The group cannot move tensors on the device; over ``easydist_shm``: the ranks did not all come.
+        RuntimeError: The group cannot move tensors on the device, or (over ``easydist_shm``) some ranks did not come.
 
     Example:
         >>> import torch.distributed as dist

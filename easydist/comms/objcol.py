@@ -1,10 +1,10 @@
 """Collectives over any Python value, with torchcomms' names and signatures.
 
-The ranks tell one another their faults before data moves, so a short list, or an object that cannot be sent, raises on
-all of them. ``weights_only=True`` decodes plain data and allow-listed classes (``easydist.allow_globals``) only.
+Ranks exchange their errors before data moves, so a list of the wrong length, or an object that cannot be sent, raises
+on all of them. ``weights_only=True`` decodes only plain data and allow-listed classes (``easydist.allow_globals``).
 
-The examples of torchcomms' page run as they stand, although they break its signatures: the list may come in the place
-of the root where that is given by name, ``src=`` means ``root=``, and ``device=`` is ignored.
+The examples on torchcomms' page run unchanged, although they do not match its signatures: a call may give the root by
+name and pass the list in its position, ``src=`` means ``root=``, and ``device=`` is ignored.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ F = TypeVar("F", bound=Callable[..., None])
 
 
 class WeightsOnlyError(UnsafeObjectError, pickle.UnpicklingError):
-    """An object holds a class that ``weights_only=True`` does not allow; raised by the sender before data moves."""
+    """An object holds a class that ``weights_only=True`` does not allow. The sender raises it before data moves."""
 
 
 class RemoteFault(RemoteError, RuntimeError):
-    """Another rank could not do its part; its text is inside."""
+    """Another rank failed. The text contains its error."""
 
 
 class _Message(NamedTuple):
-    """This rank's bytes for the others, or the reason for having none."""
+    """This rank's bytes for the others, or the error that it has instead."""
 
     data: torch.Tensor
     fault: Exception | None = None
@@ -55,7 +55,7 @@ _NOTHING = _Message(torch.empty(0, dtype=torch.uint8))
 
 
 def _as_in_examples(at: int) -> Callable[[F], F]:
-    """Let calls run that give the root by name and the list in its place, ``at``."""
+    """Accept calls that give the root by name and pass the list at its position, ``at``."""
 
     def decorate(function: F) -> F:
         root = "root" if "root" in inspect.signature(function).parameters else ""
@@ -82,17 +82,19 @@ def all_gather_object(
     timeout: timedelta | None = None,
     weights_only: bool = True,
 ) -> None:
-    """Law: ``object_list == [obj of rank 0, obj of rank 1, …]``, on every rank.
+    """Gather an object from each rank on every rank.
+
+    Law: ``object_list == [obj of rank 0, obj of rank 1, …]``, on every rank.
 
     Args:
         comm: The communicator.
-        object_list: As long as there are ranks; is filled.
+        object_list: A list with one element per rank, which the call fills.
         obj: Anything that can be pickled.
-        timeout: For each wait; None is the communicator's.
-        weights_only: Decode plain data and allow-listed classes only.
+        timeout: The limit for each wait; None means the communicator's.
+        weights_only: Decode only plain data and allow-listed classes.
 
     Raises:
-        RuntimeError: A list has another length; or an object of another rank cannot be sent.
+        RuntimeError: A list has another length, or an object of another rank cannot be sent.
         WeightsOnlyError: ``obj`` holds a class that is not allowed.
 
     Example:
@@ -121,18 +123,20 @@ def gather_object(
     timeout: timedelta | None = None,
     weights_only: bool = True,
 ) -> None:
-    """Law, on ``root``: ``object_gather_list == [obj of rank 0, obj of rank 1, …]``.
+    """Gather an object from each rank on one rank.
+
+    Law, on ``root``: ``object_gather_list == [obj of rank 0, obj of rank 1, …]``.
 
     Args:
         comm: The communicator.
         obj: Anything that can be pickled.
         root: The receiving rank.
-        object_gather_list: On ``root`` as long as there are ranks, and filled; not looked at elsewhere.
-        timeout: For each wait; None is the communicator's.
-        weights_only: Decode plain data and allow-listed classes only.
+        object_gather_list: On ``root``, a list with one element per rank, which the call fills. Other ranks ignore it.
+        timeout: The limit for each wait; None means the communicator's.
+        weights_only: Decode only plain data and allow-listed classes.
 
     Raises:
-        RuntimeError: As ``all_gather_object``; or ``root`` does not exist.
+        RuntimeError: As for ``all_gather_object``, or ``root`` does not exist.
         WeightsOnlyError: ``obj`` holds a class that is not allowed.
 
     Cost: an all-gather of 16 bytes, and one gather.
@@ -154,9 +158,9 @@ def send_object_list(comm: TorchComm, object_list: list[Any], dst: int, timeout:
 
     Args:
         comm: The communicator.
-        object_list: What can be pickled; may be empty.
+        object_list: Objects that can be pickled. The list may be empty.
         dst: Another rank.
-        timeout: For each wait; None is the communicator's.
+        timeout: The limit for each wait; None means the communicator's.
 
     Raises:
         RuntimeError: The receiver's list has another length; ``dst`` does not exist, or is this rank.
@@ -181,17 +185,19 @@ def send_object_list(comm: TorchComm, object_list: list[Any], dst: int, timeout:
 def recv_object_list(
     comm: TorchComm, object_list: list[Any], src: int, timeout: timedelta | None = None, weights_only: bool = True
 ) -> None:
-    """Law: ``object_list == object_list of src``, which calls ``send_object_list``.
+    """Receive objects from one rank, which calls ``send_object_list`` with a list of the same length.
+
+    Law: ``object_list == object_list of src``.
 
     Args:
         comm: The communicator.
-        object_list: As long as the sender's; is filled.
+        object_list: A list as long as the sender's, which the call fills.
         src: Another rank.
-        timeout: For each wait; None is the communicator's.
-        weights_only: Decode plain data and allow-listed classes only.
+        timeout: The limit for each wait; None means the communicator's.
+        weights_only: Decode only plain data and allow-listed classes.
 
     Raises:
-        RuntimeError: The sender's list has another length, or cannot be sent; ``src`` does not exist, or is this rank.
+        RuntimeError: The sender's list has another length or cannot be sent, or ``src`` does not exist or is this rank.
 
     Cost: three messages.
     """
@@ -215,18 +221,20 @@ def broadcast_object_list(
     timeout: timedelta | None = None,
     weights_only: bool = True,
 ) -> None:
-    """Law: ``object_list == object_list of root``, on every rank.
+    """Send one rank's objects to all ranks.
+
+    Law: ``object_list == object_list of root``, on every rank.
 
     Args:
         comm: The communicator.
-        object_list: Of the same length on every rank; filled everywhere but on ``root``.
+        object_list: A list of the same length on every rank. The call fills it on all ranks but ``root``.
         root: The sending rank.
-        timeout: For each wait; None is the communicator's.
-        weights_only: Decode plain data and allow-listed classes only.
+        timeout: The limit for each wait; None means the communicator's.
+        weights_only: Decode only plain data and allow-listed classes.
 
     Raises:
-        RuntimeError: The lists have different lengths; the root's objects cannot be sent; ``root`` does not exist.
-        WeightsOnlyError: An object holds a class that is not allowed; on ``root``.
+        RuntimeError: The lists have different lengths, the root's objects cannot be sent, or ``root`` does not exist.
+        WeightsOnlyError: On ``root``: an object holds a class that is not allowed.
 
     Cost: an all-gather of 16 bytes, and one broadcast.
     """
@@ -249,20 +257,22 @@ def scatter_object_list(
     timeout: timedelta | None = None,
     weights_only: bool = True,
 ) -> None:
-    """Law: ``scatter_object_output_list[0] == scatter_object_input_list[rank] of root``.
+    """Send each rank one of the root's objects.
+
+    Law: ``scatter_object_output_list[0] == scatter_object_input_list[rank] of root``.
 
     Args:
         comm: The communicator.
         root: The sending rank.
-        scatter_object_output_list: Not empty; its first element is set.
-        scatter_object_input_list: On ``root`` as long as there are ranks; not looked at elsewhere.
-        timeout: For each wait; None is the communicator's.
-        weights_only: Decode plain data and allow-listed classes only.
+        scatter_object_output_list: A list with at least one element. The call sets the first one.
+        scatter_object_input_list: On ``root``, a list with one element per rank. Other ranks ignore it.
+        timeout: The limit for each wait; None means the communicator's.
+        weights_only: Decode only plain data and allow-listed classes.
 
     Raises:
         ValueError: A list is missing, empty or of another length.
-        RuntimeError: Another rank has raised; ``root`` does not exist.
-        WeightsOnlyError: An object holds a class that is not allowed; on ``root``.
+        RuntimeError: Another rank has raised, or ``root`` does not exist.
+        WeightsOnlyError: On ``root``: an object holds a class that is not allowed.
 
     Cost: an all-gather of 16 bytes, a scatter of the sizes, and one of the objects.
     """
@@ -305,7 +315,7 @@ def _demand_scatter(outputs: object, inputs: list[Any] | None, comm: TorchComm, 
 
 
 def _checked(check: Callable[[], None]) -> _Message | None:
-    """A fault that a check has found."""
+    """Return the error of a check as a message; None if the check passes."""
     try:
         check()
     except (RuntimeError, ValueError) as error:
@@ -323,7 +333,7 @@ def _encoded(value: object, weights_only: bool) -> _Message:
         return _Message(encoded.joined())
     except UnsafeObjectError as error:
         return _NOTHING._replace(fault=WeightsOnlyError(f"Weights only load failed: {error}"))
-    except Exception as error:  # whatever a class of the user's may raise
+    except Exception as error:  # a class of the user's may raise anything
         return _NOTHING._replace(fault=error)
 
 
@@ -334,7 +344,7 @@ def _decoded(data: torch.Tensor, weights_only: bool) -> Any:
 def _agreed(
     comm: TorchComm, name: str, mine: _Message, timeout: timedelta | None, length: int | None = None
 ) -> list[int]:
-    """The sizes of all ranks' data, once none of them has a fault, and all have lists of one length."""
+    """Return the sizes of all ranks' data, after making sure that no rank failed and all lists have one length."""
     text = mine.data if mine.fault is None else _text(mine.fault)
     header = [text.numel(), mine.fault is not None, -1 if length is None else length]
     rows = torch.empty((comm.get_size(), 3), dtype=torch.int64, device=comm.get_device())

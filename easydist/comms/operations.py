@@ -1,4 +1,4 @@
-"""How a communicator runs an operation: time limits, hooks, one at a time, and what follows when one fails."""
+"""The operations of a communicator: time limits, hooks, one operation at a time, and the handling of failures."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Operations(Collectives):
 
     Args:
         backend: Moves the bytes.
-        name: For people.
-        options: Of the communicator.
-        monitor: Knows the other processes; None where nobody does.
+        name: A name for error messages and logs.
+        options: The options of the communicator.
+        monitor: Watches the other processes; None if there is no monitor.
     """
 
     def __init__(self, backend: Backend, name: str, options: CommOptions, monitor: Monitor | None) -> None:
@@ -42,21 +42,21 @@ class Operations(Collectives):
         self._operations = 0
 
     def core(self) -> Collectives:
-        """The same ranks and backend for easydist's verbs, without hooks and time limits of its own."""
+        """Return the same ranks and backend for easydist's verbs, without hooks and time limits of its own."""
         return Collectives(self._backend, self._name)
 
     @property
     def time_limit(self) -> timedelta:
-        """How long an operation may take unless it says otherwise."""
+        """The time limit of an operation that does not set its own."""
         return self._time_limit
 
     @property
     def is_broken(self) -> bool:
-        """True if an operation has failed: no further one can begin."""
+        """True if an operation has failed. No further one can begin."""
         return self._failure is not None
 
     def register_pre_hook(self, hook: PreHook) -> RemovableHandle:
-        """Call ``hook(name, op_id, args)`` before each operation, whose arguments are right; it may raise.
+        """Call ``hook(name, op_id, args)`` before each operation, after its arguments were checked. It may raise.
 
         Args:
             hook: The function.
@@ -64,7 +64,7 @@ class Operations(Collectives):
         return self._hooks.add(self._hooks.before, hook)
 
     def register_post_hook(self, hook: PostHook) -> RemovableHandle:
-        """Call ``hook(op_id, args)`` when an operation has begun, or, without ``async_op``, ended; not if it raised.
+        """Call ``hook(op_id, args)`` once an operation has begun, or without ``async_op`` ended, unless it raised.
 
         Args:
             hook: The function.
@@ -101,7 +101,7 @@ class Operations(Collectives):
         return self._watched(number, args, lambda: self._begun(name, begin, async_op, limit, staging))
 
     def _watched(self, number: int, args: HookArgs, run: Callable[[], TorchWork]) -> TorchWork:
-        """An operation that hooks are told of, or a trace."""
+        """Run an operation, and report it to the hooks and to a trace."""
         for before in tuple(self._hooks.before.values()):
             before(args.name, number, args)
         with traced(self, args.name, number, args.outputs):
@@ -113,7 +113,7 @@ class Operations(Collectives):
     def _begun(
         self, name: str, begin: Callable[[], TorchWork], async_op: bool, limit: timedelta, staging: Staging | None
     ) -> TorchWork:
-        """The operation itself, with no other of this process at the same time."""
+        """Begin the operation, after making sure that no other one of this process is under way."""
         mine = threading.get_ident(), name
         other = self._busy.setdefault("operation", mine)
         if other is not mine:
@@ -132,7 +132,7 @@ class Operations(Collectives):
             self._busy.pop("operation", None)
 
     def _posted(self, name: str, begin: Callable[[], TorchWork], limit: timedelta) -> TorchWork:
-        # On a GPU a wait blocks the stream only, unless it has a limit; the backend's own watches over it.
+        # On a GPU a wait without a limit blocks only the stream; the backend's own watchdog enforces the default limit.
         waits = limit if self._backend.device.type == "cpu" or limit is not self._time_limit else None
         try:
             return begin().within(waits)
@@ -157,7 +157,7 @@ class Operations(Collectives):
         return "\n".join(lines)
 
     def _failed(self, name: str, limit: timedelta, error: BaseException) -> BaseException:
-        """Break the communicator; returns what is to be raised."""
+        """Mark the communicator as broken, and return the error to raise."""
         if self._failure is not None or self._is_final:
             return RuntimeError(f"{name}: the operation cannot end any more: {self._failure or 'finalized'}")
         peers = [] if self.monitor is None else list(self.monitor.peers.values())
@@ -166,7 +166,7 @@ class Operations(Collectives):
         self._failure = raised
         if raised is not error:
             raised.__cause__ = error
-        elif self.monitor is not None:  # an interrupt: the others shall not wait for this rank
+        elif self.monitor is not None:  # an interrupt: the other ranks must not wait for this one
             self.monitor.interrupted(error)
         for hook in tuple(self._hooks.failed.values()):
             hook(raised)

@@ -14,7 +14,7 @@ _RESOLUTION = timedelta(milliseconds=1)
 
 
 class Milliseconds(timedelta):
-    """A time limit in whole milliseconds: a ``timedelta`` that equals their number, too.
+    """A time limit in whole milliseconds: a ``timedelta`` that also equals their number.
 
     Example:
         >>> limit = Milliseconds.of(timedelta(seconds=5))
@@ -24,7 +24,7 @@ class Milliseconds(timedelta):
 
     @classmethod
     def of(cls, limit: timedelta | float) -> Milliseconds:
-        """The same limit.
+        """Convert a time limit.
 
         Args:
             limit: A ``timedelta``, or milliseconds.
@@ -41,10 +41,10 @@ class Milliseconds(timedelta):
 
 
 def default_timeout() -> Milliseconds:
-    """How long an operation may take unless somebody says otherwise: 600 s, or ``TORCHCOMM_TIMEOUT_SECONDS``.
+    """Return the default time limit of an operation: 600 s, or ``TORCHCOMM_TIMEOUT_SECONDS``.
 
     Raises:
-        RuntimeError: The variable is no number.
+        RuntimeError: The variable is not a number.
     """
     text = os.environ.get("TORCHCOMM_TIMEOUT_SECONDS") or _DEFAULT_SECONDS
     try:
@@ -54,7 +54,7 @@ def default_timeout() -> Milliseconds:
 
 
 def checked_hints(hints: Mapping[str, str] | None) -> Mapping[str, str] | None:
-    """The same hints.
+    """Check hints, and return them.
 
     Raises:
         TypeError: They are neither None nor a mapping of strings to strings.
@@ -69,7 +69,7 @@ def _are_texts(hints: object) -> bool:
 
 
 def limited(timeout: timedelta | None, otherwise: timedelta) -> timedelta:
-    """The time limit; None and less than a millisecond mean the other one."""
+    """Return the time limit; None and less than a millisecond select the other one."""
     return otherwise if timeout is None or timeout < _RESOLUTION else timeout
 
 
@@ -77,9 +77,9 @@ class CommOptions:
     """Options of a communicator.
 
     Attributes:
-        abort_process_on_timeout_or_error: True: an operation that fails ends the process. None and False: it raises.
-        hints: Text for a backend.
-        store: Where the ranks have met.
+        abort_process_on_timeout_or_error: True: a failed operation ends the process. None and False: it raises.
+        hints: Texts for a backend.
+        store: The store in which the ranks have met.
 
     Example:
         >>> from easydist.comms import CommOptions
@@ -95,7 +95,7 @@ class CommOptions:
 
     @property
     def timeout(self) -> Any:
-        """For operations, in milliseconds: a ``timedelta`` that equals their number. Takes a ``timedelta``, too."""
+        """The limit of operations in milliseconds: a ``timedelta`` that equals their number. Assign either kind."""
         return self._timeout
 
     @timeout.setter
@@ -104,7 +104,7 @@ class CommOptions:
 
     @property
     def time_limit(self) -> Milliseconds:
-        """The same, for type checkers."""
+        """The same limit as ``timeout``, typed for type checkers."""
         return self._timeout
 
     def __repr__(self) -> str:
@@ -118,8 +118,8 @@ class BatchP2POptions:
     """Options of a batch.
 
     Attributes:
-        hints: Text for a backend.
-        timeout: A ``timedelta``; None is the communicator's.
+        hints: Texts for a backend.
+        timeout: A ``timedelta``; None means the communicator's.
 
     Example:
         >>> from easydist.comms import BatchP2POptions

@@ -1,4 +1,4 @@
-"""Gloo over a group that nobody else knows, whose waits Ctrl-C ends."""
+"""Gloo over a private group. Ctrl-C ends its waits."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from easydist.transport.backends.c10d import Gloo
 
 
 class OwnGloo(Gloo):
-    """Gloo over a group that nobody else knows.
+    """Gloo over a private group.
 
-    gloo waits in C++, where Python hears no signal: at Ctrl-C the watchdog breaks the connections of a communicator
-    for which the main thread waits, after the other ranks have been told who was interrupted.
+    gloo waits in C++, where Python does not handle signals. At Ctrl-C the watchdog first tells the other ranks which
+    rank was interrupted, then breaks the connections of the communicator for which the main thread waits.
 
     Args:
         group: The group.
         device: The CPU.
-        ranks: Knows the other processes.
+        ranks: The monitor of the other processes.
 
     Attributes:
         process_group: The group; None once the backend is closed.
@@ -41,7 +41,7 @@ class OwnGloo(Gloo):
         watchdog().add(self)
 
     def wait_alone(self, work: dist.Work, peer: int, timeout: timedelta | None) -> None:
-        """Wait for a message; in the main thread, Ctrl-C is heard."""
+        """Wait for a message. Ctrl-C ends a wait of the main thread."""
         with signals_wake_watchdog() as is_heard:
             self.waits += is_heard
             try:
@@ -50,19 +50,19 @@ class OwnGloo(Gloo):
                 self.waits += is_heard
 
     def interrupted(self, error: BaseException, wait: int) -> None:
-        """Tell the other ranks, and break the connections; the watchdog calls this."""
+        """Tell the other ranks, then break the connections. The watchdog calls this."""
         if wait == self.waits:
             self._ranks.interrupted(error)
             self.disconnect()
 
     def publish(self) -> None:
-        """Nothing: what ranks of other hosts need to know travels with the messages."""
+        """Do nothing. The messages themselves carry all information for ranks of other hosts."""
 
     def check_wait(self, wait: int) -> None:
-        """Nothing: the connection to a rank that has ended breaks, and each wait has its time limit."""
+        """Do nothing. The connection to an ended rank breaks, and each wait has its time limit."""
 
     def post_exception(self, text: str) -> None:
-        """Nothing: likewise."""
+        """Do nothing, for the reason given in ``check_wait``."""
 
     def close(self) -> None:
         """Close the connections."""

@@ -17,22 +17,22 @@ _c10d: Any = dist.distributed_c10d
 
 
 def make_default(comm: TorchComm) -> None:
-    """Let ``torch.distributed`` take a communicator's ranks for the world.
+    """Make a communicator's ranks the world of ``torch.distributed``.
 
     Args:
-        comm: Of all ranks.
+        comm: The communicator of all ranks.
     """
     group = group_of(comm, "0", range(comm.get_size()))
     _c10d._update_default_pg(group)
 
 
 def group_of(comm: TorchComm, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A process group over a communicator's connections; one that the communicator was wrapped around is itself.
+    """Return a process group over a communicator's connections; after ``wrap``, the wrapped one.
 
     Args:
         comm: The communicator.
-        name: The group's; another one where it is taken.
-        ranks: Its members, as ranks of the default group.
+        name: The group's name. If it is taken, a number is added.
+        ranks: The members, as ranks of the default group.
     """
     world = _c10d._world
     own: Any = getattr(comm.backend, "_group", None)
@@ -54,7 +54,7 @@ def _made(comm: TorchComm, store: Store) -> Any:
         return group
     if comm.get_device().type != "cpu":
         return backend._group  # type: ignore[attr-defined]
-    from easydist.torch_backend.group import SharedMemoryGroup  # registers a backend, which few need
+    from easydist.torch_backend.group import SharedMemoryGroup  # importing it registers a backend that few need
 
     size = comm.get_size()
     monitor = comm.monitor or Monitor(comm.get_rank(), size, comm.time_limit.total_seconds())
@@ -72,7 +72,7 @@ def _free(name: str, world: Any) -> str:
 
 
 def _register(group: Any, name: str, ranks: Sequence[int], store: Store, comm: TorchComm) -> None:
-    """Enter it into the tables of ``torch.distributed``, as ``new_group`` does."""
+    """Add the group to the tables of ``torch.distributed``, as ``new_group`` does."""
     world = _c10d._world
     kind, tag = comm.get_device().type, f"ptd:{name}"
     group._set_group_name(name)

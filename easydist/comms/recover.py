@@ -1,4 +1,4 @@
-"""``TorchComm.recover``: a communicator of the ranks that are left."""
+"""``TorchComm.recover``: a communicator of the surviving ranks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ def recovered(recovery: Recovery, kind: str, old: Place, timeout: float) -> Reco
     """Agree on the survivors, and make a backend for them.
 
     Args:
-        recovery: The communicator's.
-        kind: The backend's name.
-        old: Which rank of which communicator this was; its store is not used.
-        timeout: Seconds until ranks that are alive, and have not come, are left out.
+        recovery: The communicator's recovery.
+        kind: The name of the backend.
+        old: The place of this rank in the old communicator. Its store is not used.
+        timeout: Seconds to wait for ranks that are alive but have not called; they are left out after that.
 
     Raises:
-        CommLeftOut: The others have gone on without this rank.
+        CommLeftOut: The others have continued without this rank.
         CommTimeout: The survivors could not be connected in time.
         CommPeerLost: The survivors cannot agree.
     """
@@ -35,7 +35,7 @@ def recovered(recovery: Recovery, kind: str, old: Place, timeout: float) -> Reco
 
 
 def _of_comm(error: EasydistError) -> EasydistError:
-    """The same error as a ``RuntimeError``."""
+    """Return the same error as a ``RuntimeError``."""
     kinds: list[tuple[type[EasydistError], type[EasydistError]]]
     kinds = [(LeftOutError, CommLeftOut), (CollectiveTimeout, CommTimeout), (PeerLostError, CommPeerLost)]
     kind = next((own for known, own in kinds if isinstance(error, known)), None)

@@ -1,4 +1,4 @@
-"""Memory of one host in which each rank of a communicator has a region and signals that all others reach.
+"""Memory of one host in which each rank of a communicator has a region and signals that all other ranks can access.
 
 the futex                        one cache line
 per rank: its signals            numbers of 8 bytes
@@ -24,19 +24,19 @@ from easydist.transport.comm import Collectives
 
 _LINE = 64
 _LOOK = 0.05
-"""Seconds of sleep at most: a wake-up may get lost."""
+"""The longest sleep in seconds. A wake-up may get lost, so a waiting rank looks again after this time."""
 
 
 class Regions:
-    """Memory that all ranks of a communicator share; made by all of them together.
+    """Memory that all ranks of a communicator share. All of them create it together.
 
     Args:
         core: The communicator.
-        nbytes: Of each region; the same number on all ranks.
-        signals: How many signals each rank has.
+        nbytes: The bytes of each region, the same number on all ranks.
+        signals: The number of signals of each rank.
 
     Raises:
-        RuntimeError: The ranks cannot share memory, or want different sizes; the same text on all ranks.
+        RuntimeError: The ranks cannot share memory, or want different sizes. The text is the same on all ranks.
     """
 
     def __init__(self, core: Collectives, nbytes: int, signals: int) -> None:
@@ -56,7 +56,7 @@ class Regions:
         ]
 
     def _check(self, core: Collectives) -> None:
-        """That all ranks share a host and ask for the same."""
+        """Make sure that all ranks share a host and ask for the same sizes."""
         if core.get_device().type != "cpu":
             raise RuntimeError(f"windows lie in memory of the CPU, but the communicator is on {core.get_device()}")
         mine = json.dumps([self.nbytes, self.count, host_id() if is_wanted() else f"rank {self.rank} alone"])
@@ -90,12 +90,12 @@ class Regions:
         return segment
 
     def region(self, rank: int) -> torch.Tensor:
-        """The bytes of a rank's region, as a view."""
+        """Return the bytes of a rank's region, as a view."""
         begin = self._regions + rank * _aligned(self.nbytes)
         return self._bytes[begin : begin + self.nbytes]
 
     def signal(self, rank: int, slot: int, value: int) -> None:
-        """Store a number for a rank, after all that this process has written before, and wake it."""
+        """Store a number for a rank and wake it. The rank sees all earlier writes of this process before the number."""
         signals = self._signals[rank]
         assert signals is not None
         if self._futex.release is not None:
@@ -105,16 +105,16 @@ class Regions:
         self._futex.wake(1 << rank % 32)
 
     def value(self, slot: int) -> int:
-        """This rank's number in a slot."""
+        """Return this rank's number in a slot."""
         signals = self._signals[self.rank]
         assert signals is not None
         return signals[slot]
 
     def wait(self, slot: int, is_met: Callable[[int], bool], limit: timedelta, what: str) -> None:
-        """Sleep until a number of this rank's meets a condition.
+        """Sleep until the number in a slot of this rank meets a condition.
 
         Raises:
-            CommTimeout: It has not within ``limit``.
+            CommTimeout: The number has not met it within ``limit``.
         """
         deadline = time.monotonic() + limit.total_seconds()
         while not is_met(self.value(slot)):
@@ -135,7 +135,7 @@ def check_fits(numel: int, offset: int, dtype: torch.dtype, nbytes: int) -> None
     """Make sure that elements lie inside a region.
 
     Raises:
-        RuntimeError: They do not.
+        RuntimeError: They do not fit.
     """
     end = (numel + offset) * dtype.itemsize
     if offset < 0 or end > nbytes:
@@ -146,7 +146,7 @@ def check_fits(numel: int, offset: int, dtype: torch.dtype, nbytes: int) -> None
 
 
 def numel_of(sizes: Sequence[int]) -> int:
-    """The number of elements of a shape.
+    """Return the number of elements of a shape.
 
     Raises:
         RuntimeError: A size is negative.

@@ -1,4 +1,4 @@
-"""Operations of a communicator as calls that ``trace()`` sees."""
+"""Communicator operations as calls that ``trace()`` records."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _NOTHING = nullcontext()
 
 
 def traced(comm: Checked, name: str, number: int, outputs: Sequence[torch.Tensor]) -> Any:
-    """A context manager around an operation; does nothing while nobody traces."""
+    """Return a context manager for an operation, which does nothing unless a trace is running."""
     return _Traced(comm, name, number, outputs) if listeners else _NOTHING
 
 
 class _Traced:
-    """Notes of one operation, as of a call of a verb."""
+    """The trace notes of one operation, as for a call of a verb."""
 
     def __init__(self, comm: Checked, name: str, number: int, outputs: Sequence[torch.Tensor]) -> None:
         monitor = SimpleNamespace(number=number + 1)

@@ -1,4 +1,4 @@
-"""One-sided communication: memory of a rank that the others read and write without its help."""
+"""One-sided communication: memory of a rank that the others read and write without its participation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LARGEST = 2**63 - 1
 
 
 class SignalCmpOp(enum.Enum):
-    """How ``wait_signal`` compares the slot with its value."""
+    """The comparison that ``wait_signal`` makes between the slot and its value."""
 
     EQ = 0
     GE = 1
@@ -34,7 +34,7 @@ _COMPARE: dict[SignalCmpOp, Callable[[int, int], bool]] = {
 
 
 class _Signal:
-    """A signal that is waited for."""
+    """A wait for a signal."""
 
     def __init__(self, regions: Regions, slot: int, is_met: Callable[[int], bool], limit: timedelta) -> None:
         self._regions, self._slot, self._is_met, self._limit = regions, slot, is_met, limit
@@ -54,7 +54,7 @@ class _Window:
         self._regions: Regions | None = None
 
     def get_size(self) -> int:
-        """The bytes of each rank's part."""
+        """Return the bytes of each rank's part."""
         return 0 if self._regions is None else self._regions.nbytes
 
     def _open(self) -> Regions:
@@ -83,11 +83,11 @@ class _Window:
 
 
 class TorchCommWindow(_Window):
-    """Memory of each rank that all ranks of a communicator write and read; ``comm.window_allocate`` makes one.
+    """Memory of each rank that all ranks of a communicator write and read. Create it with ``comm.window_allocate``.
 
-    The ranks have to share a host: a window is shared memory, and ``get_tensor`` a view of it. What a rank has put
-    before it signals is there when the signal is seen. Sizes are bytes, offsets are elements. ``put`` and ``signal``
-    have ended when they return, with ``async_op`` as without.
+    All ranks must be on one host: a window is shared memory, and ``get_tensor`` returns a view of it. A rank that sees
+    a signal also sees everything that the sender put before it. Sizes are in bytes, offsets in elements. ``put`` and
+    ``signal`` are complete when they return, with or without ``async_op``.
 
     Example:
         >>> import torch
@@ -111,16 +111,16 @@ class TorchCommWindow(_Window):
     def get_tensor(
         self, rank: SupportsIndex, sizes: tuple[int, ...], dtype: torch.dtype, offset: SupportsIndex
     ) -> torch.Tensor:
-        """A view of a rank's memory; what anybody puts there later is seen in it.
+        """Return a view of a rank's memory. Later puts of any rank are visible in it.
 
         Args:
-            rank: Whose memory.
+            rank: The owner of the memory.
             sizes: The shape.
-            dtype: Of the elements.
-            offset: In elements.
+            dtype: The dtype of the elements.
+            offset: The offset in elements.
 
         Raises:
-            RuntimeError: It does not lie inside the window, or there is no such rank.
+            RuntimeError: The view does not lie inside the window, or there is no such rank.
         """
         return self._view(self._comm._rank("rank", rank), sizes, dtype, operator.index(offset))
 
@@ -130,25 +130,25 @@ class TorchCommWindow(_Window):
         """Copy a tensor into a rank's memory.
 
         Args:
-            tensor: Any dtype and strides.
-            dst_rank: Whose memory; may be this rank's.
-            target_disp: Where, in elements of the tensor's dtype.
+            tensor: A tensor of any dtype and strides.
+            dst_rank: The owner of the memory, which may be this rank.
+            target_disp: The offset, in elements of the tensor's dtype.
             async_op: Makes no difference.
 
         Raises:
-            RuntimeError: It does not lie inside the window, or there is no such rank.
+            RuntimeError: The tensor does not fit into the window, or there is no such rank.
         """
         return self._put(tensor, self._comm._rank("dst_rank", dst_rank), operator.index(target_disp))
 
     def signal(
         self, signal_disp: SupportsIndex, signal_val: SupportsIndex, dst_rank: SupportsIndex, async_op: bool
     ) -> TorchWork:
-        """Store a number in a slot of a rank, at once for all who look, after what this rank has put before.
+        """Store a number in a slot of a rank, visible at once, after everything that this rank has put before.
 
         Args:
             signal_disp: The slot.
-            signal_val: The number, of 64 bits with a sign.
-            dst_rank: Whose slot.
+            signal_val: A signed number of 64 bits.
+            dst_rank: The owner of the slot.
             async_op: Makes no difference.
 
         Raises:
@@ -167,13 +167,13 @@ class TorchCommWindow(_Window):
 
         Args:
             signal_disp: The slot.
-            signal_val: What it is compared with.
-            cmp_op: How: ``slot == signal_val``, ``>=`` or ``<=``.
+            signal_val: The value to compare with.
+            cmp_op: The condition: ``slot == signal_val``, ``>=`` or ``<=``.
             async_op: Return at once.
 
         Raises:
-            TypeError: ``cmp_op`` is no ``SignalCmpOp``.
-            RuntimeError: There is no such slot; or the communicator's time limit is over.
+            TypeError: ``cmp_op`` is not a ``SignalCmpOp``.
+            RuntimeError: There is no such slot, or the communicator's time limit has passed.
         """
         if not isinstance(cmp_op, SignalCmpOp):
             raise TypeError(f"wait_signal(): cmp_op must be a SignalCmpOp, got {cmp_op!r}")
@@ -188,7 +188,7 @@ class TorchCommWindow(_Window):
 
 
 class RegisteredWindow(_Window):
-    """The window of later releases: a tensor's own memory, and signals that are counted by sender.
+    """The window API of later torchcomms releases: a tensor's own memory, with signals counted per sender.
 
     Example:
         >>> import torch
@@ -206,13 +206,13 @@ class RegisteredWindow(_Window):
         self._sent, self._taken = [0] * comm.get_size(), [0] * comm.get_size()
 
     def tensor_register(self, tensor: torch.Tensor) -> None:
-        """Move a tensor's values into memory that the other ranks reach; called by all ranks, with one size.
+        """Move a tensor's values into memory that the other ranks can access. All ranks call it, with one size.
 
         Args:
-            tensor: Keeps its values; views that were made of it before stay behind.
+            tensor: Keeps its values. Existing views of it still refer to the old memory.
 
         Raises:
-            RuntimeError: It is not contiguous, or another one is registered.
+            RuntimeError: The tensor is not contiguous, or another one is registered.
         """
         if self._tensor is not None:
             raise RuntimeError("a tensor is registered already: call tensor_deregister first")
@@ -223,13 +223,13 @@ class RegisteredWindow(_Window):
         memory.copy_(tensor.detach())
         tensor.data = memory
         self._tensor = tensor
-        self._comm.core().barrier(False)  # from now on the others see its values
+        self._comm.core().barrier(False)  # afterwards all ranks see its values
 
     def tensor_deregister(self) -> None:
-        """Give the tensor memory of its own again.
+        """Give the tensor its own memory again.
 
         Raises:
-            RuntimeError: None is registered.
+            RuntimeError: No tensor is registered.
         """
         if self._tensor is None:
             raise RuntimeError("no tensor is registered")
@@ -237,10 +237,10 @@ class RegisteredWindow(_Window):
         self._tensor, self._regions = None, None
 
     def map_remote_tensor(self, rank: SupportsIndex) -> torch.Tensor:
-        """A view of the tensor that another rank has registered, in the shape and dtype of this rank's.
+        """Return a view of the tensor that another rank has registered, in the shape and dtype of this rank's.
 
         Args:
-            rank: Whose.
+            rank: The other rank.
         """
         if self._tensor is None:
             raise RuntimeError("no tensor is registered")
@@ -249,21 +249,21 @@ class RegisteredWindow(_Window):
     def put(
         self, tensor: torch.Tensor, dst_rank: SupportsIndex, target_offset_nelems: SupportsIndex, async_op: bool
     ) -> TorchWork:
-        """Copy a tensor into a rank's.
+        """Copy a tensor into the registered tensor of a rank.
 
         Args:
-            tensor: Any dtype and strides.
-            dst_rank: Whose.
-            target_offset_nelems: Where, in elements of the tensor's dtype.
+            tensor: A tensor of any dtype and strides.
+            dst_rank: The owner of the memory.
+            target_offset_nelems: The offset, in elements of the tensor's dtype.
             async_op: Makes no difference.
         """
         return self._put(tensor, self._comm._rank("dst_rank", dst_rank), operator.index(target_offset_nelems))
 
     def signal(self, peer_rank: SupportsIndex, async_op: bool) -> TorchWork:
-        """Signal a rank, after what this rank has put before.
+        """Signal a rank after everything that this rank has put before.
 
         Args:
-            peer_rank: Which.
+            peer_rank: The rank to signal.
             async_op: Makes no difference.
         """
         rank = self._comm._rank("peer_rank", peer_rank)
@@ -273,10 +273,10 @@ class RegisteredWindow(_Window):
         return TorchWork()
 
     def wait_signal(self, peer_rank: SupportsIndex, async_op: bool) -> TorchWork:
-        """Wait for the next signal of a rank; each is taken once.
+        """Wait for the next signal of a rank. Each signal is consumed once.
 
         Args:
-            peer_rank: Which.
+            peer_rank: The sender.
             async_op: Return at once.
         """
         rank = self._comm._rank("peer_rank", peer_rank)

@@ -1,4 +1,4 @@
-"""Evaluation over all ranks: every sample once, in order, and metrics that do not depend on the number of ranks."""
+"""Evaluation over all ranks: every sample once, in order, with metrics that do not depend on the number of ranks."""
 
 from easydist.metrics.collate import Collate
 from easydist.metrics.collector import MetricCollector

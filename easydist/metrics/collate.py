@@ -1,4 +1,4 @@
-"""Batches of any number of rows, none included."""
+"""Batches of any number of rows, including none."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["Collate"]
 
 
 class Collate:
-    """A ``collate_fn`` that also makes batches without rows: the structure of a batch, with nothing in it.
+    """A ``collate_fn`` that also makes batches without rows, which have the structure of a batch and no data.
 
-    Law: ``Collate(f, dataset)(samples) == f(samples)`` where there are samples. Of none it makes what is left of
-    ``f([sample])`` when one sample is taken away, which it learns from ``f([sample])`` and ``f([sample, sample])``:
-    tensors and arrays keep dtype and trailing shape, keys stay, lists of one item per sample are empty, numbers that
-    count rows or tokens are 0, and what does not depend on the samples stays.
+    Law: ``Collate(f, dataset)(samples) == f(samples)`` if there are samples. Without samples it returns ``f([sample])``
+    minus one sample, which it learns by comparing ``f([sample])`` with ``f([sample, sample])``: tensors and arrays keep
+    dtype and trailing shape, keys stay, lists of one item per sample are empty, numbers that count rows or tokens are
+    0, and values that do not depend on the samples stay.
 
     Args:
-        collate_fn: Makes a batch of a list of samples; None is torch's ``default_collate``.
-        dataset: What ``dataset[0]`` is a sample of, looked at if a batch has no rows.
+        collate_fn: A function that makes a batch of a list of samples; None means torch's ``default_collate``.
+        dataset: The data set. Its first sample is read if a batch has no rows.
 
     Raises:
-        TypeError: A batch without rows is needed, and the batch holds an object whose rows are not known.
+        TypeError: A batch without rows is needed, and the batch holds an object whose rows cannot be determined.
 
     Example:
         >>> dataset = [{"x": torch.zeros(3), "id": "a"}]
@@ -49,7 +49,7 @@ class Collate:
 
 
 def _less(one: Any, two: Any, path: str) -> Any:
-    """What one row less makes of a batch of one row."""
+    """Remove one row from a batch of one row."""
     leaves, spec = tree.flatten(one, _is_end)
     others, _ = tree.flatten(two, _is_end)
     ends = zip(leaves, others, spec.paths, strict=True)
@@ -57,7 +57,7 @@ def _less(one: Any, two: Any, path: str) -> Any:
 
 
 def _is_end(value: object) -> bool:
-    """Whether ``_end`` looks at a value; lists may hold one item per row."""
+    """True if ``_end`` handles the value. Lists may hold one item per row."""
     is_list = isinstance(value, list | tuple) and not tree.is_namedtuple(value)
     return is_list or not tree.is_container(value)
 
@@ -78,7 +78,7 @@ def _end(one: Any, two: Any, path: str) -> Any:
 
 
 def _items(one: Sequence[Any], two: Sequence[Any], path: str) -> Any:
-    """A list with one item per row is shortened, one with an item per field is walked through."""
+    """Shorten a list with one item per row, or descend into one with an item per field."""
     if len(one) != len(two):
         return one[: max(2 * len(one) - len(two), 0)]
     pairs = enumerate(zip(one, two, strict=True))

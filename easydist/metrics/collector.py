@@ -1,4 +1,4 @@
-"""Columns collected over a loop by sample index, and put in order once at its end."""
+"""Columns collected over a loop by sample index, and sorted once at its end."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["MetricCollector"]
 
 @eager_methods
 class MetricCollector:
-    """Collect columns by sample index over a loop, and give whole columns in order of the index at its end.
+    """A collector of columns by sample index over a loop, which returns whole columns in index order at its end.
 
-    Law: after ``update`` with all samples, on whichever ranks and in whatever order, ``compute()`` is what one process
-    has of all samples in order. A sample may come more than once, as where a sampler repeats it, with the same values.
-    Holds at W = 1 as well.
+    Law: after ``update`` with all samples, on any ranks and in any order, ``compute()`` is the result of one process
+    with all samples in order. A sample may come more than once, for example if a sampler repeats it, with the same
+    values. Holds at W = 1, too.
 
     Example:
         >>> import torch, easydist
@@ -37,16 +37,17 @@ class MetricCollector:
         {'predictions': tensor([0.2500, 0.7500, 0.5000]), 'ids': ['a', 'b', 'c']}
 
     Args:
-        total: The number of samples; ``compute`` makes sure that each of ``range(total)`` has come. None: any number.
-        every: After so many updates, the same on all ranks, rows that came since are moved to rank ``dst``, so that the
+        total: The number of samples. ``compute`` makes sure that each of ``range(total)`` has come. None: any number.
+        every: A number of updates, the same on all ranks, after which all new rows move to rank ``dst``, so that the
             others hold no more than these. None: each rank keeps its own rows.
-        dst: Where rows are moved to every so often.
-        spill_nbytes: About how much a rank holds in memory; what is more goes to safetensors files. None: everything.
-        directory: Where these files are made; None is the usual place for temporary ones. They are deleted by ``reset``
-            and with the collector.
-        rtol: By how much values of one sample may differ, relatively: the same sample in another batch may be rounded
-            in another way.
-        group: The ranks that take part.
+        dst: The rank to which ``every`` moves rows.
+        spill_nbytes: The approximate number of bytes that a rank holds in memory; the rest goes to safetensors files.
+            None: everything stays in memory.
+        directory: The folder for these files; None means the usual one for temporary files. ``reset`` deletes them, and
+            so does the end of the collector.
+        rtol: The relative difference allowed between values of one sample, since the same sample in another batch may
+            be rounded differently.
+        group: The participating ranks.
 
     Source: torchmetrics' ``update``, ``compute`` and ``reset``.
     """
@@ -70,17 +71,17 @@ class MetricCollector:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all rows, on this rank."""
+        """Discard all rows on this rank."""
         self._store.clear()
         self._schema = Schema()
         self._updates = 0
 
     def __len__(self) -> int:
-        """How many rows this rank holds."""
+        """Return the number of rows on this rank."""
         return len(self._store)
 
     def update(self, indices: Any, **columns: Tree) -> None:
-        """Add rows: copies of them, on the CPU.
+        """Add rows, which are copied to the CPU.
 
         Args:
             indices: The index of each row in the data set: a tensor, an array or a list of integers.
@@ -88,11 +89,11 @@ class MetricCollector:
                 every update. Items of lists are any objects that can be pickled.
 
         Raises:
-            ValueError: A column has another number of rows than ``indices``, or another dtype or shape than before; an
-                index is negative, or not below ``total``.
-            TypeError: A tensor is not dense; an item cannot be pickled.
+            ValueError: A column has another number of rows than ``indices``, or another dtype or shape than before, or
+                an index is negative or not below ``total``.
+            TypeError: A tensor is not dense, or an item cannot be pickled.
 
-        Cost: no exchange; every ``every`` updates one ``gather`` to rank ``dst`` and a small one.
+        Cost: no exchange, except every ``every`` updates: one ``gather`` to rank ``dst`` and a small one.
         """
         found = as_indices(indices, "MetricCollector")
         self._check(found)
@@ -107,22 +108,22 @@ class MetricCollector:
             self._move()
 
     def compute(self, dst: int | None = None) -> dict[str, Any] | None:
-        """Put all ranks' rows together, in order of the index; they stay collected until ``reset``.
+        """Return all ranks' rows in index order. They stay in the collector until ``reset``.
 
         Args:
-            dst: The only rank that gets the result; None is all of them.
+            dst: The only rank that gets the result; None means all of them.
 
         Returns:
-            The columns by name, whole; tensors on the CPU. On ranks other than ``dst``: None.
+            The whole columns by name, with tensors on the CPU. On ranks other than ``dst``: None.
 
         Raises:
-            ValueError: Samples are missing, which the text names; an index came with different values; the ranks have
-                other columns; on all ranks alike.
+            ValueError: On all ranks: samples are missing, which the text names; an index came with different values; or
+                the ranks have different columns.
             RemoteError: Another rank failed.
 
-        Cost: three small exchanges, one of the indices, and a ``gather`` of 512 KiB at a time; one more small exchange
-        with each of these where samples came more than once. Memory: the result on the ranks that get it, and no more
-        than some MiB elsewhere.
+        Cost: three small exchanges, one of the indices, and a ``gather`` for every 512 KiB, each with one more small
+        exchange if samples came more than once. Memory: the result on the ranks that get it, and no more than some MiB
+        on others.
         """
         with together(self._group):
             plan = planned(self._store, self._schema, self.total, Way(dst, self._group))
@@ -134,18 +135,18 @@ class MetricCollector:
             return (plan.schema.rebuilt(columns) or {}) if is_receiver else None
 
     def blocks(self, dst: int | None = None) -> Iterator[dict[str, Any] | None]:
-        """Iterate over what ``compute`` gives, about 512 KiB of rows at a time; all ranks have to iterate to the end.
+        """Iterate over the result of ``compute``, about 512 KiB of rows at a time. All ranks must iterate to the end.
 
         Args:
             dst: As in ``compute``.
 
         Yields:
-            Columns by name, with consecutive rows in order of the index. On ranks other than ``dst``: None, as often.
+            Columns by name, with consecutive rows in index order. On ranks other than ``dst``: None, as often.
 
         Raises:
-            ValueError: As ``compute``; different values of one index are found when their block comes.
+            ValueError: As for ``compute``. Different values of one index are found when their block comes.
 
-        Cost: as ``compute``, and a small exchange per block; the memory of a block.
+        Cost: as ``compute``, and a small exchange per block. Memory: one block.
         """
         with together(self._group):
             plan = planned(self._store, self._schema, self.total, Way(dst, self._group))
@@ -164,7 +165,7 @@ class MetricCollector:
             raise ValueError(f"MetricCollector: index {wrong} is not one of {self.total or 'a data set'}")
 
     def _move(self) -> None:
-        """Move what the ranks have to rank ``dst``, which keeps its own."""
+        """Move all rows to rank ``dst``, which also keeps its own."""
         is_there = communicators(self._group).rank == self._dst
         with together(self._group):
             empty = [one.empty() for one in self._schema.types]
@@ -176,7 +177,7 @@ class MetricCollector:
 
 
 def _put(columns: list[Any], leaves: list[Any], at: int) -> int:
-    """Write the rows of a window behind those that came before; returns how many they are."""
+    """Write the rows of a window after the previous ones, and return their number."""
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, list):
             columns[i] += leaf

@@ -1,4 +1,4 @@
-"""Trees of columns, taken apart: one row per sample."""
+"""Trees of columns with one row per sample, split into their columns."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 class Items(NamedTuple):
-    """A column that is no tensor: a list, a tuple of text, an array of strings, rows that differ in shape, or a value.
+    """A column that is not a tensor: a list, a tuple of text, an array of strings, rows of varying shapes, or a value.
 
     Attributes:
         value: The column.
-        has_rows: Whether it has one item per sample, and is not one value.
+        has_rows: True if it has one item per sample; False if it is one value.
     """
 
     value: Any
@@ -32,19 +32,19 @@ class Items(NamedTuple):
 
 
 def opened(data: Tree, ragged: bool = False, whole: bool = False) -> tuple[list[Any], tree.Spec]:
-    """Take a tree of columns apart.
+    """Split a tree into its columns.
 
-    A list that holds no tensor has one item per sample, and so have an array of strings and a tuple of text, which is
-    what torch's ``default_collate`` makes of text.
+    A list that holds no tensor has one item per sample, and so does an array of strings and a tuple of text, which
+    torch's ``default_collate`` makes of text.
 
     Args:
         data: The tree.
-        ragged: Lists with tensors have one item per sample, too, and so have tensors with several dimensions, which may
+        ragged: Lists with tensors have one item per sample, too, and so do tensors with several dimensions, which may
             then differ between ranks.
         whole: The whole tree is one column of objects: a list of samples, or one value.
 
     Returns:
-        The columns, of which those that are no tensors are ``Items``, and the structure.
+        The columns, as ``Items`` if they are not tensors, and the structure.
 
     Example:
         >>> columns, _ = opened({"x": torch.ones(2), "id": ["a", "b"]})
@@ -65,7 +65,7 @@ def opened(data: Tree, ragged: bool = False, whole: bool = False) -> tuple[list[
 
 
 def has_rows(column: Any) -> bool:
-    """True if a column has one row or item per sample, and is not one value."""
+    """True if a column has one row or item per sample; False if it is one value."""
     return column.has_rows if isinstance(column, Items) else getattr(column, "ndim", 0) > 0
 
 
@@ -75,19 +75,19 @@ def _items(value: Any) -> Items:
 
 
 def _is_object(value: Any, ragged: bool) -> bool:
-    """Whether a leaf cannot travel as a tensor."""
+    """True if a leaf cannot travel as a tensor."""
     if isinstance(value, np.ndarray):
         return not is_numeric(value) or (ragged and value.ndim > 1)
     return isinstance(value, list | tuple) or (ragged and isinstance(value, torch.Tensor) and value.ndim > 1)
 
 
 def is_text(value: object) -> bool:
-    """True if a value is a tuple of nothing but text, which has one item per sample."""
+    """True if a value is a tuple of text only, which has one item per sample."""
     return type(value) is tuple and _TEXT.issuperset(map(type, value))
 
 
 def _has_tensors(data: Tree) -> bool:
-    """Whether a tree holds a tensor or an array; quick where it has many small lists and dicts."""
+    """True if a tree holds a tensor or an array. Fast for many small lists and dicts."""
     if isinstance(data, dict | list | tuple):
         children = data.values() if isinstance(data, dict) else data
         return not _PLAIN.issuperset(map(type, children)) and any(map(_has_tensors, children))
@@ -97,11 +97,11 @@ def _has_tensors(data: Tree) -> bool:
 
 
 def taken(rows: Any, order: torch.Tensor | slice | None) -> Any:
-    """Choose rows of a column.
+    """Return selected rows of a column.
 
     Args:
         rows: A tensor, an array or a list.
-        order: Their positions; None: all rows as they stand.
+        order: Their positions; None: all rows, unchanged.
 
     Example:
         >>> taken(["a", "b"], torch.tensor([1, 0]))
@@ -119,11 +119,11 @@ def taken(rows: Any, order: torch.Tensor | slice | None) -> Any:
 
 
 def as_indices(indices: Any, operation: str) -> torch.Tensor:
-    """Sample indices as int64 on the CPU.
+    """Return sample indices as int64 on the CPU.
 
     Args:
         indices: A tensor, an array or a sequence of integers.
-        operation: For the error.
+        operation: The name for error messages.
 
     Raises:
         ValueError: They are anything else.
@@ -141,7 +141,7 @@ class Padded(NamedTuple):
 
     Attributes:
         values: Of shape ``(samples, longest, …)``.
-        lengths: How much of each sample is not padding; int64.
+        lengths: The length of each sample without padding, int64.
     """
 
     values: torch.Tensor
@@ -149,11 +149,11 @@ class Padded(NamedTuple):
 
 
 def padded(items: list[Any], pad_index: float) -> Any:
-    """Make one tensor of samples of several lengths.
+    """Return samples of several lengths as one padded tensor.
 
     Args:
-        items: Tensors, arrays, or lists of numbers; a column of anything else stays as it is.
-        pad_index: What to fill with.
+        items: Tensors, arrays, or lists of numbers. Any other column is returned unchanged.
+        pad_index: The value to pad with.
 
     Raises:
         ValueError: The samples differ in more than their first dimension, or cannot hold ``pad_index``.
@@ -184,7 +184,7 @@ def _filled(like: torch.Tensor, shape: list[int], pad_index: float) -> torch.Ten
 
 
 def _is_sequence(item: object) -> bool:
-    """Whether a sample is a tensor or an array with a length, or a list of numbers."""
+    """True if a sample is a tensor or an array with a length, or a list of numbers."""
     if isinstance(item, torch.Tensor | np.ndarray):
         return item.ndim > 0
     return isinstance(item, list) and all(isinstance(each, int | float) for each in item)

@@ -1,6 +1,6 @@
-"""What loaders say of the samples that they deal to ranks: accelerate's, torch's, transformers', torchdata's, ours.
+"""The distribution of samples to ranks by known loaders: accelerate's, torch's, transformers', torchdata's and ours.
 
-None of these packages is imported; their classes are looked up where they have been.
+This module imports none of these packages, but looks up their classes if they have been imported.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ __all__ = ["dealt_by", "dealt_last"]
 
 
 def dealt_last(size: int, total: int | None = None) -> Dealt | None:
-    """Say what accelerate's loader has dealt that is being iterated, else the only one that has come to its end.
+    """Return the distribution by accelerate's loader that is being iterated, else by the only one that has ended.
 
-    Where another loader was meant, the rows are hardly as many: one batch, or all of the epoch.
+    If the rows belong to another loader, their number hardly ever matches: one batch, or the whole epoch.
 
     Returns:
-        None where there is no such loader.
+        The distribution; None if there is no such loader.
 
     Raises:
-        ValueError: As in ``dealt_by``.
+        ValueError: As for ``dealt_by``.
     """
     state = _class("accelerate.state", "GradientState")
     if state is None or not state._shared_state:
@@ -37,7 +37,7 @@ def dealt_last(size: int, total: int | None = None) -> Dealt | None:
         dealt = dealt_by(active, size, total)
         return dealt._replace(most=dealt.block)
     if len(done := _done()) > 1:
-        gc.collect()  # some may be garbage
+        gc.collect()  # some of them may be garbage
         done = _done()
     if len(done) != 1:
         return None
@@ -49,7 +49,7 @@ def _done() -> list[Any]:
 
 
 def _epoch(loader: Any, size: int, total: int | None) -> int | None:
-    """How many samples an epoch has; None where that is not known, or where it was begun in the middle."""
+    """Return the number of samples of an epoch; None if it is unknown, or if the epoch began in the middle."""
     parts = [loader, *_samplers(loader)]
     if any(getattr(part, "skip_batches", 0) for part in parts):
         return None
@@ -66,7 +66,7 @@ def _epoch(loader: Any, size: int, total: int | None) -> int | None:
 
 
 def _source(loader: Any) -> Any:
-    """What has as many items as there are samples before any is repeated: a sampler, or a data set."""
+    """Return the sampler or data set whose length is the number of samples before any is repeated."""
     if isinstance(loader.dataset, IterableDataset):
         return _unsharded(loader.dataset)
     samplers = [part for part in _samplers(loader) if _inner(part) is None and not hasattr(part, "batch_size")]
@@ -74,25 +74,25 @@ def _source(loader: Any) -> Any:
 
 
 def _unsharded(data: Any) -> Any:
-    """The user's data set, where one of accelerate or transformers shards it."""
+    """Return the user's data set if accelerate or transformers shards it."""
     return data.dataset if hasattr(data, "process_index") else data
 
 
 def dealt_by(loader: Any, size: int, total: int | None = None) -> Dealt:
-    """Say what a loader has dealt to the ranks, up to the batch that it yielded last.
+    """Return the distribution of a loader's samples to the ranks, up to the last yielded batch.
 
     Args:
-        loader: It may be prepared by accelerate.
-        size: The ranks that take part.
-        total: The number of samples, for a data set that has no length.
+        loader: The loader, which accelerate may have prepared.
+        size: The number of participating ranks.
+        total: The number of samples, for a data set without a length.
 
     Raises:
-        ValueError: The loader does not say, or is made for another number of ranks.
-        TypeError: It is no loader.
+        ValueError: The distribution is unknown, or the loader is for another number of ranks.
+        TypeError: It is not a loader.
     """
     if isinstance(loader, _classes("easydist.metrics.loader", "DistributedLoader")):
         return Dealt(loader.batch_size)
-    if not isinstance(loader, DataLoader):  # accelerate's say that they are
+    if not isinstance(loader, DataLoader):  # accelerate's loaders report this class
         raise TypeError(f"loader is {type(loader).__name__}, not a DataLoader")
     if size == 1:
         return Dealt()
@@ -116,7 +116,7 @@ def dealt_by(loader: Any, size: int, total: int | None = None) -> Dealt:
 
 
 def _class(module: str, name: str) -> Any:
-    """A class of a module, if that has been imported."""
+    """Return a class of a module if the module has been imported."""
     return getattr(sys.modules.get(module), name, None)
 
 
@@ -125,17 +125,17 @@ def _classes(module: str, *names: str) -> tuple[Any, ...]:
 
 
 def _prepared() -> Any:
-    """Classes of the loaders that accelerate makes."""
+    """Return the base class of the loaders that accelerate makes."""
     return _class("accelerate.data_loader", "DataLoaderStateMixin") or ()
 
 
 def _alive(cls: Any) -> list[Any]:
-    """All instances there are; those of accelerate's loaders give another ``__class__``."""
+    """Return all existing instances. Uses ``type``, since accelerate's loaders report another ``__class__``."""
     return [each for each in gc.get_objects() if issubclass(type(each), cls)]
 
 
 def _samplers(loader: Any) -> Iterator[Any]:
-    """The loader's sampler of batches and those inside it, the outermost first."""
+    """Yield the loader's batch sampler and the samplers inside it, outermost first."""
     part = loader
     while (part := _inner(part)) is not None:
         yield part
@@ -152,7 +152,7 @@ def _check_size(found: int, size: int) -> None:
 
 
 def _dispatched(loader: Any, size: int) -> Dealt:
-    """Rank 0 reads the batches, and tells all at the end how many samples the last step has."""
+    """Handle loaders for which rank 0 reads the batches, and at the end sends the size of the last step to all."""
     _check_size(loader.state.num_processes, size)
     batch_size = next(part.batch_size for part in _samplers(loader) if hasattr(part, "batch_size"))
     block = batch_size // size if loader.split_batches else batch_size
@@ -160,7 +160,7 @@ def _dispatched(loader: Any, size: int) -> Dealt:
 
 
 def _sharded(loader: Any, shard: Any, size: int, total: int | None) -> Dealt:
-    """Each rank reads its own batches, to which a sampler or a data set of accelerate or transformers adds samples."""
+    """Handle loaders whose ranks read their own batches, to which a sampler or data set adds repeated samples."""
     _check_size(shard.num_processes, size)
     if shard.batch_size is None:
         raise ValueError("the loader's batches are of no one size, so its order is not known; pass indices=")
@@ -174,7 +174,7 @@ def _sharded(loader: Any, shard: Any, size: int, total: int | None) -> Dealt:
 
 
 def _length(loader: Any) -> int:
-    """How many samples there are before any is repeated."""
+    """Return the number of samples before any is repeated."""
     try:
         return len(_source(loader))
     except TypeError:
@@ -185,12 +185,12 @@ def _length(loader: Any) -> int:
 
 
 def _rest(total: int, step: int) -> int:
-    """The samples of the last step."""
+    """Return the number of samples of the last step."""
     return total % step or min(total, step)
 
 
 def _strided(loader: Any, sampler: Any, size: int) -> Dealt:
-    """Each rank takes every W-th sample: DistributedSampler and what is made like it."""
+    """Handle loaders that give each rank every W-th sample: DistributedSampler and similar ones."""
     _check_size(sampler.num_replicas, size)
     samples = getattr(sampler, "lengths", None)
     total = len(sampler.dataset if samples is None else samples)
@@ -201,11 +201,11 @@ def _strided(loader: Any, sampler: Any, size: int) -> Dealt:
 
 
 _iterators: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
-"""Of each loader the iterator that was found last."""
+"""The last iterator found for each loader."""
 
 
 def _has_ended(loader: Any, batches: int) -> bool:
-    """Whether a torch DataLoader has yielded its last batch: its iterator says so, or is gone."""
+    """True if a torch DataLoader has yielded its last batch: its iterator has ended, or no longer exists."""
     known = _iterators.get(loader)
     iterator = known() if known is not None else None
     if iterator is None:

@@ -1,4 +1,4 @@
-"""Columns made ready to travel: tensors and arrays as they are, everything else as encoded objects."""
+"""Columns prepared for travelling: tensors and arrays as they are, everything else as encoded objects."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["Column", "Objects", "as_objects", "concatenated", "joined", "nbytes_
 
 
 class Objects(NamedTuple):
-    """A column of objects, made ready to travel with tensors.
+    """A column of objects, prepared to travel with tensors.
 
     Attributes:
-        message: The encoded list of this rank's items, and zeros; bytes.
-        rows: An empty tensor with one row per item, whose size is known wherever sizes are; None: it is one value.
+        message: The encoded list of this rank's items, and zeros, as bytes.
+        rows: An empty tensor with one row per item, so that its size is known with all others; None if it is one value.
     """
 
     message: torch.Tensor
@@ -46,11 +46,11 @@ def _counting(items: Items) -> torch.Tensor | None:
 
 
 _PART = 1000
-"""Items that are encoded at once to learn how long a message would be."""
+"""The number of items to encode at once when measuring the length of a message."""
 
 
 def nbytes_of(column: Any) -> int:
-    """How many bytes a column is when it travels; no more than a part of it is encoded at a time.
+    """Return the bytes of a column when it travels. No more than a part of it is encoded at a time.
 
     Raises:
         TypeError: An item cannot be pickled.
@@ -64,13 +64,13 @@ def nbytes_of(column: Any) -> int:
 
 
 class Column(NamedTuple):
-    """Where one column is among the leaves that travel.
+    """The position of a column among the leaves that travel.
 
     Attributes:
-        path: In the tree.
-        leaf: Its data, or the message of its objects.
-        rows: The leaf that has as many rows; None: it is one value per rank.
-        is_objects: Whether it is encoded.
+        path: The column's path in the tree.
+        leaf: The leaf with its data, or with the message of its objects.
+        rows: The leaf that has as many rows; None if the column is one value per rank.
+        is_objects: True if the column is encoded.
     """
 
     path: str
@@ -82,12 +82,12 @@ class Column(NamedTuple):
 def travelling(
     columns: Sequence[Any], spec: tree.Spec, with_objects: bool = True
 ) -> tuple[list[Column], list[Any], list[str]]:
-    """List the leaves that travel for columns: where each column is among them, the leaves, and their paths.
+    """List the leaves that travel: the place of each column among them, the leaves, and their paths.
 
     Args:
         columns: Data, or ``Items``.
         spec: The structure of their tree.
-        with_objects: Encode what is no data; else it is left out, and its rows are counted.
+        with_objects: Encode objects; otherwise only their rows are counted.
 
     Raises:
         TypeError: An object cannot be pickled.
@@ -121,9 +121,9 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _rounded(nbytes: int) -> int:
-    """One of few lengths, so that the layout of a batch is that of one before, and often that of all ranks.
+    """Round up to one of few lengths, so that a batch often has the layout of the previous one, and of all ranks.
 
-    Multiples of 64, so that the messages of all ranks are aligned where they lie one behind the other.
+    All are multiples of 64, so that the messages of all ranks are aligned one after the other.
 
     Example:
         >>> [_rounded(n) for n in (20, 100, 900, 5000, 40_000, 1_000_000)]
@@ -134,22 +134,22 @@ def _rounded(nbytes: int) -> int:
 
 
 def joined(message: torch.Tensor, nbytes: Sequence[int], are_rows: bool) -> Any:
-    """Decode what all ranks have sent, joined in rank order.
+    """Decode the joined messages of all ranks, in rank order.
 
     Args:
-        message: The messages, one behind the other; not to be used afterwards, as tensors and arrays share its memory.
-        nbytes: Of each rank's message.
-        are_rows: Whether each is a column of items, and not one value.
+        message: The messages, one after the other. Do not use it afterwards: tensors and arrays share its memory.
+        nbytes: The bytes of each rank's message.
+        are_rows: True if each is a column of items; False if it is one value.
 
     Returns:
-        A list; of arrays of strings an array, of tuples a tuple.
+        A list; for arrays of strings an array, for tuples a tuple.
     """
     values = [codec.decode(part, is_padded=True) for part in message.split_with_sizes([*nbytes])]
     return concatenated(values) if are_rows else values
 
 
 def concatenated(parts: Sequence[Any]) -> Any:
-    """Join lists of items: arrays of strings to an array, tuples to a tuple, anything else to a list."""
+    """Join lists of items. Arrays of strings become an array, tuples a tuple, anything else a list."""
     if all(isinstance(part, np.ndarray) and not is_numeric(part) for part in parts):
         return np.concatenate(parts)
     items = [item for part in parts for item in part]

@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 __all__ = ["ExactSum", "numbers"]
 
 _SCALE = 1074
-"""The sums are kept as multiples of 2**-1074, the smallest float64."""
+"""The sums are integers in units of 2**-1074, the smallest float64; this is the exponent."""
 
 _MANTISSA, _LOW = 53, 26
-"""Bits of a float64's mantissa, and of the lower part in which it is summed."""
+"""The bits of a float64's mantissa, and of its lower part, which is summed separately."""
 
 _MOST = 1 << _LOW
-"""Elements that are summed at once: sums of so many parts of 27 bits are exact in float64."""
+"""The most elements to sum at once: sums of this many parts of 27 bits are exact in float64."""
 
 _FEW = 64
-"""Elements up to which they are added one by one, which is quicker."""
+"""The most elements to add one by one, which is faster for so few."""
 
 
 class ExactSum:
-    """A sum of integers and floats, rounded only when it is asked for.
+    """A sum of integers and floats, rounded only when it is read.
 
     Example:
         >>> total = ExactSum()
@@ -42,7 +42,7 @@ class ExactSum:
 
     @classmethod
     def of(cls, states: Iterable[str]) -> ExactSum:
-        """Sum the sums of several ranks."""
+        """Add up the sums of several ranks."""
         total = cls()
         for state in states:
             finite, special, is_whole = state.split()
@@ -52,11 +52,11 @@ class ExactSum:
         return total
 
     def state(self) -> str:
-        """Give the sum as text, which travels more quickly than three numbers."""
+        """Return the sum as text, which travels faster than three numbers."""
         return f"{self._finite:x} {self._special} {'whole' if self._is_whole else 'float'}"
 
     def add(self, values: NDArray[Any]) -> None:
-        """Add the elements of an array of one dimension: integers, bools, Python integers or float64."""
+        """Add the elements of a one-dimensional array: integers, bools, Python integers or float64."""
         if values.dtype.kind != "f":
             self._finite += sum(values.tolist()) << _SCALE
             return
@@ -75,11 +75,11 @@ class ExactSum:
                 self._special += value
 
     def value(self) -> int | float:
-        """Give the sum: an int if all were integers, else the nearest float64."""
+        """Return the sum: an int if all were integers, else the nearest float64."""
         return self._finite >> _SCALE if self._is_whole else self.over(None)
 
     def over(self, divisor: ExactSum | None) -> float:
-        """Give the quotient of two sums, rounded once; NaN where the divisor is 0. None divides by 1."""
+        """Return the quotient of two sums, rounded once; NaN if the divisor is 0. None divides by 1."""
         below = 1 << _SCALE if divisor is None else divisor._finite
         if self._special or math.isnan(self._special) or not below:
             return self._special if below else math.nan
@@ -90,7 +90,7 @@ class ExactSum:
 
 
 def _exact(values: NDArray[np.float64]) -> int:
-    """The sum of finite numbers, as a multiple of 2**-1074: the mantissas of each exponent are summed as integers."""
+    """Return the sum of finite numbers in units of 2**-1074. The mantissas of each exponent are summed as integers."""
     fractions, exponents = np.frexp(values)
     mantissas = np.ldexp(fractions, _MANTISSA).astype(np.int64)
     lowest = exponents.min(initial=0)
@@ -103,11 +103,11 @@ def _exact(values: NDArray[np.float64]) -> int:
 
 
 def _shifted(value: int, bits: int) -> int:
-    return value << bits if bits >= 0 else value >> -bits  # what is cut off of subnormal numbers is 0
+    return value << bits if bits >= 0 else value >> -bits  # bits of subnormal numbers that are cut off are 0
 
 
 def numbers(value: Any, name: str) -> NDArray[Any]:
-    """A number, tensor or array as an array of one dimension: of float64, of integers, or of Python integers.
+    """Return a number, tensor or array as a one-dimensional array of float64, integers, or Python integers.
 
     Raises:
         TypeError: It is none of these, or complex.

@@ -1,4 +1,4 @@
-"""The verb ``gather_for_metrics``: every rank's samples, each once, in the order of the sampler."""
+"""The verb ``gather_for_metrics``: every rank's samples, each once, in the sampler's order."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def gather_for_metrics(
     check: bool | None = None,
     timeout: Timeout | None = None,
 ) -> Tree:
-    """Collect every rank's samples, without those that a sampler repeated, in the sampler's order.
+    """Collect every rank's samples in the sampler's order, without those that a sampler repeated.
 
-    Law: over the batches of an epoch, or after it with the rows of all batches, each column is what one process gets
-    from the same data set; with ``indices`` it is sorted by them. Holds at W = 1 as well.
+    Law: over the batches of an epoch, or after it with the rows of all batches, each column is the one that one process
+    gets from the same data set; with ``indices`` it is sorted by them. Holds at W = 1, too.
 
     Example:
         >>> import torch, easydist
@@ -57,38 +57,39 @@ def gather_for_metrics(
 
     Args:
         input_data: Any tree. Tensors and arrays have one row per sample along dim 0; a list without tensors has one
-            item per sample (text, numbers, other objects), and so has a tuple of text. A tensor without dimensions and
-            a number are one row per rank, of which none is dropped. What is neither has to be equal on all ranks, and
-            stays as it is.
-        use_gather_object: Take ``input_data`` as one object: a list of samples, or one value per rank.
-        loader: What dealt the samples: a ``DataLoader`` with ``DistributedSampler`` or one made like it, one that
-            accelerate has prepared, or ``distributed_loader``. None is accelerate's loader that is being iterated,
-            of which the rows are one batch, else the only one that has come to its end, of which they are all.
-        total: How many samples there are: for a loader whose data set has no length. Without any loader the ranks have
-            to have so many rows in all, which are kept in rank order. With ``indices``, so many different ones.
-        indices: The index of each row of this rank in the data set. No loader is needed; where an index comes twice,
-            the first row counts.
+            item per sample (text, numbers, other objects), and so does a tuple of text. A tensor without dimensions and
+            a number are one row per rank, none of which is dropped. Other values must be equal on all ranks, and do not
+            change.
+        use_gather_object: Treat ``input_data`` as one object: a list of samples, or one value per rank.
+        loader: The loader that distributed the samples: a ``DataLoader`` with ``DistributedSampler`` or a similar one,
+            one that accelerate has prepared, or ``distributed_loader``. None means accelerate's loader that is being
+            iterated, and then the rows must be one batch of it; else the only one that has ended, and then they must
+            be all of its rows.
+        total: The number of samples, for a loader whose data set has no length. Without any loader the ranks must have
+            that many rows in all, which are kept in rank order. With ``indices``, the number of different ones.
+        indices: The index of each row of this rank in the data set. No loader is needed. If an index comes twice, the
+            first row is kept.
         ragged: Lists with tensors have one item per sample, too, and tensors of several dimensions become lists of one
-            tensor per sample, so that any dimension may differ between ranks.
-        pad_index: As ``ragged``, and what becomes a list of tensors or of lists of numbers becomes a ``Padded`` of
-            ``values``, filled up with this number, and ``lengths``.
-        dst: The only rank that gets the result; None is all of them.
-        group: The ranks that take part.
-        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
-        timeout: How long the call may take; None is the group's.
+            tensor per sample, so any dimension may differ between ranks.
+        pad_index: Implies ``ragged``. In addition a list of tensors or of lists of numbers becomes a ``Padded`` with
+            ``values``, padded with this number, and ``lengths``.
+        dst: The only rank that gets the result; None means all of them.
+        group: The participating ranks.
+        check: True to compare the ranks' calls; None follows ``EASYDIST_CHECK`` (on).
+        timeout: The limit of the call; None means the group's.
 
     Returns:
         A new tree of the same structure. On ranks other than ``dst``: None.
 
     Raises:
-        ValueError: Nothing says which rows are repeated samples; the loader deals to another number of ranks, or its
-            order is not known; the rows are not those of the loader, of ``total`` or of ``indices``.
-        DisagreementError: Paths, dtypes or shapes apart from dim 0 differ between ranks, or what their loaders say.
+        ValueError: It is unknown which rows are repeated samples; the loader is for another number of ranks, or its
+            order is unknown; or the rows do not match the loader, ``total`` or ``indices``.
+        DisagreementError: Paths, dtypes, shapes apart from dim 0, or the loaders' distributions differ between ranks.
         RemoteError: Another rank's data could not travel.
-        TypeError: An object cannot be pickled; a leaf is no dense tensor.
+        TypeError: An object cannot be pickled, or a leaf is not a dense tensor.
 
-    Cost: that of ``gather``: one header exchange, which carries small data, and one exchange for larger data. With
-    ``dst``, where a rank has more than 8 MiB: a ``gather`` of 512 KiB at a time, so that the others need no memory
+    Cost: that of ``gather``: one header exchange, which also carries small data, and one exchange for larger data.
+    With ``dst``, if a rank has more than 8 MiB: a ``gather`` for every 512 KiB, so that the others need no memory
     beside their data, and with ``indices`` three more exchanges.
 
     Source: ``Accelerator.gather_for_metrics``.
@@ -103,14 +104,14 @@ def gather_for_metrics(
 
 
 class _Samples(NamedTuple):
-    """What says which rows to keep."""
+    """The arguments that determine which rows to keep."""
 
     loader: Any
     total: int | None
     indices: Any
 
     def dealt(self, size: int) -> Dealt:
-        """What has been dealt to the ranks."""
+        """Return the distribution of the samples to the ranks."""
         if self.indices is not None:
             return Dealt()
         if self.loader is not None:
@@ -165,12 +166,12 @@ class _GatherForMetrics(Gather):
         return super().exchange(comms, agreed)
 
     def _is_large(self, comms: Communicators, agreed: Agreement) -> bool:
-        """Whether a rank has more than moves at once."""
+        """True if a rank has more data than moves at once."""
         is_to_one = self._dst is not None and comms.size > 1
         return is_to_one and max(agreed.nbytes) > AT_ONCE and any(map(has_rows, self._values))
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: Moved) -> Tree:
-        """Choose the rows on all ranks, so that all of them raise where these are wrong."""
+        """Select the rows on all ranks, so that all of them raise if the rows are wrong."""
         leaves, shapes = agreed.call.tree, arrived[0]
         places = leaves.layout.places
         sizes = [[row[place][0] for row in shapes] for place in places]
@@ -188,7 +189,7 @@ class _GatherForMetrics(Gather):
         return None if self._dst not in (None, comms.rank) else self._kept(gathered, sizes, orders)
 
     def _order(self, column: Column, sizes: Sequence[list[int]]) -> Order:
-        """The rows of a column to keep, as far as their numbers tell."""
+        """Return the rows of a column to keep, as far as it follows from the numbers of rows."""
         if column.rows is None:
             return None
         counts = sizes[column.rows]
@@ -199,14 +200,14 @@ class _GatherForMetrics(Gather):
             )
         rows = tuple(counts)
         try:
-            if rows not in self._orders:  # one for all columns that have as many rows
+            if rows not in self._orders:  # one order for all columns with as many rows
                 self._orders[rows] = in_order(rows, self._dealt)
         except ValueError as error:
             raise ValueError(f"gather_for_metrics: {column.path or 'the data'}: {error}") from None
         return self._orders[rows]
 
     def _kept(self, leaves: Sequence[Any], sizes: Sequence[list[int]], orders: Sequence[Order]) -> Tree:
-        """The rows that were chosen, in their order."""
+        """Return the selected rows, in their order."""
         if self._samples.indices is not None:
             order = by_index(leaves[-1])
             check_length(len(order), self._samples.total)
@@ -218,7 +219,7 @@ class _GatherForMetrics(Gather):
         return self.finished([taken(value, order) for value, order in zip(values, orders, strict=True)])
 
     def finished(self, columns: Sequence[Any]) -> Tree:
-        """The tree, of whole columns."""
+        """Rebuild the tree from whole columns."""
         if self._pad_index is not None:
             columns = [padded(each, self._pad_index) if isinstance(each, list) else each for each in columns]
         return self._tree.rebuild([*columns])
@@ -229,7 +230,7 @@ def _listed(rows: Sequence[int]) -> str:
 
 
 def _warn_of_weights(dealt: Dealt, size: int, path: str) -> None:
-    """Say that values of ranks are not to be averaged where the ranks' batches differ."""
+    """Warn against averaging values of ranks whose batches differ."""
     if dealt.rest is not None and dealt.block is not None and dealt.rest != dealt.block * size:
         text = (
             f"gather_for_metrics: {path or 'the data'} is one value per rank, and its last batches have repeated "

@@ -1,4 +1,4 @@
-"""Much data on its way to one rank: a window of its rows at a time, so that no rank holds copies of all it sends."""
+"""Gathering large data to one rank, a window of rows at a time, so that no rank holds copies of all that it sends."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from easydist.verbs.gather import gather
 __all__ = ["AT_ONCE", "Large", "check_length", "moved"]
 
 AT_ONCE = 1 << 23
-"""Bytes of one rank up to which its columns move in one exchange."""
+"""The most bytes of one rank whose columns move in one exchange."""
 
 
 class Large(NamedTuple):
-    """Columns whose call has been agreed, and whose data has not moved.
+    """Columns of an agreed call whose data has not moved yet.
 
     Attributes:
-        columns: This rank's; ``Items`` or data.
-        tensors: Of each column that is data, the tensor.
-        counts: Of each column, how many rows each rank has; None: it is one value per rank.
-        orders: Of each column, which rows to keep, see ``in_order``.
-        indices: Of each row; None: ``orders`` say where it goes.
-        total: How many different indices there have to be; None: any number.
-        nbytes: Of all ranks, all columns together.
+        columns: This rank's columns, ``Items`` or data.
+        tensors: The tensor of each column that is data.
+        counts: For each column the number of rows of each rank; None if it is one value per rank.
+        orders: For each column the rows to keep, see ``in_order``.
+        indices: The index of each row; None if ``orders`` determine the places.
+        total: The number of different indices; None: any number.
+        nbytes: The bytes of all columns of all ranks.
     """
 
     columns: Sequence[Any]
@@ -46,7 +46,7 @@ class Large(NamedTuple):
 
 
 def moved(large: Large, way: Way) -> list[Any] | None:
-    """Move all columns to rank ``way.dst``; None on the others.
+    """Move all columns to rank ``way.dst``, and return them there; None on other ranks.
 
     Raises:
         EasydistError: Another rank failed.
@@ -63,7 +63,7 @@ def moved(large: Large, way: Way) -> list[Any] | None:
 
 
 def _rows(large: Large, number: int) -> Any:
-    """The rows of a column: a tensor, or what is encoded."""
+    """Return the rows of a column: a tensor, or the objects to encode."""
     column = large.columns[number]
     if not isinstance(column, Items):
         return large.tensors[number]
@@ -71,7 +71,7 @@ def _rows(large: Large, number: int) -> Any:
 
 
 def _planned(large: Large, counts: tuple[int, ...], numbers: Sequence[int], way: Way) -> tuple[Plan, torch.Tensor]:
-    """How columns with as many rows will move, and where each row of this rank goes."""
+    """Return the plan for columns with as many rows, and the place of each row of this rank."""
     rows = per_window(sum(counts), large.nbytes)
     empty = [_rows(large, i)[:0] for i in numbers]
     if large.indices is not None:
@@ -83,7 +83,7 @@ def _planned(large: Large, counts: tuple[int, ...], numbers: Sequence[int], way:
 
 
 def check_length(length: int, total: int | None) -> None:
-    """Make sure that there are as many different indices as there should be.
+    """Make sure that the number of different indices is ``total``.
 
     Raises:
         ValueError: There are more or fewer.
@@ -93,7 +93,7 @@ def check_length(length: int, total: int | None) -> None:
 
 
 def _moved_together(leaves: Sequence[Any], places: torch.Tensor, plan: Plan, way: Way) -> list[Any]:
-    """Columns that have as many rows, whole on rank ``way.dst``."""
+    """Return the columns that have as many rows, whole on rank ``way.dst``."""
     store, at = Store(), 0
     store.add(places, [*leaves], 0)
     length = plan.length if way.dst == communicators(way.group).rank else 0
@@ -109,5 +109,5 @@ def _moved_together(leaves: Sequence[Any], places: torch.Tensor, plan: Plan, way
 
 
 def _room(leaf: Any, length: int) -> Any:
-    """Where the rows of all windows go: one tensor, or a list of parts."""
+    """Return the target of all windows' rows: one tensor, or a list of parts."""
     return leaf.new_empty((length, *leaf.shape[1:])) if isinstance(leaf, torch.Tensor) else [leaf]

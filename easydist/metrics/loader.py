@@ -1,4 +1,4 @@
-"""A loader for several ranks: every sample exactly once, and equally many batches on all of them."""
+"""A loader for several ranks: every sample exactly once, and the same number of batches on all of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from easydist.typing import Group
 __all__ = ["DistributedLoader", "distributed_loader"]
 
 _OURS = frozenset({"batch_sampler", "sampler"})
-"""Arguments of ``DataLoader`` that say which samples this rank takes."""
+"""The arguments of ``DataLoader`` that select this rank's samples."""
 
 _DIFFERENT_STREAMS = (
     "This rank's stream has ended. Every rank has to read the same samples in the same order, and takes its share of "
@@ -44,31 +44,31 @@ def distributed_loader(
     group: Group = None,
     **options: Any,
 ) -> DistributedLoader:
-    """Make a loader that shares a data set out to the ranks, without repeating a sample.
+    """Create a loader that distributes a data set over the ranks, without repeating a sample.
 
     Law: the batches of step s, joined in rank order, are ``order[s * W * B : (s + 1) * W * B]``, where ``order`` is the
-    data set, shuffled if asked. Each sample is in exactly one batch of one rank. All ranks have equally many batches,
-    so collectives in the loop match; only the last may be shorter, down to no rows, with the same dtypes, trailing
-    shapes and keys (``Collate`` says how). Holds at W = 1 as well.
+    data set, shuffled if requested. Each sample is in exactly one batch of one rank. All ranks have the same number of
+    batches, so collectives in the loop match. Only the last batch may be shorter, down to no rows, with the same
+    dtypes, trailing shapes and keys (see ``Collate``). Holds at W = 1, too.
 
     Args:
         dataset: The same on all ranks. One with a length is indexed. An ``IterableDataset`` is read whole by every
-            rank, which keeps its share; all have to read the same samples in the same order.
+            rank, which keeps its share; all must read the same samples in the same order.
         batch_size: B, the samples of one batch of one rank.
         shuffle: Draw another order in each epoch, as ``DistributedSampler`` does; not for an iterable data set.
-        seed: For the order.
-        drop_last: Leave out the last step if it has fewer than W * B samples.
+        seed: The seed of the order.
+        drop_last: Skip the last step if it has fewer than W * B samples.
         with_indices: Yield ``(indices, batch)``: int64 positions in the data set, or in the stream.
-        collate_fn: Makes a batch of a list of samples; None is torch's ``default_collate``.
-        group: The ranks that take part.
-        **options: Those of ``torch.utils.data.DataLoader``: ``num_workers``, ``pin_memory``, ….
+        collate_fn: A function that makes a batch of a list of samples; None means torch's ``default_collate``.
+        group: The participating ranks.
+        **options: Options of ``torch.utils.data.DataLoader``: ``num_workers``, ``pin_memory``, ….
 
     Raises:
-        DisagreementError: The length of the data set or an argument differs between ranks; at the end of an epoch: the
-            ranks' streams have other lengths.
-        ValueError: ``batch_size`` is below 1; an iterable data set is to be shuffled, or read by several workers or by
-            one that persists.
-        TypeError: ``sampler`` or ``batch_sampler`` is given, or ``DataLoader`` does not know an option.
+        DisagreementError: The length of the data set or an argument differs between ranks; or, at the end of an epoch,
+            the lengths of the ranks' streams differ.
+        ValueError: ``batch_size`` is below 1, or an iterable data set is to be shuffled, or read by several workers or
+            by one that persists.
+        TypeError: ``sampler`` or ``batch_sampler`` is given, or ``DataLoader`` does not have an option.
         RemoteError: One of these happened on another rank.
 
     Example:
@@ -77,8 +77,8 @@ def distributed_loader(
         >>> [batch.tolist() for batch in loader]
         [[0, 1], [2, 3], [4]]
 
-    Cost: one header exchange, and one more at the beginning of each epoch; at the end of each epoch of an iterable data
-    set another one. None in between.
+    Cost: one header exchange, one more at the beginning of each epoch, and for an iterable data set another one at the
+    end of each epoch. None in between.
 
     Source: ``torch.utils.data.DataLoader`` and ``DistributedSampler``.
     """
@@ -89,16 +89,16 @@ def distributed_loader(
 
 @eager_methods
 class DistributedLoader:
-    """What ``distributed_loader`` makes. Iterating is one epoch, on all ranks together.
+    """The loader that ``distributed_loader`` returns. All ranks iterate together, and one iteration is one epoch.
 
-    An epoch that was read to its end is followed by the next one, in another order if the loader shuffles.
+    After an epoch was read to its end, the next one follows, in another order if the loader shuffles.
 
     Attributes:
-        dataset: As it was given.
+        dataset: The data set.
         batch_size: The samples of one batch of one rank.
-        epoch: The epoch that is read or comes next.
-        position: How many samples of the epoch the ranks have been given, all together.
-        total: How many samples an epoch has over all ranks; None if the data set does not say.
+        epoch: The current or next epoch.
+        position: The number of samples of the epoch that all ranks together have received.
+        total: The number of samples of an epoch over all ranks; None if the data set has no length.
     """
 
     def __init__(self, dataset: Any, source: Source, with_indices: bool, group: Group) -> None:
@@ -113,11 +113,11 @@ class DistributedLoader:
         return self.total // size if self._source.sharing.drop_last else -(-self.total // size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that comes next, on all ranks; it begins at its first sample, unless one was loaded in it.
+        """Choose the next epoch, on all ranks. It starts at its first sample, unless a position in it was loaded.
 
         Args:
-            epoch: Its number; the order depends on it and on the seed. An iterable data set is told by its own
-                ``set_epoch``, if it has one.
+            epoch: Its number, which determines the order together with the seed. An iterable data set gets it through
+                its own ``set_epoch``, if it has one.
         """
         if index(epoch) != self.epoch:
             self.epoch, self.position, self._start = index(epoch), 0, 0
@@ -134,7 +134,7 @@ class DistributedLoader:
         self.epoch, self.position = self.epoch + 1, 0
 
     def _meet_at_end(self) -> None:
-        """Make sure that the streams of all ranks were equally long; their samples are not compared."""
+        """Make sure that all ranks' streams were equally long. Their samples are not compared."""
         try:
             self._meet("end_epoch", epoch=self.epoch, position=self.position)
         except DisagreementError as error:
@@ -145,7 +145,7 @@ class DistributedLoader:
         run(_Meeting(operation, arguments), communicators(self._group))
 
     def state_dict(self) -> dict[str, Any]:
-        """Say where the ranks are: after the batch that was yielded last; the same on all ranks.
+        """Return the position of all ranks after the last yielded batch. It is the same on all ranks.
 
         Example:
             >>> distributed_loader(range(5), batch_size=2).state_dict()
@@ -154,15 +154,15 @@ class DistributedLoader:
         return {"epoch": self.epoch, "position": self.position, "order": self._source.order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken, with any number of ranks and any batch size; on all ranks.
+        """Continue at the position of ``state``, with any number of ranks and any batch size. All ranks call it.
 
-        The samples of the epoch that were not yielded then are yielded by the next iteration, in the same order.
+        The next iteration yields the remaining samples of that epoch, in the same order.
 
         Args:
-            state: What ``state_dict`` gave.
+            state: A result of ``state_dict``.
 
         Raises:
-            ValueError: The order of the samples is another one: another length, seed or ``shuffle``.
+            ValueError: The order of the samples differs: another length, seed or ``shuffle``.
         """
         if state["order"] != self._source.order:
             raise ValueError(
@@ -174,7 +174,7 @@ class DistributedLoader:
 
 
 class _Opening(Verb[Source]):
-    """The ranks compare what they are going to share out."""
+    """The comparison of the ranks' data sets and arguments."""
 
     operation = "distributed_loader"
     needs_data = False
@@ -198,7 +198,7 @@ class _Opening(Verb[Source]):
 
 
 class _Meeting(Verb[None]):
-    """The ranks meet at the beginning or the end of an epoch, all at the same place in it."""
+    """A meeting of the ranks at the beginning or the end of an epoch, all at the same position."""
 
     needs_data = False
 

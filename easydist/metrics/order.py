@@ -1,8 +1,8 @@
-"""The order in which samples were dealt to ranks, and which rows of theirs are repeated samples.
+"""The order in which samples were distributed to ranks, and the rows that are repeated samples.
 
-A loader deals samples in steps: a step gives each rank a block of consecutive samples. A batch of accelerate's prepared
-loader is a block; ``DistributedSampler`` deals blocks of one sample. What is repeated to make the ranks equal comes
-last in the last step.
+A loader distributes samples in steps. A step gives each rank a block of consecutive samples. A batch of accelerate's
+prepared loader is a block; ``DistributedSampler`` uses blocks of one sample. Samples repeated to make the ranks equal
+come last in the last step.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 __all__ = ["Dealt", "Order", "by_index", "in_order", "positions"]
 
 Order = torch.Tensor | slice | None
-"""The rows of all ranks to keep, joined in rank order; None: all as they stand."""
+"""The rows of all ranks to keep, as positions in rank order; None: all, unchanged."""
 
 
 class Dealt(NamedTuple):
-    """What a loader has dealt to the ranks.
+    """A loader's distribution of samples to the ranks.
 
     Attributes:
-        block: Consecutive samples of one rank in one step; None: all that a rank has.
-        rest: Of the last step the samples that are not repeated; None: no sample is repeated.
-        is_full: All ranks have their whole blocks of every step; else that may be otherwise in the last one.
-        total: How many rows the ranks have, where no more is known.
-        most: How many rows a rank may have, where the loader was not named.
-        kept: How many rows are kept, likewise.
+        block: The number of consecutive samples of one rank in one step; None: all samples of a rank.
+        rest: The number of samples of the last step that are not repeated; None: no sample is repeated.
+        is_full: True if all ranks have their whole blocks of every step; otherwise the last step may differ.
+        total: The number of rows of the ranks, if nothing else is known.
+        most: The most rows of a rank, if the loader was not named.
+        kept: The number of rows to keep, if the loader was not named.
     """
 
     block: int | None = None
@@ -39,17 +39,17 @@ class Dealt(NamedTuple):
 
 
 def in_order(rows: Sequence[int], dealt: Dealt) -> Order:
-    """Choose the rows to keep, in the order of the samples.
+    """Select the rows to keep, in the order of the samples.
 
     Args:
-        rows: How many rows each rank has; the last of them are of one step.
-        dealt: What they are rows of.
+        rows: The number of rows of each rank; the last of them belong to one step.
+        dealt: The distribution of their samples.
 
     Returns:
-        Positions in the rows of all ranks, joined in rank order; a slice where none changes its place; None: all.
+        Positions in the rows of all ranks, joined in rank order; a slice if no row changes its place; None: all.
 
     Raises:
-        ValueError: The rows are not those of samples that were dealt so.
+        ValueError: The rows do not match the distribution.
 
     Example:
         >>> in_order([2, 2], Dealt(block=1, rest=1))
@@ -75,7 +75,7 @@ def _told(rows: Sequence[int]) -> str:
 
 
 def _check(rows: Sequence[int], dealt: Dealt) -> None:
-    """Make sure that the ranks have as many rows as samples were dealt to them, as far as that is known."""
+    """Make sure that the ranks have as many rows as they got samples, as far as that is known."""
     if dealt.total is not None and sum(rows) != dealt.total:
         raise ValueError(
             f"{_told(rows)}, {sum(rows)} in all, and total is {dealt.total}; pass loader= or indices=, which say what "
@@ -106,7 +106,7 @@ def _order(rows: Sequence[int], block: int, rest: int | None) -> Order:
 
 
 def _by_step(rows: Sequence[int], block: int, steps: int) -> torch.Tensor:
-    """Positions of the rows, step by step: ``rows=[2, 2], block=1`` gives 0, 2, 1, 3."""
+    """Return the positions of the rows, step by step: ``rows=[2, 2], block=1`` gives 0, 2, 1, 3."""
     padded = torch.full((len(rows), steps * block), -1)
     start = 0
     for rank, count in enumerate(rows):
@@ -117,7 +117,7 @@ def _by_step(rows: Sequence[int], block: int, steps: int) -> torch.Tensor:
 
 
 def _check_last(rows: Sequence[int], last: Sequence[int], block: int, rest: int) -> None:
-    """Make sure that the last step is full, or shared out evenly."""
+    """Make sure that the last step is full, or evenly distributed."""
     even = -(-rest // len(rows))
     if sum(last) < rest or ({*last} != {block} and max(last) != even):
         raise ValueError(
@@ -127,12 +127,12 @@ def _check_last(rows: Sequence[int], last: Sequence[int], block: int, rest: int)
 
 
 def positions(order: Order, rows: Sequence[int], rank: int) -> tuple[torch.Tensor, int]:
-    """Say where each row of a rank comes to stand, -1 where it is not kept, and how many rows of all ranks are kept.
+    """Return the final position of each row of a rank, -1 if it is dropped, and the number of rows kept of all ranks.
 
     Args:
-        order: What ``in_order`` gave.
-        rows: How many rows each rank has.
-        rank: Whose.
+        order: A result of ``in_order``.
+        rows: The number of rows of each rank.
+        rank: The rank.
 
     Example:
         >>> positions(torch.tensor([0, 2, 1]), [2, 2], 1)
@@ -150,10 +150,10 @@ def positions(order: Order, rows: Sequence[int], rank: int) -> tuple[torch.Tenso
 
 
 def by_index(indices: torch.Tensor) -> torch.Tensor:
-    """Choose one row of each index, in order of the index.
+    """Select one row of each index, in index order.
 
     Args:
-        indices: Of all ranks' rows, joined in rank order; where one occurs twice, the first row counts.
+        indices: The indices of all ranks' rows, joined in rank order. If one occurs twice, the first row is selected.
 
     Example:
         >>> by_index(torch.tensor([3, 0, 3, 1]))

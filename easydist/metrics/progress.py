@@ -14,17 +14,17 @@ __all__ = ["progress"]
 
 
 def progress(loader: Iterable[T], desc: str | None = None, *, total: int | None = None, **options: Any) -> Iterator[T]:
-    """Iterate over a loader with a progress bar of all ranks' samples, which the main process alone shows.
+    """Iterate over a loader with a progress bar of all ranks' samples, which only the main process shows.
 
     Law: ``list(progress(loader)) == list(loader)``.
 
     Args:
-        loader: A ``DistributedLoader``, whose samples are counted as they are; or any other one, each of whose batches
-            is taken to have as many samples on the other ranks as on this one.
-        desc: What stands before the bar; the number of ranks is added.
-        total: The samples of all ranks; None is what the loader or its data set says. Without one the bar counts
-            without an end.
-        **options: Those of ``tqdm``, such as ``leave``.
+        loader: A ``DistributedLoader``, whose samples are counted exactly; or any other one, each of whose batches is
+            assumed to have as many samples on the other ranks as on this one.
+        desc: The text before the bar; the number of ranks is added.
+        total: The number of samples of all ranks; None uses that of the loader or its data set. Without one the bar has
+            no end.
+        **options: Options of ``tqdm``, such as ``leave``.
 
     Raises:
         ImportError: tqdm is not installed.
@@ -34,7 +34,7 @@ def progress(loader: Iterable[T], desc: str | None = None, *, total: int | None 
         >>> [batch.tolist() for batch in progress(distributed_loader(range(3), 2), "evaluate", disable=True)]
         [[0, 1], [2]]
 
-    Cost: no exchange beside those of the loader.
+    Cost: no exchange besides those of the loader.
     """
     state = ProcessState()
     if not state.is_main_process:
@@ -59,7 +59,7 @@ def _total(loader: Any) -> int | None:
 
 
 def _done(loader: Any, batch: Any, before: int, total: int | None) -> int:
-    """How many samples the ranks have been given, this batch included."""
+    """Return the number of samples that the ranks have received, including this batch."""
     if isinstance(loader, DistributedLoader):
         return loader.position
     done = before + (find_batch_size(batch) or 1) * ProcessState().num_processes

@@ -1,4 +1,4 @@
-"""Which samples each rank takes: every one exactly once, in equally many batches on all ranks."""
+"""The samples of each rank: every sample exactly once, in the same number of batches on all ranks."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class DistributedBatchSampler(Sampler[list[int]]):
 
     Law: the batches of step s, joined in rank order, are ``order[s * W * B : (s + 1) * W * B]``, where ``order`` is
     ``range(total)``, or with ``shuffle`` torch's permutation for the seed ``seed + epoch``, as ``DistributedSampler``
-    draws it. So each sample is in exactly one batch of one rank, and all ranks have equally many batches. The samples
-    of the last step are shared out evenly; if it has fewer than W, some ranks get an empty batch, for which
+    draws it. So each sample is in exactly one batch of one rank, and all ranks have the same number of batches. The
+    samples of the last step are distributed evenly; if it has fewer than W, some ranks get an empty batch, for which
     ``Collate`` makes a batch without rows.
 
     Args:
         total: The number of samples, the same on all ranks.
         batch_size: B, the samples of one batch of one rank.
         shuffle: Draw another order in each epoch.
-        seed: For the order; the same on all ranks.
-        drop_last: Leave out the last step if it has fewer than W * B samples.
-        rank: This process; None is as ``ProcessState`` says.
-        world_size: W, the number of processes; None is as ``ProcessState`` says.
+        seed: The seed of the order, the same on all ranks.
+        drop_last: Skip the last step if it has fewer than W * B samples.
+        rank: The rank of this process; None means that of ``ProcessState``.
+        world_size: W, the number of processes; None means that of ``ProcessState``.
 
     Attributes:
-        epoch: Set by ``set_epoch``.
-        start: The number of samples at the beginning of the order to leave out, because they are done.
+        epoch: The epoch, set by ``set_epoch``.
+        start: The number of samples at the beginning of the order to skip because they are done.
 
     Raises:
         ValueError: ``batch_size`` or ``world_size`` is below 1, ``total`` below 0, or there is no such rank.
@@ -68,7 +68,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         _check(self.total, self.batch_size, self.rank, self.world_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of an epoch, the same on all ranks; begin at its first sample if it is another epoch."""
+        """Choose the order of an epoch, the same on all ranks. A different epoch starts at its first sample."""
         if epoch != self.epoch:
             self.epoch, self.start = index(epoch), 0
 
@@ -90,13 +90,13 @@ class DistributedBatchSampler(Sampler[list[int]]):
 
 
 def steps(total: int, size: int, start: int = 0, drop_last: bool = False) -> Iterator[tuple[int, int]]:
-    """The (begin, end) of each step over ``range(start, total)``.
+    """Yield (begin, end) of each step over ``range(start, total)``.
 
     Args:
         total: The number of samples.
         size: The samples of a step, over all ranks.
-        start: Where to begin.
-        drop_last: Leave out the last step if it is not full.
+        start: The first sample.
+        drop_last: Skip the last step if it is not full.
 
     Example:
         >>> list(steps(7, 4)), list(steps(7, 4, start=1)), list(steps(7, 4, drop_last=True))
@@ -109,7 +109,7 @@ def steps(total: int, size: int, start: int = 0, drop_last: bool = False) -> Ite
 
 
 def share(begin: int, end: int, rank: int, world_size: int) -> range:
-    """The part of ``range(begin, end)`` that a rank takes; as ``torch.tensor_split`` does it.
+    """Return the part of ``range(begin, end)`` for a rank, as ``torch.tensor_split`` splits it.
 
     Example:
         >>> [list(share(4, 7, rank, 2)) for rank in range(2)]

@@ -1,4 +1,4 @@
-"""The columns of a ``MetricCollector``: which there are, of what type, and their rows taken apart and put together."""
+"""The columns of a ``MetricCollector``: their names and types, and the splitting and rebuilding of their rows."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["ColumnType", "Schema", "nbytes_of", "opened"]
 
 
 class ColumnType(NamedTuple):
-    """One column.
+    """The description of one column.
 
     Attributes:
-        path: Where it is in the tree.
+        path: Its path in the tree.
         kind: ``"tensor"``, ``"array"`` or ``"list"``.
-        dtype: Of tensors and arrays, else empty.
-        shape: Of one row, likewise.
+        dtype: The dtype of a tensor or array, else empty.
+        shape: The shape of one row of a tensor or array, else empty.
     """
 
     path: str
@@ -34,7 +34,7 @@ class ColumnType(NamedTuple):
     shape: tuple[int, ...] = ()
 
     def empty(self, count: int = 0) -> Any:
-        """Room for rows; an empty list for any number of items."""
+        """Allocate memory for rows; for items, an empty list."""
         return [] if self.kind == "list" else torch.empty((count, *self.shape), dtype=getattr(torch, self.dtype))
 
     def __str__(self) -> str:
@@ -42,10 +42,10 @@ class ColumnType(NamedTuple):
 
 
 class Schema(NamedTuple):
-    """All columns.
+    """The descriptions of all columns.
 
     Attributes:
-        types: In the order of the tree.
+        types: The columns in the order of the tree.
         template: The tree, with the number of each column in its place.
     """
 
@@ -53,24 +53,24 @@ class Schema(NamedTuple):
     template: Tree = None
 
     def rebuilt(self, leaves: Sequence[Any]) -> Any:
-        """The tree of columns."""
+        """Rebuild the tree of columns."""
         values = [leaf.numpy() if one.kind == "array" else leaf for one, leaf in zip(self.types, leaves, strict=True)]
         return tree.map(lambda i: values[i], self.template)
 
 
 def opened(columns: Mapping[str, Tree], count: int) -> tuple[Schema, list[Any], int]:
-    """Take the columns of one update apart.
+    """Split the data of one update into columns.
 
     Args:
         columns: Trees of tensors, arrays and lists with one row per sample.
-        count: How many rows each has.
+        count: The number of rows that each must have.
 
     Returns:
-        The schema, of each column a copy of its rows on the CPU, and how many bytes these are.
+        The schema, a copy of each column's rows on the CPU, and their bytes.
 
     Raises:
         ValueError: A column has another number of rows, or is not one row per sample.
-        TypeError: A tensor is not dense; an item of a list cannot be pickled.
+        TypeError: A tensor is not dense, or an item of a list cannot be pickled.
     """
     values, spec = tree.flatten(columns, lambda value: isinstance(value, list) or is_text(value) or tree.is_leaf(value))
     if spec.plain:
@@ -86,7 +86,7 @@ def opened(columns: Mapping[str, Tree], count: int) -> tuple[Schema, list[Any], 
 
 
 def nbytes_of(leaves: Sequence[Any]) -> int:
-    """How many bytes columns are when they travel.
+    """Return the bytes of columns when they travel.
 
     Raises:
         TypeError: An item of a list cannot be pickled.
@@ -95,7 +95,7 @@ def nbytes_of(leaves: Sequence[Any]) -> int:
 
 
 def _taken(value: Any) -> Any:
-    """A copy of the rows; objects are the same ones."""
+    """Copy the rows. Objects are not copied."""
     if isinstance(value, list | tuple):
         return [*value]
     if isinstance(value, np.ndarray) and not is_numeric(value):

@@ -1,4 +1,4 @@
-"""The batches of one rank, read by torch's ``DataLoader``: of a data set that is indexed, or of a stream."""
+"""The batches of one rank, read by torch's ``DataLoader`` from an indexed data set or from a stream."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from easydist.metrics.sampler import DistributedBatchSampler, share, steps
 __all__ = ["Batch", "Indexed", "Sharing", "Source", "Streamed", "is_stream"]
 
 Batch = tuple[int, torch.Tensor, Any]
-"""How many samples of the epoch are done after this step, the indices of this rank's, and its batch."""
+"""The number of samples of the epoch done after this step, the indices of this rank's, and its batch."""
 
 
 class Sharing(NamedTuple):
-    """How samples are shared out; the fields mean what they mean for ``distributed_loader``."""
+    """The parameters of the distribution, named as for ``distributed_loader``."""
 
     rank: int
     world_size: int
@@ -35,9 +35,9 @@ class Source(ABC):
     """This rank's batches.
 
     Attributes:
-        sharing: As it was given.
-        total: The samples of an epoch over all ranks; None if that is not known.
-        order: What the order of the samples depends on.
+        sharing: The parameters of the distribution.
+        total: The samples of an epoch over all ranks; None if that is unknown.
+        order: The facts that determine the order of the samples.
     """
 
     sharing: Sharing
@@ -46,11 +46,11 @@ class Source(ABC):
 
     @abstractmethod
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        """Read an epoch from its sample ``start`` on."""
+        """Read an epoch, starting at its sample ``start``."""
 
 
 class Indexed(Source):
-    """The batches of a data set whose samples have numbers."""
+    """The batches of an indexed data set."""
 
     def __init__(self, dataset: Any, sharing: Sharing, collate: Collate, options: dict[str, Any]) -> None:
         self.sharing, self.total = sharing, len(dataset)
@@ -60,7 +60,7 @@ class Indexed(Source):
         self._loader = DataLoader(_Numbered(dataset), batch_sampler=self._sampler, collate_fn=finish, **options)
 
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        """Read an epoch from its sample ``start`` on."""
+        """Read an epoch, starting at its sample ``start``."""
         sampler = self._sampler
         sampler.epoch, sampler.start = epoch, start
         ends = steps(sampler.total, sampler.batch_size * sampler.world_size, start, sampler.drop_last)
@@ -69,7 +69,7 @@ class Indexed(Source):
 
 
 class _Numbered(Dataset[Any]):
-    """A data set that gives samples together with their numbers."""
+    """A data set that returns samples together with their numbers."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -85,7 +85,7 @@ def _collate_numbered(collate: Collate, rows: tuple[list[int], list[Any]]) -> tu
 
 
 class Streamed(Source):
-    """The batches of a data set that can be read from its beginning only."""
+    """The batches of a data set that can only be read from its beginning."""
 
     def __init__(self, dataset: Any, sharing: Sharing, collate: Collate, options: dict[str, Any]) -> None:
         _check_stream(sharing, options)
@@ -96,7 +96,7 @@ class Streamed(Source):
         self._loader = DataLoader(self._shares, batch_size=None, collate_fn=finish, **options)
 
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        """Read an epoch from its sample ``start`` on."""
+        """Read an epoch, starting at its sample ``start``."""
         self._shares.start = start
         if hasattr(self._shares.dataset, "set_epoch"):
             self._shares.dataset.set_epoch(epoch)
@@ -116,7 +116,7 @@ def _check_stream(sharing: Sharing, options: dict[str, Any]) -> None:
 
 
 _Share = tuple[int, range, list[Any], Any]
-"""How many samples are done after this step, the indices of this rank's samples, these, and any sample."""
+"""The number of samples done after this step, this rank's indices and samples, and any sample."""
 
 
 class _Shares(IterableDataset[_Share]):
@@ -142,5 +142,5 @@ def _collate_share(collate: Collate, rows: _Share) -> Batch:
 
 
 def is_stream(dataset: object) -> bool:
-    """Whether a data set can be read from its beginning only."""
+    """True if a data set can only be read from its beginning."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")

@@ -1,4 +1,4 @@
-"""The rows that one rank has collected: in memory, and above a limit in safetensors files."""
+"""The rows that one rank has collected: in memory up to a limit, then in safetensors files."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from easydist.metrics.columns import taken
 __all__ = ["Store"]
 
 _BLOCK = 1 << 20
-"""Bytes from which rows are joined to a block, so that many small updates do not remain many small tensors."""
+"""The bytes from which rows are joined to a block, so that many small updates do not remain many small tensors."""
 
 Leaves = list[Any]
-"""Of each column its rows: a tensor, or a list."""
+"""The rows of each column: a tensor, or a list."""
 
 
 class _Block(NamedTuple):
-    """Consecutive rows; their leaves, or the file that has them."""
+    """Consecutive rows: their leaves, or the path of their file."""
 
     length: int
     nbytes: int
     leaves: Leaves | str
 
     def read(self) -> Leaves:
-        """The rows, from the file if they are in one."""
+        """Return the rows, after loading them if they are in a file."""
         if not isinstance(self.leaves, str):
             return self.leaves
         return [codec.decode(leaf[0]) if isinstance(leaf, list) else leaf for leaf in load(self.leaves)]
@@ -43,11 +43,11 @@ class Store:
     """Rows in the order in which they were added.
 
     Args:
-        spill_nbytes: How much is held in memory, roughly; None: everything.
-        directory: Where files are made; None is the usual place for temporary ones. They end with the store.
+        spill_nbytes: The approximate number of bytes held in memory; None: everything.
+        directory: The folder for files; None means the usual one for temporary files. They are deleted with the store.
 
     Attributes:
-        nbytes: Of all rows, in memory and in files.
+        nbytes: The bytes of all rows, in memory and in files.
 
     Example:
         >>> store = Store()
@@ -62,7 +62,7 @@ class Store:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all rows, and delete the files."""
+        """Discard all rows, and delete the files."""
         self.nbytes = self._held = 0
         self._blocks: list[_Block] = []
         self._open: list[_Block] = []
@@ -82,7 +82,7 @@ class Store:
         return self._indices[0]
 
     def between(self, first: int, last: int) -> torch.Tensor:
-        """Positions of the rows whose indices are in ``range(first, last)``, in order of the index."""
+        """Return the positions of the rows whose indices are in ``range(first, last)``, in index order."""
         if self._order is None:
             self._order = torch.argsort(self.indices, stable=True)
         begin, end = torch.searchsorted(self.indices, torch.tensor([first, last]), sorter=self._order).tolist()
@@ -92,9 +92,9 @@ class Store:
         """Add rows.
 
         Args:
-            indices: Their indices.
-            leaves: Of each column the rows; tensors that nobody else changes.
-            nbytes: How much they are.
+            indices: The indices of the rows.
+            leaves: The rows of each column. No one else may change the tensors.
+            nbytes: The bytes of the rows.
         """
         self._order = None
         self._indices.append(indices)
@@ -105,7 +105,7 @@ class Store:
             self._seal()
 
     def rows(self, positions: torch.Tensor) -> Leaves:
-        """The rows at these positions, counted from the first that was added; at least one."""
+        """Return the rows at these positions, counted from the first one added; at least one."""
         self._seal()
         ends = torch.tensor([block.length for block in self._blocks]).cumsum(0)
         numbers = torch.bucketize(positions, ends, right=True)
@@ -119,7 +119,7 @@ class Store:
         return [taken(_joined(column), back) for column in zip(*parts, strict=True)]
 
     def _seal(self) -> None:
-        """Join what was added last to one block, and write blocks to files while there is too much of them."""
+        """Join the rows added last to one block, and write blocks to files while the memory limit is exceeded."""
         if self._open:
             columns = zip(*[block.read() for block in self._open], strict=True)
             length, nbytes = sum([block.length for block in self._open]), sum([block.nbytes for block in self._open])
@@ -143,7 +143,7 @@ class Store:
 
 
 def _as_slice(positions: torch.Tensor) -> torch.Tensor | slice:
-    """Positions that follow one another as a slice, so that nothing is copied."""
+    """Return consecutive positions as a slice, so that nothing is copied."""
     first, last = int(positions[0]), int(positions[-1])
     if last - first + 1 == len(positions) and bool((positions.diff() == 1).all()):
         return slice(first, last + 1)
@@ -151,11 +151,11 @@ def _as_slice(positions: torch.Tensor) -> torch.Tensor | slice:
 
 
 def _nothing() -> None:
-    """There are no files."""
+    """Do nothing, as there are no files."""
 
 
 def _delete(folder: str, pid: int) -> None:
-    """Delete the files, unless this is a process that was forked since."""
+    """Delete the files, unless this is a process forked since."""
     if os.getpid() == pid:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""Sums, means and counts over all ranks: exact, and all of them in one exchange."""
+"""Exact sums, means and counts over all ranks, all of them in one exchange."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ __all__ = ["Counts", "Metric", "Sums", "WeightedMean", "compute"]
 
 
 class Metric(ABC):
-    """A value over all samples of all ranks, which every rank adds its own to."""
+    """A value over all samples of all ranks, to which every rank adds its own."""
 
     def compute(self, *, group: Group = None, timeout: Timeout | None = None) -> Any:
-        """Combine all ranks' values; ``metrics.compute`` does that with many in one exchange, and says more."""
+        """Combine all ranks' values. ``metrics.compute`` does so for many metrics in one exchange."""
         return compute(self, group=group, timeout=timeout)
 
     @abstractmethod
     def reset(self) -> None:
-        """Begin anew, on this rank."""
+        """Remove all values on this rank."""
 
     @abstractmethod
     def state(self) -> Any:
-        """Give what this rank has added: containers and numbers."""
+        """Return this rank's values, as containers and numbers."""
 
     @abstractmethod
     def merged(self, states: list[Any]) -> Any:
-        """Give the value of the states of all ranks, in rank order."""
+        """Return the combined value of the states of all ranks, in rank order."""
 
 
 class Sums(Metric):
     """Sums by name.
 
     Law: ``compute()[name]`` is ``math.fsum`` of all numbers that any rank has added under the name, or their exact sum
-    where all of them are integers. The result depends neither on their order nor on which rank added which.
+    if all of them are integers. The result depends neither on their order nor on their distribution over ranks.
 
     Example:
         >>> sums = Sums()
@@ -57,7 +57,7 @@ class Sums(Metric):
         >>> sums.compute()
         {'tokens': 640, 'loss': 0.30000000000000004}
 
-    Cost: as ``compute``. ``update`` costs no exchange; it reads its values, so it waits for those on an accelerator.
+    Cost: as ``compute``. ``update`` needs no exchange. It reads its values, so it waits for those on an accelerator.
 
     Source: ``math.fsum``; torchmetrics' ``SumMetric`` for the verbs.
     """
@@ -69,36 +69,36 @@ class Sums(Metric):
         """Add to the sums, on this rank.
 
         Args:
-            **values: By name, a number, or a tensor or array, all of whose elements are added. Bools count as 0 and 1.
-                A name that some ranks do not have is a sum of nothing there.
+            **values: A number, or a tensor or array whose elements are all added, by name. Bools count as 0 and 1. On
+                ranks that do not have a name, its sum is empty.
 
         Raises:
-            TypeError: A value is none of these, or complex; nothing was added.
+            TypeError: A value is none of these, or complex. Then nothing was added.
         """
         added = {name: numbers(value, name) for name, value in values.items()}
         for name, some in added.items():
             self._sums.setdefault(name, ExactSum()).add(some)
 
     def reset(self) -> None:
-        """Forget all names, on this rank."""
+        """Remove all names on this rank."""
         self._sums.clear()
 
     def state(self) -> dict[str, Any]:
-        """Give the names and their exact sums."""
+        """Return the names and their exact sums."""
         return {name: total.state() for name, total in self._sums.items()}
 
     def merged(self, states: list[dict[str, Any]]) -> dict[str, int | float]:
-        """Give the sums of all names, in the order in which the ranks first had them."""
+        """Return the sums of all names, in the order in which the ranks first had them."""
         names = dict.fromkeys(name for state in states for name in state)
         return {name: ExactSum.of([state[name] for state in states if name in state]).value() for name in names}
 
 
 class WeightedMean(Metric):
-    """A mean whose weights are stated.
+    """A mean with explicit weights.
 
-    Law: ``compute()`` is the sum of ``value * weight`` over the sum of ``weight``, of all that any rank has added: each
-    product is a float64, both sums are exact, and their quotient is rounded once. The result depends neither on the
-    order nor on which rank added which. A mean of no weight is NaN.
+    Law: ``compute()`` is the sum of ``value * weight`` divided by the sum of ``weight``, over everything that any rank
+    has added: each product is a float64, both sums are exact, and their quotient is rounded once. The result depends
+    neither on the order nor on the distribution over ranks. Without any weight the mean is NaN.
 
     Example:
         >>> loss = WeightedMean()
@@ -107,7 +107,7 @@ class WeightedMean(Metric):
         >>> loss.compute()
         0.6666666666666666
 
-    Cost: as ``compute``. ``update`` costs no exchange; it reads its values, so it waits for those on an accelerator.
+    Cost: as ``compute``. ``update`` needs no exchange. It reads its values, so it waits for those on an accelerator.
 
     Source: torchmetrics' ``MeanMetric`` for the verbs.
     """
@@ -120,12 +120,12 @@ class WeightedMean(Metric):
 
         Args:
             value: A number, or a tensor or array of several.
-            weight: How much each of them counts, such as the number of samples in the batch whose mean it is: one
-                number for all, or as many as there are values. Not negative.
+            weight: The weight of each value, such as the number of samples in the batch whose mean it is: one number
+                for all, or as many as there are values. Not negative.
 
         Raises:
-            TypeError: One of them is no number and no tensor or array of such.
-            ValueError: There are more or fewer weights than values; a weight is negative or not finite.
+            TypeError: One of them is neither a number nor a tensor or array of numbers.
+            ValueError: There are more or fewer weights than values, or a weight is negative or not finite.
         """
         values, weights = numbers(value, "value"), numbers(weight, "weight")
         if len(weights) not in (1, len(values)):
@@ -135,29 +135,29 @@ class WeightedMean(Metric):
         if not (np.isfinite(weights.astype(np.float64)) & (weights >= 0)).all():
             raise ValueError("WeightedMean: a weight is negative or not finite")
         weights = np.broadcast_to(weights, values.shape)
-        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite shows in the mean
+        with np.errstate(over="ignore", invalid="ignore"):  # values that are not finite show in the mean
             self._weighted.add(values.astype(np.float64) * weights.astype(np.float64))
         self._weights.add(weights)
 
     def reset(self) -> None:
-        """Forget all values, on this rank."""
+        """Remove all values on this rank."""
         self._weighted, self._weights = ExactSum(), ExactSum()
 
     def state(self) -> tuple[Any, Any]:
-        """Give the exact sums."""
+        """Return the exact sums."""
         return self._weighted.state(), self._weights.state()
 
     def merged(self, states: list[tuple[Any, Any]]) -> float:
-        """Give the quotient of the sums of all ranks."""
+        """Return the quotient of the sums of all ranks."""
         weighted, weights = (ExactSum.of(list(column)) for column in zip(*states, strict=True))
         return weighted.over(weights)
 
 
 class Counts(Metric):
-    """How often each key occurs.
+    """The number of occurrences of each key.
 
-    Law: ``compute()`` is the ``Counter`` of all keys that any rank has added; a key that some ranks do not have counts
-    as 0 there.
+    Law: ``compute()`` is the ``Counter`` of all keys that any rank has added. On ranks that do not have a key, it
+    counts as 0.
 
     Example:
         >>> counts = Counts()
@@ -178,11 +178,12 @@ class Counts(Metric):
         """Count keys, on this rank.
 
         Args:
-            keys: Text, numbers, tuples and other plain values: an iterable of them, a mapping from them to how often
-                they occur, or a tensor or array of numbers.
+            keys: Text, numbers, tuples and other plain values: an iterable of them, a mapping from them to their
+                numbers of occurrences, or a tensor or array of numbers.
 
         Raises:
-            TypeError: ``keys`` is a text, whose characters were counted; a key cannot be hashed, or a count is no int.
+            TypeError: ``keys`` is a string, whose characters would be counted; a key cannot be hashed; or a count is
+                not an int.
         """
         if isinstance(keys, str | bytes):
             raise TypeError(f"Counts: {keys[:60]!r} is one key; pass it in a list")
@@ -195,15 +196,15 @@ class Counts(Metric):
         self._counts.update(added)
 
     def reset(self) -> None:
-        """Forget all keys, on this rank."""
+        """Remove all keys on this rank."""
         self._counts.clear()
 
     def state(self) -> dict[Hashable, int]:
-        """Give this rank's counts."""
+        """Return this rank's counts."""
         return dict(self._counts)
 
     def merged(self, states: list[dict[Hashable, int]]) -> Counter[Hashable]:
-        """Give the counts of all ranks."""
+        """Return the counts of all ranks."""
         total: Counter[Hashable] = Counter()
         for state in states:
             total.update(state)
@@ -212,9 +213,9 @@ class Counts(Metric):
 
 @eager
 def compute(metrics: Any, *, group: Group = None, timeout: Timeout | None = None) -> Any:
-    """Combine the values of all ranks, of many metrics at once.
+    """Combine the values of all ranks, for many metrics at once.
 
-    Law: every metric's value is that of a single process which has added what the ranks have, to the last digit.
+    Law: every metric's value is exactly that of a single process which has added everything that the ranks have added.
 
     Example:
         >>> loss, right = WeightedMean(), Sums()
@@ -225,22 +226,22 @@ def compute(metrics: Any, *, group: Group = None, timeout: Timeout | None = None
 
     Args:
         metrics: ``Sums``, ``WeightedMean`` and ``Counts`` in any dicts, lists and tuples, or a single one.
-        group: The ranks that take part.
-        timeout: How long the call may take; None is the group's.
+        group: The participating ranks.
+        timeout: The limit of the call; None means the group's.
 
     Returns:
-        The same structure with the values in place of the metrics, on every rank. The metrics stay as they are:
-        ``reset`` them to begin anew.
+        The same structure with the values in place of the metrics, on every rank. The metrics do not change: ``reset``
+        them to start again.
 
     Raises:
         TypeError: ``metrics`` holds something else, or none at all.
         DisagreementError: The ranks' metrics differ in place or kind.
         RemoteError: Another rank's metrics could not travel.
 
-    Cost: one header exchange, however many metrics there are; where a rank's values take more than 32 KiB (less in
-    groups of more than 32 ranks) one exchange more.
+    Cost: one header exchange, however many metrics there are; and one more exchange if a rank's values take more than
+    32 KiB (less in groups of more than 32 ranks).
 
-    Source: torchmetrics' ``compute``, which is one gather per state.
+    Source: torchmetrics' ``compute``, which gathers once per state.
     """
     return run(_Compute(metrics), communicators(group), timeout)
 

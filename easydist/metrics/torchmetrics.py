@@ -1,4 +1,4 @@
-"""The states of torchmetrics' metrics: those of all ranks, in one exchange. It loads no torchmetrics of its own."""
+"""One exchange for the states of torchmetrics' metrics on all ranks. It does not import torchmetrics itself."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ def sync_dist(metric: Any, *, group: Group = None, check: bool | None = None, ti
     """Compute a metric, or a collection of them, over the data of all ranks.
 
     Law: ``sync_dist(m)`` is the ``m.compute()`` of one process that has seen the data of rank 0, …, rank W-1. Holds at
-    W = 1 as well. ``m.compute()`` after it gives the same without an exchange, until ``m`` is updated or reset; the
-    rank's own states stay as they were, so that more data can follow.
+    W = 1, too. A following ``m.compute()`` returns the same without an exchange, until ``m`` is updated or reset. The
+    rank's own states do not change, so more data can follow.
 
     Args:
-        metric: A ``Metric``, a ``MetricCollection``, or a wrapper such as ``ClasswiseWrapper``; with the same states on
-            all ranks. List states may differ in length and in rows; a rank may have no data at all.
-        group: The ranks that take part.
-        check: Whether calls are compared; None is as ``EASYDIST_CHECK`` says (on).
-        timeout: How long the call may take; None is the group's.
+        metric: A ``Metric``, a ``MetricCollection``, or a wrapper such as ``ClasswiseWrapper``, with the same states on
+            all ranks. List states may differ in length and in rows. A rank may have no data at all.
+        group: The participating ranks.
+        check: True to compare the ranks' calls; None follows ``EASYDIST_CHECK`` (on).
+        timeout: The limit of the call; None means the group's.
 
     Returns:
-        What ``metric.compute()`` returns, on every rank.
+        The result of ``metric.compute()``, on every rank.
 
     Raises:
-        TypeError: It is no metric, or one whose states cannot be known (``Running``, or one with a ``_sync_dist`` of
-            its own).
+        TypeError: It is not a metric, or one whose states cannot be determined (``Running``, or one with a
+            ``_sync_dist`` of its own).
         ValueError: A metric has been synced already.
         DisagreementError: The ranks' metrics differ in kind or in states.
         RemoteError: Another rank's states could not travel.
 
-    Cost: one header exchange, which carries small states (32 KiB in small groups); for larger ones one exchange more,
-    whatever the number of metrics and states. States on an accelerator travel by way of the CPU.
+    Cost: one header exchange, which also carries small states (32 KiB in small groups); one more exchange for larger
+    ones, whatever the number of metrics and states. States on an accelerator travel through the CPU.
 
-    Source: ``torchmetrics.Metric.sync``, which takes a barrier and one or two exchanges for each state.
+    Source: ``torchmetrics.Metric.sync``, which needs a barrier and one or two exchanges for each state.
     """
     parts = run(_SyncDist(lambda: _states(metric)), communicators(group), timeout, check) or []
     counts = [part._update_count for part, _ in parts]
@@ -65,12 +65,12 @@ def sync_dist(metric: Any, *, group: Group = None, check: bool | None = None, ti
 
 @eager
 def dist_sync_fn(result: torch.Tensor, group: Group = None) -> list[torch.Tensor]:
-    """Gather a state's tensors of all ranks; for ``Metric(dist_sync_fn=…)``.
+    """Gather the tensors of a state from all ranks, for ``Metric(dist_sync_fn=…)``.
 
-    All states that torchmetrics asks for before it looks at the first answer travel in one exchange: those of a metric.
-    A collection takes one exchange per metric, where ``sync_dist`` takes one for all. Give lists without a
-    reduction (retrieval metrics, ROUGE, ``MeanAveragePrecision``) to ``sync_dist``: torchmetrics passes their elements
-    one by one, without a word of which list each is of, so that they have to be equally many on all ranks.
+    All states that torchmetrics requests before it reads the first result travel in one exchange: those of a metric.
+    A collection needs one exchange per metric, while ``sync_dist`` needs one for all. Use ``sync_dist`` for lists
+    without a reduction (retrieval metrics, ROUGE, ``MeanAveragePrecision``): torchmetrics passes their elements one by
+    one, without naming the list, so here all ranks would need the same number of them.
 
     Example:
         >>> import torch, easydist
@@ -78,16 +78,16 @@ def dist_sync_fn(result: torch.Tensor, group: Group = None) -> list[torch.Tensor
         [tensor([1., 1.])]
 
     Args:
-        result: A state; its size may differ between ranks, and be zero.
-        group: The ranks that take part.
+        result: A state. Its size may differ between ranks, and may be zero.
+        group: The participating ranks.
 
     Returns:
-        A list of the ranks' tensors, which is filled when it is first looked at; this rank's own is ``result`` itself.
+        A list of the ranks' tensors, filled on first access. This rank's own is ``result`` itself.
 
     Raises:
-        DisagreementError: When the list is looked at, if the ranks have passed another number of states.
+        DisagreementError: On first access to the list: the ranks have passed different numbers of states.
 
-    Cost: one header exchange for all states of a metric, and one exchange more where they are large.
+    Cost: one header exchange for all states of a metric, and one more exchange if they are large.
 
     Source: ``torchmetrics.utilities.distributed.gather_all_tensors``.
     """
@@ -103,11 +103,11 @@ def dist_sync_fn(result: torch.Tensor, group: Group = None) -> list[torch.Tensor
 
 
 _State = tuple[int, tuple[Any, ...]]
-"""What travels of one metric: how often it was updated, and its states in their order."""
+"""The part of one metric that travels: its number of updates, and its states in their order."""
 
 
 class _SyncDist(GatherObject):
-    """All ranks' states; this rank's own are the tensors themselves."""
+    """The states of all ranks; for this rank, the tensors themselves."""
 
     operation = "sync_dist"
 
@@ -122,7 +122,7 @@ class _SyncDist(GatherObject):
         return call
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: Any) -> list[Any]:
-        """Each part with what it is on every rank."""
+        """Return each part with its state on every rank."""
         every = super().result(comms, agreed, arrived)
         assert every is not None
         every[comms.rank] = self._value
@@ -133,7 +133,7 @@ class _SyncDist(GatherObject):
 
 
 def _states(metric: Any) -> tuple[list[Any], list[str], tuple[_State, ...]]:
-    """The metrics that have states of their own, their descriptions, and the states."""
+    """Return the metrics that have states of their own, their descriptions, and the states."""
     metrics = list(_with_states(metric))
     names = [f"{type(each).__name__}({', '.join(each._reductions)})" for each in metrics]
     joined: dict[int, Any] = {}
@@ -149,7 +149,7 @@ def _with_states(metric: Any) -> Iterator[Any]:
         raise TypeError(f"sync_dist: takes a Metric or a MetricCollection, got {type(metric).__name__}")
     for each in metric.modules():
         if isinstance(each, MetricCollection):
-            each.values(copy_state=False)  # metrics that share their states refer to them from now on
+            each.values(copy_state=False)  # from now on, metrics that share their states refer to them
     for each in metric.modules():
         if isinstance(each, Running):
             raise TypeError("sync_dist: the states of Running are known to itself alone; pass what it wraps")
@@ -167,7 +167,7 @@ def _check(metric: Any, base: Any) -> None:
 
 
 def _values(metric: Any, joined: dict[int, Any]) -> Iterator[Any]:
-    """The states; lists that will be concatenated are so already, once for all metrics that share them."""
+    """Yield the states. Lists that will be concatenated are concatenated once for all metrics that share them."""
     from torchmetrics.utilities import dim_zero_cat
 
     for name, reduction in metric._reductions.items():
@@ -180,7 +180,7 @@ def _values(metric: Any, joined: dict[int, Any]) -> Iterator[Any]:
 
 
 def _compute(metric: Any, every: Sequence[_State]) -> None:
-    """Let the metric compute with the states of all ranks, and keep the value; then it has its own states again."""
+    """Compute the metric's value from the states of all ranks, keep it, and restore the metric's own states."""
     own = {name: getattr(metric, name) for name in [*metric._reductions, "_to_sync", "compute_with_cache"]}
     device = torch.device("cpu") if metric.compute_on_cpu else metric.device
     try:
@@ -196,7 +196,7 @@ def _compute(metric: Any, every: Sequence[_State]) -> None:
 
 
 def _merged(values: Sequence[Any], reduction: Callable[[Any], Any] | None, is_list: bool) -> Any:
-    """One state of all ranks; of lists the first elements of all ranks, then the second ones, as in torchmetrics."""
+    """Merge one state of all ranks. Of lists, first all first elements, then all second ones, as torchmetrics does."""
     if is_list:
         lists = [value if isinstance(value, list) else [value] for value in values]
         merged: Any = [each[i] for i in range(max(map(len, lists))) for each in lists if i < len(each)]
@@ -209,7 +209,7 @@ def _merged(values: Sequence[Any], reduction: Callable[[Any], Any] | None, is_li
 
 
 class _Batch:
-    """States that travel together, when the first of them is looked at."""
+    """States that travel together when the first of them is read."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -226,7 +226,7 @@ class _Batch:
 
 
 def _fitting(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Where a rank had no data, torchmetrics has an empty tensor of another dtype and shape than the others'."""
+    """Adapt the empty tensors of ranks without data, as torchmetrics gives them another dtype and shape."""
     like = next((tensor for tensor in tensors if tensor.numel()), tensors[0])
     return [
         like.new_empty(0, *like.shape[1:]) if tensor.shape == (0,) and like.ndim else tensor.to(like.device)
@@ -235,7 +235,7 @@ def _fitting(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class _Open(threading.local):
-    """The batch of this thread that more states may join; it lasts as long as somebody waits for its results."""
+    """The batch of this thread that more states may join. It lives as long as one of its results."""
 
     batch: Callable[[], _Batch | None] = staticmethod(lambda: None)
 
@@ -244,7 +244,7 @@ _open = _Open()
 
 
 class _Gathered(list[torch.Tensor]):
-    """All ranks' tensors of one state, once somebody looks at them."""
+    """All ranks' tensors of one state, gathered on first access."""
 
     def __init__(self, batch: _Batch, index: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The rows of all ranks, moved in order of their index, a window of indices at a time."""
+"""Moving the rows of all ranks in index order, a window of indices at a time."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from easydist.verbs.objects import gather_object
 __all__ = ["ALL", "Plan", "Way", "arrived_rows", "bounds_of", "per_window", "planned", "windows"]
 
 _WINDOW = 1 << 19
-"""Bytes of a window, roughly."""
+"""The approximate bytes of a window."""
 
 ALL = (-(1 << 63), (1 << 63) - 1)
 """The window of all indices."""
 
 
 class Way(NamedTuple):
-    """Where rows move: to rank ``dst``, or to all; and what else the exchanges need."""
+    """The destination of rows, rank ``dst`` or all ranks, and the further arguments of the exchanges."""
 
     dst: int | None
     group: Group
@@ -44,14 +44,14 @@ class Way(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How all rows will move; the same on all ranks.
+    """The plan for moving all rows, the same on all ranks.
 
     Attributes:
-        schema: Of all ranks that have rows.
-        empty: Of each column what a rank without rows has.
+        schema: The schema of all ranks that have rows.
+        empty: For each column, the value of a rank without rows.
         length: The number of different indices.
-        bounds: The first index of each window, and one behind the last.
-        is_compared: Whether an index comes more than once, and its values have to be the same.
+        bounds: The first index of each window, and one more than the last index.
+        is_compared: True if an index comes more than once, so that its values must be compared.
     """
 
     schema: Schema
@@ -62,10 +62,10 @@ class Plan(NamedTuple):
 
 
 def planned(store: Store, schema: Schema, total: int | None, way: Way) -> Plan:
-    """Learn which indices there are, and whether all are there.
+    """Plan the windows, after making sure that all indices are there.
 
     Raises:
-        ValueError: The ranks have other columns, or another ``total``; indices are missing; on all ranks alike.
+        ValueError: On all ranks: the ranks have different columns or ``total``, or indices are missing.
     """
     told = _told(([tuple(one) for one in schema.types], schema.template, total, len(store), store.nbytes), way)
     schema = _common([Schema([ColumnType(*one) for one in types], template) for types, template, *_ in told])
@@ -79,12 +79,12 @@ def planned(store: Store, schema: Schema, total: int | None, way: Way) -> Plan:
 
 
 def per_window(rows: int, nbytes: int) -> int:
-    """How many rows a window has, where so many are so many bytes."""
+    """Return the number of rows of a window, given the bytes of all rows."""
     return max(_WINDOW * rows // max(nbytes, 1), 1)
 
 
 def bounds_of(indices: torch.Tensor, total: int | None, rows: int, way: Way) -> tuple[int, list[int], bool, str]:
-    """Learn how many different indices the ranks have, the windows of so many of them, and what ``_found`` says."""
+    """Return the number of different indices, the bounds of the windows, and the findings of ``_found``."""
     every = gather(indices, dst=way.dst, group=way.group, check=way.check, timeout=way.timeout)
     mine = None if every is None else _found(every, total, rows)
     found: tuple[int, list[int], bool, str] = next(one for one in _told(mine, way) if one is not None)
@@ -92,14 +92,14 @@ def bounds_of(indices: torch.Tensor, total: int | None, rows: int, way: Way) -> 
 
 
 def _told(value: Any, way: Way) -> list[Any]:
-    """What each rank tells all others."""
+    """Exchange a value of each rank."""
     restricted = not codec.is_pickle_allowed()
     told = gather_object(value, weights_only=restricted, group=way.group, check=way.check, timeout=way.timeout)
     return told or []
 
 
 def _common(schemas: Sequence[Schema]) -> Schema:
-    """The schema of all ranks that have columns."""
+    """Return the schema of all ranks that have columns."""
     known = {rank: schema for rank, schema in enumerate(schemas) if schema.types}
     if len({tuple(schema.types) for schema in known.values()}) > 1:
         lines = [f"  rank {rank}: {', '.join(map(str, schema.types))}" for rank, schema in known.items()]
@@ -108,7 +108,7 @@ def _common(schemas: Sequence[Schema]) -> Schema:
 
 
 def _found(indices: torch.Tensor, total: int | None, rows: int) -> tuple[int, list[int], bool, str]:
-    """The number of different indices, the windows, whether some come more than once, and what is wrong."""
+    """Return the number of different indices, the windows, True if some are repeated, and an error text."""
     found, counts = indices.unique(return_counts=True)
     bounds = [*found[::rows].tolist(), *(found[-1:] + 1).tolist()]
     fault = ""
@@ -133,7 +133,7 @@ def windows(store: Store, plan: Plan, way: Way, rtol: float = 0.0) -> Iterator[l
     """Yield the columns of each window in order of the index; None on ranks other than ``way.dst``.
 
     Raises:
-        ValueError: An index came with different values; on all ranks alike.
+        ValueError: On all ranks: an index came with different values.
     """
     for first, last in zip(plan.bounds, plan.bounds[1:], strict=False):
         got = arrived_rows(store, plan.empty, (first, last), way)
@@ -150,7 +150,7 @@ def windows(store: Store, plan: Plan, way: Way, rtol: float = 0.0) -> Iterator[l
 
 
 def _difference(indices: torch.Tensor, leaves: list[Any], types: Sequence[ColumnType], rtol: float) -> str:
-    """Which index came with different values, if one did."""
+    """Name an index that came with different values, if there is one."""
     order = torch.argsort(indices, stable=True)
     again = (indices[order][1:] == indices[order][:-1]).nonzero().flatten()
     first, second = order[again], order[again + 1]
@@ -168,7 +168,7 @@ def _difference(indices: torch.Tensor, leaves: list[Any], types: Sequence[Column
 
 
 def _same(first: Any, second: Any, rtol: float) -> torch.Tensor:
-    """Of each pair of rows whether they are equal; NaN equals NaN."""
+    """Return for each pair of rows whether they are equal. NaN equals NaN."""
     if isinstance(first, list):
         return torch.tensor([_same_objects(a, b) for a, b in zip(first, second, strict=True)])
     if first.is_floating_point() and packing.is_copyable(first.dtype):
@@ -189,7 +189,7 @@ def _same_objects(first: Any, second: Any) -> bool:
 def arrived_rows(
     store: Store, empty: Sequence[Any], window: tuple[int, int], way: Way
 ) -> tuple[torch.Tensor, list[Any]] | None:
-    """All ranks' rows of a window, with their indices, in rank order; None on ranks other than ``way.dst``."""
+    """Return all ranks' rows of a window with their indices, in rank order; None on ranks other than ``way.dst``."""
     verb = _GatherRows(store, empty, window, way)
     got: tuple[torch.Tensor, list[Any]] | None = run(verb, communicators(way.group), way.timeout, way.check)
     return got

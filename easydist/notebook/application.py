@@ -1,4 +1,4 @@
-"""IPython's kernel as a rank needs it: no history, profile or heartbeat, and Ctrl-C in the user's code only."""
+"""IPython's kernel for a rank: no history, profile or heartbeat, and Ctrl-C only interrupts the user's code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from easydist.notebook.tracebacks import INNER, cut_causes, users_part
 
 
 class _Compiler(XCachingCompiler):  # type: ignore[misc]
-    """Names cells by the notebook's numbers, so that ``easydist top`` says ``<cell 5>:3``."""
+    """A compiler that names cells by the notebook's numbers, so that ``easydist top`` shows ``<cell 5>:3``."""
 
     def get_code_name(self, raw_code: str, code: str, number: int) -> str:
         if raw_code.strip() == ACT:
@@ -31,7 +31,7 @@ class _Compiler(XCachingCompiler):  # type: ignore[misc]
 
 
 class _Shell(ZMQInteractiveShell):  # type: ignore[misc]
-    """Hears Ctrl-C in the user's code only, and shows that code only."""
+    """A shell that can be interrupted only in the user's code, and shows only that code."""
 
     async def run_code(self, code_obj: Any, result: Any = None, *, async_: bool = False) -> Any:
         self.kernel.is_interruptible = True
@@ -45,7 +45,7 @@ class _Shell(ZMQInteractiveShell):  # type: ignore[misc]
         kind, value, trace = self._get_exc_info(exc_tuple)
         value.__traceback__ = users_part(trace)
         cut_causes(value)
-        if value.__traceback__ is None:  # of a request without source
+        if value.__traceback__ is None:  # an error in a request without source
             self._showtraceback(kind, value, self.InteractiveTB.get_exception_only(kind, value))
         else:
             super().showtraceback((kind, value, value.__traceback__), *args, **kwargs | {"tb_offset": 0})
@@ -55,7 +55,7 @@ class _Shell(ZMQInteractiveShell):  # type: ignore[misc]
 
 
 class _Kernel(IPythonKernel):  # type: ignore[misc]
-    """Takes the cell's number from the notebook, and requests that carry bytes."""
+    """A kernel that takes the cell's number from the notebook, and accepts requests that carry bytes."""
 
     shell_class = _Shell
     compiler_class = _Compiler
@@ -63,7 +63,7 @@ class _Kernel(IPythonKernel):  # type: ignore[misc]
     member: Any = None
 
     def pre_handler_hook(self) -> None:
-        """Leave the signal's handler as it is."""
+        """Keep the signal handler."""
 
     post_handler_hook = pre_handler_hook
 
@@ -77,7 +77,7 @@ class _Kernel(IPythonKernel):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _cancel_on_sigint(self, future: Any) -> Iterator[None]:
-        """In a cell that awaits: end what it calls, or what it awaits, now and not with the loop's next event."""
+        """Let Ctrl-C end an awaiting cell at once, in its call or its await, instead of at the loop's next event."""
         loop = future.get_loop()
 
         def cancel(*_: object) -> None:
@@ -93,7 +93,7 @@ class _Kernel(IPythonKernel):  # type: ignore[misc]
             signal.signal(signal.SIGINT, before)
 
     def act(self, meta: dict[str, Any]) -> Any:
-        """Do what a request asks for that has no source."""
+        """Perform the action of a request without source."""
         buffers = self.get_parent("shell").get("buffers", [])
         return self.member.act(meta, buffers, self.publish)
 
@@ -103,7 +103,7 @@ class _Kernel(IPythonKernel):  # type: ignore[misc]
         self.session.send(self.iopub_socket, VALUE, {}, parent, topic, [buffer])
 
     def on_interrupt(self, *_: object) -> None:
-        """What SIGINT does."""
+        """Handle SIGINT."""
         if self.is_interruptible:
             raise KeyboardInterrupt
 
@@ -115,15 +115,15 @@ class _Application(IPKernelApp):  # type: ignore[misc]
     folder = ""
 
     def init_profile_dir(self) -> None:
-        """Have an empty one."""
+        """Use an empty profile."""
         self.ipython_dir = self.folder
         super().init_profile_dir()
 
     def load_config_file(self, *_: object, **__: object) -> None:
-        """Load none."""
+        """Load no configuration."""
 
     def init_heartbeat(self) -> None:
-        """Have none: the process itself is looked at."""
+        """Start no heartbeat, since the notebook watches the process itself."""
 
     def init_iopub(self, context: Any) -> None:
         context.sndhwm = 0  # output is never dropped
@@ -133,15 +133,15 @@ class _Application(IPKernelApp):  # type: ignore[misc]
         signal.signal(signal.SIGINT, lambda *args: self.kernel.on_interrupt(*args) if self.kernel else None)
 
     def log_connection_info(self) -> None:
-        """There is nobody to read it."""
+        """Log nothing, since nobody reads it."""
 
 
 def start(connection_file: str, folder: str) -> Any:
-    """Begin to be a kernel; returns its application.
+    """Start the kernel, and return its application.
 
     Args:
-        connection_file: Says where to listen.
-        folder: For an empty profile.
+        connection_file: The file with the addresses to listen at.
+        folder: The folder for an empty profile.
     """
     OutStream.flush_interval = 0.05
     app = _Application.instance(connection_file=connection_file, quiet=True, log_level=50)

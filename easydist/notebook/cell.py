@@ -1,4 +1,4 @@
-"""One cell on several ranks: output as it comes, ranks that fail, and the release of those that wait in vain."""
+"""One cell on several ranks: output as it comes, failing ranks, and the release of ranks that wait in vain."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
     from easydist.notebook.process import RankProcess
 
 _TICK = 50
-"""Milliseconds between two looks at the processes."""
+"""Milliseconds between two checks of the processes."""
 
 _LOOK = 0.1
-"""Seconds between two looks at the pages; a wait has to be in vain at both."""
+"""Seconds between two checks of the pages. A rank is released if it waits in vain at both."""
 
 _AGAIN = 1.0
-"""Seconds after which a rank that has been interrupted and goes on is interrupted again."""
+"""Seconds after which a rank that continues after an interrupt is interrupted again."""
 
 _STOPS_WITHIN = 3.0
-"""Seconds that ranks have to stop after the user has interrupted the cell."""
+"""Seconds within which ranks must stop after the user has interrupted the cell."""
 
 
 @dataclass
 class Outcome:
-    """How the cell ended on one rank.
+    """The outcome of the cell on one rank.
 
     Attributes:
         status: ``"ok"``, ``"error"``, ``"lost"`` or ``"busy"``.
         error: The content of its ``error`` message.
-        wait: What it was released from.
-        values: Bytes that it has sent.
+        wait: The wait from which it was released.
+        values: The bytes that it has sent.
     """
 
     status: str = "busy"
@@ -51,13 +51,13 @@ class Outcome:
 
 
 class Cell:
-    """A cell under way.
+    """A running cell.
 
     Args:
-        ranks: Those that run it; the source has been sent.
+        ranks: The ranks that run it. They have received the source.
         everyone: All ranks of the cluster.
-        output: Where their output goes.
-        number: Of the cell, as the notebook counts.
+        output: The target of their output.
+        number: The number of the cell, as the notebook counts.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Cell:
         return {rank for rank, outcome in self.outcomes.items() if outcome.status == "busy"}
 
     def run(self) -> dict[int, Outcome]:
-        """Wait for the end, on every rank; show output meanwhile.
+        """Wait until the cell has ended on every rank, and show output meanwhile.
 
         Raises:
             CellError: A rank raised, or was released.
@@ -101,7 +101,7 @@ class Cell:
         return self.outcomes
 
     def interrupt(self) -> None:
-        """Interrupt all ranks, those that are about to begin, too; from any thread, or a signal handler."""
+        """Interrupt all ranks, including those about to begin, from any thread or a signal handler."""
         self._interrupted_by_user.set()
 
     def _step(self) -> None:
@@ -150,12 +150,12 @@ class Cell:
 
     def _look_whether_alive(self, rank: int) -> None:
         if self._ranks[rank].status() is not None:
-            self._hear(rank)  # what it has written before
+            self._hear(rank)  # the output that it has written before
             self.outcomes[rank].status = "lost"
             self._failed.append(rank)
 
     def _release(self, now: float) -> None:
-        """Interrupt the ranks that wait for one that will not come: it has left the cell, never ran it, or is lost."""
+        """Interrupt ranks that wait in vain: the awaited rank has left the cell, never ran it, or is lost."""
         waits = {rank: wait for rank, wait in self._pages.waits(self.running).items() if wait.is_vain}
         for rank, wait in waits.items():
             if self._in_vain.get(rank) == (wait.operation, wait.since):
@@ -168,7 +168,7 @@ class Cell:
             self._interrupted_at[rank] = now
             self._ranks[rank].interrupt()
 
-    # How it has ended.
+    # The end of a cell.
 
     def _raise(self) -> None:
         if self._stop_at < float("inf"):
@@ -183,7 +183,7 @@ class Cell:
             raise CellError([], "", "", note=released)
 
     def _is_released(self, rank: int) -> bool:
-        """True if the rank's error only says that it has been released, or that another rank has."""
+        """True if the rank's error only says that it or another rank was released."""
         outcome = self.outcomes[rank]
         name = outcome.error.get("ename", "")
         if outcome.wait is not None and name in ("KeyboardInterrupt", "CancelledError"):
@@ -191,7 +191,7 @@ class Cell:
         return name in ("RemoteError", "PeerLostError") and any(o.wait is not None for o in self.outcomes.values())
 
     def _error(self, raised: Sequence[int]) -> CellError:
-        """The first error, and all ranks that have raised the same."""
+        """Return the first error, with all ranks that have raised the same."""
         first = self.outcomes[raised[0]].error
         same = [rank for rank in raised if _text(self.outcomes[rank].error) == _text(first)]
         others = [
@@ -201,7 +201,7 @@ class Cell:
         return CellError(sorted(same), first["ename"], first["evalue"], first["traceback"], note)
 
     def _released(self) -> str:
-        """Who has waited for whom, a line for each place."""
+        """Describe the waits that were released, one line for each place."""
         places: dict[str, list[int]] = {}
         for rank, outcome in sorted(self.outcomes.items()):
             if (wait := outcome.wait) is not None:
@@ -249,7 +249,7 @@ def _were(ranks: Sequence[int]) -> str:
 
 
 def _end(process: RankProcess) -> str:
-    """How a process has ended."""
+    """Describe the end of a process."""
     from easydist.liveness.texts import status_text
 
     return f"process {process.pid} ended ({status_text(process.status())})"
@@ -257,7 +257,7 @@ def _end(process: RankProcess) -> str:
 
 @contextmanager
 def _on_ctrl_c(interrupt: Callable[[], None]) -> Iterator[None]:
-    """While this lasts, Ctrl-C calls ``interrupt``: it must not come between two steps."""
+    """Let Ctrl-C call ``interrupt`` during the block, as it must not come between two steps."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

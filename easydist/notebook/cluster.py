@@ -23,36 +23,36 @@ if TYPE_CHECKING:
     from easydist.notebook.status import Status
 
 STARTS_WITHIN = 120.0
-"""Seconds in which a rank has to be there; on an idle machine it takes 3."""
+"""Seconds within which a rank must be ready; on an idle machine it takes 3."""
 
 _ASK_EVERY = 0.1
-"""Seconds between two requests to a rank that is there and not heard yet."""
+"""Seconds between two requests to a rank whose messages have not arrived yet."""
 
 _GIVES_UP_WITHIN = 2.0
-"""Seconds in which ranks leave a meeting that has failed."""
+"""Seconds within which ranks leave a failed meeting."""
 
 _LONGEST_FOLDER = 70
-"""Characters: the sockets' names in it may have 107 in all."""
+"""The longest path of the folder in characters. The paths of the sockets in it can have 107."""
 
 _NEEDS = "easydist.notebook needs {}: pip install 'easydist[notebook]'"
 
 
 class Cluster:
-    """Ranks on this machine, each a fresh process with a default process group; ``start`` makes it.
+    """Ranks on this machine, each a fresh process with a default process group. ``start`` creates it.
 
-    State stays in the ranks between calls. Names that cells find are ``rank``, ``world_size``, ``torch`` and
+    State stays in the ranks between calls. Cells can use the names ``rank``, ``world_size``, ``torch`` and
     ``easydist``.
 
     Args:
-        size: How many ranks.
-        sink: Where their output goes; None: to the notebook, or the program's own output.
+        size: The number of ranks.
+        sink: The target of their output; None: the notebook, or the program's own output.
 
     Attributes:
-        size: How many ranks there are.
+        size: The number of ranks.
 
     Raises:
         ImportError: Packages of the extra ``notebook`` are missing.
-        RuntimeError: A rank did not start; its output is in the text.
+        RuntimeError: A rank did not start; the text contains its output.
     """
 
     def __init__(self, size: int, sink: Sink | None = None) -> None:
@@ -76,7 +76,7 @@ class Cluster:
 
     @property
     def is_running(self) -> bool:
-        """True until it has been stopped."""
+        """True until it is stopped."""
         return bool(self._ranks) and self._owner == os.getpid()
 
     def _begin(self, ranks: Iterable[int]) -> None:
@@ -101,7 +101,7 @@ class Cluster:
         self._needs_meeting = False
 
     def _give_up_meeting(self, ranks: Sequence[RankProcess]) -> None:
-        """Let none of these ranks wait for the others any more."""
+        """Stop these ranks from waiting for the others."""
         deadline = time.monotonic() + _GIVES_UP_WITHIN
         for rank in ranks:
             rank.interrupt()
@@ -111,7 +111,7 @@ class Cluster:
                 self._look_whether_idle(rank)
 
     def _await_all(self) -> None:
-        """Wait until each rank has answered on both connections, so that it is there and has met the others."""
+        """Wait until each rank has answered on both connections, so that it is ready and has met the others."""
         deadline, ask_at = time.monotonic() + STARTS_WITHIN, 0.0
         missing = {rank.rank: {"execute_reply", "status"} for rank in self._ranks}
         while waiting := [rank for rank in self._ranks if missing[rank.rank]]:
@@ -126,7 +126,7 @@ class Cluster:
             if now >= ask_at:
                 ask_at = now + _ASK_EVERY
                 for rank in waiting:
-                    if missing[rank.rank] == {"status"}:  # published before this process could hear it
+                    if missing[rank.rank] == {"status"}:  # published before this process had subscribed
                         rank.send("", {}, silent=True)
         for rank in self._ranks:
             rank.request = ""
@@ -134,17 +134,17 @@ class Cluster:
     # Running code.
 
     def execute(self, source: str, ranks: Collection[int] | None = None) -> None:
-        """Run source on the ranks, as ``%%ranks`` does, and show their output while it comes.
+        """Run source on the ranks, as ``%%ranks`` does, and show their output as it comes.
 
         Args:
-            source: Of a cell; IPython's magics work.
-            ranks: On which; None: all. A collective that other ranks would have to join is an error then.
+            source: The source of a cell. IPython's magics work.
+            ranks: The ranks that run it; None: all. Then a collective that other ranks would have to join is an error.
 
         Raises:
-            CellError: It raised on a rank, or ranks waited in vain; variables stay, and the next call works.
+            CellError: It raised on a rank, or ranks waited in vain. Variables stay, and the next call works.
             RankLostError: The process of a rank has ended, now or before.
-            KeyboardInterrupt: The user has interrupted it; variables stay.
-            RuntimeError: The cluster is stopped, or a rank of it is busy.
+            KeyboardInterrupt: The user has interrupted it. Variables stay.
+            RuntimeError: The cluster is stopped, or one of its ranks is busy.
         """
         self._last_cell = _cell_number() or self._last_cell + 1
         self._run(source, {"number": self._last_cell}, ranks)
@@ -175,7 +175,7 @@ class Cluster:
                 self._cell = None
 
     def _chosen(self, ranks: Collection[int] | None) -> list[RankProcess]:
-        """The ranks that are asked for, all of them alive and idle.
+        """Return the requested ranks, after making sure that all of them are alive and idle.
 
         Raises:
             ValueError: There is no such rank.
@@ -198,13 +198,13 @@ class Cluster:
         return chosen
 
     def _look_whether_idle(self, rank: RankProcess) -> None:
-        """See whether a rank that did not hear an interruption has ended its cell by now."""
+        """Check whether a rank that did not react to an interrupt has ended its cell by now."""
         for message in rank.messages() if rank.request else ():
             if message["msg_type"] == "execute_reply" and message["parent_header"]["msg_id"] == rank.request:
                 rank.request = ""
 
     def _meet_again(self) -> None:
-        """After a failure, let all ranks renew their groups together; without those that are lost it has to wait."""
+        """After a failure, let all ranks renew their groups together. This must wait until lost ranks are replaced."""
         if self._needs_meeting and all(rank.status() is None and not rank.request for rank in self._ranks):
             self._begin([])
 
@@ -214,27 +214,27 @@ class Cluster:
         Law: ``[fn(*args, **kwargs) on rank r for r in ranks]``.
 
         Args:
-            fn: A function; it travels by cloudpickle, with the globals that it uses.
-            *args: For it.
-            ranks: On which; None: all.
-            **kwargs: For it.
+            fn: A function. It travels by cloudpickle, with the globals that it uses.
+            *args: Its positional arguments.
+            ranks: The ranks that call it; None: all.
+            **kwargs: Its keyword arguments.
 
         Returns:
-            What it returned on each rank, unpickled.
+            The result of each rank, unpickled.
 
         Raises:
-            TypeError: It cannot be pickled; the text names what cannot, and says what to do.
+            TypeError: It cannot be pickled; the text names the cause and a remedy.
             CellError: It raised on a rank, or ranks waited in vain, as in ``execute``.
         """
         return self._call(fn, args, kwargs, ranks)
 
     def launch(self, fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str]) -> None:
-        """Call ``fn(*args)`` on all ranks, as a program that is launched there.
+        """Call ``fn(*args)`` on all ranks, as a program launched there.
 
         Args:
             fn: A function.
-            args: For it.
-            environment: Variables that are set meanwhile.
+            args: Its arguments.
+            environment: Variables to set during the call.
         """
         self._call(_without_result(fn), args, {}, launch=environment)
 
@@ -253,11 +253,11 @@ class Cluster:
         return [unpack(outcome.values[0], weights_only=False) for _, outcome in sorted(outcomes.items())]
 
     def push(self, ranks: Collection[int] | None = None, **values: Any) -> None:
-        """Give the ranks values, under names that their cells then find.
+        """Send values to the ranks, under names that their cells can use.
 
         Args:
-            ranks: To which; None: all.
-            **values: By name: tensors and plain data as they are, everything else by cloudpickle.
+            ranks: The ranks that get them; None: all.
+            **values: The values by name. Tensors and plain data travel as they are, everything else by cloudpickle.
 
         Raises:
             TypeError: A value cannot be pickled.
@@ -271,13 +271,13 @@ class Cluster:
         """Get the value of a name from each rank.
 
         Args:
-            name: As in the ranks' cells.
-            ranks: From which; None: all.
-            weights_only: Take tensors, arrays and plain data only. Otherwise what a rank sends is unpickled, which can
-                run any code.
+            name: The name in the ranks' cells.
+            ranks: The ranks to ask; None: all.
+            weights_only: Accept only tensors, arrays and plain data. Otherwise data from the ranks is unpickled, which
+                can run any code.
 
         Returns:
-            The ranks' values; tensors on the CPU.
+            The ranks' values, with tensors on the CPU.
 
         Raises:
             CellError: A rank has no such name, or its value is not plain.
@@ -289,7 +289,7 @@ class Cluster:
         return [unpack(outcome.values[0], weights_only=weights_only) for _, outcome in sorted(outcomes.items())]
 
     def status(self) -> Status:
-        """See where each rank is: process, state, operation, call site, for whom it waits, memory; nobody is asked."""
+        """Return each rank's process, state, operation, call site, awaited ranks and memory, without asking it."""
         from easydist.liveness.texts import status_text
         from easydist.notebook.status import look
 
@@ -301,25 +301,25 @@ class Cluster:
         busy = [rank.rank for rank in self._ranks if rank.request and rank.rank not in ended]
         return look([rank.pid for rank in self._ranks], busy, ended, self._last_cell)
 
-    # Life.
+    # Interrupting, restarting and stopping.
 
     def interrupt(self) -> None:
-        """Interrupt the cell that the ranks run, as the stop button does; from any thread."""
+        """Interrupt the cell that the ranks run, as the stop button does, from any thread."""
         if (cell := self._cell) is not None:
             cell.interrupt()
             return
-        for rank in self._ranks:  # that have not heard the last one
+        for rank in self._ranks:  # those that have not reacted to the last interrupt
             rank.interrupt()
 
     def restart(self, ranks: Collection[int] | None = None) -> None:
-        """Start ranks again, in fresh processes; the others keep their variables.
+        """Start ranks again, in fresh processes. The others keep their variables.
 
         Args:
-            ranks: Which; None: all of them.
+            ranks: The ranks to restart; None: all.
 
         Raises:
             ValueError: There is no such rank.
-            RuntimeError: The cluster is stopped; others are lost or busy, too; or a rank did not start.
+            RuntimeError: The cluster is stopped, others are lost or busy, too, or a rank did not start.
         """
         with self._lock:
             if not self.is_running:
@@ -336,7 +336,7 @@ class Cluster:
                 raise
 
     def _demand_the_others(self, ranks: Sequence[int]) -> None:
-        """That all ranks but these can meet them.
+        """Make sure that all other ranks can meet these.
 
         Raises:
             ValueError: There is no such rank.
@@ -352,7 +352,7 @@ class Cluster:
             raise RuntimeError(f"{named(away)} {_is(away)} lost or busy, and could not meet the others: {advice}")
 
     def stop(self) -> None:
-        """End all ranks and what they have started; at the end of the program this happens by itself."""
+        """End all ranks and everything that they have started. At the end of the program this happens by itself."""
         if self._owner != os.getpid():
             return
         atexit.unregister(self.stop)
@@ -401,13 +401,13 @@ def _demand_extra() -> Any:
 
 
 def _private_folder() -> Path:
-    """A folder that only this user may open, of a name that is short enough for sockets."""
+    """Create a folder that only this user can open, with a path short enough for sockets."""
     place = tempfile.gettempdir()
     return Path(tempfile.mkdtemp(prefix="easydist-", dir=place if len(place) < _LONGEST_FOLDER else "/tmp"))
 
 
 def _cell_number() -> int | None:
-    """The number of the notebook's cell that runs. IPython counts on before it runs a cell or after, by its version."""
+    """Return the number of the running cell. IPython increments its counter before or after it, by its version."""
     import sys
 
     if "IPython" not in sys.modules:
@@ -419,10 +419,10 @@ def _cell_number() -> int | None:
 
 
 def _answer(rank: RankProcess, message: dict[str, Any]) -> str:
-    """The kind of a message of a rank that starts, or meets the others.
+    """Return the kind of a message from a rank that starts, or meets the others.
 
     Raises:
-        RuntimeError: It could not.
+        RuntimeError: It could not join the others.
     """
     kind, content = message["msg_type"], message["content"]
     if kind == "execute_reply" and content["status"] == "error":

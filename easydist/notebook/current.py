@@ -1,4 +1,4 @@
-"""The cluster of this process; it has one at most."""
+"""The cluster of this process, which has at most one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ _current: list[Cluster] = []
 
 
 def running() -> Cluster | None:
-    """The cluster that has been started last; None where there is none, or it has been stopped."""
+    """Return the cluster started last; None if there is none, or it was stopped."""
     return _current[0] if _current and _current[0].is_running else None
 
 
 def replace(size: int) -> Cluster:
-    """Start a cluster in the place of the one that runs, if one does."""
+    """Start a cluster, after stopping the running one, if any."""
     if (before := running()) is not None:
         print(f"the {before.size} ranks that ran before are stopped")
         before.stop()

@@ -1,4 +1,4 @@
-"""How a cell of several ranks fails: one error, shown once, with the rank's own traceback."""
+"""The failure of a cell on several ranks: one error, shown once, with the rank's own traceback."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
 
 
 class _Short:
-    """In a notebook it shows its text, and not the frames of easydist between the cell and the ranks."""
+    """An error that a notebook shows as its text, without the frames of easydist between the cell and the ranks."""
 
     def _render_traceback_(self) -> list[str]:
         return str(self).splitlines()
 
 
 class CellError(_Short, RemoteError):
-    """A cell failed on a rank: it raised there, or was released because nobody would have come to its collective.
+    """A cell failed on a rank: it raised there, or was released because other ranks would not join its collective.
 
     Attributes:
-        ranks: Those that raised the same.
-        ename: The exception's class on the rank; empty where none has raised.
+        ranks: The ranks that raised the same.
+        ename: The exception's class on the rank; empty if none has raised.
         evalue: Its text.
-        traceback: The rank's, as lines with colours.
-        note: About other ranks: who was released, and what to do.
+        traceback: The rank's traceback, as lines with colours.
+        note: Information about other ranks: the released ones, and what to do.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class CellError(_Short, RemoteError):
 
 
 class RankLostError(_Short, PeerLostError):
-    """The process of a rank has ended; the attributes are those of the first one."""
+    """The process of a rank has ended. The attributes are those of the first one."""
 
     @classmethod
     def of(cls, text: str, process: RankProcess) -> RankLostError:
-        """The loss of a rank."""
+        """Return the error for the loss of a rank."""
         error = cls(text)
         error.rank, error.pid, error.exit_status = process.rank, process.pid, process.status()
         error.host = socket.gethostname()
@@ -64,7 +64,7 @@ class CellInterrupted(_Short, KeyboardInterrupt):
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Ranks as text.
+    """Return ranks as text.
 
     Example:
         >>> named([1]), named([0, 1, 2, 3]), named([0, 2])

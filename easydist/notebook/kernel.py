@@ -1,7 +1,7 @@
-"""The process of a rank: an IPython kernel without what only a person needs; ``python -m easydist.notebook.kernel``.
+"""The process of a rank: a reduced IPython kernel; ``python -m easydist.notebook.kernel``.
 
-History, completion, the debugger and the user's profile are left out: with them a rank starts later, and several ranks
-would write to the same files.
+It has no history, completion, debugger or user profile: with them a rank would start later, and several ranks would
+write to the same files.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import types
 from typing import Any
 
 _ALIVE = 1000
-"""Milliseconds between two looks at the parent, whose end closes the pipe in any case but one: a child has it too."""
+"""Milliseconds between two checks of the parent. Its end closes the pipe, unless one of its children has it, too."""
 
 
 def watch(lifeline: int, parent: int, folder: str) -> None:
-    """Begin to end this process, and all that it has started, once the notebook's process is gone.
+    """End this process, and everything that it has started, once the notebook's process has ended.
 
     Args:
         lifeline: The read end of a pipe whose other end only that process has.
-        parent: That process.
-        folder: Removed then.
+        parent: The pid of that process.
+        folder: The folder to remove then.
     """
 
     def wait() -> None:
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 class _BarsAsText(types.ModuleType):
-    """In place of the module that chooses widgets in a kernel: a rank's have no way to the notebook's page."""
+    """A module in place of the one that chooses widgets in a kernel, as a rank's widgets cannot reach the notebook."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(importlib.import_module("tqdm.std"), name)

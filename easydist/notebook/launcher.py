@@ -13,15 +13,15 @@ from easydist.notebook.current import replace, running
 def start(n: int | None = None) -> Cluster:
     """Start ranks on this machine, and the magics ``%%ranks``, ``%push`` and ``%pull``.
 
-    A process has one cluster: the one before is stopped.
+    A process has one cluster, so the previous one is stopped.
 
     Args:
-        n: How many; None: the number of GPUs, else 2.
+        n: The number of ranks; None: the number of GPUs, else 2.
 
     Raises:
         ImportError: Packages of the extra ``notebook`` are missing.
         ValueError: ``n`` is less than 1.
-        RuntimeError: A rank did not start; its output is in the text.
+        RuntimeError: A rank did not start; the text contains its output.
 
     Example:
         >>> import easydist.notebook
@@ -33,7 +33,7 @@ def start(n: int | None = None) -> Cluster:
     if size < 1:
         raise ValueError(f"a cluster needs at least one rank, got n={n}")
     cluster = replace(size)
-    with contextlib.suppress(ImportError):  # a plain program may do without IPython
+    with contextlib.suppress(ImportError):  # a plain program can work without IPython
         from easydist.notebook.magics import register
 
         register()
@@ -57,31 +57,31 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
 ) -> None:
-    """Call ``function(*args)`` on ranks, with accelerate's arguments; on the ranks of the notebook if they run.
+    """Call ``function(*args)`` on ranks, with accelerate's arguments. Running ranks of the notebook are reused.
 
-    Nothing is forked, so it does not matter what the notebook has done before. The ranks stay, with what the
+    Nothing is forked, so the notebook may have done anything before. The ranks keep running, with all values that the
     function has left in them.
 
     Args:
-        function: What every rank calls; it travels by cloudpickle, with the globals that it uses.
-        args: For it.
-        num_processes: How many ranks; None: those that run, else as ``start`` does. If another number runs, they are
-            stopped.
-        mixed_precision: For accelerate, as ``ACCELERATE_MIXED_PRECISION``.
-        use_port: Not used: the ranks meet without a port. So are the arguments below that are not mentioned.
+        function: The function that every rank calls. It travels by cloudpickle, with the globals that it uses.
+        args: Its arguments.
+        num_processes: The number of ranks; None: that of the running ranks, else as for ``start``. If another number
+            runs, they are stopped.
+        mixed_precision: The value of ``ACCELERATE_MIXED_PRECISION``.
+        use_port: Not used: the ranks meet without a port.
         master_addr: Not used.
         node_rank: Not used.
-        num_nodes: 1; ranks of a notebook are on one machine.
+        num_nodes: 1; the ranks of a notebook are on one machine.
         rdzv_backend: Not used.
         rdzv_endpoint: Not used.
         rdzv_conf: Not used.
         rdzv_id: Not used.
-        max_restarts: 0; a function is not called again after it has failed.
+        max_restarts: 0; a failed function is not called again.
         monitor_interval: Not used.
         log_line_prefix_template: Not used.
 
     Raises:
-        ValueError: Several nodes or restarts are asked for.
+        ValueError: Several nodes or restarts are requested.
         TypeError: The function cannot be pickled.
         CellError: It raised on a rank.
 

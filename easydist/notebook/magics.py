@@ -14,7 +14,7 @@ from easydist.notebook.current import running
 
 @magics_class
 class RankMagics(Magics):  # type: ignore[misc]
-    """The magics of the cluster that runs."""
+    """The magics of the running cluster."""
 
     @cell_magic  # type: ignore[untyped-decorator]
     def ranks(self, line: str, cell: str) -> None:
@@ -24,7 +24,7 @@ class RankMagics(Magics):  # type: ignore[misc]
 
     @line_magic  # type: ignore[untyped-decorator]
     def push(self, line: str) -> None:
-        """Give all ranks values of the notebook: ``%push model batch_size``."""
+        """Send values of the notebook to all ranks: ``%push model batch_size``."""
         names, cluster, own = line.replace(",", " ").split(), _cluster(), self.shell.user_ns
         if missing := [name for name in names if name not in own]:
             raise UsageError(f"%push: the notebook has no {', '.join(missing)}")
@@ -32,7 +32,7 @@ class RankMagics(Magics):  # type: ignore[misc]
 
     @line_magic  # type: ignore[untyped-decorator]
     def pull(self, line: str) -> Any:
-        """Get the values that a name has on the ranks, as a list: ``losses = %pull loss``; a dict for several names."""
+        """Get the values of a name on the ranks, as a list: ``losses = %pull loss``; a dict for several names."""
         names, cluster = line.replace(",", " ").split(), _cluster()
         if not names:
             raise UsageError("%pull: name what to get, as in losses = %pull loss")
@@ -47,19 +47,19 @@ def _cluster() -> Cluster:
 
 
 def _with_first_line(line: str, cell: str) -> str:
-    """The cell, its lines counted as in the notebook; a magic of the cell's own has to stay the first line."""
+    """Return the cell with the notebook's line numbers. A magic of the cell's own must stay the first line."""
     return cell if cell.lstrip().startswith("%%") else f"# %%ranks {line}".rstrip() + f"\n{cell}"
 
 
 def chosen(line: str, size: int) -> list[int] | None:
-    """The ranks that a line names; None: all.
+    """Return the ranks that a line names; None means all.
 
     Example:
         >>> chosen("0,2", 4), chosen("1-3", 4), chosen("", 4)
         ([0, 2], [1, 2, 3], None)
 
     Raises:
-        UsageError: It names none, or ranks that are not there.
+        UsageError: It names none, or ranks that do not exist.
     """
     if not line.strip():
         return None
@@ -73,6 +73,6 @@ def chosen(line: str, size: int) -> list[int] | None:
 
 
 def register() -> None:
-    """Let the running IPython know the magics; do nothing where there is none."""
+    """Register the magics with the running IPython, if there is one."""
     if (shell := get_ipython()) is not None:
         shell.register_magics(RankMagics)

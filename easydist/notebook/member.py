@@ -1,4 +1,4 @@
-"""A rank's part in its cluster: the process groups, made and renewed with the other ranks; values for the notebook."""
+"""A rank's part in its cluster: process groups, created and renewed with the other ranks, and values to exchange."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from easydist.process_group import NAME, SharedMemoryGroup
 from easydist.torch_backend.rendezvous import meeting_in
 
 _MEETING = 60.0
-"""Seconds in which ranks that are there meet."""
+"""Seconds within which ready ranks must meet."""
 
 
 class Member:
@@ -30,12 +30,12 @@ class Member:
 
     Args:
         rank: Its number.
-        size: How many there are.
-        folder: The cluster's.
-        namespace: Where cells find and leave names; some are there from the start.
+        size: The number of ranks.
+        folder: The cluster's folder.
+        namespace: The names of the cells. Some are defined from the start.
 
     Attributes:
-        namespace: The same.
+        namespace: The names of the cells.
     """
 
     def __init__(self, rank: int, size: int, folder: str, namespace: dict[str, Any]) -> None:
@@ -43,12 +43,13 @@ class Member:
         namespace |= {"rank": rank, "world_size": size, "torch": torch, "easydist": sys.modules["easydist"]}
 
     def join(self, epoch: int) -> None:
-        """Make the default process group, or make what is left of the groups usable again; all ranks do it together.
+        """Create the default process group, or make the existing groups usable again. All ranks call it together.
 
-        A failed cell may have left ranks in different calls. The groups stay the objects that they are, so what
-        holds them, such as DDP, goes on.
+        A failed cell may have left ranks in different calls. The groups remain the same objects, so that their users,
+        such as DDP, continue to work.
 
         Args:
+            epoch: The number of this meeting.
             epoch: The number of this meeting.
         """
         store = FileStore(os.path.join(self._folder, f"store-{epoch}"), self._size)
@@ -64,7 +65,7 @@ class Member:
         self._agree_on_new_groups(store, epoch)
 
     def _agree_on_new_groups(self, store: Store, epoch: int) -> None:
-        """Let groups that are made from now on have equal names and meet in one store, also with ranks that are new."""
+        """Give groups created from now on equal names and one store on all ranks, including new ranks."""
         world, default = dist.distributed_c10d._world, dist.group.WORLD
         assert default is not None
         world.group_count = 1 + 1000 * epoch
@@ -95,15 +96,15 @@ class Member:
                 continue
             if all(told[rank].get(name) == ranks[name] for rank in ranks[name]):
                 group.renew(PrefixStore(f"group/{name}", store))
-            else:  # a rank of it is new
+            else:  # one of its ranks is new
                 group.shutdown()
 
     def act(self, meta: dict[str, Any], buffers: Sequence[Any], publish: Callable[[Any], None]) -> Any:
-        """Do what the notebook asks for.
+        """Perform an action for the notebook.
 
         Args:
             meta: ``action`` and its arguments.
-            buffers: Bytes that came along.
+            buffers: The bytes of the request.
             publish: Sends bytes back.
         """
         return getattr(self, f"_{meta['action']}")(meta, buffers, publish)
@@ -135,7 +136,7 @@ class Member:
 
 
 _DEFAULT, _TORCH, _NEW_GROUPS = "group/default", "torch", "new"
-"""Where the ranks meet, what torch gets for itself, and for groups that are made later."""
+"""The store prefixes for the meeting of the ranks, for torch, and for groups created later."""
 
 _NOT_PLAIN = (
     "{name} is a {kind}, which only pickle can send: pull the plain data of it, such as a state_dict, or say "
@@ -145,7 +146,7 @@ _NOT_PLAIN = (
 
 @contextlib.contextmanager
 def patched(environment: dict[str, str]) -> Iterator[None]:
-    """While this lasts, these variables are set."""
+    """Set these variables during the block."""
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     try:
@@ -159,13 +160,13 @@ def patched(environment: dict[str, str]) -> Iterator[None]:
 
 
 def forget_accelerate() -> None:
-    """Let accelerate, if it is loaded, look again where it is, as in a process of its own."""
+    """Let accelerate, if it is loaded, read its environment again, as in a process of its own."""
     if (state := sys.modules.get("accelerate.state")) is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def _awaited(store: Store, key: str) -> bytes:
-    """What stands in the store, once it does; unlike ``get`` it can be interrupted."""
+    """Wait for a key, and return its value. Unlike ``get``, this can be interrupted."""
     deadline = time.monotonic() + _MEETING
     while not store.check([key]):
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""What the ranks of a cell write and show, line by line, equal lines of several ranks as one."""
+"""The output of a cell's ranks, line by line; equal lines of several ranks are shown once."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any, NamedTuple, Protocol
 from easydist.notebook.failures import named
 
 _PATIENCE = 0.15
-"""Seconds that a line waits for the same line of other ranks."""
+"""Seconds for which a line waits for the same line of other ranks."""
 
 _TOGETHER = 0.05
-"""Seconds within which lines count as written at once, and come in the order of ranks."""
+"""Seconds within which lines count as simultaneous, and are shown in rank order."""
 
 _FURTHER = 50
-"""Lines of a rank among which an equal one is looked for."""
+"""The number of a rank's lines to search for an equal one."""
 
 _END = float("inf")
 """The time at which no line waits any more."""
 
 _REWRITES = ("\r", "\x1b[A")
-"""A line with one of them is a progress bar."""
+"""The marks of a progress bar's line."""
 
 
 class Sink(Protocol):
-    """Where output goes."""
+    """The target of output."""
 
     def write(self, stream: str, text: str) -> None:
         """Write to ``"stdout"`` or ``"stderr"``."""
@@ -38,7 +38,7 @@ class Sink(Protocol):
 
 
 class Notebook:
-    """The output of the running cell; outside of IPython, of the program."""
+    """The output of the running cell; outside of IPython, that of the program."""
 
     def write(self, stream: str, text: str) -> None:
         """Write to ``"stdout"`` or ``"stderr"``."""
@@ -70,11 +70,11 @@ class _Line(NamedTuple):
 
 
 class Output:
-    r"""Folds what the ranks of one cell write.
+    r"""Merges the output of one cell's ranks.
 
     Args:
-        ranks: Those that run the cell; figures and progress bars of the first one show.
-        sink: Where it goes.
+        ranks: The ranks that run the cell. Figures and progress bars of the first one are shown.
+        sink: The target of the output.
 
     Example:
         >>> class Printed:
@@ -101,12 +101,12 @@ class Output:
         self._last_bar = ""
 
     def stream(self, rank: int, name: str, text: str) -> None:
-        """A rank has written.
+        """Take text that a rank has written.
 
         Args:
-            rank: Which.
+            rank: The rank.
             name: ``"stdout"`` or ``"stderr"``.
-            text: What.
+            text: The text.
         """
         now, key = time.monotonic(), (rank, name)
         *lines, rest = (self._partial.pop(key, "") + text).split("\n")
@@ -126,7 +126,7 @@ class Output:
             self._end_bar()
 
     def _progress(self, name: str, text: str) -> None:
-        """Show the last state of a progress bar in place of the one before."""
+        """Show the last state of a progress bar in place of the previous one."""
         last = [part for part in text.replace("\x1b[A", "").split("\r") if part.strip()]
         if last and last[-1] != self._last_bar:
             if self._bar != name:
@@ -143,7 +143,7 @@ class Output:
         """Write the lines that all ranks have written, and those that have waited long enough.
 
         Args:
-            now: The time; infinity: all of them.
+            now: The time; infinity writes all lines.
         """
         while (ranks := self._next(now)) is not None:
             line = [self._lines[rank].popleft()[1] for rank in ranks][-1]
@@ -151,7 +151,7 @@ class Output:
             self._sink.write(line.stream, f"{named(ranks)}: {line.text}\n")
 
     def _next(self, now: float) -> list[int] | None:
-        """The ranks whose first line is to be written next; None where all lines can still wait."""
+        """Return the ranks whose first line must be written next; None if all lines can still wait."""
         heads = {rank: lines[0] for rank, lines in self._lines.items() if lines}
         blocked: list[int] | None = None
         first = min((came for came, _ in heads.values()), default=now)
@@ -166,16 +166,16 @@ class Output:
         return blocked
 
     def _is_further_down(self, line: _Line, heads: Sequence[int]) -> bool:
-        """True if another rank has written the same line after others, which then come first."""
+        """True if another rank has written the same line after others, which must be written first."""
         others = [lines for rank, lines in self._lines.items() if rank not in heads]
         return any(line == later for lines in others for _, later in itertools.islice(lines, 1, _FURTHER))
 
     def result(self, rank: int, content: Mapping[str, Any]) -> None:
-        """The value of the last expression on a rank."""
+        """Take the value of the last expression on a rank."""
         self._results[rank] = content["data"]
 
     def display(self, rank: int, kind: str, content: Mapping[str, Any]) -> None:
-        """A rank shows something: the first rank's is shown now."""
+        """Take rich output of a rank. The first rank's is shown at once."""
         if rank != self._lead:
             self._shown[rank].append((kind, content))
             return
@@ -184,13 +184,13 @@ class Output:
         self._sink.show(kind, content)
 
     def _write_all(self, rank: int) -> None:
-        """Write what a rank has written before it shows something."""
+        """Write a rank's earlier lines before it shows something."""
         while self._lines[rank]:
             self.flush(_END)
         self._end_bar()
 
     def close(self) -> None:
-        """The cell has ended: write what is left, and the values."""
+        """End the cell: write the remaining lines, and the values."""
         for (rank, name), text in self._partial.items():
             if not any(mark in text for mark in _REWRITES):
                 self._lines[rank].append((0.0, _Line(name, text)))
@@ -201,7 +201,7 @@ class Output:
         self._show_results()
 
     def _show_others(self) -> None:
-        """If the first rank has shown nothing, show what the next one has; say how much is left out."""
+        """If the first rank has shown nothing, show the output of the next one. Say how much is omitted."""
         rest = {rank: shown for rank, shown in self._shown.items() if shown and rank != self._lead}
         if not self._shown[self._lead] and rest:
             first = min(rest)

@@ -1,7 +1,7 @@
-"""One rank: its process, and the keyed messages to and from it.
+"""One rank: its process, and the authenticated messages to and from it.
 
-The process is an IPython kernel; its sockets are files in a folder that only this user may open. It ends with the
-pipe that it inherits, so it cannot outlive the notebook's kernel, however that ends.
+The process is an IPython kernel. Its sockets are files in a folder that only this user can open. It ends when the pipe
+that it inherits is closed, so it cannot outlive the notebook's kernel, however that ends.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from easydist.notebook.messages import META
 
 _PORTS = {"shell_port": 1, "iopub_port": 2, "stdin_port": 3, "hb_port": 4, "control_port": 5}
 _FROM_LAUNCHERS = ("TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_COMM_WORLD_", "PMI_", "SLURM_")
-"""The notebook may have been started by one; a rank has another place."""
+"""Variables from a launcher of the notebook. They do not describe a rank."""
 
 _GRACE = 1.0
-"""Seconds in which a killed process is collected."""
+"""Seconds within which a killed process is collected."""
 
 
 @dataclass(frozen=True)
 class Home:
-    """What the ranks of a cluster share.
+    """The resources that all ranks of a cluster share.
 
     Attributes:
-        size: How many there are.
-        folder: Theirs, which only this user may open.
-        lifeline: The read end of a pipe; a rank ends when the other end is closed.
-        port: For process groups that the user makes; the cluster itself needs none.
-        context: For sockets.
+        size: The number of ranks.
+        folder: Their folder, which only this user can open.
+        lifeline: The read end of a pipe. A rank ends when the other end is closed.
+        port: A port for process groups that the user creates; the cluster itself needs none.
+        context: The context of the sockets.
     """
 
     size: int
@@ -57,13 +57,13 @@ class RankProcess:
 
     Args:
         rank: Its number.
-        epoch: Which meeting of the ranks it joins first.
-        home: The cluster's.
+        epoch: The first meeting of the ranks that it joins.
+        home: The cluster's resources.
 
     Attributes:
         rank: Its number.
-        pid: Of its process.
-        request: The request under way; empty where there is none.
+        pid: The pid of its process.
+        request: The request under way; empty if there is none.
     """
 
     def __init__(self, rank: int, epoch: int, home: Home) -> None:
@@ -95,16 +95,16 @@ class RankProcess:
                 stdout=log,
                 stderr=log,
                 pass_fds=[lifeline],
-                start_new_session=True,  # the notebook's Ctrl-C is not for it, and it ends with all that it has started
+                start_new_session=True,  # no Ctrl-C from the notebook; kill() ends its children, too
             )
 
     def send(self, code: str, meta: dict[str, Any], silent: bool = False, buffers: Sequence[Any] = ()) -> None:
-        """Let the rank execute some source.
+        """Let the rank execute source.
 
         Args:
             code: The source.
-            meta: What its kernel is told besides.
-            silent: Leave out the value of the last expression.
+            meta: Further information for its kernel.
+            silent: Omit the value of the last expression.
             buffers: Bytes for it.
         """
         content = {"code": code, "silent": silent, "store_history": False, "allow_stdin": False, "stop_on_error": False}
@@ -113,7 +113,7 @@ class RankProcess:
         self._session.send(self.shell, message, buffers=list(buffers))
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """What has come from the rank since the last look."""
+        """Yield the messages that have arrived from the rank."""
         for connection in (self.iopub, self.shell):
             while True:
                 _, message = self._session.recv(connection)
@@ -122,21 +122,21 @@ class RankProcess:
                 yield message
 
     def status(self) -> int | None:
-        """How its process has ended; None while it lives."""
+        """Return the exit status of its process; None while it runs."""
         return self._process.poll()
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the cell that it runs; it does nothing outside of cells."""
+        """Raise KeyboardInterrupt in the running cell. Outside of cells this does nothing."""
         if self.status() is None:
             os.kill(self.pid, signal.SIGINT)
 
     def kill(self) -> None:
-        """End the process and all that it has started."""
+        """End the process and everything that it has started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """The same, and wait for the end."""
+        """Kill the process, and wait for its end."""
         self.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_GRACE)
@@ -144,14 +144,14 @@ class RankProcess:
         self.iopub.close()
 
     def log(self) -> str:
-        """The end of what the process has written before it had the notebook to write to."""
+        """Return the end of the text that the process wrote before it could write to the notebook."""
         with contextlib.suppress(OSError):
             return self._log.read_text(errors="replace")[-4000:].strip()
         return ""
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody uses now."""
+    """Return a port of the loopback interface that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

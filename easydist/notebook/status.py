@@ -1,4 +1,4 @@
-"""Where the ranks of a cluster are: a table, as text and as HTML."""
+"""The state of a cluster's ranks: a table, as text and as HTML."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _TEXTS = ("state", "operation", "at", "waits for")
 
 @dataclass(frozen=True)
 class RankStatus:
-    """One rank.
+    """The state of one rank.
 
     Attributes:
         rank: Its number.
-        pid: Its process.
-        state: ``"idle"``, ``"runs a cell"``, ``"waits"``, ``"stopped"``, or how its process has ended.
-        operation: The call that it is in; empty where it is in none.
-        site: Where that was called.
-        waits_for: For which ranks it waits there.
-        seconds: How long it has been in it.
+        pid: The pid of its process.
+        state: ``"idle"``, ``"runs a cell"``, ``"waits"``, ``"stopped"``, or the end of its process.
+        operation: Its current call; empty if there is none.
+        site: The place of the call in the source.
+        waits_for: The ranks for which it waits there.
+        seconds: The duration of the call so far.
         memory: Resident bytes.
     """
 
@@ -38,14 +38,14 @@ class RankStatus:
     memory: int = 0
 
     def cells(self) -> list[str]:
-        """The row of the table."""
+        """Return the row of the table."""
         lasts = f"{self.seconds:.1f} s" if self.operation else ""
         waits, memory = ", ".join(map(str, self.waits_for)), f"{self.memory / 2**20:.0f} MiB" if self.memory else ""
         return [str(self.rank), str(self.pid), self.state, self.operation, self.site, waits, lasts, memory]
 
 
 class Status(list[RankStatus]):
-    """The ranks of a cluster at one moment; shows as a table.
+    """The state of a cluster's ranks at one moment, shown as a table.
 
     Example:
         >>> Status(
@@ -71,13 +71,13 @@ class Status(list[RankStatus]):
 
 
 def look(pids: Sequence[int], running: Sequence[int], ended: dict[int, str], number: int) -> Status:
-    """See where the ranks are; nobody is asked.
+    """Return the state of the ranks, without asking them.
 
     Args:
         pids: The process of each rank.
         running: The ranks that run a cell.
-        ended: How the processes have ended that have.
-        number: Of the last cell.
+        ended: The description of each ended process.
+        number: The number of the last cell.
     """
     from easydist.notebook.waits import Pages, where
 
@@ -99,7 +99,7 @@ def look(pids: Sequence[int], running: Sequence[int], ended: dict[int, str], num
 
 
 def _process(pid: int) -> tuple[int, bool]:
-    """Resident bytes, and whether somebody has stopped it."""
+    """Return the resident bytes, and True if the process is stopped."""
     import psutil
 
     with contextlib.suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""Tracebacks of cells, without the frames of whatever runs them."""
+"""Tracebacks of cells, without the frames of the code that runs them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INNER = "<easydist>"
 
 
 def cut_causes(error: BaseException) -> None:
-    """Leave out what has led to an error inside easydist and torch; of the rest, keep the user's frames."""
+    """Remove causes of an error that lie inside easydist and torch; of the others, keep the user's frames."""
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is None:
         return
@@ -23,7 +23,7 @@ def cut_causes(error: BaseException) -> None:
 
 
 def users_part(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """A traceback without the frames of easydist, torch and IPython; None where no others are left."""
+    """Return a traceback without the frames of easydist, torch and IPython; None if no frames are left."""
     frames = []
     part = trace
     while part is not None:

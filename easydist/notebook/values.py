@@ -1,8 +1,8 @@
 """Values and functions between the notebook and its ranks.
 
-Plain data, tensors and arrays travel as messages of ``easydist.format``, everything else by cloudpickle. Towards the
-ranks that is no danger, since they run whatever the notebook sends. What comes from the ranks is unpickled only where
-the caller has said so.
+Plain data, tensors and arrays travel as messages of ``easydist.format``, everything else by cloudpickle. Sending
+pickles to the ranks is safe, since they run any source that the notebook sends. Data from the ranks is unpickled only
+if the caller allows it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _CODEC, _PICKLE = b"C", b"P"
 
 
 def pack(value: object, what: str) -> bytes | memoryview:
-    """A value as bytes.
+    """Encode a value as bytes.
 
     Args:
-        value: Anything.
-        what: Its name, for errors.
+        value: Any value.
+        what: Its name, for error messages.
 
     Raises:
         TypeError: It cannot be pickled.
@@ -50,11 +50,11 @@ def is_plain(value: object) -> bool:
 
 
 def unpack(message: bytes | memoryview, *, weights_only: bool) -> Any:
-    """The value.
+    """Decode a value.
 
     Args:
-        message: What ``pack`` has returned.
-        weights_only: Refuse what is not plain data.
+        message: The result of ``pack``.
+        weights_only: Refuse values that are not plain data.
 
     Raises:
         UnsafeObjectError: It is not plain.
@@ -68,16 +68,16 @@ def unpack(message: bytes | memoryview, *, weights_only: bool) -> Any:
 
 
 def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """A call as bytes, with the globals that the function uses.
+    """Encode a call as bytes, with the globals that the function uses.
 
     Raises:
-        TypeError: Something in it cannot be pickled; it is named.
+        TypeError: A part of it, which the text names, cannot be pickled.
     """
     return _PICKLE + _pickled((fn, args, kwargs), getattr(fn, "__name__", repr(fn)), [*_parts(fn, args, kwargs)])
 
 
 def sources(fn: Callable[..., Any]) -> dict[str, str]:
-    """The source of the cell in which a function stands, by the name that tracebacks have for it."""
+    """Return the source of the cell that defines a function, by the file name that tracebacks use for it."""
     name = getattr(getattr(fn, "__code__", None), "co_filename", "")
     lines = [] if os.path.exists(name) else linecache.getlines(name)
     return {name: "".join(lines)} if lines else {}
@@ -86,7 +86,7 @@ def sources(fn: Callable[..., Any]) -> dict[str, str]:
 def _pickled(value: object, what: str, parts: list[tuple[str, object]] | None = None) -> bytes:
     try:
         data: bytes = cloudpickle.dumps(value)
-    except Exception as error:  # whatever a class of the user's own may raise
+    except Exception as error:  # a class of the user's may raise anything
         guilty = [f"{name}, a {type(part).__name__}," for name, part in parts or () if not _can_be_pickled(part)]
         raise TypeError(
             f"{what} cannot be sent to the ranks: {' and '.join(guilty) or 'it'} cannot be pickled ({error}). Make it "
@@ -96,12 +96,12 @@ def _pickled(value: object, what: str, parts: list[tuple[str, object]] | None = 
 
 
 def _parts(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, object]]:
-    """The arguments of a call, and what the function uses, with their names."""
+    """Yield the arguments of a call, and the variables that the function uses, with their names."""
     yield from ((f"argument {index}", arg) for index, arg in enumerate(args))
     yield from kwargs.items()
     try:
         used = inspect.getclosurevars(fn)
-    except TypeError:  # no Python function
+    except TypeError:  # not a Python function
         return
     yield from used.nonlocals.items()
     yield from used.globals.items()

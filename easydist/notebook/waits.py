@@ -1,4 +1,4 @@
-"""Which ranks wait for somebody who will not come, from the pages that the ranks publish."""
+"""The ranks that wait for others that will not come, found on the pages that the ranks publish."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from easydist.cli.ranks import awaited_by, placed
 from easydist.liveness.page import Membership, PeerPage
 
 _COUNTS_ALL = "easydist_shm"
-"""A group of this name counts messages of two ranks, too, so numbers do not say who is behind."""
+"""A group of this name also counts messages of two ranks, so numbers do not show which rank is behind."""
 
 
 class Wait(NamedTuple):
-    """A rank that waits.
+    """The wait of a rank.
 
     Attributes:
-        operation: In which operation.
-        site: Where that was called.
-        ranks: For whom, as far as that is known.
-        since: When it began, by the monotonic clock.
+        operation: The operation in which it waits.
+        site: The place of the call in the source.
+        ranks: The awaited ranks, as far as they are known.
+        since: The time at which it began, on the monotonic clock.
         is_vain: True if some of them will not come.
-        missing: Those that will not, as far as that is known.
+        missing: The ranks that will not come, as far as they are known.
     """
 
     operation: str
@@ -38,9 +38,9 @@ class _Group(NamedTuple):
     """A group, as far as it can be seen.
 
     Attributes:
-        size: How many ranks it has.
+        size: The number of its ranks.
         numbers: The cluster's rank of each number in the group.
-        told: What each of them has published, by its number in the group.
+        told: The published membership of each of them, by its number in the group.
         others: The cluster's ranks that are not known to be in it.
     """
 
@@ -51,7 +51,7 @@ class _Group(NamedTuple):
 
     @property
     def everyone(self) -> set[int]:
-        """The ranks in it; those that cannot be seen only where there is no doubt who they are."""
+        """The ranks in it. Ranks that cannot be seen are included only if they can be determined."""
         seen = set(self.numbers.values())
         return seen | self.others if len(seen) + len(self.others) == self.size else seen
 
@@ -68,17 +68,17 @@ class Pages:
         self._pages: dict[int, PeerPage] = {}
 
     def memberships(self) -> dict[int, list[Membership]]:
-        """The groups of each rank."""
+        """Return the groups of each rank."""
         for rank, pid in self._pids.items():
             if rank not in self._pages and (page := PeerPage.find(pid)) is not None:
                 self._pages[rank] = page
         return {rank: page.memberships() for rank, page in self._pages.items()}
 
     def waits(self, running: Collection[int]) -> dict[int, Wait]:
-        """The ranks that are in a call, and for whom they wait.
+        """Return the waits of the ranks that are in a call.
 
         Args:
-            running: The ranks that run a cell; others come to no call.
+            running: The ranks that run a cell; others join no call.
         """
         groups: defaultdict[tuple[str, str, int], dict[int, tuple[int, Membership]]] = defaultdict(dict)
         for rank, memberships in self.memberships().items():
@@ -107,25 +107,25 @@ class Pages:
         return Wait(operation, site, tuple(sorted(awaited)), told.since, is_vain, tuple(sorted(missing)))
 
     def _awaited(self, told: Membership, group: _Group) -> set[int]:
-        """For whom a rank waits; a group of as many ranks as the cluster has is in the cluster's order."""
+        """Return the ranks for which a rank waits. A group as large as the cluster is in the cluster's order."""
         numbers = awaited_by(told, group.told)
         if group.size == len(self._pids):
             return {group.numbers.get(number, number) for number in numbers}
         return {group.numbers[number] for number in numbers if number in group.numbers}
 
     def _is_stuck(self, group: _Group, running: Collection[int]) -> bool:
-        """True if no rank of a group can move on: all that run the cell wait, and some do not run it."""
+        """True if no rank of a group can continue: all that run the cell wait, and some do not run it."""
         here = [told for number, told in group.told.items() if group.numbers[number] in running]
         may_come = group.others & set(running) if len(group.told) < group.size else set()
         return len(here) < group.size and not may_come and all(told.is_in_call for told in here)
 
 
 def where(site: str, number: int) -> str:
-    """A call's site, for somebody who looks at a notebook.
+    """Describe a call's site for the reader of a notebook.
 
     Args:
-        site: File and line.
-        number: Of the cell that ran.
+        site: The file and line.
+        number: The number of the cell that ran.
 
     Example:
         >>> where("<cell 5>:3", 5), where("<cell 2>:3", 5), where("train.py:30", 5)

@@ -1,6 +1,6 @@
-"""A tensor that all ranks of a stage have: each sends its share of it, and the receivers gather the shares.
+"""Sending a tensor that all ranks of a stage have: each sends a share of it, and the receivers gather the shares.
 
-So it crosses between hosts once, not once for each rank. On one host that costs more than it saves.
+The tensor then crosses between hosts once instead of once per rank. On one host this costs more than it saves.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ METADATA = "easydist.shares"
 
 
 class Terms(NamedTuple):
-    """What both sides have to say alike.
+    """The arguments on which both sides must agree.
 
     Attributes:
-        size: How many ranks gather; 1 if none was named.
-        asked: Which tensors shall go in shares, or shall not, by key.
+        size: The number of gathering ranks; 1 without an ``all_gather_group``.
+        asked: By key: True to send the tensor in shares, False not to.
     """
 
     size: int
@@ -36,12 +36,12 @@ class Terms(NamedTuple):
 
     @classmethod
     def of(cls, group: Any, asked: Mapping[str, bool] | None) -> Terms:
-        """Those of a call."""
+        """Return the terms of a call."""
         size = 1 if group is None else int(group.world_size)
         return cls(size, {str(key): bool(value) for key, value in sorted((asked or {}).items())} if size > 1 else {})
 
     def check(self, theirs: Any, src: int, rank: int) -> None:
-        """Make sure that the sender said the same.
+        """Make sure that the sender passed the same arguments.
 
         Raises:
             DisagreementError: It did not.
@@ -63,24 +63,24 @@ class Terms(NamedTuple):
 
 
 def saves_bytes(here: str, there: str, gathering: Sequence[str]) -> bool:
-    """True if the data goes to another host, and the ranks that send shares are all on this one.
+    """True if the data goes to another host, and all ranks that send shares are on this one.
 
     Args:
         here: This rank's host.
-        there: That of the receiver.
-        gathering: Those of the ranks that send shares.
+        there: The receiver's host.
+        gathering: The hosts of the ranks that send shares.
     """
     return here != there and set(gathering) == {here}
 
 
 def cut(data: Tree, terms: Terms, rank: int, by_default: bool) -> tuple[Tree, dict[str, list[int]]]:
-    """The tree with this rank's shares in place of tensors, and the shapes of these by path.
+    """Return the tree with this rank's shares in place of tensors, and the shapes of these tensors by path.
 
     Args:
         data: The tree.
-        terms: The call's.
-        rank: This process among those that gather.
-        by_default: What happens to tensors that were not asked for.
+        terms: The call's terms.
+        rank: The rank of this process among those that gather.
+        by_default: True to cut tensors that ``terms`` does not name.
     """
     shapes: dict[str, list[int]] = {}
     if terms.size == 1 or not (by_default or any(terms.asked.values())):
@@ -99,18 +99,18 @@ def cut(data: Tree, terms: Terms, rank: int, by_default: bool) -> tuple[Tree, di
 
 
 def _key(path: str) -> str:
-    """The key by which ``all_gather_tensors`` names a leaf: that of the dict, or its path if it lies deeper."""
+    """Return the key by which ``all_gather_tensors`` names a leaf: its dict key, or its path if it lies deeper."""
     text = path[2:-2]
     return text if path == f"[{text!r}]" else path
 
 
 class IncomingShares(Incoming):
-    """A tree of which some tensors come in shares; ``gather`` completes them."""
+    """A tree with some tensors as shares. ``gather`` completes them."""
 
     _shares: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 
     def allocate(self, comms: Communicators, head: Header) -> Any:
-        """As in ``Incoming``, with the whole tensors in the tree and the shares in the messages."""
+        """Allocate as ``Incoming`` does: the whole tensors for the tree, and the shares for the messages."""
         receiving, tensors = super().allocate(comms, head)
         shapes: dict[str, list[int]] = json.loads(head.metadata.get(METADATA, "{}"))
         self._shares = []
@@ -123,11 +123,11 @@ class IncomingShares(Incoming):
 
     @property
     def has_shares(self) -> bool:
-        """True if ``gather`` exchanges something."""
+        """True if ``gather`` exchanges anything."""
         return bool(self._shares)
 
     def gather(self, group: Any) -> None:
-        """Complete the tensors, once all shares have arrived; on all ranks of ``group``."""
+        """Complete the tensors once all shares have arrived. All ranks of ``group`` call it."""
         shares, self._shares = self._shares, ()
         if shares:
             every = gather([share for _, share in shares], group=group)

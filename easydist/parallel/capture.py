@@ -1,4 +1,4 @@
-"""Streams for graphs of an accelerator's work."""
+"""Streams for recording graphs of an accelerator's work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass
 class GraphCaptureContext:
-    """Where a graph is recorded.
+    """The stream on which a graph is recorded.
 
     Attributes:
         stream: For ``torch.cuda.graph(graph, stream=…)``; None on the CPU, where there are no graphs.
@@ -22,7 +22,7 @@ class GraphCaptureContext:
 
 @contextmanager
 def capturing(device: torch.device, context: GraphCaptureContext | None) -> Iterator[GraphCaptureContext]:
-    """Make a stream current that has waited for the one before."""
+    """Make a stream current, after letting it wait for the previous one."""
     if device.type != "cuda":
         yield context or GraphCaptureContext(None)
         return
@@ -39,5 +39,5 @@ def capturing(device: torch.device, context: GraphCaptureContext | None) -> Iter
 
 
 def is_captured(value: object) -> bool:
-    """True if what is done with this tensor is being recorded."""
+    """True if operations on this tensor are being recorded."""
     return isinstance(value, torch.Tensor) and value.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,4 +1,4 @@
-"""Sums over ranks that keep the dtype and may be cut along any dimension, and gathering with announced sizes."""
+"""Sums over ranks that keep the dtype and can be cut along any dimension, and gathering with known sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from easydist.verbs.trees import leaves_of
 
 
 class _Sum(Verb[torch.Tensor]):
-    """What the sums have in common: one tensor, of one shape on all ranks."""
+    """The base of the sums: one tensor, of the same shape on all ranks."""
 
     def __init__(self, input_: torch.Tensor) -> None:
         self._input = input_
@@ -52,16 +52,19 @@ class _Sum(Verb[torch.Tensor]):
 
     @abstractmethod
     def _summed(self, comm: Collectives, rank: int) -> torch.Tensor:
-        """This rank's part of the sum, on the communicator's device."""
+        """Return this rank's part of the sum, on the communicator's device."""
 
     def _payloads(self, comms: Communicators, agreed: Agreement) -> list[torch.Tensor]:
-        """The tensors of all ranks, where they came with the headers."""
+        """Return the tensors of all ranks if they arrived with the headers."""
         like = self._tensor
         return [unpack(agreed.payload(rank), [like.dtype], [like.shape])[0] for rank in range(comms.size)]
 
 
 class AllReduce(_Sum):
-    """Law: ``input_ of rank 0 + … + input_ of rank W-1``, a new tensor of the same dtype."""
+    """The sum of a tensor over the ranks.
+
+    Law: ``input_ of rank 0 + … + input_ of rank W-1``, a new tensor of the same dtype.
+    """
 
     operation = "all_reduce"
 
@@ -79,12 +82,14 @@ class AllReduce(_Sum):
 
 
 class ReduceScatter(_Sum):
-    """Law: ``(input_ of rank 0 + … + input_ of rank W-1).split(sizes, dim)[rank]``.
+    """This rank's part of the sum of a tensor over the ranks.
+
+    Law: ``(input_ of rank 0 + … + input_ of rank W-1).split(sizes, dim)[rank]``.
 
     Args:
         input_: A tensor.
-        dim: Along which dimension it is cut.
-        sizes: How much each rank gets; None cuts it evenly.
+        dim: The dimension along which it is cut.
+        sizes: The size of each rank's part; None cuts it evenly.
         may_differ: Without sizes: the first ranks may get one more than the others.
     """
 
@@ -126,7 +131,7 @@ class ReduceScatter(_Sum):
 
 
 class AllGatherV(Gather):
-    """``gather`` to all ranks, where the sizes may be given, and are checked then."""
+    """``gather`` to all ranks with optional sizes, which are checked if they are given."""
 
     operation = "all_gatherv"
 

@@ -1,6 +1,6 @@
-"""The collectives as operators that ``torch.compile`` knows: a compiled function calls them without a break.
+"""The collectives as operators that ``torch.compile`` knows, so that compiled functions call them without a break.
 
-They cannot take the coordinator itself, so they get its name and look it up.
+An operator cannot take the coordinator itself, so it gets the coordinator's name and looks it up.
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ def _resized(tensor: torch.Tensor, dim: int, size: int) -> torch.Size:
 
 
 def _own(result: torch.Tensor, input_: torch.Tensor) -> torch.Tensor:
-    """Contiguous and not the input itself, as the fake implementations say."""
+    """Return a contiguous tensor that is not the input itself, as the fake implementations promise."""
     return result.clone() if result is input_ else result.contiguous()
 
 
 def all_reduce(input_: torch.Tensor, group_name: str) -> torch.Tensor:
-    """``all_reduce`` of the coordinator of this name."""
+    """Call ``all_reduce`` of the coordinator with this name."""
     total: torch.Tensor = torch.ops.easydist.group_all_reduce(input_, group_name)
     return total
 
 
 def all_gather(input_: torch.Tensor, dim: int, world_size: int, group_name: str) -> torch.Tensor:
-    """``all_gather`` of the coordinator of this name."""
+    """Call ``all_gather`` of the coordinator with this name."""
     gathered: torch.Tensor = torch.ops.easydist.group_all_gather(input_, dim, world_size, group_name)
     return gathered
 
 
 def reduce_scatter(input_: torch.Tensor, dim: int, world_size: int, group_name: str) -> torch.Tensor:
-    """``reduce_scatter`` of the coordinator of this name."""
+    """Call ``reduce_scatter`` of the coordinator with this name."""
     part: torch.Tensor = torch.ops.easydist.group_reduce_scatter(input_, dim, world_size, group_name)
     return part

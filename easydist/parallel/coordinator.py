@@ -1,4 +1,4 @@
-"""The coordinator: one object for all that the ranks of a group exchange."""
+"""The coordinator: one object for all exchanges of a group of ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from easydist.typing import Timeout, Tree
 
 
 class GroupCoordinator(Tensors, Experts, Objects, TreePairs):
-    """A group of ranks, and every exchange between them; what engines call for tensor, pipeline and data parallelism.
+    """A group of ranks with all their exchanges, for engines with tensor, pipeline and data parallelism.
 
-    Law: every method gives what the single-process expression in its docstring gives; with one rank too.
+    Law: every method returns the value of the single-process expression in its docstring, with one rank too.
 
     Every ``src`` and ``dst`` is a rank inside the group. All ranks of the group make the same collective calls in the
-    same order; where they do not, all of them raise the same error. ``group=`` of every verb of easydist takes a
+    same order; if they do not, all of them raise the same error. ``group=`` of every verb of easydist accepts a
     coordinator.
 
     Example:
@@ -41,23 +41,24 @@ class GroupCoordinator(Tensors, Experts, Objects, TreePairs):
         >>> tp.destroy()
 
     Args:
-        group_ranks: The groups, as lists of ranks of the world; every rank belongs to one. All ranks of the world make
-            the coordinator together, and each gets that of its own group.
-        local_rank: This process on its host; its accelerator's index.
-        torch_distributed_backend: For tensors on the accelerator: ``"nccl"``, …; ``"gloo"`` or None has one gloo group
-            carry everything.
-        use_device_communicator: Let that backend carry tensors on the accelerator; else they go through the CPU.
+        group_ranks: The groups, as lists of ranks of the world. Every rank belongs to exactly one. All ranks of the
+            world create the coordinator together, and each gets that of its own group.
+        local_rank: The rank of this process on its host, which is the index of its accelerator.
+        torch_distributed_backend: The backend for tensors on the accelerator: ``"nccl"``, …; with ``"gloo"`` or None,
+            one gloo group carries everything.
+        use_device_communicator: Use that backend for tensors on the accelerator; otherwise they go through the CPU.
         use_message_queue_broadcaster: ``broadcast_object`` uses a ``MessageQueue`` for each source.
-        group_name: For ``unique_name``.
-        weights_only: Decode objects with the restricted decoder (``docs/safety.md``): plain data, tensors, arrays, and
-            what was allowed. False unpickles anything, and trusts the peers with that. The same on all ranks.
+        group_name: The first part of ``unique_name``.
+        weights_only: Decode objects with the restricted decoder (``docs/safety.md``), which accepts plain data,
+            tensors, arrays and allowed classes. False unpickles anything, so the peers must be trusted. The same on
+            all ranks.
 
     Raises:
-        RemoteError: A rank of the world is in no list or in two, or a list has a rank that the world does not have.
-            Where all ranks have passed the same lists, a ValueError.
+        RemoteError: A rank of the world is in no list or in two, or a list has a rank that the world does not have. If
+            all ranks have passed the same lists, a ValueError.
         DisagreementError: The ranks have passed different lists or backends.
 
-    Cost: one header exchange of the world, a process group for each list (two where the backend is not gloo), four
+    Cost: one header exchange of the world, a process group for each list (two if the backend is not gloo), and four
     small exchanges of the group.
 
     Source: vLLM's ``GroupCoordinator``.
@@ -91,9 +92,9 @@ class GroupCoordinator(Tensors, Experts, Objects, TreePairs):
         timeout: Timeout = timedelta(minutes=30),
         weights_only: bool = True,
     ) -> GroupCoordinator:
-        """Make a group of processes that meet in a store, beside the default process group or without one.
+        """Create a group of processes that meet in a store, beside the default process group or without one.
 
-        For members that come together later: an engine and its workers, a world that has grown.
+        Use it for members that join later: an engine and its workers, or a world that has grown.
 
         Example:
             >>> import torch
@@ -105,20 +106,20 @@ class GroupCoordinator(Tensors, Experts, Objects, TreePairs):
             >>> group.destroy()
 
         Args:
-            store: The same for all members.
-            rank: This process among them.
-            world_size: How many they are.
-            group_name: The same on all of them, and used once in this store.
+            store: The same store for all members.
+            rank: The rank of this process among the members.
+            world_size: The number of members.
+            group_name: A name that is the same on all members and used once in this store.
             local_rank: As in the constructor.
-            use_message_queue_broadcaster: Likewise.
-            timeout: How long meeting and each call may take.
+            use_message_queue_broadcaster: As in the constructor.
+            timeout: The limit for the meeting and for each call.
             weights_only: As in the constructor.
 
         Returns:
-            The coordinator; its ``ranks`` are counted among the members. Tensors travel by gloo.
+            The coordinator. Its ``ranks`` are numbered among the members. Tensors travel by gloo.
 
         Raises:
-            RuntimeError: The members did not all come.
+            RuntimeError: Some members did not come.
         """
         self = cls.__new__(cls)
         limit = timedelta(seconds=seconds(timeout, "GroupCoordinator.stateless"))
@@ -132,15 +133,15 @@ class GroupCoordinator(Tensors, Experts, Objects, TreePairs):
 
     @eager
     def prepare_communication_buffer_for_model(self, model: Tree) -> None:
-        """Make what large exchanges need, before the first one does; all ranks of the group call it.
+        """Allocate the buffers of large exchanges before the first one. All ranks of the group call it.
 
         Args:
-            model: Not looked at: what is made does not depend on the model.
+            model: Ignored, since the buffers do not depend on the model.
         """
         self._make_room()
 
     def destroy(self) -> None:
-        """Take down queues and process groups. A second call does nothing; other methods raise then."""
+        """Destroy queues and process groups. Other methods raise afterwards; a second call does nothing."""
         if not self.is_destroyed:
             end_lines(id(self.communicators))
         self._end_objects()

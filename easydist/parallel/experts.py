@@ -1,4 +1,4 @@
-"""Tokens to the experts of all ranks and back: what a mixture of experts exchanges."""
+"""The exchanges of a mixture of experts: tokens to the experts of all ranks, and results back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _shown_as(shown: Callable[..., Any]) -> Callable[[_F], _F]:
-    """Let a method that takes two forms have the signature of the first."""
+    """Give a method that accepts two forms the signature of the first."""
 
     def decorate(method: _F) -> _F:
         method.__signature__ = inspect.signature(shown)  # type: ignore[attr-defined]
@@ -33,14 +33,14 @@ def _dispatch(
     is_sequence_parallel: bool = False,
     extra_tensors: list[torch.Tensor] | None = None,
 ) -> Any:
-    """The signature of ``dispatch``."""
+    """Declare the signature of ``dispatch``."""
 
 
 class Experts(Membership):
     """``dispatch`` and ``combine``.
 
     Attributes:
-        data_parallel: The ranks of this group whose tokens differ unless they are cut by sequence parallelism; None is
+        data_parallel: The ranks of this group whose tokens differ unless sequence parallelism splits them; None means
             the group itself. A layout sets it for the group of experts.
     """
 
@@ -49,24 +49,24 @@ class Experts(Membership):
     @_shown_as(_dispatch)
     @eager
     def dispatch(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Give every rank the tokens of all ranks, with what the router says of them.
+        """Give every rank the tokens of all ranks, with the router's outputs for them.
 
         Law: ``hidden_states`` and ``router_logits`` become ``torch.cat([… of rank 0, …])``, and so does each of
-        ``extra_tensors``. The ranks may have different numbers of tokens, also none.
+        ``extra_tensors``. The ranks may have different numbers of tokens, including none.
 
-        A tensor in third place selects vLLM 0.33's form,
+        A tensor as the third argument selects vLLM 0.33's form,
         ``dispatch(hidden_states, topk_weights, topk_ids, is_sequence_parallel=False, extra_tensors=None)``.
 
         Args:
             hidden_states: One row per token of this rank.
-            *args: ``router_logits``, likewise; ``is_sequence_parallel``: the tokens are cut over all ranks of the group
-                (else those of a tensor-parallel group are the same, and only ``data_parallel`` exchanges);
-                ``extra_tensors``, a list of further tensors of one row per token.
-            **kwargs: The same by name.
+            *args: ``router_logits``, likewise. ``is_sequence_parallel``: the tokens are split over all ranks of the
+                group (otherwise the ranks of a tensor-parallel group have the same ones, and only ``data_parallel``
+                exchanges). ``extra_tensors``: a list of further tensors with one row per token.
+            **kwargs: The same arguments by name.
 
         Returns:
-            ``(hidden_states, router_logits)``, or ``(hidden_states, topk_weights, topk_ids)``; with ``extra_tensors``
-            their list comes last.
+            ``(hidden_states, router_logits)``, or ``(hidden_states, topk_weights, topk_ids)``. With ``extra_tensors``,
+            the list of them comes last.
 
         Cost: one exchange for all tensors.
         """
@@ -87,22 +87,22 @@ class Experts(Membership):
         is_sequence_parallel: bool = False,
         extra_tensors: list[torch.Tensor] | None = None,
     ) -> Any:
-        """As ``dispatch``; its other name."""
+        """Call ``dispatch``, of which this is the other name."""
         return self.dispatch(hidden_states, router_logits, is_sequence_parallel, extra_tensors)
 
     @eager
     def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> torch.Tensor:
-        """Sum what the experts of all ranks made of the tokens, and give each rank its own tokens back.
+        """Sum the results of all ranks' experts, and return each rank's own tokens to it.
 
-        Law: ``(hidden_states of rank 0 + …).split(sizes)[rank]``, where ``sizes`` are those of the ``dispatch`` of as
-        many tokens.
+        Law: ``(hidden_states of rank 0 + …).split(sizes)[rank]``, where ``sizes`` are those of the last ``dispatch`` of
+        as many tokens.
 
         Args:
-            hidden_states: One row per token of all ranks, as ``dispatch`` has given them.
+            hidden_states: One row per token of all ranks, as ``dispatch`` returned them.
             is_sequence_parallel: As in ``dispatch``.
 
         Raises:
-            RuntimeError: There was no ``dispatch`` of so many tokens.
+            RuntimeError: There was no ``dispatch`` of that many tokens.
 
         Cost: one reduce-scatter.
         """

@@ -1,4 +1,4 @@
-"""The coordinators of a layout, made together."""
+"""The coordinators of a layout, created together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _AXES = ("dp", "pp", "tp")
 
 
 class ParallelGroups(Mapping[str, GroupCoordinator]):
-    """Coordinators by name, also as attributes; ``destroy`` takes all of them down."""
+    """Coordinators by name, also as attributes. ``destroy`` destroys all of them."""
 
     def __init__(self, groups: Mapping[str, GroupCoordinator]) -> None:
         self._groups = dict(groups)
@@ -36,7 +36,7 @@ class ParallelGroups(Mapping[str, GroupCoordinator]):
             raise AttributeError(f"there is no group {name!r}; there are {', '.join(self)}") from None
 
     def destroy(self) -> None:
-        """Take down all groups. A second call does nothing."""
+        """Destroy all groups. A second call does nothing."""
         for group in self._groups.values():
             group.destroy()
 
@@ -51,10 +51,10 @@ def parallel_groups(
     use_message_queue_broadcaster: bool = False,
     weights_only: bool = True,
 ) -> ParallelGroups:
-    """Make the coordinators of a layout; all ranks of the world call it.
+    """Create the coordinators of a layout. All ranks of the world call it.
 
-    The ranks lie in a box of ``dp × pp × tp`` in row-major order, as in vLLM: those of one tensor-parallel group follow
-    one another.
+    The ranks form a box of ``dp × pp × tp`` in row-major order, as in vLLM, so the ranks of one tensor-parallel group
+    are consecutive.
 
     Example:
         >>> from easydist.parallel import parallel_groups
@@ -64,21 +64,22 @@ def parallel_groups(
         >>> groups.destroy()
 
     Args:
-        mesh: A ``DeviceMesh`` of the whole world with names of its dimensions, in place of the sizes: one coordinator
-            for each.
-        tp: Ranks that share a layer (tensor parallel).
-        pp: Ranks that have layers one after another (pipeline parallel).
-        dp: Ranks that have the same layers and other data (data parallel); None is what is left.
-        backend: For tensors on the accelerator, as in ``GroupCoordinator``.
-        use_message_queue_broadcaster: ``broadcast_object`` of ``tp`` uses queues (of a mesh: of every group).
+        mesh: A ``DeviceMesh`` of the whole world with named dimensions, in place of the sizes: one coordinator for
+            each dimension.
+        tp: The number of ranks that share a layer (tensor parallel).
+        pp: The number of ranks that have successive layers (pipeline parallel).
+        dp: The number of ranks that have the same layers and different data (data parallel); None uses the remaining
+            ranks.
+        backend: The backend for tensors on the accelerator, as in ``GroupCoordinator``.
+        use_message_queue_broadcaster: ``broadcast_object`` of ``tp`` uses queues (for a mesh: of every group).
         weights_only: As in ``GroupCoordinator``.
 
     Returns:
-        ``world``, ``dp``, ``pp``, ``tp``, and ``ep``: the ranks that share the experts of a layer, ``dp × tp`` of one
-        stage. Of a mesh, ``world`` and one for each of its dimensions.
+        ``world``, ``dp``, ``pp``, ``tp`` and ``ep``, which has the ranks that share the experts of a layer, ``dp × tp``
+        of one stage. For a mesh: ``world`` and one for each dimension.
 
     Raises:
-        ValueError: The sizes do not multiply to that of the world; the mesh has no names, or not all ranks.
+        ValueError: The product of the sizes is not the world size, or the mesh lacks names or ranks.
     """
     size = ProcessState().num_processes
     lists = _lists_of_mesh(mesh, size) if mesh is not None else _lists(size, tp, pp, dp)

@@ -1,4 +1,4 @@
-"""Which ranks form a group, by a layout; no process is asked."""
+"""The groups of ranks that a layout makes, computed without communication."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ Lists = list[list[int]]
 def rank_lists(
     size: int, axes: Mapping[str, int], joined: Mapping[str, Sequence[str]] | None = None
 ) -> dict[str, Lists]:
-    """The groups along each axis of a layout.
+    """Return the groups along each axis of a layout.
 
-    Law: the ranks lie in a box in row-major order, the last axis fastest; a group along an axis has the ranks that
-    differ in nothing but it.
+    Law: the ranks form a box in row-major order, the last axis fastest. The ranks of a group along an axis differ only
+    in their position on it.
 
     Example:
         >>> rank_lists(4, {"pp": 2, "tp": 2})
         {'pp': [[0, 2], [1, 3]], 'tp': [[0, 1], [2, 3]]}
 
     Args:
-        size: How many ranks there are.
-        axes: How long each axis is.
+        size: The number of ranks.
+        axes: The length of each axis.
         joined: Groups along several axes at once, by name.
 
     Raises:
-        ValueError: The axes have more or fewer ranks.
+        ValueError: The product of the lengths is not ``size``, or a length is less than 1.
     """
     if math.prod(axes.values()) != size or min(axes.values()) < 1:
         told = " × ".join(f"{name}={length}" for name, length in axes.items())

@@ -1,4 +1,4 @@
-"""Which ranks a coordinator has, and the groups that are made for them."""
+"""The ranks of a coordinator, and the process groups that it creates for them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from easydist.state import ProcessState
 from easydist.verbs.objects import gather_object
 
 _Made = tuple["dist.ProcessGroup | None", "dist.ProcessGroup | None"]
-"""The group for the CPU, and that for the accelerator."""
+"""The group for the CPU, and the group for the accelerator."""
 
 _counts: dict[str, itertools.count[int]] = {}
 _known: weakref.WeakValueDictionary[str, Membership] = weakref.WeakValueDictionary()
 
 
 def named(unique_name: str) -> Membership:
-    """The coordinator of this name; what custom operators are given in its place.
+    """Return the coordinator with this name. Custom operators get the name in its place.
 
     Raises:
         LookupError: There is none, or it was destroyed.
@@ -40,7 +40,7 @@ def named(unique_name: str) -> Membership:
 
 
 class _Founding(Verb[None]):
-    """All ranks of the world are about to make the same groups."""
+    """The agreement of all ranks of the world to create the same groups."""
 
     operation = "GroupCoordinator"
     needs_data = False
@@ -77,17 +77,17 @@ class Membership:
     """The ranks of the group, this rank's place among them, and the process groups.
 
     Attributes:
-        rank: This process in the world.
-        ranks: Those of the group, as ranks of the world.
-        world_size: How many they are.
-        rank_in_group: This process in the group.
-        local_rank: Of this process on its host, as it was given.
-        device: Of this process.
+        rank: The rank of this process in the world.
+        ranks: The members of the group, as ranks of the world.
+        world_size: The number of members.
+        rank_in_group: The rank of this process in the group.
+        local_rank: The rank of this process on its host, as it was given.
+        device: The device of this process.
         cpu_group: The gloo group for objects and tensors on the CPU; None in a world of one without a launcher.
-        device_group: The group for tensors on the accelerator; where its backend is gloo, ``cpu_group`` itself.
-        hosts: What tells the hosts of the ranks apart, in the order of the ranks.
-        unique_name: The name that was given, and a number.
-        use_device_communicator: As it was given.
+        device_group: The group for tensors on the accelerator; if its backend is gloo, ``cpu_group`` itself.
+        hosts: An identifier of each rank's host, in rank order.
+        unique_name: The given name and a number.
+        use_device_communicator: The constructor's argument.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Membership:
         self._join(ranks, state.process_index, index(local_rank), group_name, groups)
 
     def _join(self, ranks: list[int], rank: int, local_rank: int, group_name: str | None, groups: _Made) -> None:
-        """Become a member of groups that exist; with all other members."""
+        """Join groups that exist, together with all other members."""
         self.ranks, self.rank, self.local_rank = ranks, rank, local_rank
         self.world_size, self.rank_in_group = len(ranks), ranks.index(rank)
         self.device = _device(ProcessState().device, local_rank)
@@ -133,7 +133,7 @@ class Membership:
 
     @property
     def communicators(self) -> Communicators:
-        """What the verbs know of the group.
+        """The communicators of the group, for the verbs.
 
         Raises:
             RuntimeError: The coordinator was destroyed.
@@ -154,26 +154,26 @@ class Membership:
 
     @property
     def is_first_rank(self) -> bool:
-        """True if this process is the group's first."""
+        """True if this process is the first rank of the group."""
         return self.rank == self.first_rank
 
     @property
     def is_last_rank(self) -> bool:
-        """True if this process is the group's last."""
+        """True if this process is the last rank of the group."""
         return self.rank == self.last_rank
 
     @property
     def next_rank(self) -> int:
-        """The rank of the world that comes after this one in the group; after the last comes the first."""
+        """The rank of the world after this one in the group; after the last comes the first."""
         return self.ranks[(self.rank_in_group + 1) % self.world_size]
 
     @property
     def prev_rank(self) -> int:
-        """The rank of the world that comes before this one in the group; before the first comes the last."""
+        """The rank of the world before this one in the group; before the first comes the last."""
         return self.ranks[(self.rank_in_group - 1) % self.world_size]
 
     def _leave(self) -> None:
-        """Take down the process groups."""
+        """Destroy the process groups."""
         groups = {id(group): group for group in (self.cpu_group, self.device_group) if group is not None}
         self.cpu_group = self.device_group = self._communicators = None
         for group in groups.values():
@@ -194,11 +194,11 @@ def _unique(name: str) -> str:
 
 
 def _groups(lists: Sequence[Sequence[int]], rank: int, backend: str, world: dist.ProcessGroup | None) -> _Made:
-    """The groups of this process; all ranks make all of them, in one order."""
+    """Create the groups of all lists, in the same order on all ranks, and return those of this process."""
     if world is None:
         return None, None
     own: _Made = None, None
-    limit = timedelta(seconds=of_group(world).monitor.timeout)  # torch would take its own default
+    limit = timedelta(seconds=of_group(world).monitor.timeout)  # torch would use its own default
     for ranks in lists:
         cpu: Any = dist.new_group([*ranks], limit, "gloo")
         device: Any = cpu if backend == "gloo" else dist.new_group([*ranks], limit, backend)

@@ -1,8 +1,8 @@
-"""Messages between two ranks of a coordinator: all that goes is posted at once, and the receiver answers.
+"""Messages between two ranks of a coordinator: the sender posts everything at once, and the receiver answers.
 
-A message is a frame (``frames``) and, where its data has not come with it, one message for each buffer. Each frame is
-answered: the receiver has taken the message, or says why not. One that refuses lets the data come all the same, so that
-what is sent later still meets the right ``recv``.
+A message is a frame (``frames``) and one further message for each buffer whose data is not in the frame. The receiver
+answers each frame: it accepts the message, or refuses it with the reason. A receiver that refuses a message still
+receives its data, so that later messages match the right ``recv``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Pair:
 
     Args:
         comms: The group.
-        operation: The call's name, for the errors.
-        name: Of the argument that names the other rank.
+        operation: The call's name, for error messages.
+        name: The name of the argument that holds the other rank.
         peer: The other rank.
 
     Raises:
@@ -50,7 +50,7 @@ class Pair:
         self._comms, self._operation, self.peer = comms, operation, peer
 
     def post(self, kind: int, terms: dict[str, Any], body: torch.Tensor, data: Buffers) -> Transfer:
-        """Send a message, without waiting; the transfer ends when the receiver has answered."""
+        """Send a message without waiting. The transfer ends when the receiver has answered."""
         if data:
             terms = {**terms, "data": [[device, buffer.numel()] for device, buffer in data]}
         way = way_to(self._comms, self.peer)
@@ -59,7 +59,7 @@ class Pair:
         return Transfer(self._comms, self._operation, self.peer, [*parts, *answer.parts], answer)
 
     def refuse(self, kind: int, error: Exception) -> RemoteError:
-        """Send nothing but what has gone wrong; gives the error that both ranks raise."""
+        """Send only the error, and return the error that both ranks raise."""
         text = (
             f"{self._operation}: rank {self._comms.rank} failed before the exchange\n  rank {self._comms.rank}: "
             f"{_lines(error)}\nNothing was changed; fix that rank; the group keeps working."
@@ -79,7 +79,7 @@ class Pair:
         self._way = way = way_to(self._comms, self.peer)
         frame = way.receive(self._wait)
         self._comms.monitor.is_fresh = False
-        self._comms.monitor.check_reports()  # the sender may have given up before this rank came
+        self._comms.monitor.check_reports()  # the sender may have given up before this rank called
         message = frames.decode(frame)
         if message.status == FAULT:
             way.answer(None, self._wait)
@@ -96,13 +96,13 @@ class Pair:
         self.reject(message, DisagreementError(text))
 
     def accept(self, data: Buffers) -> Transfer:
-        """Tell the sender that all is well, and let the data come."""
+        """Tell the sender that the message is accepted, and begin to receive its data."""
         parts = [self._way.move("recv", buffer, device) for device, buffer in data]
         self._way.answer(None, self._wait)
         return Transfer(self._comms, self._operation, self.peer, parts)
 
     def reject(self, message: Message, error: Exception) -> NoReturn:
-        """Let both ranks raise, once the data has come that is on its way."""
+        """Raise on both ranks, after receiving the data that is on its way."""
         text = (
             f"{self._operation}: rank {self._comms.rank} cannot take what rank {self.peer} sends\n"
             f"  rank {self._comms.rank}: {_lines(error)}\nFix that rank; the group keeps working."

@@ -1,4 +1,4 @@
-"""Objects and tensor dicts from one rank of a coordinator to all of them."""
+"""Objects and tensor dicts from one rank of a coordinator to all."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _LARGE = 1 << 20
 
 
 class Objects(Membership):
-    """The methods from one rank to all.
+    """The methods that send from one rank to all.
 
     Attributes:
-        weights_only: Whether objects are decoded with the restricted decoder.
-        mq_broadcaster: The queue from rank 0, where the coordinator has queues.
+        weights_only: True if objects are decoded with the restricted decoder.
+        mq_broadcaster: The queue from rank 0; None without queues.
     """
 
     weights_only: bool
@@ -35,27 +35,27 @@ class Objects(Membership):
         self.mq_broadcaster = self._queue_from(0) if self._has_queues else None
 
     def _queue_from(self, src: int) -> MessageQueue:
-        """The queue from a rank, made when it is first the source; by all ranks, as all of them call."""
+        """Return the queue from a rank. All ranks call it, and the first call creates the queue."""
         if src not in self._queues:
             self._queues[src] = self.create_mq_broadcaster(src)
         return self._queues[src]
 
     @eager
     def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
-        """Give all ranks one rank's object.
+        """Send one rank's object to all ranks.
 
-        Law: ``obj of rank src``; on ``src`` ``obj`` itself.
+        Law: ``obj of rank src``; on ``src``, ``obj`` itself.
 
         Args:
-            obj: On ``src``, anything that ``weights_only`` of the constructor lets through.
+            obj: On ``src``, any object that ``weights_only`` of the constructor permits.
             src: The source.
 
         Raises:
-            RemoteError: The object cannot travel. With a queue the source alone raises, and has sent nothing.
+            RemoteError: The object cannot travel. With a queue only the source raises, and it has sent nothing.
             ValueError: ``src`` is not a rank of the group.
 
-        Cost: one header exchange, which carries a small object; with ``use_message_queue_broadcaster`` one message
-        through the queue of ``src``, for which nobody waits but the readers.
+        Cost: one header exchange, which also carries a small object. With ``use_message_queue_broadcaster``, one
+        message through the queue of ``src``, for which only the readers wait.
         """
         if not self._has_queues:
             (value,) = run(BroadcastObjectList([obj], src, self.weights_only), self.communicators)
@@ -65,14 +65,14 @@ class Objects(Membership):
 
     @eager
     def broadcast_object_list(self, obj_list: list[Any], src: int = 0, group: Group = None) -> list[Any]:
-        """Give all ranks one rank's objects, in place.
+        """Replace the objects in all ranks' lists with those of one rank.
 
         Law: ``obj_list == obj_list of rank src``, element by element.
 
         Args:
-            obj_list: Lists of one length on all ranks; what the others hold is replaced.
+            obj_list: A list of the same length on all ranks. The elements of the other ranks are replaced.
             src: The source, a rank inside the group.
-            group: Another group; None is the coordinator's.
+            group: Another group; None means the coordinator's.
 
         Returns:
             The same list.
@@ -84,22 +84,23 @@ class Objects(Membership):
     def broadcast_tensor_dict(
         self, tensor_dict: Tree = None, src: int = 0, group: Group = None, metadata_group: Group = None
     ) -> Tree:
-        """Give all ranks a tree of tensors and other values that the others know nothing of.
+        """Send one rank's tree of tensors and other values to all ranks, which need not know its structure.
 
-        Law: ``tensor_dict of rank src``; on ``src`` ``tensor_dict`` itself. ``send_tensor_dict`` says what travels.
+        Law: ``tensor_dict of rank src``; on ``src``, ``tensor_dict`` itself. ``send_tensor_dict`` lists what can
+        travel.
 
         Args:
-            tensor_dict: The tree, on ``src``; elsewhere it is not looked at.
+            tensor_dict: The tree, on ``src``. Other ranks ignore it.
             src: The source, a rank inside the group.
-            group: Another group that carries what is too large for the headers; None is ``metadata_group``.
-            metadata_group: The group that exchanges headers; None is ``group``. Without both, the coordinator's.
+            group: The group that carries data too large for the headers; None means ``metadata_group``.
+            metadata_group: The group that exchanges headers; None means ``group``. Without both, the coordinator's.
 
         Raises:
-            RemoteError: Something in the tree cannot travel, or a rank cannot take it.
+            RemoteError: Something in the tree cannot travel, or a rank cannot receive it.
             ValueError: ``src`` is not a rank of the group, or the two groups have different sizes.
 
-        Cost: one header exchange, which carries a small tree on the CPU (32 KiB in small groups); else one more, and
-        the data in one broadcast for each tensor of 256 KiB or more and one for all others.
+        Cost: one header exchange, which also carries a small tree on the CPU (32 KiB in small groups). A larger one
+        needs one more, and one broadcast for each tensor of 256 KiB or more and one for all others.
         """
         if group is None and metadata_group is None:
             return self._broadcast(tensor_dict, src, None)
@@ -120,11 +121,11 @@ class Objects(Membership):
     def create_mq_broadcaster(
         self, writer_rank: int = 0, external_writer_handle: Handle | None = None, blocking: bool = True
     ) -> MessageQueue:
-        """Make a queue from one rank to all others; all ranks of the group call it.
+        """Create a queue from one rank to all others. All ranks of the group call it.
 
         Args:
             writer_rank: The writer, a rank inside the group.
-            external_writer_handle: Of a writer outside the group, on ``writer_rank``; then all ranks read.
+            external_writer_handle: On ``writer_rank``, the handle of a writer outside the group; then all ranks read.
             blocking: Wait until all readers have attached.
         """
         return MessageQueue.create_from_process_group(
@@ -135,15 +136,15 @@ class Objects(Membership):
     def create_single_reader_mq_broadcasters(
         self, reader_rank_in_group: int = 0, blocking: bool = False
     ) -> tuple[MessageQueue, list[Handle]]:
-        """Make a queue from every rank to one of them; all ranks of the group call it.
+        """Create a queue from every rank to one of them. All ranks of the group call it.
 
         Args:
             reader_rank_in_group: The reader.
-            blocking: Wait until the reader has attached; the reader itself does not wait.
+            blocking: Wait until the reader has attached. The reader itself does not wait.
 
         Returns:
-            The writer's end of this rank's queue; on the reader the handles of all queues, in the order of the ranks,
-            each for ``MessageQueue.create_from_handle(handle, 0)``; elsewhere an empty list.
+            The writer's end of this rank's queue. On the reader also the handles of all queues, in rank order, each for
+            ``MessageQueue.create_from_handle(handle, 0)``; on other ranks an empty list.
         """
         return MessageQueue.create_from_process_group_single_reader(
             self, _CHUNK, _CHUNKS, reader_rank_in_group, blocking, weights_only=self.weights_only

@@ -1,4 +1,4 @@
-"""What one rank of a coordinator gives to another one: tensors and objects; and how trees are given, too."""
+"""Tensors and objects from one rank of a coordinator to another, and the exchange that trees use, too."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from easydist.parallel.transfers import Transfer
 from easydist.verbs.tensor_dict_messages import Incoming, Outgoing
 
 _ROOM = FRAME - 1024
-"""Bytes up to which a tensor dict goes in one frame with its terms."""
+"""The most bytes of a tensor dict that fit into one frame together with its terms."""
 
 
 class Pairs(Membership):
-    """The methods between two ranks; ``dst=None`` is the next rank of the group, ``src=None`` the previous one."""
+    """The methods between two ranks. ``dst=None`` is the next rank of the group, ``src=None`` the previous one."""
 
     weights_only: bool
 
     @eager
     def send(self, tensor: torch.Tensor, dst: int | None = None) -> None:
-        """Give one rank a tensor; returns when it has arrived.
+        """Send a tensor to one rank, and return when it has arrived.
 
         Law: ``recv(tensor.shape, tensor.dtype, src)`` on rank ``dst`` is ``tensor``.
 
         Args:
-            tensor: Of any dtype and strides.
-            dst: Another rank, inside the group; None is the next one.
+            tensor: A tensor of any dtype and strides.
+            dst: Another rank, inside the group; None means the next one.
 
         Raises:
-            DisagreementError: The receiver expects something else; it raises the same.
+            DisagreementError: The receiver expects something else. It raises the same.
             ValueError: ``dst`` is not another rank of the group.
 
-        Cost: one message there and one back; for 256 KiB and more, or what is not on the CPU, one more there.
+        Cost: one message there and one back. 256 KiB and more, or data that is not on the CPU, needs one more there.
         """
 
         def prepare() -> Outgoing:
@@ -52,18 +52,18 @@ class Pairs(Membership):
 
     @eager
     def recv(self, size: torch.Size, dtype: torch.dtype, src: int | None = None) -> torch.Tensor:
-        """Take the tensor that one rank gives with ``send``.
+        """Receive the tensor that one rank sends with ``send``.
 
         Args:
-            size: Its shape; another one of as many elements is taken as a view.
-            dtype: Its dtype.
-            src: Another rank, inside the group; None is the previous one.
+            size: The shape. A tensor of another shape with as many elements is received as a view.
+            dtype: The dtype.
+            src: Another rank, inside the group; None means the previous one.
 
         Returns:
             A new tensor, on ``device``.
 
         Raises:
-            DisagreementError: What comes has another dtype, or another number of elements; the sender raises the same.
+            DisagreementError: The sent tensor has another dtype or number of elements. The sender raises the same.
         """
 
         def open_(message: Message) -> Incoming:
@@ -83,20 +83,20 @@ class Pairs(Membership):
 
     @eager
     def send_object(self, obj: Any, dst: int) -> None:
-        """Give one rank an object; returns when it has arrived.
+        """Send an object to one rank, and return when it has arrived.
 
         Args:
-            obj: Anything that ``weights_only`` of the constructor lets through.
+            obj: Any object that ``weights_only`` of the constructor permits.
             dst: Another rank, inside the group.
 
         Raises:
-            RemoteError: ``obj`` cannot travel, or the receiver refuses it. It raises the same.
+            RemoteError: ``obj`` cannot travel, or the receiver refuses it. The receiver raises the same.
         """
         self._post("send_object", OBJECT, dst, lambda: self._encoded(obj), {}, waits=True)
 
     @eager
     def recv_object(self, src: int) -> Any:
-        """Take the object that one rank gives with ``send_object``."""
+        """Receive the object that one rank sends with ``send_object``."""
 
         def open_(message: Message) -> Any:
             return codec.decode(message.body.clone(), weights_only=self.weights_only)
@@ -125,7 +125,7 @@ class Pairs(Membership):
         *,
         waits: bool,
     ) -> Transfer:
-        """Send what ``prepare`` makes: an ``Outgoing``, or the bytes of an object; its error, if it raises."""
+        """Send the result of ``prepare``, an ``Outgoing`` or the bytes of an object; if it raises, send the error."""
         comms, peer = self.communicators, self._peer_of(dst, 1)
         pair = Pair(comms, operation, "dst", peer)
         with calling(comms, operation, None, peer):
@@ -144,7 +144,7 @@ class Pairs(Membership):
     def _receive(
         self, operation: str, kind: int, src: int | None, open_: Callable[[Message], Any], *, waits: bool
     ) -> tuple[Any, Transfer]:
-        """The next message as ``open_`` takes it, and the transfer of the data that has not come with it."""
+        """Return the next message as ``open_`` decodes it, and the transfer of the data that is still under way."""
         comms, peer = self.communicators, self._peer_of(src, -1)
         pair = Pair(comms, operation, "src", peer)
         with calling(comms, operation, None, peer):

@@ -1,4 +1,4 @@
-"""The groups of this process's engine, by vLLM's names: made once, and asked for anywhere."""
+"""The groups of this process's engine, under vLLM's names: created once, available everywhere."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def init_distributed_environment(
     backend: str | None = None,
     timeout: Timeout | None = None,
 ) -> None:
-    """Create the default process group, where there is none, and the group of the whole world.
+    """Create the default process group, if there is none, and the group of the whole world.
 
     Args:
-        world_size: -1 is what the launcher says.
-        rank: Likewise.
-        distributed_init_method: Where the ranks meet, if ``rank`` is given.
-        local_rank: -1 is what the launcher says.
-        backend: As in ``init_process_group``; None fits the machine.
-        timeout: How long a call may take; None is torch's default.
+        world_size: The number of ranks; -1 uses the launcher's.
+        rank: The rank of this process; -1 uses the launcher's.
+        distributed_init_method: The address where the ranks meet if ``rank`` is given.
+        local_rank: The rank on this host; -1 uses the launcher's.
+        backend: As in ``init_process_group``; None chooses one that fits the machine.
+        timeout: The limit of a call; None means torch's default.
     """
     if rank >= 0 and not dist.is_initialized():
         limit = None if timeout is None else timedelta(seconds=seconds(timeout, "init_distributed_environment"))
@@ -56,17 +56,17 @@ def initialize_model_parallel(
     *,
     data_parallel_size: int | None = None,
 ) -> None:
-    """Make the groups that ``get_tp_group`` and its like return; all ranks of the world call it.
+    """Create the groups that ``get_tp_group`` and its like return. All ranks of the world call it.
 
     Args:
-        tensor_model_parallel_size: Ranks that share a layer.
-        pipeline_model_parallel_size: Ranks that have layers one after another.
-        backend: For tensors on the accelerator.
-        data_parallel_size: None is what is left.
+        tensor_model_parallel_size: The number of ranks that share a layer.
+        pipeline_model_parallel_size: The number of ranks that have successive layers.
+        backend: The backend for tensors on the accelerator.
+        data_parallel_size: The number of model replicas; None uses the remaining ranks.
 
     Raises:
-        RuntimeError: They were made already.
-        ValueError: The sizes do not multiply to that of the world.
+        RuntimeError: The groups exist already.
+        ValueError: The product of the sizes is not the world size.
     """
     if model_parallel_is_initialized():
         raise RuntimeError("the model parallel groups exist already; call destroy_model_parallel first")
@@ -83,7 +83,7 @@ def initialize_model_parallel(
 
 
 def model_parallel_is_initialized() -> bool:
-    """True if ``initialize_model_parallel`` has made the groups."""
+    """True if ``initialize_model_parallel`` has created the groups."""
     return "tp" in _made
 
 
@@ -94,48 +94,48 @@ def _group(name: str, maker: str) -> GroupCoordinator:
 
 
 def get_world_group() -> GroupCoordinator:
-    """The group of all ranks."""
+    """Return the group of all ranks."""
     return _group("world", "init_distributed_environment")
 
 
 def get_tp_group() -> GroupCoordinator:
-    """The tensor-parallel group of this rank."""
+    """Return the tensor-parallel group of this rank."""
     return _group("tp", "initialize_model_parallel")
 
 
 def get_pp_group() -> GroupCoordinator:
-    """The pipeline-parallel group of this rank."""
+    """Return the pipeline-parallel group of this rank."""
     return _group("pp", "initialize_model_parallel")
 
 
 def get_dp_group() -> GroupCoordinator:
-    """The data-parallel group of this rank."""
+    """Return the data-parallel group of this rank."""
     return _group("dp", "initialize_model_parallel")
 
 
 def get_ep_group() -> GroupCoordinator:
-    """The expert-parallel group of this rank."""
+    """Return the expert-parallel group of this rank."""
     return _group("ep", "initialize_model_parallel")
 
 
 def get_tensor_model_parallel_rank() -> int:
-    """This rank in its tensor-parallel group."""
+    """Return this rank's position in its tensor-parallel group."""
     return get_tp_group().rank_in_group
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    """How many ranks the tensor-parallel group has."""
+    """Return the size of the tensor-parallel group."""
     return get_tp_group().world_size
 
 
 def destroy_model_parallel() -> None:
-    """Take down the groups of the model; the world's stays."""
+    """Destroy the groups of the model, but not the world's."""
     for name in [name for name in _made if name != "world"]:
         _made.pop(name).destroy()
 
 
 def destroy_distributed_environment() -> None:
-    """Take down the group of the world, and the default process group."""
+    """Destroy all groups, including the world's, and the default process group."""
     destroy_model_parallel()
     if "world" in _made:
         _made.pop("world").destroy()
@@ -144,11 +144,11 @@ def destroy_distributed_environment() -> None:
 
 
 def in_the_same_node_as(pg: Group, source_rank: int = 0) -> list[bool]:
-    """For each rank of a group, whether it is on the host of one of them; all ranks of the group call it.
+    """Return for each rank of a group whether it is on the host of ``source_rank``. All ranks of the group call it.
 
     Args:
         pg: The group.
-        source_rank: The rank inside the group whose host it is.
+        source_rank: A rank inside the group.
 
     Example:
         >>> from easydist.parallel import in_the_same_node_as

@@ -1,4 +1,4 @@
-"""What all ranks of a coordinator do with tensors: sums, concatenations, broadcasts, and their capture in a graph."""
+"""The tensor methods of a coordinator: sums, concatenations, broadcasts, and their capture in a graph."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from easydist.verbs.gather import gather
 
 
 class Tensors(Membership):
-    """The methods for tensors in which all ranks take part."""
+    """The collective methods for tensors."""
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the ranks.
 
-        Law: ``input_ of rank 0 + … + input_ of rank W-1``, in a new tensor; ``input_`` stays as it is, whatever its
-        strides. The dtype stays, so integers wrap as in torch; halves are accumulated in float32. May be called in a
-        compiled function.
+        Law: ``input_ of rank 0 + … + input_ of rank W-1``, in a new tensor. ``input_`` is unchanged and may have any
+        strides. The dtype is kept, so integers wrap as in torch; half-precision floats are accumulated in float32. May
+        be called in a compiled function.
 
         Args:
-            input_: Of one shape and dtype on all ranks.
+            input_: A tensor of the same shape and dtype on all ranks.
 
         Raises:
             DisagreementError: Shapes or dtypes differ.
 
-        Cost: one header exchange, which carries a small tensor; else an all-reduce.
+        Cost: one header exchange, which also carries a small tensor; and an all-reduce for a larger one.
         """
         if torch.compiler.is_compiling():
             return compiled.all_reduce(input_, self.unique_name)
@@ -49,12 +49,12 @@ class Tensors(Membership):
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Concatenate the ranks' tensors.
 
-        Law: ``torch.cat([input_ of rank 0, …], dim)``; the sizes along ``dim`` may differ. May be called in a compiled
-        function, which takes them to be equal.
+        Law: ``torch.cat([input_ of rank 0, …], dim)``. The sizes along ``dim`` may differ. May be called in a compiled
+        function, in which they must be equal.
 
         Args:
-            input_: Of one dtype, and of one shape apart from ``dim``, on all ranks.
-            dim: Along which dimension.
+            input_: A tensor of one dtype on all ranks, and of one shape apart from ``dim``.
+            dim: The dimension to concatenate along.
 
         Raises:
             DisagreementError: Dtypes or shapes apart from ``dim`` differ.
@@ -76,33 +76,33 @@ class Tensors(Membership):
     ) -> Any:
         """Concatenate tensors whose sizes differ.
 
-        Law: ``torch.cat([input_ of rank 0, …], dim)``; of a list, tensor by tensor. A rank may have size 0.
+        Law: ``torch.cat([input_ of rank 0, …], dim)``; for a list, tensor by tensor. A rank may have size 0.
 
         Args:
-            input_: A tensor, or a list of tensors, which then travel together.
-            dim: Along which dimension.
-            sizes: Each rank's size along ``dim``; checked. None: they are found out.
+            input_: A tensor, or a list of tensors, which travel together.
+            dim: The dimension to concatenate along.
+            sizes: Each rank's size along ``dim``, to be checked. None: the ranks exchange their sizes.
 
         Raises:
-            RemoteError: A rank's size is not what ``sizes`` says.
+            RemoteError: A rank's size differs from ``sizes``.
 
         Cost: that of ``easydist.gather``.
         """
         return run(AllGatherV(input_, dim, sizes), self.communicators)
 
     def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Sum a tensor over the ranks, and keep this rank's part.
+        """Sum a tensor over the ranks, and return this rank's part.
 
         Law: ``torch.chunk(input_ of rank 0 + … , W, dim)[rank_in_group]``. May be called in a compiled function.
 
         Args:
-            input_: Of one shape and dtype on all ranks.
-            dim: Along which dimension the sum is cut; its size is a multiple of W.
+            input_: A tensor of the same shape and dtype on all ranks.
+            dim: The dimension along which the sum is cut. Its size must be a multiple of W.
 
         Raises:
-            ValueError: It is not, or there is no such dimension.
+            ValueError: The size is not a multiple of W, or there is no such dimension.
 
-        Cost: one header exchange, which carries a small tensor; else a reduce-scatter.
+        Cost: one header exchange, which also carries a small tensor; and a reduce-scatter for a larger one.
         """
         if torch.compiler.is_compiling():
             return compiled.reduce_scatter(input_, dim, self.world_size, self.unique_name)
@@ -114,15 +114,15 @@ class Tensors(Membership):
 
     @eager
     def reduce_scatterv(self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
-        """Sum a tensor over the ranks, and keep this rank's part, of any size.
+        """Sum a tensor over the ranks, and return this rank's part, which may have any size.
 
         Law: ``(input_ of rank 0 + …).split(sizes, dim)[rank_in_group]``; without sizes
         ``torch.tensor_split(…, W, dim)[rank_in_group]``.
 
         Args:
-            input_: Of one shape and dtype on all ranks.
-            dim: Along which dimension the sum is cut.
-            sizes: How much each rank gets, the same on all ranks; may be 0.
+            input_: A tensor of the same shape and dtype on all ranks.
+            dim: The dimension along which the sum is cut.
+            sizes: The size of each rank's part, the same list on all ranks. A size may be 0.
 
         Raises:
             ValueError: They do not add up to the size along ``dim``.
@@ -140,7 +140,7 @@ class Tensors(Membership):
         Args:
             input_: As in ``all_gather``.
             dst: The only rank that gets the result.
-            dim: Along which dimension.
+            dim: The dimension to concatenate along.
         """
         gathered: torch.Tensor | None = gather(input_, dst=dst, dim=dim, group=self)
         return gathered
@@ -152,7 +152,7 @@ class Tensors(Membership):
         Law, in place: ``input_ == input_ of rank src``.
 
         Args:
-            input_: Of one shape and dtype on all ranks; of any strides.
+            input_: A tensor of the same shape and dtype on all ranks, with any strides.
             src: The source.
 
         Returns:
@@ -162,30 +162,30 @@ class Tensors(Membership):
 
     @eager
     def barrier(self) -> None:
-        """Block until every rank of the group has come here.
+        """Block until every rank of the group has called it.
 
-        Cost: one header exchange on the CPU; no accelerator takes part.
+        Cost: one header exchange on the CPU. It does not use the accelerator.
         """
         meet(self.communicators, "barrier")
 
     def graph_capture(
         self, graph_capture_context: GraphCaptureContext | None = None
     ) -> AbstractContextManager[GraphCaptureContext]:
-        """Give a stream on which ``torch.cuda.graph`` may record ``all_reduce`` of this group.
+        """Provide a stream on which ``torch.cuda.graph`` can record ``all_reduce`` of this group.
 
         On an accelerator: ``with group.graph_capture() as context, torch.cuda.graph(graph, stream=context.stream): …``.
-        Call ``all_reduce`` once before, so that the connections are made outside of the graph.
+        Call ``all_reduce`` once before, so that the connections are created outside of the graph.
 
         Args:
-            graph_capture_context: One with a stream; None makes one.
+            graph_capture_context: A context with a stream; None creates one.
 
         Returns:
-            A context manager. On the CPU the stream of what it gives is None, as there are no graphs.
+            A context manager that yields the context. On the CPU its stream is None, as there are no graphs.
         """
         return capturing(self.device, graph_capture_context)
 
     def _captured_all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
-        """Without the header exchange: a graph is replayed without the CPU."""
+        """Reduce without a header exchange, because a graph is replayed without the CPU."""
         if self.device_group is not None and self.device_group is self.cpu_group:
             raise RuntimeError('all_reduce: gloo cannot be captured in a graph; make the coordinator with "nccl"')
         total = input_.detach().clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Messages under way, as handles: waited for any number of times, or dropped."""
+"""Messages under way, as handles that can be waited for any number of times, or dropped."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from easydist.transport.work import TorchWork
 _POLL = 0.05
 _FOREVER = timedelta(days=365)
 _LARGE = 1 << 18
-"""Bytes from which a message whose sender dies keeps gloo waiting, whatever is broken."""
+"""The bytes from which a gloo message blocks its waiter after the sender dies, even if the connection breaks."""
 
 
 class Part:
-    """One message, and the memory that it needs until its end.
+    """One message, and the memory that it needs until it has arrived.
 
     Args:
-        work: From a backend without a monitor, since any thread may wait for it.
-        memory: What is sent, or where it arrives.
+        work: The work of a backend without a monitor, since any thread may wait for it.
+        memory: The data to send, or the memory in which it arrives.
     """
 
     __slots__ = ("memory", "work")
@@ -40,19 +40,19 @@ class Part:
         self.work, self.memory = work, memory
 
     def wait(self) -> None:
-        """Wait for its end, with nobody looking after the wait."""
+        """Wait until it has arrived. Nothing monitors this wait."""
         if self.memory.is_cpu:
             self.work.within(_FOREVER).wait()
         else:
             self.work.wait()
 
     def end(self) -> None:
-        """Wait for its end, in a thread where nobody hears of errors."""
+        """Wait until it has arrived, in a thread that ignores errors."""
         with contextlib.suppress(Exception):
             self.wait()
 
     def wait_watched(self, monitor: Monitor, peer: int) -> None:
-        """Wait for its end in a call, whose watchdog ends the wait if it is in vain."""
+        """Wait until it has arrived, in a call, whose watchdog ends the wait if the message cannot arrive."""
         monitor.begin_wait()
         try:
             self.wait()
@@ -64,12 +64,12 @@ class Part:
 
 
 class _Parts:
-    """The parts of a transfer, which outlive a handle that is dropped.
+    """The parts of a transfer, which outlive a dropped handle.
 
     Attributes:
-        ended: Set when nothing is under way any more.
-        error: What ended it.
-        is_aside: True if a thread of its own waits for it.
+        ended: Set when no part is under way any more.
+        error: The error that ended the transfer.
+        is_aside: True if a background thread waits for it.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -82,12 +82,12 @@ class _Parts:
             self.ended.set()
 
     def end(self) -> None:
-        """Wait for all parts, in a thread; an error is kept for whoever still asks."""
+        """Wait for all parts, in a thread. An error is stored for later waits."""
         with contextlib.suppress(Exception):
             self.drain(Part.wait)
 
     def drain(self, wait: Callable[[Part], None]) -> None:
-        """Wait for all parts, and let go of each as it ends."""
+        """Wait for all parts, and release the memory of each as it ends."""
         try:
             while self._parts:
                 wait(self._parts[0])
@@ -104,12 +104,12 @@ _NO_PARTS = _Parts(())
 
 
 class Answer:
-    """What the receiver of a message says to it.
+    """The receiver's answer to a message.
 
     Args:
-        read: Gives the answer once it has come, or waits for it; None if all is well.
-        parts: What has to arrive before.
-        has_come: True if ``read`` does not wait, once the parts have arrived.
+        read: Returns the answer, after waiting for it if necessary; None if the message is accepted.
+        parts: Parts that must arrive before the answer can be read.
+        has_come: True if ``read`` would not wait once the parts have arrived.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Answer:
 class Transfer:
     """A message under way, with ``wait`` and ``is_completed``.
 
-    A handle that is dropped keeps nothing: the message goes its way, and its memory is free once it has arrived.
+    Dropping the handle is safe: the message still travels, and its memory is freed once it has arrived.
     """
 
     _abandon: Any = None
@@ -158,10 +158,10 @@ class Transfer:
         return self._parts.ended.is_set() and self._answer is None
 
     def is_completed(self) -> bool:
-        """True if ``wait`` would return, or raise, at once."""
+        """True if ``wait`` would return or raise at once."""
         if self._is_done:
             return True
-        if not self._parts.is_aside:  # gloo tells of an end only those who wait for it
+        if not self._parts.is_aside:  # gloo reports the end of a message only to a thread that waits for it
             self._give_to_thread()
         return self._parts.ended.is_set() and (self._answer is None or self._answer.has_come())
 
@@ -170,12 +170,12 @@ class Transfer:
             self._abandon()
 
     def wait(self) -> None:
-        """Block until the message has arrived; a second time it returns, or raises, the same at once.
+        """Block until the message has arrived. A second call returns or raises the same at once.
 
         Raises:
-            RemoteError: The receiver could not take it, or the group was connected again since it was sent.
+            RemoteError: The receiver refused it, or the group has reconnected since it was sent.
             DisagreementError: The two ranks meant different messages.
-            EasydistError: The other rank is lost, or the time is over.
+            EasydistError: The other rank is lost, or the time limit has passed.
         """
         if self._is_done:
             if self._error is not None:
@@ -188,13 +188,13 @@ class Transfer:
             self.wait_inside()
 
     def wait_inside(self) -> None:
-        """The same, inside of a call."""
+        """Wait as ``wait`` does, inside of a call."""
         try:
             self._demand_connection()
             self._drain()
             if self._answer is not None:
                 self._answer.check()
-        except BaseException as error:  # also of an interrupted wait, after which the answer is not there
+        except BaseException as error:  # including an interrupted wait, after which there is no answer
             self._error, self._is_done = error, True
             raise
         finally:
@@ -220,21 +220,21 @@ class Transfer:
             while not parts.ended.wait(_POLL):
                 monitor.guard([self._peer])
         except BaseException:
-            monitor.disconnect()  # else the thread would wait on, also while the interpreter ends
+            monitor.disconnect()  # otherwise the thread would go on waiting, even while the interpreter ends
             raise
         if isinstance(parts.error, RuntimeError):
             raise monitor.explain(parts.error, self._peer) from parts.error
 
 
 def _aside(parts: _Parts, comms: weakref.ref[Communicators], line: Hashable) -> None:
-    """Let a thread wait for what nobody waits for here."""
+    """Let a background thread wait for parts for which no caller waits."""
     if not (parts.ended.is_set() or parts.is_aside):
         parts.is_aside = True
         aside(parts.end, comms, line)
 
 
 def aside(drive: Callable[[], None], comms: weakref.ref[Communicators], line: Hashable) -> None:
-    """Let the thread of a line of a group wait, until the group's connections break."""
+    """Let the background thread of a group's line wait, until the group's connections break."""
     if (group := comms()) is not None:
         in_line(id(group), line, drive, functools.partial(_disconnect, comms))
 

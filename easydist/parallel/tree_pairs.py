@@ -1,4 +1,4 @@
-"""Tensor dicts from one rank of a coordinator to another one."""
+"""Tensor dicts from one rank of a coordinator to another."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Received = tuple[Tree, list[Transfer], list[Callable[[], None]]]
 
 
 class TreePairs(Pairs):
-    """The methods between two ranks that take trees."""
+    """The methods that exchange trees between two ranks."""
 
     @eager
     def send_tensor_dict(
@@ -32,30 +32,31 @@ class TreePairs(Pairs):
         all_gather_group: Any = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
     ) -> None:
-        """Give one rank a tree of tensors and other values; returns when the receiver has taken it.
+        """Send a tree of tensors and other values to one rank, and return when it has received the tree.
 
         Law: ``recv_tensor_dict(src)`` on rank ``dst`` is ``tensor_dict``.
 
-        Tensors of any dtype and strides arrive contiguous, on the receiver's device of their type; the structure
-        travels as JSON. Dataclasses, namedtuples, enums and other objects arrive as what they are, once their classes
+        Tensors of any dtype and strides arrive contiguous, on the receiver's device of their type. The structure
+        travels as JSON. Dataclasses, namedtuples, enums and other objects arrive as what they are once their classes
         are allowed (``easydist.allow_globals``).
 
         Args:
             tensor_dict: Any such tree, not just a dict.
-            dst: Another rank, inside the group; None is the next one.
+            dst: Another rank, inside the group; None means the next one.
             all_gather_group: The coordinator of the ranks that all send this tree, such as the tensor-parallel group.
-                Each then sends its share of a tensor, and the receivers gather the shares; done where ``dst`` is on
-                another host and the group is on one, as inside a host it costs more than it saves.
-            all_gather_tensors: By key (or path, ``"['a']['b']"``): True has a tensor sent in shares on one host too,
-                False never. Say False for tensors that the ranks of the group do not have alike.
+                Each of them then sends its share of a tensor, and the receivers gather the shares. By default this
+                happens only if ``dst`` is on another host and the group is on one, since it costs more than it saves
+                inside a host.
+            all_gather_tensors: By key (or path, ``"['a']['b']"``): True sends a tensor in shares on one host, too;
+                False never does. Use False for tensors that differ between the ranks of the group.
 
         Raises:
-            RemoteError: Something in the tree cannot travel, or the receiver cannot take it. It raises the same.
-            DisagreementError: The receiver means another all-gather. It raises the same.
+            RemoteError: Something in the tree cannot travel, or the receiver refuses it. The receiver raises the same.
+            DisagreementError: The receiver expects another all-gather. It raises the same.
             ValueError: ``dst`` is not another rank of the group.
 
-        Cost: one message there and one back; for more than 31 KiB, or what is not on the CPU, one more for each tensor
-        of 256 KiB or more and one for all others.
+        Cost: one message there and one back. A tree of more than 31 KiB, or with data that is not on the CPU, needs one
+        more for each tensor of 256 KiB or more and one for all others.
         """
         self._send_tree("send_tensor_dict", tensor_dict, dst, all_gather_group, all_gather_tensors, waits=True)
 
@@ -67,12 +68,12 @@ class TreePairs(Pairs):
         all_gather_group: Any = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
     ) -> list[Transfer]:
-        """As ``send_tensor_dict``, without waiting.
+        """Send a tree as ``send_tensor_dict`` does, without waiting.
 
         Returns:
-            One handle. ``wait()`` returns when the receiver has taken the tree, and raises what ``send_tensor_dict``
-            would; a second ``wait()`` does the same at once. A handle may be dropped. Tensors of 256 KiB and more must
-            not be changed before they have arrived.
+            One handle. ``wait()`` returns when the receiver has received the tree, and raises what ``send_tensor_dict``
+            would; a second ``wait()`` does the same at once. A handle may be dropped. Do not change tensors of 256 KiB
+            and more before they have arrived.
         """
         name = "isend_tensor_dict"
         return [self._send_tree(name, tensor_dict, dst, all_gather_group, all_gather_tensors, waits=False)]
@@ -84,20 +85,20 @@ class TreePairs(Pairs):
         all_gather_group: Any = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
     ) -> Tree:
-        """Take the tree that one rank gives with ``send_tensor_dict`` or ``isend_tensor_dict``.
+        """Receive the tree that one rank sends with ``send_tensor_dict`` or ``isend_tensor_dict``.
 
         Args:
-            src: Another rank, inside the group; None is the previous one.
-            all_gather_group: As the sender says; all its ranks receive.
-            all_gather_tensors: As the sender says.
+            src: Another rank, inside the group; None means the previous one.
+            all_gather_group: The sender's argument. All ranks of the group receive.
+            all_gather_tensors: The sender's argument.
 
         Returns:
             The tree.
 
         Raises:
-            RemoteError: The sender's tree cannot travel. The sender raises the same.
-                So do the ranks that would gather shares with this one.
-            DisagreementError: As in ``send_tensor_dict``; and the sender has called ``send`` or ``send_object``.
+            RemoteError: The sender's tree cannot travel. The sender raises the same, and so do the ranks that would
+                gather shares with this one.
+            DisagreementError: As in ``send_tensor_dict``, or the sender has called ``send`` or ``send_object``.
             ValueError: ``src`` is not another rank of the group.
         """
         name = "recv_tensor_dict"
@@ -113,11 +114,11 @@ class TreePairs(Pairs):
         all_gather_group: Any = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
     ) -> Received:
-        """As ``recv_tensor_dict``; waits for the structure, not for the data.
+        """Receive a tree as ``recv_tensor_dict`` does; wait for the structure, not for the data.
 
         Returns:
-            The tree, handles to wait for, functions to call afterwards, in order. Then the tree's tensors hold their
-            values.
+            The tree, handles to wait for, and functions to call afterwards, in order. After these the tree's tensors
+            have their values.
         """
         name = "irecv_tensor_dict"
         incoming, transfer = self._receive_tree(name, src, all_gather_group, all_gather_tensors, waits=False)
@@ -167,7 +168,7 @@ class TreePairs(Pairs):
 
 @contextmanager
 def _telling(group: Any) -> Iterator[None]:
-    """Let the ranks that would gather shares with this one raise, too, where nothing has come."""
+    """Make the ranks that would gather shares with this one raise, too, if the block raises."""
     try:
         yield
     except Exception as error:
@@ -178,6 +179,6 @@ def _telling(group: Any) -> Iterator[None]:
 
 
 def _update(tree: Tree, whole: Tree) -> None:
-    """Give a dict the NumPy scalars that are known only now."""
+    """Add the NumPy scalars to a dict, which are known only after the data has arrived."""
     if whole is not tree and isinstance(tree, dict):
         tree.update(whole)

@@ -1,4 +1,4 @@
-"""How frames and answers go from one rank to another: through memory that they share, otherwise by gloo."""
+"""The paths of frames and answers between two ranks: through shared memory if possible, otherwise by gloo."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from easydist.transport.backends.c10d import Gloo
 from easydist.transport.work import TorchWork
 
 _MESSAGES, _ANSWERS = 64, 65
-"""Channels of the group's connections that nothing else uses."""
+"""Channels of the group's connections that are reserved for frames and answers."""
 
 Wait = Callable[[Part], None]
-"""Waits for a part in a call."""
+"""A function that waits for a part in a call."""
 
 
 def way_to(comms: Communicators, peer: int) -> Way:
-    """The way between this rank and another one, in a call; both choose the same."""
+    """Return the path between this rank and another one, in a call. Both ranks choose the same one."""
     mailbox = comms.mailbox(peer)
     return _ByGloo(comms, peer) if mailbox is None else _ThroughMemory(comms, peer, mailbox)
 
 
 class Way(ABC):
-    """Frames to another rank and from it, and answers to them.
+    """Frames and their answers, to and from another rank.
 
     Args:
         comms: The group.
@@ -50,7 +50,7 @@ class Way(ABC):
             if not isinstance(backend, Gloo):
                 raise RuntimeError(f"{self._comms.name}: the group has no gloo connections")
             self._channels[number] = channel = backend.among(range(self._comms.size), number)
-            channel.monitor = None  # whoever waits says who looks after it
+            channel.monitor = None  # each waiter chooses its own monitor
         return self._channels[number]
 
     @abstractmethod
@@ -58,19 +58,19 @@ class Way(ABC):
         """Send a frame.
 
         Returns:
-            What is still under way, and the answer.
+            The parts still under way, and the answer.
         """
 
     @abstractmethod
     def receive(self, wait: Wait) -> torch.Tensor:
-        """Wait for the next frame."""
+        """Wait for the next frame, and return it."""
 
     @abstractmethod
     def answer(self, error: EasydistError | None, wait: Wait) -> None:
-        """Answer the frame that has come last, also one that was nothing but an error; None: all is well."""
+        """Answer the last frame, even one that contained only an error. None means that it is accepted."""
 
     def move(self, verb: str, buffer: torch.Tensor, device: str = "cpu") -> Part:
-        """Begin to ``"send"`` or to ``"recv"`` a buffer of data of a device."""
+        """Begin to ``"send"`` or ``"recv"`` a buffer of a device's data."""
         comm = self._comms.data(torch.device(device))
         return self._begin(self._channel(_MESSAGES) if comm.get_device().type == "cpu" else comm.backend, verb, buffer)
 
@@ -82,11 +82,11 @@ class Way(ABC):
             raise self._comms.monitor.explain(error, self.peer) from error
 
     def _post(self, frame: torch.Tensor) -> list[Part]:
-        """By gloo, in one part or two."""
+        """Send a frame by gloo, in one part or two."""
         return [self.move("send", part) for part in (frame[:FRAME], frame[FRAME:]) if part.numel()]
 
     def _fetch(self, wait: Wait) -> torch.Tensor:
-        """The frame that ``_post`` has sent."""
+        """Receive the frame that ``_post`` has sent."""
         frame = torch.empty(FRAME, dtype=torch.uint8, device="cpu")
         wait(self.move("recv", frame))
         if (nbytes := frames.nbytes_of(frame)) <= FRAME:
@@ -105,7 +105,7 @@ class Way(ABC):
 
 
 class _ByGloo(Way):
-    """Every message is one of gloo's; the memory for the answer waits from the beginning."""
+    """Frames as gloo messages. The sender posts the receive of the answer at once."""
 
     def send(self, frame: torch.Tensor, wait: Wait) -> tuple[list[Part], Answer]:
         answer = self._fetch_answer()
@@ -119,7 +119,7 @@ class _ByGloo(Way):
 
 
 class _ThroughMemory(Way):
-    """Frames that fit the mailbox lie in it; refusals, of which there are few, come by gloo."""
+    """Frames in a mailbox if they fit. Refusals, which are rare, come by gloo."""
 
     def __init__(self, comms: Communicators, peer: int, mailbox: Mailbox) -> None:
         super().__init__(comms, peer)
@@ -135,7 +135,7 @@ class _ThroughMemory(Way):
         return self._fetch(wait) if frame is None else frame
 
     def answer(self, error: EasydistError | None, wait: Wait) -> None:
-        if error is not None:  # the sender may never ask
+        if error is not None:  # the sender may never ask for the answer
             refusal = self._post_answer(_answer(error, self._mailbox.answered))
             aside(refusal.end, weakref.ref(self._comms), (self.peer, "refusals"))
         self._mailbox.answer(is_refusal=error is not None)

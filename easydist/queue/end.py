@@ -1,4 +1,4 @@
-"""What both ends of a queue do alike: take turns, wait, be cancelled, be left behind by a fork."""
+"""The common part of both ends of a queue: turns, waits, cancelling, and the state after a fork."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from easydist.typing import Timeout
 
 _log = logging.getLogger("easydist")
 _LOOKS = 100
-"""How often a wait looks, giving the core to others in between, before it sleeps."""
+"""The number of times a wait checks its condition, yielding the core in between, before it sleeps."""
 
 _FIRST_PAUSE, _PAUSE = 0.001, 0.05
-"""Seconds of sleep after which it looks around, although nobody has woken it."""
+"""The longest sleep in seconds after which a wait checks its condition without being woken."""
 
 _WARN_AFTER = 60.0
 
@@ -31,7 +31,7 @@ _all: weakref.WeakSet[End] = weakref.WeakSet()
 
 
 def deadline(timeout: Timeout | None) -> float | None:
-    """The point of the monotonic clock at which a timeout from now is over."""
+    """Return the time on the monotonic clock at which a timeout that starts now is over."""
     if timeout is None:
         return None
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
@@ -39,12 +39,12 @@ def deadline(timeout: Timeout | None) -> float | None:
 
 
 def own_record() -> bytes:
-    """What this process tells the other end of itself."""
+    """Return the record of this process for the other end."""
     return record(own_page(), -1, True)
 
 
 def name_of(peer: Peer) -> str:
-    """A process for people."""
+    """Describe a process for error messages."""
     return texts.process(peer.pid, peer.host)
 
 
@@ -52,17 +52,17 @@ class End:
     """One end of a queue."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # an interrupt may come between taking it and noting so: no deadlock then
+        self._lock = threading.RLock()  # an interrupt between acquiring it and recording so must not cause a deadlock
         self._is_cancelled = self._is_closed = self._is_foreign = False
         _all.add(self)
 
     @contextmanager
     def turn(self, until: float | None) -> Iterator[None]:
-        """One thread at a time.
+        """Give one thread at a time its turn.
 
         Raises:
             RuntimeError: This end has been closed, or belongs to another process.
-            TimeoutError: Another thread has its turn until then.
+            TimeoutError: Another thread has kept its turn until then.
         """
         self._check()
         if not self._lock.acquire(timeout=-1 if until is None else max(0.0, until - time.monotonic())):
@@ -84,12 +84,12 @@ class End:
     def _until(
         self, look: Callable[[], bool], until: float | None, late: Callable[[], str], patient: bool = False
     ) -> None:
-        """Wait until ``look`` says yes.
+        """Wait until ``look`` returns True.
 
         Raises:
             RuntimeError: The wait was cancelled.
-            TimeoutError: It is later than ``until``; with the text of ``late``.
-            Exception: What ``_fault`` has returned.
+            TimeoutError: ``until`` has passed; ``late`` gives the text.
+            Exception: The fault that ``_fault`` has returned.
         """
         for _ in range(_LOOKS):
             if look():
@@ -102,7 +102,7 @@ class End:
             if self._is_cancelled:
                 raise RuntimeError("cancelled")
             if (fault := self._fault()) is not None:
-                if look():  # it came just before
+                if look():  # it came at the last moment
                     return
                 raise fault
             now = time.monotonic()
@@ -113,11 +113,11 @@ class End:
                 _log.warning("%s; waiting for %.0f s", late(), now - began)
 
     def _sleep(self, look: Callable[[], bool], seconds: float) -> bool:
-        """Sleep until there may be something to do; returns what ``look`` says then."""
+        """Sleep until woken or until the time is over, and return the result of ``look``."""
         raise NotImplementedError
 
     def _fault(self) -> Exception | None:
-        """Why waiting is in vain."""
+        """Return the reason why waiting is useless; None if there is none."""
         raise NotImplementedError
 
     def _wake(self) -> None:
@@ -125,21 +125,21 @@ class End:
         raise NotImplementedError
 
     def _release(self) -> None:
-        """Let go of everything, and tell the other end."""
+        """Release everything, and tell the other end."""
         raise NotImplementedError
 
     def _abandon(self) -> None:
-        """Let go of everything without a word."""
+        """Release everything without telling the other end."""
         raise NotImplementedError
 
     def cancel(self) -> None:
-        """End the waits of this end, now and later."""
+        """End the waits of this end, now and in future."""
         self._is_cancelled = True
         if not (self._is_closed or self._is_foreign):
             self._wake()
 
     def close(self) -> None:
-        """Close this end; does nothing in a forked child, or a second time."""
+        """Close this end. In a forked child, or a second time, do nothing."""
         if self._is_closed or self._is_foreign:
             return
         self.cancel()
@@ -149,14 +149,14 @@ class End:
                 self._release()
 
     def leave_to_parent(self) -> None:
-        """After a fork, in the child."""
+        """Mark this end as the parent's, in a forked child."""
         if not (self._is_closed or self._is_foreign):
             self._is_foreign = True
             self._abandon()
 
 
 def lost(peer: Peer, who: str, how: str = "") -> PeerLostError:
-    """The error that names a process that has ended."""
+    """Return the error that names an ended process."""
     status = peer.exit_status()
     what = f"{name_of(peer)} {how or f'ended ({texts.status_text(status)})'}"
     error = PeerLostError(texts.lost("MessageQueue", who, what, advice="Close this queue, and make a new one."))

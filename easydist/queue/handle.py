@@ -1,4 +1,4 @@
-"""What a reader has to know to find its writer."""
+"""The facts that a reader needs to find its writer."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Handle:
-    """What ``MessageQueue.create_from_handle`` takes; to be pickled, or sent as ``plain()``.
+    """The argument of ``MessageQueue.create_from_handle``, to be pickled, or sent as ``plain()``.
 
-    It holds the key of the queue: whoever has it can become a reader. A handle serves each rank once.
+    It contains the key of the queue: any process that has it can become a reader. A handle serves each rank once.
 
     Attributes:
         local_reader_ranks: The readers that are expected to share memory with the writer.
-        n_reader: How many readers there are in all.
-        ring: Name and shape of the shared memory; None where there is none.
-        address: Host and port for readers that do not share it; None where there are none.
-        key: By which such readers and the writer know each other.
-        writer: What the writer tells of its process.
-        weights_only: Whether readers decode with the restricted decoder.
+        n_reader: The number of all readers.
+        ring: The name and shape of the shared memory; None if there is none.
+        address: The host and port for readers that do not share memory; None if there are none.
+        key: The key with which such readers and the writer authenticate each other.
+        writer: The record of the writer's process.
+        weights_only: True if readers decode with the restricted decoder.
     """
 
     local_reader_ranks: tuple[int, ...]
@@ -31,5 +31,5 @@ class Handle:
     weights_only: bool
 
     def plain(self) -> tuple[Any, ...]:
-        """The same as plain data, which every decoder takes: ``Handle(*plain)`` is the handle again."""
+        """Return the handle as plain data, which every decoder accepts. ``Handle(*plain)`` restores it."""
         return tuple(vars(self).values())

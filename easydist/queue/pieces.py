@@ -1,4 +1,4 @@
-"""Messages in pieces."""
+"""Splitting of messages into pieces."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 
 def cut(parts: Sequence[memoryview], nbytes: int) -> Iterator[list[memoryview]]:
-    """Pieces of ``nbytes`` each, the last one of what is left.
+    """Yield pieces of ``nbytes`` each; the last one may be shorter.
 
     Example:
         >>> parts = [memoryview(b"abc"), memoryview(b"defgh")]

@@ -1,4 +1,4 @@
-"""The queue as its users see it."""
+"""The public class of the queue."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ _T = TypeVar("_T")
 
 
 class MessageQueue:
-    """Objects from one writer to all of its readers, in order, each exactly once.
+    """A queue of objects from one writer to all of its readers, in order, each exactly once.
 
-    Law: what ``dequeue`` returns on every reader, call by call, is what was given to ``enqueue``; copies, taken before
-    ``enqueue`` returns. A reader that is slow makes the writer wait; nothing is lost.
+    Law: the results of ``dequeue`` on every reader, call by call, are copies of the arguments of ``enqueue``, taken
+    before ``enqueue`` returns. A slow reader makes the writer wait; nothing is lost.
 
-    Readers on the writer's host share memory with it, others are connected by TCP. Any Python object may be sent; by
-    default only plain data, tensors, arrays and what is allow-listed (``docs/safety.md``). Whoever waits sleeps. One
-    process may hold several ends; several threads may share one. A forked child has to make ends of its own.
+    Readers on the writer's host share memory with it, others are connected by TCP. Any Python object can be sent if it
+    is allowed: by default plain data, tensors, arrays and allow-listed classes (``docs/safety.md``). Waiting ends
+    sleep. One process can hold several ends, and several threads can share one. A forked child must create ends of its
+    own.
 
     Example:
         >>> writer = MessageQueue(n_reader=1, n_local_reader=1)
@@ -44,20 +45,20 @@ class MessageQueue:
         (None, None)
 
     Args:
-        n_reader: How many readers there are.
-        n_local_reader: How many of them are on this host. One that turns out not to share memory with the writer
-            (another container) is connected by TCP.
-        local_reader_ranks: Their ranks; None is 0, 1, …
-        max_chunk_bytes: ``max_chunk_bytes * max_chunks`` bytes may wait in the queue; larger messages go in pieces,
-            while they are read. Memory is taken from the system as it is needed.
-        max_chunks: How many messages may wait in the queue.
-        connect_ip: The address at which other hosts reach this one; None finds it out.
-        weights_only: Decode with the restricted decoder, and refuse in ``enqueue`` what it would refuse.
+        n_reader: The number of readers.
+        n_local_reader: The number of readers on this host. A reader that turns out not to share memory with the writer
+            (in another container) is connected by TCP.
+        local_reader_ranks: The ranks of these readers; None means 0, 1, …
+        max_chunk_bytes: ``max_chunk_bytes * max_chunks`` bytes can wait in the queue. Larger messages are sent in
+            pieces while they are read. Memory is allocated as it is needed.
+        max_chunks: The number of messages that can wait in the queue.
+        connect_ip: The address at which other hosts reach this one; None detects it.
+        weights_only: Decode with the restricted decoder, and refuse in ``enqueue`` objects that it would refuse.
 
     Raises:
-        ValueError: The numbers do not fit together.
+        ValueError: The numbers are inconsistent.
         UnsafeObjectError: ``weights_only`` is False and pickle is denied.
-        OSError: It cannot listen at ``connect_ip``.
+        OSError: The writer cannot listen at ``connect_ip``.
 
     Source: vLLM's ``MessageQueue``.
     """
@@ -82,19 +83,19 @@ class MessageQueue:
 
     def _begin(self, end: WriterEnd | ReaderEnd, handle: Handle) -> None:
         self._end, self._handle = end, handle
-        self._finalize = weakref.finalize(self, end.close)  # at the end of the process, too
+        self._finalize = weakref.finalize(self, end.close)  # runs at the end of the process, too
 
     @staticmethod
     def create_from_handle(handle: Handle, rank: int) -> MessageQueue:
-        """A reader's end.
+        """Create a reader's end.
 
         Args:
-            handle: What the writer's ``export_handle`` has returned.
-            rank: Which reader this is; each rank once. Ranks that are not among the local ones are connected by TCP.
+            handle: The result of the writer's ``export_handle``.
+            rank: The rank of this reader. Each rank can be used once. Ranks that are not local are connected by TCP.
 
         Raises:
-            ConnectionError: The writer is not to be found.
-            RuntimeError: This rank has been taken.
+            ConnectionError: The writer cannot be reached.
+            RuntimeError: This rank has been used.
             WireError: The handle is damaged.
             UnsafeObjectError: The queue has ``weights_only=False`` and pickle is denied here.
         """
@@ -106,44 +107,44 @@ class MessageQueue:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this is the writer's end."""
+        """True if this is the writer's end."""
         return isinstance(self._end, WriterEnd)
 
     def export_handle(self) -> Handle:
-        """What readers need to attach; it can be pickled, and holds the key of the queue."""
+        """Return the handle that readers need to attach. It can be pickled, and contains the key of the queue."""
         return self._handle
 
     def wait_until_ready(self, timeout: Timeout | None = None) -> None:
-        """Wait until all readers have attached. To be called by the writer and by all readers, or by none.
+        """Wait until all readers have attached. Either the writer and all readers call it, or none of them.
 
         Args:
-            timeout: Seconds, or a timedelta; None waits for ever.
+            timeout: Seconds, or a timedelta; None waits forever.
 
         Raises:
-            TimeoutError: The time is over.
+            TimeoutError: The timeout is over.
             PeerLostError: The writer, or a reader that had attached, has ended.
-            ConnectionError: A reader has come and cannot be let in; the text says why. The next call waits again.
+            ConnectionError: A reader was refused; the text says why. The next call waits again.
             RuntimeError: ``cancel`` or ``close`` was called.
         """
         self._end.wait_until_ready(deadline(timeout))
 
     def enqueue(self, obj: Any, timeout: Timeout | None = None) -> None:
-        """Give ``obj`` to all readers; returns when it has been copied, and waits where there is no room.
+        """Send ``obj`` to all readers. Returns when it has been copied, and waits while there is no room.
 
         Args:
-            obj: Anything that the queue's decoder takes.
-            timeout: Seconds, or a timedelta; None waits for ever.
+            obj: Any object that the queue's decoder accepts.
+            timeout: Seconds, or a timedelta; None waits forever.
 
         Raises:
-            TimeoutError: There was no room in time. No reader gets the object, not even if a part of it was under way.
-            PeerLostError: A reader's process has ended, its connection broke.
-            ConnectionError: A reader has come and cannot be let in; the text says why. The next call waits again.
+            TimeoutError: There was no room in time. No reader gets the object, even if a part of it was under way.
+            PeerLostError: A reader's process has ended, or its connection broke.
+            ConnectionError: A reader was refused; the text says why. The next call waits again.
             BrokenPipeError: A reader has closed its end.
-            RuntimeError: This is a reader's end, a closed one, or a forked child's; ``cancel`` was called.
+            RuntimeError: This end is a reader's, is closed, or belongs to the parent process; or ``cancel`` was called.
             TypeError: ``obj`` cannot be pickled.
             UnsafeObjectError: ``obj`` is not allow-listed.
 
-        Cost: two copies of what is large, one in the writer and one in each reader; by TCP one more in the writer.
+        Cost: two copies of large data, one in the writer and one in each reader; for TCP one more in the writer.
         """
         end = self._end
         if not isinstance(end, WriterEnd):
@@ -155,17 +156,18 @@ class MessageQueue:
         end.put(message, until)
 
     def dequeue(self, timeout: Timeout | None = None, indefinite: bool = False) -> Any:
-        """The next object.
+        """Return the next object.
 
         Args:
-            timeout: Seconds, or a timedelta; None waits for ever.
+            timeout: Seconds, or a timedelta; None waits forever.
             indefinite: Do not log that a wait takes minutes.
 
         Raises:
-            TimeoutError: Nothing came in time. What has come of a message is kept for the next call.
+            TimeoutError: No object came in time. Received parts of a message are kept for the next call.
             EOFError: The writer has closed the queue, and everything has been read.
-            PeerLostError: The writer's process has ended, the connection to it broke; everything has been read.
-            RuntimeError: This is the writer's end, a closed one, or a forked child's; ``cancel`` was called.
+            PeerLostError: The writer's process has ended or the connection to it broke, and everything has been read.
+            RuntimeError: This end is the writer's, is closed, or belongs to the parent process; or ``cancel`` was
+                called.
             UnsafeObjectError: The object is not allow-listed here. It is dropped.
         """
         end = self._end
@@ -174,14 +176,14 @@ class MessageQueue:
         return codec.decode(end.take(deadline(timeout), indefinite), weights_only=self._handle.weights_only)
 
     def broadcast_object(self, obj: Any = None) -> Any:
-        """``enqueue`` and return ``obj`` on the writer, ``dequeue`` on the readers."""
+        """Enqueue ``obj`` on the writer, dequeue it on the readers, and return it."""
         if not self.is_writer:
             return self.dequeue()
         self.enqueue(obj)
         return obj
 
     def __iter__(self) -> Iterator[Any]:
-        """Objects until the writer closes the queue."""
+        """Yield objects until the writer closes the queue."""
         while True:
             try:
                 value = self.dequeue()
@@ -190,20 +192,20 @@ class MessageQueue:
             yield value
 
     def cancel(self) -> None:
-        """End the waits of this end, from any thread: they raise ``RuntimeError("cancelled")``, now and later."""
+        """End the waits of this end, from any thread: they raise ``RuntimeError("cancelled")``, now and in future."""
         self._end.cancel()
 
     def close(self) -> None:
         """Close this end.
 
-        Readers can still take what was enqueued before; then they get EOFError. A writer gets BrokenPipeError once a
-        reader has closed. Slow connections get 5 s to take what is under way. Happens by itself at the end of the
-        process, and when the object is no longer used; a forked child closes nothing.
+        Readers can still read everything enqueued before; then they get EOFError. A writer gets BrokenPipeError once a
+        reader has closed. Slow connections get 5 s to transmit pending messages. The end closes itself at the end of
+        the process, and when the object is no longer used. In a forked child, ``close`` does nothing.
         """
         self._finalize()
 
     def shutdown(self) -> None:
-        """As ``close``."""
+        """Close this end, as ``close`` does."""
         self.close()
 
     def __enter__(self) -> MessageQueue:
@@ -223,23 +225,23 @@ class MessageQueue:
         *,
         weights_only: bool = True,
     ) -> MessageQueue:
-        """A queue from one rank of a group to all others; called by all ranks.
+        """Create a queue from one rank of a group to all others. All ranks call it.
 
         Args:
             pg: The group.
             max_chunk_bytes: As in the constructor.
             max_chunks: As in the constructor.
             writer_rank: The writer, a rank inside the group.
-            external_writer_handle: Of a writer outside the group; given on ``writer_rank``. All ranks are its readers
-                then, by their ranks inside the group.
+            external_writer_handle: The handle of a writer outside the group, passed on ``writer_rank``. All ranks are
+                then its readers, by their ranks inside the group.
             blocking: Wait until all readers have attached.
             weights_only: As in the constructor.
 
         Returns:
-            The writer's end on ``writer_rank`` (but see ``external_writer_handle``), readers' ends elsewhere.
+            The writer's end on ``writer_rank`` (but see ``external_writer_handle``), readers' ends on other ranks.
 
         Raises:
-            RemoteError: A rank could not make its end; on that rank ``__cause__`` says why.
+            RemoteError: A rank could not create its end; on that rank ``__cause__`` is the reason.
             ValueError: ``writer_rank`` is not a rank of the group.
 
         Cost: four exchanges of a few hundred bytes.
@@ -273,7 +275,7 @@ class MessageQueue:
         *,
         weights_only: bool = True,
     ) -> tuple[MessageQueue, list[Handle]]:
-        """A queue from every rank of a group, the reader's own included, to one of them; called by all ranks.
+        """Create a queue from every rank of a group, including the reader's own, to one of them. All ranks call it.
 
         Args:
             pg: The group.
@@ -284,11 +286,11 @@ class MessageQueue:
             weights_only: As in the constructor.
 
         Returns:
-            The writer's end of this rank's queue; on the reader the handles of all of them, in the order of the ranks,
-            each for ``create_from_handle(handle, 0)``, elsewhere an empty list.
+            The writer's end of this rank's queue. On the reader also the handles of all queues, in rank order, each for
+            ``create_from_handle(handle, 0)``; on other ranks an empty list.
 
         Raises:
-            RemoteError: A rank could not make its end.
+            RemoteError: A rank could not create its end.
             ValueError: ``reader_rank`` is not in the group.
 
         Cost: three exchanges of a few hundred bytes.
@@ -309,7 +311,7 @@ class MessageQueue:
 
 
 def _all_or_none(comms: Communicators, make: Callable[[], _T]) -> _T:
-    """What ``make`` returns; where it raises on one rank, all ranks raise."""
+    """Return the result of ``make``. If it raises on one rank, all ranks raise."""
     try:
         made = make()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The reading end."""
+"""The reader's end of a queue."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from easydist.shm.ring import RingReader, Shape
 
 
 class ReaderEnd(End):
-    """Takes messages from the ring, or from a connection.
+    """The end that receives messages from the ring, or from a connection.
 
     Args:
-        handle: The writer's.
-        rank: This reader.
+        handle: The writer's handle.
+        rank: The rank of this reader.
 
     Attributes:
-        is_local: Whether it shares memory with the writer.
+        is_local: True if it shares memory with the writer.
 
     Raises:
-        OSError: The writer is not to be found.
-        RuntimeError: The rank has been taken.
+        OSError: The writer cannot be reached.
+        RuntimeError: The rank has been used.
     """
 
     def __init__(self, handle: Handle, rank: int) -> None:
@@ -64,7 +64,7 @@ class ReaderEnd(End):
             ) from error
 
     def take(self, until: float | None, patient: bool) -> torch.Tensor:
-        """The next message; ``patient``: a wait of minutes is nothing to log."""
+        """Return the next message. With ``patient``, a wait of minutes is not logged."""
         with self.turn(until):
             if not self._pull():
                 self._until(self._pull, until, self._late, patient)
@@ -81,7 +81,7 @@ class ReaderEnd(End):
         return self._message is not None
 
     def wait_until_ready(self, until: float | None) -> None:
-        """Wait until all readers are there."""
+        """Wait until all readers have attached."""
         with self.turn(until):
             self._until(self._is_ready, until, lambda: "wait_until_ready: not all readers came in time")
 

@@ -1,9 +1,9 @@
-"""The way to readers that share no memory with the writer: TCP, with a key.
+"""The connection to readers that share no memory with the writer: TCP, authenticated with a key.
 
-A reader says hello: its rank, a random number, its process, and an HMAC of them by the key of the queue. The writer
-answers with an HMAC of the reader's random number; then it sends, each message after its length. Each rank is let in
-once, so that an overheard hello is of no use. What is sent afterwards is neither encrypted nor authenticated: an HMAC
-of each message would take more than a third of the throughput (1 MB: 0.55 ms at either end, where sending takes 1 ms).
+A reader sends a hello: its rank, a random number, its process record, and an HMAC of them with the queue's key. The
+writer answers with an HMAC of the reader's random number, and then sends each message after its length. It accepts each
+rank once, so that an intercepted hello is useless. The messages are neither encrypted nor authenticated: an HMAC of
+each would cost more than a third of the throughput (1 MB: 0.55 ms at either end, while sending takes 1 ms).
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _LENGTH = struct.Struct("<Q")
 _READY, _CLOSED = 2**64 - 1, 2**64 - 2
 _LEAVE = b"L"
 _PENDING, _PATIENCE = 64, 10.0
-"""How many connections may be undecided, and for how many seconds each."""
+"""The number of unauthenticated connections allowed, and the seconds that each may take."""
 
 _NO_FILES = errno.EMFILE, errno.ENFILE
 
 
 def own_address() -> str:
-    """By which address other hosts reach this one; loopback where there is no network."""
+    """Return the address by which other hosts reach this one; loopback if there is no network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect(("192.0.2.1", 9))  # a UDP socket sends nothing when it connects
+        probe.connect(("192.0.2.1", 9))  # connecting a UDP socket sends nothing
         return str(probe.getsockname()[0])
     return "127.0.0.1"
 
@@ -51,19 +51,19 @@ def _proof(key: bytes, role: bytes, text: bytes) -> bytes:
 
 
 _Reader = tuple[int, bytes, "Sender"]
-"""Its rank, its record, and the connection to it."""
+"""A reader's rank, its record, and the connection to it."""
 
 
 class Listener:
-    """Where readers connect.
+    """The socket to which readers connect.
 
     Args:
         host: The address to listen at.
-        key: Of the queue.
+        key: The key of the queue.
 
     Attributes:
-        address: Host and port.
-        fault: Why connections could not be accepted at the last attempt; None where they could.
+        address: The host and port.
+        fault: The error of the last attempt to accept connections; None if it succeeded.
     """
 
     def __init__(self, host: str, key: bytes) -> None:
@@ -76,9 +76,9 @@ class Listener:
         self.fault: str | None = None
 
     def accepted(self) -> list[_Reader]:
-        """Readers that have proved to have the key since the last call: rank, record, and the way to each."""
+        """Return the readers that have since the last call proved to have the key: rank, record, connection."""
         found = self._heard()
-        for _ in range(_PENDING):  # no more at a time: a flood of connections does not hold the writer
+        for _ in range(_PENDING):  # a limit, so that a flood of connections does not block the writer
             if (connection := self._accept()) is None:
                 break
             if len(self._pending) == _PENDING:
@@ -93,11 +93,11 @@ class Listener:
         return [hello for hello, _ in received if hello is not None]
 
     def _drop_oldest(self) -> None:
-        """Readers say hello as soon as they are connected, so the connection that has waited longest is no reader's."""
+        """Drop the oldest pending connection. Readers send their hello at once, so it is not a reader's."""
         self._pending.pop(0)[0].close()
 
     def _accept(self) -> socket.socket | None:
-        """The next connection; None where there is none, or it cannot be had."""
+        """Accept the next connection; None if there is none or accepting fails."""
         while True:
             try:
                 connection, _ = self._socket.accept()
@@ -105,7 +105,7 @@ class Listener:
                 if error.errno == errno.ECONNABORTED:
                     continue
                 if error.errno in _NO_FILES and self._pending:
-                    self._drop_oldest()  # a silent connection may be what takes the last descriptor
+                    self._drop_oldest()  # a silent connection may hold the last descriptor
                     continue
                 is_fault = not isinstance(error, BlockingIOError)
                 self.fault = os.strerror(error.errno or 0) if is_fault else None
@@ -114,7 +114,7 @@ class Listener:
             return connection
 
     def _read_hello(self, connection: socket.socket, received: bytearray, until: float) -> _Reader | None:
-        """The hello of a pending connection once it has come whole; a connection that sent something else is closed."""
+        """Return the hello of a pending connection once it is complete. Close the connection if it is not valid."""
         try:
             text = connection.recv(_HELLO_NBYTES - len(received))
         except BlockingIOError:
@@ -132,7 +132,7 @@ class Listener:
         return None
 
     def close(self) -> None:
-        """Let nobody else in."""
+        """Stop accepting connections."""
         self._socket.close()
         for connection, _, _ in self._pending:
             connection.close()
@@ -142,16 +142,16 @@ class Listener:
 class Sender:
     """The writer's side of the connection to one reader.
 
-    What the socket does not take at once, a thread sends.
+    A thread sends the bytes that the socket does not accept at once.
 
     Args:
-        connection: Not blocking.
-        proof: That this is the writer; goes first.
+        connection: A non-blocking socket.
+        proof: The proof that this is the writer, which is sent first.
 
     Attributes:
-        has_left: Whether the reader has closed its end.
-        is_broken: Whether the connection broke.
-        on_progress: Called from the thread when something has been sent.
+        has_left: True if the reader has closed its end.
+        is_broken: True if the connection broke.
+        on_progress: A function that the thread calls after sending something.
     """
 
     def __init__(self, connection: socket.socket, proof: bytes) -> None:
@@ -166,19 +166,19 @@ class Sender:
         self.on_progress: Callable[[], None] = _nothing
 
     def welcome(self) -> None:
-        """Let the reader in."""
+        """Accept the reader."""
         self._add(self._proof)
 
     def refuse(self) -> None:
-        """Do not."""
+        """Refuse the reader."""
         self._socket.close()
 
     def add(self, message: bytes) -> None:
-        """Send a message; returns at once."""
+        """Send a message. Returns at once."""
         self._add(message, _LENGTH.pack(len(message)))
 
     def set_ready(self) -> None:
-        """Tell the reader that all readers are there."""
+        """Tell the reader that all readers have attached."""
         self._add(_LENGTH.pack(_READY))
 
     def _add(self, data: bytes, head: bytes = b"") -> None:
@@ -188,7 +188,7 @@ class Sender:
             self._push()
 
     def _push(self) -> None:
-        """Send what the socket takes, and have a thread for the rest; an interrupt may have kept one from starting."""
+        """Send as much as the socket accepts, and start a thread for the rest unless one runs already."""
         if self._thread is not None and self._thread.is_alive():
             return
         self._send()
@@ -203,7 +203,7 @@ class Sender:
                 left, sent = backlog[0]
                 if sent:
                     backlog[0] = left[sent[0] :], []
-                elif left:  # no bytecode, and so no interrupt, between the call and the note of its result
+                elif left:  # no bytecode, and so no interrupt, between the call and recording its result
                     sent.extend(map(self._socket.send, (left,)))
                 else:
                     backlog.popleft()
@@ -214,11 +214,11 @@ class Sender:
             backlog.clear()
 
     def _pump(self) -> None:
-        """Send what is left, then end."""
+        """Send the rest, then end."""
         poller = select.poll()
         try:
             poller.register(self._socket, select.POLLOUT)
-        except ValueError:  # closed before this thread had begun
+        except ValueError:  # closed before this thread started
             return
         while True:
             poller.poll(500)
@@ -231,13 +231,13 @@ class Sender:
         self.on_progress()
 
     def unsent(self) -> tuple[int, int]:
-        """How many messages have not been sent as a whole, and their bytes."""
+        """Return the number of messages that have not been sent completely, and their bytes."""
         with self._lock:
             self._push()
             return -(-len(self._backlog) // 2), sum(len(left) for left, _ in self._backlog)
 
     def look(self) -> None:
-        """See whether the reader is still there."""
+        """Check whether the reader is still connected."""
         try:
             text = self._socket.recv(1)
             self.has_left = self.has_left or text == _LEAVE
@@ -248,11 +248,11 @@ class Sender:
             self.is_broken = True
 
     def say_goodbye(self) -> None:
-        """Tell the reader that nothing more comes."""
+        """Tell the reader that the queue is closed."""
         self._add(_LENGTH.pack(_CLOSED))
 
     def close(self) -> None:
-        """End the connection; what is not sent is lost."""
+        """Close the connection. Unsent data is lost."""
         with self._lock:
             self._backlog.clear()
             thread = self._thread
@@ -263,18 +263,18 @@ class Sender:
         self._socket.close()
 
     def release(self) -> None:
-        """Close this process's copy, in a forked child; the connection is its parent's."""
+        """Close this process's copy of the socket, in a forked child. The connection remains the parent's."""
         self._socket.close()
 
 
 class _Awaited:
-    """What a reader waits for; never changed but for ``got``, so that no interrupt leaves it half changed.
+    """The data that a reader waits for. Only ``got`` ever changes, so an interrupt cannot leave it inconsistent.
 
     Attributes:
-        whole: Where it goes.
-        left: The part that has not come.
-        got: How many bytes came last, if ``left`` does not say so yet.
-        message: Whose bytes they are; None for a length, and for the proof at the beginning.
+        whole: The target memory.
+        left: The part that has not arrived.
+        got: The number of bytes that arrived last, if ``left`` does not include them yet.
+        message: The message they belong to; None for a length, and for the proof at the beginning.
     """
 
     def __init__(
@@ -290,21 +290,21 @@ class _Awaited:
 
 
 class Receiver:
-    """A reader's side.
+    """The reader's side of a connection.
 
     Args:
-        address: The writer's.
-        key: Of the queue.
-        rank: This reader.
-        record: What the writer shall know of this process.
-        writer: Whom it connects to.
+        address: The writer's address.
+        key: The key of the queue.
+        rank: The rank of this reader.
+        record: The record of this process for the writer.
+        writer: The writer's process.
 
     Attributes:
-        is_ready: Whether all readers are there.
-        is_closed: Whether the writer has closed its end, and all its messages have been read.
+        is_ready: True if all readers have attached.
+        is_closed: True if the writer has closed its end, and all its messages have been read.
 
     Raises:
-        OSError: Nobody listens there.
+        OSError: No process listens there.
     """
 
     def __init__(self, address: tuple[str, int], key: bytes, rank: int, record: bytes, writer: Peer) -> None:
@@ -321,10 +321,10 @@ class Receiver:
         self._whole: torch.Tensor | None = None
 
     def pull(self) -> torch.Tensor | None:
-        """Take what has come; returns a message once it is whole.
+        """Receive available data, and return a message once it is complete.
 
         Raises:
-            PermissionError: The writer does not let this reader in, or is not the one that made the handle.
+            PermissionError: The writer refuses this reader, or is not the one that created the handle.
         """
         while self._whole is None and not (self.is_closed or self.is_broken):
             awaited = self._awaited
@@ -338,7 +338,7 @@ class Receiver:
         return message
 
     def _receive(self, awaited: _Awaited) -> bool:
-        try:  # no bytecode, and so no interrupt, between the call and the note of its result
+        try:  # no bytecode, and so no interrupt, between the call and recording its result
             awaited.got.extend(map(self._socket.recv_into, (awaited.left,)))
         except BlockingIOError:
             return False
@@ -357,14 +357,14 @@ class Receiver:
             )
 
     def _take(self, awaited: _Awaited) -> None:
-        """What was awaited is there."""
+        """Handle awaited data that is complete."""
         following = _Awaited(memoryview(bytearray(_LENGTH.size)))
         if awaited.is_proof:
             self._check(awaited.whole)
         elif awaited.message is None:
             (length,) = _LENGTH.unpack(awaited.whole)
             self.is_closed = length == _CLOSED
-            self.is_ready = True  # where the first message has come, all readers are there, or need not be
+            self.is_ready = True  # once the first message has come, all readers have attached, or need not
             if length < _CLOSED:
                 message = self._memory(length)
                 following = _Awaited(message.numpy().data, message=message)
@@ -374,7 +374,7 @@ class Receiver:
         try:
             return memory.empty([length], torch.uint8)
         except (MemoryError, OSError, OverflowError, RuntimeError, TypeError, ValueError) as error:
-            self.is_broken = True  # what follows cannot be told from it
+            self.is_broken = True  # the beginning of the next message is unknown
             raise ConnectionError(
                 f"MessageQueue: the writer announces a message of {length} bytes, for which there is no memory here; "
                 "close this queue, and make a new one"
@@ -386,7 +386,7 @@ class Receiver:
             raise PermissionError("what answers at the writer's address does not have the key of this queue")
 
     def sleep(self, look: Callable[[], bool], seconds: float) -> bool:
-        """Sleep until something comes; returns what ``look`` says then."""
+        """Sleep until something arrives, and return the result of ``look``."""
         if self.is_broken:
             time.sleep(seconds)
         else:
@@ -394,16 +394,16 @@ class Receiver:
         return look()
 
     def close(self) -> None:
-        """Tell the writer that nobody reads here any more."""
+        """Tell the writer that this reader has closed."""
         with suppress(OSError):
             self._socket.send(_LEAVE)
             self._socket.shutdown(socket.SHUT_WR)
         self._socket.close()
 
     def release(self) -> None:
-        """Close this process's copy, in a forked child."""
+        """Close this process's copy of the socket, in a forked child."""
         self._socket.close()
 
 
 def _nothing() -> None:
-    """Nobody waits."""
+    """Do nothing; used while no one waits."""

@@ -1,4 +1,4 @@
-"""The writing end."""
+"""The writer's end of a queue."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from easydist.shm.ring import RingWriter, Shape
 _log = logging.getLogger("easydist")
 _LOOK_EVERY = 0.1
 _FAREWELL = 5.0
-"""Seconds that ``close`` waits for slow connections."""
+"""Seconds for which ``close`` waits for slow connections."""
 
 _ACCEPT_EVERY = 0.005
-"""Seconds of sleep while readers are still to come: those without shared memory cannot wake the writer."""
+"""The longest sleep in seconds while readers are missing: those without shared memory cannot wake the writer."""
 
 _SOON = 0.001
-"""Seconds that readers get to make room before the ring grows."""
+"""Seconds for which readers can make room before the ring grows."""
 
 
 class WriterEnd(End):
-    """Writes messages into the ring, and to connections.
+    """The end that writes messages into the ring, and to connections.
 
     Args:
-        n_reader: How many readers there are.
-        local_ranks: Those that are expected to share memory.
-        max_chunk_bytes: With ``max_chunks``: bytes that may wait.
-        max_chunks: Messages that may wait.
-        connect_ip: Where to listen for the others.
+        n_reader: The number of readers.
+        local_ranks: The readers that are expected to share memory.
+        max_chunk_bytes: The product with ``max_chunks`` is the number of bytes that can wait.
+        max_chunks: The number of messages that can wait.
+        connect_ip: The address at which to listen for the others.
 
     Raises:
         OSError: It cannot listen there.
@@ -61,7 +61,7 @@ class WriterEnd(End):
         self._senders: dict[int, Sender] = {}
         self._ring, self._listener = self._make_ring(), None
         self._n_remote = n_reader - (len(self._local_ranks) if self._ring else 0)
-        self._progress: SimpleQueue[None] = SimpleQueue()  # an interrupt inside an Event leaves it locked for ever
+        self._progress: SimpleQueue[None] = SimpleQueue()  # an interrupt inside an Event would leave it locked forever
         self._start = -1
         self._look_at = 0.0
         self._seen: Exception | None = None
@@ -90,16 +90,16 @@ class WriterEnd(End):
         except OSError:
             if self._n_remote:
                 raise
-            return None  # no network: readers that cannot attach will say so
+            return None  # no network: readers that cannot attach report it
 
     def handle(self, weights_only: bool) -> Handle:
-        """What readers need."""
+        """Return the handle for readers."""
         ring = (self._ring.name, self._ring.shape.plain()) if self._ring else None
         address = self._listener.address if self._listener else None
         return Handle(self._local_ranks, self._n_reader, ring, address, self._key, own_record(), weights_only)
 
     def put(self, message: codec.EncodedObject, until: float | None) -> None:
-        """Give a message to all readers, or to none."""
+        """Send a message to all readers, or to none."""
         with self.turn(until):
             if (fault := self._seen or self._departure()) is not None:
                 raise fault
@@ -169,7 +169,7 @@ class WriterEnd(End):
         return len(self._peers) == self._n_reader
 
     def _greet(self) -> None:
-        """Let readers in that have come."""
+        """Accept the readers that have arrived."""
         for i, rank in enumerate(self._local_ranks if self._ring else ()):
             if rank not in self._peers and self._ring and (note := self._ring.note(i)) is not None:
                 try:
@@ -199,19 +199,19 @@ class WriterEnd(End):
         self._peers[rank], self._senders[rank] = Peer(rank, record), sender
         sender.on_progress = self._wake
         sender.welcome()
-        if self._ring is not None and rank in self._local_ranks:  # one that cannot attach
+        if self._ring is not None and rank in self._local_ranks:  # a local reader that cannot attach
             self._n_remote += 1
             for message in self._ring.drop(self._local_ranks.index(rank)):
                 sender.add(message)
 
     def _look_around(self) -> None:
-        """Now and then, after the readers have been told: the next call raises what is seen."""
+        """Look for lost readers from time to time, after sending. The next call raises the result."""
         if time.monotonic() >= self._look_at:
             self._seen = self._lost_reader()
 
     def _fault(self) -> Exception | None:
         fault = self._lost_reader()
-        refusal, self._refusal = self._refusal, None  # once: the reader may come again
+        refusal, self._refusal = self._refusal, None  # report it once: the reader may come again
         return fault or (ConnectionError(f"MessageQueue: {refusal}") if refusal else None)
 
     def _lost_reader(self) -> Exception | None:
@@ -224,7 +224,7 @@ class WriterEnd(End):
         return self._departure()
 
     def _departure(self) -> Exception | None:
-        """What is to be said of a reader that is known to have left."""
+        """Return the error for a reader that is known to have left; None if there is none."""
         for i, rank in enumerate(self._local_ranks if self._ring else ()):
             if self._ring and self._ring.has_left(i):
                 return _left(rank)

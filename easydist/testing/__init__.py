@@ -1,4 +1,4 @@
-"""For tests of distributed code: real processes, started once; and a battery for communicators."""
+"""Tools for tests of distributed code: real processes, started once, and a conformance test for communicators."""
 
 from easydist.testing.conformance import check_comm
 from easydist.testing.decorator import distributed

@@ -1,4 +1,4 @@
-"""What the battery for communicators moves and reduces, and how results are compared."""
+"""The data and reductions of the conformance test for communicators, and the comparison of results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOVED = (
     torch.complex64,
     torch.complex128,
 )
-"""Dtypes that every communicator moves, bit for bit."""
+"""The dtypes that every communicator moves, bit for bit."""
 
 REDUCED = (
     torch.uint8,
@@ -42,10 +42,10 @@ REDUCED = (
     torch.float32,
     torch.float64,
 )
-"""Dtypes that every communicator reduces."""
+"""The dtypes that every communicator reduces."""
 
 SIZES = (0, 1, 7, 40_001)
-"""Numbers of elements: none, one, odd, large and odd."""
+"""The numbers of elements: none, one, odd, large and odd."""
 
 OPS = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.AVG)
 BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
@@ -54,7 +54,7 @@ _drawn: list[tuple[torch.dtype, ...]] = [MOVED]
 
 
 def sample(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Different values on every rank, in every dtype: random bits where data moves, with NaN payloads and -0.0."""
+    """Return different values on every rank, in every dtype: random bits, including NaN payloads and -0.0."""
     generator = torch.Generator().manual_seed(1000 * rank + numel)
     if dtype is torch.bool:
         return torch.randint(0, 2, (numel,), generator=generator).bool()
@@ -63,26 +63,26 @@ def sample(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def small(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Values whose sums and products every dtype holds exactly."""
+    """Return values whose sums and products every dtype represents exactly."""
     generator = torch.Generator().manual_seed(1000 * rank + numel)
     return torch.randint(1, 4, (numel,), generator=generator).to(dtype)
 
 
 def expect(got: torch.Tensor, want: torch.Tensor, *what: object) -> None:
-    """Make sure that two tensors are the same bits; ``what`` says which they are."""
+    """Make sure that two tensors have the same bits. ``what`` names them in the error."""
     same = got.dtype == want.dtype and got.shape == want.shape
     same = same and torch.equal(got.view(torch.uint8), want.view(torch.uint8))
     assert same, f"{' '.join(map(str, what))}: got {got}, want {want}"
 
 
 def cases() -> Iterator[tuple[torch.dtype, int]]:
-    """Every dtype that is drawn, with every size."""
+    """Return every selected dtype with every size."""
     return itertools.product(_drawn[-1], SIZES)
 
 
 @contextlib.contextmanager
 def drawing(*dtypes: torch.dtype) -> Iterator[None]:
-    """While this lasts, only these dtypes are moved."""
+    """Move only these dtypes during the block."""
     _drawn.append(dtypes)
     try:
         yield
@@ -91,5 +91,5 @@ def drawing(*dtypes: torch.dtype) -> Iterator[None]:
 
 
 def uneven(rank: int, numel: int) -> int:
-    """Sizes that differ between ranks; rank 1 has nothing."""
+    """Return a size that differs between ranks, and is 0 on rank 1."""
     return 0 if rank == 1 else numel + rank

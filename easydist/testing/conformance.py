@@ -1,4 +1,4 @@
-"""What every communicator has to do: each operation × dtype × size × root, against what one process would compute."""
+"""The conformance test for communicators: each operation × dtype × size × root, compared with one process's result."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["MOVED", "check_comm", "default_group", "run_battery", "sample", "sol
 
 
 def check_comm(make: Callable[[int, int], Collectives], world_sizes: Sequence[int] = (1, 2, 3, 4)) -> None:
-    """Run the battery over communicators made by ``make``.
+    """Test the communicators created by ``make``.
 
     Args:
-        make: Takes (rank, world size), called on each rank inside a fresh gloo default group; returns the communicator
-            to check. Has to be importable by other processes.
-        world_sizes: For each of them all operations are checked.
+        make: A function of (rank, world size), called on each rank inside a fresh gloo default group, that returns the
+            communicator to check. Other processes must be able to import it.
+        world_sizes: The numbers of ranks with which to check all operations.
 
     Raises:
-        ExceptionGroup: What the ranks raised; an ``AssertionError`` names operation, dtype, size and root.
+        ExceptionGroup: The errors of the ranks; an ``AssertionError`` names operation, dtype, size and root.
 
     Example:
         >>> from easydist.testing import check_comm
@@ -37,21 +37,21 @@ def check_comm(make: Callable[[int, int], Collectives], world_sizes: Sequence[in
 
 
 def solo(rank: int, world_size: int) -> Collectives:
-    """The communicator of a world of one, for ``check_comm``."""
+    """Create the communicator of a world of one, for ``check_comm``."""
     from easydist.transport.backends.solo import Solo
 
     return Collectives(Solo(), "solo")
 
 
 def default_group(rank: int, world_size: int) -> Collectives:
-    """The communicator over the default process group, for ``check_comm``."""
+    """Create the communicator over the default process group, for ``check_comm``."""
     from easydist.state import communicators
 
     return communicators().met().control
 
 
 def run_battery(make: Callable[[int, int], Collectives], rank: int, world_size: int) -> None:
-    """All checks, on one rank."""
+    """Run all checks on one rank."""
     comm = make(rank, world_size)
     assert (comm.get_rank(), comm.get_size()) == (rank, world_size)
     for check in (
@@ -169,7 +169,7 @@ def _scatter(comm: Collectives) -> None:
 
 
 def _send(comm: Collectives) -> None:
-    """Round a ring; even ranks send first, so that no send has to return before it has been received."""
+    """Check sends around a ring. Even ranks send first, so a send may block until it is received."""
     rank, size = comm.get_rank(), comm.get_size()
     last, next_ = (rank - 1) % size, (rank + 1) % size
     for dtype, numel in cases() if size > 1 else ():
@@ -182,7 +182,7 @@ def _send(comm: Collectives) -> None:
 
 
 def _sends_in_flight(comm: Collectives) -> None:
-    """Messages from rank 0 to each other arrive in order, around a collective, and however they are waited for."""
+    """Check that messages from rank 0 arrive in order, around a collective, whatever the order of the waits."""
     rank, size = comm.get_rank(), comm.get_size()
     outputs = [torch.empty(5, dtype=torch.int64) for _ in range(4)]
     works = [
@@ -205,7 +205,7 @@ def _barrier(comm: Collectives) -> None:
 
 
 def _asynchronous(comm: Collectives) -> None:
-    """Several operations under way, waited for in the opposite order."""
+    """Check several operations under way that are waited for in reverse order."""
     rank, size = comm.get_rank(), comm.get_size()
     outputs = [torch.empty(size * 5, dtype=torch.int64) for _ in range(4)]
     works = [
@@ -220,7 +220,7 @@ def _asynchronous(comm: Collectives) -> None:
 
 
 def _misuse(comm: Collectives) -> None:
-    """Wrong arguments are refused on the rank that gives them, before anything is sent; the communicator works on."""
+    """Check that wrong arguments raise on their rank before anything is sent, and the communicator still works."""
     size = comm.get_size()
     one, wrong = torch.zeros(1), torch.zeros(size + 1)  # several elements of grid share memory
     grid = torch.zeros(1).expand(3)

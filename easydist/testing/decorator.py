@@ -1,4 +1,4 @@
-"""Tests whose body runs on every rank."""
+"""The decorator for tests whose body runs on every rank."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from easydist.testing.pool import default_pool
 def distributed(world_size: int | Sequence[int] = 2, *, timeout: float | None = None) -> Callable[..., Any]:
     """Decorate a test function to run on every rank of a fresh gloo group.
 
-    The function may take ``rank`` and ``world_size``; all its other parameters are pytest's (fixtures,
+    The function may have the parameters ``rank`` and ``world_size``. All its other parameters are pytest's (fixtures,
     ``parametrize``), or hypothesis' (``@given`` goes above ``@distributed``, so that all ranks see the same example),
-    and have to be picklable.
+    and must be picklable.
 
     Args:
-        world_size: How many ranks; several numbers make as many tests.
-        timeout: Seconds; None is the pool's.
+        world_size: The number of ranks; several numbers create one test each.
+        timeout: Seconds; None means the pool's.
 
     Example:
         >>> import torch, easydist
@@ -38,7 +38,7 @@ def distributed(world_size: int | Sequence[int] = 2, *, timeout: float | None = 
             default_pool().run(wrapper, size, timeout=timeout, **given)
 
         wrapper.each_rank = fn  # type: ignore[attr-defined]
-        del wrapper.__wrapped__  # pytest would take the signature of what is inside
+        del wrapper.__wrapped__  # pytest would take the signature of the inner function
         wrapper.__signature__ = signature  # type: ignore[attr-defined]
         return wrapper if isinstance(world_size, int) else _parametrized(wrapper, world_size)
 

@@ -1,6 +1,6 @@
 """The pytest plugin: ``pytest_plugins = ["easydist.testing.plugin"]`` in ``conftest.py``.
 
-It gives the fixture ``ranks``, and ends the pool with the session.
+It provides the fixture ``ranks``, and ends the pool with the session.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from easydist.testing.pool import Pool, close_default_pool, default_pool
 
 @pytest.fixture(scope="session")
 def ranks() -> Pool:
-    """The session's pool: ``ranks.run(fn, world_size, *args)`` calls ``fn`` on every rank."""
+    """Return the session's pool: ``ranks.run(fn, world_size, *args)`` calls ``fn`` on every rank."""
     return default_pool()
 
 

@@ -1,7 +1,7 @@
-"""A pool of worker processes that plays the ranks of a distributed program.
+"""A pool of worker processes that act as the ranks of a distributed program.
 
-The workers are started once, from a fork server that has torch loaded, and stay. Each run gives some of them a fresh
-process group on a store of its own, so that one run leaves nothing behind for the next.
+The workers are started once, from a fork server with torch loaded, and stay alive. Each run gives some of them a fresh
+process group on a store of its own, so that no run affects the next.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ if sys.version_info < (3, 11):
     from exceptiongroup import ExceptionGroup
 
 GRACE = 2.0
-"""Seconds that the other ranks get after the first one has failed."""
+"""Seconds that the other ranks have after the first one has failed."""
 
 DUMPED = 30.0
-"""Seconds in which a stuck rank shows its stacks, unless it has taken the signal for itself."""
+"""Seconds within which a stuck rank dumps its stacks, unless the test has replaced the signal handler."""
 
 
 class Stuck(Exception):
-    """A rank did not end in time; its stacks are in the notes."""
+    """A rank did not end in time. Its stacks are in the notes."""
 
 
 class Died(Exception):
-    """A rank's process ended in the middle of a run."""
+    """A rank's process ended during a run."""
 
 
 class Pool:
-    """Worker processes for as many ranks as have been asked for.
+    """Worker processes for as many ranks as have been requested.
 
     Args:
-        timeout: Seconds that a run may take.
+        timeout: The seconds that a run may take.
 
     Example:
         >>> import os
@@ -75,19 +75,20 @@ class Pool:
         """Call ``fn(*args, **kwargs)`` on every rank of a fresh gloo group of ``world_size`` ranks.
 
         Args:
-            fn: A function that the workers can import: of a module, not of a function's body.
-            world_size: How many ranks.
-            *args: For ``fn``; have to be picklable.
-            timeout: Seconds; None is the pool's.
-            **kwargs: For ``fn``. ``rank`` and ``world_size`` are filled in where ``fn`` has parameters of these names.
+            fn: A function that the workers can import, defined at the top level of a module.
+            world_size: The number of ranks.
+            *args: Arguments for ``fn``. They must be picklable.
+            timeout: Seconds; None means the pool's.
+            **kwargs: Arguments for ``fn``. ``rank`` and ``world_size`` are added if ``fn`` has parameters of these
+                names.
 
         Returns:
-            What ``fn`` returned on each rank.
+            The result of ``fn`` on each rank.
 
         Raises:
-            ExceptionGroup: What the ranks raised, the first failure first, each with its rank and traceback in its
-                notes. Once one rank has failed, the others get two seconds; one that is stuck then is a ``Stuck`` with
-                its stacks, and the pool's workers are replaced.
+            ExceptionGroup: The errors of the ranks, the first failure first, each with its rank and traceback in its
+                notes. Once one rank has failed, the others have two seconds; one that is still stuck then is reported
+                as a ``Stuck`` with its stacks, and the pool's workers are replaced.
         """
         self._grow(world_size)
         workers = self._workers[:world_size]
@@ -114,7 +115,7 @@ class Pool:
             self._workers.append(_Worker(self._context, self._folder.name))
 
     def _collect(self, workers: list[_Worker], timeout: float) -> list[tuple[int, Any]]:
-        """Outcomes in the order in which they come."""
+        """Return the outcomes in the order in which they arrive."""
         outcomes: list[tuple[int, Any]] = []
         waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
         deadline = time.monotonic() + timeout
@@ -161,7 +162,7 @@ class _Worker:
             return Failure(Died(f"the process ended with exit code {self._process.exitcode}"), "", True)
 
     def stacks(self) -> str:
-        """The stacks of all its threads, now."""
+        """Return the current stacks of all its threads."""
         path = Path(self._stacks.name)
         first, dump = path.read_text(), ""
         with contextlib.suppress(ProcessLookupError):
@@ -187,7 +188,7 @@ class _Worker:
 
 
 def _filters() -> list[tuple[Any, ...]]:
-    """The caller's warning filters, so that what is an error here is one in the workers."""
+    """Return the caller's warning filters, so that the same warnings are errors in the workers."""
     return [
         (action, getattr(message, "pattern", message) or "", category, getattr(module, "pattern", module) or "", lineno)
         for action, message, category, module, lineno in warnings.filters
@@ -214,7 +215,7 @@ _default: Pool | None = None
 
 
 def default_pool() -> Pool:
-    """The pool of this process, started at the first call and ended at exit."""
+    """Return the pool of this process, created at the first call and ended at exit."""
     global _default
     if _default is None or _default._owner != os.getpid():
         _default = Pool()

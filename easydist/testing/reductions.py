@@ -1,4 +1,4 @@
-"""The battery's reductions: each operation × dtype × size, against a fold in one process."""
+"""The reductions of the conformance test: each operation × dtype × size, compared with a fold in one process."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def _oracle(op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     if op.type.name != "AVG":
         return functools.reduce(_ORACLE[op.type.name], parts)
     mean = torch.stack([part.double() for part in parts]).sum(0) / len(parts)
-    return mean.to(parts[0].dtype)  # conversion truncates toward zero
+    return mean.to(parts[0].dtype)  # the conversion truncates toward zero
 
 
 def _reductions() -> Iterator[tuple[torch.dtype, int, ReduceOp]]:
-    """Every dtype with every operation, and every size."""
+    """Yield every dtype with every operation, and every size."""
     yield from itertools.product(REDUCED, SIZES[:-1], OPS)
     whole = [dtype for dtype in REDUCED if not dtype.is_floating_point]
     yield from itertools.product([*whole, torch.bool], SIZES[2:3], BITWISE)
@@ -86,7 +86,7 @@ def reduce_scatter(comm: Collectives) -> None:
 
 
 def premultiplied(comm: Collectives) -> None:
-    """Check ``PREMUL_SUM``, whose factors may differ between ranks and which leaves inputs alone."""
+    """Check ``PREMUL_SUM``, whose factors may differ between ranks, and which does not change its inputs."""
     rank, size = comm.get_rank(), comm.get_size()
     for dtype, factor in (
         (torch.float32, 0.5),

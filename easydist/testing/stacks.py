@@ -1,8 +1,8 @@
-"""Recognise the end of what ``faulthandler`` writes.
+"""Detection of the end of a ``faulthandler`` dump.
 
-It writes line by line, straight from the signal handler, so that a process that is stuck in C is shown too; and it
-puts no mark at the end. But the main thread comes last, and its outermost frames never change: a dump that was made
-at the start shows how every later one ends.
+``faulthandler`` writes line by line, straight from the signal handler, so that it also shows a process stuck in C; and
+it writes no mark at the end. But the main thread comes last, and its outermost frames never change: a dump made at the
+start shows the end of every later one.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ _IDENT = re.compile(r"hread (0x[0-9a-f]+)")
 
 
 def is_whole(dump: str, first: str) -> bool:
-    r"""True if a dump of all threads has been written to its end.
+    r"""True if a dump of all threads is complete.
 
     Args:
-        dump: As much of it as there is.
+        dump: The part written so far.
         first: A dump that the main thread made of itself, before any task and any other thread.
 
     Example:

@@ -1,4 +1,4 @@
-"""The battery's further methods, tensors of any strides, and operations that go on in the background."""
+"""Further checks of the conformance test: more methods, tensors of any strides, and operations in the background."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _flat(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def singles(comm: Collectives) -> None:
-    """Check the methods that take one tensor for all ranks."""
+    """Check the methods that pass one tensor for all ranks."""
     rank, size = comm.get_rank(), comm.get_size()
     for (dtype, numel), root in itertools.product(cases(), range(size)):
         output, mine = torch.empty(size * numel, dtype=dtype), sample(rank, numel, dtype)
@@ -36,7 +36,7 @@ def singles(comm: Collectives) -> None:
 
 
 def _uneven_rows(comm: Collectives, dtype: torch.dtype, numel: int) -> None:
-    """Rank s sends r + s rows to rank r, and has one more, as every rank has room for one more."""
+    """Check rows of different numbers: rank s sends r + s to rank r, and all tensors have a spare row."""
     rank, size, width = comm.get_rank(), comm.get_size(), min(numel, 5)
     parts = [[sample(100 * s + r, (r + s) * width, dtype) for r in range(size)] for s in range(size)]
     counts = [r + rank for r in range(size)]
@@ -63,7 +63,7 @@ def lists(comm: Collectives) -> None:
 
 
 def batches(comm: Any) -> None:
-    """Check batches: each rank sends two messages to each other one; the batch is issued twice."""
+    """Check batches: each rank sends two messages to each other one, and the batch is issued twice."""
     rank, size = comm.get_rank(), comm.get_size()
     if not hasattr(comm, "batch_op_create") or size == 1:
         return
@@ -81,12 +81,12 @@ def batches(comm: Any) -> None:
 
 
 def _grid(rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """Three by two, column by column."""
+    """Return a three by two tensor, stored column by column."""
     return small(rank, 6, dtype).view(2, 3).t()
 
 
 def strides(comm: Collectives) -> None:
-    """Check that inputs and outputs may have any strides."""
+    """Check that inputs and outputs can have any strides."""
     rank, size = comm.get_rank(), comm.get_size()
     for dtype in (torch.float32, torch.int16, torch.complex64):
         mine, every = _grid(rank, dtype), [_grid(r, dtype) for r in range(size)]
@@ -116,7 +116,7 @@ def _same(got: list[torch.Tensor], want: list[torch.Tensor], *what: object) -> N
 
 
 class _Asynchronous:
-    """A communicator whose every operation is begun, and then waited for."""
+    """A communicator that begins every operation with ``async_op=True``, and then waits for it."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
@@ -136,7 +136,7 @@ class _Asynchronous:
 
 
 def in_background(comm: Collectives) -> None:
-    """Check the same with ``async_op=True``."""
+    """Check the same operations with ``async_op=True``."""
     other: Any = _Asynchronous(comm)
     for check in (singles, lists, strides, reductions.reduce, reductions.premultiplied):
         check(other)

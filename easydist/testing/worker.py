@@ -1,4 +1,4 @@
-"""What runs in a worker process of the pool."""
+"""The code of the pool's worker processes."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from easydist.state import ProcessState
 
 _TIMEOUT = 60.0
-"""Seconds that a group has at least for a call."""
+"""The least time limit of a group's call, in seconds."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A function by name, so that the worker imports it itself; a wrapped one means the body inside."""
+    """A function by name, so that the worker imports it itself. For a wrapped one it refers to the inner function."""
 
     module: str
     name: str
 
     @classmethod
     def of(cls, fn: Callable[..., Any]) -> Reference:
-        """The reference to a function of a module.
+        """Return the reference to a function of a module.
 
         Raises:
-            ValueError: The function is not to be found by its name.
+            ValueError: The function cannot be found by its name.
         """
         name = getattr(fn, "__qualname__", "<nameless>")
         if "<" in name:
@@ -47,7 +47,7 @@ class Reference:
         return cls(fn.__module__, name)
 
     def load(self) -> Callable[..., Any]:
-        """The function itself."""
+        """Import the function, and return it."""
         value: Any = importlib.import_module(self.module)
         for part in self.name.split("."):
             value = getattr(value, part)
@@ -70,13 +70,13 @@ class Task:
 
     @property
     def group_timeout(self) -> timedelta:
-        """Shorter than a long run's: a rank that is left waiting raises an error, which says for whom it waits."""
+        """The limit of the group. It is shorter than a long run's, so a rank that waits in vain raises an error."""
         return timedelta(seconds=max(_TIMEOUT, self.timeout * 2 / 3))
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank raised."""
+    """The error of a rank."""
 
     error: Exception
     traceback: str
@@ -86,28 +86,28 @@ class Failure:
 def work(pipe: Connection, stacks: str) -> None:
     """Run tasks until there are no more."""
     with open(stacks, "w") as file:
-        faulthandler.dump_traceback(file=file)  # shows how later dumps will end
+        faulthandler.dump_traceback(file=file)  # shows the end of later dumps
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         os.environ["TORCH_DIST_INIT_BARRIER"] = (
-            "1"  # a rank that has nothing to say must not leave while others connect
+            "1"  # a rank with nothing to exchange must not leave while others connect
         )
         torch.set_num_threads(1)
         while (task := pipe.recv()) is not None:
             sys.path[:] = task.path
             pipe.send(_outcome(task))
-            if dist.is_initialized():  # after the report: the others fail when the group ends
+            if dist.is_initialized():  # after the report, since the other ranks fail when the group ends
                 dist.destroy_process_group()
             ProcessState._reset_state()
 
 
 def _outcome(task: Task) -> Any:
-    dist.distributed_c10d._world.group_count = 0  # groups are named by it; a failed one would leave a gap
+    dist.distributed_c10d._world.group_count = 0  # it numbers new groups; a failed one would leave a gap
     try:
         store = FileStore(task.store, task.world_size)
         limit = task.group_timeout
         dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world_size, timeout=limit)
-    except Exception as error:  # this process counts its groups; after a failed one it counts otherwise than its peers
+    except Exception as error:  # after a failed group this process's count of groups differs from its peers'
         return Failure(_portable(error), _trace(error), fatal=True)
     try:
         with warnings.catch_warnings():
@@ -127,7 +127,7 @@ def _apply(filters: list[tuple[Any, ...]]) -> None:
 
 
 def _arguments(fn: Callable[..., Any], task: Task) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The task's arguments, with the rank and the world size where ``fn`` has parameters of these names."""
+    """Return the task's arguments, with the rank and the world size if ``fn`` has parameters of these names."""
     given = {"rank": task.rank, "world_size": task.world_size}
     try:
         names = list(inspect.signature(fn).parameters)
@@ -141,22 +141,22 @@ def _arguments(fn: Callable[..., Any], task: Task) -> tuple[tuple[Any, ...], dic
 
 
 class Skip(Exception):
-    """Stands for pytest's Skipped, which cannot be pickled."""
+    """A stand-in for pytest's Skipped, which cannot be pickled."""
 
 
 def _portable(error: BaseException) -> Exception:
-    """The error itself where it can travel, else its text."""
+    """Return the error itself if it can be pickled, else its text."""
     if type(error).__name__ == "Skipped":
         return Skip(getattr(error, "msg", ""))
     try:
         copy = pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever a class of the test's own may raise
+    except Exception:  # a class of the test's own may raise anything
         copy = None
     return copy if isinstance(copy, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _trace(error: BaseException) -> str:
-    """The traceback; where a bare assertion failed, with the values of the names in it."""
+    """Return the traceback; for a bare assertion, with the values of the local variables."""
     bare = isinstance(error, AssertionError) and not str(error)
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:

@@ -1,9 +1,9 @@
 """A ``torch.distributed`` backend over shared memory, for ranks of one host: ``init_process_group("easydist_shm")``.
 
-Importing this module registers it. ``import easydist`` alone does not: as soon as any backend is registered, torch
-leaves the default backend of ``init_process_group("cpu:gloo")`` undefined.
+Importing this module registers it. ``import easydist`` alone does not: once any backend is registered, torch leaves the
+default backend of ``init_process_group("cpu:gloo")`` undefined.
 
-Operations move on when they begin and in ``wait``, without a thread (``easydist.shm.streams``).
+Operations progress when they begin and in ``wait``, without a thread (``easydist.shm.streams``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from easydist.transport.reduce_op import ReduceOp, check_reducible, combine
 from easydist.transport.work import TorchWork
 
 _Op = tuple[ReduceOp, bool]
-"""How to combine, and whether to divide by the number of ranks then."""
+"""The operation, and True to divide the result by the number of ranks."""
 
 _OPS: dict[Any, _Op] = {
     dist.ReduceOp.SUM: (ReduceOp.SUM, False),
@@ -41,27 +41,27 @@ _OPS: dict[Any, _Op] = {
 
 
 _MOST_HELD = 100
-"""How many works that nobody waits for live on although nothing in Python holds them; see ``GroupWork``."""
+"""The most works without a waiter that stay alive although nothing in Python refers to them; see ``GroupWork``."""
 
 _Base: Any = dist.ProcessGroup
-"""Not checked: its stubs have overloads that torch does not call."""
+"""Untyped, because its stubs have overloads that torch does not call."""
 
 
 @eager_methods
 class SharedMemoryGroup(_Base):  # type: ignore[misc]
-    """A process group whose ranks share memory; made by ``init_process_group`` and ``new_group``.
+    """A process group whose ranks share memory, created by ``init_process_group`` and ``new_group``.
 
-    Reductions are done in rank order, float16 and bfloat16 in float32: the same bits on every rank and in every run.
+    Reductions run in rank order, with float16 and bfloat16 in float32: the same bits on every rank and in every run.
     Tensors may have any strides; those that are not contiguous are copied once more.
 
     Args:
-        backend: What moves the bytes.
-        store: The group's.
-        timeout: How long one wait may last.
-        monitor: Knows the other processes.
+        backend: Moves the bytes.
+        store: The group's store.
+        timeout: The limit of one wait.
+        monitor: Watches the other processes.
 
     Attributes:
-        timeout: How long one wait may last.
+        timeout: The limit of one wait.
     """
 
     def __init__(self, backend: Backend, store: Store, timeout: timedelta, monitor: Monitor) -> None:
@@ -76,34 +76,34 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
     def __repr__(self) -> str:
         return f"SharedMemoryGroup({self._group_name!r}, rank={self.rank()}, size={self.size()})"
 
-    # What torch asks of every group, under its names in Python and, where it differs, in C++.
+    # The methods that torch requires of every group, under its Python names and, where they differ, its C++ names.
 
     def name(self) -> str:
-        """The backend's name."""
+        """Return the backend's name."""
         return NAME
 
     getBackendName = _get_backend_name = name  # noqa: N815
 
     def get_group_store(self) -> Store:
-        """The store in which the ranks have met."""
+        """Return the store in which the ranks have met."""
         return self._store
 
     @property
     def group_name(self) -> str:
-        """What tells it from other groups."""
+        """The name that distinguishes it from other groups."""
         return self._group_name
 
     @property
     def group_desc(self) -> str:
-        """What its maker says about it."""
+        """The description given by its creator."""
         return self._group_desc
 
     def getGroupName(self) -> str:  # noqa: N802
-        """The same, for C++."""
+        """Return ``group_name``, for C++."""
         return self._group_name
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """The same, for C++."""
+        """Return ``group_desc``, for C++."""
         return self._group_desc
 
     def _set_group_name(self, name: str) -> None:
@@ -127,35 +127,35 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
     @property
     def monitor(self) -> Monitor:
-        """What knows the other processes."""
+        """The monitor of the other processes."""
         return self._monitor
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change how long one wait may last."""
+        """Change the limit of one wait."""
         self.timeout = timeout
 
     def shutdown(self) -> None:
-        """Give the memory back; what is under way does not end."""
+        """Release the memory. Operations under way never end."""
         if not self._is_closed:
             self._is_closed = True
             self._monitor.end()
             self._backend.close()
 
     def abort(self) -> None:
-        """The same, and ranks that wait for this one raise."""
+        """Shut down, and make ranks that wait for this one raise."""
         self._monitor.give_up(RemoteError(f"rank {self.rank()} has aborted the group {self._group_name!r}"))
         self.shutdown()
 
     def renew(self, store: Store) -> None:
-        """Connect the ranks again, all of them together, after operations have failed; nothing may be under way.
+        """Reconnect the ranks after failed operations. All ranks call it together, with no operation under way.
 
-        The group stays the object that it is, so what holds it (DDP, a mesh) goes on with it.
+        The group remains the same object, so its users (DDP, a mesh) continue to work.
 
         Args:
-            store: A new one, in which all ranks meet.
+            store: A new store in which all ranks meet.
 
         Raises:
-            EasydistError: Not all ranks came, as when the group is made.
+            EasydistError: Some ranks did not come, as for a new group.
         """
         if self.size() == 1:
             return
@@ -169,7 +169,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
     # Operations. ``opts: Any``: torch has a class of its own for each of them.
 
     def allgather(self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None) -> GroupWork:
-        """``output_tensors[0][r] = input_tensors[0] of rank r``; the ranks' sizes may differ."""
+        """Set ``output_tensors[0][r] = input_tensors[0] of rank r``. The ranks' sizes may differ."""
         (outputs,), (tensor,) = output_tensors, input_tensors
         self._demand_one_per_rank("all_gather", outputs, tensor)
         targets, data = [Target(output) for output in outputs], dense(tensor)
@@ -178,7 +178,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         )
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> GroupWork:
-        """``output = cat([input of rank 0, …])``, or their stack."""
+        """Set ``output = cat([input of rank 0, …])``, or their stack."""
         if output.nbytes != input.nbytes * self.size():
             raise ValueError(f"all_gather_single: {self.size()} times {seen(input)} do not fit {seen(output)}")
         target, data = Target(output), dense(input)
@@ -188,16 +188,16 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         )
 
     def all_gather_single_coalesced(self, output_lists: Tensors, input_list: Tensors, opts: Any = None) -> GroupWork:
-        """The same for several tensors."""
+        """Call ``all_gather_single`` for several tensors."""
         return self._all([self.all_gather_single(o, i, opts) for o, i in zip(output_lists, input_list, strict=True)])
 
     def allgather_coalesced(self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None) -> GroupWork:
-        """``output_lists[r][i] = input_list[i] of rank r``."""
+        """Set ``output_lists[r][i] = input_list[i] of rank r``."""
         outputs = zip(*output_lists, strict=True)
         return self._all([self.allgather([list(o)], [i], opts) for o, i in zip(outputs, input_list, strict=True)])
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> GroupWork:
-        """In place: ``tensor = op(tensor of rank 0, …)`` for each of the tensors."""
+        """Set in place ``tensor = op(tensor of rank 0, …)`` for each of the tensors."""
         op = _op("all_reduce", opts, tensors)
         targets = [Target(tensor, filled=True) for tensor in tensors]
         return self._begin("all_reduce", lambda: [self._reduce(target, op) for target in targets], targets, mean=op[1])
@@ -212,28 +212,28 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         input_split_sizes: Sequence[int],
         opts: Any = None,
     ) -> GroupWork:
-        """Parts of dim 0: the s-th of ``output`` is the one for this rank of rank s's ``input``."""
+        """Exchange parts of dim 0: the s-th of ``output`` is the part of rank s's ``input`` for this rank."""
         target, data = Target(output), dense(input)
         outputs = self._parts("output", target.dense, output_split_sizes)
         inputs = self._parts("input", data, input_split_sizes)
         return self._swap("all_to_all_single", outputs, inputs, [target])
 
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> GroupWork:
-        """``output_tensors[s] = input_tensors[rank] of rank s``; the sizes may differ."""
+        """Set ``output_tensors[s] = input_tensors[rank] of rank s``. The sizes may differ."""
         targets = [Target(output) for output in output_tensors]
         return self._swap("all_to_all", [t.dense for t in targets], [dense(i) for i in input_tensors], targets)
 
     def barrier(self, opts: Any = None) -> GroupWork:
-        """Ends after every rank has begun it."""
+        """Block until every rank has begun it."""
         return self._begin("barrier", lambda: [self._backend.barrier()], [])
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> GroupWork:
-        """In place: ``tensor = tensor of the root``."""
+        """Set in place ``tensor = tensor of the root``."""
         targets, root = [Target(tensor, filled=True) for tensor in tensors], self._root("broadcast", opts)
         return self._begin("broadcast", lambda: [self._backend.broadcast(b, root) for b in all_bytes(targets)], targets)
 
     def gather(self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None) -> GroupWork:
-        """On the root: ``output_tensors[0][r] = input_tensors[0] of rank r``."""
+        """Set on the root ``output_tensors[0][r] = input_tensors[0] of rank r``."""
         (tensor,), root = input_tensors, self._root("gather", opts)
         outputs = output_tensors[0] if root == self.rank() else []
         if root == self.rank():
@@ -244,13 +244,13 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         )
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> GroupWork:
-        """What ``src`` sends to this rank, in that order."""
+        """Receive the tensors that ``src`` sends to this rank, in order."""
         self._demand_message("recv", src, tag)
         targets = [Target(tensor) for tensor in tensors]
         return self._begin("recv", lambda: [self._backend.recv(flat, src) for flat in all_bytes(targets)], targets)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> NoReturn:
-        """Not possible: each pair of ranks has a way of its own.
+        """Raise, since each pair of ranks has its own channel.
 
         Raises:
             ValueError: Always.
@@ -258,29 +258,29 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         raise ValueError(f"recv: {NAME} needs to know who sends; name src=, or use gloo")
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> GroupWork:
-        """On the root, in place: ``tensor = op(tensor of rank 0, …)``; the others keep theirs."""
+        """Set on the root, in place, ``tensor = op(tensor of rank 0, …)``. The other ranks' tensors do not change."""
         op, is_root = _op("reduce", opts, tensors), self._root("reduce", opts) == self.rank()
         targets = [Target(t, filled=True) if is_root else Target(dense(t).clone(), filled=True) for t in tensors]
         return self._begin("reduce", lambda: [self._reduce(target, op) for target in targets], targets, mean=op[1])
 
     def reduce_scatter(self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None) -> GroupWork:
-        """``output_tensors[0] = op(input_tensors[0][rank] of rank 0, …)``; the ranks' sizes may differ."""
+        """Set ``output_tensors[0] = op(input_tensors[0][rank] of rank 0, …)``. The ranks' sizes may differ."""
         (output,), (inputs,) = output_tensors, input_tensors
         return self._reduce_scatter("reduce_scatter", output, inputs, opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> GroupWork:
-        """``output = op(part of rank 0's input, …)``, the part that this rank gets of equal ones."""
+        """Set ``output = op(part of rank 0's input, …)``, where the input has one equal part for each rank."""
         if output.nbytes * self.size() != input.nbytes:
             raise ValueError(f"reduce_scatter_single: {self.size()} times {seen(output)} is not {seen(input)}")
         parts = dense(input).reshape(self.size(), -1).unbind()
         return self._reduce_scatter("reduce_scatter_single", output, parts, opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
-        """The same for several tensors."""
+        """Call ``reduce_scatter_single`` for several tensors."""
         return self._all([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
 
     def scatter(self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None) -> GroupWork:
-        """``output_tensors[0] = input_tensors[0][rank] of the root``."""
+        """Set ``output_tensors[0] = input_tensors[0][rank] of the root``."""
         (output,), root = output_tensors, self._root("scatter", opts)
         inputs = input_tensors[0] if root == self.rank() else []
         if root == self.rank():
@@ -290,12 +290,12 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         return self._begin("scatter", lambda: [self._backend.scatter(flat, flats, root)], [target], data)
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> GroupWork:
-        """To ``dst``, which receives as many bytes; returns once the tensor may be changed again."""
+        """Send to ``dst``, which receives as many bytes. The tensors may be changed once the work has ended."""
         self._demand_message("send", dst, tag)
         data = [dense(tensor) for tensor in tensors]
         return self._begin("send", lambda: [self._backend.send(as_bytes(tensor), dst) for tensor in data], [], data)
 
-    # The names of torch 2.12 and older.
+    # The names in torch 2.12 and older.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     alltoall_base = all_to_all_single
@@ -322,11 +322,11 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
         Args:
             operation: torch's name for it.
-            start: Gives it to the backend.
-            targets: What it fills.
-            keep: What has to live until the end, besides.
-            mean: True if the targets are divided by the number of ranks then.
-            before: Run at the end, before the targets are delivered.
+            start: Starts it in the backend.
+            targets: The tensors to fill.
+            keep: Other tensors that must live until the end.
+            mean: True to divide the targets by the number of ranks at the end.
+            before: A function to run at the end, before the targets are delivered.
         """
 
         def finish() -> None:
@@ -337,7 +337,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
         self._let_go()
         self._monitor.begin(operation, site(), NEVER)
-        self._monitor.check_reports()  # who has given up an operation has come to it: nobody would wait for it any more
+        self._monitor.check_reports()  # a rank that gave up an operation had joined it, so no wait would find it
         self._under_way += 1
         try:
             works = start()
@@ -350,13 +350,13 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         return work
 
     def _all(self, works: Sequence[GroupWork]) -> GroupWork:
-        """One work for several, and a further one of the group's."""
+        """Combine several works into one, which counts as another work of the group."""
         self._under_way += 1
         tensors = [tensor for work in works for tensor in work.tensors]
         return GroupWork(works[0].operation if works else "", works, tensors, self)
 
     def _let_go(self) -> None:
-        """Hold no works any more that have ended; of too many, see whether the oldest have."""
+        """Release works that have ended. If there are too many, check whether the oldest have ended."""
         for work in [work for work in self._held if work.is_done]:
             self._held.remove(work)
         while len(self._held) > _MOST_HELD and self._held[0].is_completed():
@@ -396,7 +396,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         return parts
 
     def _demand_one_per_rank(self, operation: str, tensors: Tensors, own: torch.Tensor | None) -> None:
-        """That there is one tensor per rank, and that this rank's is as large as its counterpart."""
+        """Make sure that there is one tensor per rank, and that this rank's is as large as its counterpart."""
         if len(tensors) != self.size():
             raise ValueError(f"{operation}: needs {self.size()} tensors, one per rank, got {len(tensors)}")
         if own is None or tensors[self.rank()].nbytes != own.nbytes:
@@ -415,14 +415,14 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         if tag:
             raise ValueError(f"{operation}: {NAME} has no tags, messages arrive in the order in which they are sent")
 
-    # For this module: how works and waits end.
+    # For this module: the ends of works and waits.
 
     def hold(self, work: GroupWork) -> None:
-        """Hold a work until the operation after its end: whoever waited for it in C++ has its result by then."""
+        """Keep a work until the operation after its end. A waiter in C++ has its result by then."""
         self._held.append(work)
 
     def leave(self, error: BaseException | None) -> None:
-        """An operation has ended; ``error`` is why, if it has failed."""
+        """Record the end of an operation, with its error if it has failed."""
         self._under_way -= 1
         monitor = self._monitor
         if error is None:
@@ -438,12 +438,12 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
         Args:
             awaited: The ranks that have not come yet.
-            waited: Seconds so far.
+            waited: The seconds so far.
 
         Raises:
             PeerLostError: One of them has ended.
             RemoteError: One of them was interrupted, or has aborted the group.
-            CollectiveTimeout: The time is over.
+            CollectiveTimeout: The time limit has passed.
         """
         self._monitor.guard(awaited, waited)
         if waited >= self.timeout.total_seconds():
@@ -452,7 +452,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
 
 def _op(operation: str, opts: Any, tensors: Tensors) -> _Op:
-    """What a reduction has to do; checked before a byte moves."""
+    """Return the reduction, after checking it before any byte moves."""
     asked = dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
     if asked not in _OPS:
         known = ", ".join(op.name for op in _OPS)
@@ -466,7 +466,7 @@ def _op(operation: str, opts: Any, tensors: Tensors) -> _Op:
 
 
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> SharedMemoryGroup:
-    """What torch calls for a group with this backend."""
+    """Create a group with this backend, for torch."""
     if size == 1:
         return SharedMemoryGroup(Solo(), store, timeout, Monitor(0, 1, timeout.total_seconds()))
     meeting, own = begin_meeting(store, rank, size, timeout)

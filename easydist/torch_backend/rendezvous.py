@@ -1,4 +1,4 @@
-"""Where the ranks of an ``"easydist_shm"`` group meet."""
+"""The meeting of the ranks of an ``"easydist_shm"`` group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from easydist.groups.meeting import Meeting
 
 NAME = "easydist_shm"
-"""What ``init_process_group`` and ``new_group`` are given."""
+"""The name for ``init_process_group`` and ``new_group``."""
 
 _INSTEAD = "Use gloo: init_process_group('gloo')"
 
@@ -21,12 +21,13 @@ _place: ContextVar[Store | None] = ContextVar("easydist_meeting_place", default=
 
 @contextlib.contextmanager
 def meeting_in(store: Store) -> Iterator[None]:
-    """Let the groups that are made in the body meet in this store, whatever torch makes of its own.
+    """Let the groups created in the block meet in this store instead of torch's.
 
-    So a process can make a group that exists elsewhere already, and is renewed there (``SharedMemoryGroup.renew``).
+    So a process can create a group that exists on other ranks already, where it is renewed
+    (``SharedMemoryGroup.renew``).
 
     Args:
-        store: Of one meeting only.
+        store: The store of this meeting only.
     """
     token = _place.set(store)
     try:
@@ -36,13 +37,13 @@ def meeting_in(store: Store) -> Iterator[None]:
 
 
 def begin_meeting(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[Meeting, Store]:
-    """Begin to make a group; returns the meeting of its ranks, and the store that is theirs alone.
+    """Begin to create a group. Return the meeting of its ranks, and the store that is theirs alone.
 
     Args:
-        store: Of groups of this name, one after another: each generation has keys of its own.
-        rank: This process in the group.
-        size: How many processes the group has.
-        timeout: How long the meeting may last.
+        store: The store of groups of this name, one after another. Each generation has keys of its own.
+        rank: The rank of this process in the group.
+        size: The number of processes in the group.
+        timeout: The limit of the meeting.
     """
     store = _place.get() or store
     own = PrefixStore(f"{(store.add('came', 1) - 1) // size}", store)

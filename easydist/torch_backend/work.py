@@ -1,4 +1,4 @@
-"""An operation of a ``torch.distributed`` group under way, and the tensors that it fills."""
+"""A ``torch.distributed`` operation under way, and the tensors that it fills."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Owner(Protocol):
-    """Whose operations they are: a group."""
+    """The owner of operations: a group."""
 
     def leave(self, error: BaseException | None) -> None:
-        """An operation has ended; ``error`` is why, if it has failed."""
+        """Record the end of an operation, with its error if it has failed."""
 
     def hold(self, work: GroupWork) -> None:
-        """Let it live on: nothing in Python holds it, and it has not ended."""
+        """Keep a work alive that has not ended and that nothing in Python refers to."""
 
 
 @eager_methods
 class GroupWork(dist.Work):
-    """An operation under way; moves on inside ``wait`` and ``is_completed``, and when it begins.
+    """An operation under way, which progresses in ``wait`` and ``is_completed``, and when it begins.
 
     Args:
         operation: Its name.
-        works: What has to end.
+        works: The works that must end.
         tensors: Its result.
-        owner: Told when it has ended.
-        finish: Run before, where it has not failed.
-        keep: What has to live until then.
+        owner: The group, which is told when it has ended.
+        finish: A function to call before that, unless it has failed.
+        keep: Tensors that must live until then.
 
     Attributes:
         operation: Its name.
         tensors: Its result.
-        is_done: True if it has ended, well or not.
+        is_done: True if it has ended, whether or not it succeeded.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class GroupWork(dist.Work):
         return f"GroupWork({self.operation}, {'done' if self.is_done else 'under way'})"
 
     def __del__(self) -> None:
-        # DDP's join hands works to C++, which does not hold the Python object, and with it would lose ``wait``.
+        # DDP's join passes works to C++, which does not hold the Python object, and so would lose its ``wait``.
         if not self.is_done:
             self._owner.hold(self)
 
@@ -74,7 +74,7 @@ class GroupWork(dist.Work):
         """Block until the operation has ended.
 
         Args:
-            timeout: How long; zero is the group's. After it the group is of no use any more.
+            timeout: The limit; zero means the group's. After a timeout the group can no longer be used.
         """
         if self._error is not None:
             raise RuntimeError(f"{self.operation} has failed: {self._error}") from self._error
@@ -97,7 +97,7 @@ class GroupWork(dist.Work):
         self._owner.leave(error)
 
     def is_completed(self) -> bool:
-        """True if ``wait`` would return, or raise, at once."""
+        """True if ``wait`` would return or raise at once."""
         if not self.is_done and all(work.is_completed() for work in self._works):
             try:
                 self.wait()
@@ -106,26 +106,26 @@ class GroupWork(dist.Work):
         return self.is_done
 
     def is_success(self) -> bool:
-        """True if it has ended well."""
+        """True if it has succeeded."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Why it has failed."""
+        """Return the error if it has failed."""
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that it has filled."""
+        """Wait, and return the tensors that it has filled."""
         self.wait()
         return list(self.tensors)
 
     def synchronize(self) -> None:
-        """The same as ``wait``."""
+        """Wait, as ``wait`` does."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future with the result, completed already: no thread moves an operation on, and C++ waits for futures.
+        """Return a completed future with the result: no thread completes operations, and C++ waits for futures.
 
-        So buckets of DDP are reduced one after the other, which takes no longer than all of them at the end.
+        So buckets of DDP are reduced one after the other, which takes no longer than reducing all of them at the end.
         """
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self.result())
@@ -133,14 +133,14 @@ class GroupWork(dist.Work):
 
 
 class Target:
-    """A tensor to be filled, and contiguous memory to do it in: its own where possible.
+    """A tensor to fill, and contiguous memory for that, which is the tensor's own if possible.
 
     Args:
-        tensor: Any strides.
-        filled: True if its values are needed before.
+        tensor: A tensor of any strides.
+        filled: True if its present values are needed.
 
     Raises:
-        ValueError: It is not dense, not on the CPU, or expanded: several of its elements share memory.
+        ValueError: It is not dense, not on the CPU, or expanded, so that several of its elements share memory.
     """
 
     def __init__(self, tensor: torch.Tensor, filled: bool = False) -> None:
@@ -155,7 +155,7 @@ class Target:
         self.dense = dense(tensor) if filled else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
     def deliver(self, divisor: int = 1) -> None:
-        """Divide, and put the values where they belong."""
+        """Divide, and copy the values to the tensor if necessary."""
         if divisor > 1:
             self.dense.div_(divisor)
         if not self.is_direct:
@@ -163,22 +163,22 @@ class Target:
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, contiguous; the tensor's own memory where it is so already."""
+    """Return the same values, contiguous: the tensor's own memory if it is contiguous."""
     _demand_here(tensor)
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _demand_here(tensor: torch.Tensor) -> None:
-    """That the backend can move it."""
+    """Make sure that the backend can move it."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         raise ValueError(f"easydist_shm moves dense tensors on the CPU, got {seen(tensor)}, {tensor.layout}")
 
 
 def seen(tensor: torch.Tensor) -> str:
-    """A tensor, for an error."""
+    """Describe a tensor in an error message."""
     return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
 
 
 def all_bytes(targets: Sequence[Target]) -> list[torch.Tensor]:
-    """The memory of several targets."""
+    """Return the memory of several targets as bytes."""
     return [as_bytes(target.dense) for target in targets]

@@ -1,4 +1,4 @@
-"""Weights of a model: from the ranks that have them to those that need them."""
+"""Transfer of a model's weights, from the ranks that have them to those that need them."""
 
 from easydist.weights.broadcast import broadcast_state_dict
 from easydist.weights.checkpoint import broadcast_checkpoint

@@ -1,8 +1,8 @@
-"""Groups of Ray actors: who finds whom, and which generation of a group is meant.
+"""Groups of Ray actors: how members find each other, and how they tell the generations of a group apart.
 
-A generation has a store, which rank 0 serves. Where it is stands in Ray's own key-value store under the group's name,
-or under a token that the driver has chosen. A rank that has joined a generation is not let in twice, so a member that
-comes again, and one that replaces it, wait for the next generation, whatever the name says still.
+A generation has a store, which rank 0 serves. Its address is in Ray's key-value store, under the group's name or under
+a token chosen by the driver. A rank can join a generation only once, so a returning member and a replacement wait for
+the next generation, even while the name still points to the old one.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from easydist.weights.group import Place, PrivateGroup, connect, is_given_up, se
 _POLL = 0.02
 _NAMESPACE = "easydist"
 _AFTER = 60.0
-"""Seconds that actors wait longer than their driver, which tells them when it has given up, unless it has ended."""
+"""Seconds that actors wait longer than their driver, which tells them when it gives up unless it has ended."""
 
 _HERE = "/here/"
-"""Behind the key of a generation, before the rank of an actor that has heard of it."""
+"""The part of the key after the generation's, before the rank of an actor that has received the call."""
 
 _GIVEN_UP = "/given up"
-"""Behind the key of a generation that is not going to be: a key of its own, as rank 0 may write the other one later."""
+"""The end of the key of an abandoned generation. It is a key of its own, as rank 0 may still write the other one."""
 
 _groups: dict[str, PrivateGroup] = {}
 """The groups of this process, by name."""
 
 _in_vain: dict[str, Any] = {}
-"""The stores of groups to which not all came, for members that are still waiting; until the name is used again."""
+"""The stores of groups that some members did not join, for members that still wait; kept until the name is reused."""
 
 
 def init_group(
@@ -47,20 +47,21 @@ def init_group(
     timeout: Timeout = 300.0,
     generation: str | None = None,
 ) -> None:
-    """Make this actor a member of a group, once all members have called; a group of that name is left first.
+    """Make this actor a member of a group once all members have called. It first leaves any group of that name.
 
-    Nothing is shared with torch's default group, so an actor may run DDP beside it, and be in any number of groups.
+    The group shares nothing with torch's default group, so an actor can run DDP beside it, and be in any number of
+    groups.
 
     Args:
-        world_size: How many members the group has.
-        rank: This one, from 0.
-        group_name: Names are free again when a member was lost: all members call once more.
-        timeout: How long to wait for the other members; also how long a call in the group may take.
-        generation: A token that all members give alike where several generations of one name may be under way.
+        world_size: The number of members.
+        rank: The rank of this member, from 0.
+        group_name: The name. It can be reused after a member was lost: all members call again.
+        timeout: How long to wait for the other members, and how long a call in the group may take.
+        generation: A token that is the same on all members. Needed if several generations of one name may be under way.
 
     Raises:
-        CollectiveTimeout: Members are missing; ``missing`` has their ranks.
-        PeerLostError: A member has ended while the others came.
+        CollectiveTimeout: Members are missing; ``missing`` contains their ranks.
+        PeerLostError: A member ended while the others were joining.
         ValueError: ``rank`` does not fit ``world_size``.
 
     Example:
@@ -78,7 +79,7 @@ def init_group(
 
 
 def _enter(place: Place, group_name: str, generation: str | None, timeout: float, patience: float) -> None:
-    """Enter a generation, of which all members have to come within ``patience`` seconds."""
+    """Enter a generation, which all members must join within ``patience`` seconds."""
     destroy_group(group_name)
     deadline = time.monotonic() + patience
     key, rank = _key(group_name, generation), place.rank
@@ -99,14 +100,14 @@ def _enter(place: Place, group_name: str, generation: str | None, timeout: float
 
 
 def _check_wanted(key: str, name: str) -> None:
-    """Wait a little, and raise where the driver has given the generation up."""
+    """Raise if the driver has given up the generation; otherwise sleep for a moment."""
     if _get(key + _GIVEN_UP) is not None:
         raise CollectiveTimeout(f"group {name!r}: create_group has given up, as not all members came")
     time.sleep(_POLL)
 
 
 def _found(key: str, rank: int, deadline: float, name: str) -> Any:
-    """The store of a generation that this rank has not joined before."""
+    """Return the store of a generation that this rank has not joined before."""
     while time.monotonic() < deadline:
         told = _get(key)
         if told is not None:
@@ -126,7 +127,7 @@ def _found(key: str, rank: int, deadline: float, name: str) -> Any:
 
 
 def destroy_group(group_name: str = "default") -> None:
-    """Leave a group, if this process is in one of that name; the others need not be asked.
+    """Leave the group of that name, if this process is in one. The other members are not involved.
 
     Example:
         >>> import easydist.ray
@@ -138,7 +139,7 @@ def destroy_group(group_name: str = "default") -> None:
 
 
 def group(group_name: str = "default") -> Collectives:
-    """The group of that name, for ``group=`` of any verb; one of ``ray.util.collective`` gets a private twin.
+    """Return the group of that name, for ``group=`` of any verb; for a ``ray.util.collective`` group, a private copy.
 
     Raises:
         ValueError: This process is in no such group.
@@ -160,7 +161,7 @@ def group(group_name: str = "default") -> Collectives:
 
 
 def _known_to_ray(name: str) -> tuple[int, int]:
-    """Size and rank of a group that ``ray.util.collective`` has set up in this process; -1 where it has not."""
+    """Return size and rank in a group that ``ray.util.collective`` has set up in this process; -1 if there is none."""
     collective = sys.modules.get("ray.util.collective")
     if collective is None or not collective.is_group_initialized(name):
         return -1, -1
@@ -168,19 +169,20 @@ def _known_to_ray(name: str) -> tuple[int, int]:
 
 
 def create_group(actors: Sequence[Any], group_name: str = "default", *, timeout: Timeout = 300.0) -> None:
-    """Make a group of actors, from the driver or from any process that has their handles.
+    """Create a group of actors, from the driver or from any process that has their handles.
 
-    The actors need no method for it. They are ranks in the order of the list. When one of them was lost, call it again
-    with the actor that replaces it: this makes a new generation under the same name.
+    The actors need no method for it. Their ranks follow the order of the list. After the loss of an actor, call it
+    again with the replacement: this creates a new generation under the same name.
 
     Args:
         actors: Their handles.
-        group_name: Under which the actors name the group.
-        timeout: How long to wait for all of them; also how long a call in the group may take.
+        group_name: The name by which the actors refer to the group.
+        timeout: How long to wait for all of them, and how long a call in the group may take.
 
     Raises:
-        PeerLostError: An actor has died; ``rank`` says which.
-        CollectiveTimeout: Actors do not answer, as they are busy or have not started; ``missing`` has their ranks.
+        PeerLostError: An actor has died; ``rank`` contains its rank.
+        CollectiveTimeout: Actors do not answer because they are busy or have not started; ``missing`` contains their
+            ranks.
 
     Example:
         >>> import easydist.ray
@@ -207,17 +209,17 @@ def create_group(actors: Sequence[Any], group_name: str = "default", *, timeout:
     except BaseException:
         _put(_key(group_name, token) + _GIVEN_UP, "")
         raise
-    _forget(_key(group_name, token))  # and all behind it
+    _forget(_key(group_name, token))  # and all keys that begin with it
 
 
 def _join(actor: Any, size: int, rank: int, name: str, timeout: float, generation: str) -> None:
-    """Run in an actor, which is the first argument; the driver says when it has waited long enough."""
+    """Join the group, in an actor, which is the first argument. The driver decides when to give up."""
     _put(_key(name, generation) + f"{_HERE}{rank}", "")
     _enter(Place(rank, size, _own_address()), name, generation, timeout, timeout + _AFTER)
 
 
 def _check(ray: Any, ref: Any, rank: int, name: str) -> None:
-    """Raise what has ended a member's joining."""
+    """Raise the error that ended a member's joining."""
     try:
         ray.get(ref)
     except ray.exceptions.RayActorError as error:

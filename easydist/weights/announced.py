@@ -1,4 +1,4 @@
-"""What the header of a broadcast says, on every rank."""
+"""The decoded header of a broadcast, on every rank."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from easydist.weights.source import METADATA
 
 
 class Announced:
-    """What a header says of the entries that come.
+    """The decoded header of the entries that arrive.
 
     Args:
-        encoded: Its bytes.
+        encoded: The header's bytes.
 
     Raises:
-        WireError: They are no valid header.
+        WireError: They are not a valid header.
 
     Attributes:
-        about: What it says besides, by name.
-        entries: In the order of their bytes.
-        names: Under which name each entry arrives, and which entry that is; None: it is no tensor.
+        about: The header's further contents, by name.
+        entries: The entries in the order of their bytes.
+        names: The names under which entries arrive, and the key of each one's entry; None if it is not a tensor.
         kinds: The device types of the entries.
-        dtypes: Likewise.
-        index: The places of the entries in this order, by their keys.
-        boxes: All of each entry.
-        is_kept: Whether the same header gives the same object again.
+        dtypes: The dtypes of the entries.
+        index: The positions of the entries in this order, by their keys.
+        boxes: The block of each entry that covers all of it.
+        is_kept: True if the same header gives the same object again.
     """
 
     def __init__(self, encoded: bytes) -> None:
@@ -46,7 +46,7 @@ class Announced:
 
     @functools.cached_property
     def messages(self) -> list[Message]:
-        """The messages, where the first source has all of it."""
+        """The messages if the first source has all of the state dict."""
         first = self.about["sources"][0]
         rows = zip(self.dtypes, self.kinds, self.boxes, strict=True)
         items = [Item(dtype, kind, [(first, box)]) for dtype, kind, box in rows]
@@ -54,20 +54,20 @@ class Announced:
 
     @property
     def nbytes(self) -> int:
-        """Of all data."""
+        """The bytes of all data."""
         return self.entries[-1].stop if self.entries else 0
 
     def entry(self, key: str) -> Entry:
-        """The entry with this key."""
+        """Return the entry with this key."""
         return self.entries[self.index[key]]
 
     def extra(self) -> set[str]:
-        """The keys of tensors that are inside of entries which are none themselves."""
+        """Return the keys of tensors inside of entries that are not tensors themselves."""
         return self.index.keys() - {key for key in self.names.values() if key is not None}
 
 
 def announced(encoded: bytes) -> Announced:
-    """What a header says; one that has come before is not read again, unless it is very long."""
+    """Decode a header. The results of recent headers are reused, except for very long ones."""
     return _known(encoded) if len(encoded) <= LONGEST else Announced(encoded)
 
 

@@ -1,8 +1,8 @@
-"""Blocks: parts of tensors as offsets and sizes, and the arithmetic of shards. Nothing here touches data.
+"""Blocks, parts of tensors as offsets and sizes, and the arithmetic of shards. Nothing here touches data.
 
-A ``Block`` is what slices take out of a tensor of any number of dimensions. Large tensors are cut into blocks to
-travel; a shard of a ``DTensor`` is a block of the whole tensor; where a shard of one layout meets a shard of another,
-they have a block in common.
+A ``Block`` is the part that slices select of a tensor of any number of dimensions. Large tensors travel as several
+blocks, a shard of a ``DTensor`` is a block of the whole tensor, and a shard of one layout shares a block with each
+shard of another layout that it overlaps.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ class Block(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This part of ``tensor``, as a view."""
+        """Return this part of ``tensor``, as a view."""
         if self.shape == tensor.shape:
             return tensor
         return tensor[tuple(slice(first, first + size) for first, size in zip(self.start, self.shape, strict=True))]
 
     def within(self, outer: Block) -> Block:
-        """The same elements, counted from the beginning of a block that contains them."""
+        """Return the same elements as a block relative to the start of a block that contains them."""
         return Block(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.shape)
 
 
 def whole(shape: Sequence[int]) -> Block:
-    """All of a tensor."""
+    """Return the block of all elements of a tensor."""
     return Block((0,) * len(shape), tuple(shape))
 
 
 def common(one: Block, other: Block) -> Block | None:
-    """The elements that two blocks of one tensor share; None where there are none.
+    """Return the elements that two blocks of one tensor share; None if there are none.
 
     Example:
         >>> common(Block((0, 0), (2, 6)), Block((1, 4), (3, 4)))
@@ -61,7 +61,7 @@ def common(one: Block, other: Block) -> Block | None:
 
 
 def cut(block: Block, numel: int) -> Iterator[Block]:
-    """Parts of at most ``numel`` elements, in order; each is contiguous in a contiguous tensor of the block's shape.
+    """Yield parts of at most ``numel`` elements, in order, each contiguous in a contiguous tensor of the block's shape.
 
     Example:
         >>> [part.shape for part in cut(whole((5, 3)), 6)], [part.start for part in cut(whole((2, 5)), 3)]
@@ -80,20 +80,20 @@ def cut(block: Block, numel: int) -> Iterator[Block]:
 
 
 def shard(shape: Sequence[int], mesh_shape: Sequence[int], place: Sequence[int], placements: Sequence[Any]) -> Block:
-    """The block that one rank of a mesh holds of a sharded tensor.
+    """Return the block of a sharded tensor that one rank of a mesh holds.
 
-    Each mesh dimension with ``Shard(d)`` cuts what the ones before it have left of dimension d, into parts of equal
-    size but for the last ones, which may be smaller or empty, as ``torch.chunk`` does. FSDP2 over tensor parallelism
-    says ``_StridedShard``: there the mesh dimensions behind it have cut first.
+    Each mesh dimension with ``Shard(d)`` cuts the part of dimension d that the previous ones have left, into parts of
+    equal size, the last of which may be smaller or empty, as ``torch.chunk`` does. FSDP2 over tensor parallelism uses
+    ``_StridedShard``, which means that the later mesh dimensions have cut first.
 
     Args:
-        shape: Of the whole tensor.
-        mesh_shape: Of the mesh.
-        place: The rank's coordinate in it.
-        placements: One of ``torch.distributed.tensor`` for each dimension of the mesh.
+        shape: The shape of the whole tensor.
+        mesh_shape: The shape of the mesh.
+        place: The rank's coordinates in the mesh.
+        placements: A placement of ``torch.distributed.tensor`` for each dimension of the mesh.
 
     Raises:
-        TypeError: A placement is neither of these nor ``Replicate``: the values are not there before a reduction.
+        TypeError: A placement is neither of these nor ``Replicate``, so there are no values before a reduction.
 
     Example:
         >>> from torch.distributed.tensor import Replicate, Shard
@@ -113,7 +113,7 @@ def shard(shape: Sequence[int], mesh_shape: Sequence[int], place: Sequence[int],
 
 
 def _cutting_order(placements: Sequence[Any]) -> list[int]:
-    """The mesh dimensions that cut, in the order in which they do."""
+    """Return the mesh dimensions that cut, in the order in which they cut."""
     order: list[int] = []
     for axis in reversed(range(len(placements))):
         placement = placements[axis]
@@ -127,7 +127,7 @@ def _cutting_order(placements: Sequence[Any]) -> list[int]:
 
 
 def is_covered(shape: Sequence[int], blocks: Sequence[Block]) -> bool:
-    """True if the blocks make up the whole tensor, without an element in two of them.
+    """True if the blocks cover the whole tensor without overlapping.
 
     Example:
         >>> is_covered((4,), [Block((0,), (2,)), Block((2,), (2,))]), is_covered((4,), [Block((0,), (2,))])

@@ -1,4 +1,4 @@
-"""A checkpoint that one rank reads, on all ranks."""
+"""Loading a checkpoint on all ranks while only one rank reads it."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def broadcast_checkpoint(
     check: bool | None = None,
     timeout: Timeout | None = None,
 ) -> Any:
-    """Load a checkpoint on all ranks, though one rank alone reads it.
+    """Load a checkpoint on all ranks, though only one rank reads it.
 
-    Law: after ``broadcast_checkpoint(path, model)`` every rank's model is what
-    ``model.load_state_dict(load(path), strict)`` makes of it.
+    Law: after ``broadcast_checkpoint(path, model)`` every rank's model is in the state after
+    ``model.load_state_dict(load(path), strict)``.
 
-    The source maps the file, and the bytes go from the mapping to the other ranks as they are. A model on the meta
-    device gets memory as the values come, so that no rank ever holds the weights twice. Buffers that are not part of
+    The source maps the file, and the bytes go from the mapping to the other ranks unchanged. A model on the meta
+    device gets its memory as the values arrive, so no rank ever holds the weights twice. Buffers that are not part of
     the state dict stay on the meta device.
 
     Example:
@@ -65,34 +65,34 @@ def broadcast_checkpoint(
         device(type='cpu')
 
     Args:
-        path: A ``.safetensors`` file; a ``model.safetensors.index.json``, whose files lie beside it; or the folder of
-            either. Only ``src`` looks at it.
-        model: What is filled, on every rank: a module, also one on the meta device or with ``DTensor`` parameters,
-            which takes its shards; a dict of tensors; None for new tensors.
+        path: A ``.safetensors`` file; a ``model.safetensors.index.json`` with its files beside it; or the folder of
+            either. Only ``src`` reads it.
+        model: The target on every rank: a module, which may be on the meta device or have ``DTensor`` parameters (it
+            then gets its shards); a dict of tensors; None for new tensors.
         src: The rank that reads.
         strict: As in ``broadcast_state_dict``.
-        dtype: Floating-point tensors travel in this dtype, and new tensors of a call without a model have it; tensors
-            of a model keep their own. The source says it.
-        filter: ``filter(name)`` says which entries of the file are loaded; the source says it.
-        rename: A function or dict from names in the file to names in the model; the source says it.
-        device: Where new tensors shall be, those of a model on the meta device included; None is the CPU.
+        dtype: The dtype in which floating-point tensors travel, and that of new tensors in a call without a model;
+            tensors of a model keep their own. The source decides.
+        filter: ``filter(name)`` selects the entries of the file to load; the source decides.
+        rename: A function or dict from names in the file to names in the model; the source decides.
+        device: The device of new tensors, including those of a model on the meta device; None means the CPU.
         pin_memory: As in ``broadcast_state_dict``.
-        verify: Likewise.
-        bucket_bytes: Likewise.
-        progress: Likewise.
-        group: Likewise.
-        check: Likewise.
-        timeout: Likewise.
+        verify: As in ``broadcast_state_dict``.
+        bucket_bytes: As in ``broadcast_state_dict``.
+        progress: As in ``broadcast_state_dict``.
+        group: As in ``broadcast_state_dict``.
+        check: As in ``broadcast_state_dict``.
+        timeout: As in ``broadcast_state_dict``.
 
     Returns:
-        On every rank the state dict as it is now, as ``broadcast_state_dict`` returns it.
+        On every rank the updated state dict, as ``broadcast_state_dict`` returns it.
 
     Raises:
         RemoteError: The source cannot read the checkpoint (``__cause__`` is an OSError or a WireError), or a rank
-            cannot take it.
-        DisagreementError: As ``broadcast_state_dict``; the source's own model counts, too.
+            cannot load it.
+        DisagreementError: As for ``broadcast_state_dict``, including the source's own model.
         OSError: The checkpoint cannot be read, in a world of one.
-        WireError: It is not valid, likewise; or what ``verify`` finds.
+        WireError: The checkpoint is not valid, in a world of one; or as for ``verify``.
 
     Cost: that of ``broadcast_state_dict``. The source reads each byte of the file once.
 
@@ -106,7 +106,7 @@ def broadcast_checkpoint(
 
 
 class _BroadcastCheckpoint(BroadcastWeights):
-    """The source sends what the file holds, and receives it itself."""
+    """A broadcast of the file's entries, which the source receives, too."""
 
     def __init__(
         self,
@@ -131,12 +131,12 @@ class _BroadcastCheckpoint(BroadcastWeights):
 
 
 def checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """The entries of a checkpoint, by name; their memory is that of the files.
+    """Return the entries of a checkpoint, by name, in the memory of the mapped files.
 
     Raises:
         OSError: A file cannot be read.
-        WireError: A file is not valid, or the index names what is not there.
-        TypeError: The file holds no dict.
+        WireError: A file is not valid, or the index names an entry that is not there.
+        TypeError: The file does not hold a dict.
     """
     path = Path(path)
     if path.is_dir():
@@ -153,7 +153,7 @@ def _indexed(path: Path) -> dict[str, Any]:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """The file that holds each entry; all beside the index, whatever it says."""
+    """Return the name of each entry's file, after making sure that it is in the index's own folder."""
     try:
         places = json.loads(path.read_bytes())["weight_map"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:

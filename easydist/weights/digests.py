@@ -1,4 +1,4 @@
-"""Digests of what was sent and of what has arrived, entry by entry."""
+"""Digests of the sent and the received bytes, entry by entry."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Digests:
         self._digests: dict[tuple[int, int], Any] = {}
 
     def update(self, message: Message, buffer: torch.Tensor) -> None:
-        """Take in what a message holds."""
+        """Add the bytes of a message."""
         parts = buffer.cpu().split([part.nbytes for part in message.parts])
         for part, piece in zip(message.parts, parts, strict=True):
             self._digests.setdefault((message.root, part.entry), self._new()).update(piece.numpy())
 
     def differing(self, comms: Communicators, messages: Sequence[Message]) -> list[int]:
-        """The entries whose bytes are not those that their sources have sent.
+        """Return the entries whose bytes differ from those that their sources have sent.
 
         Cost: one broadcast of 16 bytes per entry from each source.
         """

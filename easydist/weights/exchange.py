@@ -1,4 +1,4 @@
-"""One broadcast of weights: the header, what each rank says to it, the shards of the sources, then the data."""
+"""One broadcast of weights: the header, each rank's answer to it, the shards of the sources, then the data."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _LEAST = 1 << 10
 
 
 class Sending(NamedTuple):
-    """What the source says for all ranks.
+    """The source's settings, which apply to all ranks.
 
     Attributes:
-        dtype: Of floating-point tensors on the wire; None is their own.
-        bucket_nbytes: How many bytes may be under way.
-        verify: Whether digests are compared.
+        dtype: The dtype of floating-point tensors on the wire; None means their own.
+        bucket_nbytes: The most bytes under way.
+        verify: True to compare digests.
     """
 
     dtype: torch.dtype | None = None
@@ -51,18 +51,18 @@ class Sending(NamedTuple):
 
 
 class BroadcastWeights(Verb[Any]):
-    """A state dict, from the ranks that have it to all others.
+    """A broadcast of a state dict from the ranks that have it to all others.
 
     Args:
         operation: The name under which it was called.
-        model_or_dict: On a source what is sent; elsewhere what is written.
-        src: The source, or the sources of a sharded state dict; the first one speaks for them.
-        wanted: How a receiver wants it; the filter and the names count on a source, too.
-        sending: What counts on the first source.
-        shows_progress: Whether the first rank shows a bar.
+        model_or_dict: On a source the data to send, on other ranks the target.
+        src: The source, or the sources of a sharded state dict, of which the first one writes the header.
+        wanted: A receiver's settings. The filter and the names apply on a source, too.
+        sending: The settings of the first source; those of other ranks are ignored.
+        shows_progress: True to show a bar on the first rank.
 
     Attributes:
-        noted: The notes of the first source, once the header has come.
+        noted: The notes of the first source, once the header has arrived.
     """
 
     noted: Mapping[str, Any]
@@ -84,26 +84,26 @@ class BroadcastWeights(Verb[Any]):
         self._target: Target | None = None
 
     def state(self) -> Mapping[str, Any]:
-        """What a source sends.
+        """Return the state dict that a source sends.
 
         Raises:
-            TypeError: It is no state dict.
+            TypeError: It is not a state dict.
         """
         return state_of(self._model_or_dict)
 
     def is_receiver(self, rank: int, sources: Sequence[int]) -> bool:
-        """Whether a rank takes what comes."""
+        """True if a rank receives the entries."""
         return rank not in sources
 
     def notes(self) -> Mapping[str, Any]:
-        """What else comes with the header, and is not the same each time."""
+        """Return values that travel with the header and may differ each time."""
         return {}
 
     def check(self) -> None:
-        """Refuse what is noted, on a receiver."""
+        """Raise on a receiver if it does not accept the notes."""
 
     def prepare(self, comms: Communicators) -> Call:
-        """Make the source ready, on the rank that speaks for it."""
+        """Prepare the source on the first source rank."""
         sources = [index(rank) for rank in ([self._src] if hasattr(self._src, "__index__") else self._src)]
         for rank in sources:
             check_rank(comms, "src", rank)
@@ -111,7 +111,7 @@ class BroadcastWeights(Verb[Any]):
             raise ValueError(f"src={self._src!r} has to name each source once, and at least one")
         self._first = sources[0]
         if self._shows_progress:
-            importlib.import_module("tqdm")  # what is missing has to be missed before others wait
+            importlib.import_module("tqdm")  # a missing package must be noticed before other ranks wait
         call = Call({"src": sources[0] if len(sources) == 1 else tuple(sources)})
         if comms.rank == self._first:
             self._source = self._made_source(comms, sources)
@@ -132,7 +132,7 @@ class BroadcastWeights(Verb[Any]):
         return Source(state, names, dtype, about)
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> None:
-        """Tell what comes, hear who can take it, and move it."""
+        """Announce the entries, make sure that all ranks accept them, and move them."""
         if comms.size == 1 and not self.is_receiver(0, [0]):
             return
         announced = self._accept(comms, self._heard(comms, agreed))
@@ -146,7 +146,7 @@ class BroadcastWeights(Verb[Any]):
             self._verify(comms, announced, digests.differing(comms, messages))
 
     def _heard(self, comms: Communicators, agreed: Agreement) -> bytes:
-        """The header and the notes; if they are short, they came with the call."""
+        """Return the header and the notes. If they are short, they came with the call."""
         if agreed.has_payload:
             return bytes(agreed.payload(self._first).numpy())
         nbytes = agreed.nbytes[self._first]
@@ -155,7 +155,7 @@ class BroadcastWeights(Verb[Any]):
         return bytes(message.numpy())
 
     def _accept(self, comms: Communicators, encoded: bytes) -> Announced:
-        """Every rank says whether it can take what comes, or what it has of it; all raise where one cannot."""
+        """Let every rank accept or refuse the entries, and report its shards; all raise if one refuses."""
         found: list[Announced] = []
         mine: dict[str, Any] = {}
 
@@ -174,7 +174,7 @@ class BroadcastWeights(Verb[Any]):
         return found[0]
 
     def _judged(self, comms: Communicators, announced: Announced) -> dict[str, Any]:
-        """What this rank has to say: which entries do not fit, or else what it has of sharded ones."""
+        """Return this rank's answer: the entries that do not fit, or else its blocks of sharded ones."""
         sources = announced.about["sources"]
         if announced.about["verify"]:
             Digests()
@@ -190,7 +190,7 @@ class BroadcastWeights(Verb[Any]):
         return {"shards": self._source.shards} if self._source is not None and len(sources) > 1 else {}
 
     def _unlike(self, announced: Announced) -> list[Row]:
-        """How the entries of a source differ from those of the first one."""
+        """Return the differences between the entries of a further source and those of the first one."""
         if self._source is not None:
             return []
         state = self._sent = self.state()
@@ -199,7 +199,7 @@ class BroadcastWeights(Verb[Any]):
         return texts.unlike(announced, read(bytes(self._source.header.numpy())))
 
     def _scheduled(self, comms: Communicators, announced: Announced) -> list[Message]:
-        """Who sends which block of each entry; of blocks that several ranks hold the first one's."""
+        """Assign each block of each entry to a source; if several ranks hold a block, to the first one."""
         if not any(self._shards.values()):
             return announced.messages
         items = []
@@ -226,14 +226,14 @@ class BroadcastWeights(Verb[Any]):
             raise shared(comms, WireError(texts.damaged(self.operation, rows)))
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: None) -> Any:
-        """The state dict of this rank."""
+        """Return the state dict of this rank."""
         if self._target is not None:
             return self._target.finish()
         return self.state() if self._sent is None else self._sent
 
 
 class _Side(Side):
-    """A source loads its own messages; who receives takes all, and others drop what they have not sent."""
+    """Loading on the source of a message, storing on receivers; other ranks discard it."""
 
     def __init__(
         self, comms: Communicators, source: Source | None, target: Target | None, digests: Digests | None
@@ -255,22 +255,22 @@ class _Side(Side):
 
 
 def _with_notes(header: torch.Tensor, notes: Mapping[str, Any]) -> torch.Tensor:
-    """The header, and behind it what is noted, as JSON."""
+    """Append the notes to the header, as JSON."""
     if not notes:
         return header
     return torch.cat([header, torch.frombuffer(bytearray(json.dumps(notes).encode()), dtype=torch.uint8)])
 
 
 def _named_dtype(name: str | None) -> torch.dtype | None:
-    """The dtype of a name that ``dtype_name`` has given."""
+    """Return the dtype with a name that ``dtype_name`` has returned."""
     return None if name is None else getattr(torch, name)
 
 
 def _in_group(comms: Communicators, ranks: Sequence[int], first: int) -> list[int]:
-    """Ranks of the world as ranks of the group, ``first`` first.
+    """Convert ranks of the world to ranks of the group, and put ``first`` first.
 
     Raises:
-        ValueError: The group does not know them.
+        ValueError: Some of them are not in the group.
     """
     try:
         members = dist.get_process_group_ranks(comms.groups()[0])

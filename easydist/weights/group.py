@@ -1,7 +1,7 @@
-"""Groups of processes that are no world: each has its own store and connections, and nothing of torch's default group.
+"""Groups of processes beside torch's default group, each with its own store and connections.
 
-So a process may be in any number of them, with any others, beside a world of its own; and when members are lost, the
-next generation of the group is simply another one.
+A process can be in any number of them, with any other processes, beside a world of its own. After the loss of members,
+the next generation of the group is simply another group.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from easydist.transport.backends.c10d import Gloo
 from easydist.transport.comm import Collectives
 
 _LATE = "late"
-"""The ranks that one has waited for in vain; the group is not going to be."""
+"""The key for the ranks that a member has waited for in vain. It marks the group as abandoned."""
 
 _CONNECT = 5.0
-"""Seconds in which a store that exists answers."""
+"""Seconds within which an existing store answers."""
 
 
 def serve(host: str) -> TCPStore:
-    """A store that listens on one address of this host alone, on a free port."""
+    """Create a store that listens on one address of this host only, on a free port."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     return TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True)
 
 
 def connect(host: str, port: int) -> TCPStore:
-    """The store that another process serves.
+    """Connect to the store that another process serves.
 
     Raises:
-        RuntimeError: Nobody listens there.
+        RuntimeError: No process listens there.
     """
     return TCPStore(host, port, None, False, timedelta(seconds=_CONNECT), wait_for_workers=False)
 
 
 class Place(NamedTuple):
-    """What a process is in a group.
+    """The place of a process in a group.
 
     Attributes:
-        rank: From 0.
-        size: How many processes the group has.
+        rank: The rank, from 0.
+        size: The number of processes in the group.
         host: This process's own address, where the others can reach it.
     """
 
@@ -64,19 +64,19 @@ class PrivateGroup:
     """The membership of this process in one generation of a group.
 
     Args:
-        name: The group's.
-        store: Shared by its members and nobody else.
-        place: This process in the group.
-        deadline: When all of them have to be there, on the clock of ``time.monotonic``.
-        timeout: Seconds that a call in the group may take.
-        wait: Called while members are missing; it sleeps a little, and may raise.
+        name: The name of the group.
+        store: A store for the members of the group alone.
+        place: The place of this process in the group.
+        deadline: The time by which all members must have joined, on the clock of ``time.monotonic``.
+        timeout: The seconds that a call in the group may take.
+        wait: A function to call while members are missing. It sleeps for a moment, and may raise.
 
     Raises:
         CollectiveTimeout: Ranks are missing; the text and ``missing`` name them.
-        PeerLostError: One that had come has ended again.
+        PeerLostError: A member that had joined has ended.
 
     Attributes:
-        comm: What verbs take as ``group=``.
+        comm: The communicator that verbs accept as ``group=``.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class PrivateGroup:
             _meet(name, store, place.size, deadline, wait)
             own, limit = f"{name}/{secrets.token_hex(4)}", timedelta(seconds=timeout)
             self._group = gloo_group(store, place.rank, place.size, own, limit, place.host)
-        except RuntimeError as error:  # of the store or of gloo; nobody has said who it is
+        except RuntimeError as error:  # from the store or from gloo; it names no rank
             raise PeerLostError(
                 f"group {name!r}: a member was lost while the group was being made ({error})"
             ) from error
@@ -97,7 +97,7 @@ class PrivateGroup:
         self.comm.communicators = self._communicators
 
     def close(self) -> None:
-        """Leave the group: connections, shared memory and store are given back."""
+        """Leave the group, and release connections, shared memory and store."""
         self._communicators.stop()
         self._communicators.let_go()
         self.comm.communicators = None

@@ -1,4 +1,4 @@
-"""Which lists of tensors are alike, so that what follows from one holds for the next one: weights after each step."""
+"""Detection of equal layouts, so that preparations for one list of tensors serve the next: weights after each step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 V = TypeVar("V")
 
 LONGEST = 1 << 22
-"""Bytes of a header up to which it is kept, and what follows from it."""
+"""The longest header, in bytes, whose decoded form and further results are kept."""
 
 _KINDS = frozenset([torch.Tensor, torch.nn.Parameter])
 _layout_of = attrgetter("dtype", "shape", "device", "layout", "requires_grad")
@@ -25,15 +25,16 @@ def are_plain(values: Iterable[Any]) -> bool:
 
 
 def likeness(values: Sequence[Any]) -> Hashable | None:
-    """What is equal for lists of tensors that differ in nothing but their values and addresses.
+    """Return a key that is equal for lists of tensors that differ only in values and addresses.
 
-    Tensors that begin at one address are told from those that do not, so tied weights are like other tied weights.
+    Tensors with the same address are distinguished from others, so tied weights match only weights tied in the same
+    way.
 
     Args:
-        values: Tensors, and whatever else.
+        values: Tensors and any other values.
 
     Returns:
-        None if any of them is no plain tensor.
+        The key; None if any value is not a plain tensor.
 
     Cost: about 1 µs for each tensor.
 
@@ -47,11 +48,11 @@ def likeness(values: Sequence[Any]) -> Hashable | None:
     try:
         strides = tuple(map(torch.Tensor.stride, values))
         places: list[int] = list(map(torch.Tensor.data_ptr, values))
-    except RuntimeError:  # of a sparse tensor
+    except RuntimeError:  # a sparse tensor has no strides
         return None
     if any(any(map(flag, values)) for flag in _FLAGS):
         return None
-    if 0 in places:  # without elements, so without memory
+    if 0 in places:  # without elements there is no memory
         places = [place or -id(value) for place, value in zip(places, values, strict=True)]
     first: dict[int, int] = {}
     ties = () if len(set(places)) == len(places) else tuple([first.setdefault(at, i) for i, at in enumerate(places)])
@@ -59,10 +60,10 @@ def likeness(values: Sequence[Any]) -> Hashable | None:
 
 
 class Recent(Generic[V]):
-    """The results that were found last, by what they follow from.
+    """The most recent results, by the inputs that determine them.
 
     Args:
-        most: How many are kept.
+        most: The number of results to keep.
 
     Example:
         >>> recent = Recent(2)
@@ -77,11 +78,11 @@ class Recent(Generic[V]):
         self._found: OrderedDict[Hashable, V] = OrderedDict()
 
     def get(self, key: Hashable) -> V | None:
-        """What is known; None if nothing is."""
+        """Return the result for a key; None if there is none."""
         return self._found.get(key)
 
     def keep(self, key: Hashable, value: V) -> None:
-        """Know it from now on; the oldest goes."""
+        """Store a result, and drop the oldest one if there are too many."""
         self._found[key] = value
         if len(self._found) > self._most:
             self._found.popitem(last=False)

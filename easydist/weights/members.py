@@ -1,4 +1,4 @@
-"""Members that have versions of the same weights: how a version comes to all, and how they go on after a loss."""
+"""Members with versions of the same weights: how a version reaches all of them, and how they continue after a loss."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _OPERATION = "publish"
 
 
 class Member:
-    """One of those that have versions of the same weights.
+    """A member of a group that shares versions of the same weights.
 
     Args:
         group: The members.
-        src: The publisher's rank in it, or its ranks.
+        src: The publisher's rank in the group, or its ranks.
 
     Attributes:
-        receives: Whether it takes versions, or publishes them.
-        wanted: How a receiver wants a version; the publisher's filter and names.
-        sending: What the publisher says for all.
-        version: The version that is complete here; 0: none yet.
-        pending: A version that is complete here, while not all members are known to have it.
+        receives: True if it receives versions; False if it publishes them.
+        wanted: A receiver's settings for a version, or the publisher's filter and names.
+        sending: The publisher's settings, which apply to all members.
+        version: The version that is complete here; 0 if there is none yet.
+        pending: A version that is complete here but perhaps not on all members.
     """
 
     receives = False
@@ -45,32 +45,32 @@ class Member:
         self.pending: int | None = None
 
     def weights(self) -> Any:
-        """What this member sends of the version that it has."""
+        """Return the weights of this member's version, to be sent."""
         raise NotImplementedError
 
     def room(self) -> Any:
-        """Where the next version arrives."""
+        """Return the memory for the next version."""
         return None
 
     def commit(self, version: int) -> None:
-        """Use the version that has arrived."""
+        """Start to use the version that has arrived."""
         self.version, self.pending = version, None
 
     def regroup(self, group: Group = None, src: int | Sequence[int] | None = None) -> int:
-        """Go on in another group, after a member was lost or to let members in; all members call it.
+        """Continue in another group after losing or admitting members. All members call it.
 
-        Afterwards all have the newest version that any of them had: who lacks it, as new members do, gets it from a
-        receiver that has it, or from the publisher, as its weights are now, where no receiver does.
+        Afterwards all have the newest version that any of them had. Members that lack it, such as new ones, get it from
+        a receiver that has it or, if no receiver does, from the publisher, whose weights are sent as they are now.
 
         Args:
             group: The new group.
-            src: The publisher's rank in it, or the ranks; None is as before.
+            src: The publisher's rank in it, or the ranks; None keeps the previous value.
 
         Returns:
             The version.
 
         Raises:
-            EasydistError: As ``publish``; what this member has stays as it is.
+            EasydistError: As for ``publish``. This member's weights do not change.
 
         Cost: a header exchange and an all-gather of a few bytes; if members lack the version, that of ``publish``.
         """
@@ -91,7 +91,7 @@ class Member:
 
 
 class _Meeting(Verb[dict[int, dict[str, Any]]]):
-    """The members tell one another what they have."""
+    """The exchange of the members' versions."""
 
     operation = "regroup"
 
@@ -109,13 +109,13 @@ class _Meeting(Verb[dict[int, dict[str, Any]]]):
 
 
 class Publish(BroadcastWeights):
-    """One version to all members that have an earlier one.
+    """The transfer of one version to all members that have an earlier one.
 
     Args:
         member: This process.
-        src: Who has it.
-        version: Its number; None is one more than the member's.
-        is_again: Whether members may have it already.
+        src: The ranks that have the version.
+        version: Its number; None means the member's plus one.
+        is_again: True if members may have it already.
     """
 
     def __init__(
@@ -126,18 +126,18 @@ class Publish(BroadcastWeights):
         self._is_known = is_again and member.version == version
 
     def state(self) -> Mapping[str, Any]:
-        """What this member has of the version."""
+        """Return this member's part of the version."""
         return state_of(self._member.weights())
 
     def is_receiver(self, rank: int, sources: Sequence[int]) -> bool:
-        """Whether this member lacks it."""
+        """True if this member lacks the version."""
         return rank not in sources and self._member.receives and not self._is_known
 
     def notes(self) -> Mapping[str, Any]:
-        """The version's number.
+        """Return the version's number.
 
         Raises:
-            ValueError: It is not newer than what this member has published.
+            ValueError: It is not newer than the version that this member has published.
         """
         version = self._member.version + 1 if self._version is None else self._version
         if version <= self._member.version and not self._is_known:
@@ -146,13 +146,13 @@ class Publish(BroadcastWeights):
         return {"version": version}
 
     def check(self) -> None:
-        """Refuse a version that is not newer, on a receiver."""
+        """Raise on a receiver if the version is not newer than its own."""
         version = self.noted["version"]
         if version <= self._member.version:
             raise ValueError(f"version {version} is not newer than {self._member.version}, which this receiver has")
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> None:
-        """Move the weights, and hear that all members have all of them."""
+        """Move the weights, and make sure that all members have all of them."""
         self._member.pending = None
         super().exchange(comms, agreed)
         if comms.size > 1:
@@ -163,7 +163,7 @@ class Publish(BroadcastWeights):
         agree(comms, f"{_OPERATION} (complete)", lambda: Call({"version": self._version}))
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: None) -> int:
-        """Use it, as all have it."""
+        """Start to use the version, since all members have it."""
         assert self._version is not None
         if not self._is_known:
             self._member.commit(self._version)

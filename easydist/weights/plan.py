@@ -1,7 +1,7 @@
-"""Which block goes from whom to whom, where a tensor is laid out in one way and wanted in another. Pure arithmetic.
+"""The transfers between two layouts of a tensor: which rank sends which block to which. Pure arithmetic.
 
-A layout says which rank holds which block. ``plan`` meets each block that is wanted with the blocks that are there:
-what two of them have in common travels, and nothing else does.
+A layout assigns a block to each rank. ``plan`` intersects each wanted block with the held blocks. Only these
+intersections travel.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 from easydist.weights.blocks import Block, common, is_covered, shard, whole
 
 Layout = Mapping[int, Block]
-"""Rank -> the block of a tensor that it holds, or wants."""
+"""The block of a tensor that each rank holds or wants, by rank."""
 
 
 class Transfer(NamedTuple):
-    """A block of a tensor on its way.
+    """A block of a tensor that goes from one rank to another.
 
     Attributes:
         src: The rank that has it.
-        dst: The rank that wants it; the same one where it has it already.
-        block: Counted from the beginning of the whole tensor.
+        dst: The rank that wants it, which may be the same.
+        block: The block, in coordinates of the whole tensor.
     """
 
     src: int
@@ -31,12 +31,12 @@ class Transfer(NamedTuple):
 
 
 def laid_out(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> dict[int, Block]:
-    """The layout of a ``DTensor``.
+    """Return the layout of a ``DTensor``.
 
     Args:
-        shape: Of the whole tensor.
+        shape: The shape of the whole tensor.
         mesh: The ranks, as nested lists or a tensor with one dimension for each placement.
-        placements: Those of ``torch.distributed.tensor``.
+        placements: The placements of ``torch.distributed.tensor``.
 
     Raises:
         TypeError: A placement has no values before a reduction.
@@ -55,25 +55,25 @@ def laid_out(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> dict
 
 
 def everywhere(shape: Sequence[int], ranks: Iterable[int]) -> dict[int, Block]:
-    """The layout of a tensor that each of these ranks has whole."""
+    """Return the layout of a tensor that each of these ranks holds whole."""
     return {rank: whole(shape) for rank in ranks}
 
 
 def plan(shape: Sequence[int], held: Layout, wanted: Layout, load: dict[int, int] | None = None) -> list[Transfer]:
-    """The transfers that give every rank what it wants.
+    """Return the transfers that give every rank the block it wants.
 
-    Law: the blocks of the transfers to a rank make up what it wants, each element once; each is a part of what its
-    source holds. A rank that holds what it wants takes it from itself. Of ranks that hold the same block, the one that
-    has sent least sends it.
+    Law: the blocks of the transfers to a rank cover the block it wants, each element once, and each is a part of its
+    source's block. A rank that holds a wanted part takes it from itself. Of several ranks that hold the same block, the
+    one that has sent least sends it.
 
     Args:
-        shape: Of the whole tensor.
-        held: Who holds what. Ranks may hold the same block, and none that overlap otherwise.
-        wanted: Who wants what.
-        load: How many elements each rank sends already; what this plan adds is added.
+        shape: The shape of the whole tensor.
+        held: The block that each rank holds. Blocks of two ranks are equal or do not overlap.
+        wanted: The block that each rank wants.
+        load: The number of elements that each rank already sends. The call adds those of this plan.
 
     Raises:
-        ValueError: The blocks that are held do not make up the tensor.
+        ValueError: The held blocks do not cover the tensor.
 
     Example:
         >>> from torch.distributed.tensor import Shard

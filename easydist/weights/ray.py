@@ -1,4 +1,4 @@
-"""Weights and objects between Ray actors."""
+"""Broadcasts of weights and objects between Ray actors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ray_broadcast_tensor_dict(
     verify: bool = False,
     timeout: Timeout | None = None,
 ) -> Any:
-    """Give all actors of a group the tensors of one.
+    """Send all actors of a group the tensors of one.
 
     Law: every actor has the names and values of the ``tensor_dict`` of rank ``src``, bit for bit.
 
@@ -54,31 +54,31 @@ def ray_broadcast_tensor_dict(
         ValueError: this process is in no group 'weights'; call init_group, or create_group in the driver
 
     Args:
-        tensor_dict: On ``src`` what is sent. Elsewhere a dict whose tensors are written in place, where there are any:
-            new names are added, and names that do not come are removed. None or an empty dict: all tensors are new.
+        tensor_dict: On ``src``, the tensors to send. On other actors, a dict whose tensors are written in place: new
+            names are added, and names that do not arrive are removed. None or an empty dict: all tensors are new.
         src: The source, a rank of the group.
-        device: Where new tensors shall be; None: on the type of device that they have on the source, if this actor
+        device: The device of new tensors; None means the type of device that they have on the source, if this actor
             has one.
-        group_name: Of ``init_group`` or ``create_group``, or of ``ray.util.collective``.
-        backend: Accepted for the signature's sake. The group uses what it has: the memory of a node, gloo between
-            nodes; tensors on GPUs go by way of the CPU.
-        offload_to_cpu: New tensors lie on the CPU.
-        pin_memory: New tensors on the CPU lie in pinned memory, where there is a GPU.
-        verify: Compare a digest of every tensor afterwards; the source says so.
-        timeout: How long the call may take; None is the group's.
+        group_name: The name given to ``init_group``, ``create_group`` or ``ray.util.collective``.
+        backend: Accepted for compatibility. The group uses its own transport: shared memory inside a node, gloo between
+            nodes. Tensors on GPUs travel through the CPU.
+        offload_to_cpu: Put new tensors on the CPU.
+        pin_memory: Put new tensors on the CPU in pinned memory, if there is a GPU.
+        verify: Compare a digest of every tensor afterwards; the source decides.
+        timeout: The limit of the call; None means the group's.
 
     Returns:
-        On ``src`` the dict itself; elsewhere the dict that was passed, or a new one.
+        On ``src`` the dict itself; on other actors the dict that was passed, or a new one.
 
     Raises:
-        DisagreementError: A tensor to be written in place has another shape, or the actors name several sources.
-        RemoteError: A tensor cannot be sent (sparse, on the meta device, an object), or an actor has no memory or no
-            GPU for it.
+        DisagreementError: A tensor to be written in place has another shape, or the actors name different sources.
+        RemoteError: A tensor cannot be sent (sparse, on the meta device, an object), or an actor lacks memory or a GPU
+            for it.
         PeerLostError: An actor was lost.
         CollectiveTimeout: An actor did not come in time; the text names it.
-        ValueError: ``src`` is not a rank of the group, or the backend is unknown; or this process is not in the group.
+        ValueError: ``src`` is not a rank of the group, the backend is unknown, or this process is not in the group.
 
-    Cost: that of ``broadcast_state_dict``; actors of one node share memory.
+    Cost: that of ``broadcast_state_dict``. Actors of one node share memory.
 
     Source: ColossalAI's ``ray_broadcast_tensor_dict``.
     """
@@ -91,7 +91,7 @@ def ray_broadcast_tensor_dict(
 
 
 class _RayBroadcast(BroadcastWeights):
-    """Checks what only this signature has, so that all actors hear of it."""
+    """A broadcast that also checks the arguments of this signature, so that all actors raise."""
 
     def __init__(
         self, tensor_dict: Any, src: int, wanted: Wanted, sending: Sending, backend: str, device: Device | None
@@ -117,7 +117,7 @@ def ray_broadcast_object(
     weights_only: bool = False,
     timeout: Timeout | None = None,
 ) -> Any:
-    """Give all actors of a group the object of one.
+    """Send all actors of a group the object of one.
 
     Example:
         >>> import easydist.ray
@@ -126,20 +126,20 @@ def ray_broadcast_object(
         ValueError: this process is in no group 'weights'; call init_group, or create_group in the driver
 
     Args:
-        obj: On ``src`` what is sent; elsewhere not looked at.
+        obj: On ``src``, the object to send. Other actors ignore it.
         src: The source, a rank of the group.
-        device: Accepted for the signature's sake.
+        device: Accepted for compatibility.
         group_name: As in ``ray_broadcast_tensor_dict``.
-        backend: Accepted for the signature's sake.
-        weights_only: As in ``broadcast_object_list``, which also says what is pickled.
-        timeout: How long the call may take; None is the group's.
+        backend: Accepted for compatibility.
+        weights_only: As in ``broadcast_object_list``, which describes when objects are pickled.
+        timeout: The limit of the call; None means the group's.
 
     Returns:
-        On ``src`` the object itself, elsewhere an equal one.
+        On ``src`` the object itself, on other actors an equal one.
 
     Raises:
         ValueError: ``src`` is not a rank of the group, or this process is not in the group.
-        EasydistError: As ``broadcast_object_list``.
+        EasydistError: As for ``broadcast_object_list``.
 
     Cost: that of ``broadcast_object_list``.
 

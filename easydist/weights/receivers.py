@@ -1,4 +1,4 @@
-"""The models and dicts that receive: their entries, which of them are written in place, and how they take the rest."""
+"""Receiving models and dicts: their entries, which of them are written in place, and how they store the rest."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from easydist.weights.source import local, state_of
 
 
 def memory_of(value: Any) -> Any:
-    """What is equal for entries that are the same memory, such as tied weights."""
+    """Return a key that is equal for entries in the same memory, such as tied weights."""
     return outline.memory_of(local(value) if isinstance(value, torch.Tensor) else value)
 
 
 class Entries:
-    """A dict that receives.
+    """A dict that receives entries.
 
     Attributes:
-        values: By name, what is there now.
-        own: The names that are memory of its own; None: all.
+        values: The current values, by name.
+        own: The names whose values are memory of the target itself; None means all.
     """
 
     own: frozenset[str] | None = None
@@ -32,19 +32,19 @@ class Entries:
         self.values: dict[str, Any] = {} if into is None else dict(state_of(into))
 
     def is_writable(self, name: str) -> bool:
-        """Whether the tensor of that name is written in place."""
+        """True if the tensor of that name is written in place."""
         value = self.values.get(name)
         return isinstance(value, torch.Tensor) and not value.is_meta and (self.own is None or name in self.own)
 
     def fill(self, arrived: Mapping[str, Any], only: Container[str] | None) -> Any:
-        """Take what was not written in place.
+        """Store the entries that were not written in place.
 
         Args:
-            arrived: By name; new tensors, and what is no tensor.
-            only: The names that stay; None: all.
+            arrived: New tensors, and values that are not tensors, by name.
+            only: The names to keep; None means all.
 
         Returns:
-            The state dict as it is now.
+            The updated state dict.
         """
         if self._into is None:
             return dict(arrived)
@@ -59,10 +59,10 @@ class Entries:
 
 
 class _Model(Entries):
-    """A module that receives.
+    """A module that receives entries.
 
-    Entries that its hooks make of its parameters, and those that are no tensors, go through its ``load_state_dict``;
-    tensors on the meta device are replaced, and tied ones stay tied.
+    Entries that its hooks compute from its parameters, and those that are not tensors, go through its
+    ``load_state_dict``. Tensors on the meta device are replaced, and tied ones stay tied.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -87,7 +87,7 @@ class _Model(Entries):
 
 
 def _is_one(own: torch.Tensor, value: Any) -> bool:
-    """Whether an entry of the state dict is the module's tensor itself, not something that was made of it."""
+    """True if an entry of the state dict is the module's tensor itself, not something computed from it."""
     if not isinstance(value, torch.Tensor) or (own.dtype, own.shape) != (value.dtype, value.shape):
         return False
     return (own.is_meta and value.is_meta) or memory_of(own) == memory_of(value) or own.numel() == 0
@@ -98,9 +98,9 @@ def _like(own: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def entries_of(into: Any) -> Entries:
-    """The entries of what receives.
+    """Return the entries of a receiving module or dict.
 
     Raises:
-        TypeError: It is neither a module nor a dict, or a name is no text.
+        TypeError: It is neither a module nor a dict, or a name is not a string.
     """
     return _Model(into) if isinstance(into, nn.Module) else Entries(into)

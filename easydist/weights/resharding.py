@@ -1,4 +1,4 @@
-"""From ranks that hold a model in one layout to ranks that want it in another, each slice straight to who needs it."""
+"""Transfer from ranks that hold a model in one layout to ranks that want it in another, each slice directly."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _DEPTH = 16
 
 
 class LocalShard(NamedTuple):
-    """A plain tensor that is a part of a whole one: what a layout without ``DTensor`` says of an entry.
+    """A plain tensor that is a part of a whole one: an entry of a layout without ``DTensor``.
 
     Example:
         >>> import torch
@@ -47,33 +47,33 @@ class LocalShard(NamedTuple):
     tensor: torch.Tensor
     """The part, on this rank."""
     start: Sequence[int]
-    """Where it begins in the whole tensor, in each dimension."""
+    """The index of its first element in the whole tensor, in each dimension."""
     shape: Sequence[int]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
 
 
 class Resharding:
-    """Moves weights from one layout to another, again and again; which slice goes where is worked out once.
+    """A repeatable transfer of weights from one layout to another. The plan of its slices is computed once.
 
-    Law: after ``run`` every target tensor holds the values that the sources' tensor of that name has there, cast to
-    its dtype. Each slice goes straight from a rank that holds it to the one that wants it, and nothing else travels.
+    Law: after ``run`` every target tensor holds the values that the source tensor of that name has there, cast to its
+    dtype. Each slice goes directly from a rank that holds it to the one that wants it, and nothing else travels.
 
-    All ranks of the group make it and run it together. Names that only sources have stay where they are. The tensors
-    are those that were there when it was made; optimizers change them in place.
+    All ranks of the group create it and run it together. Names that only sources have are ignored. It uses the tensors
+    that existed when it was created; optimizers change them in place.
 
     Args:
-        source: What this rank holds: a module or a dict of tensors, DTensors and local shards; None: nothing.
-        target: What this rank wants, likewise; its tensors are written in place.
-        group: The ranks that take part.
-        bucket_bytes: How many bytes may be under way on a rank, and may be copied on the way.
+        source: The weights that this rank holds: a module or a dict of tensors, DTensors and local shards; or None.
+        target: The weights that this rank wants, in the same form. The tensors are written in place.
+        group: The participating ranks.
+        bucket_bytes: The most bytes under way, and copied on the way, on a rank.
         timeout: How long the ranks may take to meet.
 
     Attributes:
-        transfers: By name, who sends which block to whom; the same on all ranks.
+        transfers: The transfers of each name, the same on all ranks.
 
     Raises:
-        DisagreementError: A target's name is held by nobody, its shape or dtype is another one, or the blocks that are
-            held do not make up the tensor.
+        DisagreementError: No rank holds a target's name, its shape or dtype differs, or the held blocks do not cover
+            the tensor.
         RemoteError: A rank's tensors cannot be sent or written.
 
     Example:
@@ -106,7 +106,7 @@ class Resharding:
         self._messages = self._scheduled(self._comms.size)
 
     def _scheduled(self, size: int) -> list[Message]:
-        """The messages in one order for all ranks, so that each pair has its turn, and no ring of waits can close."""
+        """Return the messages in one order for all ranks. Each pair has its turn, and waits cannot form a cycle."""
         items = [
             Item(dtype, "cpu", [(one.src * size + one.dst, one.block) for one in self.transfers[name]])
             for name, dtype in self._dtypes.items()
@@ -119,16 +119,16 @@ class Resharding:
         return [message for *_, message in sorted(order, key=lambda one: one[:2])]
 
     def run(self, *, timeout: Timeout | None = None) -> None:
-        """Move the values as they are now.
+        """Move the current values.
 
         Args:
-            timeout: How long the call may take; None is the group's.
+            timeout: The limit of the call; None means the group's.
 
         Raises:
-            EasydistError: A rank was lost, late, or called something else.
+            EasydistError: A rank was lost or late, or called something else.
 
         Cost: one header exchange, then one message between two ranks for each slice of 256 KiB or more, in pieces of a
-        quarter of ``bucket_bytes``, and one for all smaller ones of a pair. Tensors on GPUs go by way of the CPU.
+        quarter of ``bucket_bytes``, and one for all smaller ones of a pair. Tensors on GPUs travel through the CPU.
         """
         run(
             _Moving(self._messages, [*self._dtypes.values()], self._held, self._wanted, self._bucket_nbytes),
@@ -137,7 +137,7 @@ class Resharding:
         )
 
     def nbytes(self, src: int, dst: int) -> int:
-        """How many bytes one ``run`` sends from one rank to another."""
+        """Return the bytes that one ``run`` sends from one rank to another."""
         return sum(
             one.block.numel * self._dtypes[name].itemsize
             for name, transfers in self.transfers.items()
@@ -147,7 +147,7 @@ class Resharding:
 
 
 def _places(given: Any) -> dict[str, tuple[Place, tuple[int, ...]]]:
-    """Name -> where this rank's part of an entry is, and the shape of the whole."""
+    """Return by name the place of this rank's part of an entry, and the shape of the whole."""
     found = {}
     for name, value in entries_of(given).values.items():
         if isinstance(value, LocalShard):
@@ -162,7 +162,7 @@ def _places(given: Any) -> dict[str, tuple[Place, tuple[int, ...]]]:
 
 
 class _Planning(Verb[dict[str, list[Transfer]]]):
-    """The ranks tell one another what they hold and want; each works out the same plan."""
+    """The exchange of the ranks' layouts, from which each computes the same plan."""
 
     operation = "Resharding"
 
@@ -213,7 +213,7 @@ def _layout(name: str, side: _Side) -> dict[int, Block]:
 
 
 def _wrong(names: set[str], types: Mapping[str, Any], held: _Side, wanted: _Side) -> list[str]:
-    """What does not fit, one line each."""
+    """Describe the entries that do not fit, one per line."""
     lines = [f"  {name}  is wanted, and no rank holds it" for name in sorted(names - types.keys())]
     for side, what in ((held, "holds"), (wanted, "wants")):
         for rank, one in side.items():
@@ -226,7 +226,7 @@ def _wrong(names: set[str], types: Mapping[str, Any], held: _Side, wanted: _Side
 
 
 class _Moving(Verb[None]):
-    """Each rank sends and takes its messages in the order that all have."""
+    """The transfer of the messages, in the same order on all ranks."""
 
     operation = "Resharding.run"
 

@@ -1,7 +1,7 @@
-"""Which bytes travel in which message, and from whom: worked out alike on every rank, from the header alone.
+"""The schedule of the messages, computed on every rank from the header alone, with the same result.
 
-Large blocks travel alone, so that they need not be packed, cut to a fraction of the bucket; small ones of one source
-and device type share a message of at most that size.
+Large blocks travel alone, so that they need no packing, in pieces of a fraction of the bucket. Small ones of the same
+source and device type share a message of at most that size.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from easydist.verbs.buckets import LARGE
 from easydist.weights.blocks import Block, cut
 
 SHARES = 4
-"""Messages of the largest size that fit a bucket: so many may be under way."""
+"""The number of messages of the largest size that fit into the bucket and may be under way."""
 
 
 class Part(NamedTuple):
-    """A block of an entry, and the bytes that it has."""
+    """A block of an entry, and its size in bytes."""
 
     entry: int
     block: Block
     nbytes: int
 
     def of(self, buffer: torch.Tensor, start: int, dtype: torch.dtype) -> torch.Tensor:
-        """The values, as a view of a message's buffer in which they begin at ``start``."""
+        """Return the values, as a view of a message's buffer in which they begin at ``start``."""
         return buffer.narrow(0, start, self.nbytes).view(dtype).view(self.block.shape)
 
 
 class Message(NamedTuple):
-    """What travels at once.
+    """The blocks that travel together.
 
     Attributes:
-        root: Who sends it.
+        root: The rank that sends it.
         kind: The device type of its data.
-        parts: In the order of their bytes; item sizes never rise.
-        nbytes: Of all parts.
+        parts: The parts in the order of their bytes; item sizes never increase.
+        nbytes: The bytes of all parts.
     """
 
     root: int
@@ -52,7 +52,7 @@ class Item(NamedTuple):
     Attributes:
         dtype: Its dtype on the wire.
         kind: The device type of its data.
-        blocks: Who sends which block of it.
+        blocks: The sending rank and the block, for each block of the entry.
     """
 
     dtype: torch.dtype
@@ -61,11 +61,11 @@ class Item(NamedTuple):
 
 
 def schedule(items: Iterable[Item], bucket_nbytes: int) -> list[Message]:
-    """The messages, in the order in which all ranks exchange them.
+    """Return the messages, in the order in which all ranks exchange them.
 
     Args:
-        items: By falling item size.
-        bucket_nbytes: The bytes that may be under way; a message has at most a quarter of them.
+        items: The entries, by decreasing item size.
+        bucket_nbytes: The most bytes under way; a message has at most a quarter of them.
 
     Example:
         >>> from easydist.weights.blocks import whole

@@ -1,4 +1,4 @@
-"""Moving the messages of a schedule: several under way at a time, and never more bytes than the bucket has."""
+"""The transfer of a schedule's messages: several are under way at a time, never more bytes than the bucket has."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from easydist.transport.work import TorchWork
 from easydist.weights.schedule import Message
 
 _DEPTH = 16
-"""Messages that may be under way, however small they are: gloo keeps a buffer for each."""
+"""The most messages under way, however small they are, as gloo keeps a buffer for each."""
 
 Step = Callable[[int], None]
-"""Told of bytes that have moved."""
+"""A function to call with the number of bytes that have moved."""
 
 
 class Carriers:
@@ -25,7 +25,7 @@ class Carriers:
 
     Args:
         comms: The group.
-        messages: All that is going to move.
+        messages: All messages to move.
     """
 
     def __init__(self, comms: Communicators, messages: Sequence[Message]) -> None:
@@ -39,14 +39,14 @@ class Carriers:
 
 
 class Side:
-    """What this rank does with a message: it is the one that loads it, or it has room for it and takes it."""
+    """This rank's side of the messages: it loads them, or it has memory for them and stores them."""
 
     def buffer(self, message: Message, there: torch.device) -> torch.Tensor:
-        """The bytes that are sent, or where they arrive."""
+        """Return the bytes to send, or the memory in which they arrive."""
         raise NotImplementedError
 
     def take(self, message: Message, buffer: torch.Tensor) -> None:
-        """Take what has moved."""
+        """Store a message that has arrived."""
         raise NotImplementedError
 
 
@@ -54,11 +54,11 @@ def move(carriers: Carriers, messages: Sequence[Message], side: Side, bucket_nby
     """Broadcast each message from its root.
 
     Args:
-        carriers: Of these messages.
+        carriers: The communicators of these messages.
         messages: The same on every rank; each has a fraction of the bucket.
-        side: This rank's.
-        bucket_nbytes: How much may be under way.
-        step: Told of every message that has moved.
+        side: This rank's side.
+        bucket_nbytes: The most bytes under way.
+        step: A function to call after every message.
 
     Cost: one broadcast for each message.
     """
@@ -85,7 +85,7 @@ def _end(one: tuple[Message, torch.Tensor, TorchWork], side: Side, step: Step) -
 
 @contextmanager
 def progress(is_shown: bool, nbytes: int, title: str) -> Iterator[Step]:
-    """A bar for what moves, once that has taken a second; nothing where it is not wanted."""
+    """Show a progress bar once the transfer has taken a second, if requested."""
     if not is_shown:
         yield lambda nbytes: None
         return

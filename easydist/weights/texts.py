@@ -1,4 +1,4 @@
-"""What the errors of weights say."""
+"""The error texts of weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _listed(lines: Sequence[str]) -> list[str]:
 
 
 def disagreement(operation: str, src: int, misfits: Mapping[int, Sequence[Row]]) -> str:
-    """Receivers, or further sources, that have other entries than the first source: one line each."""
+    """Describe the entries of receivers or further sources that differ from the first source's, one per line."""
     lines: dict[str, str] = {}
     for rank, rows in misfits.items():
         for name, theirs, mine in rows:
@@ -30,7 +30,7 @@ def disagreement(operation: str, src: int, misfits: Mapping[int, Sequence[Row]])
 
 
 def unlike(announced: Announced, mine: Announced) -> list[Row]:
-    """How the entries of a further source differ from those of the first one."""
+    """Return the differences between the entries of a further source and those of the first one."""
     theirs, ours = ({one.name: f"{dtype_name(one.dtype)} {one.shape}" for one in a.entries} for a in (announced, mine))
     names = sorted(theirs.keys() | ours.keys())
     rows = [(name, theirs.get(name, "missing"), ours.get(name, "missing")) for name in names]
@@ -38,7 +38,7 @@ def unlike(announced: Announced, mine: Announced) -> list[Row]:
 
 
 def uncovered(operation: str, name: str, sources: Sequence[int]) -> str:
-    """The sources do not have all of an entry."""
+    """Say that the sources do not have all of an entry."""
     return (
         f"{operation}: ranks {list(sources)} together do not hold all of {name}\nPass src= all ranks of its mesh, and "
         "no others; each of them has to pass its own shards."
@@ -46,7 +46,7 @@ def uncovered(operation: str, name: str, sources: Sequence[int]) -> str:
 
 
 def damaged(operation: str, names: Mapping[int, Sequence[str]]) -> str:
-    """What has arrived is not what was sent."""
+    """Say that received bytes differ from the sent ones."""
     lines = [f"  {name}  on rank {rank}" for rank, found in names.items() for name in found]
     return "\n".join(
         [

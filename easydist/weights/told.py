@@ -1,4 +1,4 @@
-"""What ranks tell one another besides a call: JSON, where any of them has something to say."""
+"""An exchange of JSON in addition to a call, made only if any rank has something to report."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ def _as_bytes(value: Mapping[str, Any]) -> bytes:
 
 
 def nbytes_of(value: Mapping[str, Any]) -> int:
-    """How much a rank has to say in ``told``: nothing, where this is empty."""
+    """Return the size of a rank's report in ``told``; 0 if it is empty."""
     return len(_as_bytes(value))
 
 
 def told(comms: Communicators, nbytes: Sequence[int], mine: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """What the ranks say to each other, by rank, of those that say something.
+    """Return the ranks' reports, by rank, without the empty ones.
 
     Args:
         comms: The group.
-        nbytes: What ``nbytes_of`` gives on each rank.
-        mine: What this rank says, as JSON.
+        nbytes: The result of ``nbytes_of`` on each rank.
+        mine: This rank's report, to be sent as JSON.
 
-    Cost: one all-gather, if any rank says something.
+    Cost: one all-gather, if any report is not empty.
     """
     if not any(nbytes):
         return {}

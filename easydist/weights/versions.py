@@ -1,7 +1,7 @@
-"""Weights in versions: what receivers have is always one complete version, the same on all of them.
+"""Versioned weights: receivers always have one complete version, the same on all of them.
 
-A version travels into memory of its own. Only when every member has said that it has all of it, each copies it to
-where it is used. So a member that is lost at any moment leaves the others with the version before.
+A version travels into memory of its own. Each member copies it to its final place only after every member has
+confirmed that it has all of it. So a member lost at any moment leaves the others with the previous version.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ __all__ = ["WeightPublisher", "WeightReceiver"]
 class WeightPublisher(Member):
     """Publishes versions of a model's weights to the receivers of a group.
 
-    Each member of the group is a ``WeightPublisher`` or a ``WeightReceiver``; several publishers are the ranks of one
+    Each member of the group is a ``WeightPublisher`` or a ``WeightReceiver``. Several publishers are the ranks of one
     sharded model. While ``publish`` runs, every receiver calls ``receive``.
 
     Args:
         model_or_dict: A module, or a state dict that is changed in place; it may hold DTensors.
-        src: The publisher's rank in the group; of a sharded model all ranks.
+        src: The publisher's rank in the group; for a sharded model all ranks.
         group: The members.
-        dtype: As in ``broadcast_state_dict``, and so are the following.
-        filter: Likewise.
-        rename: Likewise.
-        verify: Likewise.
-        bucket_bytes: Likewise.
+        dtype: As in ``broadcast_state_dict``.
+        filter: As in ``broadcast_state_dict``.
+        rename: As in ``broadcast_state_dict``.
+        verify: As in ``broadcast_state_dict``.
+        bucket_bytes: As in ``broadcast_state_dict``.
 
     Attributes:
-        version: The last version that all members have; 0: none yet.
+        version: The last version that all members have; 0 if there is none yet.
 
     Example:
         >>> import torch
@@ -68,26 +68,26 @@ class WeightPublisher(Member):
         self.sending = Sending(dtype, bucket_bytes, verify)
 
     def weights(self) -> Any:
-        """What is published."""
+        """Return the weights to publish."""
         return self._model_or_dict
 
     def publish(self, version: int | None = None, *, timeout: Timeout | None = None) -> int:
-        """Give the weights, as they are now, to all receivers.
+        """Send the current weights to all receivers.
 
-        Law: it returns when every receiver has the version and uses it from now on, or raises, and none does.
+        Law: either it returns, and every receiver has the version and uses it from now on; or it raises, and none does.
 
         Args:
-            version: Larger than the one before; None is one more.
-            timeout: How long the call may take; None is the group's.
+            version: A number larger than the previous one; None means the previous one plus one.
+            timeout: The limit of the call; None means the group's.
 
         Returns:
             The version.
 
         Raises:
-            RemoteError: The version is not newer than what a member has, or the weights cannot be sent or taken.
+            RemoteError: The version is not newer than a member's, or the weights cannot be sent or received.
             DisagreementError: A receiver's model has other names, shapes or dtypes.
-            PeerLostError: A member was lost; the others keep what they have, and go on with ``regroup``.
-            CollectiveTimeout: A member did not come; likewise.
+            PeerLostError: A member was lost. The others keep their version, and continue with ``regroup``.
+            CollectiveTimeout: A member did not come. The others keep their version, and continue with ``regroup``.
 
         Cost: that of ``broadcast_state_dict``, and one header exchange.
         """
@@ -95,24 +95,24 @@ class WeightPublisher(Member):
 
 
 class WeightReceiver(Member):
-    """Receives versions of weights; what it has is always one complete version.
+    """Receives versions of weights, and always has one complete version.
 
     Args:
-        model_or_dict: What is updated when a version is complete: a module or a dict of tensors. None: ``state`` is a
-            dict of new tensors.
-        src: The publisher's rank in the group; of a sharded model all ranks.
+        model_or_dict: The module or dict of tensors to update when a version is complete. None: ``state`` is a dict
+            of new tensors.
+        src: The publisher's rank in the group; for a sharded model all ranks.
         group: The members.
 
     Attributes:
-        version: The version that is here; 0: none yet.
-        state: The weights of that version: what was passed, or a dict whose tensors keep their values until the second
+        version: The version that is here; 0 if there is none yet.
+        state: The weights of that version: the argument, or a dict whose tensors keep their values until the second
             version after it arrives; None before the first.
 
     Raises:
         TypeError: It is neither a module nor a dict.
         ValueError: A tensor of it is on the meta device.
 
-    Cost: memory for a second copy of the weights, where the next version arrives.
+    Cost: memory for a second copy of the weights, in which the next version arrives.
     """
 
     receives = True
@@ -124,33 +124,33 @@ class WeightReceiver(Member):
         self._spare: dict[str, Any] = {} if self._swaps else _room_like(state_of(model_or_dict))
 
     def room(self) -> dict[str, Any]:
-        """Where the next version arrives."""
+        """Return the memory for the next version."""
         return self._spare
 
     def weights(self) -> Any:
-        """The version that is here."""
+        """Return the weights of the version that is here."""
         return self.state
 
     def receive(self, *, timeout: Timeout | None = None) -> int:
-        """Wait for the next version, and take it.
+        """Wait for the next version, and start to use it.
 
-        Law: after it ``version`` and ``state`` are those of ``publish``; if it raises, they are what they were.
+        Law: afterwards ``version`` and ``state`` are those of ``publish``; if it raises, they have not changed.
 
         Args:
-            timeout: How long the call may take; None is the group's.
+            timeout: The limit of the call; None means the group's.
 
         Returns:
             The version.
 
         Raises:
-            EasydistError: As ``WeightPublisher.publish``.
+            EasydistError: As for ``WeightPublisher.publish``.
 
         Cost: that of ``publish``, and a copy from memory to memory.
         """
         return int(run(Publish(self, self.src), self.comms, timeout))
 
     def commit(self, version: int) -> None:
-        """Use the version that has arrived."""
+        """Start to use the version that has arrived."""
         if self._swaps:
             self.state, self._spare = self._spare, self.state or {}
         elif isinstance(self.state, nn.Module):
@@ -161,7 +161,7 @@ class WeightReceiver(Member):
 
 
 def _room_like(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Memory like that of a state dict; what is tied stays tied."""
+    """Allocate memory like that of a state dict. Tied entries stay tied."""
     made: dict[Any, torch.Tensor] = {}
     room: dict[str, Any] = {}
     for name, value in state.items():

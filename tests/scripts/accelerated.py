@@ -2,7 +2,7 @@
 
 Usage: accelerate launch accelerated.py FOLDER before|after
 
-Each rank writes what it found to ``FOLDER/RANK.json``.
+Each rank writes its results to ``FOLDER/RANK.json``.
 """
 
 import json
@@ -29,7 +29,7 @@ import easydist.accelerate
 
 
 def exchanged(accelerator):
-    """What the methods and the functions give; the ranks have different numbers of rows."""
+    """Return the results of the methods and the functions. The ranks have different numbers of rows."""
     rank = accelerator.process_index
     rows = torch.arange(rank + 1) + 10 * rank
     return {
@@ -46,7 +46,7 @@ def exchanged(accelerator):
 
 
 def refused(accelerator):
-    """The error that a script catches by accelerate's name, and where it happened."""
+    """Return the error that a script catches by accelerate's name, and the place where it happened."""
     wrong = torch.zeros(2, 2 + accelerator.process_index)
     try:
         accelerator.gather(wrong)
@@ -56,7 +56,7 @@ def refused(accelerator):
 
 
 def evaluated(accelerator):
-    """What a loop over 11 samples collects on 2 or 4 ranks, whose samplers repeat some."""
+    """Return the data collected in a loop over 11 samples on 2 or 4 ranks, whose samplers repeat some."""
     data = [{"x": torch.tensor([float(i)]), "index": i} for i in range(11)]
     loader = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=2))
     found = {"tensors": [], "names": [], "columns": [], "rows": [], "after": []}
@@ -77,7 +77,7 @@ def evaluated(accelerator):
 
 
 def batches(accelerator, **options):
-    """What a loop over a prepared loader yields on this rank."""
+    """Return the rows that a loop over a prepared loader yields on this rank."""
     data = [{"x": torch.tensor([float(i)]), "index": i} for i in range(11)]
     configured = accelerate.DataLoaderConfiguration(**options)
     accelerator = Accelerator(cpu=True, dataloader_config=configured)
@@ -106,6 +106,7 @@ def main(folder, order):
     found["after"] = [gather.__module__, accelerate.utils.reduce.__module__]
     found["theirs"] = accelerator.gather(torch.ones(1)).tolist()
     Path(folder, f"{accelerator.process_index}.json").write_text(json.dumps(found))
+    accelerator.end_training()  # a thread of torch's gloo that still drops tensors when Python ends aborts the process
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Communicators in processes of their own, by the environment alone; prints what each rank met."""
+"""Communicators in processes of their own, configured by the environment alone. Each rank prints its outcome."""
 
 import multiprocessing
 import os
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def launch(size, fn, *args):
-    """Exit statuses, and what the ranks put into a queue, sorted."""
+    """Return exit statuses, and the answers of the ranks, sorted."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     context = multiprocessing.get_context("fork")
@@ -41,7 +41,7 @@ def run(rank, size, port, answers, fn, args):
 
 
 def sums(rank, backend):
-    """Three times the same name, ended in between."""
+    """Use the same name three times, and finalize in between."""
     for _ in range(3):
         comm = torchcomms.new_comm(backend, CPU, "main")
         tensor = torch.tensor([rank + 1.0])
@@ -66,7 +66,7 @@ def death(rank, backend):
 
 
 def mesh(rank, backend):
-    """Without a default group; DDP along one dimension, tensors in parallel along the other."""
+    """Work without a default group: DDP along one dimension, tensors in parallel along the other."""
     from torch import nn
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module

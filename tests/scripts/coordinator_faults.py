@@ -2,9 +2,9 @@
 
 python tests/scripts/coordinator_faults.py shm/kill/all_reduce gloo/interrupt/recv_tensor_dict …
 
-A case is the backend (shm, gloo), what happens, and the method. Of three ranks the last misbehaves: once rank 0 waits
-for it, it ends, stops, or lets its parent interrupt rank 0 and comes to the call afterwards. In methods between two
-ranks rank 1 has no part. Each rank prints what it met, as JSON, and what the next call gave.
+A case is the backend (shm, gloo), the fault, and the method. Of three ranks the last misbehaves: once rank 0 waits for
+it, it ends, stops, or lets its parent interrupt rank 0 and joins the call afterwards. Rank 1 does nothing in methods
+between two ranks. Each rank prints its outcome, as JSON, and that of the next call.
 """
 
 import json
@@ -34,7 +34,7 @@ def waited(group):
 
 
 def collectives(group, queued):
-    """Methods of all ranks; the last is the source where there is one."""
+    """Return the methods of all ranks. The last rank is the source if there is one."""
     x, large = torch.ones(3, 4), torch.ones(3, 100_000)
     return {
         "all_reduce": lambda: group.all_reduce(x),
@@ -54,7 +54,7 @@ def collectives(group, queued):
 
 
 def pairs(group):
-    """Methods between rank 0, which waits, and the last: what either calls."""
+    """Return the methods between rank 0, which waits, and the last rank: the calls of both."""
     size, dtype = LARGE["x"].shape, torch.float32
     return {
         "send": (lambda: group.send(LARGE["x"], LAST), lambda: group.recv(size, dtype, 0)),
@@ -70,7 +70,7 @@ def pairs(group):
 
 
 def call_of(method, group, queued, rank):
-    """What this rank does; None: nothing."""
+    """Return this rank's call; None if it has none."""
     if method in (both := pairs(group)):
         return {0: both[method][0], LAST: both[method][1]}.get(rank)
     return collectives(group, queued)[method]
@@ -82,12 +82,12 @@ def others_wait(group, name):
     while not group.communicators.monitor.peers[0].place().startswith(f"{name},"):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    time.sleep(0.1)  # they have begun the call; now let them block in it
+    time.sleep(0.1)  # they have begun the call; let them block in it
 
 
 def misbehave(act, group, method):
-    """What the last rank does before it comes to the call, if it comes."""
-    if method in ("queue", "create_mq_broadcaster"):  # in a queue there is nothing to see of those who wait
+    """Misbehave on the last rank, before it joins the call, if it does."""
+    if method in ("queue", "create_mq_broadcaster"):  # waiting in a queue is not visible
         group.recv_object(0)
         time.sleep(0.3)
     else:
@@ -97,7 +97,7 @@ def misbehave(act, group, method):
         others_wait(group, prefix.get(method, method))
     if act == "interrupt":
         os.kill(os.getppid(), signal.SIGUSR1)  # the parent interrupts rank 0
-        if method == "queue":  # concerns nobody but the reader, so it has to say that it was
+        if method == "queue":  # concerns only the reader, which must report it
             group.recv_object(0)
             return
         deadline = time.monotonic() + DEADLINE
@@ -108,7 +108,7 @@ def misbehave(act, group, method):
 
 
 def met(call):
-    """What a call gives: the type and the text of its error."""
+    """Return the type and the text of a call's error."""
     try:
         call()
     except (EasydistError, KeyboardInterrupt, EOFError) as error:
@@ -123,7 +123,7 @@ def work(case, rank):
     queued = GroupCoordinator([[*range(SIZE)]], rank, "gloo", False, True)
     group.dispatch(torch.ones(3, 4), torch.ones(3, 4))
     queued.broadcast_object("first", LAST)
-    if act == "leave":  # nobody receives what rank 0 has sent and forgotten
+    if act == "leave":  # no rank receives the message that rank 0 sends and drops
         if rank == 0:
             group.isend_tensor_dict(LARGE, LAST)
         os.write(1, (json.dumps({"case": case, "rank": rank}) + "\n").encode())
@@ -147,19 +147,19 @@ def work(case, rank):
 
 
 def taken(queued, rank):
-    """What a rank takes from the queue after the fault: rank 0 also what it was interrupted at."""
+    """Return the values that a rank takes from the queue after the fault; rank 0 takes the interrupted one, too."""
     return [queued.broadcast_object("next", LAST) for _ in range(2 if rank == 0 else 1)]
 
 
 def pair(group, rank):
-    """A message after the fault: what rank 0 gets."""
+    """Exchange a message after the fault, and return what rank 0 receives."""
     if rank == LAST:
         group.send_tensor_dict({"from": rank, **SMALL}, 0)
     return group.recv_tensor_dict(LAST)["from"] if rank == 0 else None
 
 
 def launch(case):
-    """Fork the ranks and wait for them; True in a rank."""
+    """Fork the ranks and wait for them. Return True in a rank."""
     backend, act, _ = case.split("/")
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": SIZE}
     variables["EASYDIST_SHM"] = int(backend != "gloo")

@@ -1,9 +1,9 @@
-"""Launches of 4 ranks, which end without any cleanup; forked, so that torch is loaded once.
+"""Launches of 4 ranks that end without any cleanup. They are forked, so that torch is loaded once.
 
 python tests/scripts/exits.py none none 0 3 …
 
-A case is the rank that is to be the last, if any. Each rank leaves through the interpreter's own shutdown; the one that
-is to be the last has seen the end of the others.
+A case is the rank that must end last, if any. Each rank leaves through the interpreter's own shutdown, and the last one
+has seen the end of the others.
 """
 
 import os
@@ -18,7 +18,7 @@ WORLD_SIZE = 4
 
 
 def launch(case: str) -> bool:
-    """Fork the ranks; True in a rank. The pipe ends when all of them but the last have ended."""
+    """Fork the ranks. Return True in a rank. The pipe ends when all of them but the last have ended."""
     reading, writing = os.pipe()
     last = int(case) if case.isdigit() else None
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": WORLD_SIZE}

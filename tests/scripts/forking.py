@@ -1,4 +1,4 @@
-"""What the scripts that fork their ranks share; torch is loaded once then."""
+"""Functions for scripts that fork their ranks, so that torch is loaded only once."""
 
 import gc
 import os
@@ -9,19 +9,19 @@ from collections.abc import Callable, Sequence
 
 
 def free_port() -> int:
-    """A port that nobody listened on just now."""
+    """Return a port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def statuses(pids: Sequence[int]) -> list[int]:
-    """How these children end, negative for a signal."""
+    """Return the exit statuses of these children, negative for a signal."""
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
 def serve_a_store() -> tuple[int, int]:
-    """A process that serves a store, as the agent of torchrun does, and its port."""
+    """Start a process that serves a store, as the agent of torchrun does, and return its pid and port."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -34,14 +34,14 @@ def serve_a_store() -> tuple[int, int]:
 
 
 def side_by_side(count: int, cases: Sequence[str], launch: Callable[[str], bool]) -> None:
-    """Launch ``count`` cases at a time, as much of their time is waiting; ``launch`` is true in a rank."""
+    """Launch ``count`` cases at a time, since they mostly wait. ``launch`` returns True in a rank."""
     gc.collect()
-    gc.freeze()  # what was loaded before the fork need not be looked at, and so not copied: saves half a second a rank
+    gc.freeze()  # objects loaded before the fork are then not scanned and copied, which saves half a second a rank
     pids = []
     for first in range(count):
         pid = os.fork()
         if pid == 0:
-            any(launch(case) for case in cases[first::count])  # ends in a rank, and goes on with its parent
+            any(launch(case) for case in cases[first::count])  # ends in a rank, and continues in its parent
             return
         pids.append(pid)
     sys.exit(any(statuses(pids)))

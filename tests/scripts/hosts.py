@@ -1,9 +1,10 @@
-"""Four ranks on two hosts, which are network namespaces with a link between them; each prints what it met, as JSON.
+"""Four ranks on two hosts, which are network namespaces with a link between them. Each prints its outcome as JSON.
 
 python tests/scripts/hosts.py LINK PID PID named/verbs containers/kill-3 …
 
-The processes PID have the namespaces of the hosts. A case is how the hosts are told apart (named: by EASYDIST_HOST_ID;
-containers: by their process namespaces; shared: not at all; flat: without shared memory), and what happens.
+The processes PID own the namespaces of the hosts. A case is the way in which hosts are distinguished (named: by
+EASYDIST_HOST_ID; containers: by their process namespaces; shared: not at all; flat: without shared memory) and the
+event.
 """
 
 import ctypes
@@ -28,7 +29,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def enter(pid, *names):
-    """Go where a process is."""
+    """Enter the namespaces of a process."""
     for descriptor in [os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in names]:
         if _libc.setns(descriptor, 0):
             raise OSError(ctypes.get_errno(), "setns")
@@ -36,13 +37,13 @@ def enter(pid, *names):
 
 
 def sent(link):
-    """Bytes that this host has sent."""
+    """Return the bytes that this host has sent."""
     rows = (line.split(":") for line in Path("/proc/self/net/dev").read_text().splitlines() if ":" in line)
     return int({name.strip(): numbers for name, numbers in rows}[link].split()[8])
 
 
 def crossed(link, call):
-    """Bytes that this host sends for a call of all ranks."""
+    """Return the bytes that this host sends for a call of all ranks."""
     easydist.wait_for_everyone()
     before = sent(link)
     easydist.wait_for_everyone()
@@ -56,12 +57,12 @@ def normal(rank, numel):
 
 
 def small_integers(rank, numel):
-    """Floats whose sums are exact in any order."""
+    """Return floats whose sums are exact in any order."""
     return torch.randint(0, 100, (numel,), generator=torch.Generator().manual_seed(rank)).float()
 
 
 def check(rank, size, numel):
-    """Every verb, against what one process would compute."""
+    """Check every verb against the result of one process."""
     tree = easydist.gather({"x": normal(rank, numel + rank), "y": [torch.full((2, 3), rank)]})
     assert torch.equal(tree["x"], torch.cat([normal(r, numel + r) for r in range(size)]))
     assert tree["y"][0][:, 0].tolist() == [r for r in range(size) for _ in range(2)]
@@ -86,7 +87,7 @@ def verbs(link, rank, size):
 
 
 def kill(victim, rank, has_child):
-    """A rank is killed while the others wait for it; a child that it has left holds its connections."""
+    """Kill a rank while the others wait for it. A child that it has left may hold its connections."""
     pids = easydist.gather(os.getpid()).tolist()
     if rank == victim:
         if has_child and os.fork() == 0:
@@ -113,7 +114,7 @@ def work(case, link, rank, size):
 
 
 def forks(count):
-    """Fork processes: in each of them its number; in this one, once they have ended, None and their statuses."""
+    """Fork processes. Return in each its number; in this one, after their end, None and their statuses."""
     pids = []
     for number in range(count):
         pid = os.fork()
@@ -124,7 +125,7 @@ def forks(count):
 
 
 def launch(number, case, link, pids):
-    """One case; True in all processes but the first."""
+    """Run one case. Return True in all processes but the first."""
     host, ended = forks(len(pids))
     if host is None:
         assert not any(ended)
@@ -145,10 +146,10 @@ def launch(number, case, link, pids):
 
 
 def main(link, first, second, *cases):
-    any(launch(number, case, link, [first, second]) for number, case in enumerate(cases))  # goes on in its children
+    any(launch(number, case, link, [first, second]) for number, case in enumerate(cases))  # continues in its children
 
 
 if __name__ == "__main__":
     gc.collect()
-    gc.freeze()  # what was loaded before the fork need not be looked at, and so not copied
+    gc.freeze()  # objects loaded before the fork are then not scanned and copied
     main(*sys.argv[1:])

@@ -1,9 +1,10 @@
-"""Ranks that end in every way: what they held in shared memory, and who still has it afterwards, as JSON.
+"""Ranks that end in various ways. The output, JSON, names their shared files, and the processes that still have them.
 
 python tests/scripts/leaks.py FOLDER gloo/kill queue/exit …
 
-A case is what the ranks make (a gloo group, over which easydist shares memory; an easydist_shm group; a queue over a
-gloo group), and how they end. The ranks are forked, so that torch is loaded once; they meet in files in FOLDER.
+A case is the object that the ranks create (a gloo group, over which easydist shares memory; an easydist_shm group; a
+queue over a gloo group), and the way they end. The ranks are forked, so that torch is loaded once. They meet in files
+in FOLDER.
 """
 
 import collections
@@ -35,7 +36,7 @@ SHARED = re.compile(r"/dev/shm/|/memfd:easydist")
 
 
 def opened(pid="self"):
-    """What each descriptor of a process is, by its path in ``/proc``."""
+    """Return the target of each descriptor of a process, by its path in ``/proc``."""
     found = {}
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):  # the one that lists them, or closed since
@@ -44,19 +45,19 @@ def opened(pid="self"):
 
 
 def mapped(pid="self"):
-    """Device, inode and name of each mapping of a process that is shared memory."""
+    """Return device, inode and name of each mapping of shared memory in a process."""
     lines = [line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
     return [(line[3], line[4], line[5]) for line in lines if len(line) == 6 and SHARED.match(line[5])]
 
 
 def identity(path):
-    """Device and inode, as the list of mappings has them."""
+    """Return device and inode in the format of the list of mappings."""
     status = os.stat(path)
     return f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x} {status.st_ino}"
 
 
 def shared_files(pid="self"):
-    """The files in shared memory that a process has open or mapped."""
+    """Return the files in shared memory that a process has open or mapped."""
     found = {f"{device} {inode}" for device, inode, _ in mapped(pid)}
     for path, name in opened(pid).items():
         if SHARED.match(name):
@@ -66,7 +67,7 @@ def shared_files(pid="self"):
 
 
 def holders(files):
-    """The processes that have any of these files, and the names under which they are to be found."""
+    """Return the processes that have any of these files, and the names of these files."""
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it has ended
@@ -78,14 +79,14 @@ def holders(files):
 
 
 def holdings():
-    """How many descriptors of each kind this process has, and how many mappings of shared memory."""
+    """Return the numbers of this process's descriptors by kind, and of its mappings of shared memory."""
     gc.collect()
     kinds = [re.sub(r"\d+", "", name) for name in opened().values()]
     return collections.Counter([*kinds, *(f"mapped {SHARED.match(name)[0]}" for _, _, name in mapped())])
 
 
 def once(look):
-    """What ``look`` finds, once it finds nothing, or the time is over."""
+    """Repeat ``look`` until it finds nothing or the time is over, and return what it finds."""
     deadline = time.monotonic() + DEADLINE
     while (found := look()) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -93,7 +94,7 @@ def once(look):
 
 
 def more_than(before):
-    """What this process holds and did not; gloo closes its sockets in a thread."""
+    """Return what this process has now but had not before. gloo closes its sockets in a thread."""
     return dict(once(lambda: holdings() - before))
 
 
@@ -101,10 +102,10 @@ class Rank:
     """One rank of a case.
 
     Args:
-        case: What is made, and how it ends.
-        folder: Where the ranks meet.
-        rank: This one.
-        size: How many there are.
+        case: The object to create, and the way to end.
+        folder: The folder where the ranks meet.
+        rank: This rank.
+        size: The number of ranks.
     """
 
     def __init__(self, case, folder, rank, size):
@@ -120,7 +121,7 @@ class Rank:
         self.say(files=sorted(shared_files()))
 
     def begin(self, number, numel, ranks=None):
-        """A group of these ranks, and perhaps a queue over it; all of their memory is used."""
+        """Create a group of these ranks, and perhaps a queue over it, and use all of their memory."""
         ranks = ranks or range(self.size)
         dist.init_process_group(
             "gloo" if self.kind == "queue" else self.kind,
@@ -141,7 +142,7 @@ class Rank:
         dist.destroy_process_group()
 
     def leave(self):
-        """Without any cleanup; perhaps after a child that was forked has done so."""
+        """Leave without any cleanup, perhaps after a forked child has done so."""
         self.begin(0, LARGE)
         self.say_files()
         if self.how != "exit" and self.rank:
@@ -149,7 +150,7 @@ class Rank:
         self.say(gathered=easydist.gather(self.rank).tolist())
 
     def survive(self):
-        """One round to compare with, one that ends badly, and one of those that are left."""
+        """Play one round for comparison, one with a fault, and one of the survivors."""
         self.begin(0, SMALL)
         self.end()
         before = holdings()
@@ -168,7 +169,7 @@ class Rank:
             os.kill(child, signal.SIGKILL)
 
     def introduce(self, ranks):
-        """The processes of all ranks, and a child of the last one; who is not among ``ranks`` comes to know it last."""
+        """Return the processes of all ranks and a child of the last one. The rank not among ``ranks`` returns last."""
         child = orphan() if self.how == "orphan" and self.rank == self.size - 1 else 0
         pids, children = zip(*easydist.gather_object((os.getpid(), child)), strict=True)
         if self.rank in ranks:
@@ -178,7 +179,7 @@ class Rank:
         return pids, children[-1]
 
     def wait(self):
-        """Until somebody is known not to come."""
+        """Wait until it is known that a rank will not come."""
         try:
             while self.queue is None:
                 easydist.gather(self.rank)
@@ -190,7 +191,7 @@ class Rank:
             return type(error).__name__
 
     def again(self):
-        """Groups, one after another; the two that are compared have little memory, so that none of others is missed."""
+        """Create groups one after another. The two compared ones have little memory, so that no leak is missed."""
         slots = set()
         for number in range(ROUNDS):
             self.begin(number, SMALL if number % EVERY else LARGE)
@@ -204,14 +205,14 @@ class Rank:
 
 
 def forked(leave):
-    """The exit status of a child that ends by ``leave``."""
+    """Return the exit status of a child that ends by calling ``leave``."""
     if (child := os.fork()) == 0:
         leave(0)
     return statuses([child])[0]
 
 
 def orphan():
-    """A child that stays."""
+    """Fork a child that stays."""
     child = os.fork()
     while child == 0:
         signal.pause()
@@ -235,7 +236,7 @@ def work(case, folder, rank, size):
 
 
 def launch(case, folder):
-    """Fork the ranks, listen to them until they have ended, and look for what they have left; True in a rank."""
+    """Fork the ranks, read their output until they have ended, and look for leftovers. Return True in a rank."""
     size = 2 if case.endswith("again") else 3
     known, (reading, writing) = shared_files(), os.pipe()
     pids = []
@@ -249,7 +250,7 @@ def launch(case, folder):
             return True
         pids.append(pid)
     os.close(writing)
-    with open(reading) as lines:  # ends with the last of them, children of theirs included
+    with open(reading) as lines:  # ends with the last of them, including their children
         rows = [json.loads(line) for line in lines]
     ended = statuses(pids)
     files = {file for row in rows for file in row.pop("files", [])} - known

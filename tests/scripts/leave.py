@@ -1,9 +1,9 @@
-"""Shows what is left of the process group when everything that easydist registered for the exit has run.
+"""The state of the process group after easydist's exit handlers have run.
 
 python tests/scripts/leave.py FOLDER mine easydist later
 
-A case says who made the group that there is at the end: the script itself, before easydist; easydist; or the script,
-after it has taken down the group of easydist. The ranks are forked, so that torch is loaded once.
+A case says who created the final group: the script itself, before easydist; easydist; or the script, after destroying
+the group of easydist. The ranks are forked, so that torch is loaded once.
 """
 
 import atexit
@@ -41,7 +41,7 @@ def leave(folder: Path, who: str, rank: int) -> None:
 
 
 def launch(folder: Path, who: str) -> bool:
-    """Fork the ranks; True in a rank."""
+    """Fork the ranks. Return True in a rank."""
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": SIZE}
     pids = []
     for rank in range(SIZE):

@@ -1,4 +1,4 @@
-"""Ranks that are stopped, late, interrupted or killed around ``recover``; each prints what it met, as JSON.
+"""Ranks that are stopped, late, interrupted or killed around ``recover``. Each prints its outcome as JSON.
 
 python tests/scripts/left_out.py 3/shm/stop 4/0011/kill …
 
@@ -24,7 +24,7 @@ from easydist.groups.recovering import Recovery
 
 SHORT, LONG = within(0.7), within(20)
 AGENT = ("early", "hosts", "stop", "late", "nobody", "interrupt", "group")
-"""Scenarios in which no rank keeps the store."""
+"""The scenarios in which no rank serves the store."""
 
 
 def kill_me(*args: object) -> None:
@@ -32,7 +32,7 @@ def kill_me(*args: object) -> None:
 
 
 class Ranks:
-    """What the ranks of a case share: pipes, for what must not go through easydist."""
+    """The shared part of a case's ranks: pipes, for messages that must not go through easydist."""
 
     def __init__(self, case: str) -> None:
         self.case = case
@@ -48,7 +48,7 @@ class Ranks:
             os.read(pipe[0], 1)
 
     def spoil(self, rank: int) -> None:
-        """What one rank does when all have met."""
+        """Misbehave on one rank after all have met."""
         victim = 0 if self.scenario in ("store_stops", "store_lost") else self.last
         if rank != victim:
             return
@@ -60,7 +60,7 @@ class Ranks:
             self.wait(self.done, self.last)
 
     def meet(self, rank: int) -> None:
-        """The call in which the others miss a rank."""
+        """Make the call that one rank misses."""
         if self.scenario in ("nobody", "interrupt"):
             return
         if self.scenario == "early" and rank == self.last:
@@ -93,7 +93,7 @@ class Verbs(Ranks):
         return got
 
     def interrupted(self) -> None:
-        """Ctrl-C comes while this rank waits for the others; then it calls again."""
+        """Interrupt this rank while it waits for the others. It then calls again."""
         look = Recovery._look
 
         def interrupt(*args: object) -> None:
@@ -109,7 +109,7 @@ class Verbs(Ranks):
 
 
 class GivenGroup(Verbs):
-    """A group that is not the default one."""
+    """A group other than the default one."""
 
     def begin(self, rank: int) -> None:
         super().begin(rank)
@@ -190,7 +190,7 @@ def ranks_of(case: str) -> Ranks:
 
 
 def launch(case: str) -> bool:
-    """Fork the ranks and wait for them; True in a rank."""
+    """Fork the ranks and wait for them. Return True in a rank."""
     ranks = ranks_of(case)
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": ranks.size}
     variables["EASYDIST_SHM"] = int(ranks.backend not in ("gloo", "comm_gloo"))

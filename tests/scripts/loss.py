@@ -1,9 +1,9 @@
-"""Ranks that end, stop, come late or are interrupted while others wait; each rank prints what it met, as JSON.
+"""Ranks that end, stop, come late or are interrupted while others wait. Each prints its outcome as JSON.
 
 python tests/scripts/loss.py 3/shm/kill 4/0011/late …
 
 A case is the world size, the backend (shm; gloo; or for each rank a digit that stands for its host), and the scenario.
-The ranks are forked, so that torch is loaded once. What a rank does to the others it does when all of them wait for it.
+The ranks are forked, so that torch is loaded once. A rank misbehaves once all others wait for it.
 """
 
 import json
@@ -25,7 +25,7 @@ TIMEOUT = dict.fromkeys(("stop_inside", "late", "store_stops"), within(0.5)) | {
 
 
 def others_wait() -> None:
-    """Return when every other rank is in the next call, and other hosts know where this one is."""
+    """Return when every other rank is in the next call, and other hosts know this rank's position."""
     monitor = ProcessState().communicators().monitor
     deadline = time.monotonic() + DEADLINE
     while monitor._published[0] < monitor.number or not all(
@@ -33,11 +33,11 @@ def others_wait() -> None:
     ):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    time.sleep(0.1)  # they have begun the call; now let them block in it
+    time.sleep(0.1)  # they have begun the call; let them block in it
 
 
 def others_gave_up() -> None:
-    """Return when every other rank has left its call and said why."""
+    """Return when every other rank has left its call and reported the reason."""
     monitor = ProcessState().communicators().monitor
     deadline = time.monotonic() + DEADLINE
     while not all(monitor.judge(monitor.hear(peer, remote=True)) for peer in monitor.peers.values()):
@@ -46,7 +46,7 @@ def others_gave_up() -> None:
 
 
 def misbehave(scenario: str) -> None:
-    """What one rank does instead of coming to the call at once."""
+    """Misbehave on one rank, which joins the call late or never."""
     others_wait()
     if scenario == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -74,7 +74,7 @@ def together(rank: int, world_size: int) -> None:
 
 
 def data_exchange(rank: int, world_size: int, scenario: str) -> None:
-    """The last rank is away between the headers and the data."""
+    """Let the last rank stop between the headers and the data."""
     comms = ProcessState().communicators()
     if rank == world_size - 1:
         act = signal.SIGKILL if scenario == "kill_inside" else signal.SIGSTOP
@@ -83,7 +83,7 @@ def data_exchange(rank: int, world_size: int, scenario: str) -> None:
 
 
 def meet(scenario: str, rank: int, world_size: int) -> None:
-    """The call that the last rank spoils, or the one that keeps the store."""
+    """Make the call that the last rank spoils, or the rank that serves the store."""
     if scenario == "together":
         return together(rank, world_size)
     if scenario.endswith("inside"):
@@ -99,7 +99,7 @@ def meet(scenario: str, rank: int, world_size: int) -> None:
 
 
 def wake_the_store(pid: int, rank: int, world_size: int, pipe: tuple[int, int]) -> None:
-    """Rank 1 wakes rank 0, which keeps the store, when the ranks of the other host have given up, too."""
+    """Let rank 1 wake rank 0, which serves the store, after the ranks of the other host have given up, too."""
     if rank > 1:
         os.write(pipe[1], b".")
     elif rank == 1:
@@ -136,7 +136,7 @@ def work(case: str, rank: int, world_size: int, pipe: tuple[int, int]) -> None:
 
 
 def launch(case: str) -> bool:
-    """Fork the ranks and wait for them; True in a rank."""
+    """Fork the ranks and wait for them. Return True in a rank."""
     size, backend, scenario = case.split("/")
     world_size, hosts = int(size), backend if backend.isdigit() else ""
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": size}

@@ -1,9 +1,9 @@
-"""Every verb where the system lacks something: each rank hides it, and then imports easydist for the first time.
+"""Every verb on a system that lacks features: each rank hides them, and then imports easydist for the first time.
 
 python tests/scripts/portability.py proc futex+memfd mac …
 
-A case is what is hidden, joined by ``+``. The ranks are forked, so that torch is loaded once. At the end of a case
-rank 1 is killed, and rank 0 prints what it is told of that.
+A case lists the hidden features, joined by ``+``. The ranks are forked, so that torch is loaded once. At the end of a
+case rank 1 is killed, and rank 0 prints the error that it gets.
 """
 
 import builtins
@@ -25,7 +25,7 @@ SIZE = 2
 
 
 class Refused:
-    """A system call that a sandbox does not know."""
+    """A system call that a sandbox rejects."""
 
     argtypes = restype = None
 
@@ -39,7 +39,7 @@ def refuse(*arguments: object, **options: object) -> None:
 
 
 def hide_folder(folder: str) -> None:
-    """Let nothing below a folder be found."""
+    """Hide everything below a folder."""
 
     def hiding(known):
         def look(path, *arguments, **options):
@@ -55,7 +55,7 @@ def hide_folder(folder: str) -> None:
 
 
 def hide_futex() -> None:
-    """The C library's ``syscall`` refuses, in a sandbox; the library itself is there."""
+    """Let the C library's ``syscall`` fail, as in a sandbox. The library itself exists."""
 
     class Library(ctypes.CDLL):
         @property
@@ -86,7 +86,7 @@ HIDES = {
 
 
 def use(rank: int, nbytes: int) -> None:
-    """Every verb once, with leaves of so many bytes."""
+    """Call every verb once, with leaves of this many bytes."""
     import easydist
 
     size = nbytes // 4
@@ -139,7 +139,7 @@ def work(case: str, rank: int) -> None:
 
 
 def launch(case: str) -> bool:
-    """Fork the ranks and wait for them; True in a rank."""
+    """Fork the ranks and wait for them. Return True in a rank."""
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": SIZE}
     pids = []
     for rank in range(SIZE):

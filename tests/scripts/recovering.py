@@ -1,10 +1,10 @@
-"""Ranks that are killed at random moments, and survivors that go on; each survivor prints where it ended, as JSON.
+"""Ranks that are killed at random moments, and survivors that continue. Each survivor prints its final state as JSON.
 
 python tests/scripts/recovering.py 4/shm/0 4/comm_gloo/17 …
 
-A case is the world size, the kind of group, and a seed. The seed draws who is killed, where, and who keeps the store.
-Kinds: shm, gloo (easydist's verbs over a default group of gloo), torch_shm (over a default group "easydist_shm"),
-comm_shm, comm_gloo (communicators).
+A case is the world size, the kind of group, and a seed. The seed selects the ranks to kill, the moments, and the
+process that serves the store. Kinds: shm, gloo (easydist's verbs over a default group of gloo), torch_shm (over a
+default group "easydist_shm"), comm_shm, comm_gloo (communicators).
 """
 
 import json
@@ -29,7 +29,7 @@ LIMIT = within(30)
 
 
 class Plan:
-    """What a seed draws: the victims, and after how many calls or actions of recovering each of them dies."""
+    """The choices of a seed: the victims, and the number of calls or recovery actions after which each of them dies."""
 
     def __init__(self, size: int, seed: int) -> None:
         draw = random.Random(seed)
@@ -40,7 +40,7 @@ class Plan:
         self.calls = dict.fromkeys(range(size), 1 << 30)
         self.actions = dict.fromkeys(range(size), 1 << 30)
         self.calls[first] = draw.choice([0, 1, 2, draw.randint(1, 200)])
-        if not self.has_agent and 0 in self.victims:  # it keeps the store, which is needed until all have met
+        if not self.has_agent and 0 in self.victims:  # it serves the store, which is needed until all have met
             self.calls = {rank: max(calls, 1) for rank, calls in self.calls.items()}
         self.delay = draw.random() * 0.002
         for victim in self.victims:
@@ -68,7 +68,7 @@ def die_in_recovering(after: int) -> None:
 
 
 class Verbs:
-    """The verbs, on whatever the default group is."""
+    """The verbs, over any kind of default group."""
 
     def __init__(self, kind: str) -> None:
         if kind == "torch_shm":
@@ -76,9 +76,9 @@ class Verbs:
 
             assert easydist.process_group.NAME == "easydist_shm"
             dist.init_process_group("easydist_shm", timeout=timedelta(seconds=LIMIT))
-            easydist.gather(0)  # in the verbs' first call in such a group nobody sees that a rank has ended
+            easydist.gather(0)  # in the verbs' first call in such a group, the end of a rank is not noticed
 
-        assert ProcessState().process_group is not None  # before the first death: then there is nothing to recover
+        assert ProcessState().process_group is not None  # before the first death, or there is nothing to recover
 
     def size(self) -> int:
         return ProcessState().num_processes
@@ -93,7 +93,7 @@ class Verbs:
         easydist.recover(timeout=LIMIT)
 
     def torch_sum(self) -> float:
-        """torch's own all-reduce over the new group."""
+        """Call torch's own all-reduce over the new group."""
         group, tensor = ProcessState().process_group, torch.ones(3)
         dist.all_reduce(tensor, group=group)
         dist.barrier(group=group)
@@ -151,7 +151,7 @@ def work(case: str, rank: int, plan: Plan) -> None:
 
 
 def launch(case: str) -> bool:
-    """Fork the ranks and wait for them; True in a rank."""
+    """Fork the ranks and wait for them. Return True in a rank."""
     size, kind, seed = case.split("/")
     plan = Plan(int(size), int(seed))
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": size}

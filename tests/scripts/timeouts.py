@@ -1,9 +1,9 @@
-"""Ranks that read their environment before they import easydist, or that are killed while large data is on its way.
+"""Ranks that read their environment before they import easydist, or that are killed during a large transfer.
 
 python tests/scripts/timeouts.py warn/shm kill_source/gloo …
 
-A case is the scenario and the backend. The ranks are forked, so that torch is loaded once; each prints what it met, as
-JSON. What ends a wait is an event: a byte in a pipe, or the first byte of the data in its place.
+A case is the scenario and the backend. The ranks are forked, so that torch is loaded once. Each prints its outcome as
+JSON. Events end all waits: a byte in a pipe, or the first byte of the data in its place.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ CHECKED = ("gather", "broadcast", "reduce", "all_to_all", "pad_across_processes"
 
 
 class Heard(logging.Handler):
-    """Keeps the warnings of easydist; the second one lets the other rank come."""
+    """A handler that keeps the warnings of easydist. The second one lets the other rank come."""
 
     def __init__(self, writing: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Heard(logging.Handler):
 
 
 def wait_late(rank: int, pipe: tuple[int, int], timeout: float | None) -> dict:
-    """Rank 1 comes when rank 0 has warned twice, or has given up."""
+    """Let rank 1 come after rank 0 has warned twice, or has given up."""
     import easydist
 
     heard = Heard(pipe[1])
@@ -61,7 +61,7 @@ def wait_late(rank: int, pipe: tuple[int, int], timeout: float | None) -> dict:
 
 
 def call_unchecked(rank: int) -> dict:
-    """Trees whose keys differ, which is nothing to those who do not compare; what came of each verb."""
+    """Pass trees whose keys differ, which is allowed without comparison, and return the outcome of each verb."""
     import easydist
 
     found = {}
@@ -76,7 +76,7 @@ def call_unchecked(rank: int) -> dict:
 
 
 def kill_at_first_byte(data: torch.Tensor, pid: int) -> None:
-    """End a process as soon as something has arrived in ``data``, which is zero until then."""
+    """Kill a process as soon as something has arrived in ``data``, which is zero until then."""
     first = data.view(-1)[:1].numpy()
 
     def monitor() -> None:
@@ -88,11 +88,11 @@ def kill_at_first_byte(data: torch.Tensor, pid: int) -> None:
 
 
 def move(scenario: str, rank: int, pids: list[int]) -> None:
-    """Rank 2 is killed while 256 MB go from it, or to it; who does not notice in this call does in the next."""
+    """Kill rank 2 while 256 MB go from it, or to it. A rank that does not notice in this call does so in the next."""
     import easydist
     from easydist import memory
 
-    if scenario == "kill_sender":  # of a gather to rank 0, which sees what arrives
+    if scenario == "kill_sender":  # of a gather to rank 0, which sees the data arrive
         inner = memory.empty
 
         def empty(*args: object) -> torch.Tensor:
@@ -134,7 +134,7 @@ def work(scenario: str, rank: int, pipe: tuple[int, int]) -> dict:
 
 
 def launch(case: str) -> bool:
-    """Fork the ranks and wait for them; True in a rank."""
+    """Fork the ranks and wait for them. Return True in a rank."""
     scenario, backend = case.split("/")
     world_size = 3 if scenario.startswith("kill") else 2
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": world_size}

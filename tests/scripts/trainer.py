@@ -2,8 +2,8 @@
 
 Usage: torchrun trainer.py FOLDER
 
-Each rank writes what differed, and which functions were called, to ``FOLDER/KIND-RANK.json``.
-Models are tiny and random.
+Each rank writes the differences, and the names of the called functions, to ``FOLDER/KIND-RANK.json``. The models are
+tiny and random.
 """
 
 import copy
@@ -32,7 +32,7 @@ NOT_MEASURED = ("runtime", "samples_per_second", "steps_per_second", "model_prep
 
 
 class Samples(torch.utils.data.Dataset):
-    """Texts whose lengths differ unless one is given, so that ranks pad to lengths that differ."""
+    """Texts whose lengths differ unless one is given, so that ranks pad to different lengths."""
 
     def __init__(self, labels, length=None):
         generator = torch.Generator().manual_seed(0)
@@ -62,7 +62,7 @@ def collate(items):
 
 
 class Nested(nn.Module):
-    """Outputs in a dict with tuples, one inside another, as those of older models."""
+    """A model whose outputs are nested dicts and tuples, as those of older models."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,7 @@ class Nested(nn.Module):
 
 
 class LossOnly(Nested):
-    """For such a model the trainer gathers an empty tuple."""
+    """A model for which the trainer gathers an empty tuple."""
 
     def forward(self, input_ids, attention_mask=None, labels=None):
         return {"loss": super().forward(input_ids, attention_mask, labels)["loss"]}
@@ -125,7 +125,7 @@ def generation():
 
 
 def outcome(model, samples, folder, options):
-    """Everything that evaluate and predict give, and what compute_metrics has seen."""
+    """Return all results of evaluate and predict, and the arguments of compute_metrics."""
     seen = []
 
     def metrics(prediction):
@@ -153,7 +153,7 @@ def outcome(model, samples, folder, options):
 
 
 def differences(one, other, path=""):
-    """Where two results differ in type, dtype, shape or a single bit."""
+    """Yield the places where two results differ in type, dtype, shape or a single bit."""
     if type(one) is not type(other):
         yield f"{path}: {type(one).__name__}, {type(other).__name__}"
     elif isinstance(one, dict):
@@ -176,7 +176,7 @@ def differences(one, other, path=""):
 
 
 def count(called):
-    """Let easydist's functions, before they are put in the places of accelerate's, say that they have been called."""
+    """Let easydist's functions record their calls, before they replace accelerate's."""
     ours = easydist.accelerate.FUNCTIONS
     ours |= {name: counted(function, name, called) for name, function in ours.items()}
 
@@ -209,7 +209,7 @@ def main(folder):
 
 
 def outcomes(cases, folder):
-    """What the Trainer gives in each case."""
+    """Return the Trainer's results in each case."""
     torch.manual_seed(0)
     return {name: outcome(model, samples, folder, options) for name, model, samples, options in cases}
 

@@ -1,4 +1,4 @@
-"""Says what world this rank found, and ends without any cleanup."""
+"""The world that a rank finds, written to a file by a process that ends without any cleanup."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ def main(folder: str, *options: str) -> None:
 
         state = easydist.PartialState()
         gathered = easydist.gather({"rank": torch.tensor([state.process_index])})["rank"].tolist()
-    if not adopted:  # a group that was taken down is made again
+    if not adopted:  # a destroyed group is created again
         state.destroy_process_group()
         assert easydist.gather(torch.tensor([state.process_index])).tolist() == gathered
     found = {
