@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 # Files side by side, since most tests wait for other processes; in their order, so that the long ones don't come last.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 EVALUATE := examples/evaluate.py
+# Hundreds of processes import the package: compile it once.
+unexport PYTHONDONTWRITEBYTECODE
 # One thread a rank: as torchrun does it, and the same sums on 1, 2 and 3 ranks.
 ranks = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node
 

@@ -138,13 +138,18 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         """Release the memory. Operations under way never end."""
         if not self._is_closed:
             self._is_closed = True
-            self._monitor.end()
-            self._backend.close()
+            self._close()
 
     def abort(self) -> None:
         """Shut down, and make ranks that wait for this one raise."""
-        self._monitor.give_up(RemoteError(f"rank {self.rank()} has aborted the group {self._group_name!r}"))
-        self.shutdown()
+        if not self._is_closed:
+            self._is_closed = True  # before the report: a thread that waits here hears that the group is closed
+            self._monitor.give_up(RemoteError(f"rank {self.rank()} has aborted the group {self._group_name!r}"))
+            self._close()
+
+    def _close(self) -> None:
+        self._monitor.end()
+        self._backend.close()
 
     def renew(self, store: Store) -> None:
         """Reconnect the ranks after failed operations. All ranks call it together, with no operation under way.
@@ -445,6 +450,8 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             RemoteError: One of them was interrupted, or has aborted the group.
             CollectiveTimeout: The time limit has passed.
         """
+        if self._is_closed:  # in another thread: the wait ends by that
+            return
         self._monitor.guard(awaited, waited)
         if waited >= self.timeout.total_seconds():
             self._monitor.give_up(self._monitor.late(awaited, waited))
