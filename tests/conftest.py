@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 
@@ -24,6 +25,11 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.stress)
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # torch and the tests themselves are then not scanned again and again
 
 
 def pytest_runtest_setup():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import inspect
 import os
@@ -89,10 +90,9 @@ def work(pipe: Connection, stacks: str) -> None:
         faulthandler.dump_traceback(file=file)  # shows the end of later dumps
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        os.environ["TORCH_DIST_INIT_BARRIER"] = (
-            "1"  # a rank with nothing to exchange must not leave while others connect
-        )
+        os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # a rank without exchanges must not leave while others connect
         torch.set_num_threads(1)
+        gc.freeze()  # what the fork server has loaded is then not scanned, and copied, again and again
         while (task := pipe.recv()) is not None:
             sys.path[:] = task.path
             pipe.send(_outcome(task))

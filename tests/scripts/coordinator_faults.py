@@ -14,7 +14,7 @@ import sys
 import time
 
 import torch
-from forking import free_port, side_by_side, statuses
+from forking import end, free_port, side_by_side, statuses
 from launching import within
 
 from easydist import EasydistError
@@ -171,6 +171,8 @@ def launch(case):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
             os.environ |= {name: str(value) for name, value in (variables | {"RANK": rank, "LOCAL_RANK": rank}).items()}
             work(case, rank)
+            if backend == "shm" and act != "leave":
+                end()
             return True
         pids.append(pid)
     if act == "interrupt" and signal.sigtimedwait([signal.SIGUSR1], DEADLINE):

@@ -11,10 +11,11 @@ import os
 import signal
 import sys
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from forking import free_port, serve_a_store, side_by_side, statuses
+from forking import end, free_port, serve_a_store, side_by_side, statuses
 from launching import within
 
 import easydist
@@ -86,6 +87,8 @@ class Verbs(Ranks):
         patience = SHORT if self.scenario in ("stop", "late", "store_stops", "early") else LONG
         if self.scenario == "interrupt" and rank == self.last:
             self.interrupted()
+        elif self.scenario == "interrupt" and rank == 0:
+            self.wait(self.done)  # else the others could agree while the last rank has left
         easydist.recover(timeout=patience)
         state = ProcessState()
         got: list[int] = easydist.gather(rank).tolist()
@@ -93,12 +96,17 @@ class Verbs(Ranks):
         return got
 
     def interrupted(self) -> None:
-        """Interrupt this rank while it waits for the others. It then calls again."""
+        """Interrupt this rank while it waits for the others. It then calls again, and tells them."""
         look = Recovery._look
 
         def interrupt(*args: object) -> None:
-            Recovery._look = look
+            Recovery._look = again  # type: ignore[assignment, method-assign]
             raise KeyboardInterrupt
+
+        def again(*args: Any) -> Any:
+            Recovery._look = look  # type: ignore[method-assign]
+            self.tell(self.done)
+            return look(*args)
 
         Recovery._look = interrupt  # type: ignore[assignment, method-assign]
         try:
@@ -207,6 +215,8 @@ def launch(case: str) -> bool:
             if ranks.backend.isdigit():
                 os.environ["EASYDIST_HOST_ID"] = ranks.backend[rank]
             work(ranks, rank)
+            if ranks.backend == "shm":
+                end()
             return True
         pids.append(pid)
     if ranks.scenario in ("stop", "store_stops"):

@@ -14,7 +14,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from forking import free_port, side_by_side, statuses
+from forking import end, free_port, side_by_side, statuses
 from launching import within
 
 import easydist
@@ -152,6 +152,8 @@ def launch(case: str) -> bool:
             if hosts:
                 os.environ["EASYDIST_HOST_ID"] = hosts[rank]
             work(case, rank, world_size, pipe)
+            if backend == "shm":
+                end()
             return True
         pids.append(pid)
     if scenario == "interrupt" and signal.sigtimedwait([signal.SIGUSR1], DEADLINE):

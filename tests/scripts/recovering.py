@@ -17,7 +17,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from forking import free_port, serve_a_store, side_by_side, statuses
+from forking import end, free_port, serve_a_store, side_by_side, statuses
 from launching import within
 
 import easydist
@@ -166,6 +166,8 @@ def launch(case: str) -> bool:
             for name, value in (variables | {"RANK": rank, "LOCAL_RANK": rank}).items():
                 os.environ[name] = str(value)
             work(case, rank, plan)
+            if kind not in ("gloo", "comm_gloo"):
+                end()
             return True
         pids.append(pid)
     row = {"case": case, "pids": pids, "victims": plan.victims, "statuses": statuses(pids)}
