@@ -9,9 +9,11 @@ import difflib
 import io
 import logging
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -57,8 +59,16 @@ def launch(arguments: Sequence[str]) -> int:
             status = _run(args) or (_of_survivors(folder) if args.survivors else 0)
         finally:
             if status:
-                _kill_children()
+                with _undisturbed():
+                    _kill_children()
     return status
+
+
+def leave(status: int) -> NoReturn:
+    """End this process without waiting for its threads: torch's, which copy output, may never end after a signal."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -155,10 +165,22 @@ def _prepare() -> None:
 
 def _kill_children() -> None:
     """Kill everything that was started and still runs, including the children of ranks that have ended."""
+    until = time.monotonic() + 2 * _SECONDS
     seen: set[psutil.Process] = set()
-    while left := set(psutil.Process().children(recursive=True)) - seen:
+    while (left := set(psutil.Process().children(recursive=True)) - seen) and time.monotonic() < until:
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(left, timeout=_SECONDS)
         seen |= left
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ignore Ctrl-C: what is quick must not stop halfway and leave processes behind."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

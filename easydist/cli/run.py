@@ -38,6 +38,9 @@ def run(arguments: tuple[str, ...]) -> None:
     With --survivors a rank that fails does not end the others, which continue with easydist.recover(). Ctrl-C ends
     everything that was started; a second one does not wait for it.
     """
-    from easydist.cli.launch import launch
+    from easydist.cli.launch import launch, leave
 
-    raise SystemExit(launch(arguments))
+    status = launch(arguments)
+    if status > 128:
+        leave(status)
+    raise SystemExit(status)
