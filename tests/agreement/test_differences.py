@@ -229,7 +229,7 @@ WORKS = {
 
 
 def shortfall(name, case, on):
-    """What a call that should work gives instead."""
+    """Return the error of a call that should work."""
     try:
         unlike = difference(*case(on))
     except Exception as error:

@@ -359,7 +359,7 @@ OPERATIONS = {
 
 
 def snapshot(*values):
-    """What ``values`` hold, bit for bit, which objects are in their containers, and the generators' states."""
+    """Return the bits of ``values``, the identities of the objects in their containers, and the generators' states."""
     found = [torch.get_rng_state().numpy().tobytes(), np.random.get_state()[1].tobytes(), random.getstate()]
     stack, seen = list(values), set()
     while stack:
@@ -389,7 +389,7 @@ def contents(value):
 
 
 def outcome(call):
-    """How ``call`` ends on this rank: the error's name and text, and whether all that it was given is as before."""
+    """Return the end of ``call`` on this rank: the error's name and text, and True if its arguments are unchanged."""
     given = [*call.args, *call.keywords.values()]
     before = snapshot(*given)
     try:
@@ -409,7 +409,7 @@ def followed(name, mine, on):
 
 
 def problem(outcomes, error, fragments):
-    """What is wrong with a case, given how it went on every rank."""
+    """Return the faults of a case, given its outcome on every rank."""
     every, goes_on = zip(*outcomes, strict=True)
     errors, texts, untouched = zip(*every, strict=True)
     checks = {
@@ -469,7 +469,7 @@ def test_any_two_operations_are_different_calls(rank, world_size):
 
 @distributed(world_size=SIZES)
 def test_a_body_that_raises_on_one_rank(rank, world_size):
-    """Where it raised, its own exception goes on."""
+    """The rank that raised keeps its own exception."""
 
     def body(fails):
         with ProcessState().main_process_first():

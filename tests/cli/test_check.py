@@ -79,7 +79,7 @@ def start(env, *prefix, options=()):
 
 
 def fault(env, *prefix):
-    """What a rank prints that finds a fault."""
+    """Return the output of a rank that finds a fault."""
     process = start(env, *prefix, options=("--timeout", "5"))
     ((out, err),) = launching.finished(process)
     assert process.returncode == 1, out + err

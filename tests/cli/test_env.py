@@ -14,7 +14,7 @@ COMMANDS = sorted(main.commands)
 
 
 def easydist(*arguments, **environment):
-    """What the command prints and its errors."""
+    """Return the output of the command and its errors."""
     return launching.python("-m", "easydist", *arguments, **environment)
 
 

@@ -1,4 +1,4 @@
-"""What torchcomms' own gloo backend gets wrong, and the semantics that its page leaves out."""
+"""The faults of torchcomms' own gloo backend, and the semantics that its page leaves out."""
 
 import gc
 import threading

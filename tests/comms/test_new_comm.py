@@ -1,4 +1,4 @@
-"""How communicators are made, split, adopted and ended, and what wrong arguments say."""
+"""Communicators: making, splitting, adopting and ending them, and the errors of wrong arguments."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""What restricted decoding allows, and how a program allows more."""
+"""The classes that restricted decoding allows, and the ways to allow more."""
 
 import os
 
@@ -36,7 +36,7 @@ def test_registered_classes_are_decoded(name):
 
 @pytest.fixture
 def allowed(monkeypatch):
-    """What a test allows, it allows for itself alone."""
+    """Limit each test's allowed classes to that test."""
     monkeypatch.setattr(easydist.format.allowlist, "_allowed", {})
 
 

@@ -1,4 +1,4 @@
-"""What restricted decoding refuses: hostile pickles."""
+"""Hostile pickles, which restricted decoding refuses."""
 
 import builtins
 import codecs

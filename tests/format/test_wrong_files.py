@@ -142,7 +142,7 @@ def test_what_is_no_regular_file_is_refused_at_once(path):
 
 
 def peak_nbytes(path, into=None):
-    """What loading allocates at most at a time."""
+    """Return the peak of the memory that loading allocates."""
     tracemalloc.start()
     try:
         with contextlib.suppress(WireError, ValueError):

@@ -28,7 +28,7 @@ def launched():
 
 
 def outcome(case):
-    """What each rank met, and how all ended."""
+    """Return the row of each rank, and the exit statuses of all."""
     rows, statuses = launched()[case]
     return rows, statuses
 

@@ -19,7 +19,7 @@ def cases(count):
 
 @functools.cache
 def launched(some):
-    """What happened in these cases: of each the survivors' rows, by rank, and how all ranks ended."""
+    """Return for each case the survivors' rows by rank, and the exit statuses of all ranks."""
     out, _ = launching.python(SCRIPT, *some, seconds=90, GLOO_SOCKET_IFNAME="lo")
     found = {}
     for row in [json.loads(line) for line in out.splitlines() if line.startswith("{")]:  # torch 2.9 writes, too

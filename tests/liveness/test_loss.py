@@ -21,7 +21,7 @@ AT = r"at \S*loss.py:\d+"
 
 @functools.cache
 def launched():
-    """What the ranks of all cases met."""
+    """Return the outcome of the ranks of all cases."""
     return launching.launched(SCRIPT, ["/".join(map(str, case)) for case in CASES])
 
 

@@ -1,4 +1,4 @@
-"""What a process tells on its page: whom it tells, and until when it counts."""
+"""The page of a process: its readers, and the time for which it is valid."""
 
 import os
 import stat

@@ -10,7 +10,7 @@ from easydist.liveness.report import EXCEPTION, INTERRUPT, Report, kind_of
 
 
 def posted(error):
-    """What a peer reads after a rank has given up for this error."""
+    """Return the report that a peer reads after a rank has given up for this error."""
     monitor = Monitor(0, 2, timeout=1.0)
     peer = Peer(0, record(own_page(), monitor.entry, True))
     monitor.begin("gather", "train.py:3")

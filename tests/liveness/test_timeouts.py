@@ -1,4 +1,4 @@
-"""How waits end and what is left afterwards: late ranks, faults in the middle, forks, many groups, lost transfers."""
+"""The ends of waits, and the state afterwards: late ranks, faults in the middle, forks, many groups, lost transfers."""
 
 import contextlib
 import functools
@@ -41,7 +41,7 @@ VERBS = {
 
 @functools.cache
 def launched():
-    """What the ranks of all cases met."""
+    """Return the outcome of the ranks of all cases."""
     return launching.launched(SCRIPT, CASES)[0]
 
 

@@ -1,4 +1,4 @@
-"""What a column of samples may be, how it travels, and what is refused on all ranks."""
+"""Columns of samples: the kinds, their transfer, and the ones that all ranks refuse."""
 
 import contextlib
 import datetime

@@ -15,7 +15,7 @@ ALL = (1, 2, 3, 4)
 
 
 def rows(batch):
-    """What a model makes of a batch: several columns, each telling which sample its rows are of."""
+    """Return a model's output for a batch: several columns, each with the number of the sample in its rows."""
     numbers = [int(i) for i in batch]
     return {"x": torch.as_tensor(numbers, dtype=torch.float16), "id": [f"s{i}" for i in numbers], "n": numbers}
 

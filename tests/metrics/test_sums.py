@@ -29,7 +29,7 @@ def fsum(values):
 
 
 def merged(metrics):
-    """What ``compute`` makes of the metrics of several ranks."""
+    """Return the result of ``compute`` for the metrics of several ranks."""
     return metrics[0].merged([metric.state() for metric in metrics])
 
 

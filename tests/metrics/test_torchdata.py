@@ -45,5 +45,5 @@ def check_resumed(rank, world_size, total, batch_size, stop, own):
 
 
 def is_left(loader, stop):
-    """Whether an epoch has batches after the one at which it was stopped."""
+    """True if an epoch has batches after the one at which it was stopped."""
     return len(loader) > stop + 1

@@ -1,4 +1,4 @@
-"""What several ranks write, as one text; no process is needed."""
+"""The output of several ranks as one text; no process is needed."""
 
 import pytest
 

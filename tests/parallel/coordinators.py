@@ -24,7 +24,7 @@ def values(shape, dtype, rank):
 
 
 def text_of(call):
-    """What the call raises, as type and text."""
+    """Return the type and the text of the error that the call raises."""
     try:
         call()
     except (easydist.EasydistError, ValueError, TypeError, RuntimeError) as error:

@@ -23,7 +23,7 @@ CASES += [(backend, "leave", f"isend {i}") for backend in ("shm", "gloo") for i 
 
 @functools.cache
 def launched():
-    """What the ranks of all cases met."""
+    """Return the outcome of the ranks of all cases."""
     return launching.launched(SCRIPT, ["/".join(case) for case in CASES])
 
 
@@ -33,7 +33,7 @@ def cases(act):
 
 
 def waiting(backend, act, method):
-    """What those ranks met that waited for the last one, and how the ranks ended."""
+    """Return the rows of the ranks that waited for the last one, all rows, and the last rank's exit status."""
     rows, statuses = launched()[0][f"{backend}/{act}/{method}"]
     assert "terminate called" not in launched()[1]
     assert statuses[:-1] == [0, 0]

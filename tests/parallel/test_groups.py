@@ -1,4 +1,4 @@
-"""How coordinators are made, taken down, compiled, and what engines ask of them."""
+"""Coordinators: making, destroying and compiling them, and the requests of engines."""
 
 import gc
 import warnings

@@ -1,4 +1,4 @@
-"""Which ranks form a group."""
+"""The ranks of each group of a layout."""
 
 import pytest
 

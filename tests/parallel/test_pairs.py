@@ -24,7 +24,7 @@ CLASSES = [trees.Color, trees.Level, trees.Point, trees.Batch, trees.Frozen, tre
 LOST = {"object", "class", "function", "statics", "registered", "odd keys", "namedtuple with its own __new__",
         "dataclass with init=False", "frozen mapping", "mapping proxy", "deep", "dict subclass",
         "field of a record"}  # fmt: skip
-"""What restricted decoding refuses, or what is of no interest here."""
+"""Values that restricted decoding refuses, or that are of no interest here."""
 
 NAMES = [name for name in CASES if name not in LOST | OUTSIDERS.keys()]
 

@@ -122,7 +122,7 @@ class KnowsNothingOfCtrlC(GroupProtocol):
 
 
 class BreaksALaterWait(GroupProtocol):
-    """What the watchdog finds out about a wait ends the next one."""
+    """A finding of the watchdog about one wait ends the next one."""
 
     def leave(self, error, wait=None):
         return super().leave(error)

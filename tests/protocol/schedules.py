@@ -1,4 +1,4 @@
-"""What happens in one simulated run, drawn from a seed: ranks, delays, and what goes wrong; and the laws that hold."""
+"""The schedule of one simulated run, drawn from a seed: ranks, delays and faults; and the laws that must hold."""
 
 import random
 
@@ -20,7 +20,7 @@ FAULTS = ["interrupt", "interrupt all", "interrupt step", "late", "late", "fail"
 
 
 class Schedule:
-    """What goes wrong.
+    """The faults of a run.
 
     Args:
         seed: Draws it.
@@ -145,7 +145,7 @@ class Group:
         self.end = self.place_of(max(rank.rules.number for rank in self.ranks) + AFTERWARDS) + 1
 
     def _note_who_is_outside(self):
-        """Where Ctrl-C reaches all ranks, some of them in one call, the next call of the others is well."""
+        """After a Ctrl-C that reaches all ranks, some of them in one call, the next call of the others succeeds."""
         inside = {rank.rules.number for rank in self.ranks if self._is_inside[rank.rank]}
         outside = [rank for rank in self.ranks if not self._is_inside[rank.rank]]
         if len(inside) == 1 and all(rank.rules.number <= max(inside) for rank in outside) and not self.schedule.pairs:
@@ -186,7 +186,7 @@ class Group:
         self._ended(rank, outcome, self.world.now - began - limit, members)
 
     def _think(self, rank, place):
-        """What the rank does between two calls; False if Ctrl-C ends it."""
+        """Act as the rank does between two calls; return False if Ctrl-C ends it."""
         late = self.schedule.lates.get((rank.rank, place), 0.0)
         try:
             yield PYTHON, self.world.now + late + self.world.random.random() * self.schedule.thinks
@@ -210,7 +210,7 @@ class Group:
             self._check_returned(rank, place)
 
     def place_of(self, number):
-        """Where the call of all ranks with this number stands in the program."""
+        """Return the place in the program of the call of all ranks with this number."""
         while len(self._place_of) <= number:
             if self.schedule.step(self._next) is None:
                 self._place_of.append(self._next)

@@ -21,14 +21,14 @@ class Failed(Exception):
 
 
 class Page:
-    """What a process shows to those of its host."""
+    """The page of a process, which the processes of its host can read."""
 
     def __init__(self):
         self.number, self.is_inside, self.report, self.has_ended = 0, False, None, False
 
 
 class SimulatedMonitor:
-    """What a rank sees of the others, and how it gives a call up.
+    """A rank's observations of the others, and the way in which it gives a call up.
 
     Args:
         group: The group.

@@ -41,7 +41,7 @@ class World:
         self.at(self.now + seconds, action, *arguments)
 
     def soon(self):
-        """How long something small takes."""
+        """Draw the seconds that something small takes."""
         return self.random.random() * self.delay
 
     def run(self, until):
@@ -204,7 +204,7 @@ class Client:
 
 
 class Link:
-    """What connects ranks: gloo's connections, or memory that they share.
+    """The connections of ranks: gloo's, or shared memory.
 
     In memory a message is there once it is written, whatever becomes of its sender. Between gloo's pairs it moves when
     both sides are there, and a side that has closed its connections gets and gives nothing.

@@ -1,4 +1,4 @@
-"""What a queue gives: all objects, to all readers, in order."""
+"""A queue delivers all objects to all readers, in order."""
 
 import gc
 import os

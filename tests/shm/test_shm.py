@@ -39,7 +39,7 @@ CALLS = examples(1200)
 
 
 class GaveUp(Exception):
-    """What the guards of these tests raise."""
+    """An error that the guards of these tests raise."""
 
 
 def patient(ranks, seconds):

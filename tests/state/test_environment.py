@@ -1,4 +1,4 @@
-"""What each launcher's variables mean."""
+"""The meaning of each launcher's variables."""
 
 import re
 import warnings

@@ -1,4 +1,4 @@
-"""Whoever starts the ranks: easydist finds the world that was launched, and leaves no mess behind."""
+"""With every launcher, easydist finds the launched world, and leaves nothing behind."""
 
 import importlib.util
 import json
@@ -66,7 +66,7 @@ def free_port() -> int:
 
 
 def worlds(folder: Path) -> list[dict]:
-    """What the ranks found, in order."""
+    """Return the findings of the ranks, in order."""
     return sorted((json.loads(path.read_text()) for path in folder.glob("*.json")), key=lambda found: found["rank"])
 
 

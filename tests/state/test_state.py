@@ -1,4 +1,4 @@
-"""Who am I, and with whom do I talk."""
+"""The process state: this process and the others."""
 
 import contextlib
 import copy
@@ -34,7 +34,7 @@ def everyone() -> list[int]:
 
 
 def events(folder, world_size) -> dist.Store:
-    """Where ranks leave marks for each other beside the group."""
+    """Return the store in which ranks leave marks for each other beside the group."""
     store = dist.FileStore(str(folder / "events"), world_size)
     store.set_timeout(DEADLINE)
     return store
@@ -182,7 +182,7 @@ def test_print_prints_on_the_main_process_only(rank):
 
 
 def share(length: int, parts: int, part: int, padded: bool) -> list[int]:
-    """Which elements a rank gets: the oracle."""
+    """Return the elements of a rank: the oracle."""
     shares = [chunk.tolist() for chunk in np.array_split(np.arange(length), parts)]
     longest = max(map(len, shares))
     return shares[part] + [length - 1] * (longest - len(shares[part]) if padded else 0)
@@ -406,7 +406,7 @@ def test_flags_are_read_as_accelerate_reads_them():
 
 
 def outcome(call):
-    """What it returns; of an error the class, and the beginning of the text."""
+    """Return the result; for an error its class and the beginning of its text."""
     try:
         return call()
     except ValueError as error:

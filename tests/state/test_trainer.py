@@ -24,7 +24,7 @@ ALWAYS = {"gather", "pad_across_processes", "send_to_device"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where each rank has written what it found."""
+    """The folder into which each rank has written its findings."""
     folder = tmp_path_factory.mktemp("trainer")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [str(SCRIPTS / "trainer.py"), str(folder)]

@@ -38,7 +38,7 @@ def in_code_like_the_outermost_frame():
 
 
 def with_threads(count, depth, call):
-    """What ``call`` gives while so many threads wait, each with a stack of that depth."""
+    """Return the result of ``call`` while so many threads wait, each with a stack of that depth."""
     end, started = threading.Event(), threading.Barrier(count + 1)
     wait = functools.partial(at_depth, depth, lambda: started.wait() >= 0 and end.wait())
     threads = [threading.Thread(target=wait, daemon=True) for _ in range(count)]

@@ -29,7 +29,7 @@ class Odd(Exception):
 
 
 def failures(world_size, fn, *args, **kwargs):
-    """What the ranks raised, in order."""
+    """Return the errors of the ranks, in order."""
     with pytest.raises(ExceptionGroup) as caught:
         default_pool().run(fn, world_size, *args, **kwargs)
     errors = caught.value.exceptions

@@ -1,4 +1,4 @@
-"""How a group of ``easydist_shm`` is made, fails, ends, and is renewed."""
+"""Groups of ``easydist_shm``: making, failures, ends and renewal."""
 
 import os
 import re

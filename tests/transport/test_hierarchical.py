@@ -104,7 +104,7 @@ BYTES = {  # between two hosts of two ranks: flat, and from leader to leader
     "barrier": (8, 2),
 }
 EDGES = {PAIRS: 3, MIXED: 2}
-"""How many of a broadcast's messages go to another host."""
+"""The number of a broadcast's messages that go to another host."""
 
 
 @pytest.mark.slow

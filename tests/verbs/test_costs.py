@@ -1,4 +1,4 @@
-"""What every verb exchanges, as its docstring says under "Cost": the same number for one leaf and for many."""
+"""The number of exchanges of every verb, as its docstring says under "Cost": the same for one leaf and for many."""
 
 import pytest
 import torch

@@ -53,7 +53,7 @@ def tree_of(rank, rows):
 
 
 def expected(world_size, rows_of):
-    """What one process computes from all ranks' trees."""
+    """Return the result that one process computes from all ranks' trees."""
     trees = [tree_of(r, rows_of(r)) for r in range(world_size)]
 
     def cat(get):

@@ -28,7 +28,7 @@ def tree_of(rank, rows):
 
 
 def parts_of(tree, world_size):
-    """What each rank should get, by one process."""
+    """Return the result that each rank should get, computed by one process."""
     values, spec = easydist.tree.flatten(tree)
     columns = [torch.tensor_split(torch.as_tensor(value), world_size) for value in values]
     return [spec.rebuild([column[r] for column in columns]) for r in range(world_size)]

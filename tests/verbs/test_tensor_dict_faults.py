@@ -16,7 +16,7 @@ from easydist.verbs.tensor_dict_messages import Incoming
 
 
 def text_of(caught):
-    """What the error says, but for where it was called."""
+    """Return the text of the error, without the place of the call."""
     return "\n".join(line for line in str(caught.value).splitlines() if not line.startswith("Called at"))
 
 

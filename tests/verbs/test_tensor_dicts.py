@@ -22,7 +22,7 @@ NAMES = [name for name in CASES if name not in REFUSED and name not in OUTSIDERS
 
 
 def plain(data):
-    """What JSON can tell of the tree, without easydist's own code: the oracle."""
+    """Describe the tree as JSON, without easydist's own code: the oracle."""
     if isinstance(data, torch.Tensor):
         return data.detach().clone()
     if isinstance(data, np.ndarray):

@@ -1,4 +1,4 @@
-"""What is no leaf is never lost in silence: equal on all ranks, or an error on all of them."""
+"""Values beside leaves are never lost silently: they are equal on all ranks, or all ranks raise."""
 
 import datetime
 import enum

@@ -367,7 +367,7 @@ def test_exchanges_do_not_grow_with_the_number_of_tensors(rank, backend):
 
 
 def peak_above(call):
-    """How many bytes of memory this process used at its peak in ``call``, beyond what it used before."""
+    """Return the peak of the memory that ``call`` adds to this process, in bytes."""
 
     def read(field):
         lines = Path("/proc/self/status").read_text().splitlines()
