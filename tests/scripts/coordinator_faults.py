@@ -14,7 +14,7 @@ import sys
 import time
 
 import torch
-from forking import end, free_port, side_by_side, statuses
+from forking import forked, side_by_side, statuses
 from launching import within
 
 from easydist import EasydistError
@@ -159,22 +159,16 @@ def pair(group, rank):
 
 
 def launch(case):
-    """Fork the ranks and wait for them. Return True in a rank."""
+    """Fork the ranks and wait for them."""
     backend, act, _ = case.split("/")
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": SIZE}
-    variables["EASYDIST_SHM"] = int(backend != "gloo")
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    pids = []
-    for rank in range(SIZE):
-        pid = os.fork()
-        if pid == 0:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
-            os.environ |= {name: str(value) for name, value in (variables | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-            work(case, rank)
-            if backend == "shm" and act != "leave":
-                end()
-            return True
-        pids.append(pid)
+
+    def live(rank):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+        work(case, rank)
+
+    is_short = backend == "shm" and act != "leave"
+    pids = forked(SIZE, live, is_short=is_short, EASYDIST_SHM=int(backend != "gloo"))
     if act == "interrupt" and signal.sigtimedwait([signal.SIGUSR1], DEADLINE):
         os.kill(pids[0], signal.SIGINT)
     ended = statuses(pids[:-1])
@@ -182,7 +176,6 @@ def launch(case):
         os.kill(pids[-1], signal.SIGKILL)
     ended += statuses(pids[-1:])
     os.write(1, (json.dumps({"case": case, "statuses": ended}) + "\n").encode())
-    return False
 
 
 if __name__ == "__main__":

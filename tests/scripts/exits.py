@@ -10,33 +10,26 @@ import os
 import sys
 
 import torch
-from forking import free_port, side_by_side, statuses
+from forking import forked, side_by_side, statuses
 
 import easydist
 
 WORLD_SIZE = 4
 
 
-def launch(case: str) -> bool:
-    """Fork the ranks. Return True in a rank. The pipe ends when all of them but the last have ended."""
+def launch(case: str) -> None:
+    """Fork the ranks. The pipe ends when all of them but the last have ended."""
     reading, writing = os.pipe()
     last = int(case) if case.isdigit() else None
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": WORLD_SIZE}
-    pids = []
-    for rank in range(WORLD_SIZE):
-        pid = os.fork()
-        if pid == 0:
-            os.environ.update(
-                {name: str(value) for name, value in (variables | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-            )
-            os.close(writing if rank == last else reading)
-            work(rank, reading if rank == last else None)
-            return True
-        pids.append(pid)
+
+    def live(rank: int) -> None:
+        os.close(writing if rank == last else reading)
+        work(rank, reading if rank == last else None)
+
+    pids = forked(WORLD_SIZE, live)
     os.close(reading)
     os.close(writing)
     os.write(1, (" ".join([case, *map(str, statuses(pids))]) + "\n").encode())
-    return False
 
 
 def work(rank: int, others: int | None) -> None:

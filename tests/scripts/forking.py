@@ -1,12 +1,13 @@
 """Functions for scripts that fork their ranks, so that torch is loaded only once."""
 
 import atexit
+import contextlib
 import gc
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 
 def free_port() -> int:
@@ -21,8 +22,19 @@ def statuses(pids: Sequence[int]) -> list[int]:
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
-def serve_a_store() -> tuple[int, int]:
-    """Start a process that serves a store, as the agent of torchrun does, and return its pid and port."""
+@contextlib.contextmanager
+def store_of_an_agent(exists: bool) -> Iterator[dict[str, object]]:
+    """Let a process serve the store, as the agent of torchrun does, and give the variables that say so."""
+    if not exists:
+        yield {}
+        return
+    pid, port = _serve_a_store()
+    yield {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.kill(pid, signal.SIGKILL)
+    statuses([pid])
+
+
+def _serve_a_store() -> tuple[int, int]:
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -45,15 +57,39 @@ def end() -> None:
     os._exit(0)
 
 
-def side_by_side(count: int, cases: Sequence[str], launch: Callable[[str], bool]) -> None:
-    """Launch ``count`` cases at a time, since they mostly wait. ``launch`` returns True in a rank."""
+def forked(size: int, work: Callable[[int], None], *, is_short: bool = False, **environment: object) -> list[int]:
+    """Fork the ranks of a world, each in the environment of a launcher, and return their pids.
+
+    Args:
+        size: The number of ranks.
+        work: ``work(rank)`` is what a rank does.
+        is_short: True to leave the objects of a rank at its end (see ``end``).
+        environment: More variables.
+    """
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": size} | environment
+    pids = []
+    for rank in range(size):
+        pid = os.fork()
+        if pid == 0:
+            os.environ.update(
+                {name: str(value) for name, value in variables.items()}, RANK=str(rank), LOCAL_RANK=str(rank)
+            )
+            work(rank)
+            end() if is_short else sys.exit()
+        pids.append(pid)
+    return pids
+
+
+def side_by_side(count: int, cases: Sequence[str], launch: Callable[[str], None]) -> None:
+    """Launch ``count`` cases at a time, since they mostly wait."""
     gc.collect()
     gc.freeze()  # objects loaded before the fork are then not scanned and copied, which saves half a second a rank
     pids = []
     for first in range(count):
         pid = os.fork()
         if pid == 0:
-            any(launch(case) for case in cases[first::count])  # ends in a rank, and continues in its parent
-            return
+            for case in cases[first::count]:
+                launch(case)
+            end()
         pids.append(pid)
     sys.exit(any(statuses(pids)))

@@ -236,7 +236,7 @@ def work(case, folder, rank, size):
 
 
 def launch(case, folder):
-    """Fork the ranks, read their output until they have ended, and look for leftovers. Return True in a rank."""
+    """Fork the ranks, read their output until they have ended, and look for leftovers."""
     size = 2 if case.endswith("again") else 3
     known, (reading, writing) = shared_files(), os.pipe()
     pids = []
@@ -247,7 +247,7 @@ def launch(case, folder):
             os.close(reading)
             os.close(writing)
             work(case, folder, rank, size)
-            return True
+            sys.exit()
         pids.append(pid)
     os.close(writing)
     with open(reading) as lines:  # ends with the last of them, including their children
@@ -256,7 +256,6 @@ def launch(case, folder):
     files = {file for row in rows for file in row.pop("files", [])} - known
     found = {"ranks": [row for row in rows if len(row) > 1], "statuses": ended, "files": len(files)}
     os.write(1, (json.dumps({"case": case, **found, "left": once(lambda: holders(files))}) + "\n").encode())
-    return False
 
 
 if __name__ == "__main__":

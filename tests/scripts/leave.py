@@ -7,12 +7,11 @@ the group of easydist. The ranks are forked, so that torch is loaded once.
 """
 
 import atexit
-import os
 import sys
 from pathlib import Path
 
 import torch.distributed as dist
-from forking import free_port, side_by_side, statuses
+from forking import forked, side_by_side, statuses
 
 SIZE = 2
 
@@ -40,20 +39,9 @@ def leave(folder: Path, who: str, rank: int) -> None:
     assert easydist.ProcessState().process_index == rank
 
 
-def launch(folder: Path, who: str) -> bool:
-    """Fork the ranks. Return True in a rank."""
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": SIZE}
-    pids = []
-    for rank in range(SIZE):
-        pid = os.fork()
-        if pid == 0:
-            launched = variables | {"RANK": rank, "LOCAL_RANK": rank}
-            os.environ.update({name: str(value) for name, value in launched.items()})
-            leave(folder, who, rank)
-            return True
-        pids.append(pid)
-    assert statuses(pids) == [0] * SIZE
-    return False
+def launch(folder: Path, who: str) -> None:
+    """Fork the ranks and wait for them."""
+    assert statuses(forked(SIZE, lambda rank: leave(folder, who, rank))) == [0] * SIZE
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from forking import end, free_port, serve_a_store, side_by_side, statuses
+from forking import forked, side_by_side, statuses, store_of_an_agent
 from launching import within
 
 import easydist
@@ -197,37 +197,23 @@ def ranks_of(case: str) -> Ranks:
     return Communicator(case) if kind.startswith("comm") else Verbs(case)
 
 
-def launch(case: str) -> bool:
-    """Fork the ranks and wait for them. Return True in a rank."""
+def launch(case: str) -> None:
+    """Fork the ranks and wait for them."""
     ranks = ranks_of(case)
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": ranks.size}
-    variables["EASYDIST_SHM"] = int(ranks.backend not in ("gloo", "comm_gloo"))
-    agent = 0
-    if ranks.scenario in AGENT:
-        agent, variables["MASTER_PORT"] = serve_a_store()
-        variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    pids = []
-    for rank in range(ranks.size):
-        pid = os.fork()
-        if pid == 0:
-            for name, value in (variables | {"RANK": rank, "LOCAL_RANK": rank}).items():
-                os.environ[name] = str(value)
-            if ranks.backend.isdigit():
-                os.environ["EASYDIST_HOST_ID"] = ranks.backend[rank]
-            work(ranks, rank)
-            if ranks.backend == "shm":
-                end()
-            return True
-        pids.append(pid)
-    if ranks.scenario in ("stop", "store_stops"):
-        ranks.wait(ranks.done, ranks.last)
-        os.kill(pids[0 if ranks.scenario == "store_stops" else ranks.last], signal.SIGCONT)
-    row = {"case": case, "statuses": statuses(pids)}
-    if agent:
-        os.kill(agent, signal.SIGKILL)
-        statuses([agent])
+
+    def live(rank: int) -> None:
+        if ranks.backend.isdigit():
+            os.environ["EASYDIST_HOST_ID"] = ranks.backend[rank]
+        work(ranks, rank)
+
+    with store_of_an_agent(ranks.scenario in AGENT) as variables:
+        variables["EASYDIST_SHM"] = int(ranks.backend not in ("gloo", "comm_gloo"))
+        pids = forked(ranks.size, live, is_short=ranks.backend == "shm", **variables)
+        if ranks.scenario in ("stop", "store_stops"):
+            ranks.wait(ranks.done, ranks.last)
+            os.kill(pids[0 if ranks.scenario == "store_stops" else ranks.last], signal.SIGCONT)
+        row = {"case": case, "statuses": statuses(pids)}
     os.write(1, (json.dumps(row) + "\n").encode())
-    return False
 
 
 if __name__ == "__main__":

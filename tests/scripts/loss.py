@@ -14,7 +14,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from forking import end, free_port, side_by_side, statuses
+from forking import forked, side_by_side, statuses
 from launching import within
 
 import easydist
@@ -135,27 +135,19 @@ def work(case: str, rank: int, world_size: int, pipe: tuple[int, int]) -> None:
     os.write(1, (json.dumps(row) + "\n").encode())
 
 
-def launch(case: str) -> bool:
-    """Fork the ranks and wait for them. Return True in a rank."""
+def launch(case: str) -> None:
+    """Fork the ranks and wait for them."""
     size, backend, scenario = case.split("/")
-    world_size, hosts = int(size), backend if backend.isdigit() else ""
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": size}
-    variables["EASYDIST_SHM"] = str(int(backend != "gloo"))
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    pids, pipe = [], os.pipe()
-    for rank in range(world_size):
-        pid = os.fork()
-        if pid == 0:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
-            for name, value in (variables | {"RANK": rank, "LOCAL_RANK": rank}).items():
-                os.environ[name] = str(value)
-            if hosts:
-                os.environ["EASYDIST_HOST_ID"] = hosts[rank]
-            work(case, rank, world_size, pipe)
-            if backend == "shm":
-                end()
-            return True
-        pids.append(pid)
+    world_size, pipe = int(size), os.pipe()
+
+    def live(rank: int) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+        if backend.isdigit():
+            os.environ["EASYDIST_HOST_ID"] = backend[rank]
+        work(case, rank, world_size, pipe)
+
+    pids = forked(world_size, live, is_short=backend == "shm", EASYDIST_SHM=int(backend != "gloo"))
     if scenario == "interrupt" and signal.sigtimedwait([signal.SIGUSR1], DEADLINE):
         for pid in pids:
             os.kill(pid, signal.SIGINT)
@@ -164,7 +156,6 @@ def launch(case: str) -> bool:
         os.kill(pids[-1], signal.SIGKILL)
     ended += statuses(pids[-1:])
     os.write(1, (json.dumps({"case": case, "statuses": ended}) + "\n").encode())
-    return False
 
 
 if __name__ == "__main__":

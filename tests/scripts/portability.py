@@ -19,7 +19,7 @@ import sys
 import numpy as np
 import torch
 import torch.distributed
-from forking import free_port, side_by_side, statuses
+from forking import forked, side_by_side, statuses
 
 SIZE = 2
 
@@ -138,20 +138,10 @@ def work(case: str, rank: int) -> None:
     os.write(1, (json.dumps(row) + "\n").encode())
 
 
-def launch(case: str) -> bool:
-    """Fork the ranks and wait for them. Return True in a rank."""
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": SIZE}
-    pids = []
-    for rank in range(SIZE):
-        pid = os.fork()
-        if pid == 0:
-            for name, value in (variables | {"RANK": rank, "LOCAL_RANK": rank}).items():
-                os.environ[name] = str(value)
-            work(case, rank)
-            return True
-        pids.append(pid)
-    os.write(1, (json.dumps({"case": case, "statuses": statuses(pids)}) + "\n").encode())
-    return False
+def launch(case: str) -> None:
+    """Fork the ranks and wait for them."""
+    ended = statuses(forked(SIZE, lambda rank: work(case, rank)))
+    os.write(1, (json.dumps({"case": case, "statuses": ended}) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from forking import end, free_port, serve_a_store, side_by_side, statuses
+from forking import forked, side_by_side, statuses, store_of_an_agent
 from launching import within
 
 import easydist
@@ -150,32 +150,16 @@ def work(case: str, rank: int, plan: Plan) -> None:
     os.write(1, (json.dumps(row) + "\n").encode())
 
 
-def launch(case: str) -> bool:
-    """Fork the ranks and wait for them. Return True in a rank."""
+def launch(case: str) -> None:
+    """Fork the ranks and wait for them."""
     size, kind, seed = case.split("/")
-    plan = Plan(int(size), int(seed))
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": size}
-    variables["EASYDIST_SHM"] = str(int(kind not in ("gloo", "comm_gloo")))
-    if plan.has_agent:
-        agent, variables["MASTER_PORT"] = serve_a_store()
-        variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    pids = []
-    for rank in range(int(size)):
-        pid = os.fork()
-        if pid == 0:
-            for name, value in (variables | {"RANK": rank, "LOCAL_RANK": rank}).items():
-                os.environ[name] = str(value)
-            work(case, rank, plan)
-            if kind not in ("gloo", "comm_gloo"):
-                end()
-            return True
-        pids.append(pid)
-    row = {"case": case, "pids": pids, "victims": plan.victims, "statuses": statuses(pids)}
-    if plan.has_agent:
-        os.kill(agent, signal.SIGKILL)
-        statuses([agent])
+    plan, shares = Plan(int(size), int(seed)), kind not in ("gloo", "comm_gloo")
+    with store_of_an_agent(plan.has_agent) as variables:
+        pids = forked(
+            int(size), lambda rank: work(case, rank, plan), is_short=shares, EASYDIST_SHM=int(shares), **variables
+        )
+        row = {"case": case, "pids": pids, "victims": plan.victims, "statuses": statuses(pids)}
     os.write(1, (json.dumps(row) + "\n").encode())
-    return False
 
 
 if __name__ == "__main__":

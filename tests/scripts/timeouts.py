@@ -18,7 +18,7 @@ import threading
 import time
 
 import torch
-from forking import free_port, side_by_side, statuses
+from forking import forked, side_by_side, statuses
 from launching import within
 
 DEADLINE = within(20)
@@ -133,25 +133,19 @@ def work(scenario: str, rank: int, pipe: tuple[int, int]) -> dict:
     return call_unchecked(rank) if scenario == "check" else lose(scenario, rank)
 
 
-def launch(case: str) -> bool:
-    """Fork the ranks and wait for them. Return True in a rank."""
+def launch(case: str) -> None:
+    """Fork the ranks and wait for them."""
     scenario, backend = case.split("/")
-    world_size = 3 if scenario.startswith("kill") else 2
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": world_size}
-    variables |= {"EASYDIST_SHM": int(backend == "shm"), **VARIABLES.get(scenario, {})}
-    pids, pipe = [], os.pipe()
-    for rank in range(world_size):
-        pid = os.fork()
-        if pid == 0:
-            faulthandler.dump_traceback_later(DEADLINE, exit=True)
-            os.environ.update({name: str(value) for name, value in variables.items()})
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-            row = {"case": case, "rank": rank, **work(scenario, rank, pipe)}
-            os.write(1, (json.dumps(row) + "\n").encode())
-            return True
-        pids.append(pid)
-    os.write(1, (json.dumps({"case": case, "statuses": statuses(pids)}) + "\n").encode())
-    return False
+    pipe = os.pipe()
+
+    def live(rank: int) -> None:
+        faulthandler.dump_traceback_later(DEADLINE, exit=True)
+        row = {"case": case, "rank": rank, **work(scenario, rank, pipe)}
+        os.write(1, (json.dumps(row) + "\n").encode())
+
+    variables = {"EASYDIST_SHM": int(backend == "shm"), **VARIABLES.get(scenario, {})}
+    ended = statuses(forked(3 if scenario.startswith("kill") else 2, live, **variables))
+    os.write(1, (json.dumps({"case": case, "statuses": ended}) + "\n").encode())
 
 
 if __name__ == "__main__":
