@@ -3,15 +3,29 @@
 import os
 import stat
 import time
+import warnings
 
 from easydist.liveness.monitor import Monitor
-from easydist.liveness.page import OwnPage, own_page
+from easydist.liveness.page import OwnPage, PeerPage, own_page
 from easydist.liveness.peer import Peer, record
 
 
 def test_only_the_same_user_can_open_the_page():
     status = os.fstat(OwnPage().address[1])
     assert stat.S_IMODE(status.st_mode) == 0o600
+
+
+def test_a_forked_child_that_drops_a_group_does_not_erase_it_from_its_parents_page():
+    monitor = Monitor(0, 2, 1.0, name="the parent's")
+    page = PeerPage.attach(*own_page().address)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which this child does not use
+        child = os.fork()
+    if not child:
+        del monitor
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert "the parent's" in [membership.group for membership in page.memberships()]
 
 
 def test_a_failure_report_counts_though_the_wall_clock_steps_back(monkeypatch):
