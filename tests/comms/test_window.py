@@ -113,6 +113,16 @@ def test_registered_tensors_are_the_windows_memory(rank):
         window.tensor_deregister()
 
 
+def test_a_wait_that_times_out_consumes_no_signal():
+    comm = TorchComm(Solo())
+    window = comm.new_window(torch.zeros(1))
+    comm.set_timeout(timedelta(milliseconds=20))
+    with pytest.raises(RuntimeError, match="timed out"):
+        window.wait_signal(0, False)
+    window.signal(0, False)
+    window.wait_signal(0, False)
+
+
 def test_a_window_outlives_nothing_but_its_views():
     view = TorchComm(Solo()).window_allocate(16).get_tensor(0, (2,), torch.int64, 0)
     view.fill_(3)
