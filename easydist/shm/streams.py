@@ -239,7 +239,8 @@ class Streams:
 
     def _awaited(self, operation: Operation) -> list[int]:
         """Return the ranks that block the streams of an operation."""
-        needs = [stream.need for stream in self._active if any(op is operation for _, op in stream.queue)]
+        # The copies are made in one step each: another thread may be advancing the streams.
+        needs = [stream.need for stream in tuple(self._active) if any(op is operation for _, op in tuple(stream.queue))]
         late = {r for step, ranks in needs for r in ranks if step == NEVER or not self._slots.has_published(r, step)}
         return sorted(late)
 
@@ -247,7 +248,7 @@ class Streams:
         """End all operations under way with an error, and refuse new ones."""
         self._error = error
         for stream in self._active:
-            for _, operation in stream.queue:
+            for _, operation in tuple(stream.queue):  # a copy, as in ``_awaited``
                 operation.error, operation.left = error, 0
             stream.queue.clear()
         self._active = []
