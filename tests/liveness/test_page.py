@@ -5,14 +5,26 @@ import stat
 import time
 import warnings
 
+import pytest
+
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.page import OwnPage, PeerPage, own_page
-from easydist.liveness.peer import Peer, record
+from easydist.liveness.peer import RECORD_NBYTES, Peer, record
 
 
 def test_only_the_same_user_can_open_the_page():
     status = os.fstat(OwnPage().address[1])
     assert stat.S_IMODE(status.st_mode) == 0o600
+
+
+@pytest.mark.parametrize("text", ["h" * 101, "ü" * 100, "\udcff"])
+def test_processes_whose_host_has_a_long_or_foreign_identifier_see_each_other(monkeypatch, text):
+    monkeypatch.setenv("EASYDIST_HOST_ID", text)
+    told = record(own_page(), 0, True)
+    assert len(told) == RECORD_NBYTES
+    assert Peer(1, told).shares_pages
+    monkeypatch.setenv("EASYDIST_HOST_ID", f"{text} of another")
+    assert not Peer(1, told).shares_pages
 
 
 def test_a_forked_child_that_drops_a_group_does_not_erase_it_from_its_parents_page():
