@@ -134,7 +134,9 @@ class Peer:
             return bool(poller.poll(0))
         import psutil
 
-        return not psutil.pid_exists(self.pid) or psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return bool(psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE)
+        return True
 
     def is_gone(self) -> bool:
         """True if its process has ended, even if it did so before this process could attach to it."""
