@@ -19,6 +19,7 @@ from launching import within
 from trees import CASES, OUTSIDERS, assert_same
 
 import easydist
+from easydist import DisagreementError
 from easydist.testing import distributed
 
 LARGE = 70_000
@@ -217,6 +218,15 @@ def test_a_hundred_dropped_handles_keep_nothing(rank):
             assert [ref() for ref in known] == [None] * 100
         else:
             assert group.recv_tensor_dict() == {}
+
+
+@distributed(world_size=2)
+def test_a_refusal_keeps_no_message(rank):
+    with made(rank, 2) as group:
+        with pytest.raises(DisagreementError):
+            group.recv(torch.Size([3]), torch.float32, 0) if rank else group.send(torch.ones(2), 1)
+        box = group.communicators.mailbox(1 - rank)
+        assert [one.body.untyped_storage().nbytes() for one in box.refusals.values()] == [0] * (1 - rank)
 
 
 POLLING = """
