@@ -376,7 +376,8 @@ def _remote(name: str, rank: int, text: torch.Tensor) -> RemoteFault:
 
 
 def _text(error: Exception) -> torch.Tensor:
-    return as_bytes(torch.frombuffer(bytearray(f"{type(error).__name__}: {error}".encode()), dtype=torch.uint8))
+    text = f"{type(error).__name__}: {error}".encode(errors="backslashreplace")  # it may hold half of a character
+    return as_bytes(torch.frombuffer(bytearray(text), dtype=torch.uint8))
 
 
 def _buffer(comm: TorchComm, nbytes: int) -> torch.Tensor:

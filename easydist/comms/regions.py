@@ -74,7 +74,7 @@ class Regions:
         if self.rank == 0:
             try:
                 segment = Segment.create(nbytes)
-            except OSError as error:
+            except (OSError, OverflowError) as error:
                 failure = f"rank 0 has no room for {nbytes} bytes in /dev/shm ({error})"
         name = json.loads(all_gather(core, json.dumps(segment.name if segment else "").encode())[0])
         if name and segment is None:

@@ -273,7 +273,7 @@ class RegisteredWindow(_Window):
         return TorchWork()
 
     def wait_signal(self, peer_rank: SupportsIndex, async_op: bool) -> TorchWork:
-        """Wait for the next signal of a rank. Each signal is consumed once.
+        """Wait for the next signal of a rank. Each signal is consumed once; a call that raises consumes none.
 
         Args:
             peer_rank: The sender.
@@ -282,4 +282,8 @@ class RegisteredWindow(_Window):
         rank = self._comm._rank("peer_rank", peer_rank)
         self._taken[rank] += 1
         count = self._taken[rank]
-        return self._wait(rank, lambda seen: seen >= count, async_op)
+        try:
+            return self._wait(rank, lambda seen: seen >= count, async_op)
+        except BaseException:
+            self._taken[rank] -= 1
+            raise

@@ -143,8 +143,8 @@ class OwnPage(_Page):
         return entry
 
     def free_entry(self, entry: int) -> None:
-        """Free the entry of a destroyed group."""
-        if entry >= 0:
+        """Free the entry of a destroyed group. In a forked child, whose parent still has the group, do nothing."""
+        if entry >= 0 and self.address[0] == os.getpid():
             self._write(_start(entry) + _DESCRIPTION, _start(entry) + _REGISTER, b"")
             self._free.append(entry)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import select
@@ -23,9 +24,16 @@ RECORD_NBYTES = 512
 """The length of the record that each process sends its peers about itself."""
 
 
+_LONGEST_ID = 100
+"""The most letters of a host's identifier in a record."""
+
+
 def host_id() -> str:
     """Return a text that is equal for processes that may share memory. It is a hint: attaching has to prove it."""
-    return os.environ.get("EASYDIST_HOST_ID") or _host_id()
+    told = os.environ.get("EASYDIST_HOST_ID") or _host_id()
+    if len(told) <= _LONGEST_ID and told.isascii():
+        return told
+    return hashlib.sha256(told.encode(errors="surrogateescape")).hexdigest()  # a record has no room for the text itself
 
 
 @functools.cache
@@ -39,7 +47,7 @@ def _host_id() -> str:
 def record(page: OwnPage | None, entry: int, shares: bool) -> bytes:
     """Return the record about this process for its peers; ``shares`` is True if it would use shared memory."""
     address = page.address if page else (os.getpid(), -1, "")
-    text = json.dumps([time.monotonic(), socket.gethostname()[:200], host_id()[:100], shares, entry, *address])
+    text = json.dumps([time.monotonic(), socket.gethostname()[:200], host_id(), shares, entry, *address])
     return text.encode().ljust(RECORD_NBYTES)
 
 
@@ -126,7 +134,9 @@ class Peer:
             return bool(poller.poll(0))
         import psutil
 
-        return not psutil.pid_exists(self.pid) or psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return bool(psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE)
+        return True
 
     def is_gone(self) -> bool:
         """True if its process has ended, even if it did so before this process could attach to it."""

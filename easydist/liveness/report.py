@@ -20,8 +20,8 @@ _KINDS: dict[str, type[EasydistError]] = {
     "remote": RemoteError,
     INTERRUPT: RemoteError,
 }
-_LONGEST = 20_000
-"""The most characters in the text of a report. It fits a page; a report that does not is cut off and unreadable."""
+_LONGEST, _LONGEST_JSON = 20_000, 32_000
+"""The most characters in the text of a report, and in a report as JSON; one that does not fit a page is unreadable."""
 
 _FIELDS = ("rank", "pid", "host", "exit_status", "missing")
 
@@ -68,7 +68,10 @@ class Report:
     def to_json(self) -> str:
         """Return the report as JSON; an error text that is too long for a page is cut and ends with "…"."""
         text = self.text if len(self.text) <= _LONGEST else f"{self.text[:_LONGEST]} …"
-        return json.dumps({**vars(self), "text": text})
+        # JSON needs two characters for a quote or a line break, and six or twelve for one that is not ASCII.
+        while len(report := json.dumps({**vars(self), "text": text})) > _LONGEST_JSON and len(text) > 2:
+            text = f"{text[: len(text) // 2 - 2]} …"
+        return report
 
     @classmethod
     def from_json(cls, text: str | bytes | None) -> Report | None:

@@ -136,4 +136,6 @@ def _answer_next(questions: _Questions) -> bool:
         answer.set_result(question())
     except RuntimeError as error:
         answer.set_exception(error)
+    except Exception as error:  # a store written in Python may raise anything, and this thread serves all groups
+        answer.set_exception(RuntimeError(f"the store has failed: {error!r}"))
     return True

@@ -159,8 +159,14 @@ class Transfer:
 
     def is_completed(self) -> bool:
         """True if ``wait`` would return or raise at once."""
-        if self._is_done:
-            return True
+        return self._is_done or self._has_arrived() or self._is_in_vain()
+
+    def _is_in_vain(self) -> bool:
+        """True if no answer can come any more."""
+        monitor = self._comms.monitor
+        return monitor.phase != self._phase or monitor.peers[self._peer].has_ended()
+
+    def _has_arrived(self) -> bool:
         if not self._parts.is_aside:  # gloo reports the end of a message only to a thread that waits for it
             self._give_to_thread()
         return self._parts.ended.is_set() and (self._answer is None or self._answer.has_come())
@@ -203,7 +209,7 @@ class Transfer:
         self._is_done, self._answer = True, None
 
     def _demand_connection(self) -> None:
-        if self._comms.monitor.phase != self._phase and not self.is_completed():
+        if self._comms.monitor.phase != self._phase and not self._has_arrived():
             raise RemoteError(
                 f"{self._operation}: the message to or from rank {self._peer} was under way when the ranks had to "
                 "connect again; send it once more"

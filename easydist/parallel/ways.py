@@ -22,6 +22,8 @@ from easydist.transport.work import TorchWork
 _MESSAGES, _ANSWERS = 64, 65
 """Channels of the group's connections that are reserved for frames and answers."""
 
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+
 Wait = Callable[[Part], None]
 """A function that waits for a part in a call."""
 
@@ -146,7 +148,7 @@ class _ThroughMemory(Way):
         for _ in range(box.unknown_refusals()):
             wait(part := self._fetch_answer())
             message = frames.decode(part.memory)
-            box.refusals[message.terms["number"]] = message
+            box.refusals[message.terms["number"]] = message._replace(body=_NOTHING)  # else its frame would stay
         return box.refusals.get(number)
 
 

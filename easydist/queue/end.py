@@ -26,16 +26,19 @@ _FIRST_PAUSE, _PAUSE = 0.001, 0.05
 """The longest sleep in seconds after which a wait checks its condition without being woken."""
 
 _WARN_AFTER = 60.0
+_FOREVER = 1e9
+"""Seconds from which a timeout counts as none. A lock cannot wait for more than ten times as many."""
+
 
 _all: weakref.WeakSet[End] = weakref.WeakSet()
 
 
 def deadline(timeout: Timeout | None) -> float | None:
-    """Return the time on the monotonic clock at which a timeout that starts now is over."""
+    """Return the time on the monotonic clock at which a timeout that starts now is over; None if it never is."""
     if timeout is None:
         return None
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    return time.monotonic() + seconds
+    return time.monotonic() + seconds if seconds < _FOREVER else None
 
 
 def own_record() -> bytes:

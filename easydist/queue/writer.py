@@ -254,7 +254,8 @@ class WriterEnd(End):
             self._progress.get(timeout=seconds)
 
     def _wake(self) -> None:
-        self._progress.put(None)
+        if self._progress.empty():  # with a ring no wait takes them out
+            self._progress.put(None)
         with suppress(AttributeError):  # it is being closed
             if self._ring is not None:
                 self._ring.wake()

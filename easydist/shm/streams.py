@@ -49,20 +49,24 @@ class Operation:
         keep: Objects that have to live until the end.
         left: The number of its generators that have not ended.
         error: The error that ended it early; else None.
+        is_own: True if ``is_completed`` has found that error, which ``wait`` then raises itself.
+        polled: The times at which it was first polled, and at which a poll last called the guard.
     """
 
-    __slots__ = ("_streams", "error", "keep", "left")
+    __slots__ = ("_streams", "error", "is_own", "keep", "left", "polled")
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self.keep: object = None
         self.left = 0
         self.error: BaseException | None = None
+        self.is_own = False
+        self.polled: tuple[float, float] | None = None
 
     def is_completed(self) -> bool:
         """True if ``wait`` would return, or raise, at once."""
         if self.left:
-            self._streams.advance()
+            self._streams.poll(self)
         return not self.left
 
     def wait(self, timeout: timedelta | None = None) -> None:
@@ -79,6 +83,8 @@ class Operation:
             self._streams.fail(error)
             raise
         if self.error is not None:
+            if self.is_own:
+                raise self.error
             raise RuntimeError(f"this operation cannot end any more: {self.error!r}") from self.error
 
     def one_done(self) -> None:
@@ -187,6 +193,17 @@ class Streams:
             _running.pop(self, None)
         return moved
 
+    def poll(self, operation: Operation) -> None:
+        """Advance, and call the guard from time to time, because a caller may poll until the end instead of waiting."""
+        self.advance()
+        now = time.monotonic()
+        began, told = operation.polled or (now, now)
+        try:
+            operation.polled = began, self._tell_guard(operation, began, told, None)
+        except BaseException as error:
+            operation.is_own = True
+            self.fail(error)
+
     def spin(self, operation: Operation) -> bool:
         """Give an operation a moment to end, without sleeping; return True if it has ended."""
         for _ in range(_SPINS):
@@ -239,7 +256,8 @@ class Streams:
 
     def _awaited(self, operation: Operation) -> list[int]:
         """Return the ranks that block the streams of an operation."""
-        needs = [stream.need for stream in self._active if any(op is operation for _, op in stream.queue)]
+        # The copies are made in one step each: another thread may be advancing the streams.
+        needs = [stream.need for stream in tuple(self._active) if any(op is operation for _, op in tuple(stream.queue))]
         late = {r for step, ranks in needs for r in ranks if step == NEVER or not self._slots.has_published(r, step)}
         return sorted(late)
 
@@ -247,7 +265,7 @@ class Streams:
         """End all operations under way with an error, and refuse new ones."""
         self._error = error
         for stream in self._active:
-            for _, operation in stream.queue:
+            for _, operation in tuple(stream.queue):  # a copy, as in ``_awaited``
                 operation.error, operation.left = error, 0
             stream.queue.clear()
         self._active = []

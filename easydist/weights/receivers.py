@@ -8,13 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from easydist.format import outline
-from easydist.weights.source import local, state_of
-
-
-def memory_of(value: Any) -> Any:
-    """Return a key that is equal for entries in the same memory, such as tied weights."""
-    return outline.memory_of(local(value) if isinstance(value, torch.Tensor) else value)
+from easydist.weights.source import local, memory_of, state_of
 
 
 class Entries:
@@ -90,7 +84,7 @@ def _is_one(own: torch.Tensor, value: Any) -> bool:
     """True if an entry of the state dict is the module's tensor itself, not something computed from it."""
     if not isinstance(value, torch.Tensor) or (own.dtype, own.shape) != (value.dtype, value.shape):
         return False
-    return (own.is_meta and value.is_meta) or memory_of(own) == memory_of(value) or own.numel() == 0
+    return (own.is_meta and value.is_meta) or memory_of(own) == memory_of(value) or local(own).numel() == 0
 
 
 def _like(own: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -151,14 +151,23 @@ def _places(given: Any) -> dict[str, tuple[Place, tuple[int, ...]]]:
     found = {}
     for name, value in entries_of(given).values.items():
         if isinstance(value, LocalShard):
-            place = place_at(value.tensor.detach(), Block(tuple(value.start), tuple(value.tensor.shape)))
-            found[name] = place, tuple(value.shape)
+            found[name] = place_at(value.tensor.detach(), _block(name, value)), tuple(value.shape)
         elif isinstance(value, torch.Tensor):
             found[name] = place_of(value), tuple(value.shape)
         else:
             raise TypeError(f"[{name!r}] is a {type(value).__name__}; only tensors are laid out over ranks")
         as_tensor(found[name][0].tensor, f"[{name!r}]")
     return found
+
+
+def _block(name: str, one: LocalShard) -> Block:
+    block, sizes = Block(tuple(one.start), tuple(one.tensor.shape)), tuple(one.shape)
+    is_inside = len(block.start) == len(block.shape) == len(sizes) and all(
+        0 <= first <= size - length for first, length, size in zip(*block, sizes, strict=True)
+    )
+    if not is_inside:
+        raise ValueError(f"[{name!r}] is a shard of shape {block.shape} at {block.start}, not inside of {sizes}")
+    return block
 
 
 class _Planning(Verb[dict[str, list[Transfer]]]):

@@ -101,6 +101,14 @@ def local(value: Any) -> torch.Tensor:
     return found
 
 
+def memory_of(value: Any) -> Any:
+    """Return a key that is equal for entries in the same memory, such as tied weights, while ``value`` lives."""
+    if not is_sharded(value):
+        return outline.memory_of(value)
+    part = local(value)  # a new object each time, so its id is no key of a part without memory
+    return outline.memory_of(part) if part.numel() else id(value)
+
+
 class _Plan(NamedTuple):
     """The plan for sending a state dict, valid for all that are like it.
 
@@ -179,7 +187,7 @@ def _planned(
         keys[name] = None
         if isinstance(value, torch.Tensor):
             one = _held(name, value, dtype)
-            keys[name] = key = first.setdefault(outline.memory_of(local(value)), name)
+            keys[name] = key = first.setdefault(memory_of(value), name)
             held |= {name: one} if key == name else {}
     extra = {name: given[name] for name, key in keys.items() if key is None}
     structure, tensors = outline.encode(extra, "a state dict", "leave it out with filter=")

@@ -18,9 +18,9 @@ from easydist.verbs.sharded import is_sharded
 from easydist.weights.announced import Announced
 from easydist.weights.likeness import Recent, likeness
 from easydist.weights.places import Place, new, place_of
-from easydist.weights.receivers import entries_of, memory_of
+from easydist.weights.receivers import entries_of
 from easydist.weights.schedule import Message
-from easydist.weights.source import Filter, Rename, local, named
+from easydist.weights.source import Filter, Rename, local, memory_of, named
 
 Row = tuple[str, str, str]
 """An entry that does not fit: its name, the arriving description, the local one."""

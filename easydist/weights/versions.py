@@ -16,8 +16,7 @@ from easydist.agreement.runner import run
 from easydist.typing import Group, Timeout
 from easydist.weights.exchange import BUCKET_NBYTES, Sending
 from easydist.weights.members import Member, Publish
-from easydist.weights.receivers import memory_of
-from easydist.weights.source import Filter, Rename, state_of
+from easydist.weights.source import Filter, Rename, memory_of, state_of
 from easydist.weights.target import Wanted
 
 __all__ = ["WeightPublisher", "WeightReceiver"]

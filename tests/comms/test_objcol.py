@@ -22,6 +22,11 @@ class Own:
     """Not allow-listed."""
 
 
+class Unreadable:
+    def __reduce__(self):
+        raise ValueError("\udcff.txt is lost")
+
+
 @pytest.mark.slow
 @BACKENDS
 @distributed(world_size=3)
@@ -92,6 +97,12 @@ def test_a_fault_of_one_rank_is_raised_on_all_and_the_communicator_works_on(rank
         ),
         (lambda: objcol.scatter_object_list(comm, 0, [None], [1]), 0, ValueError, "has 1 elements for 3 ranks"),
         (lambda: objcol.all_gather_object(comm, none, lambda: 0, weights_only=False), rank, TypeError, "pickle"),
+        (
+            lambda: objcol.all_gather_object(comm, none, Unreadable() if rank == 1 else 5, weights_only=False),
+            1,
+            ValueError,
+            "udcff.txt is lost" if rank != 1 else "is lost",
+        ),
     ]
     for call, culprit, kind, text in cases:
         with pytest.raises(kind if rank == culprit else RuntimeError, match=text):

@@ -59,6 +59,7 @@ def test_bounds_are_checked_and_sizes_agree(rank):
         (lambda: window.wait_signal(-1, 1, SignalCmpOp.EQ, False), "signal_disp must be in range"),
         (lambda: comm.window_allocate(8 * (1 + rank)), r"different windows: \[8, 16\] bytes"),
         (lambda: comm.window_allocate(-8), "no -8 bytes"),
+        (lambda: comm.window_allocate(1 << 62), "rank 0 has no room for"),
     ):
         with pytest.raises(RuntimeError, match=text):
             call()
@@ -110,6 +111,16 @@ def test_registered_tensors_are_the_windows_memory(rank):
     assert tensor[1, 1].item() == 3
     with pytest.raises(RuntimeError, match="no tensor is registered"):
         window.tensor_deregister()
+
+
+def test_a_wait_that_times_out_consumes_no_signal():
+    comm = TorchComm(Solo())
+    window = comm.new_window(torch.zeros(1))
+    comm.set_timeout(timedelta(milliseconds=20))
+    with pytest.raises(RuntimeError, match="timed out"):
+        window.wait_signal(0, False)
+    window.signal(0, False)
+    window.wait_signal(0, False)
 
 
 def test_a_window_outlives_nothing_but_its_views():

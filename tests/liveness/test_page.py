@@ -3,15 +3,53 @@
 import os
 import stat
 import time
+import warnings
+
+import psutil
+import pytest
 
 from easydist.liveness.monitor import Monitor
-from easydist.liveness.page import OwnPage, own_page
-from easydist.liveness.peer import Peer, record
+from easydist.liveness.page import OwnPage, PeerPage, own_page
+from easydist.liveness.peer import RECORD_NBYTES, Peer, record
 
 
 def test_only_the_same_user_can_open_the_page():
     status = os.fstat(OwnPage().address[1])
     assert stat.S_IMODE(status.st_mode) == 0o600
+
+
+@pytest.mark.parametrize("text", ["h" * 101, "ü" * 100, "\udcff"])
+def test_processes_whose_host_has_a_long_or_foreign_identifier_see_each_other(monkeypatch, text):
+    monkeypatch.setenv("EASYDIST_HOST_ID", text)
+    told = record(own_page(), 0, True)
+    assert len(told) == RECORD_NBYTES
+    assert Peer(1, told).shares_pages
+    monkeypatch.setenv("EASYDIST_HOST_ID", f"{text} of another")
+    assert not Peer(1, told).shares_pages
+
+
+@pytest.mark.parametrize("ends", ["before", "meanwhile"])
+def test_the_end_of_a_process_is_seen_without_a_descriptor_of_it(monkeypatch, ends):
+    monkeypatch.delattr(os, "pidfd_open")
+    peer = Peer(1, record(own_page(), 0, True))
+    assert not peer.has_ended()
+    peer.pid = 2**22 + 1  # no process has it
+    if ends == "meanwhile":
+        monkeypatch.setattr(psutil, "pid_exists", lambda pid: True)
+    assert peer.has_ended()
+
+
+def test_a_forked_child_that_drops_a_group_does_not_erase_it_from_its_parents_page():
+    monitor = Monitor(0, 2, 1.0, name="the parent's")
+    page = PeerPage.attach(*own_page().address)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which this child does not use
+        child = os.fork()
+    if not child:
+        del monitor
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert "the parent's" in [membership.group for membership in page.memberships()]
 
 
 def test_a_failure_report_counts_though_the_wall_clock_steps_back(monkeypatch):

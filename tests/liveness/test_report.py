@@ -42,6 +42,13 @@ def test_a_text_that_is_too_long_for_the_page_is_cut():
     assert posted(CollectiveTimeout("x" * 100_000)).text == "x" * 20_000 + " …"
 
 
+@pytest.mark.parametrize("letter", ["ü", "\n", '"', "\U0001f600"])
+def test_a_text_that_grows_as_json_is_cut_too(letter):
+    text = posted(CollectiveTimeout(letter * 20_000)).text
+    assert text.endswith(letter + " …")
+    assert len(text) > 1000
+
+
 def test_who_passes_on_that_another_rank_was_interrupted_says_so():
     report = Report(INTERRUPT, "rank 2 was interrupted", 2, 0, 0, 3.0, 0.0)
     assert kind_of(report.error()) == INTERRUPT

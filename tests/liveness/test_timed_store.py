@@ -2,6 +2,9 @@
 
 import launching
 import pytest
+from torch.distributed import HashStore
+
+from easydist.liveness.timed_store import TimedStore
 
 SCRIPT = """
 import time
@@ -20,6 +23,19 @@ class EndsSlowly:
 ends_slowly = EndsSlowly()
 print(TimedStore(Late()).check(["key"]))
 """
+
+
+class Broken(HashStore):
+    def set(self, key, value):
+        raise ConnectionError("reset by peer")
+
+
+def test_a_store_that_raises_an_error_of_its_own_is_gone_and_the_others_go_on():
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        TimedStore(Broken()).set("key", "value")
+    store = TimedStore(HashStore())
+    store.set("key", "value")
+    assert store.get("key") == b"value"
 
 
 @pytest.mark.slow

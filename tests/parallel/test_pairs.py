@@ -3,9 +3,12 @@
 import dataclasses
 import enum
 import gc
+import os
+import sys
 import weakref
 from collections import namedtuple
 
+import launching
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +19,7 @@ from launching import within
 from trees import CASES, OUTSIDERS, assert_same
 
 import easydist
+from easydist import DisagreementError
 from easydist.testing import distributed
 
 LARGE = 70_000
@@ -214,6 +218,50 @@ def test_a_hundred_dropped_handles_keep_nothing(rank):
             assert [ref() for ref in known] == [None] * 100
         else:
             assert group.recv_tensor_dict() == {}
+
+
+@distributed(world_size=2)
+def test_a_refusal_keeps_no_message(rank):
+    with made(rank, 2) as group:
+        with pytest.raises(DisagreementError):
+            group.recv(torch.Size([3]), torch.float32, 0) if rank else group.send(torch.ones(2), 1)
+        box = group.communicators.mailbox(1 - rank)
+        assert [one.body.untyped_storage().nbytes() for one in box.refusals.values()] == [0] * (1 - rank)
+
+
+POLLING = """
+import os, time, torch.distributed as dist
+from easydist import PeerLostError
+from easydist.parallel import GroupCoordinator
+dist.init_process_group("gloo")
+group = GroupCoordinator([[0, 1]], rank := dist.get_rank(), "gloo", False)
+if rank:
+    group.recv_tensor_dict(0)
+    os._exit(3)
+group.send_tensor_dict({"x": 1}, 1)
+(handle,) = group.isend_tensor_dict({"x": 2}, 1)
+while not handle.is_completed():
+    time.sleep(0.01)
+try:
+    handle.wait()
+except PeerLostError as error:
+    print(error, flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_handle_that_is_polled_ends_with_its_receiver(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(POLLING)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.port, "WORLD_SIZE": 2, "OMP_NUM_THREADS": 1}
+    variables |= {"TORCHELASTIC_USE_AGENT_STORE": True, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": launching.ROOT}
+    command = (sys.executable, "-W", "ignore", script)
+    processes = [launching.start(*command, env=os.environ | variables | {"RANK": rank}) for rank in range(2)]
+    told = launching.finished(*processes)
+    assert [process.returncode for process in processes] == [0, 3], told
+    assert "rank 1 is lost" in told[0][0]
 
 
 class Unknown(enum.Enum):

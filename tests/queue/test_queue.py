@@ -149,6 +149,13 @@ def test_dequeue_in_vain(pair, timeout):
     assert reader.dequeue(SOON) == 1
 
 
+@pytest.mark.parametrize("timeout", [float("inf"), 1e12, timedelta.max])
+def test_a_timeout_longer_than_any_lock_can_wait_is_none(pair, timeout):
+    writer, reader = pair()
+    writer.enqueue(1, timeout)
+    assert reader.dequeue(timeout) == 1
+
+
 def test_what_is_not_allow_listed_is_refused_by_both_ends(pair):
     writer, reader = pair()
     with pytest.raises(UnsafeObjectError, match="Own"):

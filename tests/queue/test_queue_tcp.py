@@ -70,6 +70,21 @@ def test_silent_connections_do_not_keep_a_reader_out():
             connection.close()
 
 
+@pytest.mark.slow
+def test_a_writer_with_shared_memory_keeps_no_trace_of_what_it_has_sent_by_tcp():
+    with MessageQueue(2, 1, connect_ip="127.0.0.1") as writer:
+        handle = writer.export_handle()
+        readers = [MessageQueue.create_from_handle(handle, rank) for rank in (0, 1)]
+        threads = [in_thread(lambda reader=reader: [reader.dequeue(SOON) for _ in range(40)]) for reader in readers]
+        for _ in range(40):
+            writer.enqueue(filled(4 << 20), SOON)
+        for thread in threads:
+            thread.join()
+        assert writer._end._progress.qsize() <= 1
+        for reader in readers:
+            reader.close()
+
+
 @contextmanager
 def no_descriptor_left():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -2,6 +2,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -16,6 +17,8 @@ import easydist.shm.futex
 from easydist.comms import ReduceOp, TorchComm
 from easydist.errors import CollectiveTimeout
 from easydist.shm.segment import FOLDER, Segment
+from easydist.shm.slots import NEVER, Slots
+from easydist.shm.streams import Operation, Streams
 from easydist.testing import check_comm, distributed
 from easydist.transport.backends.shm import Shm
 
@@ -226,6 +229,34 @@ def test_guard_ends_a_wait(rank):
             with pytest.raises(RuntimeError, match="cannot be used any more"):
                 shm.barrier()
     dist.barrier()
+
+
+@pytest.mark.slow
+def test_a_guard_is_called_while_another_thread_advances_the_same_streams():
+    segment, reached = Segment.create(Slots.nbytes(2, 4096)), [0]
+    streams = Streams(Slots(segment, 0, 2), lambda ranks, seconds: None)
+
+    def until(number):
+        while reached[0] < number:
+            yield NEVER, (1,)
+
+    def advance():
+        for number in range(20_000):
+            streams.begin([(None, until(number))], None)
+            reached[0] = number - 3
+            streams.advance()
+
+    switches = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread = threading.Thread(target=advance)
+        thread.start()
+        other = Operation(streams)
+        while thread.is_alive():
+            assert streams._awaited(other) == []
+        thread.join()
+    finally:
+        sys.setswitchinterval(switches)
 
 
 @distributed(world_size=2)

@@ -119,7 +119,7 @@ def test_rank_that_does_not_come(rank):
 
 
 SCRIPT = """
-import os, sys, torch, torch.distributed as dist
+import os, sys, time, torch, torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -146,6 +146,13 @@ for again in range(2):  # the same store and the same names
         dist.destroy_process_group()
 if rank == 2:
     os._exit(3)
+if rank == 1:  # asks until the end instead of waiting
+    work = dist.all_reduce(tensor, async_op=True)
+    while not work.is_completed():
+        time.sleep(0.01)
+    print(work.exception())
+    dist.destroy_process_group()
+    sys.exit()
 try:
     dist.all_reduce(tensor)
 except easydist.PeerLostError as error:

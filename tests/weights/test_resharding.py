@@ -198,6 +198,10 @@ def test_layouts_that_do_not_fit_are_refused_everywhere(rank):
     refused(DisagreementError, r"blocks of ranks \[0\] do not make up a tensor of shape \(4,\)", {"w": half}, {"w": w})
     refused(RemoteError, "not a dense tensor", {"w": w.to_sparse()}, {"w": w})
     refused(RemoteError, "share memory", {"w": w}, {"w": torch.zeros(1).expand(4)})
+    outside = r"\['w'\] is a shard of shape \(2,\) at .*, not inside of \(4,\)"
+    for start in ((3,), (-1,), (0, 0), ()):
+        refused(RemoteError, outside, {"w": w}, {"w": LocalShard(w[:2], start, (4,))})
+    refused(RemoteError, "not inside of", {"w": LocalShard(w, (1,), (4,))}, {"w": w})
     refused(RemoteError, "is a str; only tensors", {"w": "text"}, {"w": w})
     good = Resharding({"w": w + 1} if rank == 0 else None, {"w": w} if rank == 1 else None)
     good.run()

@@ -142,6 +142,35 @@ def test_a_sharded_trainer_publishes(rank):
         assert_same(member.state, {"w": values})
 
 
+@pytest.mark.slow
+@distributed(world_size=3)
+def test_a_receiver_may_hold_nothing_of_a_small_parameter(rank):
+    """FSDP2 over two ranks leaves the second one without any part of a layer with one output."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DeviceMesh
+
+    mesh, net = DeviceMesh("cpu", [0, 1]), nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 1))
+    if rank < 2:
+        fully_shard(net, mesh=mesh)
+    else:
+        with torch.no_grad():
+            for i, parameter in enumerate(net.parameters()):
+                parameter.fill_(i + 1)
+
+    def received():
+        return [value.full_tensor().unique().tolist() for value in net.state_dict().values()] if rank < 2 else None
+
+    weights.broadcast_state_dict(net, 2)
+    assert rank == 2 or received() == [[1], [2], [3], [4]]
+    if rank == 2:
+        with torch.no_grad():
+            net[0].weight.fill_(5)
+        WeightPublisher(net, src=2).publish()
+    else:
+        WeightReceiver(net, src=2).receive()
+        assert received() == [[5], [2], [3], [4]]
+
+
 def test_a_receiver_on_the_meta_device_is_refused():
     with pytest.raises(ValueError, match="to_empty"):
         WeightReceiver(nn.Linear(2, 2, device="meta"))

@@ -77,10 +77,9 @@ class RunQueue:
         try:
             while self._queue and not (last and last.is_done):
                 first = self._queue[0]
-                if last is not None:
-                    first.step.within(timeout).wait()
-                elif not first.step.is_completed():
+                if last is None and not first.step.is_completed():
                     return
+                first.step.within(timeout).wait()  # also if it has completed: it may have failed
                 if (step := next(first.steps, None)) is None:
                     first.is_done = True
                     self._queue.popleft()
