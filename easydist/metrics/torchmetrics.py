@@ -152,7 +152,7 @@ def _with_states(metric: Any) -> Iterator[Any]:
             each.values(copy_state=False)  # from now on, metrics that share their states refer to them
     for each in metric.modules():
         if isinstance(each, Running):
-            raise TypeError("sync_dist: the states of Running are known to itself alone; pass what it wraps")
+            raise TypeError("sync_dist: only Running itself knows its states; pass the metric that it wraps")
         if isinstance(each, Metric) and each._reductions and not isinstance(each, WrapperMetric):
             _check(each, Metric)
             yield each

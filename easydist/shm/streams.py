@@ -79,7 +79,7 @@ class Operation:
             self._streams.fail(error)
             raise
         if self.error is not None:
-            raise RuntimeError(f"this operation cannot end any more: {self.error!r}") from self.error
+            raise RuntimeError(f"this operation can no longer complete: {self.error!r}") from self.error
 
     def one_done(self) -> None:
         """Record that one of its generators has ended."""
@@ -260,7 +260,7 @@ class Streams:
             RuntimeError: The communicator is closed or broken, or belongs to another process.
         """
         if self._error is not None:
-            raise RuntimeError(f"this communicator cannot be used any more: {self._error}") from self._error
+            raise RuntimeError(f"this communicator can no longer be used: {self._error}") from self._error
 
     def close(self) -> None:
         """End all operations, and release the memory."""

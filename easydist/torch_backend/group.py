@@ -260,7 +260,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         Raises:
             ValueError: Always.
         """
-        raise ValueError(f"recv: {NAME} needs to know who sends; name src=, or use gloo")
+        raise ValueError(f"recv: {NAME} needs to know the sender; pass src=, or use gloo")
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> GroupWork:
         """Set on the root, in place, ``tensor = op(tensor of rank 0, …)``. The other ranks' tensors do not change."""

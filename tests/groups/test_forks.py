@@ -27,7 +27,7 @@ os.waitpid(child, 0)
 def test_groups_made_before_the_first_use_of_easydist_are_known_as_the_parents():
     command, env = [sys.executable, "-c", CHILD_CALLS_FIRST], os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("this process was forked from one of the group's ranks and is none itself")
+    assert done.stdout.startswith("this process was forked from a rank of the group and is not a rank itself")
 
 
 LOADS_DATA = """
