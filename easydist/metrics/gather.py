@@ -75,8 +75,8 @@ def gather_for_metrics(
             ``values``, padded with this number, and ``lengths``.
         dst: The only rank that gets the result; None means all of them.
         group: The participating ranks.
-        check: True to compare the ranks' calls; None follows ``EASYDIST_CHECK`` (on).
-        timeout: The limit of the call; None means the group's.
+        check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
+        timeout: The time limit of the call; None is the group's.
 
     Returns:
         A new tree of the same structure. On ranks other than ``dst``: None.

@@ -122,7 +122,7 @@ class Resharding:
         """Move the current values.
 
         Args:
-            timeout: The limit of the call; None means the group's.
+            timeout: The time limit of the call; None is the group's.
 
         Raises:
             EasydistError: A rank was lost or late, or called something else.
