@@ -9,7 +9,7 @@
     ├── PeerLostError                      a rank's process ended, or its connection broke, while others waited for it
     │   ├── comms.CommPeerLost             the same in an operation of a communicator
     │   └── notebook.RankLostError         the process of a notebook's rank ended
-    ├── CollectiveTimeout                  some ranks did not come in time; the text lists them, and each rank's last call
+    ├── CollectiveTimeout                  some ranks did not come in time; the text lists them, and all last calls
     │   └── comms.CommTimeout              the same in an operation of a communicator
     ├── LeftOutError                       the others have recovered the group without this rank
     │   └── comms.CommLeftOut              the same for a communicator
@@ -20,8 +20,8 @@
 The modules are those of easydist. The classes in ``comms`` are also ``RuntimeError``, except ``WeightsOnlyError``,
 which is also a ``pickle.UnpicklingError``.
 
-``DisagreementError`` and ``RemoteError`` are raised on every rank of the group, with the same text, before any target is
-written; the next call of the group works. ``PeerLostError`` and ``CollectiveTimeout`` end all calls of the group, on
+``DisagreementError`` and ``RemoteError`` are raised on every rank of the group, with the same text, before any target
+is written; the next call of the group works. ``PeerLostError`` and ``CollectiveTimeout`` end all calls of the group, on
 every rank that waits or comes later; after a timeout the next call reconnects.
 
 A wrong argument on every rank raises a plain ``TypeError`` or ``ValueError``. One such error has its own class, because

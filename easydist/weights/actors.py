@@ -119,7 +119,7 @@ def _found(key: str, rank: int, deadline: float, name: str) -> Any:
                 pass
         _check_wanted(key, name)
     error = CollectiveTimeout(
-        f"group {name!r}: rank 0 did not come in time, or another process is rank {rank} already\nAll members have to "
+        f"group {name!r}: rank 0 did not come in time, or another process is already rank {rank}\nAll members have to "
         "call init_group, each with a rank of its own."
     )
     error.missing = (0,)

@@ -178,8 +178,8 @@ WRONG = {
         raw({"a": ["U8", [1], [0, 1]]}, b"0"),
         "entry 'a': needs exactly dtype, shape and data_offsets",
     ),
-    "key missing": (raw({"a": {"dtype": "U8", "shape": [1]}}, b"0"), "entry 'a': needs just"),
-    "further key": (raw({"a": entry([1], [0, 1], x=1)}, b"0"), "entry 'a': needs just"),
+    "key missing": (raw({"a": {"dtype": "U8", "shape": [1]}}, b"0"), "entry 'a': needs exactly"),
+    "further key": (raw({"a": entry([1], [0, 1], x=1)}, b"0"), "entry 'a': needs exactly"),
     "unknown dtype": (raw({"a": entry([1], [0, 1], "F7")}, b"0"), "entry 'a': unknown dtype 'F7'"),
     "dtype torch lacks": (raw({"a": entry([4], [0, 3], "F6_E2M3")}, b"000"), "entry 'a': unknown dtype 'F6_E2M3'"),
     "dtype is a list": (raw({"a": entry([1], [0, 1], [])}, b"0"), r"entry 'a': unknown dtype \[\]"),
@@ -269,7 +269,7 @@ def test_reading_takes_at_most_64_bytes_for_each_mark(piece):
     buffer = raw(b'{"a":[' + piece * 200_000 + b"1]}")
     marks = sum(map(buffer.count, b"[{,:"))
     tracemalloc.start()
-    with pytest.raises(WireError, match="entry 'a': needs just"):
+    with pytest.raises(WireError, match="entry 'a': needs exactly"):
         header.decode(buffer)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

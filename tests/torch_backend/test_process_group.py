@@ -183,7 +183,7 @@ def test_what_is_refused(rank):
         dist.recv(tensor, group=made)
     with pytest.raises(ValueError, match="no tags"):
         dist.send(tensor, 1 - rank, group=made, tag=3)
-    with pytest.raises(ValueError, match="cannot talk to rank"):
+    with pytest.raises(ValueError, match="cannot exchange messages with rank"):
         dist.irecv(tensor, rank, group=made)
     with pytest.raises(ValueError, match="does not fit its counterpart"):
         dist.all_gather([torch.zeros(2, dtype=torch.int64)] * 2, tensor, group=made)
