@@ -64,7 +64,8 @@ def described(value: Any, path: str) -> str:
 def _left_behind(value: Any, path: str) -> str:
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, Set | ValuesView | KeysView):
-        return f"{path or 'the tree'} is a {type(value).__name__} with tensors, and has no order; pass a list or a dict"
+        kind = type(value).__name__
+        return f"{path or 'the tree'} is a {kind} that holds tensors without an order; pass a list or a dict"
     return (
         f"{path or 'the tree'} is a {name} that holds tensors, and easydist does not know how to open it: register the "
         f"class, easydist.tree.register({type(value).__name__}, flatten, unflatten), or pass a dict of its tensors"
