@@ -258,8 +258,9 @@ def _warn_without_loader(state: Any) -> None:
 @functools.cache
 def _warn_once() -> None:
     warnings.warn(
-        "gather_for_metrics: no loader of accelerate says which samples are repeated, so all rows are kept, as "
-        "accelerate does; pass loader=, total= or indices= (easydist.gather_for_metrics) to have each sample once",
+        "gather_for_metrics: no loader prepared with accelerate tells which samples are repeated, so all rows are "
+        "kept, as accelerate does; pass loader=, total= or indices= (easydist.gather_for_metrics) to keep each "
+        "sample once",
         stacklevel=5,
     )
 

@@ -25,7 +25,7 @@ def eager(function: F) -> F:
     ``torch.compiler.disable`` does this, too, but imports the compiler at once, and costs a microsecond per call.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "it talks to other processes"  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "it communicates with other processes"  # type: ignore[attr-defined]
     if _set_strategy is not None:
         _set_strategy(function.__code__, _SKIP)
     return function

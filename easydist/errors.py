@@ -1,20 +1,33 @@
 """The errors that concern more than one process, as one tree.
 
     EasydistError
-    ├── DisagreementError   ranks called different operations, or with trees that do not match
-    ├── RemoteError         another rank failed before the exchange; the text contains its error
-    ├── PeerLostError       a rank's process ended, or its connection broke, while others waited for it
-    ├── CollectiveTimeout   no rank died, but some did not come in time; the text lists them, and each rank's last call
-    ├── LeftOutError        the others have recovered the group without this rank
-    ├── WireError           bytes that are not a valid message
-    └── UnsafeObjectError   decoding met a global that is not allow-listed
+    ├── DisagreementError                  ranks called different operations, or with trees that do not match
+    ├── RemoteError                        another rank failed or ended with an exception; the text contains its error
+    │   ├── comms.CommRemoteError          the same in an operation of a communicator
+    │   ├── comms.objcol.RemoteFault       the same in an object collective of a communicator
+    │   └── notebook.CellError             a cell failed on a rank
+    ├── PeerLostError                      a rank's process ended, or its connection broke, while others waited for it
+    │   ├── comms.CommPeerLost             the same in an operation of a communicator
+    │   └── notebook.RankLostError         the process of a notebook's rank ended
+    ├── CollectiveTimeout                  some ranks did not come in time; the text lists them, and all last calls
+    │   └── comms.CommTimeout              the same in an operation of a communicator
+    ├── LeftOutError                       the others have recovered the group without this rank
+    │   └── comms.CommLeftOut              the same for a communicator
+    ├── WireError                          bytes that are not a valid message
+    └── UnsafeObjectError                  decoding met a global that is not allow-listed
+        └── comms.objcol.WeightsOnlyError  the same in an object collective of a communicator
 
-The first two are raised on every rank of the group, with the same text, before any target is written; the next call of
-the group works. The next two end all calls of the group, on every rank that waits or comes later; after a timeout the
-next call reconnects. A wrong argument on every rank raises a plain ``TypeError`` or ``ValueError``. One such error has
-its own class, because torch, and with it accelerate, raises another class there:
+The modules are those of easydist. The classes in ``comms`` are also ``RuntimeError``, except ``WeightsOnlyError``,
+which is also a ``pickle.UnpicklingError``.
 
-    ShapeError              a ValueError and a RuntimeError: tensors that ``concatenate`` cannot join
+``DisagreementError`` and ``RemoteError`` are raised on every rank of the group, with the same text, before any target
+is written; the next call of the group works. ``PeerLostError`` and ``CollectiveTimeout`` end all calls of the group, on
+every rank that waits or comes later; after a timeout the next call reconnects.
+
+A wrong argument on every rank raises a plain ``TypeError`` or ``ValueError``. One such error has its own class, because
+torch, and with it accelerate, raises another class there:
+
+    ShapeError  a ValueError and a RuntimeError: tensors that ``concatenate`` cannot join
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from typing import Any
 
 NOT_A_RANK = (
-    "this process was forked from one of the group's ranks and is none itself (a DataLoader worker, for instance), so "
-    "it cannot exchange data: do that in the process that was launched, or give the child a RANK of its own"
+    "this process was forked from a rank of the group and is not a rank itself (a DataLoader worker, for instance), so "
+    "it cannot exchange data. Exchange data in the process that was launched, or give the child a RANK of its own"
 )
 
 groups_of_parents: list[Any] = []

@@ -21,12 +21,12 @@ def without_data() -> str:
         >>> seen = []
         >>> _ = torch.vmap(lambda x: seen.append(without_data()) or x)(torch.ones(2))
         >>> seen
-        ['inside vmap or another transform of torch.func, whose tensors stand for several']
+        ['inside vmap or another transform of torch.func, where one tensor stands for several']
 
     Cost: 0.03 µs without such a mode, which is the usual case.
     """
     if _transform() is not None:
-        return "inside vmap or another transform of torch.func, whose tensors stand for several"
+        return "inside vmap or another transform of torch.func, where one tensor stands for several"
     return "under FakeTensorMode, where tensors have no data" if _fake_mode(_FAKE) is not None else ""
 
 

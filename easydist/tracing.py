@@ -294,7 +294,7 @@ def _waits(calls: Sequence[TracedCall], for_all: bool) -> Iterator[str]:
             by = [f"rank {waiter} {_ms(waited)}" for waiter, waited in _largest(row, int)]
             yield f"  rank {rank}  {_ms(sum(row.values()))} ms, by {_listed(by)}"
         if len(ordered) > _SHOWN:
-            yield f"  … and {len(ordered) - _SHOWN} ranks more"
+            yield f"  … and {len(ordered) - _SHOWN} more ranks"
 
 
 def _largest(rows: dict[int, Any], key: Callable[[Any], int]) -> list[tuple[int, Any]]:

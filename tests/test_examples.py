@@ -60,7 +60,7 @@ def test_ray_weight_sync():
 def test_survivors_finish_the_evaluation():
     out, err = python("-m", "easydist", "run", "--survivors", "-n", "3", ROOT / "examples" / "survivors.py")
     assert out == "[rank 0] 2 ranks go on\n[rank 0] 60 of 60 are right\n"
-    assert "was killed by SIGKILL; the others go on" in err
+    assert "was killed by SIGKILL; the others continue" in err
     assert out in (ROOT / "docs" / "recovering.md").read_text()
 
 

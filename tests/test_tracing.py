@@ -309,7 +309,7 @@ def test_the_table_of_many_ranks_and_of_none():
     late = [tuple(9 if rank == last else 1 for rank in range(20)) for last in range(12)]
     trace.calls.extend([call(came=came) for came in late])
     lines = trace.summary().splitlines()
-    assert lines[-1] == "  … and 2 ranks more"
+    assert lines[-1] == "  … and 2 more ranks"
     assert lines[-2].endswith("rank 8 8.000, rank 10 8.000, 9 more")
     assert len(lines) == 2 + 1 + 1 + 10 + 1
 

@@ -76,8 +76,8 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
             f"{self._operation}: another call of the group is under way in this process",
             f"  {names.get(other._thread)}: {other._operation} at {other._site}",
             f"  {names.get(self._thread)}: {self._operation} at {self._site}",
-            "Calls of one group have one order on all ranks, so they cannot overlap: give each thread a group of its"
-            " own (torch.distributed.new_group, passed as group=), and make no call in a signal handler.",
+            "All ranks make the calls of a group in the same order, so calls cannot overlap. Give each thread a "
+            "group of its own (torch.distributed.new_group, passed as group=), and make no calls in a signal handler.",
         ]
         return "\n".join(lines)
 
@@ -119,7 +119,7 @@ def seconds(timeout: Timeout, operation: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise TypeError(f"{operation}: timeout= takes seconds or a datetime.timedelta, got {timeout!r}")
     if not value > 0:
-        raise ValueError(f"{operation}: timeout={timeout!r} leaves no time")
+        raise ValueError(f"{operation}: timeout={timeout!r} is not positive")
     return float(value)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 SAME = "Pass the same structure, dtypes and shapes on every rank."
 PLAIN = (
-    "Text, None and other plain values beside tensors do not travel, so they have to be equal on all ranks: gather "
+    "Text, None and other plain values beside tensors are not sent, so they must be equal on all ranks. Gather "
     "those that differ with gather_object (gather_for_metrics in an evaluation loop), or leave them out."
 )
 _SHOWN = 10
@@ -20,7 +20,7 @@ def fault_text(faults: dict[int, dict[str, Any]]) -> str:
     if first["in_body"]:
         return "\n".join([f"{first['operation']}: the body raised on {_ranks(faults)}", *lines])
     sites = _sites_text({rank: one["site"] for rank, one in faults.items()})
-    advice = "Nothing was changed; fix that rank; the group keeps working."
+    advice = "Nothing was changed, and the group keeps working. Fix the error on that rank."
     return "\n".join([f"{first['operation']}: {_ranks(faults)} failed before the exchange", *lines, sites, advice])
 
 

@@ -22,17 +22,22 @@ Example:
 
 
 @click.command(epilog=_EXAMPLE)
-@click.option("-n", "sizes", type=click.IntRange(2), multiple=True, default=[2], show_default=True, help="Ranks.")
-@click.option("--seconds", type=click.FloatRange(0.01), default=0.5, show_default=True, help="For each row, roughly.")
+@click.option(
+    "-n", "sizes", type=click.IntRange(2), multiple=True, default=[2], show_default=True, help="Number of ranks."
+)
+@click.option(
+    "--seconds", type=click.FloatRange(0.01), default=0.5, show_default=True, help="Approximate seconds per row."
+)
 @click.option("--only", default="", help="Measure the rows whose name contains this text.")
 @click.option(
-    "--plot", type=click.Path(dir_okay=False, writable=True), help="Draw the ratios; matplotlib has to be there."
+    "--plot", type=click.Path(dir_okay=False, writable=True), help="Draw the ratios to this file; needs matplotlib."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def bench(sizes: Sequence[int], seconds: float, only: str, plot: str | None, as_json: bool) -> None:
-    """Measure easydist beside accelerate and gloo: the same data on the same ranks of this machine, in turns.
+    """Compare the speed of easydist with accelerate and gloo.
 
-    Times are medians of seven rounds. The ratio is the peer's time over easydist's: above 1 easydist is faster.
+    They take turns with the same data on the same ranks of this machine. Times are medians of seven rounds. The ratio
+    is the peer's time over easydist's: above 1, easydist is faster.
     """
     rows = [row for size in sizes for row in _measured(size, seconds, only)]
     if not rows:

@@ -27,14 +27,18 @@ Results = dict[str, Any]
 
 
 @click.command(epilog=_EXAMPLE)
-@click.option("-n", "ranks", type=click.IntRange(2), default=2, show_default=True, help="Ranks, without a launcher.")
-@click.option("--timeout", type=click.FloatRange(1), default=60.0, show_default=True, help="Seconds to wait for ranks.")
+@click.option(
+    "-n", "ranks", type=click.IntRange(2), default=2, show_default=True, help="Number of ranks without a launcher."
+)
+@click.option(
+    "--timeout", type=click.FloatRange(1), default=60.0, show_default=True, help="Seconds to wait for the ranks."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def check(ranks: int, timeout: float, as_json: bool) -> None:
-    """Check this machine, or the cluster under a launcher: limits, network, and a real run of all verbs.
+    """Check this machine, or the cluster under a launcher.
 
-    Each fault comes with a remedy. The exit status is 1 if there is one. Under a launcher rank 0 prints its results,
-    and so does each rank that finds a fault.
+    It checks limits and the network, and runs all verbs. Each fault comes with a remedy, and makes the exit status 1.
+    Under a launcher, rank 0 prints its results, and so does each rank that finds a fault.
     """
     results, rank = _results(ranks, timeout)
     has_fault = any(finding["state"] == "fault" for finding in results["findings"])
@@ -51,7 +55,7 @@ def _results(ranks: int, timeout: float) -> tuple[Results, int]:
     try:
         world = launched()
     except ValueError as error:
-        advice = "Unset what another launcher has left over, or set it right."
+        advice = "Unset the variables that another launcher has left, or correct them."
         return _as_results([*found, Finding("variables", "fault", str(error), advice)]), 0
     if world.size > 1:
         return _as_rank(world, found, timeout), world.rank

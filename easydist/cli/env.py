@@ -24,7 +24,7 @@ _SECRETS = ("TOKEN", "SECRET", "PASSWORD", "KEY", "JWT", "CREDENTIAL")
 @click.command(epilog="\b\nExample:\n  easydist env\n  easydist env --json > env.json")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def env(as_json: bool) -> None:
-    """Print versions, devices, limits and variables, to be pasted into a bug report."""
+    """Print versions, devices, limits and variables for a bug report."""
     found = environment()
     click.echo(json.dumps(found, indent=2) if as_json else _text(found))
 

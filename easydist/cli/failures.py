@@ -72,7 +72,7 @@ def _was_ending(failure: ProcessFailure, said: str) -> bool:
 
 def _how(failure: ProcessFailure, said: str) -> str:
     if _was_ending(failure, said):
-        return f"process {failure.pid} was ended by SIGTERM after its exception"
+        return f"process {failure.pid} was terminated by SIGTERM after its exception"
     if failure.exitcode < 0:
         return f"process {failure.pid} was killed by {signal.Signals(-failure.exitcode).name}"
     return f"process {failure.pid} ended with exit status {failure.exitcode}"
@@ -80,7 +80,7 @@ def _how(failure: ProcessFailure, said: str) -> str:
 
 def _nothing(failure: ProcessFailure) -> str:
     if failure.exitcode == -signal.SIGKILL:
-        return "It left no traceback. SIGKILL may come from the system where memory is short: see dmesg."
+        return "It left no traceback. The system sends SIGKILL if memory runs out: see dmesg."
     return "It left no traceback."
 
 

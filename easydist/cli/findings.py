@@ -76,7 +76,7 @@ def _memory() -> Finding:
     free = psutil.virtual_memory().available
     said = f"{free / 2**30:.1f} GiB free"
     if free < _MEMORY_NBYTES:
-        return Finding("memory", "warning", said, "Each rank takes some 250 MB before it has data: start fewer ranks.")
+        return Finding("memory", "warning", said, "Each rank takes about 250 MB before it has data. Start fewer ranks.")
     return Finding("memory", "ok", said)
 
 
@@ -97,7 +97,8 @@ def _files() -> Finding:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if 0 <= limit < _FILES:
         advice = (
-            "A rank has a connection to each other rank, and its files: ulimit -n 4096, in the shell that starts it."
+            "A rank opens a connection to each other rank, and its own files. Raise the limit in the shell that starts "
+            "it: ulimit -n 4096."
         )
         return Finding("open files", "fault", f"a process may open {limit}", advice)
     return Finding("open files", "ok", f"a process may open {limit}")
@@ -109,7 +110,7 @@ def _network(env: Mapping[str, str]) -> Finding:
     up = sorted(name for name, stats in psutil.net_if_stats().items() if stats.isup)
     asked = [name for name in env.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     if missing := [name for name in asked if name not in up]:
-        said = f"GLOO_SOCKET_IFNAME={','.join(asked)}, but {', '.join(missing)} is not there or not up"
+        said = f"GLOO_SOCKET_IFNAME={','.join(asked)}, but {', '.join(missing)} does not exist or is down"
         return Finding("network", "fault", said, f"Name one of {', '.join(up)}, or unset it.")
     try:
         address = socket.gethostbyname(socket.gethostname())

@@ -145,7 +145,9 @@ def _has_own_interpreter(script: str) -> bool:
         with open(script, "rb") as file:
             first = file.readline(256)
     except OSError as error:
-        hint = " (a module? then put -m before its name)" if "/" not in script and not script.endswith(".py") else ""
+        hint = (
+            " (if it is a module, put -m before its name)" if "/" not in script and not script.endswith(".py") else ""
+        )
         raise click.UsageError(f"cannot read {script}: {error.strerror}{hint}") from None
     return first.startswith(b"#!") and b"python" not in first and b"easydist" not in first
 

@@ -11,7 +11,7 @@ from easydist.cli.run import run
 from easydist.cli.top import top
 
 _COMPLETION = """\b
-Completion of commands and options, in bash (zsh and fish alike):
+To complete commands and options in bash (zsh and fish work alike):
   eval "$(_EASYDIST_COMPLETE=bash_source easydist)"
 """
 

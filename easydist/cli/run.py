@@ -7,9 +7,9 @@ from click.shell_completion import CompletionItem
 
 _EXAMPLE = """\b
 Example:
-  easydist run train.py --lr 0.1            one rank for each GPU; 2 where there is none
+  easydist run train.py --lr 0.1            one rank per GPU, or 2 without GPUs
   easydist run -n 4 -m package.train        a module
-  easydist run -n 2 -- ./train --lr 0.1     whatever follows -- or the script is the script's
+  easydist run -n 2 -- ./train --lr 0.1     everything after -- or the script goes to it
   easydist run --nnodes 2 --rdzv-endpoint node1:29400 --rdzv-backend c10d train.py
 """
 
@@ -31,12 +31,12 @@ def _files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[
     "arguments", metavar="SCRIPT [ARGUMENTS]...", nargs=-1, type=click.UNPROCESSED, required=True, shell_complete=_files
 )
 def run(arguments: tuple[str, ...]) -> None:
-    """Run a script on N ranks of this machine, each line of their output after its rank.
+    """Run a script on N ranks of this machine.
 
-    -n N is the number of ranks on this machine, and -m means that SCRIPT is a module. All options of torchrun are
-    accepted, including those for several machines. If ranks fail, the traceback of the first one is printed at the end.
-    With --survivors a rank that fails does not end the others, which continue with easydist.recover(). Ctrl-C ends
-    everything that was started; a second one does not wait for it.
+    Each line of their output begins with its rank. -n N is the number of ranks on this machine, and -m means that
+    SCRIPT is a module. All options of torchrun are accepted, including those for several machines. If ranks fail, the
+    traceback of the first one is printed at the end. With --survivors a rank that fails does not end the others, which
+    continue with easydist.recover(). Ctrl-C ends everything that was started; a second one does not wait for it.
     """
     from easydist.cli.launch import launch, leave
 

@@ -46,7 +46,7 @@ def run(folder: str, command: Sequence[str]) -> int:
     Path(folder, os.environ["RANK"]).write_text(str(status))
     if status and not told:
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
-        print(f"rank {os.environ['RANK']}: process {rank.pid} {how}; the others go on", file=sys.stderr, flush=True)
+        print(f"rank {os.environ['RANK']}: process {rank.pid} {how}; the others continue", file=sys.stderr, flush=True)
     return shell_status(status) if told else 0
 
 

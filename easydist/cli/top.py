@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 _EXAMPLE = """\b
 Example:
-  easydist top                  all jobs of yours on this host, until Ctrl-C
-  easydist top 4711             those of a rank, or of a launcher
+  easydist top                  all your jobs on this host, until Ctrl-C
+  easydist top 4711             the job of a rank or of a launcher
   easydist top --once --stack   once, with the Python stacks of ranks that are late
 """
-_NOBODY = "No process of yours on this host is a rank that easydist knows: a rank appears with its first call."
+_NOBODY = "None of your processes on this host is a rank that easydist knows. A rank appears with its first call."
 _MEASURED = 0.2
 """Seconds for which ``--once`` measures the CPU."""
 
@@ -31,15 +31,18 @@ _PATIENCE = 1.0
 
 @click.command(epilog=_EXAMPLE)
 @click.argument("pid", type=int, required=False)
-@click.option("--once", is_flag=True, help="Print the table once and end; so it does where the output is no terminal.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and end.")
+@click.option(
+    "--once", is_flag=True, help="Print the table once and exit; the default if the output is not a terminal."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and exit.")
 @click.option("--stack", is_flag=True, help="Add the Python stacks of the ranks that are late.")
-@click.option("--interval", type=click.FloatRange(0.1), default=1.0, show_default=True, help="Seconds between looks.")
+@click.option("--interval", type=click.FloatRange(0.1), default=1.0, show_default=True, help="Seconds between updates.")
 def top(pid: int | None, once: bool, as_json: bool, stack: bool, interval: float) -> None:
-    """Show the state of the ranks on this host: their current calls, how long they take, and the ranks they wait for.
+    """Show the state of the ranks on this host.
 
-    It reads the status that each process publishes in memory, so it works on a job that hangs. PID is a rank's process
-    or a launcher's. Only your own processes are shown.
+    You see their current calls, how long these take, and the ranks for which they wait. The table is made from the
+    status that each process publishes in memory, so it also works on a job that hangs. PID is a rank's process or a
+    launcher's. Only your own processes are shown.
     """
     from easydist.cli.ranks import Ranks
 

@@ -48,14 +48,14 @@ def meet(world: World, seconds: float) -> Finding:
     except RuntimeError as error:  # DNS errors, too
         said = f"rank {world.rank} cannot reach rank 0 at {where} within {seconds:.0f} s ({_first_line(error)})"
         advice = (
-            "MASTER_ADDR has to be the host of rank 0 as all hosts know it, MASTER_PORT a free port that no firewall "
-            "closes; and rank 0 has to run."
+            "MASTER_ADDR must be a name or address of the host of rank 0 that all hosts know, and MASTER_PORT a free "
+            "port that no firewall blocks. Rank 0 must be running."
         )
         return Finding("meeting", "fault", said, advice)
     store.set(f"check/{world.rank}", socket.gethostname())
     if missing := _missing(store, world.size, limit):
         ranks = ", ".join(map(str, missing))
-        said = f"{len(missing)} of {world.size} ranks did not come to {where} within {seconds:.0f} s: {ranks}"
+        said = f"{len(missing)} of {world.size} ranks did not reach {where} within {seconds:.0f} s: {ranks}"
         return Finding("meeting", "fault", said, "Start them, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE.")
     return _connect(world, store, limit)
 
@@ -74,9 +74,14 @@ def _connect(world: World, store: TCPStore, limit: timedelta) -> Finding:
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
         backend = ProcessState(cpu=True).communicators().met().control.get_backend()
     except (RuntimeError, EasydistError) as error:
-        advice = "Hosts need an open port for each pair of ranks; GLOO_SOCKET_IFNAME names the network between them."
+        advice = (
+            "Hosts need an open port for each pair of ranks; GLOO_SOCKET_IFNAME names the network interface between "
+            "them."
+        )
         return Finding("meeting", "fault", f"rank {world.rank} cannot connect ({_first_line(error)})", advice)
-    return Finding("meeting", "ok", f"{world.size} ranks met at {world.address}:{world.port}, and talk over {backend}")
+    return Finding(
+        "meeting", "ok", f"{world.size} ranks met at {world.address}:{world.port}, and communicate over {backend}"
+    )
 
 
 def _first_line(error: Exception) -> str:

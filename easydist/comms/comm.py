@@ -112,7 +112,7 @@ class TorchComm(Operations):
         if checked_timeout(timeout) is None:
             raise TypeError("timeout must be a timedelta, got None")
         if timeout < timedelta(milliseconds=1):
-            raise RuntimeError(f"set_timeout: {timeout} leaves no time")
+            raise RuntimeError(f"set_timeout: {timeout} is not positive")
         self._options = copy.copy(self._options)
         self._options.timeout = self._time_limit = Milliseconds.of(timeout)
 
@@ -234,7 +234,7 @@ class TorchComm(Operations):
     def _end_exchanges(self) -> None:
         """Break the connections, so that ranks that wait for this one call ``recover``, too."""
         if self._failure is None:
-            self._failure = RuntimeError("it has been left by recover()")
+            self._failure = RuntimeError("recover() has replaced it")
         if isinstance(self._backend, Gloo):
             self._backend.disconnect()
 

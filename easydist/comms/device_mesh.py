@@ -59,7 +59,7 @@ def init_device_mesh(
     """
     if isinstance(mesh_dim_comms, str):
         if not isinstance(mesh_dim_names, Mapping):
-            raise TypeError("init_device_mesh: with a backend's name, mesh_dim_names= maps names to sizes")
+            raise TypeError("init_device_mesh: with a backend's name, mesh_dim_names= must map names to sizes")
         comms, everyone = _made(mesh_dim_comms, mesh_dim_names, _global_comm)
     else:
         comms, everyone = tuple(mesh_dim_comms), _everyone(tuple(mesh_dim_comms), _global_comm)
@@ -88,7 +88,7 @@ def _made(backend: str, sizes: Mapping[str, int], given: TorchComm | None) -> tu
     everyone = given or new_comm(backend, device, f"mesh {' '.join(sizes)}")
     shape, rank = tuple(sizes.values()), everyone.get_rank()
     if math.prod(shape) != everyone.get_size():
-        raise RuntimeError(f"init_device_mesh: {everyone.get_size()} ranks make no mesh of {dict(sizes)}")
+        raise RuntimeError(f"init_device_mesh: {everyone.get_size()} ranks cannot form a mesh of {dict(sizes)}")
     mesh = torch.arange(math.prod(shape)).view(shape)
     members = [_line(mesh, dim, rank) for dim in range(len(shape))]
     parts = [everyone.split(ranks, name) for ranks, name in zip(members, sizes, strict=True)]
@@ -115,8 +115,8 @@ def _layout(comms: Sequence[TorchComm], everyone: TorchComm) -> torch.Tensor:
     if mesh.numel() != everyone.get_size() or (mesh < 0).any():
         sizes = " × ".join(map(str, mesh.shape))
         raise RuntimeError(
-            f"init_device_mesh: the communicators make no mesh of {sizes} of {everyone.get_size()} ranks: two ranks "
-            f"have one place, or some place has none: {rows[:, 1:].tolist()}"
+            f"init_device_mesh: the communicators do not form a mesh of {sizes} of {everyone.get_size()} ranks: two "
+            f"ranks share a place, or a place has no rank: {rows[:, 1:].tolist()}"
         )
     return mesh
 
@@ -126,5 +126,5 @@ def _group(mesh: torch.Tensor, dim: int, comm: TorchComm, name: str) -> dist.Pro
     rows = torch.empty(comm.get_size(), dtype=torch.int64, device=comm.get_device())
     comm.core().all_gather_single(rows, torch.tensor([dist.get_rank()], device=rows.device), False)
     if rows.tolist() != ranks:
-        raise RuntimeError(f"init_device_mesh: {name!r} holds the ranks {rows.tolist()}, the mesh needs {ranks}")
+        raise RuntimeError(f"init_device_mesh: {name!r} holds the ranks {rows.tolist()}, but the mesh needs {ranks}")
     return group_of(comm, name, ranks)

@@ -88,7 +88,7 @@ def _lost(error: BaseException, what: str, gone: Sequence[Peer]) -> CommPeerLost
 
 
 def _broken(error: BaseException) -> str:
-    return f"The communicator is broken: recover() makes one of the ranks that are left. ({error})"
+    return f"The communicator is broken. recover() makes a new one of the ranks that are left. ({error})"
 
 
 def abort(error: BaseException) -> None:

@@ -89,7 +89,7 @@ def check_backend(name: object) -> None:
         known = ", ".join([*_BUILT_IN, *_factories])
         raise ModuleNotFoundError(
             f"failed to find backend {name}, is it registered via entry_points.txt? "
-            f"Known are {known}; register_backend(name, factory) adds one"
+            f"Known backends: {known}. register_backend(name, factory) adds one"
         )
 
 

@@ -151,15 +151,15 @@ class Operations(Collectives):
         lines = [
             f"{mine[1]}: another call of the group is under way in this process",
             *[f"  {names.get(thread)}: {operation}" for thread, operation in (other, mine)],
-            f"Calls of one communicator ({self._name!r}) have one order on all ranks, so they cannot overlap: give "
-            "each thread a communicator of its own (new_comm, split), and make no call in a signal handler.",
+            f"All ranks make the calls of a communicator ({self._name!r}) in the same order, so calls cannot overlap. "
+            "Give each thread a communicator of its own (new_comm, split), and make no calls in a signal handler.",
         ]
         return "\n".join(lines)
 
     def _failed(self, name: str, limit: timedelta, error: BaseException) -> BaseException:
         """Mark the communicator as broken, and return the error to raise."""
         if self._failure is not None or self._is_final:
-            return RuntimeError(f"{name}: the operation cannot end any more: {self._failure or 'finalized'}")
+            return RuntimeError(f"{name}: the operation can no longer complete: {self._failure or 'finalized'}")
         peers = [] if self.monitor is None else list(self.monitor.peers.values())
         what = f"{name} in the communicator {self._name!r} (rank {self.get_rank()} of {self.get_size()})"
         raised = explained(error, what, limit, peers) if isinstance(error, Exception) else error

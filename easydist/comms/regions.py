@@ -58,7 +58,7 @@ class Regions:
     def _check(self, core: Collectives) -> None:
         """Make sure that all ranks share a host and ask for the same sizes."""
         if core.get_device().type != "cpu":
-            raise RuntimeError(f"windows lie in memory of the CPU, but the communicator is on {core.get_device()}")
+            raise RuntimeError(f"windows are in CPU memory, but the communicator is on {core.get_device()}")
         mine = json.dumps([self.nbytes, self.count, host_id() if is_wanted() else f"rank {self.rank} alone"])
         sizes, counts, hosts = zip(*map(json.loads, all_gather(core, mine.encode())), strict=True)
         if len(set(hosts)) > 1:

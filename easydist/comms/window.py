@@ -105,7 +105,7 @@ class TorchCommWindow(_Window):
     def __init__(self, comm: Collectives, window_size: int, cpu_buf: bool = False, signal_size: int = 256) -> None:
         super().__init__(comm)
         if window_size < 0 or signal_size < 0:
-            raise RuntimeError(f"a window has no {window_size} bytes and {signal_size} signals")
+            raise RuntimeError(f"a window cannot have {window_size} bytes and {signal_size} signals")
         self._regions = Regions(comm.core(), window_size, signal_size)
 
     def get_tensor(

@@ -53,9 +53,7 @@ def described(value: Any, path: str) -> str:
     if isinstance(value, _NAMED):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value.__name__)}"
     if isinstance(value, Iterator):
-        raise TypeError(
-            f"{path or 'the tree'} is an iterator ({cls.__name__}), which cannot be looked into; pass a list"
-        )
+        raise TypeError(f"{path or 'the tree'} is an iterator ({cls.__name__}), which cannot be inspected; pass a list")
     if _holds_data(value):
         raise TypeError(_left_behind(value, path))
     if cls.__module__.partition(".")[0] in _STANDARD and not isinstance(value, Set):
@@ -66,7 +64,8 @@ def described(value: Any, path: str) -> str:
 def _left_behind(value: Any, path: str) -> str:
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, Set | ValuesView | KeysView):
-        return f"{path or 'the tree'} is a {type(value).__name__} that holds tensors in no order; pass a list or a dict"
+        kind = type(value).__name__
+        return f"{path or 'the tree'} is a {kind} that holds tensors without an order; pass a list or a dict"
     return (
         f"{path or 'the tree'} is a {name} that holds tensors, and easydist does not know how to open it: register the "
         f"class, easydist.tree.register({type(value).__name__}, flatten, unflatten), or pass a dict of its tensors"

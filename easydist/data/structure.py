@@ -146,7 +146,7 @@ def recursively_apply(
         other = tests.index(False)
         name, test = (getattr(f, "__name__", f) for f in (func, test_type))
         where, what = spec.paths[other] or "the value", type(values[other]).__name__
-        raise TypeError(f"{name}: {where} is a {what}; only what satisfies {test} is taken, and containers of it")
+        raise TypeError(f"{name}: {where} is a {what}; pass only values that satisfy {test}, and containers of them")
     return spec.rebuild(
         [func(value, *args, **kwargs) if test else value for value, test in zip(values, tests, strict=True)]
     )

@@ -252,12 +252,10 @@ def _split(view: memoryview, is_padded: bool) -> tuple[memoryview, list[memoryvi
         raise WireError(f"an object message of {len(view)} bytes is truncated")
     count, length = struct.unpack_from("<2Q", view)
     if 16 + 8 * count + length > len(view):
-        raise WireError(
-            f"an object message of {len(view)} bytes says that it has {count} buffers and {length} of pickle"
-        )
+        raise WireError(f"an object message of {len(view)} bytes declares {count} buffers and {length} bytes of pickle")
     nbytes = list(struct.unpack_from(f"<{count}Q", view, 16))
     first = 16 + 8 * count
     starts, total = _layout(first + length, nbytes)
     if total > len(view) or (total < len(view) and not is_padded):
-        raise WireError(f"an object message of {len(view)} bytes says that it has {total}")
+        raise WireError(f"an object message of {len(view)} bytes declares {total} bytes")
     return view[first : first + length], [view[a : a + n] for a, n in zip(starts, nbytes, strict=True)]

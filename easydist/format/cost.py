@@ -43,7 +43,7 @@ def of_argument(value: Any) -> int:
 def _nbytes_of_int(value: int) -> int:
     if (bits := value.bit_length()) > LONGEST_INT:
         raise UnsafeObjectError(
-            f"the message has an integer of {bits} bits in a call or a key; restricted decoding takes at most "
+            f"the message has an integer of {bits} bits in a call or a key; restricted decoding accepts at most "
             f"{LONGEST_INT} there. If you trust its sender, decode with weights_only=False"
         )
     return bits >> 3
@@ -55,8 +55,8 @@ def _of_ints(*values: Any) -> int:
 
 def _of_record(value: np.void) -> int:
     raise UnsafeObjectError(
-        "the message has a NumPy record as a key, and comparing records may take any time. If you trust its sender, "
-        "decode with weights_only=False"
+        "the message has a NumPy record as a key, and comparing records may take arbitrarily long. If you trust its "
+        "sender, decode with weights_only=False"
     )
 
 

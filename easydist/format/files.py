@@ -64,7 +64,7 @@ def save(tree: Tree, path: str | os.PathLike[str], metadata: Mapping[str, str] |
         swapped = ", and a path as the tree: they are swapped" if isinstance(tree, str | os.PathLike) else ""
         raise TypeError(f"save: got {type(target).__name__} as the path{swapped}; pass save(tree, path)")
     if taken := [key for key in metadata or () if str(key).startswith("easydist.")]:
-        raise ValueError(f"save: metadata keys that begin with 'easydist.' are taken: {taken[0]!r}")
+        raise ValueError(f"save: metadata keys that begin with 'easydist.' are reserved, got {taken[0]!r}")
     text, tensors = outline.encode(tree)
     with _replacing(path) as file:
         for chunk in header.chunks(tensors, {**(metadata or {}), outline.METADATA: text}):
@@ -202,7 +202,7 @@ def _check_regular(operation: str, path: str | os.PathLike[str], status: os.stat
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         kinds = {stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
         what = kinds.get(stat.S_IFMT(status.st_mode), "special file")
-        raise OSError(errno.EINVAL, f"{operation} needs a regular file, and this is a {what}", os.fspath(path))
+        raise OSError(errno.EINVAL, f"{operation} needs a regular file, but this is a {what}", os.fspath(path))
 
 
 def _write_into(targets: Targets, leaves: Mapping[str, Any], path: str) -> Tree:

@@ -161,8 +161,8 @@ def encode(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | No
     ).encode()
     if "__metadata__" in header or len(header) > MAX_ENTRIES or len(text) > MAX_NBYTES or _marks(text) > MAX_MARKS:
         raise ValueError(
-            f"{len(header)} tensors need a header of {len(text)} bytes; at most {MAX_ENTRIES} tensors, none of them "
-            f"named '__metadata__', and {MAX_NBYTES} bytes make a message"
+            f"{len(header)} tensors need a header of {len(text)} bytes; a message has at most {MAX_ENTRIES} tensors, "
+            f"none of them named '__metadata__', and a header of at most {MAX_NBYTES} bytes"
         )
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
@@ -174,7 +174,7 @@ def _coded(name: str, tensor: torch.Tensor) -> dict[str, Any]:
         raise TypeError(f"{name or 'the tensor'} is {dtype_name(tensor.dtype)}, which a safetensors file cannot hold")
     shape = [*tensor.shape, 2] if tensor.dtype in _PARTS else list(tensor.shape)
     if len(shape) > MAX_DIMS:
-        raise ValueError(f"{name or 'the tensor'} has {tensor.ndim} dimensions, a message at most {MAX_DIMS}")
+        raise ValueError(f"{name or 'the tensor'} has {tensor.ndim} dimensions, but a message has at most {MAX_DIMS}")
     return {"dtype": code, "shape": [*shape[:-1], 2 * shape[-1]] if code == "F4" else shape}
 
 
@@ -196,10 +196,10 @@ def decode(buffer: Any, apart: bool = False) -> Header:
     header = parse_json(bytes(view[8:begin]))  # an object, as it begins with "{"
     metadata = _texts(header.pop("__metadata__", {}), "__metadata__")
     if len(header) > MAX_ENTRIES:
-        raise WireError(f"{len(header)} entries, more than {MAX_ENTRIES}")
+        raise WireError(f"the header has {len(header)} entries, more than {MAX_ENTRIES}")
     notes = _texts(parse_json(metadata.pop(DTYPES, "{}").encode()), DTYPES)
     if unknown := notes.keys() - header.keys():
-        raise WireError(f"{DTYPES} names {_short(min(unknown))}, which is no entry")
+        raise WireError(f"{DTYPES} names {_short(min(unknown))}, which is not an entry")
     entries = [_entry(name, value, notes.get(name)) for name, value in header.items()]
     entries.sort(key=lambda entry: (entry.start, entry.stop))
     elsewhere = entries[-1].stop if apart and entries else 0
@@ -209,10 +209,10 @@ def decode(buffer: Any, apart: bool = False) -> Header:
 
 def _length(view: memoryview) -> int:
     if len(view) < 8:
-        raise WireError(f"{len(view)} bytes are no message: the length of its header takes 8")
+        raise WireError(f"{len(view)} bytes are not a message: the length of its header alone takes 8")
     length = int.from_bytes(view[:8], "little")
     if length > len(view) - 8:
-        raise WireError(f"the header should have {length} bytes, there are {len(view) - 8}")
+        raise WireError(f"the header should have {length} bytes, but there are {len(view) - 8}")
     if length > MAX_NBYTES:
         raise WireError(f"the header has {length} bytes, more than {MAX_NBYTES}")
     if bytes(view[8:9]) != b"{":
@@ -255,13 +255,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(data) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise WireError(f"the key {_short(twice)} stands twice in one object")
+        raise WireError(f"the key {_short(twice)} appears twice in one object")
     return data
 
 
 def _texts(value: Any, what: str) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise WireError(f"{what} is not an object of texts")
+        raise WireError(f"{what} is not an object of strings")
     for text in (text for pair in value.items() for text in pair):
         _check_text(text, what)
     return value
@@ -284,7 +284,7 @@ def _entry(name: str, value: Any, note: str | None) -> Entry:
 
 def _described(value: Any, note: str | None) -> tuple[torch.dtype, tuple[int, ...], int, int]:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise WireError(f"needs just dtype, shape and data_offsets, got {_short(value)}")
+        raise WireError(f"needs exactly dtype, shape and data_offsets, got {_short(value)}")
     code, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     dtype = _TORCH.get(code) if isinstance(code, str) else None
     if dtype is None:
@@ -297,7 +297,7 @@ def _described(value: Any, note: str | None) -> tuple[torch.dtype, tuple[int, ..
     start, stop = offsets
     if (needed := math.prod(shape) * dtype.itemsize) != stop - start:
         what = f"{dtype_name(dtype)} {_short(tuple(shape))}"
-        raise WireError(f"{what} needs {needed} bytes, data_offsets {offsets} hold {stop - start}")
+        raise WireError(f"{what} needs {needed} bytes, but data_offsets {offsets} hold {stop - start}")
     return dtype, tuple(shape), start, stop
 
 
@@ -328,4 +328,4 @@ def _check_cover(entries: list[Entry], data_nbytes: int) -> None:
             raise WireError(f"entry {_short(entry.name)}: begins at {entry.start}, not at {end}: it {kind}")
         end = entry.stop
     if end != data_nbytes:
-        raise WireError(f"the entries need {end} bytes of data, there are {data_nbytes}")
+        raise WireError(f"the entries need {end} bytes of data, but there are {data_nbytes}")

@@ -230,7 +230,7 @@ def decode(
         raise WireError("the structure needs 'tree' and may have 'ties'")
     ties = root.get("ties", {})
     if not isinstance(ties, dict) or not all(isinstance(name, str) for name in ties.values()):
-        raise WireError("the ties of the structure are not an object of texts")
+        raise WireError("the ties of the structure are not an object of strings")
     room = None if into is None else _ROOM + _ROOM_PER_CHARACTER * len(text) + sum(map(len, into))
     reader = _Reader(tensors, ties, device, room, objects)
     data = reader.node(root["tree"])
@@ -369,7 +369,7 @@ def _tuple(kind: str, children: list[Any]) -> tuple[Any, ...]:
     if kind == "tuple":
         return tuple(children)
     if not all(type(child) is int and 0 <= child < 2**63 for child in children):
-        raise WireError("the structure has a torch.Size of something else than sizes")
+        raise WireError("the structure has a torch.Size with items that are not sizes")
     return torch.Size(children)
 
 

@@ -87,7 +87,7 @@ def make_dtype(spec: Spec) -> np.dtype[Any]:
     """
     dtype: np.dtype[Any] = np.dtype(_checked(spec, _DEEPEST_SPEC))
     if dtype.hasobject:
-        raise ValueError("a dtype with Python objects has no place in a buffer")
+        raise ValueError("a dtype with Python objects cannot describe a buffer")
     return dtype
 
 
@@ -96,7 +96,7 @@ def _checked(spec: Any, levels: int) -> Any:
     if type(spec) is str and _PLAIN_SPEC.fullmatch(spec):
         return spec
     if type(spec) is not list or not levels:
-        raise ValueError(f"{type(spec).__name__} is no dtype")
+        raise ValueError(f"{type(spec).__name__} is not a dtype")
     if not all(type(field) is list for field in spec):
         raise ValueError("a field of a dtype is a list")
     return [_field(*field, levels=levels) for field in spec]
@@ -120,7 +120,7 @@ def make_array(buffer: Any, spec: Spec, shape: tuple[int, ...], order: Any) -> n
         array([0., 0.], dtype=float32)
     """
     if type(shape) is not tuple:
-        raise ValueError(f"{type(shape).__name__} is no shape")
+        raise ValueError(f"{type(shape).__name__} is not a shape")
     array: np.ndarray[Any, Any] = np.ndarray(shape, make_dtype(spec), memoryview(buffer), order=order)
     if array.nbytes != memoryview(buffer).nbytes:
         raise ValueError(f"an array of {array.nbytes} bytes from {memoryview(buffer).nbytes}")

@@ -110,7 +110,7 @@ class Unpickler:
             or len(self.stack) != 1
             or next(self._buffers, None) is not None
         ):
-            raise WireError("not a valid object message: something is left over")
+            raise WireError("not a valid object message: it is not complete, or data is left over")
         return self.stack.pop()
 
     # --- bytes
@@ -230,7 +230,7 @@ class Unpickler:
         """Count work that is not proportional to the bytes read; raise an error above the limit."""
         self._work -= work
         if self._work < 0:
-            raise WireError("not a valid object message: it asks for far more work than its length explains")
+            raise WireError("not a valid object message: it asks for far more work than its length justifies")
 
 
 def _keys(target: Any) -> Iterator[Any]:
@@ -241,7 +241,7 @@ def _keys(target: Any) -> Iterator[Any]:
 
 
 def _unknown(code: int) -> NoReturn:
-    raise WireError(f"not a valid object message: opcode {_NAMES.get(code, hex(code))} has no place in it")
+    raise WireError(f"not a valid object message: opcode {_NAMES.get(code, hex(code))} is not allowed in it")
 
 
 def _refuse(name: str) -> NoReturn:
@@ -312,7 +312,7 @@ def _add_all(u: Unpickler, target: Any, items: list[Any]) -> None:
 def _stack_global(u: Unpickler) -> None:
     name, module = u.stack.pop(), u.stack.pop()
     if type(name) is not str or type(module) is not str:
-        raise WireError("not a valid object message: the name of a global is no text")
+        raise WireError("not a valid object message: the name of a global is not text")
     u.stack.append(u.find(f"{module}.{name}"))
 
 
@@ -336,7 +336,7 @@ def _newobj_ex(u: Unpickler) -> None:
 
 def _tuple_of(args: Any) -> tuple[Any, ...]:
     if type(args) is not tuple:
-        raise WireError("not a valid object message: arguments are no tuple")
+        raise WireError("not a valid object message: arguments are not a tuple")
     return args
 
 

@@ -81,7 +81,7 @@ class FirstMeeting:
         answer = store.compare_set("met", "", _NOT_MET)
         while answer is None:
             if time.monotonic() >= deadline:
-                raise RuntimeError("the store is silent")
+                raise RuntimeError("the store does not answer")
             time.sleep(POLL)
             answer = store.get("met")
         for rank in self._monitor.peers:

@@ -102,7 +102,9 @@ class Recovery:
             RuntimeError: The group has been recovered already.
         """
         if self._is_done:
-            raise RuntimeError("recover: this group has been recovered already: go on with the group that it returned")
+            raise RuntimeError(
+                "recover: this group has already been recovered. Continue with the group that recover() returned"
+            )
         leave(self.monitor)
         registers = self._registers()
         try:
@@ -136,7 +138,9 @@ class Recovery:
         if self._has_met and monitor.own_page is not None and are_on_one_host(monitor.peers, monitor.entry):
             self._on_pages = True
             if hidden := unseen(monitor.peers):
-                raise PeerLostError(f"recover: this process may not see what rank {hidden[0]} says on this host")
+                raise PeerLostError(
+                    f"recover: this process is not allowed to read the status of rank {hidden[0]} on this host"
+                )
             return PageRegisters(monitor.own_page, monitor.entry, monitor.rank, monitor.peers)
         if self._timed is None:
             raise PeerLostError(texts.unrecoverable(monitor.rank, monitor.name))

@@ -157,7 +157,7 @@ def _guard(monitor: Monitor, ranks: Sequence[int], waited: float) -> None:
 @functools.cache
 def _warn(reason: str) -> None:
     _log.warning(
-        "easydist: %s; ranks of this host talk through gloo, more slowly. In a container give /dev/shm more room "
-        "(docker run --shm-size=1g), or set EASYDIST_SHM=0 to be without shared memory and this warning.",
+        "easydist: %s; the ranks of this host use gloo, which is slower. In a container, give /dev/shm more room "
+        "(docker run --shm-size=1g), or set EASYDIST_SHM=0 to turn off shared memory and this warning.",
         reason,
     )

@@ -80,7 +80,7 @@ def _parsed(told: bytes) -> Any:
     except (ValueError, RecursionError):  # ValueError also comes from the UTF-8 decoder
         fields = None
     if not isinstance(fields, list) or tuple(map(type, fields)) != _FIELDS:
-        raise WireError("what it tells of its process is damaged, or from another version of easydist")
+        raise WireError("the record of its process is damaged, or from another version of easydist")
     return fields
 
 

@@ -32,7 +32,7 @@ def agree() -> tuple[int, int]:
         descriptor = os.memfd_create(_FILE, os.MFD_CLOEXEC)
         faulthandler.register(number, file=descriptor)
     except (KeyError, OSError, RuntimeError, ValueError) as error:
-        _log.warning("%s=%s gives no stacks: %r. Use SIGUSR1 or SIGUSR2.", VARIABLE, name, error)
+        _log.warning("%s=%s cannot be used to print stacks: %r. Use SIGUSR1 or SIGUSR2.", VARIABLE, name, error)
         return 0, 0
     return number, descriptor
 

@@ -214,7 +214,7 @@ class GroupStatus(GroupProtocol):
     def _lost(self, peer: Peer, how: str = "") -> PeerLostError:
         status = peer.exit_status() if peer.is_visible else None
         what = f"{texts.process(peer.pid, peer.host)}{how or f' ended ({texts.status_text(status)})'}"
-        what = what if peer.pid else "it has left before the ranks had met"
+        what = what if peer.pid else "it left before the ranks had met"
         error = PeerLostError(texts.lost(self.operation, f"rank {peer.rank}", what, self._last_seen(peer)))
         error.rank, error.pid, error.host, error.exit_status = peer.rank, peer.pid, peer.host, status
         return error

@@ -7,8 +7,10 @@ import signal
 from collections.abc import Sequence
 from typing import NamedTuple
 
-LOST = "The group cannot go on without it: start the job again, or call easydist.recover() on those that are left."
-SILENT = "The store by which hosts hear of one another does not answer: is rank 0, or the launcher, stopped?"
+LOST = "The group cannot continue without it. Restart the job, or call easydist.recover() on the ranks that are left."
+SILENT = (
+    "The store through which the hosts exchange their status does not answer: rank 0, or the launcher, may be stopped."
+)
 
 
 class Advice(NamedTuple):
@@ -24,12 +26,12 @@ class Advice(NamedTuple):
 
 
 RECONNECTS = Advice(
-    "Bring every rank to this call, or give it more time (timeout=); the next call reconnects.",
+    "Make sure that every rank makes this call, or give it more time (timeout=). The next call reconnects.",
     "The next call of the group reconnects.",
 )
 ENDED = Advice(
-    "The group is of no use any more: make it again, with more time (timeout=).",
-    "The group is of no use any more: make it again.",
+    "The group can no longer be used. Make a new one, with more time (timeout=).",
+    "The group can no longer be used. Make a new one.",
 )
 
 
@@ -59,10 +61,10 @@ def late(
           rank 1: missing; not seen in this group yet
         The next call of the group reconnects.
     """
-    who = f"{len(missing)} of {size} ranks did not come" if missing else "all ranks came, but not their data,"
+    who = f"{len(missing)} of {size} ranks did not come" if missing else "all ranks came, but their data did not arrive"
     if unknown:
         others = f"{who}, and {len(unknown)}" if missing else f"{len(unknown)} of {size} ranks"
-        who = f"{others} were not heard of{',' if missing else ''}"
+        who = f"{others} could not be observed{',' if missing else ''}"
     return "\n".join([f"{operation}: {who} within {seconds:.3g} s", *rows, *advice])
 
 
@@ -72,7 +74,7 @@ def lost(operation: str, who: str, what: str, rows: Sequence[str] = (), advice: 
     Example:
         >>> print(lost("gather", "rank 1", f"{process(7, 'node1')} ended ({status_text(-9)})"))
         gather: rank 1 is lost: process 7 on node1 ended (killed by SIGKILL)
-        The group cannot go on without it: start the job again, or call easydist.recover() on those that are left.
+        The group cannot continue without it. Restart the job, or call easydist.recover() on the ranks that are left.
     """
     return "\n".join([f"{operation}: {who} is lost: {what}", *rows, advice])
 
@@ -96,18 +98,18 @@ def interrupted(operation: str, rank: int, error: BaseException, advice: str) ->
 
 def failed(operation: str, rank: int, error: Exception, advice: str) -> str:
     """Return the text about a rank that failed with an error of its own while the others waited for its data."""
-    head = f"{operation}: rank {rank} failed in the middle"
+    head = f"{operation}: rank {rank} failed during the call"
     return "\n".join([head, f"  rank {rank}: {type(error).__name__}: {error}", advice])
 
 
 def given_up(operation: str, advice: str) -> str:
     """Return the text for a rank in a call that all other ranks have given up for a later one."""
-    return f"{operation}: the others have given this call up, and gone on to a later one\n{advice}"
+    return f"{operation}: the other ranks have given up this call and gone on to a later one\n{advice}"
 
 
 def without_store(operation: str) -> str:
     """Return the text for ranks that cannot meet again because their store is gone."""
-    return f"{operation}: the store in which the ranks meet is gone, and so is the rank that kept it"
+    return f"{operation}: the store through which the ranks connect is gone, and so is the rank that hosted it"
 
 
 def recovers(operation: str, rank: int) -> str:
@@ -121,7 +123,7 @@ def _group(name: str) -> str:
 
 def unmet(operation: str) -> str:
     """Return the text for ranks in the first meeting of a group that another rank is already recovering."""
-    return f"{operation}: another rank recovers the group already\nCall recover() on this rank, too."
+    return f"{operation}: another rank is already recovering the group\nCall recover() on this rank, too."
 
 
 def left_out(rank: int, name: str, members: Sequence[int]) -> str:
@@ -129,31 +131,31 @@ def left_out(rank: int, name: str, members: Sequence[int]) -> str:
 
     Example:
         >>> print(left_out(2, "default", (0, 1)))
-        recover: rank 2 was left out of the group 'default': ranks 0, 1 have gone on without it
-        It did not come in the time that they gave (timeout=), or had given up before. End this process.
+        recover: rank 2 was left out of the group 'default': ranks 0, 1 have continued without it
+        It did not call recover() within their time limit (timeout=), or had given up before. End this process.
     """
     who = ", ".join(map(str, members))
     return (
-        f"recover: rank {rank} was left out of {_group(name)}: ranks {who} have gone on without it\n"
-        "It did not come in the time that they gave (timeout=), or had given up before. End this process."
+        f"recover: rank {rank} was left out of {_group(name)}: ranks {who} have continued without it\n"
+        "It did not call recover() within their time limit (timeout=), or had given up before. End this process."
     )
 
 
 def not_recovered(rank: int, name: str) -> str:
     """Return the text for a rank that could not be connected with the survivors in time."""
     return (
-        f"recover: rank {rank} could not be connected with the survivors of {_group(name)} in time\n"
-        "Call recover() again on all of them, or start the job again."
+        f"recover: rank {rank} could not connect to the survivors of {_group(name)} in time\n"
+        "Call recover() again on all of them, or restart the job."
     )
 
 
 def unrecoverable(rank: int, name: str) -> str:
     """Return the text for survivors that cannot agree because their store is gone."""
     return (
-        f"recover: rank {rank} cannot agree with the survivors of {_group(name)}: the store in which they would is "
-        "gone, and so is the rank that kept it\n"
-        "On one host survivors need no store once the ranks have made a call. On several, let the launcher keep it "
-        "(torchrun, easydist run), or a process that does not end (init_process_group(store=...))."
+        f"recover: rank {rank} cannot agree with the survivors of {_group(name)}: the store that they need is "
+        "gone, and so is the rank that hosted it\n"
+        "On one host, survivors need no store once the ranks have made a call. On several hosts, let the launcher "
+        "host it (torchrun, easydist run), or a process that does not end (init_process_group(store=...))."
     )
 
 
@@ -171,7 +173,7 @@ def state(place: str, is_missing: bool, is_unknown: bool = False) -> str:
         is_unknown: True if the rank cannot be observed.
     """
     if is_unknown:
-        return "not heard of; it may have come"
+        return "could not be observed; it may have come"
     if is_missing:
         return f"missing; {f'last seen in {place}' if place else 'not seen in this group yet'}"
     return f"came; {place or 'nothing more is known'}"

@@ -72,8 +72,8 @@ def _end(one: Any, two: Any, path: str) -> Any:
     if one is two or isinstance(one, str | bytes | enum.Enum):
         return one
     raise TypeError(
-        f"a batch without rows: {path or 'the batch'} is {type(one).__name__}, whose rows are not known; make "
-        "collate_fn return tensors, arrays, numbers, lists, dicts or dataclasses"
+        f"cannot make a batch without rows: {path or 'the batch'} is a {type(one).__name__}, and its rows are not "
+        "known; make collate_fn return tensors, arrays, numbers, lists, dicts or dataclasses"
     )
 
 

@@ -64,7 +64,7 @@ class MetricCollector:
         group: Group = None,
     ) -> None:
         if every is not None and index(every) < 1:
-            raise ValueError(f"MetricCollector: every={every} is no number of updates")
+            raise ValueError(f"MetricCollector: every={every} is not a number of updates")
         self.total = None if total is None else index(total)
         self._every, self._dst, self._rtol, self._group = every, dst, rtol, group
         self._store = Store(spill_nbytes, directory)
@@ -100,7 +100,7 @@ class MetricCollector:
         schema, leaves, nbytes = opened(columns, len(found))
         if self._schema.types and schema.types != self._schema.types:
             told = [", ".join(map(str, each.types)) for each in (schema, self._schema)]
-            raise ValueError(f"MetricCollector: the columns are {told[0]}; they were {told[1]}")
+            raise ValueError(f"MetricCollector: the columns are {told[0]}, but they were {told[1]}")
         self._schema = schema
         self._store.add(found, leaves, nbytes)
         self._updates += 1
@@ -162,7 +162,8 @@ class MetricCollector:
         lowest, highest = (int(each) for each in indices.aminmax())
         if lowest < 0 or (self.total is not None and highest >= self.total):
             wrong = lowest if lowest < 0 else highest
-            raise ValueError(f"MetricCollector: index {wrong} is not one of {self.total or 'a data set'}")
+            samples = "" if self.total is None else f" of {self.total} samples"
+            raise ValueError(f"MetricCollector: index {wrong} is out of range for a data set{samples}")
 
     def _move(self) -> None:
         """Move all rows to rank ``dst``, which also keeps its own."""

@@ -109,8 +109,9 @@ def dealt_by(loader: Any, size: int, total: int | None = None) -> Dealt:
             return Dealt(part.batch_size)
     if total is None:
         raise ValueError(
-            f"the loader does not say how it deals its samples to {size} ranks, so repeated ones would go unnoticed; "
-            "prepare it with accelerate, use distributed_loader or DistributedSampler, or pass total= or indices="
+            f"the loader does not tell how it distributes its samples over {size} ranks, so repeated samples would go "
+            "unnoticed; prepare it with accelerate, use distributed_loader or DistributedSampler, or pass total= or "
+            "indices="
         )
     return Dealt()
 
@@ -148,7 +149,10 @@ def _inner(part: Any) -> Any:
 
 def _check_size(found: int, size: int) -> None:
     if found != size:
-        raise ValueError(f"the loader deals to {found} ranks, and {size} take part; pass indices=, or another group")
+        raise ValueError(
+            f"the loader distributes its samples over {found} ranks, but {size} take part; pass indices=, or another "
+            "group"
+        )
 
 
 def _dispatched(loader: Any, size: int) -> Dealt:
@@ -163,7 +167,7 @@ def _sharded(loader: Any, shard: Any, size: int, total: int | None) -> Dealt:
     """Handle loaders whose ranks read their own batches, to which a sampler or data set adds repeated samples."""
     _check_size(shard.num_processes, size)
     if shard.batch_size is None:
-        raise ValueError("the loader's batches are of no one size, so its order is not known; pass indices=")
+        raise ValueError("the loader's batches differ in size, so its order is not known; pass indices=")
     block = shard.batch_size // size if getattr(shard, "split_batches", False) else shard.batch_size
     if shard.drop_last or not getattr(shard, "even_batches", True):
         return Dealt(block)
@@ -213,7 +217,7 @@ def _has_ended(loader: Any, batches: int) -> bool:
         if not found:
             return True
         if len(found) > 1:
-            raise ValueError(f"the loader is being iterated {len(found)} times at once, so its place is not known")
+            raise ValueError(f"the loader is being iterated {len(found)} times at once, so its position is not known")
         iterator = found[0]
         _iterators[loader] = ref(iterator)
     return bool(iterator._num_yielded >= batches)

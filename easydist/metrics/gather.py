@@ -75,8 +75,8 @@ def gather_for_metrics(
             ``values``, padded with this number, and ``lengths``.
         dst: The only rank that gets the result; None means all of them.
         group: The participating ranks.
-        check: True to compare the ranks' calls; None follows ``EASYDIST_CHECK`` (on).
-        timeout: The limit of the call; None means the group's.
+        check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
+        timeout: The time limit of the call; None is the group's.
 
     Returns:
         A new tree of the same structure. On ranks other than ``dst``: None.
@@ -120,8 +120,8 @@ class _Samples(NamedTuple):
             return dealt
         if self.total is None:
             raise ValueError(
-                "gather_for_metrics: no loader of accelerate says which samples are repeated; pass loader=, the one "
-                "that these rows are of, or indices=, or total=, the number of samples"
+                "gather_for_metrics: no loader prepared with accelerate tells which samples are repeated; pass "
+                "loader= (the loader that these rows come from), indices=, or total= (the number of samples)"
             )
         return Dealt(total=index(self.total))
 
@@ -233,8 +233,8 @@ def _warn_of_weights(dealt: Dealt, size: int, path: str) -> None:
     """Warn against averaging values of ranks whose batches differ."""
     if dealt.rest is not None and dealt.block is not None and dealt.rest != dealt.block * size:
         text = (
-            f"gather_for_metrics: {path or 'the data'} is one value per rank, and its last batches have repeated "
-            "samples or fewer of them, so its mean is not that of the data set; gather one value per sample, or use "
+            f"gather_for_metrics: {path or 'the data'} is one value per rank, and the last batches have repeated "
+            "or fewer samples, so its mean is not the mean of the data set; gather one value per sample, or use "
             "easydist.metrics.WeightedMean"
         )
         warnings.warn(text, UserWarning, stacklevel=5)

@@ -89,7 +89,7 @@ def check_length(length: int, total: int | None) -> None:
         ValueError: There are more or fewer.
     """
     if total not in (None, length):
-        raise ValueError(f"gather_for_metrics: {length} different indices came, and total is {total}")
+        raise ValueError(f"gather_for_metrics: {length} different indices came, but total is {total}")
 
 
 def _moved_together(leaves: Sequence[Any], places: torch.Tensor, plan: Plan, way: Way) -> list[Any]:

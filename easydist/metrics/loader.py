@@ -25,8 +25,8 @@ _OURS = frozenset({"batch_sampler", "sampler"})
 """The arguments of ``DataLoader`` that select this rank's samples."""
 
 _DIFFERENT_STREAMS = (
-    "This rank's stream has ended. Every rank has to read the same samples in the same order, and takes its share of "
-    "them: do not share the data set out by rank (split_dataset_by_node, get_rank). To read other samples on each "
+    "This rank's stream has ended. Every rank must read the same samples in the same order, and keeps its share of "
+    "them. Do not split the data set by rank (split_dataset_by_node, get_rank). To read different samples on each "
     "rank, use a DataLoader and collect with MetricCollector."
 )
 
@@ -166,7 +166,7 @@ class DistributedLoader:
         """
         if state["order"] != self._source.order:
             raise ValueError(
-                f"load_state_dict: the state is of a loader with {state['order']}, this one has "
+                f"load_state_dict: the state belongs to a loader with {state['order']}, but this one has "
                 f"{self._source.order}; make it with the same data set, shuffle and seed"
             )
         self.epoch, self._start = state["epoch"], state["position"]
@@ -185,7 +185,8 @@ class _Opening(Verb[Source]):
     def prepare(self, comms: Communicators) -> Call:
         if taken := sorted(_OURS & self._options.keys()):
             raise TypeError(
-                f"distributed_loader: {taken[0]}= is not taken, as the loader itself shares the samples out"
+                f"distributed_loader: {taken[0]}= is not accepted, because the loader itself splits the samples among "
+                "the ranks"
             )
         collate = Collate(self._collate_fn, self._dataset)
         kind = Streamed if is_stream(self._dataset) else Indexed

@@ -64,8 +64,8 @@ def in_order(rows: Sequence[int], dealt: Dealt) -> Order:
     kept = sum(rows) if order is None else len(range(sum(rows))[order]) if isinstance(order, slice) else len(order)
     if dealt.kept not in (None, kept):
         raise ValueError(
-            f"{_told(rows)}, of which {kept} count, and the only loader that has come to its end has {dealt.kept} "
-            "samples; pass loader=, the one that these rows are of"
+            f"{_told(rows)}, of which {kept} count, but the only loader that has ended has {dealt.kept} "
+            "samples; pass loader= (the loader that these rows come from)"
         )
     return order
 
@@ -78,17 +78,17 @@ def _check(rows: Sequence[int], dealt: Dealt) -> None:
     """Make sure that the ranks have as many rows as they got samples, as far as that is known."""
     if dealt.total is not None and sum(rows) != dealt.total:
         raise ValueError(
-            f"{_told(rows)}, {sum(rows)} in all, and total is {dealt.total}; pass loader= or indices=, which say what "
-            "is repeated"
+            f"{_told(rows)}, {sum(rows)} in all, but total is {dealt.total}; pass loader= or indices= to tell which "
+            "rows are repeated"
         )
     if dealt.is_full and dealt.block is not None and any(count % dealt.block for count in rows):
         raise ValueError(
-            f"{_told(rows)}, and the loader's batches have {dealt.block}; pass one row per sample, or indices="
+            f"{_told(rows)}, but the loader's batches have {dealt.block}; pass one row per sample, or indices="
         )
     if dealt.most is not None and max(rows) > dealt.most:
         raise ValueError(
-            f"{_told(rows)}, and a batch of the loader that is being iterated has {dealt.most}; pass loader=, the one "
-            "that these rows are of"
+            f"{_told(rows)}, but a batch of the loader that is being iterated has {dealt.most}; pass loader= "
+            "(the loader that these rows come from)"
         )
 
 

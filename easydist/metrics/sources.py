@@ -107,7 +107,7 @@ def _check_stream(sharing: Sharing, options: dict[str, Any]) -> None:
     if sharing.batch_size < 1:
         raise ValueError(f"batch_size={sharing.batch_size}: a batch holds at least one sample")
     if sharing.shuffle:
-        raise ValueError("shuffle=True: an iterable data set has an order of its own; shuffle inside it")
+        raise ValueError("shuffle=True: an iterable data set has its own order; shuffle inside it")
     if options.get("num_workers", 0) > 1 or options.get("persistent_workers"):
         raise ValueError(
             "an iterable data set has one order, so one worker reads it, from the beginning in every epoch: pass "

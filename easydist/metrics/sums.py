@@ -227,7 +227,7 @@ def compute(metrics: Any, *, group: Group = None, timeout: Timeout | None = None
     Args:
         metrics: ``Sums``, ``WeightedMean`` and ``Counts`` in any dicts, lists and tuples, or a single one.
         group: The participating ranks.
-        timeout: The limit of the call; None means the group's.
+        timeout: The time limit of the call; None is the group's.
 
     Returns:
         The same structure with the values in place of the metrics, on every rank. The metrics do not change: ``reset``

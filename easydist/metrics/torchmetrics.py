@@ -34,8 +34,8 @@ def sync_dist(metric: Any, *, group: Group = None, check: bool | None = None, ti
         metric: A ``Metric``, a ``MetricCollection``, or a wrapper such as ``ClasswiseWrapper``, with the same states on
             all ranks. List states may differ in length and in rows. A rank may have no data at all.
         group: The participating ranks.
-        check: True to compare the ranks' calls; None follows ``EASYDIST_CHECK`` (on).
-        timeout: The limit of the call; None means the group's.
+        check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
+        timeout: The time limit of the call; None is the group's.
 
     Returns:
         The result of ``metric.compute()``, on every rank.
@@ -152,7 +152,7 @@ def _with_states(metric: Any) -> Iterator[Any]:
             each.values(copy_state=False)  # from now on, metrics that share their states refer to them
     for each in metric.modules():
         if isinstance(each, Running):
-            raise TypeError("sync_dist: the states of Running are known to itself alone; pass what it wraps")
+            raise TypeError("sync_dist: only Running itself knows its states; pass the metric that it wraps")
         if isinstance(each, Metric) and each._reductions and not isinstance(each, WrapperMetric):
             _check(each, Metric)
             yield each

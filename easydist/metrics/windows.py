@@ -103,7 +103,7 @@ def _common(schemas: Sequence[Schema]) -> Schema:
     known = {rank: schema for rank, schema in enumerate(schemas) if schema.types}
     if len({tuple(schema.types) for schema in known.values()}) > 1:
         lines = [f"  rank {rank}: {', '.join(map(str, schema.types))}" for rank, schema in known.items()]
-        raise ValueError("\n".join(["MetricCollector: the ranks have other columns", *lines]))
+        raise ValueError("\n".join(["MetricCollector: the ranks have different columns", *lines]))
     return next(iter(known.values()), Schema())
 
 

@@ -234,8 +234,8 @@ class Cell:
         if busy := self.running:
             is_one = len(busy) == 1
             return (
-                f"Interrupted, but {named(busy)} {'goes' if is_one else 'go'} on in code that does not hear it: wait or"
-                f" end {'it' if is_one else 'them'}: cluster.restart(ranks={sorted(busy)})"
+                f"Interrupted, but {named(busy)} {'is' if is_one else 'are'} still running code that ignores it. "
+                f"Wait, or end {'it' if is_one else 'them'}: cluster.restart(ranks={sorted(busy)})"
             )
         return "Interrupted on all ranks; their variables are kept."
 

@@ -349,7 +349,7 @@ class Cluster:
             self._look_whether_idle(rank)
         if away := [rank.rank for rank in others if rank.status() is not None or rank.request]:
             advice = f"cluster.restart(ranks={sorted({*ranks, *away})})"
-            raise RuntimeError(f"{named(away)} {_is(away)} lost or busy, and could not meet the others: {advice}")
+            raise RuntimeError(f"{named(away)} {_is(away)} lost or busy, and could not join the others: {advice}")
 
     def stop(self) -> None:
         """End all ranks and everything that they have started. At the end of the program this happens by itself."""

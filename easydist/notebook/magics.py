@@ -35,7 +35,7 @@ class RankMagics(Magics):  # type: ignore[misc]
         """Get the values of a name on the ranks, as a list: ``losses = %pull loss``; a dict for several names."""
         names, cluster = line.replace(",", " ").split(), _cluster()
         if not names:
-            raise UsageError("%pull: name what to get, as in losses = %pull loss")
+            raise UsageError("%pull: name the variable to get, as in losses = %pull loss")
         values = {name: cluster.pull(name) for name in names}
         return values if len(names) > 1 else values[names[0]]
 

@@ -139,7 +139,7 @@ _DEFAULT, _TORCH, _NEW_GROUPS = "group/default", "torch", "new"
 """The store prefixes for the meeting of the ranks, for torch, and for groups created later."""
 
 _NOT_PLAIN = (
-    "{name} is a {kind}, which only pickle can send: pull the plain data of it, such as a state_dict, or say "
+    "{name} is a {kind}, which only pickle can send: pull its plain data, such as a state_dict, or call "
     "cluster.pull({name!r}, weights_only=False) if you trust the ranks"
 )
 
@@ -170,7 +170,7 @@ def _awaited(store: Store, key: str) -> bytes:
     deadline = time.monotonic() + _MEETING
     while not store.check([key]):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"the ranks did not meet within {_MEETING:.0f} s: {key} is missing")
+            raise TimeoutError(f"the ranks did not connect within {_MEETING:.0f} s: {key} is missing")
         time.sleep(0.002)
     value: bytes = store.get(key)
     return value

@@ -90,7 +90,7 @@ def _pickled(value: object, what: str, parts: list[tuple[str, object]] | None = 
         guilty = [f"{name}, a {type(part).__name__}," for name, part in parts or () if not _can_be_pickled(part)]
         raise TypeError(
             f"{what} cannot be sent to the ranks: {' and '.join(guilty) or 'it'} cannot be pickled ({error}). Make it "
-            "in a %%ranks cell, or send by %push what it is made of"
+            "in a %%ranks cell, or %push the values that it is made of"
         ) from error
     return data
 

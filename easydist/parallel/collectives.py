@@ -107,8 +107,8 @@ class ReduceScatter(_Sum):
         if not fits or (self._given is None and not self._may_differ and length % comms.size):
             told = "" if self._given is None else f" as sizes={[*self._given]} says"
             raise ValueError(
-                f"{self.operation}: dim {self._dim} of {tuple(self._input.shape)} cannot be cut for {comms.size} ranks"
-                f"{told}; pass sizes that add up to {length} to reduce_scatterv"
+                f"{self.operation}: dim {self._dim} of {tuple(self._input.shape)} cannot be split among {comms.size} "
+                f"ranks{told}; pass sizes that add up to {length} to reduce_scatterv"
             )
         return call
 

@@ -112,7 +112,7 @@ class GroupCoordinator(Tensors, Experts, Objects, TreePairs):
             group_name: A name that is the same on all members and used once in this store.
             local_rank: As in the constructor.
             use_message_queue_broadcaster: As in the constructor.
-            timeout: The limit for the meeting and for each call.
+            timeout: The time limit for the meeting and for each call.
             weights_only: As in the constructor.
 
         Returns:

@@ -32,7 +32,7 @@ def rank_lists(
     """
     if math.prod(axes.values()) != size or min(axes.values()) < 1:
         told = " × ".join(f"{name}={length}" for name, length in axes.items())
-        raise ValueError(f"a layout of {told} needs {math.prod(axes.values())} ranks, the world has {size}")
+        raise ValueError(f"a layout of {told} needs {math.prod(axes.values())} ranks, but the world has {size}")
     box, names = torch.arange(size, device="cpu").view(*axes.values()), list(axes)
     along = {**{name: [name] for name in names}, **(joined or {})}
     return {name: _along(box, [names.index(axis) for axis in own]) for name, own in along.items()}

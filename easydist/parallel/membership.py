@@ -62,7 +62,7 @@ class _Founding(Verb[None]):
 def _check_lists(lists: Sequence[Sequence[int]], size: int) -> None:
     every = [rank for ranks in lists for rank in ranks]
     if unordered := [ranks for ranks in lists if list(ranks) != sorted(ranks)]:
-        raise ValueError(f"group_ranks has {unordered[0]}; torch.distributed knows ranks in ascending order only")
+        raise ValueError(f"group_ranks has {unordered[0]}; torch.distributed accepts ranks in ascending order only")
     if outside := sorted({rank for rank in every if not 0 <= rank < size}):
         raise ValueError(f"group_ranks has rank {outside[0]}, but the world has {size} ranks, counted from 0")
     if twice := sorted({rank for rank in every if every.count(rank) > 1}):

@@ -62,7 +62,7 @@ class Pair:
         """Send only the error, and return the error that both ranks raise."""
         text = (
             f"{self._operation}: rank {self._comms.rank} failed before the exchange\n  rank {self._comms.rank}: "
-            f"{_lines(error)}\nNothing was changed; fix that rank; the group keeps working."
+            f"{_lines(error)}\nNothing was changed, and the group keeps working. Fix the error on that rank."
         )
         reason = RemoteError(text[: frames.LONGEST])
         frame = frames.encode(kind, FAULT, frames.terms_of(reason))
@@ -105,7 +105,7 @@ class Pair:
         """Raise on both ranks, after receiving the data that is on its way."""
         text = (
             f"{self._operation}: rank {self._comms.rank} cannot take what rank {self.peer} sends\n"
-            f"  rank {self._comms.rank}: {_lines(error)}\nFix that rank; the group keeps working."
+            f"  rank {self._comms.rank}: {_lines(error)}\nThe group keeps working. Fix the error on that rank."
         )
         known: EasydistError = frames.shareable(error, text)
         self._way.answer(known, self._wait)

@@ -73,7 +73,7 @@ class Pairs(Membership):
             if came.dtype is not dtype or came.numel() != wanted.numel():
                 raise DisagreementError(
                     f"recv: rank {self._peer_of(src, -1)} sends {came.dtype} {tuple(came.shape)}, "
-                    f"rank {self.rank_in_group} expects {dtype} {tuple(wanted)}"
+                    f"but rank {self.rank_in_group} expects {dtype} {tuple(wanted)}"
                 )
             return incoming
 

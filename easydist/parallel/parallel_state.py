@@ -34,7 +34,7 @@ def init_distributed_environment(
         distributed_init_method: The address where the ranks meet if ``rank`` is given.
         local_rank: The rank on this host; -1 uses the launcher's.
         backend: As in ``init_process_group``; None chooses one that fits the machine.
-        timeout: The limit of a call; None means torch's default.
+        timeout: The time limit of a call; None is torch's default.
     """
     if rank >= 0 and not dist.is_initialized():
         limit = None if timeout is None else timedelta(seconds=seconds(timeout, "init_distributed_environment"))

@@ -212,7 +212,7 @@ class Transfer:
         if self._comms.monitor.phase != self._phase and not self._has_arrived():
             raise RemoteError(
                 f"{self._operation}: the message to or from rank {self._peer} was under way when the ranks had to "
-                "connect again; send it once more"
+                "reconnect; send it again"
             )
 
     def _drain(self) -> None:

@@ -69,7 +69,7 @@ class End:
         """
         self._check()
         if not self._lock.acquire(timeout=-1 if until is None else max(0.0, until - time.monotonic())):
-            raise TimeoutError("another thread uses this end of the queue")
+            raise TimeoutError("another thread is using this end of the queue")
         try:
             self._check()
             yield
@@ -79,7 +79,8 @@ class End:
     def _check(self) -> None:
         if self._is_foreign:
             raise RuntimeError(
-                "this end of the queue belongs to the process from which this one was forked: make one from the handle"
+                "this end of the queue belongs to the process from which this one was forked. Make a new one from "
+                "the handle"
             )
         if self._is_closed:
             raise RuntimeError("this end of the queue has been closed")

@@ -328,4 +328,6 @@ def _check_numbers(n_reader: int, n_local: int, ranks: list[int], max_chunk_byte
             "more local readers than readers, and each has a rank of its own"
         )
     if max_chunk_bytes < 1 or max_chunks < 1:
-        raise ValueError(f"MessageQueue: max_chunk_bytes={max_chunk_bytes}, max_chunks={max_chunks}: at least 1 each")
+        raise ValueError(
+            f"MessageQueue: max_chunk_bytes={max_chunk_bytes}, max_chunks={max_chunks}; each must be at least 1"
+        )

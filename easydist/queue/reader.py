@@ -48,7 +48,7 @@ class ReaderEnd(End):
 
     def _connect(self, handle: Handle, rank: int) -> Receiver:
         if handle.address is None:
-            raise ConnectionError(f"MessageQueue: the memory of {name_of(self._writer)} is not to be seen from here")
+            raise ConnectionError(f"MessageQueue: the memory of {name_of(self._writer)} is not visible to this process")
         try:
             return Receiver(handle.address, handle.key, rank, own_record(), self._writer)
         except OSError as error:
@@ -59,7 +59,7 @@ class ReaderEnd(End):
                     "files, or raise the limit (ulimit -n)"
                 ) from error
             raise ConnectionError(
-                f"MessageQueue: {name_of(self._writer)} does not listen at {at} ({error}); it has closed the queue, "
+                f"MessageQueue: {name_of(self._writer)} is not listening at {at} ({error}); it has closed the queue, "
                 "has all its readers, or needs a connect_ip= that this host can reach"
             ) from error
 
@@ -73,7 +73,7 @@ class ReaderEnd(End):
             return message
 
     def _late(self) -> str:
-        return f"dequeue: no message from the writer, {name_of(self._writer)}, in time"
+        return f"dequeue: no message from the writer, {name_of(self._writer)}, arrived in time"
 
     def _pull(self) -> bool:
         if self._message is None:

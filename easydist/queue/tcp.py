@@ -353,7 +353,7 @@ class Receiver:
         self.is_broken = True
         if awaited.is_proof and not self._writer.has_ended():
             raise PermissionError(
-                "the writer does not let this reader in: the handle is another queue's, or its rank has been taken"
+                "the writer rejects this reader: the handle belongs to another queue, or another reader has its rank"
             )
 
     def _take(self, awaited: _Awaited) -> None:
@@ -376,8 +376,8 @@ class Receiver:
         except (MemoryError, OSError, OverflowError, RuntimeError, TypeError, ValueError) as error:
             self.is_broken = True  # the beginning of the next message is unknown
             raise ConnectionError(
-                f"MessageQueue: the writer announces a message of {length} bytes, for which there is no memory here; "
-                "close this queue, and make a new one"
+                f"MessageQueue: the writer announces a message of {length} bytes, for which this process has no "
+                "memory; close this queue, and make a new one"
             ) from error
 
     def _check(self, proof: memoryview) -> None:

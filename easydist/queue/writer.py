@@ -78,7 +78,9 @@ class WriterEnd(End):
         try:
             return RingWriter(Shape.of(len(self._local_ranks), self._capacity, self._max_chunks))
         except OSError as error:
-            _log.warning("easydist: MessageQueue has no shared memory (%s): its readers use TCP, more slowly", error)
+            _log.warning(
+                "easydist: MessageQueue has no shared memory (%s); its readers use TCP, which is slower", error
+            )
             return None
 
     def _open_listener(self, connect_ip: str | None) -> Listener | None:
@@ -148,7 +150,7 @@ class WriterEnd(End):
             return f"{operation}: {len(absent) + max(n_far, 0)} of {self._n_reader} readers did not come in time"
         slow = [self._local_ranks[i] for i in self._ring.behind()] if self._ring else []
         slow += [rank for rank, sender in self._senders.items() if sender.unsent()[0]]
-        return f"{operation}: readers {sorted(set(slow))} made no room in time; nothing of this message will arrive"
+        return f"{operation}: readers {sorted(set(slow))} made no room in time, so no part of this message will arrive"
 
     def wait_until_ready(self, until: float | None) -> None:
         """Wait for all readers, and tell them."""
@@ -175,18 +177,18 @@ class WriterEnd(End):
                 try:
                     self._peers[rank] = Peer(rank, note)
                 except WireError as error:
-                    self._refusal = f"reader {rank} cannot be let in: {error}"
+                    self._refusal = f"reader {rank} cannot be admitted: {error}"
         for rank, record, sender in self._listener.accepted() if self._listener else ():
             try:
                 if self._admits(rank):
                     self._admit(rank, record, sender)
                     continue
             except WireError as error:
-                self._refusal = f"reader {rank} was not let in: {error}"
+                self._refusal = f"reader {rank} was not admitted: {error}"
             sender.refuse()
         if self._listener is not None and self._listener.fault is not None:
             self._refusal = (
-                f"a reader cannot be let in: {self._listener.fault}. If this process has too many open files, close "
+                f"a reader cannot be admitted: {self._listener.fault}. If this process has too many open files, close "
                 "some, or raise the limit (ulimit -n); then call again"
             )
 

@@ -127,5 +127,7 @@ def _locked_instruction() -> Callable[[], object]:
 
 def _membarrier(number: int) -> Callable[[], object]:
     if not number or _system_call()(number, _REGISTER_GLOBAL_EXPEDITED, 0, 0, 0, 0, 0):
-        raise OSError(f"no membarrier(2) here ({platform.machine()}), which shared memory needs on this machine")
+        raise OSError(
+            f"membarrier(2) is not available here ({platform.machine()}), and shared memory needs it on this machine"
+        )
     return functools.partial(_system_call(), number, _GLOBAL_EXPEDITED, 0, 0, 0, 0, 0)

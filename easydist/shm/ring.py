@@ -346,7 +346,7 @@ class RingReader(_End):
         self._taken_at, self._state_at = _cell(reader + 1, _TAKEN), _cell(reader + 1, _STATE)
         if self._words[self._state_at] != _ABSENT:
             _let_go(self)
-            raise RuntimeError("this reader's place is taken: a handle makes one reader of each rank")
+            raise RuntimeError("this reader has attached already; a handle makes one reader for each rank")
         at = shape.notes_at + NOTE_NBYTES * reader
         self._words.cast("B")[at : at + NOTE_NBYTES] = note.ljust(NOTE_NBYTES)
         self._message: torch.Tensor | None = None

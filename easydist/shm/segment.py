@@ -100,7 +100,7 @@ def nameless_file(nbytes: int, backed: int) -> int:
     """
     flag = getattr(os, "O_TMPFILE", None)
     if flag is None or not os.path.isdir(FOLDER):
-        raise OSError(f"{FOLDER} has no files without a name on this system")
+        raise OSError(f"{FOLDER} does not support files without a name on this system")
     file = os.open(FOLDER, os.O_RDWR | os.O_CLOEXEC | flag, 0o600)
     try:
         os.posix_fallocate(file, 0, backed)

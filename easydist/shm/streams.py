@@ -85,7 +85,7 @@ class Operation:
         if self.error is not None:
             if self.is_own:
                 raise self.error
-            raise RuntimeError(f"this operation cannot end any more: {self.error!r}") from self.error
+            raise RuntimeError(f"this operation can no longer complete: {self.error!r}") from self.error
 
     def one_done(self) -> None:
         """Record that one of its generators has ended."""
@@ -278,7 +278,7 @@ class Streams:
             RuntimeError: The communicator is closed or broken, or belongs to another process.
         """
         if self._error is not None:
-            raise RuntimeError(f"this communicator cannot be used any more: {self._error}") from self._error
+            raise RuntimeError(f"this communicator can no longer be used: {self._error}") from self._error
 
     def close(self) -> None:
         """End all operations, and release the memory."""

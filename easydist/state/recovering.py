@@ -90,7 +90,7 @@ def recover(group: Any = None, *, timeout: Timeout | None = None) -> Any:
 
 def _refused(group: object) -> Exception:
     if group is None:
-        return RuntimeError("recover: there is no process group yet, and so nothing to recover")
+        return RuntimeError("recover: there is no process group yet, so there is nothing to recover")
     return TypeError(f"recover: group= takes None, a ProcessGroup or a TorchComm, got {type(group).__name__}")
 
 

@@ -260,7 +260,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         Raises:
             ValueError: Always.
         """
-        raise ValueError(f"recv: {NAME} needs to know who sends; name src=, or use gloo")
+        raise ValueError(f"recv: {NAME} needs to know the sender; pass src=, or use gloo")
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> GroupWork:
         """Set on the root, in place, ``tensor = op(tensor of rank 0, …)``. The other ranks' tensors do not change."""
@@ -416,9 +416,11 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
     def _demand_message(self, operation: str, peer: int, tag: int) -> None:
         if not 0 <= peer < self.size() or peer == self.rank():
-            raise ValueError(f"{operation}: rank {self.rank()} of {self.size()} cannot talk to rank {peer}")
+            raise ValueError(
+                f"{operation}: rank {self.rank()} of {self.size()} cannot exchange messages with rank {peer}"
+            )
         if tag:
-            raise ValueError(f"{operation}: {NAME} has no tags, messages arrive in the order in which they are sent")
+            raise ValueError(f"{operation}: {NAME} has no tags; messages arrive in the order in which they are sent")
 
     # For this module: the ends of works and waits.
 

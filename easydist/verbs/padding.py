@@ -145,7 +145,7 @@ def _leaves_of(data: Tree, dim: int) -> tuple[Leaves, Callable[[Tree], Tree]]:
             return leaves, _identity
     hidden = tree.map(lambda value: _Unpadded.LEAF if _stays(value, dim) else value, data)
     if any(_is_nested(value) for value in tree.leaves(data)):
-        text = "nested tensors have no one size to pad to; they stay as they are"
+        text = "nested tensors have no common size to pad to, so they are not changed"
         warnings.warn(text, CannotPadNestedTensorWarning, stacklevel=7)
     kept = [value for value in tree.leaves(data) if _stays(value, dim)]
 

@@ -61,7 +61,7 @@ def _integer(seed: Any) -> int:
     try:
         return index(seed)
     except TypeError:
-        text = f"set_seed: seed has to be an integer, got {seed!r} ({type(seed).__name__}); pass int(…) of it"
+        text = f"set_seed: seed has to be an integer, got {seed!r} ({type(seed).__name__}); convert it with int(…)"
         raise TypeError(text) from None
 
 

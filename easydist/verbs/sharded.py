@@ -84,8 +84,8 @@ def trade_back(sharded: Sequence[torch.Tensor], whole: Sequence[torch.Tensor]) -
 
 def _too_late(gradients: Any) -> None:
     raise RuntimeError(
-        "GatheredParameters: backward of a forward pass made in the body, after the body: the parameters are sharded "
-        "again; call backward() in the body, or make the forward pass after it"
+        "GatheredParameters: backward() was called after the body for a forward pass in the body, and the parameters "
+        "are sharded again; call backward() in the body, or make the forward pass after it"
     )
 
 

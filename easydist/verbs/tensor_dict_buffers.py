@@ -46,7 +46,7 @@ def demand_nbytes(data: torch.Tensor, nbytes: int) -> None:
         WireError: It has another length.
     """
     if data.numel() != nbytes:
-        raise WireError(f"{data.numel()} bytes of data came along, not {nbytes}")
+        raise WireError(f"{data.numel()} bytes of data came with it, not {nbytes}")
 
 
 def entry_nbytes(entry: Entry) -> int:

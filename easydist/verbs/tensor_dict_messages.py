@@ -144,7 +144,7 @@ class Announcement:
         lengths = _LENGTHS.unpack_from(message.numpy().data)
         if _LENGTHS.size + sum(lengths) != message.numel():
             raise WireError(
-                f"an announcement of {message.numel()} bytes says that it has {sum(lengths)} and its lengths"
+                f"an announcement of {message.numel()} bytes declares {sum(lengths)} bytes beside its lengths"
             )
         self.header, self.objects, self.data = message[_LENGTHS.size :].split(list(lengths))
 

@@ -150,7 +150,7 @@ class _Pair:
         lines = "".join(traceback.format_exception_only(type(error), error)).strip()
         text = (
             f"{self._operation}: rank {self._rank} failed before the exchange\n  rank {self._rank}: {lines}\n"
-            "Nothing was changed; fix that rank; the group keeps working."
+            "Nothing was changed, and the group keeps working. Fix the error on that rank."
         )
         self.fail(RemoteError(text), error)
 

@@ -102,7 +102,7 @@ def _enter(place: Place, group_name: str, generation: str | None, timeout: float
 def _check_wanted(key: str, name: str) -> None:
     """Raise if the driver has given up the generation; otherwise sleep for a moment."""
     if _get(key + _GIVEN_UP) is not None:
-        raise CollectiveTimeout(f"group {name!r}: create_group has given up, as not all members came")
+        raise CollectiveTimeout(f"group {name!r}: create_group has given up, because not all members came")
     time.sleep(_POLL)
 
 
@@ -119,7 +119,7 @@ def _found(key: str, rank: int, deadline: float, name: str) -> Any:
                 pass
         _check_wanted(key, name)
     error = CollectiveTimeout(
-        f"group {name!r}: rank 0 did not come in time, or another process is rank {rank} already\nAll members have to "
+        f"group {name!r}: rank 0 did not come in time, or another process is already rank {rank}\nAll members have to "
         "call init_group, each with a rank of its own."
     )
     error.missing = (0,)
@@ -234,7 +234,7 @@ def _silent(name: str, key: str, waiting: Sequence[int], size: int) -> Collectiv
     missing = [rank for rank in waiting if _get(f"{key}{_HERE}{rank}") is None] or waiting
     error = CollectiveTimeout(
         f"group {name!r}: the actors of ranks {list(missing)} of {size} did not answer in time\nThey may be busy with "
-        "another call, or wait for resources to start."
+        "another call, or be waiting for resources to start."
     )
     error.missing = tuple(missing)
     return error

@@ -75,8 +75,8 @@ def broadcast_state_dict(
         bucket_bytes: The most bytes under way, and copied on the way, per rank; the source decides.
         progress: True to show a bar on the first rank of the group if the call takes longer than a second. Needs tqdm.
         group: The participating ranks.
-        check: True to compare the ranks' calls; None follows ``EASYDIST_CHECK`` (on).
-        timeout: The limit of the call; None means the group's.
+        check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
+        timeout: The time limit of the call; None is the group's.
 
     Returns:
         On a receiver the updated state dict: the dict that it passed, or the module's ``state_dict()``; if it passed

@@ -148,7 +148,7 @@ def _indexed(path: Path) -> dict[str, Any]:
     places = _weight_map(path)
     files = {name: load(path.parent / name) for name in dict.fromkeys(places.values())}
     if lost := [name for name, file in places.items() if name not in files[file]]:
-        raise WireError(f"{path} says that {lost[0]!r} is in {places[lost[0]]}, and it is not")
+        raise WireError(f"{path} says that {lost[0]!r} is in {places[lost[0]]}, but it is not")
     return {name: files[file][name] for name, file in places.items()}
 
 
@@ -157,9 +157,9 @@ def _weight_map(path: Path) -> dict[str, str]:
     try:
         places = json.loads(path.read_bytes())["weight_map"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise WireError(f"{path} is no index of safetensors files: it has no weight_map") from error
+        raise WireError(f"{path} is not an index of safetensors files: it has no weight_map") from error
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise WireError(f"{path}: weight_map is not an object of file names")
     if outside := [file for file in places.values() if os.path.basename(file) != file or file in ("", ".", "..")]:
-        raise WireError(f"{path} names {outside[0]!r}, which is no file beside it")
+        raise WireError(f"{path} names {outside[0]!r}, which is not a file next to it")
     return places

@@ -277,6 +277,6 @@ def _in_group(comms: Communicators, ranks: Sequence[int], first: int) -> list[in
         return [first] + [rank for rank in map(members.index, ranks) if rank != first]
     except (IndexError, KeyError, ValueError) as error:
         raise ValueError(
-            f"the source is sharded over ranks {list(ranks)} of the default group, not all of which this group knows; "
-            "pass src=[…] with the ranks inside the group that hold the shards"
+            f"the source is sharded over ranks {list(ranks)} of the default group, and this group does not contain "
+            "all of them; pass src=[…] with the ranks inside the group that hold the shards"
         ) from error

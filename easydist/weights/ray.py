@@ -65,7 +65,7 @@ def ray_broadcast_tensor_dict(
         offload_to_cpu: Put new tensors on the CPU.
         pin_memory: Put new tensors on the CPU in pinned memory, if there is a GPU.
         verify: Compare a digest of every tensor afterwards; the source decides.
-        timeout: The limit of the call; None means the group's.
+        timeout: The time limit of the call; None is the group's.
 
     Returns:
         On ``src`` the dict itself; on other actors the dict that was passed, or a new one.
@@ -132,7 +132,7 @@ def ray_broadcast_object(
         group_name: As in ``ray_broadcast_tensor_dict``.
         backend: Accepted for compatibility.
         weights_only: As in ``broadcast_object_list``, which describes when objects are pickled.
-        timeout: The limit of the call; None means the group's.
+        timeout: The time limit of the call; None is the group's.
 
     Returns:
         On ``src`` the object itself, on other actors an equal one.

@@ -122,7 +122,7 @@ class Resharding:
         """Move the current values.
 
         Args:
-            timeout: The limit of the call; None means the group's.
+            timeout: The time limit of the call; None is the group's.
 
         Raises:
             EasydistError: A rank was lost or late, or called something else.
@@ -223,7 +223,7 @@ def _layout(name: str, side: _Side) -> dict[int, Block]:
 
 def _wrong(names: set[str], types: Mapping[str, Any], held: _Side, wanted: _Side) -> list[str]:
     """Describe the entries that do not fit, one per line."""
-    lines = [f"  {name}  is wanted, and no rank holds it" for name in sorted(names - types.keys())]
+    lines = [f"  {name}  is wanted, but no rank holds it" for name in sorted(names - types.keys())]
     for side, what in ((held, "holds"), (wanted, "wants")):
         for rank, one in side.items():
             for name in sorted(one.keys() & types.keys()):

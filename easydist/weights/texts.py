@@ -50,8 +50,9 @@ def damaged(operation: str, names: Mapping[int, Sequence[str]]) -> str:
     lines = [f"  {name}  on rank {rank}" for rank, found in names.items() for name in found]
     return "\n".join(
         [
-            f"{operation}: {len(lines)} tensors arrived with other bytes than were sent",
+            f"{operation}: {len(lines)} tensors arrived with bytes that differ from those sent",
             *_listed(lines),
-            "A source may have changed them meanwhile, or the way there is faulty. The targets are overwritten.",
+            "A source may have changed them in the meantime, or the connection is faulty. The targets have been "
+            "overwritten.",
         ]
     )

@@ -77,7 +77,7 @@ class WeightPublisher(Member):
 
         Args:
             version: A number larger than the previous one; None means the previous one plus one.
-            timeout: The limit of the call; None means the group's.
+            timeout: The time limit of the call; None is the group's.
 
         Returns:
             The version.
@@ -136,7 +136,7 @@ class WeightReceiver(Member):
         Law: afterwards ``version`` and ``state`` are those of ``publish``; if it raises, they have not changed.
 
         Args:
-            timeout: The limit of the call; None means the group's.
+            timeout: The time limit of the call; None is the group's.
 
         Returns:
             The version.

@@ -103,7 +103,7 @@ def test_one_ranks_fault_reaches_all(rank):
         "gather: rank 2 failed before the exchange\n"
         "  rank 2: TypeError: leaf ['x'] is not a dense tensor (torch.sparse_coo on cpu); pass its dense parts\n"
         "Called at tests/agreement/test_agree.py:N\n"
-        "Nothing was changed; fix that rank; the group keeps working."
+        "Nothing was changed, and the group keeps working. Fix the error on that rank."
     )
 
 
@@ -257,7 +257,7 @@ def test_a_long_error_text_is_cut_for_all(rank, letter):
     lines = text.splitlines()
     assert lines[0] == "gather: rank 1 failed before the exchange"
     assert lines[1].startswith("  rank 1: TypeError: leaf ['")
-    assert lines[-1] == "Nothing was changed; fix that rank; the group keeps working."
+    assert lines[-1] == "Nothing was changed, and the group keeps working. Fix the error on that rank."
     assert 1000 < len(lines[1]) < 50_000
 
     def body():

@@ -143,7 +143,7 @@ def test_a_rank_that_fails_before_its_data_moves_ends_the_call_for_all(rank, bac
         found = of_all(outcome(lambda: VERBS[operation](group)))
         patch.undo()
         told = (
-            f"RemoteError: {operation}: rank 1 failed in the middle\n  rank 1: MemoryError: no memory in the middle\n"
+            f"RemoteError: {operation}: rank 1 failed during the call\n  rank 1: MemoryError: no memory in the middle\n"
         )
         assert found[1] == "MemoryError: no memory in the middle"
         assert all(text.startswith(told) for text in (found[0], found[2]) if text != "a result")
@@ -264,7 +264,7 @@ def test_without_the_check_a_rank_that_raises_alone_is_not_waited_for(rank, back
                 call(data, group=group, check=False)
         else:
             found = outcome(lambda: call(data, group=group, check=False, timeout=30))
-            assert found == "a result" or found.startswith(f"RemoteError: {verb}: rank 1 failed in the middle")
+            assert found == "a result" or found.startswith(f"RemoteError: {verb}: rank 1 failed during the call")
         check_works(group, backend)
 
 
@@ -285,7 +285,7 @@ CALLS |= {
 }
 LAYER = torch.nn.Linear(1, 1)
 FAKE = "under FakeTensorMode, where tensors have no data"
-TRANSFORM = "inside vmap or another transform of torch.func, whose tensors stand for several"
+TRANSFORM = "inside vmap or another transform of torch.func, where one tensor stands for several"
 
 
 def under_fake_tensor_mode(call):

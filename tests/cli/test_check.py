@@ -89,7 +89,7 @@ def fault(env, *prefix):
 @pytest.mark.slow
 def test_a_missing_rank_is_named():
     out = fault({"WORLD_SIZE": "3", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
-    assert "FAULT    meeting: 2 of 3 ranks did not come to 127.0.0.1:" in out
+    assert "FAULT    meeting: 2 of 3 ranks did not reach 127.0.0.1:" in out
     assert "within 5 s: 1, 2\n         Start them" in out
 
 
@@ -97,7 +97,7 @@ def test_a_missing_rank_is_named():
 def test_a_wrong_master_address_is_named():
     out = fault({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "29500"})
     assert "FAULT    meeting: rank 1 cannot reach rank 0 at no-such-host.invalid:29500" in out
-    assert "MASTER_ADDR has to be the host of rank 0" in out
+    assert "MASTER_ADDR must be a name or address of the host of rank 0" in out
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_too_little_shared_memory_is_named():
     ((out, err),) = launching.finished(process)
     assert process.returncode == 0, out + err
     assert "warning  /dev/shm: 0.1 MiB free\n         Ranks of one host exchange data there" in out
-    assert "talk over gloo\n" in out
+    assert "communicate over gloo\n" in out
 
 
 def test_variables_of_another_launcher_are_named(monkeypatch):
@@ -133,5 +133,5 @@ def test_variables_of_another_launcher_are_named(monkeypatch):
 
 def test_an_interface_that_is_not_there_is_named():
     (found,) = [row for row in surroundings({"GLOO_SOCKET_IFNAME": "lo,eth99"}) if row.state == "fault"]
-    assert found.said == "GLOO_SOCKET_IFNAME=lo,eth99, but eth99 is not there or not up"
+    assert found.said == "GLOO_SOCKET_IFNAME=lo,eth99, but eth99 does not exist or is down"
     assert found.advice.startswith("Name one of ")

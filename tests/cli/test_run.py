@@ -54,7 +54,7 @@ def test_survivors_go_on_when_a_rank_fails(tmp_path):
     text = "import os, sys\nsys.exit(3 * int(os.environ['RANK']))"
     _, err = easydist("run", "--survivors", "-n", "3", script(tmp_path, text))
     assert sorted(line.partition(": process")[0] for line in err.splitlines()) == ["[rank 1] rank 1", "[rank 2] rank 2"]
-    assert err.count("; the others go on") == 2
+    assert err.count("; the others continue") == 2
 
 
 @pytest.mark.slow
@@ -103,7 +103,9 @@ def test_the_first_failing_rank_is_shown_first_with_its_traceback(tmp_path):
     """Rank 0 fails, too, because of rank 1, and may end before it."""
     _, err = easydist("run", "-n", "2", script(tmp_path, RAISES), status=1)
     end = err.partition("\nRank 1 failed first: process ")[2]
-    assert end.splitlines()[0].endswith((" ended with exit status 1.", " was ended by SIGTERM after its exception."))
+    assert end.splitlines()[0].endswith(
+        (" ended with exit status 1.", " was terminated by SIGTERM after its exception.")
+    )
     assert end.splitlines()[1] == "Traceback (most recent call last):"
     assert "KeyError: 'key'" in end
     assert end.index("ValueError: bad data") < end.index("Rank 0:")
@@ -119,7 +121,7 @@ def test_a_rank_that_the_launcher_ends_after_its_exception_has_failed_first(tmp_
     failures = {rank: ProcessFailure(rank, 100 + rank, status, "") for rank, status in ((0, 1), (1, -signal.SIGTERM))}
     assert report(failures, tmp_path) == 1
     err = capsys.readouterr().err
-    assert "Rank 1 failed first: process 101 was ended by SIGTERM after its exception." in err
+    assert "Rank 1 failed first: process 101 was terminated by SIGTERM after its exception." in err
     assert "Rank 0: process 100 ended with exit status 1. easydist.errors.RemoteError: rank 1 failed" in err
 
 
@@ -141,7 +143,7 @@ def test_a_rank_that_raised_is_first_even_if_the_launcher_has_to_end_it(tmp_path
     """Rank 0 has ended before, because of rank 1."""
     _, err = easydist("run", "-n", "2", script(tmp_path, SLOW_TO_END), status=1)
     end = err.partition("\nRank 1 failed first: process ")[2]
-    assert "was ended by SIGTERM after its exception." in end.splitlines()[0]
+    assert "was terminated by SIGTERM after its exception." in end.splitlines()[0]
     assert end.index("ValueError: bad data") < end.index("Rank 0: process ")
 
 
@@ -235,7 +237,10 @@ def test_wrong_options_give_a_suggestion():
 def test_a_script_that_is_not_there_is_said_at_once():
     said = CliRunner().invoke(main, ["run", "package.train"])
     assert said.exit_code == 2
-    assert "cannot read package.train: No such file or directory (a module? then put -m before its name)" in said.output
+    assert (
+        "cannot read package.train: No such file or directory (if it is a module, put -m before its name)"
+        in said.output
+    )
 
 
 def test_without_a_traceback_the_last_lines_are_shown():

@@ -152,7 +152,7 @@ def test_the_table_names_each_rank(capsys):
 def test_nobody_is_said():
     said = CliRunner().invoke(main, ["top", "0", "--once"])
     assert said.exit_code == 0
-    assert said.output.startswith("No process of yours")
+    assert said.output.startswith("None of your processes")
 
 
 def free_port():

@@ -168,10 +168,10 @@ def test_a_message_may_be_padded(value):
     message = codec.EncodedObject(value)
     padded = message.joined(message.nbytes + 100)
     assert padded.tolist() == message.joined().tolist() + [0] * 100
-    with pytest.raises(WireError, match="says that it has"):
+    with pytest.raises(WireError, match=r"declares \d+ bytes"):
         codec.decode(padded)
     assert_same(codec.decode(padded, is_padded=True), value)
-    with pytest.raises(WireError, match="says that it has"):
+    with pytest.raises(WireError, match=r"declares \d+ buffers and|declares \d+ bytes"):
         codec.decode(padded[: message.nbytes - 1], is_padded=True)
 
 

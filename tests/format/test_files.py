@@ -159,7 +159,7 @@ def test_metadata_is_kept_for_every_reader(path):
 
 
 def test_metadata_of_ours_and_of_other_types_is_refused(path):
-    with pytest.raises(ValueError, match=r"keys that begin with 'easydist\.' are taken: 'easydist\.tree'"):
+    with pytest.raises(ValueError, match=r"keys that begin with 'easydist\.' are reserved, got 'easydist\.tree'"):
         easydist.save([], path, {"easydist.tree": "x"})
     with pytest.raises(TypeError, match=r"metadata has to be a dict of str to str, got \{'a': 1\}"):
         easydist.save([], path, {"a": 1})

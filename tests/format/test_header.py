@@ -136,7 +136,7 @@ def test_unaligned_tensors_are_copied():
     ("values", "metadata", "error", "text"),
     [
         ({"q": torch.empty(1, dtype=torch.bits8)}, {}, TypeError, "q is bits8, which"),
-        ({"a": torch.ones([1] * 65)}, {}, ValueError, "a has 65 dimensions, a message at most 64"),
+        ({"a": torch.ones([1] * 65)}, {}, ValueError, "a has 65 dimensions, but a message has at most 64"),
         ({"__metadata__": torch.ones(1)}, {}, ValueError, "none of them named '__metadata__'"),
         ({"\ud800": torch.ones(1)}, {}, ValueError, "surrogates not allowed"),
         ({}, {"a": 1}, TypeError, "metadata has to be a dict of str to str, got {'a': 1}"),
@@ -151,11 +151,11 @@ def test_what_no_message_can_hold_is_refused_when_it_is_written(values, metadata
 
 GOOD = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
 WRONG = {
-    "nothing": (b"", "0 bytes are no message"),
-    "short": (b"\0" * 7, "7 bytes are no message"),
+    "nothing": (b"", "0 bytes are not a message"),
+    "short": (b"\0" * 7, "7 bytes are not a message"),
     "no header": (b"\0" * 8, "does not begin with '{'"),
-    "longer than the buffer": (struct.pack("<Q", 3) + b"{}", "should have 3 bytes, there are 2"),
-    "huge": (struct.pack("<Q", 2**63) + b"{}", "should have 9223372036854775808 bytes, there are 2"),
+    "longer than the buffer": (struct.pack("<Q", 3) + b"{}", "should have 3 bytes, but there are 2"),
+    "huge": (struct.pack("<Q", 2**63) + b"{}", "should have 9223372036854775808 bytes, but there are 2"),
     "a list": (raw([]), "does not begin with '{'"),
     "leading space": (raw(b" {}"), "does not begin with '{'"),
     "no utf-8": (raw(b'{"\xff":1}'), "not JSON: \"'utf-8' codec can't decode"),
@@ -169,14 +169,17 @@ WRONG = {
         raw(GOOD.replace(b"[1]", b"[" * 500 + b"]" * 500), b"0"),
         r"entry 'a': bad shape \[\[\[\[\[\[\[",
     ),
-    "entry twice": (raw(b'{"a":1,"a":2}'), "the key 'a' stands twice"),
-    "key twice": (raw(GOOD.replace(b"dtype", b"shape"), b"0"), "the key 'shape' stands twice"),
-    "metadata twice": (raw(b'{"__metadata__":{"a":"1","a":"2"}}'), "the key 'a' stands twice"),
-    "metadata of numbers": (raw({"__metadata__": {"a": 1}}), "__metadata__ is not an object of texts"),
-    "metadata null": (raw({"__metadata__": None}), "__metadata__ is not an object of texts"),
-    "entry is a list": (raw({"a": ["U8", [1], [0, 1]]}, b"0"), "entry 'a': needs just dtype, shape and data_offsets"),
-    "key missing": (raw({"a": {"dtype": "U8", "shape": [1]}}, b"0"), "entry 'a': needs just"),
-    "further key": (raw({"a": entry([1], [0, 1], x=1)}, b"0"), "entry 'a': needs just"),
+    "entry twice": (raw(b'{"a":1,"a":2}'), "the key 'a' appears twice"),
+    "key twice": (raw(GOOD.replace(b"dtype", b"shape"), b"0"), "the key 'shape' appears twice"),
+    "metadata twice": (raw(b'{"__metadata__":{"a":"1","a":"2"}}'), "the key 'a' appears twice"),
+    "metadata of numbers": (raw({"__metadata__": {"a": 1}}), "__metadata__ is not an object of strings"),
+    "metadata null": (raw({"__metadata__": None}), "__metadata__ is not an object of strings"),
+    "entry is a list": (
+        raw({"a": ["U8", [1], [0, 1]]}, b"0"),
+        "entry 'a': needs exactly dtype, shape and data_offsets",
+    ),
+    "key missing": (raw({"a": {"dtype": "U8", "shape": [1]}}, b"0"), "entry 'a': needs exactly"),
+    "further key": (raw({"a": entry([1], [0, 1], x=1)}, b"0"), "entry 'a': needs exactly"),
     "unknown dtype": (raw({"a": entry([1], [0, 1], "F7")}, b"0"), "entry 'a': unknown dtype 'F7'"),
     "dtype torch lacks": (raw({"a": entry([4], [0, 3], "F6_E2M3")}, b"000"), "entry 'a': unknown dtype 'F6_E2M3'"),
     "dtype is a list": (raw({"a": entry([1], [0, 1], [])}, b"0"), r"entry 'a': unknown dtype \[\]"),
@@ -193,7 +196,7 @@ WRONG = {
     },
     "too few bytes for the shape": (
         raw({"a": entry([2], [0, 4], "F32")}, b"0000"),
-        r"entry 'a': float32 \(2,\) needs 8 bytes, data_offsets \[0, 4\] hold 4",
+        r"entry 'a': float32 \(2,\) needs 8 bytes, but data_offsets \[0, 4\] hold 4",
     ),
     "half an item": (raw({"a": entry([1], [0, 1], "F4")}, b"0"), "entry 'a': F4 needs an even last dimension"),
     "hole in front": (raw({"a": entry([1], [1, 2])}, b"00"), "entry 'a': begins at 1, not at 0: it leaves a hole"),
@@ -206,10 +209,16 @@ WRONG = {
         "entry 'b': begins at 0, not at 1",
     ),
     "empty in the middle": (raw({"a": entry([2], [0, 2]), "b": entry([0], [1, 1])}, b"00"), "entry 'b': begins at 1"),
-    "behind the end": (raw({"a": entry([2], [0, 2])}, b"0"), "the entries need 2 bytes of data, there are 1"),
-    "bytes behind": (raw(GOOD, b"00"), "the entries need 1 bytes of data, there are 2"),
-    "huge tensor": (raw({"a": entry([2**50], [0, 2**50])}, b"0"), "need 1125899906842624 bytes of data, there are 1"),
-    "note of no entry": (raw({"__metadata__": {header.DTYPES: '{"a": "complex128"}'}}), "names 'a', which is no entry"),
+    "behind the end": (raw({"a": entry([2], [0, 2])}, b"0"), "the entries need 2 bytes of data, but there are 1"),
+    "bytes behind": (raw(GOOD, b"00"), "the entries need 1 bytes of data, but there are 2"),
+    "huge tensor": (
+        raw({"a": entry([2**50], [0, 2**50])}, b"0"),
+        "need 1125899906842624 bytes of data, but there are 1",
+    ),
+    "note of no entry": (
+        raw({"__metadata__": {header.DTYPES: '{"a": "complex128"}'}}),
+        "names 'a', which is not an entry",
+    ),
     "note without pairs": (
         raw({"__metadata__": {header.DTYPES: '{"a": "complex128"}'}, "a": entry([1], [0, 8], "F64")}, b"0" * 8),
         r"entry 'a': F64 \[1\] cannot hold 'complex128'",
@@ -250,7 +259,7 @@ def test_the_longest_name_makes_a_short_message():
 def test_100_000_entries_are_fine_and_one_more_is_not():
     buffer = raw({f"{i}": entry([0], [0, 0]) for i in range(100_000)})
     assert len(header.decode(buffer).entries) == 100_000
-    with pytest.raises(WireError, match="100001 entries, more than 100000"):
+    with pytest.raises(WireError, match="the header has 100001 entries, more than 100000"):
         header.decode(raw({f"{i}": entry([0], [0, 0]) for i in range(100_001)}))
 
 
@@ -260,7 +269,7 @@ def test_reading_takes_at_most_64_bytes_for_each_mark(piece):
     buffer = raw(b'{"a":[' + piece * 200_000 + b"1]}")
     marks = sum(map(buffer.count, b"[{,:"))
     tracemalloc.start()
-    with pytest.raises(WireError, match="entry 'a': needs just"):
+    with pytest.raises(WireError, match="entry 'a': needs exactly"):
         header.decode(buffer)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

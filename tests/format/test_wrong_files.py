@@ -38,7 +38,7 @@ def with_structure(path, text, **values):
         ("{", "the header is not JSON"),
         ("[]", "needs 'tree' and may have 'ties'"),
         ('{"tree": 1, "x": 2}', "needs 'tree' and may have 'ties'"),
-        ('{"tree": {"tensor": "a"}, "ties": 1}', "ties of the structure are not an object of texts"),
+        ('{"tree": {"tensor": "a"}, "ties": 1}', "ties of the structure are not an object of strings"),
         ('{"tree": {"tensor": "c"}}', "there is no entry 'c'"),
         ('{"tree": {"tensor": "b"}}', "entry 'a' has no place in the structure"),
         ('{"tree": {"tensor": "a", "x": 1}}', "a node of the structure has 2 keys, not one"),
@@ -58,7 +58,7 @@ def with_structure(path, text, **values):
             + "]}}",
             "more than 100 keys of one dict of the structure have the same hash",
         ),
-        ('{"tree": {"size": ["x"]}}', "torch.Size of something else"),
+        ('{"tree": {"size": ["x"]}}', "torch.Size with items"),
         ('{"tree": {"dtype": "nn"}}', "a node 'dtype' that means nothing"),
         ('{"tree": {"dtype": 1}}', "a node 'dtype' that means nothing"),
         ('{"tree": {"device": "moon"}}', "a node 'device' that means nothing"),
@@ -132,10 +132,10 @@ def test_what_is_no_regular_file_is_refused_at_once(path):
         ("load", lambda: easydist.load_metadata(path)),
         ("save", lambda: easydist.save({}, path)),
     ):
-        with pytest.raises(OSError, match=f"{operation} needs a regular file, and this is a FIFO: '{path}'"):
+        with pytest.raises(OSError, match=f"{operation} needs a regular file, but this is a FIFO: '{path}'"):
             call()
     assert path.is_fifo()
-    with pytest.raises(OSError, match="load needs a regular file, and this is a device: '/dev/zero'"):
+    with pytest.raises(OSError, match="load needs a regular file, but this is a device: '/dev/zero'"):
         easydist.load("/dev/zero")
     with pytest.raises(IsADirectoryError):
         easydist.load(path.parent)

@@ -45,7 +45,7 @@ def test_who_does_not_come_in_time_is_left_out_and_told(case):
     assert rows[out]["gone_on"] == left
     who = ", ".join(map(str, left))
     assert f"recover: rank {out} was left out of " in rows[out]["text"]
-    assert f": ranks {who} have gone on without it" in rows[out]["text"]
+    assert f": ranks {who} have continued without it" in rows[out]["text"]
     assert statuses == [0, 0, 0]
 
 
@@ -76,12 +76,12 @@ def test_without_a_store_ranks_of_several_hosts_are_told_what_to_do():
     assert {row["type"] for row in rows.values()} == {"PeerLostError"}
     for rank, row in rows.items():
         assert row["text"].startswith(f"recover: rank {rank} cannot agree with the survivors of the group ")
-        assert "let the launcher keep it" in row["text"]
+        assert "let the launcher host it" in row["text"]
 
 
 @pytest.mark.slow
 def test_a_group_is_recovered_once():
     rows, _ = outcome("3/shm/again")
     assert {row["again"] for row in rows.values()} == {
-        "recover: this group has been recovered already: go on with the group that it returned"
+        "recover: this group has already been recovered. Continue with the group that recover() returned"
     }

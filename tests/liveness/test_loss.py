@@ -61,8 +61,8 @@ def test_a_process_that_ends_is_named(world_size, backend, scenario):
             rf"gather: rank {world_size - 1} is lost: process {lost} on \S+{what}\n"
             rf"  rank {world_size - 1} was last seen in gather, call [12], {AT}\n"
             rf"  rank \d waited in gather, call 2, {AT}\n"
-            r"The group cannot go on without it: "
-            r"start the job again, or call easydist\.recover\(\) on those that are left\.",
+            r"The group cannot continue without it\. "
+            r"Restart the job, or call easydist\.recover\(\) on the ranks that are left\.",
             row["text"],
         ), (rank, row["text"])
         assert row["next"] == "PeerLostError"
@@ -74,7 +74,7 @@ def test_a_process_that_ends_before_the_ranks_have_met_is_missed(world_size, bac
     rows, status = survivors(world_size, backend, scenario, "PeerLostError")
     assert status == -9
     for row in rows:
-        assert re.match(rf"gather: rank {world_size - 1} is lost: it has left before the ranks had met\n", row["text"])
+        assert re.match(rf"gather: rank {world_size - 1} is lost: it left before the ranks had met\n", row["text"])
         assert row["fields"]["rank"] == world_size - 1
         assert row["next"] == "PeerLostError"
 
@@ -105,7 +105,7 @@ def test_a_stopped_process_is_said_to_be_alive_and_stopped(world_size, backend, 
             assert re.match(rf"gather: 1 of {world_size} ranks did not come within [\d.]+ s\n", row["text"])
             state = "missing; last seen in gather, call 1"
         else:
-            assert re.match(r"gather: all ranks came, but not their data, within [\d.]+ s\n", row["text"])
+            assert re.match(r"gather: all ranks came, but their data did not arrive within [\d.]+ s\n", row["text"])
             state = "came; gather, call 2"
         assert re.search(rf"\n  rank {world_size - 1}: {state}, {AT}{condition}", row["text"])
 
@@ -131,12 +131,17 @@ def test_where_the_store_s_process_is_stopped_the_others_say_so_in_time_and_all_
         assert rows[rank]["next"] == list(range(world_size))
         assert set(rows[rank]["fields"]["missing"]) <= {0}  # innocent ranks are not blamed
     assert rows[1]["fields"]["missing"] == [0]
-    assert re.match(r"gather: 1 of 4 ranks did not come, and 2 were not heard of, within [\d.]+ s\n", rows[1]["text"])
-    assert "\n  rank 2: not heard of; it may have come\n  rank 3: not heard of; it may have come\n" in rows[1]["text"]
+    assert re.match(
+        r"gather: 1 of 4 ranks did not come, and 2 could not be observed, within [\d.]+ s\n", rows[1]["text"]
+    )
+    assert (
+        "\n  rank 2: could not be observed; it may have come\n  rank 3: could not be observed; it may have come\n"
+        in rows[1]["text"]
+    )
     assert rows[2]["fields"]["missing"] == []
-    assert re.match(r"gather: 2 of 4 ranks were not heard of within [\d.]+ s\n", rows[2]["text"])
+    assert re.match(r"gather: 2 of 4 ranks could not be observed within [\d.]+ s\n", rows[2]["text"])
     assert "alive but stopped (SIGSTOP)\n" in rows[1]["text"]
-    assert "\nThe store by which hosts hear of one another does not answer: is rank 0, or " in rows[1]["text"]
+    assert "\nThe store through which the hosts exchange their status does not answer: rank 0, or " in rows[1]["text"]
 
 
 @pytest.mark.slow

@@ -89,5 +89,7 @@ def test_dataclasses_and_arrays():
 
 
 def test_an_object_of_unknown_rows_is_refused():
-    with pytest.raises(TypeError, match=r"a batch without rows: \['graph'\] is Graph, whose rows are not known"):
+    with pytest.raises(
+        TypeError, match=r"cannot make a batch without rows: \['graph'\] is a Graph, and its rows are not known"
+    ):
         empty(lambda samples: {"graph": type("Graph", (), {})()}, torch.ones(1))

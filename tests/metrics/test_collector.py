@@ -161,7 +161,9 @@ def test_rounding_may_be_allowed(rank):
 def test_ranks_that_differ_get_one_error(rank):
     collector = MetricCollector()
     collector.update([rank], x=torch.ones(1, dtype=torch.float64 if rank else torch.float32))
-    with pytest.raises(ValueError, match=r"other columns\n  rank 0: \['x'\] tensor float32 \(\)\n  rank 1: .* float64"):
+    with pytest.raises(
+        ValueError, match=r"different columns\n  rank 0: \['x'\] tensor float32 \(\)\n  rank 1: .* float64"
+    ):
         collector.compute()
     with pytest.raises(ValueError, match="the ranks have total=3, 4"):
         MetricCollector(3 + rank).compute()
@@ -199,8 +201,8 @@ def test_what_update_refuses():
         ([1], {"x": x, "y": "b"}, r"\['y'\] is 'b', not one row per sample"),
         ([1], {"x": x}, "the columns are"),
         ([1], {"x": x.double(), "y": y}, "float64"),
-        ([5], {"x": x, "y": y}, "index 5 is not one of 5"),
-        ([-1], {"x": x, "y": y}, "index -1 is not one of 5"),
+        ([5], {"x": x, "y": y}, "index 5 is out of range for a data set of 5 samples"),
+        ([-1], {"x": x, "y": y}, "index -1 is out of range for a data set of 5 samples"),
         ([0.5], {"x": x, "y": y}, "one integer per row"),
     ]:
         with pytest.raises(ValueError, match=said):

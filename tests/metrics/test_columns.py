@@ -152,11 +152,11 @@ def test_what_says_nothing_of_repeated_samples_is_refused(rank):
     plain, wider = DataLoader(range(4)), DataLoader(range(6), sampler=DistributedSampler(range(6), 3, 0))
     strange = DataLoader(range(4), 2, sampler=DistributedSampler(range(4), 2, rank))
     for options, said in {
-        (): "no loader of accelerate says",
-        (("loader", plain),): "does not say how it deals its samples to 2 ranks",
-        (("loader", wider),): "the loader deals to 3 ranks, and 2 take part",
-        (("total", 5),): r"the ranks have 2, 2 rows, 4 in all, and total is 5",
-        (("total", 3),): r"the ranks have 2, 2 rows, 4 in all, and total is 3",
+        (): "no loader prepared with accelerate tells",
+        (("loader", plain),): "does not tell how it distributes its samples over 2 ranks",
+        (("loader", wider),): "the loader distributes its samples over 3 ranks, but 2 take part",
+        (("total", 5),): r"the ranks have 2, 2 rows, 4 in all, but total is 5",
+        (("total", 3),): r"the ranks have 2, 2 rows, 4 in all, but total is 3",
         (("indices", (1, 2, 3)),): "has 2, 2 rows on the ranks, indices has 3, 3",
         (("indices", (0.5, 1.0)),): "indices has to be one integer per row",
     }.items():
@@ -173,7 +173,7 @@ def test_a_rank_that_cannot_send_is_an_error_on_all(rank):
     columns = {"x": torch.ones(1), "f": [lambda: 0 if rank else 1] if rank else ["text"]}
     with pytest.raises((TypeError, RemoteError), match="cannot be pickled"):
         gather_for_metrics(columns, total=2)
-    with pytest.raises((ValueError, RemoteError), match="no loader of accelerate"):
+    with pytest.raises((ValueError, RemoteError), match="no loader prepared with accelerate"):
         gather_for_metrics(columns["x"], **({"total": 2} if rank else {}))
     with pytest.raises(easydist.DisagreementError, match="total=3"):
         gather_for_metrics(columns["x"], total=2 + rank)

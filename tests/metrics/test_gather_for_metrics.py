@@ -55,10 +55,10 @@ def test_another_loader_than_the_one_that_was_meant_is_noticed(rank, world_size)
     with accelerate_state(rank, world_size):
         train, test = prepared(range(37), 4), prepared(range(101), 8)
         assert in_loop(train) == [*range(37)]
-        with pytest.raises(ValueError, match="the only loader that has come to its end has 37 samples; pass loader="):
+        with pytest.raises(ValueError, match="the only loader that has ended has 37 samples; pass loader="):
             gather_for_metrics(torch.ones(8))
         mine = [int(i) for batch in test for i in batch]
-        with pytest.raises(ValueError, match="no loader of accelerate says"):
+        with pytest.raises(ValueError, match="no loader prepared with accelerate tells"):
             gather_for_metrics(rows(mine))
         assert whole(gather_for_metrics(rows(mine), loader=test)) == [*range(101)]
         if world_size == 2:

@@ -247,7 +247,7 @@ def test_a_stream_is_told_the_epoch(rank):
     ("options", "error", "text"),
     [
         ({"batch_size": 0}, ValueError, "batch_size=0"),
-        ({"batch_size": 2, "sampler": [1]}, TypeError, "sampler= is not taken"),
+        ({"batch_size": 2, "sampler": [1]}, TypeError, "sampler= is not accepted"),
         ({"batch_size": 2, "workers": 1}, TypeError, "workers"),
         ({"batch_size": 2, "num_workers": -1}, ValueError, "num_workers"),
     ],
@@ -265,7 +265,7 @@ def test_what_one_rank_asks_wrongly_is_an_error_on_all(rank, options, error, tex
     ("options", "text"),
     [
         ({"batch_size": 0}, "batch_size=0: a batch holds at least one"),
-        ({"shuffle": True}, "an iterable data set has an order of its own"),
+        ({"shuffle": True}, "an iterable data set has its own order"),
         ({"num_workers": 2}, "one worker reads it"),
         ({"num_workers": 1, "persistent_workers": True}, "no persistent_workers"),
     ],
@@ -293,7 +293,7 @@ def test_ranks_that_share_out_something_else_are_told(rank):
 @distributed(world_size=2)
 def test_streams_of_other_lengths_are_found_at_the_end(rank):
     """As where each rank reads samples of its own."""
-    told = r"position=3\).*\n.*position=4\)(.|\n)*Every rank has to read the same samples .*split_dataset_by_node"
+    told = r"position=3\).*\n.*position=4\)(.|\n)*Every rank must read the same samples .*split_dataset_by_node"
     with pytest.raises(DisagreementError, match=told):
         list(distributed_loader(Stream(3 + rank), 2))
     with pytest.raises(DisagreementError, match=r"end_epoch"):

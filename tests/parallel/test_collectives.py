@@ -163,10 +163,10 @@ def wrong_calls(group, rank):
 WRONG = {
     "all_reduce(3,) and (4,)": "DisagreementError: all_reduce: ranks disagree on 1 of 1 leaves",
     "dtypes": "DisagreementError: all_reduce: ranks disagree on 1 of 1 leaves",
-    "reduce_scatter of 3": "ValueError: reduce_scatter: dim -1 of (3,) cannot be cut for 2 ranks; pass sizes",
+    "reduce_scatter of 3": "ValueError: reduce_scatter: dim -1 of (3,) cannot be split among 2 ranks; pass sizes",
     "no such dim": "ValueError: reduce_scatter: a tensor of 1 dimensions has no dim 1",
     "no such dim of all_gather": "ValueError: gather: ",
-    "sizes": "ValueError: reduce_scatter: dim 0 of (4,) cannot be cut for 2 ranks as sizes=[1, 2] says",
+    "sizes": "ValueError: reduce_scatter: dim 0 of (4,) cannot be split among 2 ranks as sizes=[1, 2] says",
     "sizes of all_gatherv": "RemoteError: all_gatherv: rank 1 failed before the exchange",
     "no tensor": "RemoteError: all_reduce: rank 1 failed before the exchange",
     "other calls": "DisagreementError: ",

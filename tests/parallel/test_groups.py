@@ -18,7 +18,7 @@ MISTAKES = {
     "rank 2 of the world is missing": ([[0, 1]], "ValueError: group_ranks=[[0, 1]] does not have rank 2"),
     "one rank twice": ([[0, 1, 2], [2]], "ValueError: group_ranks has rank 2 twice"),
     "no such rank": ([[0, 1, 2, 3]], "ValueError: group_ranks has rank 3, but the world has 3 ranks"),
-    "not in order": ([[2, 0], [1]], "ValueError: group_ranks has [2, 0]; torch.distributed knows ranks in ascending"),
+    "not in order": ([[2, 0], [1]], "ValueError: group_ranks has [2, 0]; torch.distributed accepts ranks in ascending"),
     "no numbers": ([["a"], [0, 1, 2]], "TypeError: "),
 }
 

@@ -318,11 +318,11 @@ def unlike(group, rank):
             lambda: group.recv(torch.Size([8]), torch.float32),
         ),
         "recv_object: rank 0 called send_tensor_dict": (lambda: send(tree), lambda: group.recv_object(0)),
-        "recv: rank 0 sends torch.float32 (8,), rank 1 expects torch.float32 (9,)": (
+        "recv: rank 0 sends torch.float32 (8,), but rank 1 expects torch.float32 (9,)": (
             lambda: group.send(tree["x"]),
             lambda: group.recv(torch.Size([9]), torch.float32),
         ),
-        "recv: rank 0 sends torch.float32 (140000,), rank 1 expects torch.int32 (140000,)": (
+        "recv: rank 0 sends torch.float32 (140000,), but rank 1 expects torch.int32 (140000,)": (
             lambda: group.send(tree["y"]),
             lambda: group.recv(torch.Size([LARGE * 2]), torch.int32),
         ),

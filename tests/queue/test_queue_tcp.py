@@ -26,7 +26,7 @@ def test_wrong_key_is_refused():
     connection.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(1000))
     wrong = MessageQueue.create_from_handle(dataclasses.replace(handle, key=bytes(32)), 0)
     thread = in_thread(writer.wait_until_ready, SOON)
-    with pytest.raises(PermissionError, match="does not let this reader in"):
+    with pytest.raises(PermissionError, match="rejects this reader"):
         wrong.dequeue(SOON)
     reader = MessageQueue.create_from_handle(handle, 0)
     thread.join()
@@ -114,7 +114,7 @@ def remote():
 @pytest.mark.parametrize("wait", ["enqueue", "wait_until_ready"])
 def test_a_writer_without_descriptors_says_so_and_goes_on_when_it_has_some(remote, wait):
     writer, reader = remote
-    text = r"^MessageQueue: a reader cannot be let in: Too many open files\. If .* raise the limit \(ulimit"
+    text = r"^MessageQueue: a reader cannot be admitted: Too many open files\. If .* raise the limit \(ulimit"
     with no_descriptor_left(), pytest.raises(ConnectionError, match=text):
         writer.enqueue("lost", SOON) if wait == "enqueue" else writer.wait_until_ready(SOON)
     writer.wait_until_ready(SOON)
@@ -142,14 +142,14 @@ def test_a_reader_that_tells_nonsense_is_refused_and_the_writer_says_so(record):
         with socket.create_connection(handle.address) as connection:
             connection.sendall(hello + tcp._proof(handle.key, b"reader", hello))
             with pytest.raises(
-                ConnectionError, match="reader 0 was not let in: what it tells of its process is damaged"
+                ConnectionError, match="reader 0 was not admitted: the record of its process is damaged"
             ):
                 writer.enqueue(1)
             assert connection.recv(1) == b""
         with MessageQueue.create_from_handle(handle, 0) as reader:
             writer.enqueue(2)
             assert reader.dequeue(SOON) == 2
-        with pytest.raises(WireError, match="what it tells of its process is damaged"):
+        with pytest.raises(WireError, match="the record of its process is damaged"):
             MessageQueue.create_from_handle(dataclasses.replace(handle, writer=record), 0)
 
 
@@ -157,7 +157,9 @@ def test_a_message_that_no_memory_can_hold_is_an_error_of_the_queue(remote):
     writer, reader = remote
     writer.wait_until_ready(SOON)
     writer._end._senders[0]._add(tcp._LENGTH.pack(2**62))
-    with pytest.raises(ConnectionError, match=f"announces a message of {2**62} bytes, for which there is no memory"):
+    with pytest.raises(
+        ConnectionError, match=f"announces a message of {2**62} bytes, for which this process has no memory"
+    ):
         reader.dequeue(SOON)
     with pytest.raises(PeerLostError):
         reader.dequeue(SOON)
@@ -165,7 +167,7 @@ def test_a_message_that_no_memory_can_hold_is_an_error_of_the_queue(remote):
 
 def test_each_rank_is_let_in_once(pair):
     writer, reader = pair()
-    with pytest.raises((RuntimeError, ConnectionError), match=r"taken|has all its readers"):
+    with pytest.raises((RuntimeError, ConnectionError), match=r"has attached already|has all its readers"):
         MessageQueue.create_from_handle(writer.export_handle(), 0)
     writer.enqueue(1)
     assert reader.dequeue(SOON) == 1
@@ -175,7 +177,7 @@ def test_more_readers_than_announced_are_refused():
     writer = MessageQueue(2, 0, connect_ip="127.0.0.1")
     first, again = [MessageQueue.create_from_handle(writer.export_handle(), 3) for _ in range(2)]
     thread = in_thread(writer.wait_until_ready, SOON)
-    with pytest.raises(PermissionError, match="its rank has been taken"):
+    with pytest.raises(PermissionError, match="another reader has its rank"):
         again.dequeue(SOON)
     second = MessageQueue.create_from_handle(writer.export_handle(), 0)
     thread.join()

@@ -226,7 +226,7 @@ def test_guard_ends_a_wait(rank):
             assert [seconds for _, seconds in calls] == sorted(seconds for _, seconds in calls)
             with pytest.raises(RuntimeError, match="GaveUp"):
                 earlier.wait()
-            with pytest.raises(RuntimeError, match="cannot be used any more"):
+            with pytest.raises(RuntimeError, match="can no longer be used"):
                 shm.barrier()
     dist.barrier()
 

@@ -33,7 +33,7 @@ def check_evaluation(found, dealt):
     assert found["names"] == found["columns"] == [f"n{i}" for i in everything]
     assert len(found["guessed"]) == dealt > 11
     (warning,) = found["warnings"]
-    assert warning.startswith("gather_for_metrics: no loader of accelerate says which samples are repeated")
+    assert warning.startswith("gather_for_metrics: no loader prepared with accelerate tells which samples are repeated")
 
 
 @pytest.mark.parametrize(("size", "order"), [(2, "before"), (4, "after")])

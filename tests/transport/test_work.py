@@ -69,6 +69,6 @@ def test_an_operation_that_fails_between_steps_ends_those_behind_it():
     with pytest.raises(ZeroDivisionError):
         first.wait()
     for call in (second.wait, lambda: line.begin(iter([]))):
-        with pytest.raises(RuntimeError, match=r"^this communicator cannot be used any more: in the middle$"):
+        with pytest.raises(RuntimeError, match=r"^this communicator can no longer be used: in the middle$"):
             call()
     assert not second.is_completed()

@@ -128,7 +128,7 @@ def test_nested_tensors_stay_and_warn(rank):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    with pytest.warns(CannotPadNestedTensorWarning, match="nested tensors have no one size to pad to"):
+    with pytest.warns(CannotPadNestedTensorWarning, match="nested tensors have no common size to pad to"):
         got = easydist.pad_across_processes({"nested": nested, "x": torch.ones(rank + 1)})
     assert got["nested"] is nested
     assert got["x"].tolist() == [1.0, float(rank)]

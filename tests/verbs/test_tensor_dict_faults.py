@@ -99,7 +99,7 @@ def test_into_that_cannot_be_written_is_the_same_error_on_both_sides(rank, name)
             call({"x": [torch.ones(2).double()], "y": torch.ones(LARGE)}, {"x": [make()], "y": other})
         assert text_of(caught) == (
             f"{verb}: rank 1 failed before the exchange\n  rank 1: {text}\n"
-            "Nothing was changed; fix that rank; the group keeps working."
+            "Nothing was changed, and the group keeps working. Fix the error on that rank."
         )
         assert (caught.value.__cause__ is not None) == (rank == 1)
         assert not other.any()
@@ -122,7 +122,7 @@ def test_what_json_cannot_say_is_refused_on_all_ranks(rank, src):
     said = (
         f"rank {src} failed before the exchange\n  rank {src}: TypeError: ['a'][0] is a Thing; a tensor dict holds "
         "tensors, arrays, numbers, text, bytes, None and plain containers of them: send its parts, or use "
-        "broadcast_object_list\nNothing was changed; fix that rank; the group keeps working."
+        "broadcast_object_list\nNothing was changed, and the group keeps working. Fix the error on that rank."
     )
     with pytest.raises(RemoteError) as caught:
         exchanged(rank, {"a": [THING]}, src, 1 - src)
@@ -196,9 +196,9 @@ def test_an_error_that_has_no_text_is_told_as_well(rank):
 def test_a_header_without_its_data_is_checked_like_any_other():
     encoded = header.encode({"a": torch.ones(3)})
     assert header.decode(encoded, apart=True).entries[0].stop == 12
-    with pytest.raises(WireError, match="the entries need 12 bytes of data, there are 16"):
+    with pytest.raises(WireError, match="the entries need 12 bytes of data, but there are 16"):
         header.decode(encoded + b"more", apart=True)
-    with pytest.raises(WireError, match="the entries need 12 bytes of data, there are 0"):
+    with pytest.raises(WireError, match="the entries need 12 bytes of data, but there are 0"):
         header.decode(encoded)
 
 

@@ -92,7 +92,7 @@ def test_an_object_that_holds_tensors_is_refused_by_name(rank, verb, hides):
     make, text = {
         "bag": (lambda: Bag(X), "is a test_trees.Bag that holds tensors.*easydist.tree.register"),
         "slots": (lambda: Slotted([X.numpy()]), "is a test_trees.Slotted that holds tensors"),
-        "set": (lambda: {X}, "is a set that holds tensors in no order"),
+        "set": (lambda: {X}, "is a set that holds tensors without an order"),
         "values": (lambda: {"a": X}.values(), "is a dict_values that holds tensors"),
         "cache": (cache, "DynamicCache that holds tensors"),
         "iterator": (lambda: iter([X]), "is an iterator"),

@@ -83,9 +83,9 @@ def test_all_ranks_raise_or_none(rank, tmp_path):
 BAD = {
     "no object": (None, "no weight_map"),
     "numbers": ({"a": 1}, "not an object of file names"),
-    "up": ({"a": "../secret.safetensors"}, "no file beside it"),
-    "absolute": ({"a": "/etc/passwd"}, "no file beside it"),
-    "elsewhere": ({"0.bias": "a.safetensors"}, "'0.bias' is in a.safetensors, and it is not"),
+    "up": ({"a": "../secret.safetensors"}, "not a file next to it"),
+    "absolute": ({"a": "/etc/passwd"}, "not a file next to it"),
+    "elsewhere": ({"0.bias": "a.safetensors"}, "'0.bias' is in a.safetensors, but it is not"),
 }
 
 

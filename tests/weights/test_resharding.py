@@ -191,7 +191,7 @@ def test_layouts_that_do_not_fit_are_refused_everywhere(rank):
             Resharding(source if rank == 0 else None, target if rank == 1 else None)
 
     w = torch.zeros(4)
-    refused(DisagreementError, "  v  is wanted, and no rank holds it", {"w": w}, {"v": w})
+    refused(DisagreementError, "  v  is wanted, but no rank holds it", {"w": w}, {"v": w})
     refused(DisagreementError, r"w  is float32 \(4,\), rank 1 wants float32 \(5,\)", {"w": w}, {"w": torch.zeros(5)})
     refused(DisagreementError, r"rank 1 wants int64 \(4,\)", {"w": w}, {"w": torch.zeros(4, dtype=torch.int64)})
     half = LocalShard(w[:2], (0,), (4,))

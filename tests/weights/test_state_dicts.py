@@ -279,7 +279,7 @@ def test_damage_is_found_by_digests(rank):
     comm = Damaging(communicators().met().control.backend, "damaging")
     sent = {"fine": torch.ones(7), "hurt": torch.ones(1001), "fine too": torch.ones(70_000, dtype=torch.int8)}
     sent["fine too"] = sent["fine too"][:10]
-    with pytest.raises(WireError, match="1 tensors arrived with other bytes than were sent\n  hurt  on rank 1"):
+    with pytest.raises(WireError, match="1 tensors arrived with bytes that differ from those sent\n  hurt  on rank 1"):
         weights.broadcast_state_dict(sent if rank == 0 else {}, verify=True, group=comm)
     got = weights.broadcast_state_dict(sent if rank == 0 else {}, group=comm)
     assert torch.equal(got["hurt"], sent["hurt"]) == (rank == 0)

@@ -96,4 +96,4 @@ class RunQueue:
 
     def _check(self) -> None:
         if self._error is not None:
-            raise RuntimeError(f"this communicator cannot be used any more: {self._error}") from self._error
+            raise RuntimeError(f"this communicator can no longer be used: {self._error}") from self._error

@@ -57,7 +57,7 @@ class Solo(Backend):
         return self.all_gather_single(output, inputs[0])
 
     def send(self, tensor: torch.Tensor, dst: int) -> TorchWork:
-        raise RuntimeError("a world of one has nobody to send to")
+        raise RuntimeError("a world of one has no other rank to send to")
 
     def recv(self, tensor: torch.Tensor, src: int) -> TorchWork:
-        raise RuntimeError("a world of one has nobody to receive from")
+        raise RuntimeError("a world of one has no other rank to receive from")
