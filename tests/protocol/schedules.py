@@ -110,7 +110,7 @@ class Group:
         self.ranks += [kind(self, rank, schedule.steps.get(rank), machine) for rank in self.everyone]
         self.places, self.is_wild, self.end = [0] * self.size, [False] * self.size, None
         self._is_inside, self._had_wild = [False] * self.size, False
-        self.outcomes, self._cut = [{} for _ in self.everyone], set()
+        self.outcomes = [{} for _ in self.everyone]
         self.left, self._came, self.has_end = {}, {}, bool(schedule.ends)
         self._place_of, self._next = [-1], 0
         self.must_return = {}
@@ -203,8 +203,6 @@ class Group:
             self.is_wild[mine] = rank.has_signal
         place = self.places[mine]
         self.outcomes[mine][place] = error
-        if error is not None and members is not None and not rank.rules.is_fresh:
-            self._cut.add((mine, place))
         if error is None and members is None:
             self.must_return.pop(mine, None)
             self._check_returned(rank, place)
@@ -292,14 +290,14 @@ class Group:
         others = [self.outcomes[other] for other in self.everyone if other != rank]
         latest = max((p for found in others for p, e in found.items() if e and not is_reported(e)), default=-1)
         for place, error in self.outcomes[rank].items():
-            if (rank, place) in self._cut:  # the other one may have its data, and have heard of an earlier call since
+            if self.schedule.step(place) is not None:  # calls of two have no order between those of all ranks
                 place = self._last_of_all(place)
             is_told = error is not None and is_reported(error) and not error_is_final(error)
             if is_told and place > latest and not self._had_wild and len(others) == self._count_alive() - 1:
                 self.fail(f"rank {rank} raises {error!r} in call {place}, to which nobody has anything to say")
 
     def _last_of_all(self, place):
-        """The last call of all ranks before a call of two."""
+        """Return the last call of all ranks before a call of two."""
         return max((at for at in range(place) if self.schedule.step(at) is None), default=-1)
 
     def _count_alive(self):
