@@ -48,7 +48,7 @@ def explained(
     if interrupted := [peer.rank for peer in gone if _was_interrupted(peer)]:
         return CommRemoteError(f"{what}: rank {interrupted[0]} was interrupted. {_broken(error)}")
     if gone or isinstance(error, PeerLostError):
-        return _lost(error, what, gone)
+        return lost(f"{what}: {named(gone) or 'a rank'} has ended. {_broken(error)}", gone)
     waited = getattr(error, "peer", None)
     if isinstance(error, CollectiveTimeout) or "imed out" in str(error):
         missing = getattr(error, "missing", ()) or (() if waited is None else (waited,))
@@ -78,13 +78,18 @@ def _was_interrupted(peer: Peer) -> bool:
     return report is not None and report.kind == INTERRUPT and peer.is_same_group(report.entry)
 
 
-def _lost(error: BaseException, what: str, gone: Sequence[Peer]) -> CommPeerLost:
-    who = ", ".join(f"rank {peer.rank} (process {peer.pid} on {peer.host})" for peer in gone)
-    lost = CommPeerLost(f"{what}: {who or 'a rank'} has ended. {_broken(error)}")
+def lost(text: str, gone: Sequence[Peer]) -> CommPeerLost:
+    """Return an error with this text about ranks that have ended."""
+    error = CommPeerLost(text)
     if gone:
-        lost.rank, lost.pid, lost.host = gone[0].rank, gone[0].pid, gone[0].host
-        lost.exit_status = gone[0].exit_status()
-    return lost
+        error.rank, error.pid, error.host = gone[0].rank, gone[0].pid, gone[0].host
+        error.exit_status = gone[0].exit_status()
+    return error
+
+
+def named(peers: Sequence[Peer]) -> str:
+    """Return the names of ranks for a text."""
+    return ", ".join(f"rank {peer.rank} (process {peer.pid} on {peer.host})" for peer in peers)
 
 
 def _broken(error: BaseException) -> str:

@@ -15,9 +15,9 @@ from datetime import timedelta
 
 import torch
 
-from easydist.comms.failures import CommTimeout
+from easydist.comms.failures import CommPeerLost, CommTimeout, lost, named
 from easydist.groups.sharing import all_gather, is_wanted
-from easydist.liveness.peer import host_id
+from easydist.liveness.peer import Peer, host_id
 from easydist.shm.futex import Futex
 from easydist.shm.segment import Segment
 from easydist.transport.comm import Collectives
@@ -110,25 +110,38 @@ class Regions:
         assert signals is not None
         return signals[slot]
 
-    def wait(self, slot: int, is_met: Callable[[int], bool], limit: timedelta, what: str) -> None:
+    def wait(self, slot: int, is_met: Callable[[int], bool], limit: timedelta, senders: Sequence[Peer]) -> None:
         """Sleep until the number in a slot of this rank meets a condition.
 
+        Args:
+            slot: The slot.
+            is_met: The condition.
+            limit: The time limit.
+            senders: The other ranks that may write the number; empty if they are not known.
+
         Raises:
+            CommPeerLost: All senders have ended, and the number does not meet the condition.
             CommTimeout: The number has not met it within ``limit``.
         """
         deadline = time.monotonic() + limit.total_seconds()
+        gone: list[Peer] = []
         while not is_met(self.value(slot)):
             expected = self._futex.value()
             self._futex.fence()
             if is_met(self.value(slot)):
                 return
             left = deadline - time.monotonic()
-            if left <= 0:
-                seconds = limit.total_seconds()
-                raise CommTimeout(
-                    f"{what} timed out after {seconds:g} s: slot {slot} of rank {self.rank} holds {self.value(slot)}"
-                )
+            if left <= 0 or (gone and len(gone) == len(senders)):
+                raise self._in_vain(slot, limit, gone, is_late=left <= 0)
             self._futex.sleep(expected, min(left, _LOOK))
+            gone = [peer for peer in senders if peer.has_ended()]  # before the next look, which sees their last signals
+
+    def _in_vain(self, slot: int, limit: timedelta, gone: Sequence[Peer], is_late: bool) -> CommTimeout | CommPeerLost:
+        held = f"slot {slot} of rank {self.rank} holds {self.value(slot)}"
+        if not is_late:
+            return lost(f"wait_signal: {named(gone)} has ended without the signal: {held}", gone)
+        ended = f", and {named(gone)} has ended" if gone else ""
+        return CommTimeout(f"wait_signal timed out after {limit.total_seconds():g} s: {held}{ended}")
 
 
 def check_fits(numel: int, offset: int, dtype: torch.dtype, nbytes: int) -> None:

@@ -10,8 +10,9 @@ from typing import SupportsIndex
 
 import torch
 
+from easydist.comms.operations import Operations
 from easydist.comms.regions import Regions, check_fits, numel_of
-from easydist.transport.comm import Collectives
+from easydist.liveness.peer import Peer
 from easydist.transport.staging import flat
 from easydist.transport.work import TorchWork
 
@@ -36,11 +37,14 @@ _COMPARE: dict[SignalCmpOp, Callable[[int, int], bool]] = {
 class _Signal:
     """A wait for a signal."""
 
-    def __init__(self, regions: Regions, slot: int, is_met: Callable[[int], bool], limit: timedelta) -> None:
+    def __init__(
+        self, regions: Regions, slot: int, is_met: Callable[[int], bool], limit: timedelta, senders: Sequence[Peer]
+    ) -> None:
         self._regions, self._slot, self._is_met, self._limit = regions, slot, is_met, limit
+        self._senders = senders
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        self._regions.wait(self._slot, self._is_met, timeout or self._limit, "wait_signal")
+        self._regions.wait(self._slot, self._is_met, timeout or self._limit, self._senders)
 
     def is_completed(self) -> bool:
         return self._is_met(self._regions.value(self._slot))
@@ -49,7 +53,7 @@ class _Signal:
 class _Window:
     """A region per rank; see ``TorchCommWindow`` and ``RegisteredWindow``."""
 
-    def __init__(self, comm: Collectives) -> None:
+    def __init__(self, comm: Operations) -> None:
         self._comm = comm
         self._regions: Regions | None = None
 
@@ -74,8 +78,11 @@ class _Window:
         self._view(rank, [tensor.numel()], tensor.dtype, offset).copy_(flat(tensor))
         return TorchWork()
 
-    def _wait(self, slot: int, is_met: Callable[[int], bool], async_op: bool) -> TorchWork:
-        work = TorchWork([_Signal(self._open(), slot, is_met, self._comm.time_limit)])
+    def _wait(self, slot: int, is_met: Callable[[int], bool], async_op: bool, sender: int | None = None) -> TorchWork:
+        """Wait for a number that one rank writes, or any of them (None)."""
+        peers = {} if self._comm.monitor is None else self._comm.monitor.peers
+        senders = [peer for rank, peer in peers.items() if sender in (None, rank)]
+        work = TorchWork([_Signal(self._open(), slot, is_met, self._comm.time_limit, senders)])
         if async_op:
             return work.in_background()
         work.wait()
@@ -102,7 +109,7 @@ class TorchCommWindow(_Window):
     Source: the torchcomms API.
     """
 
-    def __init__(self, comm: Collectives, window_size: int, cpu_buf: bool = False, signal_size: int = 256) -> None:
+    def __init__(self, comm: Operations, window_size: int, cpu_buf: bool = False, signal_size: int = 256) -> None:
         super().__init__(comm)
         if window_size < 0 or signal_size < 0:
             raise RuntimeError(f"a window cannot have {window_size} bytes and {signal_size} signals")
@@ -173,7 +180,8 @@ class TorchCommWindow(_Window):
 
         Raises:
             TypeError: ``cmp_op`` is not a ``SignalCmpOp``.
-            RuntimeError: There is no such slot, or the communicator's time limit has passed.
+            RuntimeError: There is no such slot, or the communicator's time limit has passed (CommTimeout), or all other
+                ranks have ended (CommPeerLost).
         """
         if not isinstance(cmp_op, SignalCmpOp):
             raise TypeError(f"wait_signal(): cmp_op must be a SignalCmpOp, got {cmp_op!r}")
@@ -200,7 +208,7 @@ class RegisteredWindow(_Window):
         tensor([0., 1., 0.])
     """
 
-    def __init__(self, comm: Collectives) -> None:
+    def __init__(self, comm: Operations) -> None:
         super().__init__(comm)
         self._tensor: torch.Tensor | None = None
         self._sent, self._taken = [0] * comm.get_size(), [0] * comm.get_size()
@@ -278,12 +286,16 @@ class RegisteredWindow(_Window):
         Args:
             peer_rank: The sender.
             async_op: Return at once.
+
+        Raises:
+            RuntimeError: There is no such rank, or the communicator's time limit has passed (CommTimeout), or the
+                sender has ended without a further signal (CommPeerLost).
         """
         rank = self._comm._rank("peer_rank", peer_rank)
         self._taken[rank] += 1
         count = self._taken[rank]
         try:
-            return self._wait(rank, lambda seen: seen >= count, async_op)
+            return self._wait(rank, lambda seen: seen >= count, async_op, rank)
         except BaseException:
             self._taken[rank] -= 1
             raise

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 
 import easydist.comms as torchcomms
-from easydist.comms import ReduceOp, device_mesh
+from easydist.comms import ReduceOp, SignalCmpOp, device_mesh
 from easydist.errors import PeerLostError
 
 CPU = torch.device("cpu")
@@ -63,6 +63,25 @@ def death(rank, backend):
     except RuntimeError as error:
         lost = error if isinstance(error, PeerLostError) else PeerLostError(str(error))
     return f"{backend}: rank 0 of 2 heard that rank {lost.rank} ended by {-(lost.exit_status or 0)}"
+
+
+def silence(rank):
+    """Wait for signals of a rank that ends after its first one."""
+    comm = torchcomms.new_comm("shm", CPU, "main", timeout=timedelta(seconds=120))
+    window, other = comm.new_window(torch.zeros(1)), comm.window_allocate(8)
+    if rank == 1:
+        window.signal(0, False)
+        os.kill(os.getpid(), signal.SIGKILL)
+    window.wait_signal(1, False)
+    waits = [lambda: window.wait_signal(1, False), lambda: other.wait_signal(0, 1, SignalCmpOp.EQ, True).wait()]
+    return [error_of(wait) for wait in waits]
+
+
+def error_of(wait):
+    try:
+        wait()
+    except PeerLostError as error:
+        return f"rank {error.rank} ended by {-(error.exit_status or 0)}: {str(error).partition('(')[0]}"
 
 
 def mesh(rank, backend):
@@ -125,6 +144,7 @@ for backend in ("gloo", "shm"):
     print(*launch(3, sums, backend)[1], sep="\n")
 for backend in ("gloo", "shm"):
     print(*launch(2, death, backend)[1], sep="\n")
+print(*launch(2, silence)[1][0], sep="\n")
 for backend in ("gloo", "shm"):
     print(f"{backend} mesh: {len(launch(4, mesh, backend)[1])} ranks agree")
 print("aborted:", launch(2, abort)[0][0])
