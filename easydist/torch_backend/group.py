@@ -28,17 +28,13 @@ from easydist.transport.backends.solo import Solo
 from easydist.transport.reduce_op import ReduceOp, check_reducible, combine
 from easydist.transport.work import TorchWork
 
-_Op = tuple[ReduceOp, bool]
-"""The operation, and True to divide the result by the number of ranks."""
-
-_OPS: dict[Any, _Op] = {
-    dist.ReduceOp.SUM: (ReduceOp.SUM, False),
-    dist.ReduceOp.AVG: (ReduceOp.SUM, True),
-    dist.ReduceOp.PRODUCT: (ReduceOp.PRODUCT, False),
-    dist.ReduceOp.MIN: (ReduceOp.MIN, False),
-    dist.ReduceOp.MAX: (ReduceOp.MAX, False),
+_OPS: dict[Any, ReduceOp] = {
+    dist.ReduceOp.SUM: ReduceOp.SUM,
+    dist.ReduceOp.AVG: ReduceOp.AVG,
+    dist.ReduceOp.PRODUCT: ReduceOp.PRODUCT,
+    dist.ReduceOp.MIN: ReduceOp.MIN,
+    dist.ReduceOp.MAX: ReduceOp.MAX,
 }
-
 
 _MOST_HELD = 100
 """The most works without a waiter that stay alive although nothing in Python refers to them; see ``GroupWork``."""
@@ -205,7 +201,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         """Set in place ``tensor = op(tensor of rank 0, …)`` for each of the tensors."""
         op = _op("all_reduce", opts, tensors)
         targets = [Target(tensor, filled=True) for tensor in tensors]
-        return self._begin("all_reduce", lambda: [self._reduce(target, op) for target in targets], targets, mean=op[1])
+        return self._begin("all_reduce", lambda: [self._reduce(target, op) for target in targets], targets)
 
     allreduce_coalesced = allreduce
 
@@ -266,7 +262,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         """Set on the root, in place, ``tensor = op(tensor of rank 0, …)``. The other ranks' tensors do not change."""
         op, is_root = _op("reduce", opts, tensors), self._root("reduce", opts) == self.rank()
         targets = [Target(t, filled=True) if is_root else Target(dense(t).clone(), filled=True) for t in tensors]
-        return self._begin("reduce", lambda: [self._reduce(target, op) for target in targets], targets, mean=op[1])
+        return self._begin("reduce", lambda: [self._reduce(target, op) for target in targets], targets)
 
     def reduce_scatter(self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None) -> GroupWork:
         """Set ``output_tensors[0] = op(input_tensors[0][rank] of rank 0, …)``. The ranks' sizes may differ."""
@@ -320,7 +316,6 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         start: Callable[[], Sequence[TorchWork]],
         targets: Sequence[Target],
         keep: Tensors = (),
-        mean: bool = False,
         before: Callable[[], None] | None = None,
     ) -> GroupWork:
         """Begin an operation.
@@ -330,7 +325,6 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             start: Starts it in the backend.
             targets: The tensors to fill.
             keep: Other tensors that must live until the end.
-            mean: True to divide the targets by the number of ranks at the end.
             before: A function to run at the end, before the targets are delivered.
         """
 
@@ -338,7 +332,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             if before is not None:
                 before()
             for target in targets:
-                target.deliver(self.size() if mean else 1)
+                target.deliver()
 
         self._let_go()
         self._monitor.begin(operation, site(), NEVER)
@@ -367,8 +361,8 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         while len(self._held) > _MOST_HELD and self._held[0].is_completed():
             self._held.pop(0)
 
-    def _reduce(self, target: Target, op: _Op) -> TorchWork:
-        return self._backend.all_reduce(target.dense.view(-1), op[0])
+    def _reduce(self, target: Target, op: ReduceOp) -> TorchWork:
+        return self._backend.all_reduce(target.dense.view(-1), op)
 
     def _swap(self, operation: str, outputs: Tensors, inputs: Tensors, targets: Sequence[Target]) -> GroupWork:
         mine = self.rank()
@@ -378,7 +372,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         return self._begin(operation, lambda: [self._backend.all_to_all_v(*flats)], targets, [*outputs, *inputs])
 
     def _reduce_scatter(self, operation: str, output: torch.Tensor, inputs: Tensors, opts: Any) -> GroupWork:
-        op, mean = _op(operation, opts, [output])
+        op = _op(operation, opts, [output])
         self._demand_one_per_rank(operation, inputs, output)
         target, data = Target(output), [dense(tensor) for tensor in inputs]
         parts = torch.empty((self.size(), output.numel()), dtype=output.dtype, device="cpu")
@@ -387,9 +381,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         def reduce() -> None:
             target.dense.view(-1).copy_(combine(op, parts.unbind()))
 
-        return self._begin(
-            operation, lambda: [self._backend.all_to_all_v(*flats)], [target], data, mean=mean, before=reduce
-        )
+        return self._begin(operation, lambda: [self._backend.all_to_all_v(*flats)], [target], data, reduce)
 
     def _parts(self, what: str, tensor: torch.Tensor, sizes: Sequence[int]) -> Tensors:
         length = len(tensor)
@@ -460,18 +452,18 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             self._monitor.raise_if_broken()
 
 
-def _op(operation: str, opts: Any, tensors: Tensors) -> _Op:
+def _op(operation: str, opts: Any, tensors: Tensors) -> ReduceOp:
     """Return the reduction, after checking it before any byte moves."""
     asked = dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
     if asked not in _OPS:
         known = ", ".join(op.name for op in _OPS)
         raise ValueError(f"{operation}: {NAME} reduces with {known}, got {getattr(asked, 'name', asked)}; use gloo")
-    op, mean = _OPS[asked]
+    op = _OPS[asked]
     for dtype in {tensor.dtype for tensor in tensors}:
-        if mean and not (dtype.is_floating_point or dtype.is_complex):
+        if op is ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
             raise ValueError(f"{operation}: AVG needs floating point, got {dtype}; use SUM and divide")
         check_reducible(dtype, op)
-    return op, mean
+    return op
 
 
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> SharedMemoryGroup:

@@ -154,10 +154,8 @@ class Target:
             raise ValueError(f"easydist_shm cannot fill {seen(tensor)}, which is expanded; fill a clone")
         self.dense = dense(tensor) if filled else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
-    def deliver(self, divisor: int = 1) -> None:
-        """Divide, and copy the values to the tensor if necessary."""
-        if divisor > 1:
-            self.dense.div_(divisor)
+    def deliver(self) -> None:
+        """Copy the values to the tensor if necessary."""
         if not self.is_direct:
             self.tensor.detach().copy_(self.dense)
 

@@ -168,6 +168,16 @@ def test_reductions(layout, rank):
     assert mine.tolist() == [6 + 12j]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
+@distributed(world_size=2)
+def test_the_mean_of_large_values_in_small_floats_does_not_overflow(rank, dtype):
+    made, largest = group(), torch.full((3,), torch.finfo(dtype).max).to(dtype)
+    mine, got = largest.clone(), torch.zeros(3).to(dtype)
+    dist.all_reduce(mine, dist.ReduceOp.AVG, group=made)
+    dist.reduce_scatter(got, [largest, largest], dist.ReduceOp.AVG, group=made)
+    assert mine.tolist() == got.tolist() == largest.tolist()
+
+
 @distributed(world_size=2)
 def test_what_is_refused(rank):
     made, tensor = group(), torch.ones(3, dtype=torch.int64)
