@@ -120,6 +120,8 @@ def _close_mapping(template: Mapping[Any, Any], children: list[Any]) -> Mapping[
     if not isinstance(template, dict | UserDict) or getattr(template, "__dict__", None) is template:
         return type(template)(dict(items))  # type: ignore[call-arg]
     clone = copy.copy(template)  # the copy keeps a default factory and other attributes
+    if clone is template:  # it cannot be changed, so it needs no copies
+        return type(template)(dict(items))
     for key, child in items:
         clone[key] = child
     return clone
@@ -137,6 +139,9 @@ def _open_dataclass(data: Any) -> tuple[Sequence[str], list[Any], Any]:
 def _close_dataclass(context: tuple[Any, list[str]], children: list[Any]) -> Any:
     template, names = context
     clone = copy.copy(template)  # the copy keeps fields with init=False, and does not run __post_init__ again
+    if clone is template:  # it cannot be changed, so it needs no copies
+        clone = object.__new__(type(template))
+        vars(clone).update(vars(template))
     for name in [name for name in getattr(clone, "__dict__", ()) if _is_computed(clone, name)]:
         del clone.__dict__[name]
     for name, child in zip(names, children, strict=True):
@@ -279,7 +284,10 @@ def _close(node: Any, leaves: list[Any]) -> Tree:
     close, context, children = node
     if type(children) is slice:
         return close(context, leaves[children])
-    return close(context, [_close(child, leaves) for child in children])
+    closed = []
+    for child in children:  # a comprehension would need a second frame for each level, which flatten does not
+        closed.append(_close(child, leaves))
+    return close(context, closed)
 
 
 def flatten(

@@ -56,6 +56,25 @@ def test_importing_easydist_loads_nothing_heavy():
 
 
 @pytest.mark.slow
+def test_the_default_device_at_the_import_does_not_matter():
+    code = """
+import sys, torch
+import easydist.comms.objcol, easydist.metrics.encoding, easydist.parallel.ways
+for name in [name for name in sys.modules if name.startswith("easydist.")]:
+    del sys.modules[name]
+with torch.device("meta"):
+    import easydist.comms.objcol, easydist.metrics.encoding, easydist.parallel.ways
+for name, module in sys.modules.copy().items():
+    if name.startswith("easydist."):
+        for key, value in vars(module).items():
+            parts = value if isinstance(value, tuple) else [value]
+            if any(isinstance(part, torch.Tensor) and part.is_meta for part in parts):
+                print(name, key)
+"""
+    assert run(code) == ""
+
+
+@pytest.mark.slow
 def test_all_names_load_torch_and_nothing_heavier():
     before = "import sys, torch.distributed; before = set(sys.modules)"
     loaded = set(run(before, "from easydist import *", "print(*set(sys.modules) - before)").split())

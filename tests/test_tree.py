@@ -305,9 +305,10 @@ def test_nesting_too_deep_is_no_cycle_where_children_are_made_on_opening():
         tree.flatten(nest(Fresh, 2 * sys.getrecursionlimit()))
 
 
+@pytest.mark.parametrize("depth", [100, sys.getrecursionlimit() * 3 // 5])
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-def test_what_can_be_flattened_can_be_rebuilt(wrap):
-    data = nest(wrap, 100)
+def test_what_can_be_flattened_can_be_rebuilt(wrap, depth):
+    data = nest(wrap, depth)
     assert list(tree.leaves(tree.map(lambda x: x + 1, data))) == [2]
 
 
@@ -358,3 +359,30 @@ def test_a_deep_tree_that_shares_its_nodes_is_refused_at_once():
         deep = [deep, deep]
     with pytest.raises(ValueError, match="nested deeper than Python's recursion limit"):
         tree.flatten(deep)
+
+
+class Frozen(dict):
+    """A dict that cannot be changed, so that its copy is itself."""
+
+    def __setitem__(self, key, value):
+        raise TypeError("frozen")
+
+    def __copy__(self):
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """A dataclass whose copy is itself."""
+
+    x: int
+
+    def __copy__(self):
+        return self
+
+
+def test_containers_whose_copy_is_the_original_are_made_anew():
+    for data in (Frozen(x=1), Fixed(1)):
+        values, spec = tree.flatten(data)
+        got = spec.rebuild([2])
+        assert (values, type(got), tree.flatten(got)[0], tree.flatten(data)[0]) == ([1], type(data), [2], [1])

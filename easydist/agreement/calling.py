@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from datetime import timedelta
+from operator import index
 from types import TracebackType
 
 import numpy as np
@@ -61,6 +62,7 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
 
     def _begin(self, comms: Communicators) -> None:
         comms.demand_own_process()
+        self._peer = None if self._peer is None else index(self._peer)  # reports are JSON, which takes no NumPy integer
         other = comms.under_way.setdefault(_CALL, self)  # atomic between threads, and for an interrupt
         if other is not self:
             raise RuntimeError(self._two_at_once(other))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -51,8 +52,8 @@ def calls_text(every: list[dict[str, Any]]) -> str:
 def trees_text(every: list[dict[str, Any]]) -> str:
     """Return the text about leaves that differ, with one line for each leaf and its type on every rank."""
     present = [(rank, one) for rank, one in enumerate(every) if not one["absent"]]
-    fixed_rows = {rank: {path: row for path, *row in one["fixed"]} for rank, one in present}
-    full_rows = {rank: {path: row for path, *row in one["types"]} for rank, one in present}
+    fixed_rows = {rank: _by_path(one["fixed"]) for rank, one in present}
+    full_rows = {rank: _by_path(one["types"]) for rank, one in present}
     paths = sorted(set().union(*fixed_rows.values()))
     differing = [
         path
@@ -71,6 +72,16 @@ def trees_text(every: list[dict[str, Any]]) -> str:
         return "\n".join([head, *lines, _sites_of(every), PLAIN])
     dim = _differing_dim([rows.get(differing[0]) for rows in fixed_rows.values()])
     return "\n".join([head, *lines, _sites_of(every), SAME if dim is None else first["advice"].format(dim=dim)])
+
+
+def _by_path(rows: Iterable[list[Any]]) -> dict[str, list[Any]]:
+    """Return the leaves by path; a path that several keys with the same repr have is numbered."""
+    counts: Counter[str] = Counter()
+    found = {}
+    for path, *row in rows:
+        counts[path] += 1
+        found[path if counts[path] == 1 else f"{path}#{counts[path]}"] = row
+    return found
 
 
 def _sites_of(every: list[dict[str, Any]]) -> str:

@@ -51,7 +51,7 @@ class _Message(NamedTuple):
     fault: Exception | None = None
 
 
-_NOTHING = _Message(torch.empty(0, dtype=torch.uint8))
+_NOTHING = _Message(torch.empty(0, dtype=torch.uint8, device="cpu"))
 
 
 def _as_in_examples(at: int) -> Callable[[F], F]:

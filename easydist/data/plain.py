@@ -7,6 +7,7 @@ is described by a text that all ranks compare, and an object with tensors inside
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Iterable, Iterator, KeysView, Set, ValuesView
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -28,6 +29,9 @@ _STANDARD = (
     "ipaddress",
 )
 """The modules with values that have a complete repr and contain no data."""
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+"""The address of an object in its repr, which differs between ranks: ``<torch._C.Generator object at 0x7f…>``."""
 
 _DEPTH, _MOST = 8, 10_000
 """The depth, and the number of objects, up to which an object is searched for tensors."""
@@ -57,7 +61,7 @@ def described(value: Any, path: str) -> str:
     if _holds_data(value):
         raise TypeError(_left_behind(value, path))
     if cls.__module__.partition(".")[0] in _STANDARD and not isinstance(value, Set):
-        return repr(value)
+        return _ADDRESS.sub("", repr(value))
     return f"{cls.__module__}.{cls.__qualname__}"
 
 

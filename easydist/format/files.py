@@ -74,7 +74,7 @@ def save(tree: Tree, path: str | os.PathLike[str], metadata: Mapping[str, str] |
 @contextlib.contextmanager
 def _replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a file that replaces ``path`` when all of it is on the disk."""
-    target = os.path.realpath(path)  # replace the target of a link, not the link
+    target = os.path.realpath(os.fsdecode(path))  # replace the target of a link, not the link
     with contextlib.suppress(FileNotFoundError):
         _check_regular("save", path, os.stat(target))  # the file would replace a device
     folder = os.path.dirname(target)

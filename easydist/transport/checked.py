@@ -20,6 +20,8 @@ How = tuple[bool, Hints, timedelta | None]
 
 BYTES = torch.uint8
 _TIME_LIMIT = timedelta(minutes=10)
+_FOREVER = timedelta(days=36500)
+"""The longest time limit: gloo counts nanoseconds in 64 bits, so that ``timedelta.max`` would be over at once."""
 
 
 class Checked:
@@ -155,7 +157,7 @@ def checked_timeout(timeout: timedelta | None) -> timedelta | None:
     """
     if timeout is not None and not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a timedelta, got {timeout!r}")
-    return timeout
+    return timeout if timeout is None else min(timeout, _FOREVER)
 
 
 def demand(condition: bool, text: str) -> None:

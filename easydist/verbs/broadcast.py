@@ -22,7 +22,7 @@ from easydist.typing import Group, T, Timeout, Tree
 from easydist.verbs.buckets import by_comm, large_alone, packed_like, small_payload
 from easydist.verbs.ranks import check_rank
 from easydist.verbs.structures import announced, shared_leaves
-from easydist.verbs.trees import TreeVerb, leaves_of
+from easydist.verbs.trees import TreeVerb, demand_data, leaves_of
 
 __all__ = ["broadcast", "copy_tensor_to_devices"]
 
@@ -166,24 +166,28 @@ class _Broadcast(TreeVerb):
                 f"{self.operation}: leaves that are one tensor on rank {unlike[0]} are not on rank {self._source}, so "
                 "they cannot hold its values; tie the same leaves on all ranks, or pass copies"
             )
-        super().validate(comms, agreed)
+        if not agreed.absent:  # ranks without a tree learn of one without data from its announcement
+            super().validate(comms, agreed)
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> _Arrived | None:
         if len(agreed.absent) == comms.size or comms.size == 1:
             return None
         leaves = agreed.call.tree
         if agreed.absent:
-            shared = self._shared(comms)
+            shared = self._shared(comms, leaves)
             leaves = shared if agreed.call.absent else leaves
         elif agreed.has_payload:
             return leaves, dict(enumerate(leaves.layout.packing.unpack(agreed.payload(self._source)))), False
         return leaves, _move(comms, leaves, agreed.uniform, self._source), agreed.uniform
 
-    def _shared(self, comms: Communicators) -> Leaves:
+    def _shared(self, comms: Communicators, leaves: Leaves) -> Leaves:
         """Return leaves like the source's, also on the ranks that passed None."""
 
         def announcement() -> Call:
-            return announced(Call(), self._tensor) if comms.rank == self._source else Call()
+            if comms.rank != self._source:
+                return Call()
+            demand_data(leaves, self.operation)
+            return announced(Call(), self._tensor)
 
         agreed = agree(comms, self.operation, announcement)
         return shared_leaves(comms, self.operation, self._tensor, self._source, agreed)

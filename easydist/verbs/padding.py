@@ -143,17 +143,19 @@ def _leaves_of(data: Tree, dim: int) -> tuple[Leaves, Callable[[Tree], Tree]]:
         leaves = leaves_of(data, "pad_across_processes")
         if all(-len(shape) <= dim < len(shape) for shape in leaves.layout.shapes):
             return leaves, _identity
-    hidden = tree.map(lambda value: _Unpadded.LEAF if _stays(value, dim) else value, data)
-    if any(_is_nested(value) for value in tree.leaves(data)):
+    values, spec = tree.flatten(data)
+    if any(map(_is_nested, values)):
         text = "nested tensors have no common size to pad to, so they are not changed"
         warnings.warn(text, CannotPadNestedTensorWarning, stacklevel=7)
-    kept = [value for value in tree.leaves(data) if _stays(value, dim)]
+    padded = [i for i, value in enumerate(values) if not _stays(value, dim)]
+    others = [(path, _Unpadded.LEAF) for path, value in zip(spec.paths, values, strict=True) if _stays(value, dim)]
+    flat = tree.listed([spec.paths[i] for i in padded], [*spec.plain, *others])
 
-    def reveal(result: Tree) -> Tree:
-        values = iter(kept)
-        return tree.map(lambda _: next(values), result, lambda value: value is _Unpadded.LEAF)
+    def reveal(results: Tree) -> Tree:
+        new = dict(zip(padded, results, strict=True))
+        return spec.rebuild([new.get(i, value) for i, value in enumerate(values)])
 
-    return leaves_of(hidden, "pad_across_processes"), reveal
+    return leaves_of([values[i] for i in padded], "pad_across_processes", spec=flat), reveal
 
 
 def _stays(value: Any, dim: int) -> bool:
@@ -167,7 +169,7 @@ def _is_nested(value: Any) -> bool:
 
 
 class _Unpadded(enum.Enum):
-    """The placeholder for a leaf that is not padded; equal on all ranks."""
+    """The description of a leaf that is not padded; equal on all ranks."""
 
     LEAF = enum.auto()
 
@@ -232,7 +234,7 @@ def unpad(tensor: T, like: Tree, dim: int = 0, pad_first: bool = False) -> T:
     Cost: no exchange.
     """
     values, spec = tree.flatten(tensor, lambda value: isinstance(value, torch.Tensor | np.ndarray))
-    sizes = [like] * len(values) if isinstance(like, int) else _sizes(like, dim, spec.paths)
+    sizes = [int(like)] * len(values) if isinstance(like, int | np.integer) else _sizes(like, dim, spec.paths)
     cut: T = spec.rebuild(
         [_cut(value, path, dim, size, pad_first) for value, path, size in zip(values, spec.paths, sizes, strict=True)]
     )

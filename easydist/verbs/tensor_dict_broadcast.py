@@ -26,7 +26,7 @@ from easydist.verbs.tensor_dict_moves import as_bytes, disagreement, move
 _FRAME_HEAD = 128
 """The bytes of a frame that an announcement cannot use: the frame's header, and the byte before the announcement."""
 
-_FROM_SOURCE, _ANSWERS = torch.zeros(1, dtype=torch.uint8), torch.ones(1, dtype=torch.uint8)
+_FROM_SOURCE, _ANSWERS = torch.tensor([[0], [1]], dtype=torch.uint8, device="cpu")
 """The byte before an announcement, or the whole message of a receiver: 1 if all ranks have to accept the data."""
 
 

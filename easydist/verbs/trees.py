@@ -75,5 +75,4 @@ class TreeVerb(Verb[Tree]):
 
     def validate(self, comms: Communicators, agreed: Agreement) -> None:
         """Refuse trees without data; the result is the same on all ranks."""
-        if not agreed.call.absent:
-            demand_data(agreed.call.tree, self.operation)
+        demand_data(agreed.call.tree, self.operation)

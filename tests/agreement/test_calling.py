@@ -160,3 +160,16 @@ def test_a_timeout_of_another_type_is_refused(rank, world_size, limit):
     with pytest.raises(TypeError, match=r"^ProcessState: timeout= takes seconds"):
         ProcessState(timeout=limit)
     assert easydist.gather(rank, timeout=np.int64(20)).tolist() == list(range(world_size))
+
+
+@distributed(world_size=2)
+def test_a_peer_may_be_a_numpy_integer_even_in_a_report(rank):
+    store, peer = dist.distributed_c10d._get_default_store(), np.int64(1 - rank)
+    if rank == 0:
+        with pytest.raises(CollectiveTimeout, match="rank 1: missing"):
+            easydist.send_tensor_dict({"x": torch.ones(1)}, peer, timeout=0.05)
+        assert "easydist-watchdog" in [thread.name for thread in threading.enumerate()]
+        store.set("given up", "")
+    else:
+        wait_until(None, "given up")
+    assert easydist.gather(rank).tolist() == [0, 1]

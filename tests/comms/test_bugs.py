@@ -188,6 +188,14 @@ def test_a_timeout_says_who_and_is_raised_every_time(rank, backend):
     comm.finalize()
 
 
+@on_both
+@distributed(world_size=2)
+def test_the_longest_time_limit_is_not_over_at_once(rank, backend):
+    comm, tensor = made(backend), torch.ones(1)
+    comm.all_reduce(tensor, ReduceOp.SUM, False, timeout=timedelta.max)
+    assert tensor.item() == 2
+
+
 TYPES = [torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32]
 
 

@@ -1,5 +1,6 @@
 """Laws of trees on disk: what is saved is loaded, whole or not at all, and only what was checked."""
 
+import os
 import resource
 import signal
 from collections import OrderedDict
@@ -40,6 +41,11 @@ def made(name):
     if name in OUTSIDERS:
         pytest.importorskip("tensordict" if name == "TensorDict" else "transformers")
     return CASES[name]()
+
+
+def test_a_path_may_be_bytes(path):
+    easydist.save({"a": 1}, os.fsencode(path))
+    assert easydist.load(os.fsencode(path)) == {"a": 1}
 
 
 def saved_and_loaded(data, path):

@@ -114,6 +114,15 @@ def test_other_ranks_may_pass_none(rank):
     assert easydist.broadcast(None) is None
 
 
+@distributed(world_size=(2, 3))
+def test_a_tree_without_data_is_refused_on_the_ranks_that_pass_none_too(rank):
+    for verb in (easydist.broadcast, easydist.copy_tensor_to_devices):
+        with pytest.raises(RemoteError, match=r"rank 0: TypeError: .* holds no tensor, array or number"):
+            verb({"name": "text"} if rank == 0 else None)
+        assert verb({} if rank == 0 else None) == {}
+    assert easydist.gather(rank)[-1] == torch.distributed.get_world_size() - 1
+
+
 @distributed(world_size=(1, 2, 3))
 def test_copy_tensor_to_devices_finds_the_one_holder(rank, world_size):
     for holder in range(world_size):

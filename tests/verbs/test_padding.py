@@ -136,7 +136,8 @@ def test_nested_tensors_stay_and_warn(rank):
 
 def test_unpad_takes_sizes_trees_and_structures():
     x = torch.arange(6).view(2, 3)
-    assert easydist.unpad(x, 2, dim=1).tolist() == [[0, 1], [3, 4]]
+    for size in (2, np.int64(2)):
+        assert easydist.unpad(x, size, dim=1).tolist() == [[0, 1], [3, 4]]
     like = easydist.get_data_structure({"x": torch.ones(1, 3)})
     assert easydist.unpad({"x": x}, like)["x"].tolist() == [[0, 1, 2]]
     with pytest.raises(ValueError, match=r"the tensor of shape \(2, 3\) has no 4 elements along dim 0"):
@@ -184,3 +185,11 @@ def test_the_number_to_fill_with_may_be_a_scalar_of_any_kind(rank):
     assert easydist.pad_across_processes(short, pad_index=np.array(5))[-1] == (5 if rank == 0 else 0)
     zeros = easydist.pad_across_processes(torch.ones(1 + rank), pad_index=-0.0)
     assert rank == 1 or str(zeros[-1].item()) == "-0.0"
+
+
+@distributed(world_size=2)
+def test_containers_around_leaves_that_stay_keep_their_type(rank):
+    size = torch.Size([3])
+    got = easydist.pad_across_processes({"size": size, "x": torch.ones(1 + rank), "n": [rank]})
+    assert type(got["size"]) is torch.Size
+    assert (got["size"], got["x"].shape, got["n"]) == (size, (2,), [rank])

@@ -58,6 +58,20 @@ def test_equal_values_pass_through(rank, verb):
     assert (got["rest"], got["none"], got["more"]) == (EQUAL, [], {"deep": ((), "text")})
 
 
+@distributed(world_size=2)
+def test_objects_with_their_address_in_the_repr_are_equal(rank):
+    mine = [object() for _ in range(rank + 1)]  # at different addresses on the two ranks
+    data = {"x": X.clone(), "object": mine[-1], "generator": torch.Generator(), "method": Tokenizer().__init__}
+    assert easydist.gather(data)["object"] is mine[-1]
+
+
+@distributed(world_size=2)
+def test_values_that_differ_under_keys_that_print_alike(rank):
+    keys = [type("Key", (), {"__repr__": lambda self: "key"})() for _ in range(2)]
+    with pytest.raises(DisagreementError, match=r"on 1 of 3 leaves\n  \[key\]  rank 0: 'a'   rank 1: 'b'\n"):
+        easydist.gather({"x": X, keys[0]: "ab"[rank], keys[1]: "z"})
+
+
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("kind", OTHER)
 @distributed(world_size=(2, 3))
