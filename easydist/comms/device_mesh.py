@@ -89,7 +89,7 @@ def _made(backend: str, sizes: Mapping[str, int], given: TorchComm | None) -> tu
     shape, rank = tuple(sizes.values()), everyone.get_rank()
     if math.prod(shape) != everyone.get_size():
         raise RuntimeError(f"init_device_mesh: {everyone.get_size()} ranks cannot form a mesh of {dict(sizes)}")
-    mesh = torch.arange(math.prod(shape)).view(shape)
+    mesh = torch.arange(math.prod(shape), device="cpu").view(shape)
     members = [_line(mesh, dim, rank) for dim in range(len(shape))]
     parts = [everyone.split(ranks, name) for ranks, name in zip(members, sizes, strict=True)]
     return tuple(cast(TorchComm, part) for part in parts), everyone
@@ -108,7 +108,7 @@ def _layout(comms: Sequence[TorchComm], everyone: TorchComm) -> torch.Tensor:
     mine = torch.tensor([dist.get_rank(), *(comm.get_rank() for comm in comms)], device=everyone.get_device())
     rows = torch.empty((everyone.get_size(), len(mine)), dtype=torch.int64, device=mine.device)
     everyone.core().all_gather_single(rows, mine, False)
-    mesh = torch.full([comm.get_size() for comm in comms], -1)
+    mesh = torch.full([comm.get_size() for comm in comms], -1, device="cpu")
     for rank, *place in rows.tolist():
         if all(at < size for at, size in zip(place, mesh.shape, strict=True)):
             mesh[tuple(place)] = rank

@@ -72,7 +72,7 @@ class Experts(Membership):
         """
         call = _Dispatch.of(args, kwargs)
         group = self._exchanging(call.is_sequence_parallel)
-        count = torch.tensor([hidden_states.shape[0]])
+        count = torch.tensor([hidden_states.shape[0]], device="cpu")
         tensors = [count, hidden_states, *call.tensors, *(call.extra or ())]
         sizes, *gathered = run(AllGatherV(tensors, 0, None), group.communicators)
         self._remember(call.is_sequence_parallel, sizes.tolist())

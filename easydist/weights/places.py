@@ -65,7 +65,7 @@ def place_at(tensor: torch.Tensor, box: Block) -> Place:
 def new(shape: tuple[int, ...], dtype: torch.dtype, device: Device, pin: bool) -> torch.Tensor:
     """Allocate memory, pinned if requested and if there is an accelerator that benefits."""
     if pin and torch.device(device).type == "cpu" and torch.accelerator.is_available():
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
     return memory.empty(shape, dtype, device)
 
 

@@ -48,8 +48,8 @@ def laid_out(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> dict
     """
     import torch
 
-    ranks = torch.as_tensor(mesh)
-    places = (torch.unravel_index(torch.tensor(i), ranks.shape) for i in range(ranks.numel()))
+    ranks = torch.as_tensor(mesh, device="cpu")
+    places = (torch.unravel_index(torch.tensor(i, device="cpu"), ranks.shape) for i in range(ranks.numel()))
     coordinates = [tuple(int(one) for one in place) for place in places]
     return {int(ranks[at]): shard(shape, tuple(ranks.shape), at, placements) for at in coordinates}
 

@@ -53,6 +53,11 @@ def test_every_rank_gets_just_what_it_wants(case):
         assert count[rank] == box.numel
 
 
+def test_a_layout_does_not_depend_on_the_default_device():
+    with torch.device("meta"):
+        assert laid_out((4,), [3, 5], [Shard(0)]) == {3: Block((0,), (2,)), 5: Block((2,), (2,))}
+
+
 def test_replicas_share_the_work():
     held = everywhere((8,), [0, 1])
     load = {}
