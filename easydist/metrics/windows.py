@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from easydist import tree
@@ -12,6 +13,7 @@ from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
 from easydist.data import packing
+from easydist.data.leaves import is_numeric
 from easydist.format import codec
 from easydist.groups.communicators import Communicators
 from easydist.metrics.columns import Items, taken
@@ -183,7 +185,20 @@ def _same_objects(first: Any, second: Any) -> bool:
     values, spec = tree.flatten(first)
     others, other = tree.flatten(second)
     is_alike = spec.paths == other.paths and spec.plain == other.plain
-    return is_alike and all(torch.equal(*map(torch.as_tensor, pair)) for pair in zip(values, others, strict=True))
+    return is_alike and all(_same_leaves(*pair) for pair in zip(values, others, strict=True))
+
+
+def _same_leaves(first: Any, second: Any) -> bool:
+    """True if two leaves of objects are equal. NaN equals NaN."""
+    arrays = [leaf for leaf in (first, second) if isinstance(leaf, torch.Tensor | np.ndarray)]
+    if not arrays:  # numbers, which may be too large for a tensor
+        return bool(first == second or (first != first and second != second))
+    if not all(isinstance(leaf, torch.Tensor) or is_numeric(leaf) for leaf in arrays):
+        return np.array_equal(first, second)
+    one, other = (torch.as_tensor(leaf) for leaf in (first, second))
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return torch.equal(one, other)
+    return bool(_same(one, other, 0.0).all())
 
 
 def arrived_rows(
