@@ -89,7 +89,7 @@ class Streamed(Source):
 
     def __init__(self, dataset: Any, sharing: Sharing, collate: Collate, options: dict[str, Any]) -> None:
         _check_stream(sharing, options)
-        self.sharing, self.total = sharing, len(dataset) if hasattr(dataset, "__len__") else None
+        self.sharing, self.total = sharing, _length(dataset)
         self.order = {"total": self.total}
         self._shares = _Shares(dataset, sharing)
         finish = functools.partial(_collate_share, collate)
@@ -101,6 +101,14 @@ class Streamed(Source):
         if hasattr(self._shares.dataset, "set_epoch"):
             self._shares.dataset.set_epoch(epoch)
         yield from self._loader
+
+
+def _length(dataset: Any) -> int | None:
+    """Return the length of a stream; None if it has none, like a ``ChainDataset`` of streams without a length."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _check_stream(sharing: Sharing, options: dict[str, Any]) -> None:
