@@ -81,7 +81,7 @@ class _Numbered(Dataset[Any]):
 
 def _collate_numbered(collate: Collate, rows: tuple[list[int], list[Any]]) -> tuple[torch.Tensor, Any]:
     indices, samples = rows
-    return torch.tensor(indices, dtype=torch.int64), collate(samples)
+    return torch.tensor(indices, dtype=torch.int64, device="cpu"), collate(samples)
 
 
 class Streamed(Source):
@@ -146,7 +146,8 @@ class _Shares(IterableDataset[_Share]):
 
 def _collate_share(collate: Collate, rows: _Share) -> Batch:
     end, mine, samples, any_sample = rows
-    return end, torch.arange(mine.start, mine.stop), collate(samples) if samples else collate.without_rows(any_sample)
+    indices = torch.arange(mine.start, mine.stop, device="cpu")
+    return end, indices, collate(samples) if samples else collate.without_rows(any_sample)
 
 
 def is_stream(dataset: object) -> bool:

@@ -115,7 +115,7 @@ def _found(indices: torch.Tensor, total: int | None, rows: int) -> tuple[int, li
     bounds = [*found[::rows].tolist(), *(found[-1:] + 1).tolist()]
     fault = ""
     if total is not None and len(found) != total:
-        is_missing = torch.ones(total, dtype=torch.bool)
+        is_missing = torch.ones(total, dtype=torch.bool, device="cpu")
         is_missing[found] = False
         missing, repeated = is_missing.nonzero().flatten(), found[counts > 1]
         fault = f"MetricCollector: {len(missing)} of {total} samples are missing: {_listed(missing)}"
@@ -172,7 +172,7 @@ def _difference(indices: torch.Tensor, leaves: list[Any], types: Sequence[Column
 def _same(first: Any, second: Any, rtol: float) -> torch.Tensor:
     """Return for each pair of rows whether they are equal. NaN equals NaN."""
     if isinstance(first, list):
-        return torch.tensor([_same_objects(a, b) for a, b in zip(first, second, strict=True)])
+        return torch.tensor([_same_objects(a, b) for a, b in zip(first, second, strict=True)], device="cpu")
     if first.is_floating_point() and packing.is_copyable(first.dtype):
         equal = torch.isclose(first, second, rtol=rtol, atol=0.0, equal_nan=True)
     else:
@@ -195,7 +195,7 @@ def _same_leaves(first: Any, second: Any) -> bool:
         return bool(first == second or (first != first and second != second))
     if not all(isinstance(leaf, torch.Tensor) or is_numeric(leaf) for leaf in arrays):
         return np.array_equal(first, second)
-    one, other = (torch.as_tensor(leaf) for leaf in (first, second))
+    one, other = (torch.as_tensor(leaf, device="cpu") for leaf in (first, second))
     if one.dtype != other.dtype or one.shape != other.shape:
         return torch.equal(one, other)
     return bool(_same(one, other, 0.0).all())
