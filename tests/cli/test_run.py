@@ -123,6 +123,18 @@ def test_a_rank_that_the_launcher_ends_after_its_exception_has_failed_first(tmp_
     assert "Rank 0: process 100 ended with exit status 1. easydist.errors.RemoteError: rank 1 failed" in err
 
 
+def test_a_rank_that_a_signal_without_a_name_kills_is_reported(tmp_path, capsys):
+    assert report({0: ProcessFailure(0, 100, -35, "")}, tmp_path) == 163
+    assert "Rank 0 failed first: process 100 was killed by signal 35." in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_survivors_wrapper_names_any_signal(tmp_path):
+    text = "import os\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 35)"
+    _, err = easydist("run", "--survivors", "-n", "2", script(tmp_path, text))
+    assert "was killed by signal 35; the others go on" in err
+
+
 KILLED = RAISES.partition("    try")[0] + "    import os\n    os.kill(os.getpid(), 9)\neasydist.gather(torch.ones(1))"
 
 
