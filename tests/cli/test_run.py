@@ -35,6 +35,15 @@ def test_each_line_stands_after_its_rank_and_the_script_has_its_arguments(tmp_pa
 
 
 @pytest.mark.slow
+def test_output_that_the_terminal_cannot_show_is_replaced(tmp_path):
+    text = "import os\nos.write(1, b'caf\\xe9\\n')\nprint('end')"
+    out, err = easydist("run", "-n", "1", script(tmp_path, text), PYTHONIOENCODING="ascii")
+    assert (out.splitlines(), err) == (["[rank 0] caf?", "[rank 0] end"], "")
+    out, _ = easydist("check", "--help", PYTHONIOENCODING="latin-1")
+    assert "torchrun --nnodes 2 ? -m easydist check" in out
+
+
+@pytest.mark.slow
 def test_modules_torchruns_options_and_two_ranks_by_default(tmp_path):
     script(tmp_path, HELLO, "hello_module.py")
     path = os.pathsep.join([str(launching.ROOT), str(tmp_path)])
