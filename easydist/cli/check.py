@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -110,23 +111,25 @@ def _outcomes(ranks: int, timeout: float) -> list[Results]:
         )
         for rank in range(ranks)
     ]
-    try:
-        return [_outcome(rank, process) for rank, process in enumerate(processes)]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    with ThreadPoolExecutor(ranks) as threads:  # a rank whose output nobody reads would stop at a full pipe
+        try:
+            return list(threads.map(_outcome, range(ranks), processes))
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
 
 
 def _outcome(rank: int, process: subprocess.Popen[bytes]) -> Results:
     from easydist.cli.findings import Finding
 
     out, err = process.communicate()
-    if not out and process.returncode == 0:
+    told = [line for line in out.splitlines() if line.startswith(b'{"findings"')]  # libraries print, too
+    if not told and process.returncode == 0:
         return _as_results([])
     try:
-        results: Results = json.loads(out)
-    except ValueError:
+        results: Results = json.loads(told[-1])
+    except (IndexError, ValueError):
         said = f"rank {rank} ended with exit status {process.returncode}: {err.decode(errors='replace').strip()[-500:]}"
         advice = "Run python -c 'import easydist; easydist.ProcessState()' to see more."
         return _as_results([Finding("ranks", "fault", said, advice)])

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from easydist.liveness.texts import status_text
+
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -74,7 +76,7 @@ def _how(failure: ProcessFailure, said: str) -> str:
     if _was_ending(failure, said):
         return f"process {failure.pid} was terminated by SIGTERM after its exception"
     if failure.exitcode < 0:
-        return f"process {failure.pid} was killed by {signal.Signals(-failure.exitcode).name}"
+        return f"process {failure.pid} was {status_text(failure.exitcode)}"
     return f"process {failure.pid} ended with exit status {failure.exitcode}"
 
 

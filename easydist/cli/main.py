@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import sys
+from typing import Any
+
 import click
 
 from easydist.cli.bench import bench
@@ -16,7 +20,17 @@ To complete commands and options in bash (zsh and fish work alike):
 """
 
 
-@click.group(epilog=_COMPLETION, context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """The commands, with output that never fails because of a terminal or a file that cannot encode a character."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+                stream.reconfigure(errors="replace")
+        return super().main(*args, **kwargs)
+
+
+@click.group(cls=_Commands, epilog=_COMPLETION, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="easydist")
 def main() -> None:
     """Launch, observe and check distributed PyTorch programs."""

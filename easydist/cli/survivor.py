@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from easydist.liveness.texts import status_text
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -45,7 +47,7 @@ def run(folder: str, command: Sequence[str]) -> int:
     status = rank.wait()
     Path(folder, os.environ["RANK"]).write_text(str(status))
     if status and not told:
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
+        how = f"was {status_text(status)}" if status < 0 else f"ended with exit status {status}"
         print(f"rank {os.environ['RANK']}: process {rank.pid} {how}; the others continue", file=sys.stderr, flush=True)
     return shell_status(status) if told else 0
 

@@ -128,12 +128,12 @@ def as_indices(indices: Any, operation: str) -> torch.Tensor:
     Raises:
         ValueError: They are anything else.
     """
-    found = torch.as_tensor(indices)
+    found = torch.as_tensor(indices, device="cpu")
     if not found.numel():
         return torch.empty(0, dtype=torch.int64, device="cpu")
     if found.ndim != 1 or found.is_floating_point() or found.dtype == torch.bool:
         raise ValueError(f"{operation}: indices has to be one integer per row, got {found.dtype} {tuple(found.shape)}")
-    return found.to("cpu", torch.int64)
+    return found.to(torch.int64)
 
 
 class Padded(NamedTuple):
@@ -165,12 +165,12 @@ def padded(items: list[Any], pad_index: float) -> Any:
     """
     if not all(map(_is_sequence, items)):
         return items
-    tensors = [torch.as_tensor(item) for item in items]
-    like = max(tensors, key=torch.Tensor.numel, default=torch.empty(0))
+    tensors = [item if isinstance(item, torch.Tensor) else torch.as_tensor(item, device="cpu") for item in items]
+    like = max(tensors, key=torch.Tensor.numel, default=torch.empty(0, device="cpu"))
     for i, tensor in enumerate(tensors):
         if tensor.shape[1:] != like.shape[1:] and tensor.numel():
             raise ValueError(f"sample {i} is of shape {tuple(tensor.shape)}, another of {tuple(like.shape)}")
-    lengths = torch.tensor([len(tensor) for tensor in tensors], dtype=torch.int64)
+    lengths = torch.tensor([len(tensor) for tensor in tensors], dtype=torch.int64, device="cpu")
     values = _filled(like, [len(tensors), len(like), *like.shape[1:]], pad_index)
     for row, tensor in zip(values, tensors, strict=True):
         row[: len(tensor)] = tensor

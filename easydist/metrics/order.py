@@ -107,10 +107,10 @@ def _order(rows: Sequence[int], block: int, rest: int | None) -> Order:
 
 def _by_step(rows: Sequence[int], block: int, steps: int) -> torch.Tensor:
     """Return the positions of the rows, step by step: ``rows=[2, 2], block=1`` gives 0, 2, 1, 3."""
-    padded = torch.full((len(rows), steps * block), -1)
+    padded = torch.full((len(rows), steps * block), -1, device="cpu")
     start = 0
     for rank, count in enumerate(rows):
-        padded[rank, :count] = torch.arange(start, start + count)
+        padded[rank, :count] = torch.arange(start, start + count, device="cpu")
         start += count
     order = padded.view(len(rows), steps, block).transpose(0, 1).reshape(-1)
     return order[order >= 0]
@@ -138,7 +138,7 @@ def positions(order: Order, rows: Sequence[int], rank: int) -> tuple[torch.Tenso
         >>> positions(torch.tensor([0, 2, 1]), [2, 2], 1)
         (tensor([ 1, -1]), 3)
     """
-    every = torch.arange(sum(rows))
+    every = torch.arange(sum(rows), device="cpu")
     start = sum(rows[:rank])
     mine = slice(start, start + rows[rank])
     if order is None:
@@ -161,6 +161,6 @@ def by_index(indices: torch.Tensor) -> torch.Tensor:
     """
     order = torch.argsort(indices, stable=True)
     found = indices[order]
-    is_first = torch.ones(len(found), dtype=torch.bool)
+    is_first = torch.ones(len(found), dtype=torch.bool, device="cpu")
     is_first[1:] = found[1:] != found[:-1]
     return order[is_first]

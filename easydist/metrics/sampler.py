@@ -86,7 +86,8 @@ class DistributedBatchSampler(Sampler[list[int]]):
     def _order(self) -> torch.Tensor | None:
         if not self.shuffle:
             return None
-        return torch.randperm(self.total, generator=torch.Generator().manual_seed(self.seed + self.epoch))
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return torch.randperm(self.total, generator=generator, device="cpu")
 
 
 def steps(total: int, size: int, start: int = 0, drop_last: bool = False) -> Iterator[tuple[int, int]]:

@@ -35,7 +35,9 @@ class ColumnType(NamedTuple):
 
     def empty(self, count: int = 0) -> Any:
         """Allocate memory for rows; for items, an empty list."""
-        return [] if self.kind == "list" else torch.empty((count, *self.shape), dtype=getattr(torch, self.dtype))
+        if self.kind == "list":
+            return []
+        return torch.empty((count, *self.shape), dtype=getattr(torch, self.dtype), device="cpu")
 
     def __str__(self) -> str:
         return f"{self.path} {self.kind} {self.dtype} {self.shape if self.kind != 'list' else ''}".rstrip()

@@ -81,7 +81,7 @@ class _Numbered(Dataset[Any]):
 
 def _collate_numbered(collate: Collate, rows: tuple[list[int], list[Any]]) -> tuple[torch.Tensor, Any]:
     indices, samples = rows
-    return torch.tensor(indices, dtype=torch.int64), collate(samples)
+    return torch.tensor(indices, dtype=torch.int64, device="cpu"), collate(samples)
 
 
 class Streamed(Source):
@@ -89,7 +89,7 @@ class Streamed(Source):
 
     def __init__(self, dataset: Any, sharing: Sharing, collate: Collate, options: dict[str, Any]) -> None:
         _check_stream(sharing, options)
-        self.sharing, self.total = sharing, len(dataset) if hasattr(dataset, "__len__") else None
+        self.sharing, self.total = sharing, _length(dataset)
         self.order = {"total": self.total}
         self._shares = _Shares(dataset, sharing)
         finish = functools.partial(_collate_share, collate)
@@ -101,6 +101,14 @@ class Streamed(Source):
         if hasattr(self._shares.dataset, "set_epoch"):
             self._shares.dataset.set_epoch(epoch)
         yield from self._loader
+
+
+def _length(dataset: Any) -> int | None:
+    """Return the length of a stream; None if it has none, like a ``ChainDataset`` of streams without a length."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _check_stream(sharing: Sharing, options: dict[str, Any]) -> None:
@@ -138,7 +146,8 @@ class _Shares(IterableDataset[_Share]):
 
 def _collate_share(collate: Collate, rows: _Share) -> Batch:
     end, mine, samples, any_sample = rows
-    return end, torch.arange(mine.start, mine.stop), collate(samples) if samples else collate.without_rows(any_sample)
+    indices = torch.arange(mine.start, mine.stop, device="cpu")
+    return end, indices, collate(samples) if samples else collate.without_rows(any_sample)
 
 
 def is_stream(dataset: object) -> bool:

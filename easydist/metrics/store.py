@@ -78,14 +78,15 @@ class Store:
     def indices(self) -> torch.Tensor:
         """The index of every row."""
         if len(self._indices) != 1:
-            self._indices = [torch.cat([torch.empty(0, dtype=torch.int64), *self._indices])]
+            self._indices = [torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *self._indices])]
         return self._indices[0]
 
     def between(self, first: int, last: int) -> torch.Tensor:
         """Return the positions of the rows whose indices are in ``range(first, last)``, in index order."""
         if self._order is None:
             self._order = torch.argsort(self.indices, stable=True)
-        begin, end = torch.searchsorted(self.indices, torch.tensor([first, last]), sorter=self._order).tolist()
+        bounds = torch.tensor([first, last], device="cpu")
+        begin, end = torch.searchsorted(self.indices, bounds, sorter=self._order).tolist()
         return self._order[begin:end]
 
     def add(self, indices: torch.Tensor, leaves: Leaves, nbytes: int) -> None:
@@ -107,7 +108,7 @@ class Store:
     def rows(self, positions: torch.Tensor) -> Leaves:
         """Return the rows at these positions, counted from the first one added; at least one."""
         self._seal()
-        ends = torch.tensor([block.length for block in self._blocks]).cumsum(0)
+        ends = torch.tensor([block.length for block in self._blocks], device="cpu").cumsum(0)
         numbers = torch.bucketize(positions, ends, right=True)
         parts = []
         for number in numbers.unique().tolist():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from easydist import tree
@@ -12,6 +13,7 @@ from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
 from easydist.data import packing
+from easydist.data.leaves import is_numeric
 from easydist.format import codec
 from easydist.groups.communicators import Communicators
 from easydist.metrics.columns import Items, taken
@@ -113,7 +115,7 @@ def _found(indices: torch.Tensor, total: int | None, rows: int) -> tuple[int, li
     bounds = [*found[::rows].tolist(), *(found[-1:] + 1).tolist()]
     fault = ""
     if total is not None and len(found) != total:
-        is_missing = torch.ones(total, dtype=torch.bool)
+        is_missing = torch.ones(total, dtype=torch.bool, device="cpu")
         is_missing[found] = False
         missing, repeated = is_missing.nonzero().flatten(), found[counts > 1]
         fault = f"MetricCollector: {len(missing)} of {total} samples are missing: {_listed(missing)}"
@@ -170,7 +172,7 @@ def _difference(indices: torch.Tensor, leaves: list[Any], types: Sequence[Column
 def _same(first: Any, second: Any, rtol: float) -> torch.Tensor:
     """Return for each pair of rows whether they are equal. NaN equals NaN."""
     if isinstance(first, list):
-        return torch.tensor([_same_objects(a, b) for a, b in zip(first, second, strict=True)])
+        return torch.tensor([_same_objects(a, b) for a, b in zip(first, second, strict=True)], device="cpu")
     if first.is_floating_point() and packing.is_copyable(first.dtype):
         equal = torch.isclose(first, second, rtol=rtol, atol=0.0, equal_nan=True)
     else:
@@ -183,7 +185,20 @@ def _same_objects(first: Any, second: Any) -> bool:
     values, spec = tree.flatten(first)
     others, other = tree.flatten(second)
     is_alike = spec.paths == other.paths and spec.plain == other.plain
-    return is_alike and all(torch.equal(*map(torch.as_tensor, pair)) for pair in zip(values, others, strict=True))
+    return is_alike and all(_same_leaves(*pair) for pair in zip(values, others, strict=True))
+
+
+def _same_leaves(first: Any, second: Any) -> bool:
+    """True if two leaves of objects are equal. NaN equals NaN."""
+    arrays = [leaf for leaf in (first, second) if isinstance(leaf, torch.Tensor | np.ndarray)]
+    if not arrays:  # numbers, which may be too large for a tensor
+        return bool(first == second or (first != first and second != second))
+    if not all(isinstance(leaf, torch.Tensor) or is_numeric(leaf) for leaf in arrays):
+        return np.array_equal(first, second)
+    one, other = (torch.as_tensor(leaf, device="cpu") for leaf in (first, second))
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return torch.equal(one, other)
+    return bool(_same(one, other, 0.0).all())
 
 
 def arrived_rows(

@@ -32,7 +32,7 @@ _GIVES_UP_WITHIN = 2.0
 """Seconds within which ranks leave a failed meeting."""
 
 _LONGEST_FOLDER = 70
-"""The longest path of the folder in characters. The paths of the sockets in it can have 107."""
+"""The longest path of the folder in bytes. The paths of the sockets in it can have 107."""
 
 _NEEDS = "easydist.notebook needs {}: pip install 'easydist[notebook]'"
 
@@ -160,7 +160,8 @@ class Cluster:
         from easydist.notebook.cell import Cell
 
         with self._lock:
-            chosen = self._chosen(ranks)
+            if not (chosen := self._chosen(ranks)):
+                return {}
             self._meet_again()
             for rank in chosen:
                 rank.send(source, meta, is_silent, buffers)
@@ -403,7 +404,8 @@ def _demand_extra() -> Any:
 def _private_folder() -> Path:
     """Create a folder that only this user can open, with a path short enough for sockets."""
     place = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="easydist-", dir=place if len(place) < _LONGEST_FOLDER else "/tmp"))
+    is_short = len(os.fsencode(place)) < _LONGEST_FOLDER
+    return Path(tempfile.mkdtemp(prefix="easydist-", dir=place if is_short else "/tmp"))
 
 
 def _cell_number() -> int | None:

@@ -67,9 +67,15 @@ def chosen(line: str, size: int) -> list[int] | None:
     for part in line.replace(",", " ").split():
         first, _, last = part.partition("-")
         if not first.isdecimal() or not (last or first).isdecimal() or int(last or first) >= size:
-            raise UsageError(f"%%ranks {line}: give ranks between 0 and {size - 1}, as in %%ranks 0,2 or %%ranks 1-3")
+            raise _refused(line, size)
         ranks |= set(range(int(first), int(last or first) + 1))
+    if not ranks:
+        raise _refused(line, size)
     return sorted(ranks)
+
+
+def _refused(line: str, size: int) -> UsageError:
+    return UsageError(f"%%ranks {line}: give ranks between 0 and {size - 1}, as in %%ranks 0,2 or %%ranks 1-3")
 
 
 def register() -> None:

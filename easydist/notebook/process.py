@@ -74,7 +74,9 @@ class RankProcess:
         file, _ = write_connection_file(
             f"{place}.json", transport="ipc", ip=str(place), key=self._session.key, **_PORTS
         )
-        settings = {"rank": rank, "size": home.size, "epoch": epoch, "folder": str(home.folder), "path": sys.path}
+        places: list[Any] = sys.path
+        path = [place for place in places if isinstance(place, str)]  # Python itself ignores all others
+        settings = {"rank": rank, "size": home.size, "epoch": epoch, "folder": str(home.folder), "path": path}
         settings |= {"connection_file": file, "lifeline": home.lifeline, "parent": os.getpid()}
         self._process = self._start(settings, home.lifeline, _environment(rank, home))
         self.pid = self._process.pid

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import threading
@@ -61,9 +62,10 @@ def world_of(group: dist.ProcessGroup) -> World:
     if _survivors is not None and group is _survivors.group:
         return _survivors.world
     rank, size = group.rank(), group.size()
-    told = launched(has_group=True)
-    if (told.rank, told.size) == (rank, size):
-        return told
+    with contextlib.suppress(ValueError):  # variables that another launcher has left over; the group counts
+        told = launched(has_group=True)
+        if (told.rank, told.size) == (rank, size):
+            return told
     return World("adopted", rank, size, int(os.environ.get("LOCAL_RANK") or rank), size)
 
 
@@ -114,7 +116,7 @@ def leave_groups_of_parents() -> None:
 @functools.cache
 def _store(world: World) -> Store:
     """Return the store in which the ranks meet: under torchrun its agent serves it, else rank 0."""
-    has_agent = world.launcher == "torchrun" and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
+    has_agent = world.launcher == "torchrun" and all(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT")))
     url = "env://" if has_agent else f"tcp://{world.address}:{world.port}"
     store: Store = next(rendezvous(url, world.rank, world.size))[0]
     return store

@@ -59,7 +59,8 @@ def launched(env: Mapping[str, str] = os.environ, has_group: bool = False) -> Wo
 
     Args:
         env: The environment.
-        has_group: True if there is already a process group; then there is no warning that this process works alone.
+        has_group: True if there is already a process group. Then there is no warning that this process works alone,
+            and no place to meet is needed.
 
     Example:
         >>> launched({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_PORT": "1234"}).size
@@ -75,7 +76,8 @@ def launched(env: Mapping[str, str] = os.environ, has_group: bool = False) -> Wo
     in_step = _has(env, "SLURM_STEP_ID", *_SLURM[:2])
     for names in _MPI:
         if _has(env, *names[: 3 if in_step else 2]):  # srun also sets PMI_RANK, but no rank on the host
-            return _world(env, "mpi", names, None, _port(env, _MPI_JOB) or _port_of_parent())
+            address = "127.0.0.1" if has_group else None  # the ranks of a group have met already
+            return _world(env, "mpi", names, address, _port(env, _MPI_JOB) or _port_of_parent())
     if in_step:
         address = first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or "127.0.0.1")
         return _world(env, "slurm", _SLURM, address, _port(env, ("SLURM_JOB_ID", "SLURM_STEP_ID")))

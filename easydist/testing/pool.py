@@ -94,10 +94,14 @@ class Pool:
         workers = self._workers[:world_size]
         store = self._next_store()
         limit = timeout or self.timeout
-        for rank, worker in enumerate(workers):
-            task = Task(Reference.of(fn), args, kwargs, rank, world_size, store, list(sys.path), _filters(), limit)
-            worker.pipe.send(task)
-        outcomes = self._collect(workers, limit)
+        try:
+            for rank, worker in enumerate(workers):
+                task = Task(Reference.of(fn), args, kwargs, rank, world_size, store, list(sys.path), _filters(), limit)
+                worker.pipe.send(task)
+            outcomes = self._collect(workers, limit)
+        except BaseException:  # Ctrl-C, for instance: an outcome that comes later must not count for the next run
+            self._restart()
+            raise
         Path(store).unlink(missing_ok=True)
         failures = [(rank, outcome) for rank, outcome in outcomes if isinstance(outcome, Failure)]
         if any(failure.fatal for _, failure in failures):

@@ -38,6 +38,14 @@ def test_a_machine_that_works():
 
 
 @pytest.mark.slow
+def test_ranks_may_print_more_than_a_pipe_holds(tmp_path):
+    text = "import os, sys\nprint('a library')\nif os.environ.get('RANK') == '1': sys.stderr.write('x' * 300_000)\n"
+    (tmp_path / "sitecustomize.py").write_text(text)
+    out, _ = easydist("check", "--json", PYTHONPATH=os.pathsep.join([str(launching.ROOT), str(tmp_path)]))
+    assert set(states(json.loads(out.partition("\n")[2])).values()) == {"ok"}
+
+
+@pytest.mark.slow
 def test_under_a_launcher_rank_0_prints():
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [start(env | {"RANK": str(rank)}) for rank in range(2)]

@@ -35,6 +35,15 @@ def test_each_line_stands_after_its_rank_and_the_script_has_its_arguments(tmp_pa
 
 
 @pytest.mark.slow
+def test_output_that_the_terminal_cannot_show_is_replaced(tmp_path):
+    text = "import os\nos.write(1, b'caf\\xe9\\n')\nprint('end')"
+    out, err = easydist("run", "-n", "1", script(tmp_path, text), PYTHONIOENCODING="ascii")
+    assert (out.splitlines(), err) == (["[rank 0] caf?", "[rank 0] end"], "")
+    out, _ = easydist("check", "--help", PYTHONIOENCODING="latin-1")
+    assert "torchrun --nnodes 2 ? -m easydist check" in out
+
+
+@pytest.mark.slow
 def test_modules_torchruns_options_and_two_ranks_by_default(tmp_path):
     script(tmp_path, HELLO, "hello_module.py")
     path = os.pathsep.join([str(launching.ROOT), str(tmp_path)])
@@ -123,6 +132,18 @@ def test_a_rank_that_the_launcher_ends_after_its_exception_has_failed_first(tmp_
     err = capsys.readouterr().err
     assert "Rank 1 failed first: process 101 was terminated by SIGTERM after its exception." in err
     assert "Rank 0: process 100 ended with exit status 1. easydist.errors.RemoteError: rank 1 failed" in err
+
+
+def test_a_rank_that_a_signal_without_a_name_kills_is_reported(tmp_path, capsys):
+    assert report({0: ProcessFailure(0, 100, -35, "")}, tmp_path) == 163
+    assert "Rank 0 failed first: process 100 was killed by signal 35." in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_survivors_wrapper_names_any_signal(tmp_path):
+    text = "import os\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 35)"
+    _, err = easydist("run", "--survivors", "-n", "2", script(tmp_path, text))
+    assert "was killed by signal 35; the others go on" in err
 
 
 KILLED = RAISES.partition("    try")[0] + "    import os\n    os.kill(os.getpid(), 9)\neasydist.gather(torch.ones(1))"

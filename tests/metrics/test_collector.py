@@ -150,6 +150,24 @@ def test_another_value_of_one_sample_is_an_error_that_names_it(rank, first, seco
     assert same.compute()["x"][1:].tolist() == [1.0, 1.0]
 
 
+ITEMS = {
+    "NaN": float("nan"),
+    "NaN in a tree": {"a": float("nan"), "b": torch.tensor([float("nan"), 1.0])},
+    "large integer": 1 << 70,
+    "text array": np.array(["a", "b"]),
+    "unsigned": np.uint64((1 << 64) - 1),
+    "float8": torch.ones(2).to(torch.float8_e5m2),
+}
+
+
+@pytest.mark.parametrize("item", ITEMS.values(), ids=ITEMS)
+@distributed(world_size=2)
+def test_objects_of_any_kind_may_come_twice(rank, item):
+    collector = MetricCollector(total=1)
+    collector.update([0], x=[item])
+    assert repr(collector.compute()) == repr({"x": [item]})
+
+
 @distributed(world_size=2)
 def test_rounding_may_be_allowed(rank):
     collector = MetricCollector(rtol=1e-4)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import easydist
 from easydist import MetricCollector, RemoteError, gather_for_metrics
+from easydist.metrics import DistributedBatchSampler
 from easydist.metrics.columns import Padded
 from easydist.testing import distributed
 from easydist.testing.conformance import MOVED, sample
@@ -214,3 +215,17 @@ def test_padding_that_cannot_be_is_refused(rank):
         with pytest.raises(ValueError, match=said):
             gather_for_metrics(columns, total=4, **options)
     assert gather_for_metrics(["a", "b"], total=4, pad_index=0) == ["a", "b"] * 2
+
+
+def test_torchs_default_device_does_not_matter():
+    with torch.device("meta"):  # stands for any accelerator
+        batches = [*DistributedBatchSampler(3, 2, shuffle=True, rank=0, world_size=1)]
+        whole = gather_for_metrics({"x": ["a", "b"]}, indices=[1, 0])
+        ragged = gather_for_metrics([[1, 2], [3]], total=2, pad_index=-1)
+        collector = MetricCollector(total=2)
+        collector.update([1, 0, 1], x=["b", "a", "b"])
+        collected = collector.compute()
+    assert sorted(index for batch in batches for index in batch) == [0, 1, 2]
+    assert whole == {"x": ["b", "a"]}
+    assert ragged.values.tolist() == [[1, 2], [3, -1]]
+    assert collected == {"x": ["a", "b"]}

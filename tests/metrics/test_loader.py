@@ -9,7 +9,7 @@ import pytest
 import torch
 from counting import exchanges
 from hypothesis import given, settings, strategies as st
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import ChainDataset, Dataset, IterableDataset
 
 import easydist
 from easydist import DisagreementError, RemoteError
@@ -230,6 +230,13 @@ def test_a_data_set_that_gives_many_at_once(rank):
             return [self[i] for i in indices]
 
     assert collected(distributed_loader(Together(5), 2, with_indices=True)) == [[0, 1, 2, 3], [4]]
+
+
+@distributed(world_size=2)
+def test_streams_without_a_length_may_be_chained(rank):
+    loader = distributed_loader(ChainDataset([Stream(2), Stream(1)]), 2, with_indices=True)
+    assert loader.total is None
+    assert [indices.tolist() for indices, _ in loader] == [[2] if rank else [0, 1]]
 
 
 @distributed(world_size=2)

@@ -124,7 +124,7 @@ def test_a_figure_of_another_rank_alone_is_not_lost(page):
     assert page.shown == [("display_data", figure("a"))]
 
 
-@pytest.mark.parametrize("line", ["4", "a", "0,,9", "-1", "3-9", "2 x"])
+@pytest.mark.parametrize("line", ["4", "a", "0,,9", "-1", "3-9", "2 x", "3-1", ","])
 def test_a_line_that_names_no_ranks_is_refused(line):
     with pytest.raises(Exception, match="give ranks between 0 and 3"):
         chosen(line, 4)

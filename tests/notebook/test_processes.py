@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -127,6 +128,23 @@ def test_a_plain_program_may_have_ranks_too(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     out, _ = python(tmp_path / "script.py")
     assert out.splitlines() == ["ranks 0–1: 6", "[0, 1] [3, 3] <Cluster of 2 ranks>", "<Cluster, stopped>"]
+
+
+ODD_PATHS = """
+import os, pathlib, sys, tempfile
+from easydist.notebook import start
+sys.path.append(pathlib.Path("here"))
+with start(1) as cluster:
+    cluster.execute("rank")
+    print(cluster.run(len, "ab", ranks=[]), cluster.pull("rank", ranks=[]), cluster.execute("rank", ranks=[]))
+"""
+
+
+def test_paths_of_any_kind_and_no_ranks():
+    with tempfile.TemporaryDirectory(prefix="日" * 30) as folder:  # too many bytes for the path of a socket
+        process = start(sys.executable, "-c", ODD_PATHS, env=os.environ | {"TMPDIR": folder})
+        ((out, err),) = finished(process)
+    assert out.splitlines() == ["rank 0: 0", "[] [] None"], err
 
 
 def test_a_rank_that_does_not_start_says_why(tmp_path):

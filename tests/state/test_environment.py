@@ -137,6 +137,7 @@ def test_empty_variables_count_as_absent(name):
 def test_mpi_on_several_hosts_needs_master_addr(name):
     env = MPI[name]
     local_size = list(env)[3]
+    assert launched(env | {local_size: "2"}, has_group=True).local_size == 2  # they have met already
     text = (
         "4 ranks were launched by mpi on several hosts, but MASTER_ADDR is not set: export it with the host name of "
         "rank 0 (mpirun -x MASTER_ADDR=… with Open MPI, -genv MASTER_ADDR … with Intel MPI"

@@ -91,6 +91,14 @@ def test_python_alone_is_a_world_of_one(tmp_path):
     assert worlds(tmp_path) == a_world_of(1)
 
 
+def test_an_empty_address_means_this_host(tmp_path):
+    port = free_port()
+    env = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "", "MASTER_PORT": port}
+    each = [{name: str(value) for name, value in (env | {"RANK": r, "LOCAL_RANK": r}).items()} for r in range(2)]
+    finish(*[start(sys.executable, WORLD, tmp_path, **env) for env in each])
+    assert worlds(tmp_path) == a_world_of(2)
+
+
 def test_the_group_of_accelerate_is_adopted(tmp_path):
     torchrun(2, WORLD, tmp_path, "accelerate-first")
     assert worlds(tmp_path) == a_world_of(2, adopted=True)

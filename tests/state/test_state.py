@@ -96,6 +96,15 @@ def test_a_group_is_adopted_with_local_rank_unset_or_set(rank, world_size):
 
 
 @distributed(world_size=2)
+def test_a_group_is_adopted_whatever_another_launcher_has_left_over(rank):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", "5")
+        patch.setenv("WORLD_SIZE", "2")
+        ProcessState._reset_state()
+        assert (ProcessState().process_index, ProcessState().num_processes) == (rank, 2)
+
+
+@distributed(world_size=2)
 def test_a_group_made_later_is_adopted(rank, tmp_path):
     state = ProcessState()
     state.destroy_process_group()

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from datetime import timedelta
 
@@ -35,6 +36,36 @@ def failures(world_size, fn, *args, **kwargs):
     errors = caught.value.exceptions
     assert caught.value.message == f"{len(errors)} of {world_size} ranks failed"
     return errors
+
+
+class OneWay:
+    """Cannot be decoded outside of the process that made it."""
+
+    def __init__(self, pid=None):
+        if pid not in (None, os.getpid()):
+            raise ValueError("made in another process")
+
+    def __reduce__(self):
+        return OneWay, (os.getpid(),)
+
+
+def after_a_while(value):
+    time.sleep(1)
+    return value
+
+
+@pytest.mark.slow
+def test_a_run_that_was_broken_off_leaves_no_outcomes_for_the_next():
+    with Pool() as pool:
+        timer = threading.Timer(0.5, signal.raise_signal, [signal.SIGINT])
+        pool.run(len, 2, "ready")
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(after_a_while, 2, "old")
+        assert pool.run(len, 2, "new") == [3, 3]
+        with pytest.raises(ValueError, match="made in another process"):
+            pool.run(OneWay, 2)
+        assert pool.run(len, 2, "newer") == [5, 5]
 
 
 def rank_and_size(rank, world_size):
