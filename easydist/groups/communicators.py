@@ -138,44 +138,38 @@ class Communicators:
     def make_ready(self) -> None:
         """Connect or reconnect the ranks during a call, if that is necessary; all ranks have to come.
 
-        A call between only two ranks skips the meeting: they need nothing but a connection.
+        A call between only two ranks skips the meeting: they need nothing but a connection. If an earlier call fails
+        on another rank while the ranks meet, they reconnect and meet again.
 
         Raises:
             EasydistError: Some ranks did not come.
         """
         peer, self.monitor.peer = self.monitor.peer, None
         try:
-            if self.monitor.broken is not None or not self._is_connected:
-                self.reconnect()
-            elif not self.has_met and peer is None:
-                self._meet_first()
+            while self._is_apart or not (self.has_met or peer is not None):
+                try:
+                    self.reconnect() if self._is_apart else self._meet()
+                except EasydistError as error:
+                    if not error.is_earlier:
+                        raise
         finally:
             self.monitor.peer = peer
 
     def begin(self, exchange: Callable[[], T]) -> T:
-        """Run the first exchange of a call; repeat it if it shows that an earlier call has failed on another rank.
+        """Run the first exchange of a call; repeat it while it shows that an earlier call has failed on another rank.
 
         Args:
             exchange: Runs the exchange. It must look up the communicators, which may have been replaced before the
                 second time.
         """
-        self.monitor.is_awaited = self.monitor.peer is None
-        try:
-            return exchange()
-        except EasydistError as error:
-            if not error.is_earlier:
-                raise
-        self.make_ready()
-        self.monitor.is_awaited = self.monitor.peer is None
-        return exchange()
-
-    def _meet_first(self) -> None:
-        try:
-            self._meet()
-        except EasydistError as error:
-            if not error.is_earlier:
-                raise
-            self.reconnect()  # two ranks had failed in a call of their own before the others came
+        while True:
+            self.monitor.is_awaited = self.monitor.peer is None
+            try:
+                return exchange()
+            except EasydistError as error:
+                if not error.is_earlier:
+                    raise
+            self.make_ready()
 
     def _meet(self) -> None:
         """Exchange the identities of all ranks, and share memory with the other ranks where possible."""
@@ -256,13 +250,14 @@ class Communicators:
         return comm
 
     @property
-    def _is_connected(self) -> bool:
-        return hasattr(self, "control")
+    def _is_apart(self) -> bool:
+        """True if the ranks have to connect."""
+        return self.monitor.broken is not None or not hasattr(self, "control")
 
     @property
     def _gloo(self) -> Gloo | None:
         """The backend that connects the ranks, if it is gloo; else None."""
-        backend = self._first.backend if self._is_connected else None
+        backend = self._first.backend if hasattr(self, "_first") else None
         return backend if isinstance(backend, Gloo) else None
 
     def groups(self) -> list[dist.ProcessGroup]:

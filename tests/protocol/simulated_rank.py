@@ -65,16 +65,15 @@ class SimulatedRank(SimulatedMonitor):
         self.raise_if_broken()
 
     def begin(self, exchange):
-        """The first exchange of a call; once more, where a call before this one has failed elsewhere."""
-        self.rules.is_awaited = self.rules.peer is None
-        try:
-            return (yield from exchange())
-        except EasydistError as error:
-            if not error.is_earlier:
-                raise
-        yield from self.make_ready()
-        self.rules.is_awaited = self.rules.peer is None
-        return (yield from exchange())
+        """Make the first exchange of a call; repeat it while a call before this one has failed elsewhere."""
+        while True:
+            self.rules.is_awaited = self.rules.peer is None
+            try:
+                return (yield from exchange())
+            except EasydistError as error:
+                if not error.is_earlier:
+                    raise
+            yield from self.make_ready()
 
     # Meeting and reconnecting.
 
@@ -82,20 +81,17 @@ class SimulatedRank(SimulatedMonitor):
         machine = self.rules
         peer, machine.peer = machine.peer, None
         try:
-            if machine.broken is not None or not self.is_connected:
-                yield from self.reconnect()
-            elif not self.has_met and peer is None:
-                yield from self._meet_first()
+            while self._is_apart() or not (self.has_met or peer is not None):
+                try:
+                    yield from self.reconnect() if self._is_apart() else self._meet()
+                except EasydistError as error:
+                    if not error.is_earlier:
+                        raise
         finally:
             machine.peer = peer
 
-    def _meet_first(self):
-        try:
-            yield from self._meet()
-        except EasydistError as error:
-            if not error.is_earlier:
-                raise
-            yield from self.reconnect()
+    def _is_apart(self):
+        return self.rules.broken is not None or not self.is_connected
 
     def _meet(self):
         self.rules.is_awaited = True
