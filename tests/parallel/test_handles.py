@@ -1,0 +1,150 @@
+"""Handles of messages between two ranks: waited for, polled, dropped, refused."""
+
+import gc
+import os
+import sys
+import weakref
+
+import launching
+import pytest
+import torch
+import torch.distributed as dist
+from coordinators import made, text_of
+from groups import of_all
+
+import easydist
+from easydist import DisagreementError
+from easydist.testing import distributed
+
+LARGE = 70_000
+
+
+@distributed(world_size=2)
+def test_handles_are_waited_for_twice_or_dropped(rank):
+    with made(rank, 2) as group:
+        data = {"x": torch.arange(LARGE), "y": torch.ones(3), "n": 5}
+        if rank == 0:
+            (handle,) = group.isend_tensor_dict(data)
+            (second,) = group.isend_tensor_dict({"small": 1})
+            second.wait()
+            for _ in range(3):
+                handle.wait()
+            assert handle.is_completed()
+            assert second.is_completed()
+        else:
+            tree, handles, after = group.irecv_tensor_dict()
+            assert tree.keys() == data.keys()
+            for handle in handles * 2:
+                handle.wait()
+            for finish in after:
+                finish()
+            assert torch.equal(tree["x"], data["x"])
+            assert tree["n"] == 5
+            assert group.irecv_tensor_dict() == ({"small": 1}, [], [])
+        peer, mine = 1 - rank, {"x": torch.full((LARGE,), rank)}
+        handles = group.isend_tensor_dict(mine, peer)  # both send first, as neither waits
+        assert group.recv_tensor_dict(peer)["x"][0] == peer
+        handles[0].wait()
+
+
+@distributed(world_size=2)
+def test_a_handle_from_before_the_ranks_connected_again_says_so(rank):
+    with made(rank, 2) as group:
+        handles = [group.isend_tensor_dict({"x": torch.ones(n)})[0] for n in (3, LARGE)] if rank == 0 else []
+        for late in (0, 1):  # rank 1 comes when rank 0 has given up
+            if rank == late:
+                with pytest.raises(easydist.CollectiveTimeout):
+                    easydist.gather(torch.ones(1), group=group, timeout=0.05 if rank == 0 else None)
+            of_all(None)
+        assert group.all_gather(torch.tensor([rank])).tolist() == [0, 1]
+        for handle in handles * 2:
+            with pytest.raises(
+                easydist.RemoteError, match="isend_tensor_dict: the message to or from rank 1 was under"
+            ):
+                handle.wait()
+        if rank == 0:
+            group.send_tensor_dict({"x": "again"})
+        else:
+            assert group.recv_tensor_dict() == {"x": "again"}
+
+
+@distributed(world_size=2)
+def test_refusals_of_dropped_messages_are_not_those_of_others(rank):
+    with made(rank, 2) as group:
+        calls = [group.recv_object, lambda src: group.recv(torch.Size([1]), torch.float32, src)] * 3
+        if rank == 0:
+            for step in range(5):
+                group.isend_tensor_dict({"step": step})
+            (handle,) = group.isend_tensor_dict({"x": torch.ones(LARGE)})
+            assert text_of(handle.wait).startswith("DisagreementError: recv: rank 0 called send_tensor_dict")
+        else:
+            for call in calls:
+                assert "rank 0 called send_tensor_dict, rank 1 called recv" in text_of(lambda call=call: call(0))
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_a_hundred_dropped_handles_keep_nothing(rank):
+    with made(rank, 2) as group:
+        known = []
+        for step in range(100):
+            if rank == 0:
+                tensor = torch.full((LARGE,), step)
+                known.append(weakref.ref(tensor))
+                group.isend_tensor_dict({"x": tensor, "step": step})
+                del tensor
+            else:
+                got = group.recv_tensor_dict()
+                assert (got["step"], got["x"][-1]) == (step, step)
+        if rank == 0:
+            (last,) = group.isend_tensor_dict({})
+            last.is_completed()  # from now on the thread that waits for dropped ones waits for it, too
+            last.wait()
+            gc.collect()
+            assert [ref() for ref in known] == [None] * 100
+        else:
+            assert group.recv_tensor_dict() == {}
+
+
+@distributed(world_size=2)
+def test_a_refusal_keeps_no_message(rank):
+    with made(rank, 2) as group:
+        with pytest.raises(DisagreementError):
+            group.recv(torch.Size([3]), torch.float32, 0) if rank else group.send(torch.ones(2), 1)
+        box = group.communicators.mailbox(1 - rank)
+        assert [one.body.untyped_storage().nbytes() for one in box.refusals.values()] == [0] * (1 - rank)
+
+
+POLLING = """
+import os, time, torch.distributed as dist
+from easydist import PeerLostError
+from easydist.parallel import GroupCoordinator
+dist.init_process_group("gloo")
+group = GroupCoordinator([[0, 1]], rank := dist.get_rank(), "gloo", False)
+if rank:
+    group.recv_tensor_dict(0)
+    os._exit(3)
+group.send_tensor_dict({"x": 1}, 1)
+(handle,) = group.isend_tensor_dict({"x": 2}, 1)
+while not handle.is_completed():
+    time.sleep(0.01)
+try:
+    handle.wait()
+except PeerLostError as error:
+    print(error, flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_handle_that_is_polled_ends_with_its_receiver(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(POLLING)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.port, "WORLD_SIZE": 2, "OMP_NUM_THREADS": 1}
+    variables |= {"TORCHELASTIC_USE_AGENT_STORE": True, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": launching.ROOT}
+    command = (sys.executable, "-W", "ignore", script)
+    processes = [launching.start(*command, env=os.environ | variables | {"RANK": rank}) for rank in range(2)]
+    told = launching.finished(*processes)
+    assert [process.returncode for process in processes] == [0, 3], told
+    assert "rank 1 is lost" in told[0][0]
