@@ -19,6 +19,9 @@ _BEGINNING = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above", "The above exception was")
 _BECAUSE_OF_OTHERS = ("easydist.errors.RemoteError", "easydist.errors.PeerLostError")
 _LINES = 20
+_LONGEST = 1 << 22
+"""The most bytes of a rank's output to read: a rank may have written gigabytes."""
+
 _OF_TORCH = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 """The prefix that torch writes before each line of an exception if there is a process group."""
 
@@ -48,12 +51,14 @@ def _status(failure: ProcessFailure, said: str) -> int:
 
 
 def _said(failure: ProcessFailure, logs: Path) -> tuple[float, str]:
-    """Return the time of a rank's last output to its stderr, and that output."""
+    """Return the time of a rank's last output to its stderr, and the end of that output."""
     found = [(path.stat().st_mtime, path) for path in logs.glob(f"*/attempt_*/{failure.local_rank}/stderr.log")]
     if not found:
         return float(failure.timestamp), ""
     time, path = max(found)
-    return time, path.read_text(errors="replace")
+    with path.open(errors="replace") as file:
+        file.seek(max(0, path.stat().st_size - _LONGEST))
+        return time, file.read()
 
 
 def _order(failure: ProcessFailure, said: tuple[float, str]) -> tuple[bool, bool, float]:

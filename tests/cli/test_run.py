@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import tracemalloc
 
 import launching
 import psutil
@@ -132,6 +133,20 @@ def test_a_rank_that_the_launcher_ends_after_its_exception_has_failed_first(tmp_
     err = capsys.readouterr().err
     assert "Rank 1 failed first: process 101 was terminated by SIGTERM after its exception." in err
     assert "Rank 0: process 100 ended with exit status 1. easydist.errors.RemoteError: rank 1 failed" in err
+
+
+def test_only_the_end_of_a_long_output_is_read(tmp_path, capsys):
+    (folder := tmp_path / "run" / "attempt_0" / "0").mkdir(parents=True)
+    with (folder / "stderr.log").open("w") as file:
+        file.seek(1 << 30)  # a hole
+        file.write("\nTraceback (most recent call last):\n  here\nValueError: bad data\n")
+    tracemalloc.start()
+    try:
+        assert report({0: ProcessFailure(0, 100, 1, "")}, tmp_path) == 1
+        assert tracemalloc.get_traced_memory()[1] < 1 << 27
+    finally:
+        tracemalloc.stop()
+    assert "\nTraceback (most recent call last):\n  here\nValueError: bad data\n" in capsys.readouterr().err
 
 
 def test_a_rank_that_a_signal_without_a_name_kills_is_reported(tmp_path, capsys):
