@@ -53,7 +53,7 @@ def init_device_mesh(
         (('dp',), 1)
         >>> dist.destroy_process_group()
 
-    Cost: one all-gather of the global communicator, and one of each dimension's.
+    Cost: two all-gathers of the global communicator, and one of each dimension's.
 
     Source: the torchcomms API.
     """
@@ -69,7 +69,9 @@ def init_device_mesh(
     if not dist.is_initialized():
         make_default(everyone)
     mesh = _layout(comms, everyone)
-    groups = [_group(mesh, dim, comm, name) for dim, (comm, name) in enumerate(zip(comms, names, strict=True))]
+    _check_lines(mesh, comms, names, everyone)
+    lines = [_line(mesh, dim, dist.get_rank()) for dim in range(len(names))]
+    groups = [group_of(comm, name, ranks) for comm, name, ranks in zip(comms, names, lines, strict=True)]
     kind = everyone.get_device().type
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], kind, mesh_dim_names=names)
@@ -105,26 +107,38 @@ def _line(mesh: torch.Tensor, dim: int, rank: int) -> list[int]:
 
 def _layout(comms: Sequence[TorchComm], everyone: TorchComm) -> torch.Tensor:
     """Gather every rank's place, and return the ranks of the default group in the shape of the mesh."""
-    mine = torch.tensor([dist.get_rank(), *(comm.get_rank() for comm in comms)], device=everyone.get_device())
-    rows = torch.empty((everyone.get_size(), len(mine)), dtype=torch.int64, device=mine.device)
-    everyone.core().all_gather_single(rows, mine, False)
-    mesh = torch.full([comm.get_size() for comm in comms], -1, device="cpu")
-    for rank, *place in rows.tolist():
-        if all(at < size for at, size in zip(place, mesh.shape, strict=True)):
+    places, shape = [comm.get_rank() for comm in comms], [comm.get_size() for comm in comms]
+    rows = _rows(everyone, [dist.get_rank(), *places, *shape])
+    mesh = torch.full(shape, -1, device="cpu")
+    for rank, *row in rows:
+        place, sizes = row[: len(shape)], row[len(shape) :]
+        if sizes == shape and all(at < size for at, size in zip(place, shape, strict=True)):
             mesh[tuple(place)] = rank
     if mesh.numel() != everyone.get_size() or (mesh < 0).any():
-        sizes = " × ".join(map(str, mesh.shape))
         raise RuntimeError(
-            f"init_device_mesh: the communicators do not form a mesh of {sizes} of {everyone.get_size()} ranks: two "
-            f"ranks share a place, or a place has no rank: {rows[:, 1:].tolist()}"
+            f"init_device_mesh: the communicators do not form a mesh of {' × '.join(map(str, shape))} of "
+            f"{everyone.get_size()} ranks: two ranks share a place, or a place has no rank, or the sizes differ: "
+            f"{[row[1:] for row in rows]}"
         )
     return mesh
 
 
-def _group(mesh: torch.Tensor, dim: int, comm: TorchComm, name: str) -> dist.ProcessGroup:
-    ranks = _line(mesh, dim, dist.get_rank())
-    rows = torch.empty(comm.get_size(), dtype=torch.int64, device=comm.get_device())
-    comm.core().all_gather_single(rows, torch.tensor([dist.get_rank()], device=rows.device), False)
-    if rows.tolist() != ranks:
-        raise RuntimeError(f"init_device_mesh: {name!r} holds the ranks {rows.tolist()}, but the mesh needs {ranks}")
-    return group_of(comm, name, ranks)
+def _check_lines(mesh: torch.Tensor, comms: Sequence[TorchComm], names: Sequence[str], everyone: TorchComm) -> None:
+    """Make sure that each communicator holds the ranks of its line of the mesh; if one does not, all ranks raise."""
+    mine = [rank for comm in comms for (rank,) in _rows(comm, [dist.get_rank()])]
+    for rank, *row in _rows(everyone, [dist.get_rank(), *mine]):
+        for dim, name in enumerate(names):
+            held, row = row[: mesh.shape[dim]], row[mesh.shape[dim] :]
+            if held != (line := _line(mesh, dim, rank)):
+                raise RuntimeError(
+                    f"init_device_mesh: {name!r} of rank {rank} holds the ranks {held}, but the mesh needs {line}"
+                )
+
+
+def _rows(comm: TorchComm, mine: Sequence[int]) -> list[list[int]]:
+    """Gather the numbers of all ranks, as many on each."""
+    data = torch.tensor(mine, device=comm.get_device())
+    rows = torch.empty((comm.get_size(), len(mine)), dtype=torch.int64, device=data.device)
+    comm.core().all_gather_single(rows, data, False)
+    found: list[list[int]] = rows.tolist()
+    return found
