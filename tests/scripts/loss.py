@@ -7,10 +7,12 @@ The ranks are forked, so that torch is loaded once. A rank misbehaves once all o
 """
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
 import time
+from multiprocessing.synchronize import Barrier
 
 import torch
 import torch.distributed as dist
@@ -108,7 +110,7 @@ def wake_the_store(pid: int, rank: int, world_size: int, pipe: tuple[int, int]) 
         os.kill(pid, signal.SIGCONT)
 
 
-def work(case: str, rank: int, world_size: int, pipe: tuple[int, int]) -> None:
+def work(case: str, rank: int, world_size: int, pipe: tuple[int, int], survivors: Barrier) -> None:
     scenario = case.split("/")[2]
     pids = None if scenario == "kill_first" else easydist.gather(os.getpid()).tolist()
     row = {"case": case, "rank": rank, "pids": pids, "type": None, "text": ""}
@@ -128,6 +130,7 @@ def work(case: str, rank: int, world_size: int, pipe: tuple[int, int]) -> None:
     if scenario in ("late", "together", "interrupt", "store_stops"):
         row["next"] = easydist.gather(rank).tolist()
     elif row["type"] is not None:
+        survivors.wait(DEADLINE)  # the report of the next call replaces that of this one
         try:
             easydist.gather(rank, timeout=0.2)
         except (EasydistError, KeyboardInterrupt) as error:
@@ -140,12 +143,13 @@ def launch(case: str) -> None:
     size, backend, scenario = case.split("/")
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     world_size, pipe = int(size), os.pipe()
+    survivors = multiprocessing.get_context("fork").Barrier(world_size - 1)
 
     def live(rank: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
         if backend.isdigit():
             os.environ["EASYDIST_HOST_ID"] = backend[rank]
-        work(case, rank, world_size, pipe)
+        work(case, rank, world_size, pipe, survivors)
 
     pids = forked(world_size, live, is_short=backend == "shm", EASYDIST_SHM=int(backend != "gloo"))
     if scenario == "interrupt" and signal.sigtimedwait([signal.SIGUSR1], DEADLINE):
