@@ -23,8 +23,9 @@ from typing import NamedTuple
 Entry = tuple[int, ...] | bool
 """The members, ascending; or True if the members are connected, False if not."""
 
-LAGGING = 0.25
-"""The part of the limit in which members have to read that others could not connect, and answer."""
+CONNECTING, LAGGING = 0.5, 0.75
+"""The parts of the limit in which a member finds out that it cannot connect, and in which members have to answer once
+others have found that out. The second one is longer, so that a member that still tries to connect is not left out."""
 
 
 class Stage(enum.IntEnum):

@@ -15,7 +15,18 @@ from typing import Generic, TypeVar
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from easydist.errors import CollectiveTimeout, EasydistError, LeftOutError, PeerLostError, RemoteError
-from easydist.groups.membership import Action, Connect, Failure, Membership, Raise, Register, Return, Stage, Write
+from easydist.groups.membership import (
+    CONNECTING,
+    Action,
+    Connect,
+    Failure,
+    Membership,
+    Raise,
+    Register,
+    Return,
+    Stage,
+    Write,
+)
 from easydist.groups.registers import PageRegisters, Registers, StoreRegisters, Told, are_on_one_host, this_host, unseen
 from easydist.liveness import texts
 from easydist.liveness.monitor import Monitor
@@ -224,7 +235,7 @@ class Recovery:
 
     def _connected(self, action: Connect, connect: Callable[[Attempt], T]) -> T | None:
         """Connect the members, and return the result; None if that has failed."""
-        limit = LIMIT / 2
+        limit = CONNECTING * LIMIT
         try:
             store = PrefixStore(f"recover/{action.attempt}", self._meeting_place(action, limit))
             rank = action.members.index(self.monitor.rank)

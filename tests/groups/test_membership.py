@@ -6,7 +6,19 @@ import pytest
 from launching import examples
 from memberships import check
 
-from easydist.groups.membership import Ballot, Connect, Failure, Membership, Raise, Read, Register, Return, Stage, Write
+from easydist.groups.membership import (
+    CONNECTING,
+    Ballot,
+    Connect,
+    Failure,
+    Membership,
+    Raise,
+    Read,
+    Register,
+    Return,
+    Stage,
+    Write,
+)
 
 
 def play(count, machine=Membership):
@@ -28,6 +40,20 @@ def test_whatever_happens_ranks_that_return_have_the_same_members():
 def test_where_nothing_goes_wrong_all_ranks_return():
     for seed in range(100):
         check(seed, faults=0)
+
+
+def test_a_member_that_still_tries_to_connect_is_waited_for():
+    """Others have failed at once; it notices only when its own attempt has failed."""
+    others = [Register(Stage.HERE, 2, (0, 1, 2)), Register(Stage.READY, 1, (0, 1, 2))]
+    one = Membership(0, 3, 0.0, 60.0, 10.0)
+    actions, now = one.begin(), 0.0
+    one.heard(now, [Register(), *others], set())  # learns that the members could not connect
+    while now < CONNECTING * 10.0 + 1.0:
+        now += 0.1
+        actions = one.heard(now, [Register(), *others], set())
+        assert actions == [Read()]  # proposes nobody yet
+    actions = one.heard(now, [Register(), others[0], others[0]], set())
+    assert any(isinstance(action, Write) for action in actions)
 
 
 class ProposesItsOwn(Membership):
