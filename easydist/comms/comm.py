@@ -13,7 +13,7 @@ import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from easydist.comms.batch import BatchSendRecv
-from easydist.comms.failures import explained
+from easydist.comms.failures import UNMADE, explained
 from easydist.comms.making import Made, Place, make
 from easydist.comms.operations import Operations
 from easydist.comms.options import CommOptions, Milliseconds, checked_hints, limited
@@ -277,7 +277,7 @@ def made_comm(kind: str, place: Place, what: str) -> TorchComm:
     except Exception as error:
         if isinstance(error, RuntimeError):
             raise
-        raise explained(error, what, place.timeout, []) from error
+        raise explained(error, what, place.timeout, [], UNMADE) from error
     return TorchComm(made.backend, place.name, place.options, store=_own(place), kind=kind, made=made)
 
 

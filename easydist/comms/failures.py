@@ -8,12 +8,17 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
+from torch.distributed import DistStoreError
+
 from easydist.errors import CollectiveTimeout, LeftOutError, PeerLostError, RemoteError
 from easydist.liveness.peer import Peer
 from easydist.liveness.report import INTERRUPT
 
 _GRACE = 1.0
 """Seconds to wait for the end of a process whose connection broke."""
+
+_BROKEN = "The communicator is broken. recover() makes a new one of the ranks that are left."
+UNMADE = "The communicator was not created."
 
 
 class CommTimeout(CollectiveTimeout, RuntimeError):
@@ -29,11 +34,11 @@ class CommLeftOut(LeftOutError, RuntimeError):
 
 
 class CommRemoteError(RemoteError, RuntimeError):
-    """Another rank was interrupted while an operation waited for it."""
+    """Another rank was interrupted, or has failed, while an operation waited for it."""
 
 
 def explained(
-    error: BaseException, what: str, limit: timedelta, peers: Sequence[Peer]
+    error: BaseException, what: str, limit: timedelta, peers: Sequence[Peer], state: str = _BROKEN
 ) -> CommTimeout | CommPeerLost | CommRemoteError | RuntimeError:
     """Return the error that explains why an operation failed.
 
@@ -42,22 +47,30 @@ def explained(
         what: The operation and its communicator.
         limit: The time limit of the operation.
         peers: The other ranks, as far as they are known.
+        state: What has become of the communicator, for the text.
     """
-    broke = "onnection" in str(error)
+    why, broke = f"{state} ({error})", "onnection" in str(error)
     gone = _left(peers, _GRACE if broke else 0.0)
     if interrupted := [peer.rank for peer in gone if _was_interrupted(peer)]:
-        return CommRemoteError(f"{what}: rank {interrupted[0]} was interrupted. {_broken(error)}")
+        return CommRemoteError(f"{what}: rank {interrupted[0]} was interrupted. {why}")
     if gone or isinstance(error, PeerLostError):
-        return lost(f"{what}: {named(gone) or 'a rank'} has ended. {_broken(error)}", gone)
+        return lost(f"{what}: {named(gone) or 'a rank'} has ended. {why}", gone)
+    if isinstance(error, RemoteError):
+        return CommRemoteError(f"{what}: another rank has failed. {why}")
     waited = getattr(error, "peer", None)
-    if isinstance(error, CollectiveTimeout) or "imed out" in str(error):
+    if isinstance(error, CollectiveTimeout) or _is_late(error):
         missing = getattr(error, "missing", ()) or (() if waited is None else (waited,))
         whom = f"rank {', '.join(map(str, missing))} did not come" if missing else "not all ranks came"
-        late = CommTimeout(f"{what}: timed out; {whom} within {limit.total_seconds():g} s. {_broken(error)}")
+        late = CommTimeout(f"{what}: timed out; {whom} within {limit.total_seconds():g} s. {why}")
         late.missing = missing
         return late
     whom = "" if waited is None else f" in the exchange with rank {waited}"
-    return (CommPeerLost if broke else RuntimeError)(f"{what}: failed{whom}. {_broken(error)}")
+    return (CommPeerLost if broke else RuntimeError)(f"{what}: failed{whom}. {why}")
+
+
+def _is_late(error: BaseException) -> bool:
+    """True for gloo's and a store's errors about time limits."""
+    return "imed out" in str(error) or (isinstance(error, DistStoreError) and "timeout" in str(error))
 
 
 def _left(peers: Sequence[Peer], seconds: float) -> list[Peer]:
@@ -66,7 +79,7 @@ def _left(peers: Sequence[Peer], seconds: float) -> list[Peer]:
     A connection breaks a moment before its process is gone, so the call waits up to ``seconds`` for one.
     """
     deadline = time.monotonic() + seconds
-    while not (gone := [peer for peer in peers if _was_interrupted(peer) or peer.has_ended()]):
+    while not (gone := [peer for peer in peers if _was_interrupted(peer) or peer.is_gone()]):
         if time.monotonic() >= deadline:
             break
         time.sleep(0.005)
@@ -90,10 +103,6 @@ def lost(text: str, gone: Sequence[Peer]) -> CommPeerLost:
 def named(peers: Sequence[Peer]) -> str:
     """Return the names of ranks for a text."""
     return ", ".join(f"rank {peer.rank} (process {peer.pid} on {peer.host})" for peer in peers)
-
-
-def _broken(error: BaseException) -> str:
-    return f"The communicator is broken. recover() makes a new one of the ranks that are left. ({error})"
 
 
 def abort(error: BaseException) -> None:

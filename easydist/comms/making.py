@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from easydist.comms.failures import UNMADE, explained
 from easydist.comms.options import CommOptions
 from easydist.comms.own_gloo import OwnGloo
 from easydist.errors import EasydistError
@@ -104,27 +105,35 @@ def make(kind: str, place: Place) -> Made:
         RuntimeError: Some ranks did not come, or the backend cannot be created.
     """
     if kind in _factories:
-        return Made(_assembled(place, _factories[kind]))
+        return Made(_arrived(place, _factories[kind])[1])
     if place.size == 1:
         alone = Solo(place.device)
         alone.name = kind if kind != "auto" else "shm" if place.device.type == "cpu" else "nccl"
         return Made(alone)
-    return _assembled(place, lambda own: _made(kind, own))
+    own, (meeting, hosts) = _arrived(place, _meet)
+    build = {"shm": _shm, "gloo": _gloo, "nccl": _nccl}[_chosen(kind, place, hosts)]
+    backend = build(own, meeting, hosts)
+    meeting.monitor.operation = f"the communicator {place.name!r}"
+    meeting.monitor.end()
+    return Made(backend, meeting.monitor, meeting.look_to)
 
 
-def _assembled(place: Place, build: Callable[[Place], T]) -> T:
-    """Build under keys of this attempt alone: the i-th arrival of each rank meets the i-th of all others."""
+def _arrived(place: Place, meet: Callable[[Place], T]) -> tuple[Place, T]:
+    """Meet under keys of this attempt alone, and return the place with them and the result.
+
+    The i-th arrival of each rank meets the i-th of all others.
+    """
     arrivals = f"came/{place.rank}"
-    turn = place.store.add(arrivals, 1)
+    own = place._replace(store=PrefixStore(str(place.store.add(arrivals, 1)), place.store))
     try:
-        return build(place._replace(store=PrefixStore(str(turn), place.store)))
-    except EasydistError:  # not all ranks came: later ones must find this rank as if it had not come either
+        return own, meet(own)
+    except (EasydistError, KeyboardInterrupt):  # others may come later: they must find this rank as if it had not come
         with suppress(RuntimeError):
             place.store.add(arrivals, -1)
         raise
 
 
-def _made(kind: str, place: Place) -> Made:
+def _meet(place: Place) -> tuple[Meeting, Hosts]:
     meeting = Meeting(
         PrefixStore("meeting", place.store),
         place.rank,
@@ -135,14 +144,10 @@ def _made(kind: str, place: Place) -> Made:
         instead="Use gloo: new_comm('gloo', …), or 'auto'",
     )
     try:
-        hosts = meeting.introduce(is_wanted() and place.device.type == "cpu")
-    except EasydistError:
+        return meeting, meeting.introduce(is_wanted() and place.device.type == "cpu")
+    except (EasydistError, KeyboardInterrupt):
         meeting.leave()
         raise
-    build = {"shm": _shm, "gloo": _gloo, "nccl": _nccl}[_chosen(kind, place, hosts)]
-    backend = build(place, meeting, hosts)
-    meeting.monitor.end()
-    return Made(backend, meeting.monitor, meeting.look_to)
 
 
 def _chosen(kind: str, place: Place, hosts: Hosts) -> str:
@@ -169,8 +174,11 @@ def _gloo(place: Place, meeting: Meeting, hosts: Hosts) -> Backend:
         raise RuntimeError(f"the backend gloo moves tensors on the CPU, not on {place.device}; use nccl")
     hints = place.options.hints
     where = {key: hints[key] for key in ("hostname", "interface") if key in hints}
-    gloo = gloo_connections(PrefixStore("gloo", place.store), place.rank, place.size, place.timeout, **where)
-    meeting.monitor.operation = f"the communicator {place.name!r}"
+    try:
+        gloo = gloo_connections(PrefixStore("gloo", place.store), place.rank, place.size, meeting.left, **where)
+    except RuntimeError as error:
+        what, peers = meeting.monitor.operation, list(meeting.monitor.peers.values())
+        raise explained(error, what, place.timeout, peers, UNMADE) from error
     return OwnGloo(gloo, place.device, meeting.monitor)
 
 

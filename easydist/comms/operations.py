@@ -166,8 +166,8 @@ class Operations(Collectives):
         self._failure = raised
         if raised is not error:
             raised.__cause__ = error
-        elif self.monitor is not None:  # an interrupt: the other ranks must not wait for this one
-            self.monitor.interrupted(error)
+        if self.monitor is not None:  # the other ranks must not wait for this one
+            self.monitor.ended_by(error)
         for hook in tuple(self._hooks.failed.values()):
             hook(raised)
         if self._options.abort_process_on_timeout_or_error:

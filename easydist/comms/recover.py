@@ -24,8 +24,8 @@ def recovered(recovery: Recovery, kind: str, old: Place, timeout: float) -> Reco
     """
 
     def connect(attempt: Attempt) -> tuple[Made, Place]:
-        size, limit = len(attempt.members), type(old.timeout)(seconds=attempt.timeout)
-        place = old._replace(store=attempt.store, rank=attempt.rank, size=size, timeout=limit)
+        size = len(attempt.members)
+        place = old._replace(store=attempt.store, rank=attempt.rank, size=size, timeout=attempt.left)
         return make(kind, place), place
 
     try:

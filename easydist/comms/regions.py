@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 
 from easydist.comms.failures import CommPeerLost, CommTimeout, lost, named
-from easydist.groups.sharing import all_gather, is_wanted
+from easydist.groups.sharing import Exchange, is_wanted
 from easydist.liveness.peer import Peer, host_id
 from easydist.shm.futex import Futex
 from easydist.shm.segment import Segment
@@ -32,19 +32,22 @@ class Regions:
 
     Args:
         core: The communicator.
+        exchange: An exchange among its ranks.
         nbytes: The bytes of each region, the same number on all ranks.
         signals: The number of signals of each rank.
+        fault: The reason for which this rank cannot create it; empty if there is none.
 
     Raises:
-        RuntimeError: The ranks cannot share memory, or want different sizes. The text is the same on all ranks.
+        RuntimeError: A rank has a fault, or the ranks cannot share memory, or want different sizes. The text is the
+            same on all ranks.
     """
 
-    def __init__(self, core: Collectives, nbytes: int, signals: int) -> None:
+    def __init__(self, core: Collectives, exchange: Exchange, nbytes: int, signals: int, fault: str = "") -> None:
         self.rank, self.size, self.nbytes, self.count = core.get_rank(), core.get_size(), nbytes, signals
         self._name = core.get_name()
         self._regions = _LINE + self.size * _aligned(8 * signals)
-        self._check(core)
-        segment = self._attached(core, max(1, self._regions + self.size * _aligned(nbytes)))
+        self._check(core, exchange, fault)
+        segment = self._attached(exchange, max(1, self._regions + self.size * _aligned(nbytes)))
         self._memory = segment.memory
         self._bytes = torch.frombuffer(segment.memory, dtype=torch.uint8)
         view = memoryview(segment.memory)
@@ -55,12 +58,14 @@ class Regions:
             for r in range(self.size)
         ]
 
-    def _check(self, core: Collectives) -> None:
+    def _check(self, core: Collectives, exchange: Exchange, fault: str) -> None:
         """Make sure that all ranks share a host and ask for the same sizes."""
         if core.get_device().type != "cpu":
             raise RuntimeError(f"windows are in CPU memory, but the communicator is on {core.get_device()}")
-        mine = json.dumps([self.nbytes, self.count, host_id() if is_wanted() else f"rank {self.rank} alone"])
-        sizes, counts, hosts = zip(*map(json.loads, all_gather(core, mine.encode())), strict=True)
+        mine = json.dumps([self.nbytes, self.count, host_id() if is_wanted() else f"rank {self.rank} alone", fault])
+        sizes, counts, hosts, faults = zip(*map(json.loads, exchange(mine.encode())), strict=True)
+        if any(faults):
+            raise RuntimeError("; ".join(f"{text} (rank {rank})" for rank, text in enumerate(faults) if text))
         if len(set(hosts)) > 1:
             raise RuntimeError(
                 f"windows need ranks that share a host's memory; those of {self._name!r} are on {len(set(hosts))} "
@@ -69,20 +74,20 @@ class Regions:
         if len(set(sizes)) > 1 or len(set(counts)) > 1:
             raise RuntimeError(f"the ranks ask for different windows: {list(sizes)} bytes, {list(counts)} signals")
 
-    def _attached(self, core: Collectives, nbytes: int) -> Segment:
+    def _attached(self, exchange: Exchange, nbytes: int) -> Segment:
         segment, failure = None, ""
         if self.rank == 0:
             try:
                 segment = Segment.create(nbytes)
             except (OSError, OverflowError) as error:
                 failure = f"rank 0 has no room for {nbytes} bytes in /dev/shm ({error})"
-        name = json.loads(all_gather(core, json.dumps(segment.name if segment else "").encode())[0])
+        name = json.loads(exchange(json.dumps(segment.name if segment else "").encode())[0])
         if name and segment is None:
             try:
                 segment = Segment.attach(name, nbytes)
             except OSError as error:
                 failure = f"rank {self.rank} cannot attach the memory of rank 0 ({error})"
-        failures = [text.decode().strip() for text in all_gather(core, failure.encode())]
+        failures = [text.decode().strip() for text in exchange(failure.encode())]
         if self.rank == 0 and segment is not None:
             segment.unlink()
         if any(failures) or segment is None:

@@ -12,6 +12,7 @@ import torch
 
 from easydist.comms.operations import Operations
 from easydist.comms.regions import Regions, check_fits, numel_of
+from easydist.groups.sharing import all_gather
 from easydist.liveness.peer import Peer
 from easydist.transport.staging import flat
 from easydist.transport.work import TorchWork
@@ -56,6 +57,14 @@ class _Window:
     def __init__(self, comm: Operations) -> None:
         self._comm = comm
         self._regions: Regions | None = None
+
+    def _exchange(self, mine: bytes) -> list[bytes]:
+        """Exchange messages within the time limit of the communicator, which is broken if that fails."""
+        comm, limit = self._comm, self._comm.time_limit
+        try:
+            return all_gather(comm.core(), mine, limit)
+        except BaseException as error:
+            raise comm._failed("window", limit, error) from error
 
     def get_size(self) -> int:
         """Return the bytes of each rank's part."""
@@ -111,9 +120,9 @@ class TorchCommWindow(_Window):
 
     def __init__(self, comm: Operations, window_size: int, cpu_buf: bool = False, signal_size: int = 256) -> None:
         super().__init__(comm)
-        if window_size < 0 or signal_size < 0:
-            raise RuntimeError(f"a window cannot have {window_size} bytes and {signal_size} signals")
-        self._regions = Regions(comm.core(), window_size, signal_size)
+        wrong = f"a window cannot have {window_size} bytes and {signal_size} signals"
+        fault = wrong if window_size < 0 or signal_size < 0 else ""
+        self._regions = Regions(comm.core(), self._exchange, window_size, signal_size, fault)
 
     def get_tensor(
         self, rank: SupportsIndex, sizes: tuple[int, ...], dtype: torch.dtype, offset: SupportsIndex
@@ -220,18 +229,19 @@ class RegisteredWindow(_Window):
             tensor: Keeps its values. Existing views of it still refer to the old memory.
 
         Raises:
-            RuntimeError: The tensor is not contiguous, or another one is registered.
+            RuntimeError: On every rank: the tensor of one is not contiguous, or it has registered another one, or the
+                sizes differ, or the ranks cannot share memory.
         """
+        fault = "" if tensor.is_contiguous() else "tensor_register: Tensor must be contiguous"
         if self._tensor is not None:
-            raise RuntimeError("a tensor is registered already: call tensor_deregister first")
-        if not tensor.is_contiguous():
-            raise RuntimeError("tensor_register: Tensor must be contiguous")
-        self._regions = Regions(self._comm.core(), tensor.nbytes, self._comm.get_size())
+            fault = "a tensor is registered already: call tensor_deregister first"
+        core = self._comm.core()
+        self._regions = Regions(core, self._exchange, tensor.nbytes, core.get_size(), fault)
         memory = self._view(self._comm.get_rank(), tensor.shape, tensor.dtype, 0)
         memory.copy_(tensor.detach())
         tensor.data = memory
         self._tensor = tensor
-        self._comm.core().barrier(False)  # afterwards all ranks see its values
+        self._exchange(b"")  # afterwards all ranks see its values
 
     def tensor_deregister(self) -> None:
         """Give the tensor its own memory again.

@@ -121,16 +121,20 @@ class Communicators:
         if os.getpid() != self._pid:
             raise RuntimeError(NOT_A_RANK)
 
-    def met(self) -> Communicators:
+    def met(self, timeout: timedelta | None = None) -> Communicators:
         """Let the ranks meet if they have not met yet, and return these communicators.
 
         For use outside of a call; every rank has to call it.
+
+        Args:
+            timeout: The time limit; None is the group's.
 
         Raises:
             EasydistError: Some ranks did not come.
         """
         if not self.has_met:
-            self.monitor.begin("the first call of the group", "easydist")
+            limit = None if timeout is None else timeout.total_seconds()
+            self.monitor.begin("the first call of the group", "easydist", limit)
             self.make_ready()
             self.monitor.end()
         return self

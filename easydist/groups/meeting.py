@@ -107,6 +107,11 @@ class Meeting:
         self.monitor.end()
         return backend
 
+    @property
+    def left(self) -> timedelta:
+        """The time that is left for the meeting, at least a tenth of a second."""
+        return timedelta(seconds=max(0.1, self._deadline - time.monotonic()))
+
     def look_to(self, guard: Guard) -> None:
         """Let ``guard`` decide from now on when waits in the shared memory end."""
         self._guard_of_group = guard

@@ -53,14 +53,19 @@ class Attempt:
         members: The members' ranks in the old group, ascending.
         rank: The rank of this process among the members.
         store: The store of this attempt alone; it lives as long as the group.
-        timeout: Seconds that the attempt may take.
+        deadline: The time (``time.monotonic``) at which the attempt is given up.
     """
 
     number: int
     members: tuple[int, ...]
     rank: int
     store: Store
-    timeout: float
+    deadline: float
+
+    @property
+    def left(self) -> timedelta:
+        """The time that is left, at least a tenth of a second."""
+        return timedelta(seconds=max(0.1, self.deadline - time.monotonic()))
 
 
 @dataclass(frozen=True)
@@ -236,10 +241,11 @@ class Recovery:
     def _connected(self, action: Connect, connect: Callable[[Attempt], T]) -> T | None:
         """Connect the members, and return the result; None if that has failed."""
         limit = CONNECTING * LIMIT
+        deadline = time.monotonic() + limit
         try:
             store = PrefixStore(f"recover/{action.attempt}", self._meeting_place(action, limit))
             rank = action.members.index(self.monitor.rank)
-            return connect(Attempt(action.attempt, action.members, rank, store, limit))
+            return connect(Attempt(action.attempt, action.members, rank, store, deadline))
         except (RuntimeError, EasydistError):
             return None
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
@@ -165,5 +164,4 @@ def are_on_one_host(peers: Mapping[int, Peer], entry: int) -> bool:
 
 def unseen(peers: Mapping[int, Peer]) -> list[int]:
     """Return the living ranks on this host with pages that this process may not open."""
-    hidden = [peer for peer in peers.values() if not peer.is_visible]
-    return [peer.rank for peer in hidden if os.path.exists(f"/proc/{peer.pid}")]
+    return [peer.rank for peer in peers.values() if not (peer.is_visible or peer.is_gone())]

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 
@@ -44,11 +45,11 @@ def is_wanted() -> bool:
     return is_asked and hasattr(os, "O_TMPFILE") and own_page() is not None
 
 
-def all_gather(control: Collectives, mine: bytes) -> list[bytes]:
+def all_gather(control: Collectives, mine: bytes, timeout: timedelta | None = None) -> list[bytes]:
     """Exchange messages over a communicator of the group."""
     rows = torch.empty((control.get_size(), RECORD_NBYTES), dtype=torch.uint8, device="cpu")
     message = bytearray(mine.ljust(RECORD_NBYTES)[:RECORD_NBYTES])
-    control.all_gather_single(rows, torch.frombuffer(message, dtype=torch.uint8), async_op=False)
+    control.all_gather_single(rows, torch.frombuffer(message, dtype=torch.uint8), async_op=False, timeout=timeout)
     return [row.numpy().tobytes() for row in rows]
 
 

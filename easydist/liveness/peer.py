@@ -84,6 +84,20 @@ def _parsed(told: bytes) -> Any:
     return fields
 
 
+_DEAD = ("", "Z", "X")
+
+
+def _state(pid: int | None) -> list[str]:
+    """Return the fields of a process's status from its state on: an empty state if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split() or [""]
+    except (FileNotFoundError, ProcessLookupError):
+        return [""]
+    except OSError:  # it exists, and is hidden from this user
+        return ["?"]
+
+
 class Peer:
     """Another process of a group, as far as this process can observe it.
 
@@ -141,15 +155,14 @@ class Peer:
     def is_gone(self) -> bool:
         """True if its process has ended, even if it did so before this process could attach to it."""
         if self._page is None:
-            return self.shares_pages and not os.path.exists(f"/proc/{self.pid}")
+            return self.shares_pages and _state(self.pid)[0] in _DEAD
         return self.has_ended()
 
     def exit_status(self) -> int | None:
         """Return its exit status, negative for a signal; None if its parent has already collected it."""
-        with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{self.pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-            if fields[0] in "ZX":
-                return os.waitstatus_to_exitcode(int(fields[49]))
+        state, *fields = _state(self.pid)
+        with contextlib.suppress(IndexError, ValueError):
+            return os.waitstatus_to_exitcode(int(fields[48])) if state in _DEAD else None
         return None
 
     def number(self) -> int | None:

@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 _TICK = 0.25
 _GRACE = 0.05
@@ -184,12 +184,17 @@ def _tell_of_exceptions() -> None:
     """Install a hook that reports an exception that ends this process to the ranks that wait for it."""
     before = sys.excepthook
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
-        if hasattr(sys, "ps1"):  # an interactive session continues after the exception
-            return before(kind, error, trace)
-        with contextlib.suppress(Exception):
-            for monitor in watchdog().monitors():
-                monitor.post_exception(f"{kind.__name__}: {error}".rstrip(": "))
-        return before(kind, error, trace)
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # The others may end at once, and the launcher then ends this process: first print the traceback. But a hook of
+        # somebody else may take its time, as a debugger does.
+        prints = before is sys.__excepthook__
+        if prints:
+            before(kind, error, trace)
+        if not hasattr(sys, "ps1"):  # an interactive session continues after the exception
+            with contextlib.suppress(Exception):
+                for monitor in watchdog().monitors():
+                    monitor.post_exception(f"{kind.__name__}: {error}".rstrip(": "))
+        if not prints:
+            before(kind, error, trace)
 
     sys.excepthook = hook

@@ -15,12 +15,13 @@ from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb
 from easydist.data.packing import unpack
 from easydist.data.plan import split_sizes
+from easydist.errors import DisagreementError
 from easydist.groups.communicators import Communicators
 from easydist.transport.comm import Collectives
 from easydist.transport.reduce_op import ReduceOp, check_reducible, combine
 from easydist.typing import Tree
 from easydist.verbs.buckets import by_comm, small_payload
-from easydist.verbs.gather import Gather
+from easydist.verbs.gather import Gather, Moved
 from easydist.verbs.trees import leaves_of
 
 
@@ -100,12 +101,13 @@ class ReduceScatter(_Sum):
         self._dim, self._given, self._may_differ = dim, sizes, may_differ
 
     def prepare(self, comms: Communicators) -> Call:
-        call = self._call(comms, {"dim": index(self._dim), "sizes": None if self._given is None else [*self._given]})
+        given = None if self._given is None else [*map(index, self._given)]
+        call = self._call(comms, {"dim": index(self._dim), "sizes": given})
         length = self._length()
-        self._sizes = split_sizes(length, comms.size) if self._given is None else [index(n) for n in self._given]
+        self._sizes = split_sizes(length, comms.size) if given is None else given
         fits = len(self._sizes) == comms.size and sum(self._sizes) == length and min(self._sizes) >= 0
         if not fits or (self._given is None and not self._may_differ and length % comms.size):
-            told = "" if self._given is None else f" as sizes={[*self._given]} says"
+            told = "" if given is None else f" as sizes={given} says"
             raise ValueError(
                 f"{self.operation}: dim {self._dim} of {tuple(self._input.shape)} cannot be split among {comms.size} "
                 f"ranks{told}; pass sizes that add up to {length} to reduce_scatterv"
@@ -130,6 +132,20 @@ class ReduceScatter(_Sum):
         return combine(ReduceOp.SUM, mine)
 
 
+class EvenGather(Gather):
+    """``gather`` to all ranks, whose sizes must be equal. All ranks raise if they are not."""
+
+    def result(self, comms: Communicators, agreed: Agreement, arrived: Moved) -> Tree:
+        shapes = [tuple(row[0]) for row in arrived[0]]
+        if len({*shapes}) > 1:
+            told = ", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
+            raise DisagreementError(
+                f"all_gather: in a compiled function all ranks need one size along dim {agreed.call.dim}; got {told}\n"
+                "Call all_gatherv outside of it."
+            )
+        return super().result(comms, agreed, arrived)
+
+
 class AllGatherV(Gather):
     """``gather`` to all ranks with optional sizes, which are checked if they are given."""
 
@@ -141,14 +157,13 @@ class AllGatherV(Gather):
 
     def prepare(self, comms: Communicators) -> Call:
         call = super().prepare(comms)
-        if (sizes := self._sizes) is not None:
-            call.arguments["sizes"] = [*map(index, sizes)]
+        if self._sizes is not None:
+            call.arguments["sizes"] = sizes = [*map(index, self._sizes)]
             if len(sizes) != comms.size:
-                raise ValueError(f"all_gatherv: sizes={[*sizes]} has to have one entry per rank, {comms.size}")
+                raise ValueError(f"all_gatherv: sizes={sizes} has to have one entry per rank, {comms.size}")
             own = {shape[self._along] for shape in call.tree.layout.shapes}
             if own - {sizes[comms.rank]}:
                 raise ValueError(
-                    f"all_gatherv: rank {comms.rank} has sizes {sorted(own)} along dim {self._along}, but "
-                    f"sizes={[*sizes]}"
+                    f"all_gatherv: rank {comms.rank} has sizes {sorted(own)} along dim {self._along}, but sizes={sizes}"
                 )
         return call

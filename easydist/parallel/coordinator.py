@@ -56,7 +56,7 @@ class GroupCoordinator(Tensors, Experts, Objects, TreePairs):
     Raises:
         RemoteError: A rank of the world is in no list or in two, or a list has a rank that the world does not have. If
             all ranks have passed the same lists, a ValueError.
-        DisagreementError: The ranks have passed different lists or backends.
+        DisagreementError: The ranks have passed different lists, backends or options.
 
     Cost: one header exchange of the world, a process group for each list (two if the backend is not gloo), and four
     small exchanges of the group.
@@ -75,9 +75,12 @@ class GroupCoordinator(Tensors, Experts, Objects, TreePairs):
         *,
         weights_only: bool = True,
     ) -> None:
-        super().__init__(group_ranks, local_rank, torch_distributed_backend, use_device_communicator, group_name)
+        queues = bool(use_message_queue_broadcaster)
+        options = {"use_message_queue_broadcaster": queues, "weights_only": bool(weights_only)}
+        backend = torch_distributed_backend
+        super().__init__(group_ranks, local_rank, backend, use_device_communicator, group_name, options)
         self.weights_only = weights_only
-        self._begin_objects(use_message_queue_broadcaster)
+        self._begin_objects(queues)
 
     @classmethod
     def stateless(
@@ -120,15 +123,23 @@ class GroupCoordinator(Tensors, Experts, Objects, TreePairs):
 
         Raises:
             RuntimeError: Some members did not come.
+            ValueError: ``rank`` is not a rank of that many members. Only this process raises.
+            DisagreementError: The members have passed different options.
         """
         self = cls.__new__(cls)
         limit = timedelta(seconds=seconds(timeout, "GroupCoordinator.stateless"))
+        if not 0 <= rank < world_size:
+            raise ValueError(
+                f"GroupCoordinator.stateless: rank={rank} is not below world_size={world_size}; count from 0"
+            )
         own = f"easydist/{group_name}"
         group = gloo_group(PrefixStore(own, store), rank, world_size, own, limit)
         unregistered.add(group)
         self.use_device_communicator, self.weights_only = False, weights_only
         self._join([*range(world_size)], rank, local_rank, group_name, (group, group))
-        self._begin_objects(use_message_queue_broadcaster)
+        queues = bool(use_message_queue_broadcaster)
+        self._agree({"use_message_queue_broadcaster": queues, "weights_only": bool(weights_only)})
+        self._begin_objects(queues)
         return self
 
     @eager

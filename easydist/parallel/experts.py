@@ -68,13 +68,22 @@ class Experts(Membership):
             ``(hidden_states, router_logits)``, or ``(hidden_states, topk_weights, topk_ids)``. With ``extra_tensors``,
             the list of them comes last.
 
+        Raises:
+            ValueError: The numbers of rows differ, or an argument has no rows. If that is so on some ranks only, a
+                RemoteError on all.
+
         Cost: one exchange for all tensors.
         """
         call = _Dispatch.of(args, kwargs)
         group = self._exchanging(call.is_sequence_parallel)
-        count = torch.tensor([hidden_states.shape[0]], device="cpu")
-        tensors = [count, hidden_states, *call.tensors, *(call.extra or ())]
-        sizes, *gathered = run(AllGatherV(tensors, 0, None), group.communicators)
+        rows = [_rows(tensor) for tensor in (hidden_states, *call.tensors)]
+        count = torch.tensor([rows[0] or 0], device="cpu")
+        verb = AllGatherV([count, hidden_states, *call.tensors, *(call.extra or ())], 0, None)
+        if None in rows or len({*rows}) > 1:
+            verb.refusal = ValueError(
+                f"dispatch: each tensor needs one row per token, got {rows} rows; None is no tensor"
+            )
+        sizes, *gathered = run(verb, group.communicators)
         self._remember(call.is_sequence_parallel, sizes.tolist())
         number = 1 + len(call.tensors)
         return (*gathered[:number], gathered[number:]) if call.extra is not None else tuple(gathered)
@@ -102,13 +111,20 @@ class Experts(Membership):
             is_sequence_parallel: As in ``dispatch``.
 
         Raises:
-            RuntimeError: There was no ``dispatch`` of that many tokens.
+            RuntimeError: There was no ``dispatch`` of that many tokens. If that is so on some ranks only, a RemoteError
+                on all.
 
         Cost: one reduce-scatter.
         """
-        sizes = self._sizes_of(is_sequence_parallel, hidden_states.shape[0])
-        group = self._exchanging(is_sequence_parallel)
-        return run(ReduceScatter(hidden_states, 0, sizes, may_differ=True), group.communicators)
+        known, total = getattr(self, "_dispatched", {}), _rows(hidden_states)
+        sizes = known.get((is_sequence_parallel, total))
+        verb = ReduceScatter(hidden_states, 0, sizes, may_differ=True)
+        if sizes is None and total is not None:
+            verb.refusal = RuntimeError(
+                f"combine: there was no dispatch of {total} tokens with is_sequence_parallel={is_sequence_parallel}; "
+                f"there was one of {sorted(count for flag, count in known if flag == is_sequence_parallel)}"
+            )
+        return run(verb, self._exchanging(is_sequence_parallel).communicators)
 
     def _exchanging(self, is_sequence_parallel: bool) -> Membership:
         return self if is_sequence_parallel or self.data_parallel is None else self.data_parallel
@@ -117,14 +133,10 @@ class Experts(Membership):
         self._dispatched: dict[tuple[bool, int], list[int]] = getattr(self, "_dispatched", {})
         self._dispatched[is_sequence_parallel, sum(sizes)] = sizes
 
-    def _sizes_of(self, is_sequence_parallel: bool, total: int) -> list[int]:
-        known = getattr(self, "_dispatched", {})
-        if (is_sequence_parallel, total) not in known:
-            raise RuntimeError(
-                f"combine: there was no dispatch of {total} tokens with is_sequence_parallel={is_sequence_parallel}; "
-                f"there was one of {sorted(count for flag, count in known if flag == is_sequence_parallel)}"
-            )
-        return known[is_sequence_parallel, total]  # type: ignore[no-any-return]
+
+def _rows(tensor: Any) -> int | None:
+    """Return the number of a tensor's rows; None if it has none."""
+    return len(tensor) if isinstance(tensor, torch.Tensor) and tensor.ndim else None
 
 
 class _Dispatch:

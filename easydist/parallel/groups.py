@@ -7,6 +7,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from easydist.agreement.call import Call
+from easydist.agreement.frames import Agreement
+from easydist.agreement.runner import Verb, run
+from easydist.groups.communicators import Communicators
 from easydist.parallel.coordinator import GroupCoordinator
 from easydist.parallel.layout import Lists, rank_lists
 from easydist.state import ProcessState
@@ -79,10 +83,12 @@ def parallel_groups(
         of one stage. For a mesh: ``world`` and one for each dimension.
 
     Raises:
-        ValueError: The product of the sizes is not the world size, or the mesh lacks names or ranks.
+        ValueError: The product of the sizes is not the world size, or the mesh lacks names or ranks. If that is so on
+            some ranks only, a RemoteError on all.
+        DisagreementError: The ranks have passed different layouts.
     """
-    size = ProcessState().num_processes
-    lists = _lists_of_mesh(mesh, size) if mesh is not None else _lists(size, tp, pp, dp)
+    size, verb = ProcessState().num_processes, _Layout(mesh, (tp, pp, dp))
+    lists = run(verb, ProcessState().communicators())
     with_queues = {*lists} if mesh is not None else {"tp"}
 
     def make(name: str, ranks: Lists) -> GroupCoordinator:
@@ -97,8 +103,26 @@ def parallel_groups(
     return ParallelGroups(groups)
 
 
+class _Layout(Verb[dict[str, Lists]]):
+    """The agreement of all ranks on the groups of a layout."""
+
+    operation = "parallel_groups"
+    needs_data = False
+
+    def __init__(self, mesh: Any, sizes: tuple[int, int, int | None]) -> None:
+        self._mesh, self._sizes = mesh, sizes
+
+    def prepare(self, comms: Communicators) -> Call:
+        of_sizes = self._mesh is None
+        self._lists = _lists(comms.size, *self._sizes) if of_sizes else _lists_of_mesh(self._mesh, comms.size)
+        return Call(dict(self._lists))
+
+    def result(self, comms: Communicators, agreed: Agreement, arrived: None) -> dict[str, Lists]:
+        return self._lists
+
+
 def _lists(size: int, tp: int, pp: int, dp: int | None) -> dict[str, Lists]:
-    sizes = (max(1, size // (tp * pp)) if dp is None else dp, pp, tp)
+    sizes = (max(1, size // max(1, tp * pp)) if dp is None else dp, pp, tp)
     return rank_lists(size, dict(zip(_AXES, sizes, strict=True)), {"ep": ("dp", "tp")})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from operator import index
 from typing import Any
@@ -97,10 +97,12 @@ class Membership:
         torch_distributed_backend: Any,
         use_device_communicator: bool,
         group_name: str | None,
+        options: Mapping[str, Any],
     ) -> None:
         backend = str(torch_distributed_backend or "gloo")
         state = ProcessState()
-        run(_Founding(group_ranks, {"backend": backend, "local_rank": local_rank}), state.communicators())
+        told = {"backend": backend, "use_device_communicator": bool(use_device_communicator), **options}
+        run(_Founding(group_ranks, {**told, "local_rank": local_rank}), state.communicators())
         groups = _groups(group_ranks, state.process_index, backend, state.process_group)
         ranks = next([*ranks] for ranks in group_ranks if state.process_index in ranks)
         self.use_device_communicator = bool(use_device_communicator)
@@ -125,6 +127,14 @@ class Membership:
             assert self.device_group is not None
             comms.carry_by(self.device_group)
         return comms.met()
+
+    def _agree(self, options: Mapping[str, Any]) -> None:
+        """Make sure that all members have passed the same options; if they have not, leave the groups and raise."""
+        try:
+            run(_Founding([self.ranks], {**options, "local_rank": self.local_rank}), self.communicators)
+        except BaseException:
+            self._leave()
+            raise
 
     @property
     def is_destroyed(self) -> bool:

@@ -66,7 +66,9 @@ def initialize_model_parallel(
 
     Raises:
         RuntimeError: The groups exist already.
-        ValueError: The product of the sizes is not the world size.
+        ValueError: The product of the sizes is not the world size. If that is so on some ranks only, a RemoteError on
+            all.
+        DisagreementError: The ranks have passed different sizes.
     """
     if model_parallel_is_initialized():
         raise RuntimeError("the model parallel groups exist already; call destroy_model_parallel first")
@@ -150,11 +152,15 @@ def in_the_same_node_as(pg: Group, source_rank: int = 0) -> list[bool]:
         pg: The group.
         source_rank: A rank inside the group.
 
+    Raises:
+        ValueError: ``source_rank`` of a rank is not a rank of the group. All ranks raise.
+
     Example:
         >>> from easydist.parallel import in_the_same_node_as
         >>> in_the_same_node_as(None)
         [True]
     """
-    check_rank(communicators(pg), "source_rank", source_rank)
-    hosts = gather_object([host_id()], weights_only=True, group=pg)
-    return [host == hosts[source_rank] for host in hosts]
+    told = gather_object([(host_id(), source_rank)], weights_only=True, group=pg)
+    for _, source in told:  # here, so that all ranks raise
+        check_rank(communicators(pg), "source_rank", source)
+    return [host == told[source_rank][0] for host, _ in told]

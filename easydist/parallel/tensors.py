@@ -24,9 +24,9 @@ class Tensors(Membership):
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the ranks.
 
-        Law: ``input_ of rank 0 + … + input_ of rank W-1``, in a new tensor. ``input_`` is unchanged and may have any
-        strides. The dtype is kept, so integers wrap as in torch; half-precision floats are accumulated in float32. May
-        be called in a compiled function.
+        Law: ``input_ of rank 0 + … + input_ of rank W-1``, in a new tensor, detached from autograd. ``input_`` is
+        unchanged and may have any strides. The dtype is kept, so integers wrap as in torch; half-precision floats are
+        accumulated in float32. May be called in a compiled function.
 
         Args:
             input_: A tensor of the same shape and dtype on all ranks.
@@ -57,7 +57,7 @@ class Tensors(Membership):
             dim: The dimension to concatenate along.
 
         Raises:
-            DisagreementError: Dtypes or shapes apart from ``dim`` differ.
+            DisagreementError: Dtypes or shapes apart from ``dim`` differ, or in a compiled function any sizes.
             ValueError: There is no such dimension.
 
         Cost: that of ``easydist.gather``.

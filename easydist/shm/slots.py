@@ -7,6 +7,7 @@
         posted, per channel and peer          chunks written to the pipe to that peer
         taken, per channel and peer           chunks copied out of the pipe from that peer
         eight numbers, per peer               the numbers of the mailboxes, see ``mailbox``
+        two lengths, per channel and peer     the bytes left of the message with each chunk of the pipe to that peer
     per rank, data                            two slots, and two chunks of a pipe per channel and peer
     per rank, messages                        two chunks of a mailbox per peer
 
@@ -168,18 +169,22 @@ class Slots:
         return self._pipes.get((channel, peer, self.rank)) or self._make_pipe(channel, peer, self.rank)
 
     def _make_pipe(self, channel: int, src: int, dst: int) -> Pipe:
-        posted, taken, chunks = self._pipe(channel, src, dst)
+        cells, chunks = self._pipe(channel, src, dst)
         peer = dst if src == self.rank else src
-        pipe = Pipe(self._words, self.futex, posted, taken, chunks, self.chunk, (peer, self._cell(peer, _ASLEEP)))
+        pipe = Pipe(self._words, self.futex, cells, chunks, self.chunk, (peer, self._cell(peer, _ASLEEP)))
         return self._pipes.setdefault((channel, src, dst), pipe)
 
-    def _pipe(self, channel: int, src: int, dst: int) -> tuple[int, int, tuple[int, int]]:
-        """Return the cells of ``posted`` and ``taken``, and the addresses of the two chunks."""
+    def _pipe(self, channel: int, src: int, dst: int) -> tuple[tuple[int, int, int], tuple[int, int]]:
+        """Return the cells of ``posted``, ``taken`` and the lengths, and the addresses of the two chunks."""
         taken = 2 * _LINE + _rounded(_CHANNELS * self.size, _LINE)
+        lengths = 2 * taken - 2 * _LINE + self.size * _LINE
         first = self.slot_at(src, 2) + 2 * (channel * self.size + dst) * self.chunk
         return (
-            self._cell(src, 2 * _LINE + channel * self.size + dst),
-            self._cell(dst, taken + channel * self.size + src),
+            (
+                self._cell(src, 2 * _LINE + channel * self.size + dst),
+                self._cell(dst, taken + channel * self.size + src),
+                self._cell(src, lengths + 2 * (channel * self.size + dst)),
+            ),
             (first, first + self.chunk),
         )
 
@@ -213,35 +218,42 @@ class Pipe:
         self,
         words: memoryview,
         futex: Futex,
-        posted: int,
-        taken: int,
+        cells: tuple[int, int, int],
         chunks: tuple[int, int],
         chunk: int,
         peer: tuple[int, int],
     ) -> None:
         self._words, self._futex = words, futex
-        self._posted, self._taken, self._chunks, self._chunk = posted, taken, chunks, chunk
-        rank, self._asleep = peer
-        self._bit, self._need = 1 << rank % 32, (NEVER, (rank,))
+        self._posted, self._taken, self._lengths = cells
+        self._chunks, self._chunk = chunks, chunk
+        self._peer, self._asleep = peer
+        self._bit, self._need = 1 << self._peer % 32, (NEVER, (self._peer,))
 
     def put(self, address: int, nbytes: int) -> Iterator[Need]:
-        """Write the ``nbytes`` at ``address`` into the pipe; end when the last chunk is in it."""
+        """Write the ``nbytes`` at ``address`` into the pipe; end when the last chunk is in it. No bytes are a chunk."""
         words, chunk = self._words, self._chunk
         posted = words[self._posted]
-        for offset in range(0, nbytes, chunk):
+        for offset in range(0, nbytes or 1, chunk):
             while posted - words[self._taken] >= 2:
                 yield self._need
+            words[self._lengths + posted % 2] = nbytes - offset
             copy(self._chunks[posted % 2], address + offset, min(chunk, nbytes - offset))
             posted += 1
             self._tell(self._posted, posted)
 
     def take(self, address: int, nbytes: int) -> Iterator[Need]:
-        """Copy the next ``nbytes`` of the pipe to ``address``."""
+        """Copy the next ``nbytes`` of the pipe to ``address``.
+
+        Raises:
+            SizeMismatch: The next message has another length.
+        """
         words, chunk = self._words, self._chunk
         taken = words[self._taken]
-        for offset in range(0, nbytes, chunk):
+        for offset in range(0, nbytes or 1, chunk):
             while words[self._posted] <= taken:
                 yield self._need
+            if (found := words[self._lengths + taken % 2]) != nbytes - offset:
+                raise unequal(self._peer, found + offset, nbytes)
             copy(address + offset, self._chunks[taken % 2], min(chunk, nbytes - offset))
             taken += 1
             self._tell(self._taken, taken)
@@ -257,9 +269,20 @@ class Pipe:
             futex.wake(self._bit)
 
 
+class SizeMismatch(RuntimeError):
+    """A rank has passed data of another length than this rank expects."""
+
+
+def unequal(rank: int, found: int, expected: int) -> SizeMismatch:
+    """Return the error for data of another length than this rank expects."""
+    return SizeMismatch(
+        f"rank {rank} passed {found} bytes, and this rank expects {expected}. Pass tensors of matching sizes and dtypes"
+    )
+
+
 def _block(size: int) -> int:
     """Return the count of numbers per rank in the control block."""
-    return 2 * _LINE + 2 * _rounded(_CHANNELS * size, _LINE) + size * _LINE
+    return 2 * _LINE + 2 * _rounded(_CHANNELS * size, _LINE) + size * _LINE + _rounded(2 * _CHANNELS * size, _LINE)
 
 
 def _message_chunk(size: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 
 from easydist.memory import copy
-from easydist.shm.slots import Need, Slots
+from easydist.shm.slots import Need, Slots, unequal
 
 Place = tuple[int, int]
 """An address and a number of bytes."""
@@ -38,6 +38,20 @@ class Steps:
             self._read_in[half] = self._step
         self.slots.publish(self._step)
         return self._step
+
+    def publish_data(self, half: int, nbytes: int) -> int:
+        """Publish a step in which the others read slot ``half``, and the length of all data that it is a part of."""
+        self.slots.set_length(half, nbytes)
+        return self.publish(half)
+
+    def check_length(self, rank: int, half: int, nbytes: int) -> None:
+        """Check the length that a rank has published with its slot.
+
+        Raises:
+            SizeMismatch: It is another one.
+        """
+        if (found := self.slots.length(rank, half)) != nbytes:
+            raise unequal(rank, found, nbytes)
 
     def all_reach(self, step: int) -> Iterator[Need]:
         """Wait until all ranks have published ``step``."""
@@ -69,22 +83,30 @@ class Steps:
         """
         slots, rank = self.slots, self.slots.rank
         given, taken = slotfuls(mine, slots.slot), [slotfuls(row, slots.slot) for row in rows]
-        for turn in range(max(map(len, taken))):
+        for turn in range(max(1, *map(len, taken))):  # a step even for nothing: another rank may expect something
             slot = yield from self.own_slot(half := self.next_half())
             own = given[turn] if turn < len(given) else []
             for address, length, offset in own:
                 copy(slot + offset, address, length)
-            step = self.publish(half)
+            step = self.publish_data(half, _total(mine))
             for (source, length, _), (target, _, _) in zip(own, taken[rank][turn] if own else [], strict=True):
                 if source != target:
                     copy(target, source, length)
-            yield from self._collect(half, step, taken, turn)
+            yield from self._collect(half, step, rows, taken, turn)
 
-    def _collect(self, half: int, step: int, rows: Sequence[Sequence[Sequence[Piece]]], turn: int) -> Iterator[Need]:
+    def _collect(
+        self,
+        half: int,
+        step: int,
+        places: Sequence[Sequence[Place]],
+        rows: Sequence[Sequence[Sequence[Piece]]],
+        turn: int,
+    ) -> Iterator[Need]:
         slots, need = self.slots, (step, self.slots.others)
         for rank in slots.others:
             while not slots.has_published(rank, step):
                 yield need
+            self.check_length(rank, half, _total(places[rank]))
             if turn < len(rows[rank]):
                 slot = slots.slot_at(rank, half)
                 for address, length, offset in rows[rank][turn]:
@@ -99,8 +121,7 @@ class Steps:
         slots = self.slots
         slot = yield from self.own_slot(half := self.next_half())
         copy(slot, rows[slots.rank], min(slots.slot, nbytes))
-        slots.set_length(half, nbytes)
-        step = self.publish(half)
+        step = self.publish_data(half, nbytes)
         need, lengths = (step, slots.others), [nbytes] * slots.size
         for rank in slots.others:
             while not slots.has_published(rank, step):
@@ -114,22 +135,23 @@ class Steps:
 
     def spread(self, places: Sequence[Place], root: int) -> Iterator[Need]:
         """Copy the data of ``root`` at its places to the places of all others; the sizes are the same on all ranks."""
-        slots = self.slots
-        for pieces in slotfuls(places, slots.slot):
+        slots, nbytes = self.slots, _total(places)
+        for pieces in slotfuls(places, slots.slot) or [[]]:
             half = self.next_half()
             if slots.rank == root:
                 slot = yield from self.own_slot(half)
                 for address, length, offset in pieces:
                     copy(slot + offset, address, length)
-                self.publish(half)
+                self.publish_data(half, nbytes)
             else:
-                yield from self._fetch(root, half, pieces)
+                yield from self._fetch(root, half, pieces, nbytes)
 
-    def _fetch(self, root: int, half: int, pieces: Sequence[Piece]) -> Iterator[Need]:
+    def _fetch(self, root: int, half: int, pieces: Sequence[Piece], nbytes: int) -> Iterator[Need]:
         slots, step = self.slots, self.publish()  # publishing allows others to overwrite slots that this rank has read
         need = (step, (root,))
         while not slots.has_published(root, step):
             yield need
+        self.check_length(root, half, nbytes)
         slot = slots.slot_at(root, half)
         for address, length, offset in pieces:
             copy(address, slot + offset, length)
@@ -141,6 +163,10 @@ class Steps:
     def close(self) -> None:
         """Release the memory; a generator that runs in another thread keeps it until it stops."""
         del self.slots
+
+
+def _total(places: Sequence[Place]) -> int:
+    return places[0][1] if len(places) == 1 else sum(nbytes for _, nbytes in places)
 
 
 def slotfuls(places: Sequence[Place], slot: int) -> list[list[Piece]]:

@@ -17,7 +17,7 @@ from datetime import timedelta
 
 from easydist.errors import CollectiveTimeout
 from easydist.shm.futex import give_core
-from easydist.shm.slots import NEVER, Need, Slots
+from easydist.shm.slots import NEVER, Need, SizeMismatch, Slots
 
 Guard = Callable[[Sequence[int], float], None]
 """A function that takes the ranks still awaited and the seconds since the wait began; it raises to end the wait."""
@@ -49,7 +49,7 @@ class Operation:
         keep: Objects that have to live until the end.
         left: The number of its generators that have not ended.
         error: The error that ended it early; else None.
-        is_own: True if ``is_completed`` has found that error, which ``wait`` then raises itself.
+        is_own: True if that error is its own, which ``wait`` then raises itself.
         polled: The times at which it was first polled, and at which a poll last called the guard.
     """
 
@@ -141,11 +141,11 @@ class Streams:
         Raises:
             RuntimeError: The communicator is closed or broken, or belongs to another process.
         """
-        self.check()
         operation = Operation(self)
         with self._lock:
             if self._active:
                 self._advance()
+            self.check()
             for key, task in tasks:
                 self._start(key, task, operation)
             if operation.left:
@@ -186,6 +186,10 @@ class Streams:
                 moved = stream.advance() or moved
                 if not stream.queue:
                     self._active.remove(stream)
+        except SizeMismatch as error:  # for the operation's own wait: this may be one for another communicator
+            stream.queue[0][1].is_own = True
+            self.fail(error)
+            return True
         except BaseException as error:  # a step was left unfinished
             self.fail(error)
             raise

@@ -95,16 +95,16 @@ def _refused(group: object) -> Exception:
 
 
 def _connected(old: dist.ProcessGroup, attempt: Attempt) -> dist.ProcessGroup:
-    """Return a group of the members, with the backend and the timeout of the old one."""
-    name, limit = f"{old.group_name}/recovered/{attempt.number}", timedelta(seconds=attempt.timeout)
-    timeout = timedelta(seconds=timeout_of(old))
+    """Return a group of the members, which have met in it, with the backend and the timeout of the old one."""
+    name, timeout = f"{old.group_name}/recovered/{attempt.number}", timedelta(seconds=timeout_of(old))
     if old in unregistered:
-        new = gloo_group(attempt.store, attempt.rank, len(attempt.members), name, limit)
+        new = gloo_group(attempt.store, attempt.rank, len(attempt.members), name, attempt.left)
         unregistered.add(new)
     else:
         ranks = [dist.get_process_group_ranks(old)[member] for member in attempt.members]
-        new = _registered(old, attempt, ranks, name, limit)
+        new = _registered(old, attempt, ranks, name, attempt.left)
     _c10d._set_pg_timeout(timeout, new)
+    of_group(new).met(attempt.left)  # so that they can recover without a store if another rank dies before their call
     return new
 
 

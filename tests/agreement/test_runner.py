@@ -97,15 +97,15 @@ VERBS = {
     "regroup": regroup,
 }
 OF_TWO = {"send_tensor_dict", "recv_tensor_dict"}
-WITHOUT_DATA = {"GatheredParameters", "GroupCoordinator", "distributed_loader"}
+WITHOUT_DATA = {"GatheredParameters", "GroupCoordinator", "distributed_loader", "parallel_groups"}
 OF_SEVERAL_CALLS = {"MetricCollector", "Resharding", "Resharding.run"}
 
 
 def every(cls):
-    """All classes below a class that state an operation."""
+    """All classes below a class that state an operation themselves."""
     for sub in cls.__subclasses__():
         yield from every(sub)
-        if isinstance(getattr(sub, "operation", None), str):
+        if isinstance(vars(sub).get("operation"), str):
             yield sub
 
 

@@ -8,6 +8,8 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
+from launching import within
 
 from easydist.comms import CommRemoteError, new_comm
 from easydist.errors import RemoteError
@@ -42,3 +44,15 @@ def test_ctrl_c_ends_a_wait_and_the_other_ranks_hear_who_was_interrupted(rank, b
         comm.barrier(False)
     comm.finalize()
     assert new_comm(backend, CPU, "main").split([0, 1], "next").get_size() == 2
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@distributed(world_size=2)
+def test_ranks_meet_after_ctrl_c_has_ended_the_wait_of_one_for_the_others(rank, backend):
+    if rank == 0:
+        with ctrl_c_soon():
+            new_comm(backend, CPU, "main", timeout=timedelta(seconds=within(30)))
+    dist.barrier()
+    comm = new_comm(backend, CPU, "main", timeout=timedelta(seconds=within(30)))
+    comm.barrier(False)
+    comm.finalize()

@@ -11,7 +11,18 @@ import torch.distributed as dist
 from launching import python, within
 
 import easydist
-from easydist.comms import BatchP2POptions, Gloo, ReduceOp, Solo, TorchComm, new_comm, register_backend, wrap
+from easydist.comms import (
+    BatchP2POptions,
+    CommRemoteError,
+    CommTimeout,
+    Gloo,
+    ReduceOp,
+    Solo,
+    TorchComm,
+    new_comm,
+    register_backend,
+    wrap,
+)
 from easydist.process_group import NAME
 from easydist.testing import distributed
 
@@ -247,6 +258,54 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(rank):
     assert total(comm) == 2
 
 
+def unequal_calls(rank, least):
+    """Calls in which rank 2 has one element more than the others, with the ranks that can find that out."""
+    n, many, more = least + (rank == 2), (1 << 18) + (rank == 2), torch.ones(least + (rank == 2))
+    root, parts = 0, [torch.ones(n) for _ in range(3)]
+    return {
+        "all_gather": (lambda c: c.all_gather([torch.ones(n)] * 3, more, False), (0, 1, 2)),
+        "all_gather_single": (lambda c: c.all_gather_single(torch.ones(3 * n), more, False), (0, 1, 2)),
+        "all_reduce": (lambda c: c.all_reduce(more, ReduceOp.SUM, False), (0, 1, 2)),
+        "all_reduce of much": (lambda c: c.all_reduce(torch.ones(many), ReduceOp.SUM, False), (0, 1, 2)),
+        "all_to_all": (lambda c: c.all_to_all(parts, [torch.ones(n)] * 3, False), (0, 1, 2)),
+        "broadcast": (lambda c: c.broadcast(more, 2, False), (0, 1)),
+        "gather": (lambda c: c.gather(parts if rank == root else [], more, root, False), (0,)),
+        "scatter": (lambda c: c.scatter(more, parts if rank == root else [], root, False), (2,)),
+        "send and recv": (lambda c: (c.send, c.recv)[rank == 0](more, 2 - rank, False) if rank != 1 else None, (0,)),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("least", [0, 3])
+@distributed(world_size=3)
+def test_sizes_that_differ_between_ranks_are_found_in_shared_memory(rank, least):
+    for name, (call, finders) in unequal_calls(rank, least).items():
+        comm = made("shm", name)
+        if rank in finders:
+            with pytest.raises(RuntimeError, match=r"rank \d passed \d+ bytes, and this rank expects \d+"):
+                call(comm)
+            assert comm.is_broken
+        else:
+            call(comm)
+            with pytest.raises(CommRemoteError, match="another rank has failed"):
+                comm.barrier(False)
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_a_rank_that_comes_after_a_timeout_does_not_wait(rank):
+    """Over shared memory it may still get the data of the others, but hears of the timeout in its next operation."""
+    comm = made("shm")
+    if rank == 0:
+        with pytest.raises(CommTimeout, match="rank 1 did not come"):
+            comm.barrier(False, timeout=timedelta(milliseconds=100))
+    dist.barrier()
+    if rank == 1:
+        comm.barrier(False)
+        with pytest.raises(CommRemoteError, match=r"rank 0: CollectiveTimeout: not all ranks came within 0\.1 s"):
+            comm.barrier(False)
+
+
 @pytest.mark.slow
 @distributed(world_size=3)
 def test_a_rank_that_does_not_come_is_named_and_the_next_attempt_works(rank):
@@ -311,6 +370,7 @@ def test_scripts_of_the_original_run_under_a_launcher():
         *[f"{backend}: rank {rank} sums 6" for backend in ("gloo", "shm") for rank in range(3)],
         *[f"{backend}: rank 0 of 2 heard that rank 1 ended by {signal.SIGKILL.value}" for backend in ("gloo", "shm")],
         *[f"rank 1 ended by {signal.SIGKILL.value}: wait_signal: rank 1 "] * 2,
+        f"rank 1 ended by {signal.SIGKILL.value}: new_comm 'main': rank 1 ",
         "gloo mesh: 4 ranks agree",
         "shm mesh: 4 ranks agree",
         f"aborted: {-signal.SIGABRT.value}",

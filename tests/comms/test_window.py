@@ -4,9 +4,10 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from launching import within
 
-from easydist.comms import SignalCmpOp, Solo, TorchComm, new_comm
+from easydist.comms import CommTimeout, SignalCmpOp, Solo, TorchComm, new_comm
 from easydist.testing import distributed
 
 CPU = torch.device("cpu")
@@ -71,6 +72,25 @@ def test_bounds_are_checked_and_sizes_agree(rank):
     with pytest.raises(RuntimeError, match=r"wait_signal timed out after 0.05 s: slot 1 of rank . holds 0"):
         window.wait_signal(1, 1, SignalCmpOp.EQ, False)
     assert not comm.is_broken
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@distributed(world_size=2)
+def test_a_fault_of_one_rank_is_raised_on_all_and_a_rank_that_does_not_come_is_named(rank, backend):
+    comm = made(backend)
+    with pytest.raises(RuntimeError, match=r"^a window cannot have -1 bytes and 256 signals \(rank 1\)$"):
+        comm.window_allocate(-rank)
+    with pytest.raises(RuntimeError, match=r"^tensor_register: Tensor must be contiguous \(rank 0\)$"):
+        comm.new_window(torch.ones(4)[:: 2 - rank])
+    window = comm.new_window(torch.full((2,), rank))
+    assert window.map_remote_tensor(1 - rank).tolist() == [1 - rank] * 2
+    comm.set_timeout(timedelta(milliseconds=50))
+    if rank == 0:
+        with pytest.raises(CommTimeout, match=r"^window in the communicator .*: timed out"):
+            comm.window_allocate(8)
+        assert comm.is_broken
+    dist.barrier()
 
 
 @pytest.mark.slow

@@ -9,6 +9,8 @@ import pytest
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "recovering.py"
 KINDS = ["shm", "gloo", "torch_shm", "comm_shm", "comm_gloo"]
+FOUND = ["4/shm/2260", "4/gloo/2321"]
+"""Rank 0, whose process serves the store, dies before the recovered group's first call."""
 
 
 def cases(count):
@@ -41,9 +43,9 @@ def check(case, rows, ended):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", cases(9))
+@pytest.mark.parametrize("case", cases(9) + FOUND)
 def test_the_survivors_go_on(case):
-    check(case, *launched(tuple(cases(9)))[case])
+    check(case, *launched((*cases(9), *FOUND))[case])
 
 
 @pytest.mark.stress

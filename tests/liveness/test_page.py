@@ -1,5 +1,6 @@
 """The page of a process: its readers, and the time for which it is valid."""
 
+import json
 import os
 import stat
 import time
@@ -8,6 +9,7 @@ import warnings
 import psutil
 import pytest
 
+from easydist.groups.registers import unseen
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.page import OwnPage, PeerPage, own_page
 from easydist.liveness.peer import RECORD_NBYTES, Peer, record
@@ -37,6 +39,25 @@ def test_the_end_of_a_process_is_seen_without_a_descriptor_of_it(monkeypatch, en
     if ends == "meanwhile":
         monkeypatch.setattr(psutil, "pid_exists", lambda pid: True)
     assert peer.has_ended()
+
+
+def test_a_process_that_ended_before_its_page_was_opened_is_gone():
+    """Even while its parent has not collected it, so that the system still lists it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which this child does not use
+        child = os.fork()
+    if not child:
+        os._exit(3)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    fields = json.loads(record(own_page(), 0, True))
+    fields[5] = child
+    peer = Peer(1, json.dumps(fields).encode())
+    assert not peer.is_visible
+    assert (peer.is_gone(), peer.exit_status(), unseen({1: peer})) == (True, 3, [])
+    os.waitpid(child, 0)
+    assert (peer.is_gone(), peer.exit_status(), unseen({1: peer})) == (True, None, [])
+    fields[5] = os.getppid()
+    assert unseen({1: Peer(1, json.dumps(fields).encode())}) == [1]
 
 
 def test_a_forked_child_that_drops_a_group_does_not_erase_it_from_its_parents_page():

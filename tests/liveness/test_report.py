@@ -1,5 +1,8 @@
 """Failure reports, written and read in one process."""
 
+import signal
+
+import launching
 import pytest
 
 from easydist.errors import CollectiveTimeout, PeerLostError
@@ -69,3 +72,26 @@ def test_a_report_about_another_group_of_the_process_is_not_about_this_one():
         monitor.begin("gather", "train.py:3")
         monitor.give_up(CollectiveTimeout("late"))
         assert [peer.rank for peer in reader._gave_up()] == heard
+
+
+IS_ENDED = """
+import os, signal, sys
+from easydist.liveness.monitor import Monitor
+from easydist.liveness.watchdog import watchdog
+
+class OfAnotherRank(Monitor):
+    def post_exception(self, text):
+        print("posted", text, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+watchdog().add(monitor := OfAnotherRank(0, 2, 1.0))
+raise ValueError("bad data")
+"""
+
+
+@pytest.mark.slow
+def test_the_traceback_is_out_before_the_others_hear_of_the_exception():
+    """They may end at once, and the launcher may then end this process."""
+    out, err = launching.python("-c", IS_ENDED, status=-signal.SIGKILL)
+    assert out == "posted ValueError: bad data\n"
+    assert err.endswith("ValueError: bad data\n")

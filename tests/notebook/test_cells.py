@@ -161,8 +161,11 @@ LOOK = """
 import threading, time
 seen = []
 def look():
-    while cluster.status()[0].operation != "gather": time.sleep(0.01)
-    seen.append(cluster.status()[0])
+    status = None
+    while status is None or (status.operation, status.waits_for) != ("gather", (1,)):  # at first also for rank 2
+        time.sleep(0.01)
+        status = cluster.status()[0]
+    seen.append(status)
     cluster.interrupt()
 looking = threading.Thread(target=look)
 """

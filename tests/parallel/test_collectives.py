@@ -1,5 +1,6 @@
 """Tensors among all ranks, against the single-process expression."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -96,6 +97,16 @@ def test_strided_tensors_and_their_neighbours_stay_as_they_are(rank):
             assert torch.equal(base[:, 1], before[:, 1] + rank)
             assert torch.equal(base[:, 2:], before[:, 2:])
         assert group.all_reduce(torch.ones(2, requires_grad=True)).tolist() == [2, 2]
+
+
+@distributed(world_size=2)
+def test_sizes_may_be_numbers_of_any_kind(rank):
+    every = [[1, 3], np.array([1, 3]), torch.tensor([1, 3]), torch.Size([1, 3])]
+    with made(rank, 2) as group:
+        for i, mine in enumerate(every):
+            sizes = every[i - rank]
+            assert group.reduce_scatterv(torch.ones(4), 0, sizes).tolist() == [2.0] * [1, 3][rank], mine
+            assert group.all_gatherv(torch.ones([1, 3][rank]), 0, sizes).tolist() == [1.0] * 4, mine
 
 
 @distributed(world_size=2)

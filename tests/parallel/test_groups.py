@@ -33,6 +33,11 @@ def test_lists_that_do_not_fit_are_refused_on_all_ranks_before_a_group_is_made(r
         found = text_of(lambda lists=lists, backend=backend: GroupCoordinator(lists, rank, backend, False))
         assert found.startswith("DisagreementError: ")
         assert len(set(of_all(found))) == 1
+    for name in ("use_device_communicator", "use_message_queue_broadcaster", "weights_only"):
+        options = {"use_device_communicator": False, name: rank == 1}
+        found = text_of(lambda options=options: GroupCoordinator([[0, 1, 2]], rank, "gloo", **options))
+        assert found.startswith("DisagreementError: "), found
+        assert f"{name}=True" in found
     assert "RemoteError" in text_of(lambda: GroupCoordinator([[0, 1, 2]], None if rank else 0, "gloo", False))
     assert len(dist.distributed_c10d._world.pg_map) == count
 
@@ -70,15 +75,65 @@ def test_collectives_are_part_of_a_compiled_function(rank):
 
         x = torch.arange(8.0).view(2, 4) * (rank + 1)
         want = layer(x)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the compiler's own
-            got = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
-        assert torch.equal(got, want)
+        assert torch.equal(compiled(layer, x), want)
         assert group.all_gather(torch.ones(1 + rank), 0).shape == (3,)
         name = group.unique_name
     gc.collect()
     with pytest.raises(LookupError, match="there is no GroupCoordinator"):
         torch.ops.easydist.group_all_reduce(x, name)
+
+
+def compiled(function, *args):
+    """Call a compiled function; the compiler's own warnings are no concern of the tests."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.compile(function, fullgraph=True, backend="aot_eager")(*args)
+
+
+@pytest.mark.slow
+@distributed(world_size=3)
+def test_sizes_that_differ_in_a_compiled_function_are_an_error_on_all_ranks(rank):
+    with made(rank, 3) as group:
+        found = text_of(
+            lambda: compiled(lambda x: group.all_gather(x, 0), torch.ones(rank + 1, 2))
+        )  # 1 + 2 + 3 = 3 * 2
+        told = "rank 0: (1, 2), rank 1: (2, 2), rank 2: (3, 2)\nCall all_gatherv outside of it."
+        assert found.startswith(
+            "DisagreementError: all_gather: in a compiled function all ranks need one size along dim 0"
+        )
+        assert found.endswith(told)
+        assert group.all_reduce(torch.ones(1)).item() == 3
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_a_compiled_call_whose_result_one_rank_does_not_use_still_happens(rank):
+    with made(rank, 2) as group:
+
+        def layer(x):
+            every, total, part = group.all_gather(x, 0), group.all_reduce(x), group.reduce_scatter(x)
+            return every + torch.cat([total, part, part]) if group.is_first_rank else x
+
+        x = torch.arange(2.0) + rank
+        assert torch.equal(compiled(layer, x), layer(x))
+        assert group.all_reduce(torch.ones(1)).item() == 2
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_compiled_functions_take_parameters_and_tensors_without_dimensions(rank):
+    with made(rank, 2) as group:
+
+        def layer(x, weight):
+            total, part = group.all_reduce(x * weight), group.reduce_scatter(x * weight)
+            return total * group.all_gather(x.sum()), part * weight[:1]
+
+        x, weight = torch.arange(2.0) + rank, torch.ones(2, requires_grad=True)
+        for got, want in zip(compiled(layer, x, weight), layer(x, weight), strict=True):
+            assert torch.equal(got, want)
+            assert got.requires_grad == want.requires_grad
+        compiled(layer, x, weight)[1].sum().backward()
+        assert weight.grad[0] == layer(x, weight)[1].item()
 
 
 def mixture(hidden, logits, experts):
@@ -120,6 +175,23 @@ def test_a_mixture_of_experts_equals_that_of_one_process(rank, world_size):
         assert "there was no dispatch of 99 tokens" in text_of(lambda: group.combine(torch.ones(99, 4)))
 
 
+@distributed(world_size=2)
+def test_a_rank_whose_tokens_are_wrong_makes_all_ranks_raise(rank):
+    with made(rank, 2) as group:
+        x = torch.ones(2, 3)
+        for wrong in (None, x[0, 0], x[:1]):
+            found = text_of(lambda wrong=wrong: group.dispatch(wrong if rank else x, x))
+            assert found.startswith("RemoteError: "), found
+            assert "dispatch: each tensor needs one row per token, got [" in found
+        assert text_of(lambda: group.dispatch(x, x, x[:1])).startswith("ValueError: dispatch: ")
+        group.dispatch(x, x)
+        for wrong in (torch.ones(5, 3), torch.ones(()), None):
+            found = text_of(lambda wrong=wrong: group.combine(wrong if rank else torch.ones(4, 3)))
+            assert found.startswith("RemoteError: "), found
+        assert text_of(lambda: group.combine(x)).startswith("RuntimeError: combine: there was no dispatch of 2 tokens")
+        assert group.combine(torch.ones(4, 3)).tolist() == [[2.0] * 3] * 2
+
+
 @pytest.mark.slow
 @distributed(world_size=4)
 def test_groups_of_a_layout_and_vllms_names(rank):
@@ -148,6 +220,11 @@ def test_groups_of_a_layout_and_vllms_names(rank):
     ]
     of_mesh.destroy()
     assert text_of(lambda: parallel_groups(tp=3)).startswith("ValueError: a layout of dp=1 × pp=1 × tp=3 needs 3 ranks")
+    assert text_of(lambda: parallel_groups(tp=0)).startswith("ValueError: a layout of dp=4 × pp=1 × tp=0 needs 0 ranks")
+    assert text_of(lambda: parallel_groups(tp=3 if rank else 2)).startswith(
+        "RemoteError: parallel_groups: ranks 1, 2, 3"
+    )
+    assert text_of(lambda: parallel_groups(tp=4 if rank else 2)).startswith("DisagreementError: ")
 
     with pytest.raises(RuntimeError, match="call initialize_model_parallel first"):
         parallel.get_tp_group()
@@ -161,6 +238,9 @@ def test_groups_of_a_layout_and_vllms_names(rank):
     assert parallel.get_tp_group().broadcast_object(rank, src=1) == rank // 2 * 2 + 1
     assert (parallel.get_dp_group().world_size, parallel.get_ep_group().world_size) == (1, 2)
     assert parallel.in_the_same_node_as(parallel.get_world_group(), 3) == [True] * 4
+    for source in (4, "a"):  # of one rank only
+        found = text_of(lambda source=source: parallel.in_the_same_node_as(None, 0 if rank else source))
+        assert found.startswith("ValueError: source_rank=4" if source == 4 else "TypeError: "), found
     with pytest.raises(RuntimeError, match="exist already"):
         parallel.initialize_model_parallel(2, 2)
     parallel.destroy_model_parallel()
@@ -191,3 +271,13 @@ def test_a_group_of_its_own_needs_no_default_world(rank):
             group.barrier()
             group.destroy()
             group.destroy()
+        for name in ("use_message_queue_broadcaster", "weights_only"):
+            options = {"use_message_queue_broadcaster": False, name: rank == 1}
+            found = text_of(
+                lambda name=name, options=options: GroupCoordinator.stateless(
+                    world, members[rank], 2, f"{name} differs", **options
+                )
+            )
+            assert found.startswith("DisagreementError: "), found
+    found = text_of(lambda: GroupCoordinator.stateless(world, 2, 2, "too few"))
+    assert found == "ValueError: GroupCoordinator.stateless: rank=2 is not below world_size=2; count from 0"

@@ -269,7 +269,7 @@ class Group:
             at, phase, kind = self.left.get((other, rank.rules.number), (NEVER, 0, ""))
             if kind == INTERRUPT and self.is_wild[mine] and not rank.rules._has_followed:  # it awaits the next call
                 at = self._came.get((other, rank.rules.number + 1), NEVER)
-            heard = max(at, began) + 3.0
+            heard = NEVER if self.store.is_gone else max(at, began) + 3.0  # hosts hear of one another in the store
             if rank.sees(other):
                 heard = min(heard, max(at, began, rank.met_at) + 1.0)
             if other != mine and phase >= rank.rules.phase and now > heard + self.size / 10:

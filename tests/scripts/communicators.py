@@ -8,9 +8,10 @@ import sys
 from datetime import timedelta
 
 import torch
+from launching import within
 
 import easydist.comms as torchcomms
-from easydist.comms import ReduceOp, SignalCmpOp, device_mesh
+from easydist.comms import ReduceOp, SignalCmpOp, device_mesh, making
 from easydist.errors import PeerLostError
 
 CPU = torch.device("cpu")
@@ -63,6 +64,14 @@ def death(rank, backend):
     except RuntimeError as error:
         lost = error if isinstance(error, PeerLostError) else PeerLostError(str(error))
     return f"{backend}: rank 0 of 2 heard that rank {lost.rank} ended by {-(lost.exit_status or 0)}"
+
+
+def death_in_connecting(rank):
+    """A rank dies when all have met, but are not connected."""
+    torchcomms.new_comm("gloo", CPU, "first").barrier(False)
+    if rank == 1:
+        making.gloo_connections = lambda *_args, **_where: os.kill(os.getpid(), signal.SIGKILL)
+    return error_of(lambda: torchcomms.new_comm("gloo", CPU, "main", timeout=timedelta(seconds=within(2))))
 
 
 def silence(rank):
@@ -145,6 +154,7 @@ for backend in ("gloo", "shm"):
 for backend in ("gloo", "shm"):
     print(*launch(2, death, backend)[1], sep="\n")
 print(*launch(2, silence)[1][0], sep="\n")
+print(*launch(2, death_in_connecting)[1], sep="\n")
 for backend in ("gloo", "shm"):
     print(f"{backend} mesh: {len(launch(4, mesh, backend)[1])} ranks agree")
 print("aborted:", launch(2, abort)[0][0])

@@ -79,6 +79,8 @@ class Verbs:
             easydist.gather(0)  # in the verbs' first call in such a group, the end of a rank is not noticed
 
         assert ProcessState().process_group is not None  # before the first death, or there is nothing to recover
+        if kind != "torch_shm":
+            dist.barrier()  # no rank dies while another one still connects
 
     def size(self) -> int:
         return ProcessState().num_processes
@@ -106,6 +108,8 @@ class Communicator:
 
     def __init__(self, kind: str) -> None:
         self.comm: TorchComm = new_comm(kind[5:], torch.device("cpu"), "main", timeout=timedelta(seconds=LIMIT))
+        if kind == "comm_gloo":
+            self.comm.barrier(False)
 
     def size(self) -> int:
         return self.comm.get_size()

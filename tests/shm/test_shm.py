@@ -201,6 +201,28 @@ def test_threads_wait_for_communicators_of_their_own(rank, world_size):
     assert all(output[:, -1].tolist() == list(range(world_size)) for output in outputs)
 
 
+@distributed(world_size=2)
+def test_a_size_that_differs_is_an_error_of_its_own_operation_only(rank):
+    """Rank 0 finds it while it waits for another communicator, or asks whether the operation has ended."""
+    asked, unequal, other = [backend(rank, 2) for _ in range(3)]
+    begun = [shm.recv(torch.zeros(5, dtype=torch.uint8), 1) for shm in (asked, unequal)] if rank == 0 else []
+    dist.barrier()
+    for shm in (asked, unequal) if rank == 1 else ():
+        shm.send(torch.zeros(6, dtype=torch.uint8), 0).wait()
+    dist.barrier()
+    if begun:
+        assert begun[0].is_completed()
+    other.barrier().wait()
+    for work in begun:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"^rank 1 passed 6 bytes, and this rank expects 5"):
+                work.wait()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="can no longer be used: rank 1 passed 6 bytes"):
+            unequal.barrier()
+    other.barrier().wait()
+
+
 @distributed(world_size=3)
 def test_guard_ends_a_wait(rank):
     calls = []

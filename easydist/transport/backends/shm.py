@@ -158,15 +158,18 @@ class Shm(Backend):
     def _swap(
         self, sends: dict[int, torch.Tensor], recvs: dict[int, torch.Tensor], channel: int = COLLECTIVES
     ) -> TorchWork:
-        """Send to each rank and receive from it, through the pipes; empty tensors are not sent."""
+        """Send to each rank and receive from it, through the pipes.
+
+        Empty tensors are sent, too: the other rank may expect data, and must not take the next message for it.
+        """
         self._streams.check()
         slots = self._steps.slots
         tasks: list[tuple[object, Iterator[Need]]] = []
         for peer, tensor in sends.items():
-            if peer != self.rank and tensor.numel():
+            if peer != self.rank:
                 tasks.append(((channel, "to", peer), slots.pipe_to(channel, peer).put(*_place(tensor))))
         for peer, tensor in recvs.items():
-            if peer != self.rank and tensor.numel():
+            if peer != self.rank:
                 tasks.append(((channel, "from", peer), slots.pipe_from(channel, peer).take(*_place(tensor))))
         return TorchWork([self._streams.begin(tasks, (sends, recvs))])
 
@@ -187,13 +190,17 @@ def _view(slots: Slots, rank: int, half: int, like: torch.Tensor, begin: int = 0
 
 def _reduce_at_once(steps: Steps, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> Iterator[Need]:
     """Reduce in one step: every rank reduces everything."""
-    if not data.numel():
-        return
     slots = steps.slots
     copy((yield from steps.own_slot(half := steps.next_half())), *_place(data))
-    step = steps.publish(half)
-    yield from steps.all_reach(step)
+    yield from _reach_with(steps, half, data.nbytes)
     output.copy_(combine(op, [data if r == slots.rank else _view(slots, r, half, data) for r in range(slots.size)]))
+
+
+def _reach_with(steps: Steps, half: int, nbytes: int) -> Iterator[Need]:
+    """Publish slot ``half``, and wait until all ranks have published theirs, with data of the same length."""
+    yield from steps.all_reach(steps.publish_data(half, nbytes))
+    for rank in steps.slots.others:
+        steps.check_length(rank, half, nbytes)
 
 
 def _reduce_in_shares(steps: Steps, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> Iterator[Need]:
@@ -207,7 +214,7 @@ def _reduce_in_shares(steps: Steps, output: torch.Tensor, data: torch.Tensor, op
         slot = yield from steps.own_slot(half := steps.next_half())
         copy(slot, address, item * begin)  # skip this rank's own share, which no other rank reads
         copy(slot + item * stop, address + item * stop, nbytes - item * stop)
-        yield from steps.all_reach(steps.publish(half))
+        yield from _reach_with(steps, half, data.nbytes)
         _reduce_share(slots, half, target, piece, range(begin, stop, _BLOCK), op)
         yield from steps.all_reach(steps.publish(half))
         for rank in slots.others:
