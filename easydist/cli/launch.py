@@ -20,7 +20,7 @@ from typing import NoReturn
 import click
 import psutil
 import torch
-from torch.distributed import run as torchrun
+from torch.distributed import DistNetworkError, run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -161,8 +161,15 @@ def _prepare() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.distributed.elastic.agent.server.api").addFilter(_is_not_about_an_ended_store)
     if sys.platform == "linux":  # orphaned processes become our children
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _is_not_about_an_ended_store(record: logging.LogRecord) -> bool:
+    """False for torch's traceback if the agent that serves the store has ended before this one, after all ranks."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not (record.funcName == "_exit_barrier" and isinstance(error, DistNetworkError))
 
 
 def _kill_children() -> None:

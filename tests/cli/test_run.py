@@ -183,17 +183,14 @@ def test_a_rank_that_raised_is_first_even_if_the_launcher_has_to_end_it(tmp_path
     assert end.index("ValueError: bad data") < end.index("Rank 0: process ")
 
 
-def on_two_nodes(path, *options):
+def on_two_nodes(path, *options, second=("-m", "easydist")):
     """The lines, the errors and the status of two agents on this machine, with two ranks each."""
     own = {"PYTHONPATH": launching.ROOT, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    nodes = [
-        launching.start(
-            *(sys.executable, "-m", "easydist", "run", "--nnodes", "2", "-n", "2", "--node-rank", str(node)),
-            *(*options, path),
-            env=os.environ | own | {"EASYDIST_HOST_ID": f"node{node}"},
-        )
-        for node in range(2)
-    ]
+    nodes = []
+    for node, program in enumerate([("-m", "easydist"), second]):
+        command = [*program, "run", "--nnodes", "2", "-n", "2", "--node-rank", str(node), *options, path]
+        env = own | {"EASYDIST_HOST_ID": f"node{node}", "FIRST": nodes and nodes[0].pid}
+        nodes.append(launching.start(sys.executable, *command, env=os.environ | env))
     told = launching.finished(*nodes)
     return [(sorted(out.splitlines()), err, node.returncode) for (out, err), node in zip(told, nodes, strict=True)]
 
@@ -212,6 +209,31 @@ def test_two_nodes_that_are_told_where_they_meet(tmp_path):
         assert (lines, status) == ([f"[rank {2 * node + i}] {node} [0, 1, 2, 3]" for i in range(2)], 0)
         assert "\nRank " not in err  # but torch warns there where the agent that keeps the store ends first
         assert "Traceback" not in err
+
+
+ENDS_SECOND = """
+import os, psutil
+from torch.distributed.elastic.utils import store
+from easydist.cli.main import main
+arrived = store._barrier_nonblocking
+def late(store, world_size, key_prefix):
+    try:
+        return arrived(store, world_size, key_prefix)
+    finally:
+        if "terminal_state" in key_prefix:
+            psutil.Process(int(os.environ["FIRST"])).wait()
+store._barrier_nonblocking = late
+main()
+"""
+
+
+@pytest.mark.slow
+def test_an_agent_may_end_after_the_one_that_serves_the_store(tmp_path):
+    """All ranks have succeeded: that torch's agents then wait for each other is no news, and no traceback."""
+    place = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+    nodes = on_two_nodes(script(tmp_path, MEETS), *place, second=("-c", ENDS_SECOND))
+    assert [status for _, _, status in nodes] == [0, 0], nodes
+    assert "Traceback" not in nodes[1][1]
 
 
 @pytest.mark.slow
