@@ -46,7 +46,8 @@ def meet(world: World, seconds: float) -> Finding:
     try:
         store = TCPStore(world.address, world.port, world.size, is_host, limit, wait_for_workers=False)
     except RuntimeError as error:  # DNS errors, too
-        said = f"rank {world.rank} cannot reach rank 0 at {where} within {seconds:.0f} s ({_first_line(error)})"
+        does = "listen" if is_host else f"reach rank 0 within {seconds:.0f} s"
+        said = f"rank {world.rank} cannot {does} at {where} ({_first_line(error)})"
         advice = (
             "MASTER_ADDR must be a name or address of the host of rank 0 that all hosts know, and MASTER_PORT a free "
             "port that no firewall blocks. Rank 0 must be running."

@@ -7,10 +7,12 @@ may take as long as the other rank needs, so each queue of such messages has its
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Hashable
+from pathlib import Path
 from queue import SimpleQueue
 
 _Drive = Callable[[], object]
@@ -20,6 +22,9 @@ _MOST = 4
 
 _FAREWELL = 2.0
 """Seconds for which the end of the process waits for messages under way."""
+
+_OF_GLOO = "pt_gloo_runloop"
+"""The name of gloo's threads that run operations."""
 
 
 class _Background:
@@ -131,6 +136,26 @@ def _end_all_lines() -> None:
         line.has_ended(_FAREWELL)
 
 
+def _let_gloo_threads_finish() -> None:
+    """Wait until gloo's threads have released the tensors of operations that have ended.
+
+    That needs the interpreter if Python has dropped such a tensor: a thread that comes too late aborts the process.
+    """
+    until = time.monotonic() + _FAREWELL
+    while _are_running(_OF_GLOO) and time.monotonic() < until:
+        pass
+
+
+def _are_running(name: str) -> bool:
+    """True if threads of this name want to run after a moment in which they could; False if the system cannot tell."""
+    time.sleep(0.001)
+    threads = Path("/proc/self/task").glob("*/stat")
+    with contextlib.suppress(OSError):  # a thread has ended
+        return any(text.split(")")[1].startswith(" R") for stat in threads if f"({name})" in (text := stat.read_text()))
+    return False
+
+
+atexit.register(_let_gloo_threads_finish)
 atexit.register(_end_all_lines)
 
 

@@ -49,8 +49,8 @@ def test_ranks_may_print_more_than_a_pipe_holds(tmp_path):
 def test_under_a_launcher_rank_0_prints():
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [start(env | {"RANK": str(rank)}) for rank in range(2)]
-    (out, err), (nothing, _) = launching.finished(*ranks)
-    assert [rank.returncode for rank in ranks] == [0, 0], err
+    (out, err), (nothing, errors) = launching.finished(*ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0], err + errors
     assert "ok       meeting: 2 ranks met at 127.0.0.1:" in out
     assert "time     gather 4 MB: " in out
     assert not nothing
@@ -102,9 +102,18 @@ def test_a_missing_rank_is_named():
 
 
 @pytest.mark.slow
+def test_a_port_that_is_taken_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        out = fault({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    assert f"FAULT    meeting: rank 0 cannot listen at 127.0.0.1:{port}" in out
+    assert "address already in use" in out
+
+
+@pytest.mark.slow
 def test_a_wrong_master_address_is_named():
     out = fault({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "29500"})
-    assert "FAULT    meeting: rank 1 cannot reach rank 0 at no-such-host.invalid:29500" in out
+    assert "FAULT    meeting: rank 1 cannot reach rank 0 within 5 s at no-such-host.invalid:29500" in out
     assert "MASTER_ADDR must be a name or address of the host of rank 0" in out
 
 

@@ -150,6 +150,11 @@ def test_scripts_without_any_cleanup_end_well():
     assert sorted(said) == sorted(f"{case} 0 0 0 0" for case in cases)
 
 
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux, to let gloo's threads starve")
+def test_gloo_threads_release_the_last_tensors_before_the_interpreter_ends():
+    assert launch(sys.executable, SCRIPTS / "endings.py", 20).split() == ["0"] * 20
+
+
 def test_at_exit_easydist_takes_down_its_own_group_only(tmp_path):
     (folder := tmp_path / "left").mkdir()
     launch(sys.executable, SCRIPTS / "leave.py", folder, "mine", "easydist", "later")
