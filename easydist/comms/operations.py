@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -35,6 +34,7 @@ class Operations(Collectives):
         self._options = options
         self._time_limit: timedelta = options.time_limit
         self.monitor = monitor
+        self._is_on_cpu = backend.device.type == "cpu"
         self._hooks = Hooks()
         self._busy: dict[str, tuple[int, str]] = {}
         self._failure: BaseException | None = None
@@ -122,10 +122,10 @@ class Operations(Collectives):
             work = self._posted(name, begin, limit)
             if staging is not None:
                 staging.deliver(work)
-            work.reporting(functools.partial(self._failed, name, limit), staging.outputs if staging else ())
+            work.reporting(self._failed, name, limit, () if staging is None else staging.outputs)
             if not async_op:
                 work.wait()
-            elif self._backend.device.type == "cpu":
+            elif self._is_on_cpu:
                 work.in_background()
             return work
         finally:
@@ -133,7 +133,7 @@ class Operations(Collectives):
 
     def _posted(self, name: str, begin: Callable[[], TorchWork], limit: timedelta) -> TorchWork:
         # On a GPU a wait without a limit blocks only the stream; the backend's own watchdog enforces the default limit.
-        waits = limit if self._backend.device.type == "cpu" or limit is not self._time_limit else None
+        waits = limit if self._is_on_cpu or limit is not self._time_limit else None
         try:
             return begin().within(waits)
         except BaseException as error:

@@ -231,15 +231,24 @@ class Pipe:
 
     def put(self, address: int, nbytes: int) -> Iterator[Need]:
         """Write the ``nbytes`` at ``address`` into the pipe; end when the last chunk is in it. No bytes are a chunk."""
-        words, chunk = self._words, self._chunk
-        posted = words[self._posted]
-        for offset in range(0, nbytes or 1, chunk):
-            while posted - words[self._taken] >= 2:
+        for offset in range(0, nbytes or 1, self._chunk):
+            while not self.put_chunk(address + offset, nbytes - offset):
                 yield self._need
-            words[self._lengths + posted % 2] = nbytes - offset
-            copy(self._chunks[posted % 2], address + offset, min(chunk, nbytes - offset))
-            posted += 1
-            self._tell(self._posted, posted)
+
+    def put_whole(self, address: int, nbytes: int) -> bool:
+        """Write a message at once; return False if it needs several chunks, or if there is no room yet."""
+        return nbytes <= self._chunk and self.put_chunk(address, nbytes)
+
+    def put_chunk(self, address: int, left: int) -> bool:
+        """Write the next chunk of a message of which ``left`` bytes are left; return False if there is no room yet."""
+        words = self._words
+        posted = words[self._posted]
+        if posted - words[self._taken] >= 2:
+            return False
+        words[self._lengths + posted % 2] = left
+        copy(self._chunks[posted % 2], address, left if left < self._chunk else self._chunk)
+        self._tell(self._posted, posted + 1)
+        return True
 
     def take(self, address: int, nbytes: int) -> Iterator[Need]:
         """Copy the next ``nbytes`` of the pipe to ``address``.
@@ -247,10 +256,10 @@ class Pipe:
         Raises:
             SizeMismatch: The next message has another length.
         """
-        words, chunk = self._words, self._chunk
+        words, chunk, posted = self._words, self._chunk, self._posted
         taken = words[self._taken]
         for offset in range(0, nbytes or 1, chunk):
-            while words[self._posted] <= taken:
+            while words[posted] <= taken:
                 yield self._need
             if (found := words[self._lengths + taken % 2]) != nbytes - offset:
                 raise unequal(self._peer, found + offset, nbytes)

@@ -106,9 +106,10 @@ class _Stream:
         before, queue = self.need, self.queue
         while queue:
             task, operation = queue[0]
-            self.need = next(task, None) or (NEVER, ())
-            if self.need[1]:
-                return self.need is not before
+            need = next(task, None)
+            if need is not None:
+                self.need = need
+                return need is not before
             queue.popleft()
             operation.one_done()
             before = (NEVER, ())
@@ -130,6 +131,10 @@ class Streams:
         self._active: list[_Stream] = []
         self._error: BaseException | None = None
         _all.add(self)
+
+    def is_idle(self, key: object) -> bool:
+        """True if no operation is under way in this stream."""
+        return (stream := self._streams.get(key)) is None or not stream.queue
 
     def begin(self, tasks: Sequence[tuple[object, Iterator[Need]]], keep: object) -> Operation:
         """Queue the generators of one operation, and run them until they are blocked.
@@ -210,8 +215,13 @@ class Streams:
 
     def spin(self, operation: Operation) -> bool:
         """Give an operation a moment to end, without sleeping; return True if it has ended."""
+        lock, advance = self._lock, self._advance
         for _ in range(_SPINS):
-            self.advance()
+            if lock.acquire(False):
+                try:
+                    advance()
+                finally:
+                    lock.release()
             if not operation.left:
                 return True
             give_core()
@@ -287,6 +297,7 @@ class Streams:
     def close(self) -> None:
         """End all operations, and release the memory."""
         self.fail(RuntimeError("it has been closed"))
+        self._streams.clear()
         del self._slots
 
 

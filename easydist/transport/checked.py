@@ -109,18 +109,15 @@ class Checked:
         """Check that all are tensors of one dtype on the communicator's device, and that outputs can be written."""
         device, dtype = self._backend.device, None
         for tensor in (*outputs, *inputs):
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"{name}() takes tensors, got {type(tensor).__name__}")
+            if type(tensor) is not torch.Tensor:
+                _check_kind(name, tensor)
             if (own := tensor.device) != device and own.type != device.type:
                 raise RuntimeError(f"{name}: tensor is on {own}, the communicator on {device}")
             if tensor.layout is not torch.strided:
                 raise RuntimeError(f"{name}: Tensor must be contiguous or strided, got {tensor.layout}")
-            if type(tensor) is not torch.Tensor and with_memory(tensor) is not tensor:
-                raise TypeError(
-                    f"{name}() takes tensors with memory: call wait() of this {type(tensor).__name__} first"
-                )
-            dtype = dtype or tensor.dtype
-            if tensor.dtype is not dtype:
+            if dtype is None:
+                dtype = tensor.dtype
+            elif tensor.dtype is not dtype:
                 raise RuntimeError(f"{name}: all tensors must have one dtype, got {dtype} and {tensor.dtype}")
         for tensor in outputs:
             check_writable(name, tensor)
@@ -147,6 +144,13 @@ class Checked:
             raise TypeError(f"{name}(): {what}_split_sizes must not be negative, got {counts}")
         demand(sum(counts) <= length, f"Sum of {what}_split_sizes exceeds {what} tensor size for {name}")
         return [count * (tensor.numel() // length if length else 0) for count in counts]
+
+
+def _check_kind(name: str, tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}() takes tensors, got {type(tensor).__name__}")
+    if with_memory(tensor) is not tensor:
+        raise TypeError(f"{name}() takes tensors with memory: call wait() of this {type(tensor).__name__} first")
 
 
 def checked_timeout(timeout: timedelta | None) -> timedelta | None:

@@ -13,8 +13,8 @@ import torch
 
 from easydist.transport.background import at_once, in_background
 
-Failed = Callable[[BaseException], BaseException]
-"""A function that takes the exception that ended an operation, and returns the one for ``wait`` to raise."""
+Failed = Callable[[str, timedelta, BaseException], BaseException]
+"""A function of an operation's name, its time limit, and the exception that ended it; it returns the one to raise."""
 
 
 class Pending(Protocol):
@@ -42,7 +42,7 @@ class TorchWork:
     """
 
     _error: BaseException | None = None
-    _failed: Failed | None = None
+    _reports: tuple[Failed, str, timedelta] | None = None
     _is_driven = _is_asked = _is_done = False
     _outputs: Sequence[torch.Tensor] = ()
     _results: Sequence[weakref.ref[torch.Tensor]] = ()
@@ -55,14 +55,17 @@ class TorchWork:
     ) -> None:
         self._pending = pending
         self._steps: list[Callable[[], Sequence[Pending | TorchWork]]] = []
-        self._keep = keep
+        self._keep = keep if pending else ()
         self._timeout = timeout
         self._lock = threading.Lock()
         self._futures: list[torch.futures.Future[Any]] = []
+        if not pending:
+            self._is_done = True
 
     def followed_by(self, step: Callable[[], Sequence[Pending | TorchWork]]) -> TorchWork:
         """Add a step, and return this work: ``step`` runs inside ``wait`` and returns the messages to wait for next."""
         self._steps.append(step)
+        self._is_done = False
         return self
 
     def within(self, timeout: timedelta | None) -> TorchWork:
@@ -70,15 +73,19 @@ class TorchWork:
         self._timeout = timeout or None
         return self
 
-    def reporting(self, failed: Failed, outputs: Sequence[torch.Tensor] = ()) -> TorchWork:
+    def reporting(self, failed: Failed, name: str, limit: timedelta, outputs: Sequence[torch.Tensor] = ()) -> TorchWork:
         """Return this work; from now on ``failed`` converts an error, and futures return ``outputs``."""
-        self._failed, self._outputs = failed, outputs
+        if not self._is_done:
+            self._reports, self._outputs = (failed, name, limit), outputs
+        elif outputs:
+            self._results = list(map(weakref.ref, outputs))
         return self
 
     def in_background(self) -> TorchWork:
         """Let a thread complete this work, and return it."""
-        self._is_driven = True
-        in_background(self._drive)
+        if not self._is_done:
+            self._is_driven = True
+            in_background(self._drive)
         return self
 
     def wait(self) -> None:
@@ -139,18 +146,24 @@ class TorchWork:
         if self._is_done or self._error is not None:
             return
         try:
-            self._drain()
+            if self._pending:
+                self._drain()
             while self._steps:
                 self._pending = self._steps.pop(0)()
                 self._drain()
         except BaseException as error:
-            self._error = error if self._failed is None else self._failed(error)
+            self._error = error if self._reports is None else self._converted(error, *self._reports)
             if not isinstance(error, Exception):
                 raise
         else:
-            self._results = [weakref.ref(tensor) for tensor in self._outputs]
+            if self._outputs:
+                self._results = list(map(weakref.ref, self._outputs))
         self._pending = self._keep = self._outputs = ()
         self._is_done = self._error is None  # last, because it is read without the lock
+
+    @staticmethod
+    def _converted(error: BaseException, failed: Failed, name: str, limit: timedelta) -> BaseException:
+        return failed(name, limit, error)
 
     def _drain(self) -> None:
         for pending in self._pending:

@@ -120,25 +120,25 @@ class Shm(Backend):
 
     def all_to_all_v(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> TorchWork:
         _copy(outputs[self.rank], inputs[self.rank])
-        return self._swap(dict(enumerate(inputs)), dict(enumerate(outputs)))
+        return self._swap([*enumerate(inputs)], [*enumerate(outputs)])
 
     def gather(self, outputs: Sequence[torch.Tensor], data: torch.Tensor, root: int) -> TorchWork:
         if self.rank != root:
-            return self._swap({root: data}, {})
+            return self._swap([(root, data)], [])
         _copy(outputs[root], data)
-        return self._swap({}, dict(enumerate(outputs)))
+        return self._swap([], [*enumerate(outputs)])
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> TorchWork:
         if self.rank != root:
-            return self._swap({}, {root: output})
+            return self._swap([], [(root, output)])
         _copy(output, inputs[root])
-        return self._swap(dict(enumerate(inputs)), {})
+        return self._swap([*enumerate(inputs)], [])
 
     def send(self, tensor: torch.Tensor, dst: int) -> TorchWork:
-        return self._swap({dst: tensor}, {}, POINT_TO_POINT)
+        return self._swap([(dst, tensor)], [], POINT_TO_POINT)
 
     def recv(self, tensor: torch.Tensor, src: int) -> TorchWork:
-        return self._swap({}, {src: tensor}, POINT_TO_POINT)
+        return self._swap([], [(src, tensor)], POINT_TO_POINT)
 
     def mailbox(self, peer: int) -> Mailbox:
         """Return the mailbox for short messages to and from another rank; they never mix with other messages."""
@@ -156,22 +156,29 @@ class Shm(Backend):
         return TorchWork([self._streams.begin([(None, task)], keep)])
 
     def _swap(
-        self, sends: dict[int, torch.Tensor], recvs: dict[int, torch.Tensor], channel: int = COLLECTIVES
+        self,
+        sends: Sequence[tuple[int, torch.Tensor]],
+        recvs: Sequence[tuple[int, torch.Tensor]],
+        channel: int = COLLECTIVES,
     ) -> TorchWork:
-        """Send to each rank and receive from it, through the pipes.
+        """Send to each rank and receive from it, through the pipes. What a pipe can take at once needs no stream.
 
         Empty tensors are sent, too: the other rank may expect data, and must not take the next message for it.
         """
-        self._streams.check()
-        slots = self._steps.slots
-        tasks: list[tuple[object, Iterator[Need]]] = []
-        for peer, tensor in sends.items():
+        streams = self._streams
+        streams.check()
+        slots, tasks = self._steps.slots, []
+        for peer, tensor in sends:
             if peer != self.rank:
-                tasks.append(((channel, "to", peer), slots.pipe_to(channel, peer).put(*_place(tensor))))
-        for peer, tensor in recvs.items():
+                pipe = slots.pipe_to(channel, peer)
+                address, nbytes = tensor.data_ptr(), tensor.nbytes
+                if not (streams.is_idle(pipe) and pipe.put_whole(address, nbytes)):
+                    tasks.append((pipe, pipe.put(address, nbytes)))
+        for peer, tensor in recvs:
             if peer != self.rank:
-                tasks.append(((channel, "from", peer), slots.pipe_from(channel, peer).take(*_place(tensor))))
-        return TorchWork([self._streams.begin(tasks, (sends, recvs))])
+                pipe = slots.pipe_from(channel, peer)
+                tasks.append((pipe, pipe.take(tensor.data_ptr(), tensor.nbytes)))
+        return TorchWork([streams.begin(tasks, (sends, recvs))] if tasks else ())
 
 
 def _place(tensor: torch.Tensor) -> Place:
