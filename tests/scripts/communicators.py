@@ -58,9 +58,8 @@ def death(rank, backend):
     comm.barrier(False)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    work = comm.recv(torch.empty(1), 1, True)
     try:
-        work.wait()
+        comm.recv(torch.empty(1), 1, True).wait()  # its beginning fails if the end was noticed before
     except RuntimeError as error:
         lost = error if isinstance(error, PeerLostError) else PeerLostError(str(error))
     return f"{backend}: rank 0 of 2 heard that rank {lost.rank} ended by {-(lost.exit_status or 0)}"
