@@ -139,6 +139,6 @@ def _rows(comm: TorchComm, mine: Sequence[int]) -> list[list[int]]:
     """Gather the numbers of all ranks, as many on each."""
     data = torch.tensor(mine, device=comm.get_device())
     rows = torch.empty((comm.get_size(), len(mine)), dtype=torch.int64, device=data.device)
-    comm.core().all_gather_single(rows, data, False)
+    comm.exchange("init_device_mesh", lambda core, limit: core.all_gather_single(rows, data, False, timeout=limit))
     found: list[list[int]] = rows.tolist()
     return found

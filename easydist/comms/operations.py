@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 from easydist.agreement.notes import listeners
 from easydist.comms.failures import abort, explained
@@ -17,6 +18,8 @@ from easydist.transport.checked import Hints, checked_timeout
 from easydist.transport.comm import Collectives
 from easydist.transport.staging import Staging
 from easydist.transport.work import TorchWork
+
+T = TypeVar("T")
 
 
 class Operations(Collectives):
@@ -44,6 +47,19 @@ class Operations(Collectives):
     def core(self) -> Collectives:
         """Return the same ranks and backend for easydist's verbs, without hooks and time limits of its own."""
         return Collectives(self._backend, self._name)
+
+    def exchange(self, name: str, run: Callable[[Collectives, timedelta], T]) -> T:
+        """Run an exchange of easydist's own, without hooks; the communicator is broken if it fails.
+
+        Args:
+            name: The name of the operation for errors.
+            run: Runs the exchange over ``core()``, within the time limit.
+        """
+        limit = self._time_limit
+        try:
+            return run(self.core(), limit)
+        except BaseException as error:
+            raise self._failed(name, limit, error) from error
 
     @property
     def time_limit(self) -> timedelta:

@@ -59,12 +59,7 @@ class _Window:
         self._regions: Regions | None = None
 
     def _exchange(self, mine: bytes) -> list[bytes]:
-        """Exchange messages within the time limit of the communicator, which is broken if that fails."""
-        comm, limit = self._comm, self._comm.time_limit
-        try:
-            return all_gather(comm.core(), mine, limit)
-        except BaseException as error:
-            raise comm._failed("window", limit, error) from error
+        return self._comm.exchange("window", lambda core, limit: all_gather(core, mine, limit))
 
     def get_size(self) -> int:
         """Return the bytes of each rank's part."""

@@ -11,6 +11,7 @@ from easydist.liveness.peer import host_id
 from easydist.parallel.coordinator import GroupCoordinator
 from easydist.parallel.groups import ParallelGroups, parallel_groups
 from easydist.state import ProcessState, communicators
+from easydist.state.process_state import backend_for
 from easydist.typing import Group, Timeout
 from easydist.verbs.objects import gather_object
 from easydist.verbs.ranks import check_rank
@@ -38,8 +39,8 @@ def init_distributed_environment(
     """
     if rank >= 0 and not dist.is_initialized():
         limit = None if timeout is None else timedelta(seconds=seconds(timeout, "init_distributed_environment"))
-        method = distributed_init_method
-        dist.init_process_group(backend or "gloo", method, timeout=limit, world_size=world_size, rank=rank)
+        fitting, method = backend or backend_for(ProcessState().device), distributed_init_method
+        dist.init_process_group(fitting, method, timeout=limit, world_size=world_size, rank=rank)
     elif not dist.is_initialized():
         ProcessState(backend=backend, timeout=timeout)
     if "world" not in _made:
@@ -61,7 +62,7 @@ def initialize_model_parallel(
     Args:
         tensor_model_parallel_size: The number of ranks that share a layer.
         pipeline_model_parallel_size: The number of ranks that have successive layers.
-        backend: The backend for tensors on the accelerator.
+        backend: The backend for tensors on the accelerator; None is the default group's, and on the CPU gloo.
         data_parallel_size: The number of model replicas; None uses the remaining ranks.
 
     Raises:
@@ -76,12 +77,18 @@ def initialize_model_parallel(
         tp=tensor_model_parallel_size,
         pp=pipeline_model_parallel_size,
         dp=data_parallel_size,
-        backend=backend,
+        backend=backend or _backend_of_world(),
         use_message_queue_broadcaster=True,
     )
     if "world" in _made:
         groups["world"].destroy()
     _made.update({**groups, **_made})
+
+
+def _backend_of_world() -> str | None:
+    """Return the backend for tensors on the accelerator; None without an accelerator."""
+    state = ProcessState()
+    return None if state.device.type == "cpu" else state.backend
 
 
 def model_parallel_is_initialized() -> bool:

@@ -194,10 +194,7 @@ class ProcessState:
         self._group = create(world, self._planned_backend(), limit)
 
     def _planned_backend(self) -> str:
-        device = self.device.type
-        native = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "mlu": "cncl", "hpu": "hccl"}.get(device)
-        default = f"cpu:gloo,{device}:{native}" if native else "gloo"
-        return self._options.get("backend") or default
+        return self._options.get("backend") or backend_for(self.device)
 
     def communicators(self, group: Group = None) -> Communicators:
         """Return the communicators of ``group``; None is the default group, created now if necessary.
@@ -443,6 +440,17 @@ class ProcessState:
             f"Num processes: {self.num_processes}\nProcess index: {self.process_index}\n"
             f"Local process index: {self.local_process_index}\nDevice: {self.device}\n"
         )
+
+
+def backend_for(device: torch.device) -> str:
+    """Return the backend of a process group that moves tensors on the CPU and on this device.
+
+    Example:
+        >>> backend_for(torch.device("cuda")), backend_for(torch.device("cpu"))
+        ('cpu:gloo,cuda:nccl', 'gloo')
+    """
+    native = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "mlu": "cncl", "hpu": "hccl"}.get(device.type)
+    return f"cpu:gloo,{device.type}:{native}" if native else "gloo"
 
 
 PartialState = ProcessState

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from easydist.agreement.calling import seconds
 from easydist.eager import eager
-from easydist.groups.communicators import of_group, timeout_of, unregistered
+from easydist.groups.communicators import forget, of_group, timeout_of, unregistered
 from easydist.groups.recovering import TIMEOUT, Attempt
 from easydist.groups.standalone import gloo_group
 from easydist.state.default_group import replace_default_group
@@ -104,8 +104,21 @@ def _connected(old: dist.ProcessGroup, attempt: Attempt) -> dist.ProcessGroup:
         ranks = [dist.get_process_group_ranks(old)[member] for member in attempt.members]
         new = _registered(old, attempt, ranks, name, attempt.left)
     _c10d._set_pg_timeout(timeout, new)
-    of_group(new).met(attempt.left)  # so that they can recover without a store if another rank dies before their call
+    try:
+        of_group(new).met(attempt.left)  # so that they need no store to recover if a rank dies before their next call
+    except BaseException:
+        _discard(new)
+        raise
     return new
+
+
+def _discard(new: dist.ProcessGroup) -> None:
+    """Release a group whose members could not meet."""
+    forget(new)
+    if new in unregistered:
+        unregistered.discard(new)
+    else:
+        dist.destroy_process_group(new)
 
 
 def _registered(

@@ -4,6 +4,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from launching import within
 
 from easydist.comms import new_comm
@@ -37,3 +38,13 @@ def test_communicators_that_make_no_mesh_are_refused_on_all_ranks(rank):
     assert mesh.mesh.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert mesh["tp"].mesh.tolist() == ([0, 1, 2] if rank < 3 else [3, 4, 5])
     world.barrier(False)
+
+
+@distributed(world_size=2)
+def test_making_a_mesh_takes_no_longer_than_the_communicators_limit(rank):
+    world = new_comm("shm", CPU, "short", timeout=timedelta(seconds=0.3))
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"init_device_mesh in the communicator 'short'.* timed out"):
+            init_device_mesh((world,), ("dp",))
+        assert world.is_broken
+    dist.barrier()

@@ -3,9 +3,16 @@
 import functools
 import json
 from pathlib import Path
+from unittest import mock
 
 import launching
 import pytest
+import torch.distributed as dist
+
+import easydist
+from easydist.errors import PeerLostError
+from easydist.groups.communicators import Communicators
+from easydist.testing import distributed
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "recovering.py"
 KINDS = ["shm", "gloo", "torch_shm", "comm_shm", "comm_gloo"]
@@ -56,3 +63,27 @@ def test_the_survivors_go_on_a_hundred_times(first):
     some = tuple(cases(100)[first : first + 10])
     for case, (rows, ended) in launched(some).items():
         check(case, rows, ended)
+
+
+@distributed(world_size=2)
+def test_an_attempt_that_fails_leaves_no_group():
+    """The members connect, but cannot meet the first time."""
+    met, attempts = Communicators.met, []
+
+    def once(comms, timeout=None):
+        attempts.append(comms)
+        if len(attempts) == 1:
+            raise PeerLostError("a member was lost")
+        return met(comms, timeout)
+
+    known = dist.distributed_c10d._world.pg_map
+    old = dist.new_group([0, 1])
+    assert easydist.gather(1, group=old).tolist() == [1, 1]
+    before = set(known)
+    with mock.patch.object(Communicators, "met", once):
+        new = easydist.recover(old, timeout=launching.within(20))
+    assert len(attempts) == 2
+    assert set(known) - before == {new}
+    assert easydist.gather(2, group=new).tolist() == [2, 2]
+    for group in (new, old):
+        dist.destroy_process_group(group)
