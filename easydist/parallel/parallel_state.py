@@ -43,7 +43,7 @@ def init_distributed_environment(
         dist.init_process_group(fitting, method, timeout=limit, world_size=world_size, rank=rank)
     elif not dist.is_initialized():
         ProcessState(backend=backend, timeout=timeout)
-    if "world" not in _made:
+    if not _exists("world"):
         state = ProcessState()
         local = state.local_process_index if local_rank < 0 else local_rank
         ranks = [[*range(state.num_processes)]]
@@ -80,9 +80,10 @@ def initialize_model_parallel(
         backend=backend or _backend_of_world(),
         use_message_queue_broadcaster=True,
     )
-    if "world" in _made:
+    kept = {"world": _made["world"]} if _exists("world") else {}
+    if kept:
         groups["world"].destroy()
-    _made.update({**groups, **_made})
+    _made.update({**groups, **kept})
 
 
 def _backend_of_world() -> str | None:
@@ -93,12 +94,17 @@ def _backend_of_world() -> str | None:
 
 def model_parallel_is_initialized() -> bool:
     """True if ``initialize_model_parallel`` has created the groups."""
-    return "tp" in _made
+    return _exists("tp")
+
+
+def _exists(name: str) -> bool:
+    """True if there is such a group; users may have destroyed it themselves."""
+    return name in _made and not _made[name].is_destroyed
 
 
 def _group(name: str, maker: str) -> GroupCoordinator:
-    if name not in _made:
-        raise RuntimeError(f"the group {name!r} does not exist yet; call {maker} first")
+    if not _exists(name):
+        raise RuntimeError(f"the group {name!r} does not exist; call {maker} first")
     return _made[name]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -34,10 +35,16 @@ _all: weakref.WeakSet[End] = weakref.WeakSet()
 
 
 def deadline(timeout: Timeout | None) -> float | None:
-    """Return the time on the monotonic clock at which a timeout that starts now is over; None if it never is."""
+    """Return the time on the monotonic clock at which a timeout that starts now is over; None if it never is.
+
+    Raises:
+        ValueError: The timeout is not a number.
+    """
     if timeout is None:
         return None
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if math.isnan(seconds):
+        raise ValueError("timeout is not a number")
     return time.monotonic() + seconds if seconds < _FOREVER else None
 
 

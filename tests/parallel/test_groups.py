@@ -245,6 +245,11 @@ def test_groups_of_a_layout_and_vllms_names(rank):
         parallel.initialize_model_parallel(2, 2)
     parallel.destroy_model_parallel()
     assert not parallel.model_parallel_is_initialized()
+    parallel.get_world_group().destroy()
+    with pytest.raises(RuntimeError, match="'world' does not exist; call init_distributed_environment first"):
+        parallel.get_world_group()
+    parallel.init_distributed_environment()
+    assert parallel.get_world_group().all_reduce(torch.ones(1)).item() == 4
     dist.barrier()
     parallel.destroy_distributed_environment()
     assert not dist.is_initialized()

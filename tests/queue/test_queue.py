@@ -160,6 +160,13 @@ def test_a_timeout_longer_than_any_lock_can_wait_is_none(pair, timeout):
     assert reader.dequeue(timeout) == 1
 
 
+def test_a_timeout_that_is_no_number_is_refused(pair):
+    writer, reader = pair()
+    for wait in (reader.dequeue, writer.wait_until_ready):
+        with pytest.raises(ValueError, match="timeout is not a number"):
+            wait(float("nan"))
+
+
 def test_what_is_not_allow_listed_is_refused_by_both_ends(pair):
     writer, reader = pair()
     with pytest.raises(UnsafeObjectError, match="Own"):
