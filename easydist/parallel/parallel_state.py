@@ -11,7 +11,7 @@ from easydist.liveness.peer import host_id
 from easydist.parallel.coordinator import GroupCoordinator
 from easydist.parallel.groups import ParallelGroups, parallel_groups
 from easydist.state import ProcessState, communicators
-from easydist.state.process_state import backend_for
+from easydist.state.default_group import backend_for
 from easydist.typing import Group, Timeout
 from easydist.verbs.objects import gather_object
 from easydist.verbs.ranks import check_rank

@@ -215,13 +215,8 @@ class Streams:
 
     def spin(self, operation: Operation) -> bool:
         """Give an operation a moment to end, without sleeping; return True if it has ended."""
-        lock, advance = self._lock, self._advance
         for _ in range(_SPINS):
-            if lock.acquire(False):
-                try:
-                    advance()
-                finally:
-                    lock.release()
+            self.advance()
             if not operation.left:
                 return True
             give_core()

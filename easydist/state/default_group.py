@@ -10,6 +10,7 @@ import threading
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
@@ -67,6 +68,17 @@ def world_of(group: dist.ProcessGroup) -> World:
         if (told.rank, told.size) == (rank, size):
             return told
     return World("adopted", rank, size, int(os.environ.get("LOCAL_RANK") or rank), size)
+
+
+def backend_for(device: torch.device) -> str:
+    """Return the backend of a process group that moves tensors on the CPU and on this device.
+
+    Example:
+        >>> backend_for(torch.device("cuda")), backend_for(torch.device("cpu"))
+        ('cpu:gloo,cuda:nccl', 'gloo')
+    """
+    native = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "mlu": "cncl", "hpu": "hccl"}.get(device.type)
+    return f"cpu:gloo,{device.type}:{native}" if native else "gloo"
 
 
 def create(world: World, backend: str, timeout: timedelta | None) -> dist.ProcessGroup | None:

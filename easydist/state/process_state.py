@@ -21,7 +21,14 @@ from easydist.data.split import split
 from easydist.eager import eager
 from easydist.errors import EasydistError
 from easydist.groups.communicators import SOLO, Communicators, of_comm, of_group
-from easydist.state.default_group import create, default_group, is_recovered, leave_groups_of_parents, world_of
+from easydist.state.default_group import (
+    backend_for,
+    create,
+    default_group,
+    is_recovered,
+    leave_groups_of_parents,
+    world_of,
+)
 from easydist.state.environment import World, flag, launched
 from easydist.transport.comm import Collectives
 from easydist.typing import Group, Timeout, Tree
@@ -440,17 +447,6 @@ class ProcessState:
             f"Num processes: {self.num_processes}\nProcess index: {self.process_index}\n"
             f"Local process index: {self.local_process_index}\nDevice: {self.device}\n"
         )
-
-
-def backend_for(device: torch.device) -> str:
-    """Return the backend of a process group that moves tensors on the CPU and on this device.
-
-    Example:
-        >>> backend_for(torch.device("cuda")), backend_for(torch.device("cpu"))
-        ('cpu:gloo,cuda:nccl', 'gloo')
-    """
-    native = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "mlu": "cncl", "hpu": "hccl"}.get(device.type)
-    return f"cpu:gloo,{device.type}:{native}" if native else "gloo"
 
 
 PartialState = ProcessState

@@ -149,9 +149,10 @@ def _let_gloo_threads_finish() -> None:
 def _are_running(name: str) -> bool:
     """True if threads of this name want to run after a moment in which they could; False if the system cannot tell."""
     time.sleep(0.001)
-    threads = Path("/proc/self/task").glob("*/stat")
-    with contextlib.suppress(OSError):  # a thread has ended
-        return any(text.split(")")[1].startswith(" R") for stat in threads if f"({name})" in (text := stat.read_text()))
+    for stat in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            if f"({name}) R" in stat.read_text():
+                return True
     return False
 
 

@@ -152,7 +152,11 @@ class TorchWork:
                 self._pending = self._steps.pop(0)()
                 self._drain()
         except BaseException as error:
-            self._error = error if self._reports is None else self._converted(error, *self._reports)
+            if self._reports is not None:
+                failed, name, limit = self._reports
+                self._error = failed(name, limit, error)
+            else:
+                self._error = error
             if not isinstance(error, Exception):
                 raise
         else:
@@ -160,10 +164,6 @@ class TorchWork:
                 self._results = list(map(weakref.ref, self._outputs))
         self._pending = self._keep = self._outputs = ()
         self._is_done = self._error is None  # last, because it is read without the lock
-
-    @staticmethod
-    def _converted(error: BaseException, failed: Failed, name: str, limit: timedelta) -> BaseException:
-        return failed(name, limit, error)
 
     def _drain(self) -> None:
         for pending in self._pending:
