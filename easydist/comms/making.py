@@ -179,6 +179,7 @@ def _gloo(place: Place, meeting: Meeting, hosts: Hosts) -> Backend:
     except RuntimeError as error:
         what, peers = meeting.monitor.operation, list(meeting.monitor.peers.values())
         raise explained(error, what, place.timeout, peers, UNMADE) from error
+    meeting.arrive()  # a rank that closes its connections at once would break those that others are still making
     return OwnGloo(gloo, place.device, meeting.monitor)
 
 

@@ -14,10 +14,10 @@ from easydist.comms.options import CommOptions, checked_hints, limited
 from easydist.comms.traced import traced
 from easydist.liveness.monitor import Monitor
 from easydist.transport.backend import Backend
-from easydist.transport.checked import Hints, checked_timeout
+from easydist.transport.checked import Hints, How, checked_timeout
 from easydist.transport.comm import Collectives
 from easydist.transport.staging import Staging
-from easydist.transport.work import TorchWork
+from easydist.transport.work import Pending, TorchWork, wait
 
 T = TypeVar("T")
 
@@ -104,17 +104,42 @@ class Operations(Collectives):
         timeout: timedelta | None,
         staging: Staging | None = None,
     ) -> TorchWork:
-        if self._failure is not None or self._is_final:
-            raise self._unusable(name)
-        limit = self._time_limit if timeout is None else limited(checked_timeout(timeout), self._time_limit)
-        if hints is not None:
-            checked_hints(hints)
+        limit = self._limit(name, hints, timeout)
         number = self._operations
         self._operations += 1
-        if not (listeners or self._hooks.before or self._hooks.after):
+        if not self._is_observed():
             return self._begun(name, begin, async_op, limit, staging)
         args = HookArgs(name, bool(async_op), hints, limit, [] if staging is None else staging.outputs)
         return self._watched(number, args, lambda: self._begun(name, begin, async_op, limit, staging))
+
+    def _message(
+        self, name: str, begin: Callable[[], Pending | TorchWork], how: How, staging: Staging | None = None
+    ) -> TorchWork:
+        """Do the same for a single message, which gets no handle before its end: that would cost as much again."""
+        async_op, hints, timeout = how
+        if async_op or (staging and staging.copies) or self._is_observed() or not self._is_on_cpu:
+            return super()._message(name, begin, how, staging)
+        limit = self._limit(name, hints, timeout)
+        self._operations += 1
+        self._enter(name)
+        try:
+            wait(begin(), limit)
+        except BaseException as error:
+            raise self._failed(name, limit, error) from error
+        finally:
+            self._busy.pop("operation", None)
+        return TorchWork() if staging is None else TorchWork().reporting(self._failed, name, limit, staging.outputs)
+
+    def _limit(self, name: str, hints: Hints, timeout: timedelta | None) -> timedelta:
+        """Return the time limit of an operation, after checking that it can begin."""
+        if self._failure is not None or self._is_final:
+            raise self._unusable(name)
+        if hints is not None:
+            checked_hints(hints)
+        return self._time_limit if timeout is None else limited(checked_timeout(timeout), self._time_limit)
+
+    def _is_observed(self) -> bool:
+        return bool(listeners or self._hooks.before or self._hooks.after)
 
     def _watched(self, number: int, args: HookArgs, run: Callable[[], TorchWork]) -> TorchWork:
         """Run an operation, and report it to the hooks and to a trace."""
@@ -130,10 +155,7 @@ class Operations(Collectives):
         self, name: str, begin: Callable[[], TorchWork], async_op: bool, limit: timedelta, staging: Staging | None
     ) -> TorchWork:
         """Begin the operation, after making sure that no other one of this process is under way."""
-        mine = threading.get_ident(), name
-        other = self._busy.setdefault("operation", mine)
-        if other is not mine:
-            raise RuntimeError(self._two_at_once(mine, other))
+        self._enter(name)
         try:
             work = self._posted(name, begin, limit)
             if staging is not None:
@@ -146,6 +168,11 @@ class Operations(Collectives):
             return work
         finally:
             self._busy.pop("operation", None)
+
+    def _enter(self, name: str) -> None:
+        mine = threading.get_ident(), name
+        if (other := self._busy.setdefault("operation", mine)) is not mine:
+            raise RuntimeError(self._two_at_once(mine, other))
 
     def _posted(self, name: str, begin: Callable[[], TorchWork], limit: timedelta) -> TorchWork:
         # On a GPU a wait without a limit blocks only the stream; the backend's own watchdog enforces the default limit.

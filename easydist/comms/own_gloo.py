@@ -40,12 +40,12 @@ class OwnGloo(Gloo):
         self._ranks = ranks
         watchdog().add(self)
 
-    def wait_alone(self, work: dist.Work, peer: int, timeout: timedelta | None) -> None:
+    def wait_alone(self, work: dist.Work, timeout: timedelta | None) -> None:
         """Wait for a message. Ctrl-C ends a wait of the main thread."""
         with signals_wake_watchdog() as is_heard:
             self.waits += is_heard
             try:
-                super().wait_alone(work, peer, timeout)
+                work.wait() if timeout is None else work.wait(timeout)
             finally:
                 self.waits += is_heard
 

@@ -107,6 +107,14 @@ class Meeting:
         self.monitor.end()
         return backend
 
+    def arrive(self) -> None:
+        """Wait until all ranks have called this.
+
+        Raises:
+            EasydistError: Some ranks did not come.
+        """
+        self._exchange(b"")
+
     @property
     def left(self) -> timedelta:
         """The time that is left for the meeting, at least a tenth of a second."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import select
 import signal
@@ -55,16 +56,18 @@ class Watchdog:
     """The monitor of all waits in C++ of this process.
 
     Attributes:
-        wakeup: The socket into which the interpreter writes the numbers of the signals that it gets.
+        wakeup_fd: The descriptor into which the interpreter writes the numbers of the signals that it gets.
+        arrivals: Polls for such numbers.
     """
 
     def __init__(self) -> None:
         self._monitors: list[weakref.ref[Watched]] = []
-        self._signals, self.wakeup = socket.socketpair()
+        self._signals, self._wakeup = socket.socketpair()
         self._signals.setblocking(False)
-        self.wakeup.setblocking(False)
-        self._arrivals = select.poll()
-        self._arrivals.register(self._signals, select.POLLIN)
+        self._wakeup.setblocking(False)
+        self.wakeup_fd = self._wakeup.fileno()
+        self.arrivals = select.poll()
+        self.arrivals.register(self._signals, select.POLLIN)
         self._noticed = threading.Event()
         self._thread: threading.Thread | None = threading.Thread(
             target=self._run, name="easydist-watchdog", daemon=True
@@ -83,7 +86,7 @@ class Watchdog:
         if threading.current_thread() is not self._thread:
             self._noticed.clear()
             with contextlib.suppress(OSError):
-                self.wakeup.send(bytes(1))
+                self._wakeup.send(bytes(1))
             self._noticed.wait(_TICK)
 
     def monitors(self) -> list[Watched]:
@@ -114,13 +117,8 @@ class Watchdog:
         if self._thread is not None:
             thread, self._thread = self._thread, None
             with contextlib.suppress(OSError):
-                self.wakeup.send(bytes(1))
+                self._wakeup.send(bytes(1))
             thread.join(2.0)
-
-    def take_earlier_signals(self) -> None:
-        """Handle the signals that came before a wait, so that they do not end it; only for the main thread."""
-        if self._arrivals.poll(0):
-            self.take_signals()
 
     def take_signals(self) -> bool:
         """Set ``was_interrupted`` on the monitors if Ctrl-C has come since the last look; return True if so."""
@@ -141,17 +139,18 @@ class signals_wake_watchdog:  # noqa: N801 - a context manager, read as a phrase
     process miss a call, it is not late for that call.
     """
 
-    _before = -1
+    __slots__ = ("_before",)
 
     def __enter__(self) -> bool:
         """Begin, in the main thread, which alone hears signals; elsewhere it is False, and nothing changes."""
-        if threading.current_thread() is not threading.main_thread():
+        self._before = -1
+        if threading.get_ident() != threading.main_thread().ident:
             return False
         known = watchdog()
-        mine = known.wakeup.fileno()
-        if (before := signal.set_wakeup_fd(mine, warn_on_full_buffer=False)) != mine:
+        if (before := signal.set_wakeup_fd(known.wakeup_fd, warn_on_full_buffer=False)) != known.wakeup_fd:
             self._before = before
-        known.take_earlier_signals()
+        if known.arrivals.poll(0):  # earlier signals, which must not end this wait
+            known.take_signals()
         return True
 
     def __exit__(self, *exc_info: object) -> None:
@@ -161,25 +160,26 @@ class signals_wake_watchdog:  # noqa: N801 - a context manager, read as a phrase
 
 def _after_fork() -> None:
     """Stop a forked child from waking its parent's watchdog on the child's signals."""
-    for known in _watchdogs.values():
-        if (before := signal.set_wakeup_fd(-1)) not in (-1, known.wakeup.fileno()):
-            signal.set_wakeup_fd(before)
+    global _watchdog
+    if _watchdog is not None and (before := signal.set_wakeup_fd(-1)) not in (-1, _watchdog.wakeup_fd):
+        signal.set_wakeup_fd(before)
+    _watchdog = None
 
 
 os.register_at_fork(after_in_child=_after_fork)
-_watchdogs: dict[int, Watchdog] = {}
+_watchdog: Watchdog | None = None
 
 
 def watchdog() -> Watchdog:
     """Return the watchdog of this process, started at the first call; a forked child has its own."""
-    found = _watchdogs.get(pid := os.getpid())
-    if found is None:
-        found = _watchdogs[pid] = Watchdog()
-        if len(_watchdogs) == 1:
-            _tell_of_exceptions()
-    return found
+    global _watchdog
+    if _watchdog is None:
+        _watchdog = Watchdog()
+        _tell_of_exceptions()
+    return _watchdog
 
 
+@functools.cache  # a forked child has its parent's hook
 def _tell_of_exceptions() -> None:
     """Install a hook that reports an exception that ends this process to the ranks that wait for it."""
     before = sys.excepthook

@@ -22,6 +22,9 @@ from easydist.shm.slots import NEVER, Need, SizeMismatch, Slots
 Guard = Callable[[Sequence[int], float], None]
 """A function that takes the ranks still awaited and the seconds since the wait began; it raises to end the wait."""
 
+Task = tuple[object, Iterator[Need]]
+"""The key of a stream and a generator to run in it; the key None is the stream of the steps."""
+
 _SPINS = 100
 """The number of checks before a wait sleeps; it yields the core between them."""
 
@@ -136,11 +139,11 @@ class Streams:
         """True if no operation is under way in this stream."""
         return (stream := self._streams.get(key)) is None or not stream.queue
 
-    def begin(self, tasks: Sequence[tuple[object, Iterator[Need]]], keep: object) -> Operation:
+    def begin(self, tasks: Sequence[Task], keep: object) -> Operation:
         """Queue the generators of one operation, and run them until they are blocked.
 
         Args:
-            tasks: The generators, each with the key of its stream; None is the stream of the steps.
+            tasks: The generators, each with the key of its stream.
             keep: Objects that have to live until the end.
 
         Raises:

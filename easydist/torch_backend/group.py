@@ -248,7 +248,9 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         """Receive the tensors that ``src`` sends to this rank, in order."""
         self._demand_message("recv", src, tag)
         targets = [Target(tensor) for tensor in tensors]
-        return self._begin("recv", lambda: [self._backend.recv(flat, src) for flat in all_bytes(targets)], targets)
+        return self._begin(
+            "recv", lambda: [TorchWork([self._backend.recv(flat, src) for flat in all_bytes(targets)])], targets
+        )
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> NoReturn:
         """Raise, since each pair of ranks has its own channel.
@@ -294,7 +296,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         """Send to ``dst``, which receives as many bytes. The tensors may be changed once the work has ended."""
         self._demand_message("send", dst, tag)
         data = [dense(tensor) for tensor in tensors]
-        return self._begin("send", lambda: [self._backend.send(as_bytes(tensor), dst) for tensor in data], [], data)
+        return self._begin("send", lambda: [TorchWork([self._backend.send(as_bytes(t), dst) for t in data])], [], data)
 
     # The names in torch 2.12 and older.
     _allgather_base = all_gather_single

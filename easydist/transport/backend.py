@@ -89,7 +89,7 @@ class Backend(ABC):
         """Law, on ``root``: ``outputs[r] = data of rank r``; sizes may differ. On other ranks ``outputs`` is empty."""
 
     @abstractmethod
-    def recv(self, tensor: torch.Tensor, src: int) -> TorchWork:
+    def recv(self, tensor: torch.Tensor, src: int) -> Pending | TorchWork:
         """Law: ``tensor = tensor that src sends``; the i-th ``recv`` from a rank meets its i-th ``send``."""
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp) -> TorchWork:
@@ -111,13 +111,13 @@ class Backend(ABC):
         """Law: ``output = inputs[rank] of root``; sizes may differ. On other ranks ``inputs`` is empty."""
 
     @abstractmethod
-    def send(self, tensor: torch.Tensor, dst: int) -> TorchWork:
+    def send(self, tensor: torch.Tensor, dst: int) -> Pending | TorchWork:
         """Send to another rank, which receives as many bytes; messages never mix with those of collectives."""
 
     def batch(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> TorchWork:
         """Run several ``send`` and ``recv`` as one operation: all begin before any is waited for."""
-        works = [self.recv(*recv) for recv in recvs]
-        return TorchWork(works + [self.send(*send) for send in sends])
+        messages = [self.recv(*recv) for recv in recvs]
+        return TorchWork(messages + [self.send(*send) for send in sends])
 
     def close(self) -> None:  # noqa: B027 - most backends own nothing
         """Release the resources that the backend itself has created."""

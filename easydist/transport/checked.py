@@ -11,8 +11,8 @@ import torch
 
 from easydist.data.leaves import with_memory
 from easydist.transport.backend import Backend
-from easydist.transport.staging import Staging, check_writable
-from easydist.transport.work import TorchWork
+from easydist.transport.staging import Staging, check_writable, is_flat
+from easydist.transport.work import Pending, TorchWork
 
 Hints = Mapping[str, str] | None
 How = tuple[bool, Hints, timedelta | None]
@@ -95,6 +95,12 @@ class Checked:
             work.wait()
         return work
 
+    def _message(
+        self, name: str, begin: Callable[[], Pending | TorchWork], how: How, staging: Staging | None = None
+    ) -> TorchWork:
+        """Do the same for a single message: ``send`` and ``recv``."""
+        return self._run(name, lambda: TorchWork([begin()]), *how, staging)
+
     def _raws(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return flat tensors in the dtype that the backend moves."""
         return [self._raw(tensor) for tensor in tensors]
@@ -104,6 +110,20 @@ class Checked:
         if not 0 <= value < size:
             raise RuntimeError(f"{what} must be in range [0, {size}), but got {value}")
         return value
+
+    def _peer(self, name: str, what: str, rank: SupportsIndex) -> int:
+        peer = self._rank(what, rank)
+        demand(peer != self._backend.rank, f"Cannot {name} self")
+        return peer
+
+    def _is_plain(self, tensor: torch.Tensor) -> bool:
+        """True if ``_check`` accepts a tensor and its memory is flat: most are, and finding that out is quick."""
+        return (
+            type(tensor) is torch.Tensor
+            and tensor.device == self._backend.device
+            and tensor.layout is torch.strided
+            and is_flat(tensor)
+        )
 
     def _check(self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> None:
         """Check that all are tensors of one dtype on the communicator's device, and that outputs can be written."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import SupportsIndex
@@ -317,12 +316,14 @@ class Collectives(Reductions):
             tensor: The output, with as many bytes as are sent.
             src: Another rank.
         """
-        rank = self._rank("src", src)
-        self._check("recv", [tensor])
-        demand(rank != self._backend.rank, "Cannot recv from self")
-        staging = Staging()
-        target = self._raw(staging.target(tensor))
-        return self._run("recv", functools.partial(self._backend.recv, target, rank), async_op, hints, timeout, staging)
+        rank = self._peer("recv from", "src", src)
+        staging, target = Staging(tensor), tensor
+        if not self._is_plain(tensor):
+            self._check("recv", [tensor])
+            staging = Staging()
+            target = staging.target(tensor)
+        memory = self._raw(target)
+        return self._message("recv", lambda: self._backend.recv(memory, rank), (async_op, hints, timeout), staging)
 
     def scatter(
         self,
@@ -366,11 +367,12 @@ class Collectives(Reductions):
             tensor: The data; it must not be changed before the operation has ended.
             dst: Another rank.
         """
-        rank = self._rank("dst", dst)
-        self._check("send", [], [tensor])
-        demand(rank != self._backend.rank, "Cannot send to self")
-        data = self._raw(flat(tensor))
-        return self._run("send", functools.partial(self._backend.send, data, rank), async_op, hints, timeout)
+        rank = self._peer("send to", "dst", dst)
+        if not self._is_plain(tensor):
+            self._check("send", [], [tensor])
+            tensor = flat(tensor)
+        data = self._raw(tensor)
+        return self._message("send", lambda: self._backend.send(data, rank), (async_op, hints, timeout))
 
     def _all_gather(self, name: str, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, how: How) -> TorchWork:
         self._check_rows(name, outputs, tensor)

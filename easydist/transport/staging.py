@@ -17,12 +17,17 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
         >>> flat(torch.tensor([[1, 2], [3, 4]]).t())
         tensor([1, 3, 2, 4])
     """
-    if tensor.stride() == (1,) and not (tensor.requires_grad or tensor.is_complex() or tensor.is_neg()):
-        return tensor  # already flat; the rest of this function costs two microseconds
+    if is_flat(tensor):
+        return tensor  # the rest of this function costs two microseconds
     if not is_direct(tensor):
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # A single element may have any stride.
     return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def is_flat(tensor: torch.Tensor) -> bool:
+    """True if the tensor is its own flat memory."""
+    return tensor.stride() == (1,) and not (tensor.requires_grad or tensor.is_complex() or tensor.is_neg())
 
 
 def is_direct(tensor: torch.Tensor) -> bool:
@@ -32,6 +37,13 @@ def is_direct(tensor: torch.Tensor) -> bool:
 
 class Staging:
     """The flat memory of an operation's outputs, and the copies from there to the outputs.
+
+    Args:
+        outputs: Outputs that are flat memory themselves.
+
+    Attributes:
+        outputs: All outputs.
+        copies: The outputs that are not flat, each with its memory.
 
     Example:
         >>> staging, output = Staging(), torch.zeros(2, 2).t()
@@ -43,11 +55,10 @@ class Staging:
                 [2., 3.]])
     """
 
-    __slots__ = ("_copies", "outputs")
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 
-    def __init__(self) -> None:
-        self.outputs: list[torch.Tensor] = []
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    def __init__(self, *outputs: torch.Tensor) -> None:
+        self.outputs = [*outputs]
 
     def target(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the flat memory into which the values of an output arrive; at first it holds the output's values.
@@ -58,7 +69,7 @@ class Staging:
         memory = flat(tensor)
         self.outputs.append(tensor)
         if memory is not tensor and not is_direct(tensor):
-            self._copies.append((tensor, memory))
+            self.copies = [*self.copies, (tensor, memory)]
         return memory
 
     def targets(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -67,10 +78,10 @@ class Staging:
 
     def deliver(self, work: TorchWork) -> TorchWork:
         """Let a work copy the values into the outputs at its end, and return it."""
-        return work.followed_by(self._deliver) if self._copies else work
+        return work.followed_by(self._deliver) if self.copies else work
 
     def _deliver(self) -> Sequence[Pending]:
-        for tensor, memory in self._copies:
+        for tensor, memory in self.copies:
             tensor.detach().copy_(memory.view(tensor.shape))
         return ()
 

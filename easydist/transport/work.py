@@ -27,6 +27,20 @@ class Pending(Protocol):
         """True if ``wait`` would return at once."""
 
 
+class _Ended:
+    """The handle of a message that has ended."""
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Return at once."""
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+
+ENDED = _Ended()
+
+
 class TorchWork:
     """The handle of an operation, with which to wait for its end.
 
@@ -104,9 +118,9 @@ class TorchWork:
 
     def wait_blocking(self) -> None:
         """Block the CPU until the operation has completed; on a GPU, too."""
-        devices = {tensor.device for tensor in self._outputs if tensor.is_cuda}
         self.wait()
-        for device in devices:
+        outputs = [tensor for result in self._results if (tensor := result()) is not None]
+        for device in {tensor.device for tensor in outputs if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
 
     def is_completed(self) -> bool:
@@ -167,10 +181,7 @@ class TorchWork:
 
     def _drain(self) -> None:
         for pending in self._pending:
-            if isinstance(pending, TorchWork):
-                pending.within(self._timeout or pending._timeout).wait()
-            else:
-                pending.wait() if self._timeout is None else pending.wait(self._timeout)
+            wait(pending, self._timeout)
         self._pending = ()
 
     def _tell_futures(self) -> None:
@@ -181,3 +192,11 @@ class TorchWork:
                     future.set_result([tensor for result in self._results if (tensor := result()) is not None])
                 else:
                     future.set_exception(self._error)
+
+
+def wait(pending: Pending | TorchWork, timeout: timedelta | None) -> None:
+    """Wait for a part of an operation, within a time limit; None means its own."""
+    if isinstance(pending, TorchWork):
+        pending.within(timeout or pending._timeout).wait()
+    else:
+        pending.wait() if timeout is None else pending.wait(timeout)

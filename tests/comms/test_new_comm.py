@@ -3,6 +3,8 @@
 import os
 import pickle
 import signal
+import subprocess
+import sys
 from datetime import timedelta
 
 import pytest
@@ -56,6 +58,19 @@ def test_ranks_that_have_no_rank_0_make_a_communicator(rank):
     dist.barrier()
     everybody = made("gloo", "pair")
     assert total(everybody) == 4
+
+
+@pytest.mark.slow
+@distributed(world_size=3)
+def test_ranks_may_close_a_communicator_while_others_still_connect(rank):
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        for i in range(100):
+            made("gloo", f"short {i}").finalize()
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
 
 
 class Counting(Gloo):

@@ -21,6 +21,7 @@ from easydist.shm.slots import NEVER, Slots
 from easydist.shm.streams import Operation, Streams
 from easydist.testing import check_comm, distributed
 from easydist.transport.backends.shm import Shm
+from easydist.transport.work import TorchWork
 
 TINY, SMALL, LARGE = 256, 1 << 14, 1 << 22
 KINDS = (
@@ -240,7 +241,7 @@ def test_guard_ends_a_wait(rank):
         shm.barrier().wait()
         if rank == 0:
             calls.clear()
-            earlier, work = shm.recv(torch.zeros(5, dtype=torch.uint8), 1), begin(shm)
+            earlier, work = shm.recv(torch.zeros(5, dtype=torch.uint8), 1), TorchWork([begin(shm)])
             with pytest.raises(GaveUp):
                 work.wait()
             assert not work.is_completed()

@@ -24,7 +24,7 @@ from easydist.data.plan import split_sizes
 from easydist.liveness.monitor import Monitor
 from easydist.transport.backend import Backend, Transfer, set_to
 from easydist.transport.reduce_op import RedOpType, ReduceOp, combine
-from easydist.transport.work import Pending, TorchWork
+from easydist.transport.work import ENDED, Pending, TorchWork
 from easydist.typing import Device
 
 _TAG = 0xEA51
@@ -108,11 +108,11 @@ class _Group(Backend):
         return TorchWork(self._exchange([], [(output, root)] if output.numel() else []), keep=[output])
 
     # Without _exchange: for a batch, nccl makes all ranks of the group connect, not just the two that take part.
-    def send(self, tensor: torch.Tensor, dst: int) -> TorchWork:
-        return TorchWork([self._group.send([tensor], dst, _SEND_TAG)] if tensor.numel() else [], keep=[tensor])
+    def send(self, tensor: torch.Tensor, dst: int) -> Pending:
+        return self._group.send([tensor], dst, _SEND_TAG) if tensor.numel() else ENDED
 
-    def recv(self, tensor: torch.Tensor, src: int) -> TorchWork:
-        return TorchWork([self._group.recv([tensor], src, _SEND_TAG)] if tensor.numel() else [], keep=[tensor])
+    def recv(self, tensor: torch.Tensor, src: int) -> Pending:
+        return self._group.recv([tensor], src, _SEND_TAG) if tensor.numel() else ENDED
 
 
 class _Posted:
@@ -124,10 +124,13 @@ class _Posted:
         self._backend, self._work, self._peer, self._is_large = backend, work, peer, is_large
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        if self._backend.monitor is None:
-            self._backend.wait_alone(self._work, self._peer, timeout)
-        else:
-            self._wait_watched(self._backend.monitor, timeout)
+        if (monitor := self._backend.monitor) is not None:
+            return self._wait_watched(monitor, timeout)
+        try:
+            self._backend.wait_alone(self._work, timeout)
+        except RuntimeError as error:
+            error.peer = self._peer  # type: ignore[attr-defined]  # for a later explanation
+            raise
 
     def _wait_watched(self, monitor: Monitor, timeout: timedelta | None) -> None:
         """Wait; if the connection breaks, raise the error in which the group's monitor explains why."""
@@ -174,6 +177,7 @@ class Gloo(_Group):
         monitor: The monitor, which finds out why a connection broke; None if the group has none.
     """
 
+    moves_any_dtype = True
     monitor: Monitor | None = None
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, name: str) -> None:
@@ -210,25 +214,20 @@ class Gloo(_Group):
 
     def _post(self, fn: Callable[..., dist.Work], tensor: torch.Tensor, peer: int, tag: int) -> _Posted:
         try:
-            return _Posted(self, fn([tensor], peer, tag), peer, tensor.numel() >= _LARGE)
+            return _Posted(self, fn([tensor], peer, tag), peer, tensor.nbytes >= _LARGE)
         except RuntimeError as error:  # the connection had broken before
             if self.monitor is None:
                 raise
             raise self.monitor.explain(error, peer) from error
 
-    def wait_alone(self, work: dist.Work, peer: int, timeout: timedelta | None) -> None:
+    def wait_alone(self, work: dist.Work, timeout: timedelta | None) -> None:
         """Wait for a message without a monitor.
 
         Args:
             work: The message.
-            peer: The rank that sends or receives it; an error carries it as ``peer`` for a later explanation.
             timeout: The time limit; None is the group's.
         """
-        try:
-            work.wait() if timeout is None else work.wait(timeout)
-        except RuntimeError as error:
-            error.peer = peer  # type: ignore[attr-defined]
-            raise
+        work.wait() if timeout is None else work.wait(timeout)
 
     def disconnect(self) -> None:
         """Break all connections, so that ranks that wait for this rank get an error.
@@ -241,15 +240,14 @@ class Gloo(_Group):
                 with contextlib.suppress(RuntimeError):
                     self._group.recv([nothing], peer, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
 
-    def send(self, tensor: torch.Tensor, dst: int) -> TorchWork:
-        return TorchWork(self._message(self._group.send, tensor, dst), keep=[tensor])
+    def send(self, tensor: torch.Tensor, dst: int) -> Pending:
+        return self._message(self._group.send, tensor, dst)
 
-    def recv(self, tensor: torch.Tensor, src: int) -> TorchWork:
-        return TorchWork(self._message(self._group.recv, tensor, src), keep=[tensor])
+    def recv(self, tensor: torch.Tensor, src: int) -> Pending:
+        return self._message(self._group.recv, tensor, src)
 
-    def _message(self, fn: Callable[..., dist.Work], tensor: torch.Tensor, peer: int) -> Sequence[Pending]:
-        tag = self._tag(_SEND_TAG)
-        return [self._post(fn, tensor, self._members[peer], tag)] if tensor.numel() else []
+    def _message(self, fn: Callable[..., dist.Work], tensor: torch.Tensor, peer: int) -> Pending:
+        return self._post(fn, tensor, self._members[peer], self._tag(_SEND_TAG)) if tensor.numel() else ENDED
 
     def all_gather_upto(self, rows: torch.Tensor, nbytes: int) -> TorchWork:
         every = rows.unbind()
@@ -279,17 +277,16 @@ class Gloo(_Group):
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
         if tensor.nbytes * self.size <= _REDUCED_AT_ONCE:
             every = tensor.new_empty(self.size, tensor.numel()).unbind()
-            work = self._swap([_bits(tensor)] * self.size, [_bits(part) for part in every])
+            work = self._swap([tensor] * self.size, every)
             return work.followed_by(lambda: set_to(tensor, combine(op, every)))
         chunks = tensor.split(split_sizes(tensor.numel(), self.size))
         mine = chunks[self.rank]
         parts = tensor.new_empty(self.size, mine.numel()).unbind()
-        first, turn = self._swap([_bits(chunk) for chunk in chunks], [_bits(part) for part in parts]), self._turn()
+        first, turn = self._swap(chunks, parts), self._turn()
 
         def reduce_and_share() -> Sequence[Pending]:
             mine.copy_(combine(op, parts))
-            sends = self._others([_bits(mine)] * self.size)
-            return self._exchange(sends, self._others([_bits(c) for c in chunks]), turn)
+            return self._exchange(self._others([mine] * self.size), self._others(chunks), turn)
 
         return first.followed_by(reduce_and_share)
 

@@ -19,7 +19,7 @@ from easydist.transport.backend import Backend, set_to
 from easydist.transport.backends.c10d import Gloo
 from easydist.transport.backends.run_queue import RunQueue
 from easydist.transport.reduce_op import RedOpType, ReduceOp, accumulator, average, check_reducible, combine
-from easydist.transport.work import TorchWork
+from easydist.transport.work import Pending, TorchWork
 
 _LENGTH = struct.Struct("<q")
 
@@ -108,11 +108,11 @@ class Hierarchical(Backend):
             return near
         return TorchWork([near, self._direct.scatter(output[:0], self._remote(inputs), root)])
 
-    def send(self, tensor: torch.Tensor, dst: int) -> TorchWork:
+    def send(self, tensor: torch.Tensor, dst: int) -> Pending | TorchWork:
         is_near = dst in self._here
         return self._near.send(tensor, self._here.index(dst)) if is_near else self._direct.send(tensor, dst)
 
-    def recv(self, tensor: torch.Tensor, src: int) -> TorchWork:
+    def recv(self, tensor: torch.Tensor, src: int) -> Pending | TorchWork:
         is_near = src in self._here
         return self._near.recv(tensor, self._here.index(src)) if is_near else self._direct.recv(tensor, src)
 

@@ -24,10 +24,10 @@ from easydist.shm.mailbox import Mailbox
 from easydist.shm.segment import Segment
 from easydist.shm.slots import COLLECTIVES, POINT_TO_POINT, Need, Slots
 from easydist.shm.steps import Place, Steps
-from easydist.shm.streams import Guard, Streams
+from easydist.shm.streams import Guard, Streams, Task
 from easydist.transport.backend import Backend
 from easydist.transport.reduce_op import ReduceOp, check_reducible, combine
-from easydist.transport.work import TorchWork
+from easydist.transport.work import ENDED, Pending, TorchWork
 
 _REDUCED_AT_ONCE = 1 << 16
 """The bytes up to which every rank reduces everything: W times the work, but one step instead of two."""
@@ -134,11 +134,13 @@ class Shm(Backend):
         _copy(output, inputs[root])
         return self._swap([*enumerate(inputs)], [])
 
-    def send(self, tensor: torch.Tensor, dst: int) -> TorchWork:
-        return self._swap([(dst, tensor)], [], POINT_TO_POINT)
+    def send(self, tensor: torch.Tensor, dst: int) -> Pending:
+        self._streams.check()
+        put = self._put(POINT_TO_POINT, dst, tensor)
+        return ENDED if put is None else self._streams.begin([put], tensor)
 
-    def recv(self, tensor: torch.Tensor, src: int) -> TorchWork:
-        return self._swap([], [(src, tensor)], POINT_TO_POINT)
+    def recv(self, tensor: torch.Tensor, src: int) -> Pending:
+        return self._streams.begin([self._take(POINT_TO_POINT, src, tensor)], tensor)
 
     def mailbox(self, peer: int) -> Mailbox:
         """Return the mailbox for short messages to and from another rank; they never mix with other messages."""
@@ -155,30 +157,29 @@ class Shm(Backend):
     def _step(self, task: Iterator[Need], *keep: torch.Tensor) -> TorchWork:
         return TorchWork([self._streams.begin([(None, task)], keep)])
 
-    def _swap(
-        self,
-        sends: Sequence[tuple[int, torch.Tensor]],
-        recvs: Sequence[tuple[int, torch.Tensor]],
-        channel: int = COLLECTIVES,
-    ) -> TorchWork:
-        """Send to each rank and receive from it, through the pipes. What a pipe can take at once needs no stream.
+    def _swap(self, sends: Sequence[tuple[int, torch.Tensor]], recvs: Sequence[tuple[int, torch.Tensor]]) -> TorchWork:
+        """Send to each rank and receive from it, through the pipes.
 
         Empty tensors are sent, too: the other rank may expect data, and must not take the next message for it.
         """
-        streams = self._streams
-        streams.check()
-        slots, tasks = self._steps.slots, []
-        for peer, tensor in sends:
-            if peer != self.rank:
-                pipe = slots.pipe_to(channel, peer)
-                address, nbytes = tensor.data_ptr(), tensor.nbytes
-                if not (streams.is_idle(pipe) and pipe.put_whole(address, nbytes)):
-                    tasks.append((pipe, pipe.put(address, nbytes)))
-        for peer, tensor in recvs:
-            if peer != self.rank:
-                pipe = slots.pipe_from(channel, peer)
-                tasks.append((pipe, pipe.take(tensor.data_ptr(), tensor.nbytes)))
-        return TorchWork([streams.begin(tasks, (sends, recvs))] if tasks else ())
+        self._streams.check()
+        puts = [self._put(COLLECTIVES, *send) for send in sends if send[0] != self.rank]
+        takes = [self._take(COLLECTIVES, *recv) for recv in recvs if recv[0] != self.rank]
+        tasks = [task for task in (*puts, *takes) if task is not None]
+        return TorchWork([self._streams.begin(tasks, (sends, recvs))] if tasks else ())
+
+    def _put(self, channel: int, peer: int, tensor: torch.Tensor) -> Task | None:
+        """Return the task that sends a tensor; None if the pipe has taken it at once."""
+        pipe = self._steps.slots.pipe_to(channel, peer)
+        address, nbytes = tensor.data_ptr(), tensor.nbytes
+        if self._streams.is_idle(pipe) and pipe.put_whole(address, nbytes):
+            return None
+        return pipe, pipe.put(address, nbytes)
+
+    def _take(self, channel: int, peer: int, tensor: torch.Tensor) -> Task:
+        """Return the task that receives a tensor."""
+        pipe = self._steps.slots.pipe_from(channel, peer)
+        return pipe, pipe.take(tensor.data_ptr(), tensor.nbytes)
 
 
 def _place(tensor: torch.Tensor) -> Place:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
@@ -56,8 +57,8 @@ class Solo(Backend):
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> TorchWork:
         return self.all_gather_single(output, inputs[0])
 
-    def send(self, tensor: torch.Tensor, dst: int) -> TorchWork:
+    def send(self, tensor: torch.Tensor, dst: int) -> NoReturn:
         raise RuntimeError("a world of one has no other rank to send to")
 
-    def recv(self, tensor: torch.Tensor, src: int) -> TorchWork:
+    def recv(self, tensor: torch.Tensor, src: int) -> NoReturn:
         raise RuntimeError("a world of one has no other rank to receive from")
