@@ -14,10 +14,10 @@ from easydist.comms.options import CommOptions, checked_hints, limited
 from easydist.comms.traced import traced
 from easydist.liveness.monitor import Monitor
 from easydist.transport.backend import Backend
-from easydist.transport.checked import Hints, How, checked_timeout
+from easydist.transport.checked import Begin, Hints, checked_timeout
 from easydist.transport.comm import Collectives
 from easydist.transport.staging import Staging
-from easydist.transport.work import Pending, TorchWork, wait
+from easydist.transport.work import Pending, TorchWork, handle, wait
 
 T = TypeVar("T")
 
@@ -98,7 +98,7 @@ class Operations(Collectives):
     def _run(
         self,
         name: str,
-        begin: Callable[[], TorchWork],
+        begin: Begin,
         async_op: bool,
         hints: Hints,
         timeout: timedelta | None,
@@ -111,24 +111,6 @@ class Operations(Collectives):
             return self._begun(name, begin, async_op, limit, staging)
         args = HookArgs(name, bool(async_op), hints, limit, [] if staging is None else staging.outputs)
         return self._watched(number, args, lambda: self._begun(name, begin, async_op, limit, staging))
-
-    def _message(
-        self, name: str, begin: Callable[[], Pending | TorchWork], how: How, staging: Staging | None = None
-    ) -> TorchWork:
-        """Do the same for a single message, which gets no handle before its end: that would cost as much again."""
-        async_op, hints, timeout = how
-        if async_op or (staging and staging.copies) or self._is_observed() or not self._is_on_cpu:
-            return super()._message(name, begin, how, staging)
-        limit = self._limit(name, hints, timeout)
-        self._operations += 1
-        self._enter(name)
-        try:
-            wait(begin(), limit)
-        except BaseException as error:
-            raise self._failed(name, limit, error) from error
-        finally:
-            self._busy.pop("operation", None)
-        return TorchWork() if staging is None else TorchWork().reporting(self._failed, name, limit, staging.outputs)
 
     def _limit(self, name: str, hints: Hints, timeout: timedelta | None) -> timedelta:
         """Return the time limit of an operation, after checking that it can begin."""
@@ -151,36 +133,35 @@ class Operations(Collectives):
             after(number, args._replace(work=work))
         return work
 
-    def _begun(
-        self, name: str, begin: Callable[[], TorchWork], async_op: bool, limit: timedelta, staging: Staging | None
-    ) -> TorchWork:
+    def _begun(self, name: str, begin: Begin, async_op: bool, limit: timedelta, staging: Staging | None) -> TorchWork:
         """Begin the operation, after making sure that no other one of this process is under way."""
-        self._enter(name)
-        try:
-            work = self._posted(name, begin, limit)
-            if staging is not None:
-                staging.deliver(work)
-            work.reporting(self._failed, name, limit, () if staging is None else staging.outputs)
-            if not async_op:
-                work.wait()
-            elif self._is_on_cpu:
-                work.in_background()
-            return work
-        finally:
-            self._busy.pop("operation", None)
-
-    def _enter(self, name: str) -> None:
+        # On a GPU a wait without a limit blocks only the stream; the backend's own watchdog enforces the default limit.
+        waits = limit if self._is_on_cpu or limit is not self._time_limit else None
         mine = threading.get_ident(), name
         if (other := self._busy.setdefault("operation", mine)) is not mine:
             raise RuntimeError(self._two_at_once(mine, other))
-
-    def _posted(self, name: str, begin: Callable[[], TorchWork], limit: timedelta) -> TorchWork:
-        # On a GPU a wait without a limit blocks only the stream; the backend's own watchdog enforces the default limit.
-        waits = limit if self._is_on_cpu or limit is not self._time_limit else None
         try:
-            return begin().within(waits)
+            begun = begin()
+            if not async_op:
+                return self._ended(begun, waits, staging)
+            work = handle(begun).within(waits)
         except BaseException as error:
             raise self._failed(name, limit, error) from error
+        finally:
+            self._busy.pop("operation", None)
+        if staging is not None:
+            staging.deliver(work)
+        work.reporting(self._failed, name, limit, () if staging is None else staging.outputs)
+        return work.in_background() if self._is_on_cpu else work
+
+    def _ended(self, begun: Pending | TorchWork, timeout: timedelta | None, staging: Staging | None) -> TorchWork:
+        """Wait for the end of an operation, and return its handle."""
+        wait(begun, timeout)
+        work = begun if isinstance(begun, TorchWork) else TorchWork()
+        if staging is not None:
+            staging.copy()
+            work.returning(staging.outputs)
+        return work
 
     def _unusable(self, name: str) -> RuntimeError:
         if self._is_final:

@@ -12,11 +12,14 @@ import torch
 from easydist.data.leaves import with_memory
 from easydist.transport.backend import Backend
 from easydist.transport.staging import Staging, check_writable, is_flat
-from easydist.transport.work import Pending, TorchWork
+from easydist.transport.work import Pending, TorchWork, handle
 
 Hints = Mapping[str, str] | None
 How = tuple[bool, Hints, timedelta | None]
 """The last three arguments of an operation: ``async_op``, ``hints``, ``timeout``."""
+
+Begin = Callable[[], Pending | TorchWork]
+"""A function that begins an operation. That of a single message may return something simpler than a ``TorchWork``."""
 
 BYTES = torch.uint8
 _TIME_LIMIT = timedelta(minutes=10)
@@ -81,25 +84,19 @@ class Checked:
     def _run(
         self,
         name: str,
-        begin: Callable[[], TorchWork],
+        begin: Begin,
         async_op: bool,
         hints: Hints,
         timeout: timedelta | None,
         staging: Staging | None = None,
     ) -> TorchWork:
         """Begin an operation with checked arguments, and wait for its end unless it is asynchronous."""
-        work = begin().within(checked_timeout(timeout))
+        work = handle(begin()).within(checked_timeout(timeout))
         if staging is not None:
             staging.deliver(work)
         if not async_op:
             work.wait()
         return work
-
-    def _message(
-        self, name: str, begin: Callable[[], Pending | TorchWork], how: How, staging: Staging | None = None
-    ) -> TorchWork:
-        """Do the same for a single message: ``send`` and ``recv``."""
-        return self._run(name, lambda: TorchWork([begin()]), *how, staging)
 
     def _raws(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return flat tensors in the dtype that the backend moves."""

@@ -323,7 +323,7 @@ class Collectives(Reductions):
             staging = Staging()
             target = staging.target(tensor)
         memory = self._raw(target)
-        return self._message("recv", lambda: self._backend.recv(memory, rank), (async_op, hints, timeout), staging)
+        return self._run("recv", lambda: self._backend.recv(memory, rank), async_op, hints, timeout, staging)
 
     def scatter(
         self,
@@ -372,7 +372,7 @@ class Collectives(Reductions):
             self._check("send", [], [tensor])
             tensor = flat(tensor)
         data = self._raw(tensor)
-        return self._message("send", lambda: self._backend.send(data, rank), (async_op, hints, timeout))
+        return self._run("send", lambda: self._backend.send(data, rank), async_op, hints, timeout)
 
     def _all_gather(self, name: str, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, how: How) -> TorchWork:
         self._check_rows(name, outputs, tensor)

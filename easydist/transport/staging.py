@@ -43,7 +43,6 @@ class Staging:
 
     Attributes:
         outputs: All outputs.
-        copies: The outputs that are not flat, each with its memory.
 
     Example:
         >>> staging, output = Staging(), torch.zeros(2, 2).t()
@@ -55,7 +54,7 @@ class Staging:
                 [2., 3.]])
     """
 
-    copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    _copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 
     def __init__(self, *outputs: torch.Tensor) -> None:
         self.outputs = [*outputs]
@@ -69,7 +68,7 @@ class Staging:
         memory = flat(tensor)
         self.outputs.append(tensor)
         if memory is not tensor and not is_direct(tensor):
-            self.copies = [*self.copies, (tensor, memory)]
+            self._copies = [*self._copies, (tensor, memory)]
         return memory
 
     def targets(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -78,10 +77,11 @@ class Staging:
 
     def deliver(self, work: TorchWork) -> TorchWork:
         """Let a work copy the values into the outputs at its end, and return it."""
-        return work.followed_by(self._deliver) if self.copies else work
+        return work.followed_by(self.copy) if self._copies else work
 
-    def _deliver(self) -> Sequence[Pending]:
-        for tensor, memory in self.copies:
+    def copy(self) -> Sequence[Pending]:
+        """Copy the values into the outputs."""
+        for tensor, memory in self._copies:
             tensor.detach().copy_(memory.view(tensor.shape))
         return ()
 

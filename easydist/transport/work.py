@@ -89,10 +89,14 @@ class TorchWork:
 
     def reporting(self, failed: Failed, name: str, limit: timedelta, outputs: Sequence[torch.Tensor] = ()) -> TorchWork:
         """Return this work; from now on ``failed`` converts an error, and futures return ``outputs``."""
-        if not self._is_done:
-            self._reports, self._outputs = (failed, name, limit), outputs
-        elif outputs:
-            self._results = list(map(weakref.ref, outputs))
+        if self._is_done:
+            return self.returning(outputs)
+        self._reports, self._outputs = (failed, name, limit), outputs
+        return self
+
+    def returning(self, outputs: Sequence[torch.Tensor]) -> TorchWork:
+        """Return this work, which has ended; futures return ``outputs``."""
+        self._results = [*map(weakref.ref, outputs)]
         return self
 
     def in_background(self) -> TorchWork:
@@ -174,8 +178,7 @@ class TorchWork:
             if not isinstance(error, Exception):
                 raise
         else:
-            if self._outputs:
-                self._results = list(map(weakref.ref, self._outputs))
+            self.returning(self._outputs)
         self._pending = self._keep = self._outputs = ()
         self._is_done = self._error is None  # last, because it is read without the lock
 
@@ -192,6 +195,11 @@ class TorchWork:
                     future.set_result([tensor for result in self._results if (tensor := result()) is not None])
                 else:
                     future.set_exception(self._error)
+
+
+def handle(pending: Pending | TorchWork) -> TorchWork:
+    """Return the handle of an operation that has begun."""
+    return pending if isinstance(pending, TorchWork) else TorchWork([pending])
 
 
 def wait(pending: Pending | TorchWork, timeout: timedelta | None) -> None:

@@ -255,20 +255,16 @@ class Gloo(_Group):
         return TorchWork(self._exchange(self._others([mine] * self.size), self._others(every)), keep=[rows])
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> TorchWork:
-        """Broadcast along a binomial tree: place p, counted from the root, gets the data from p less its lowest bit."""
-        place = (self.rank - root) % self.size
-        bits = [1 << k for k in range(self.size.bit_length()) if not place or 1 << k < place & -place]
-        children = [(place + bit + root) % self.size for bit in reversed(bits) if place + bit < self.size]
-
-        turn = self._turn()
+        (parent, children), turn = _branch(self.rank, self.size, root), self._turn()
+        if not tensor.numel():
+            return TorchWork()
 
         def pass_on() -> Sequence[Pending]:
-            return self._exchange([(tensor, child) for child in children if tensor.numel()], [], turn)
+            return self._exchange([(tensor, child) for child in children], [], turn)
 
-        if place == 0:
+        if parent is None:
             return TorchWork(pass_on(), keep=[tensor])
-        parent = ((place & (place - 1)) + root) % self.size
-        work = TorchWork(self._exchange([], [(tensor, parent)] if tensor.numel() else [], turn), keep=[tensor])
+        work = TorchWork(self._exchange([], [(tensor, parent)], turn), keep=[tensor])
         return work.followed_by(pass_on) if children else work
 
     def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> TorchWork:
@@ -360,6 +356,18 @@ class Native(_Group):
 
     def barrier(self) -> TorchWork:
         return self.all_reduce(torch.zeros(1, dtype=torch.int32, device=self.device), ReduceOp.SUM)
+
+
+@functools.cache
+def _branch(rank: int, size: int, root: int) -> tuple[int | None, list[int]]:
+    """Return the rank from which a rank gets a broadcast, and those to which it passes it on, along a binomial tree.
+
+    Place p, counted from the root, gets the data from p less its lowest bit.
+    """
+    place = (rank - root) % size
+    bits = [1 << k for k in range(size.bit_length()) if not place or 1 << k < place & -place]
+    children = [(place + bit + root) % size for bit in reversed(bits) if place + bit < size]
+    return ((place & (place - 1)) + root) % size if place else None, children
 
 
 def _bits(flat: torch.Tensor) -> torch.Tensor:
