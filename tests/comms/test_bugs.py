@@ -125,6 +125,15 @@ def test_operations_end_by_themselves(rank, backend):
     assert future.wait()[0] is sent
     assert sent.tolist() == [2] * 4
     assert comm.barrier(False).get_future().wait() == []
+    for output in (torch.zeros(6), torch.zeros(2, 3).t()):  # also after messages that were waited for
+        if rank == 0:
+            assert comm.send(torch.arange(6.0), 1, False).get_future().wait() == []
+        else:
+            work = comm.recv(output, 0, False)
+            assert work.get_future().wait()[0] is output
+            assert output.flatten().tolist() == [*range(6)]
+            assert work.is_completed()
+            work.wait_blocking()
 
     # a work that is dropped blocks its process
     if rank == 0:

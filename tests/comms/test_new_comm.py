@@ -150,10 +150,15 @@ def test_hooks_see_every_operation_and_trace_does(rank):
     with easydist.trace() as trace:
         comm.all_reduce(torch.ones(4), SUM, False)
         comm.barrier(False)
-    assert seen == [("all_reduce", 0, False), (0, True, 1), ("barrier", 1, False), (1, True, 0)]
+        message = comm.send if rank == 0 else comm.recv
+        message(torch.zeros(2), 1 - rank, False)
+    name, outputs = message.__name__, rank
+    assert seen[:4] == [("all_reduce", 0, False), (0, True, 1), ("barrier", 1, False), (1, True, 0)]
+    assert seen[4:] == [(name, 2, False), (2, True, outputs)]
     assert [(call.operation, call.nbytes, call.group, call.number) for call in trace.calls] == [
         ("all_reduce", 16, "main", 1),
         ("barrier", 0, "main", 2),
+        (name, 8 * outputs, "main", 3),
     ]
     assert all("test_new_comm.py" in call.site for call in trace.calls)
     before.remove()

@@ -163,9 +163,13 @@ class Shm(Backend):
         Empty tensors are sent, too: the other rank may expect data, and must not take the next message for it.
         """
         self._streams.check()
-        puts = [self._put(COLLECTIVES, *send) for send in sends if send[0] != self.rank]
-        takes = [self._take(COLLECTIVES, *recv) for recv in recvs if recv[0] != self.rank]
-        tasks = [task for task in (*puts, *takes) if task is not None]
+        tasks = []
+        for peer, tensor in sends:
+            if peer != self.rank and (put := self._put(COLLECTIVES, peer, tensor)):
+                tasks.append(put)
+        for peer, tensor in recvs:
+            if peer != self.rank:
+                tasks.append(self._take(COLLECTIVES, peer, tensor))
         return TorchWork([self._streams.begin(tasks, (sends, recvs))] if tasks else ())
 
     def _put(self, channel: int, peer: int, tensor: torch.Tensor) -> Task | None:
