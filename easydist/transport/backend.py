@@ -18,8 +18,9 @@ class Backend(ABC):
     """The part of a communicator that moves flat, contiguous, detached tensors between the ranks of one group.
 
     ``Collectives`` checks every argument first, so a backend only moves data: every tensor has one dimension, ranks are
-    in range, the sizes fit, and all tensors have the same dtype. The dtype is uint8 if nothing is reduced. An operation
-    may return before it has ended.
+    in range, the sizes fit, and all tensors have the same dtype. The dtype is uint8 if nothing is reduced, unless
+    ``moves_any_dtype``. An operation may return before it has ended. ``send`` and ``recv`` may return anything with
+    ``wait`` and ``is_completed``: a ``TorchWork`` costs as much as a short message.
 
     Attributes:
         name: ``"gloo"``, ``"nccl"``, ``"solo"``, …
