@@ -22,7 +22,7 @@ class Counting(Gloo):
 
     def all_gather_v(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> TorchWork:
         """Send this rank's data to all others."""
-        self.sent += data.numel() * (self.size - 1)
+        self.sent += data.nbytes * (self.size - 1)
         return super().all_gather_v(outputs, data)
 
 

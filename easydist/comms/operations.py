@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from easydist.agreement.notes import listeners
 from easydist.comms.failures import abort, explained
@@ -59,7 +59,7 @@ class Operations(Collectives):
         try:
             return run(self.core(), limit)
         except BaseException as error:
-            raise self._failed(name, limit, error) from error
+            self._fail(name, limit, error)
 
     @property
     def time_limit(self) -> timedelta:
@@ -146,7 +146,7 @@ class Operations(Collectives):
                 return self._ended(begun, waits, staging)
             work = handle(begun).within(waits)
         except BaseException as error:
-            raise self._failed(name, limit, error) from error
+            self._fail(name, limit, error)
         finally:
             self._busy.pop("operation", None)
         if staging is not None:
@@ -179,6 +179,12 @@ class Operations(Collectives):
             "Give each thread a communicator of its own (new_comm, split), and make no calls in a signal handler.",
         ]
         return "\n".join(lines)
+
+    def _fail(self, name: str, limit: timedelta, error: BaseException) -> NoReturn:
+        raised = self._failed(name, limit, error)
+        if raised is error:
+            raise error
+        raise raised from error
 
     def _failed(self, name: str, limit: timedelta, error: BaseException) -> BaseException:
         """Mark the communicator as broken, and return the error to raise."""
