@@ -19,6 +19,8 @@ from easydist.data.packing import BITS
 _EXACT = 1 << 20
 """The elements, or steps of NumPy's search, up to which strides that may overlap are checked exactly."""
 
+_nbytes = operator.attrgetter("nbytes")
+
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """True if several elements of a tensor or an array share memory.
@@ -58,7 +60,7 @@ def aliases(tensors: Sequence[torch.Tensor]) -> list[int] | None:
         >>> aliases([x, torch.ones(2), x.detach()]), aliases([x, x[:1]])
         ([0, 1, 0], None)
     """
-    pointers = [tensor.data_ptr() for tensor in tensors]
+    pointers = [*map(torch.Tensor.data_ptr, tensors)]
     if len(set(pointers)) == len(pointers):
         return None
     first: dict[object, int] = {}
@@ -77,18 +79,27 @@ def overlap(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
         >>> overlap([x[:, 0], x[:, 1]]), overlap([x[:2], x[1:]]), overlap([x, x])
         (None, (0, 1), None)
     """
-    spans = sorted([(start := t.data_ptr(), start + _extent(t), i) for i, t in enumerate(tensors) if t.numel()])
-    starts, stops = [span[0] for span in spans[1:]], [span[1] for span in spans]
-    if not any(map(operator.gt, stops, starts)):  # the usual case
+    starts = [*map(torch.Tensor.data_ptr, tensors)]
+    extents = map(_nbytes, tensors) if are_contiguous(tensors) else map(_extent, tensors)
+    stops = [*map(operator.add, starts, extents)]
+    if not any(map(operator.gt, sorted(stops), sorted(starts)[1:])):  # the usual case: each ends before the next begins
         return None
+    spans = sorted(zip(starts, stops, range(len(starts)), strict=True))
     active: list[tuple[int, int]] = []
     for start, stop, i in spans:
+        if start == stop:
+            continue
         active = [(other_stop, other) for other_stop, other in active if other_stop > start]
         for _, other in active:
             if not _are_same(tensors[other], tensors[i]) and _share(tensors[other], tensors[i]):
                 return min(other, i), max(other, i)
         active.append((stop, i))
     return None
+
+
+def are_contiguous(tensors: Sequence[torch.Tensor]) -> bool:
+    """True if all tensors are contiguous."""
+    return all(map(torch.Tensor.is_contiguous, tensors))
 
 
 def _extent(tensor: torch.Tensor) -> int:

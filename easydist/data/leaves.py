@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from easydist import tree
-from easydist.data.aliasing import aliases, overlap, overlaps_itself
+from easydist.data.aliasing import aliases, are_contiguous, overlap, overlaps_itself
 from easydist.data.packing import Packing, dtype_name, sort_key
 from easydist.data.plain import described
 from easydist.data.plan import fingerprint
@@ -340,9 +340,10 @@ class Leaves:
             ValueError: A leaf is a read-only array, an inference tensor outside inference mode, or a tensor or array
                 with elements that share memory (an expanded one, …); or two leaves share part of their memory.
         """
-        for path, value in zip(self.layout.paths, self.values, strict=True):
-            if reason := _unwritable(value):
-                raise ValueError(f"{_at(path)} {reason}, so it cannot be written in place")
+        if not _are_usual(self.values):
+            for path, value in zip(self.layout.paths, self.values, strict=True):
+                if reason := _unwritable(value):
+                    raise ValueError(f"{_at(path)} {reason}, so it cannot be written in place")
         filled = self._filled()
         if (pair := overlap([self.tensors[i] for i in filled])) is not None:
             first, second = (self.layout.paths[filled[i]] for i in pair)
@@ -350,6 +351,8 @@ class Leaves:
 
     def _filled(self) -> Sequence[int]:
         """Return the indices of the leaves that are written in place: tensors and arrays, not numbers."""
+        if _TENSORS.issuperset(map(type, self.values)):
+            return range(len(self.values))
         return [i for i, value in enumerate(self.values) if isinstance(value, torch.Tensor | np.ndarray)]
 
     def aliases(self) -> list[int] | None:
@@ -375,6 +378,12 @@ class Leaves:
         if targets:
             torch._foreach_copy_(targets, sources)
         return self._rebuild(done, tied)
+
+
+def _are_usual(values: Sequence[Any]) -> bool:
+    """True if ``_unwritable`` finds nothing in any of the values: most are contiguous tensors."""
+    tensors = _TENSORS.issuperset(map(type, values)) and are_contiguous(values)
+    return tensors and not any(map(torch.Tensor.is_inference, values))
 
 
 def _unwritable(value: Any) -> str:
