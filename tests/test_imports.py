@@ -112,6 +112,28 @@ def test_threads_may_load_all_names_at_once():
     )
 
 
+@pytest.mark.slow
+def test_a_room_may_be_loaded_while_another_thread_loads_a_module_of_it():
+    """No module of a room may wait for the room itself: the room may be waiting for that module."""
+    run(
+        "import sys, threading, easydist",
+        "from concurrent.futures import ThreadPoolExecutor",
+        "begun, loaded, pool = threading.Event(), threading.Event(), ThreadPoolExecutor(1)",
+        "main = threading.main_thread()",
+        "def pause(event, arguments):",
+        "    here = event == 'import' and arguments[0] == 'easydist.weights.broadcast'",
+        "    if here and threading.current_thread() is not main:",
+        "        begun.set()",
+        "        assert loaded.wait(30)",
+        "sys.addaudithook(pause)",
+        "future = pool.submit(lambda: easydist.weights)",
+        "assert begun.wait(30)",
+        "import easydist.ray",
+        "loaded.set()",
+        "assert future.result().broadcast_state_dict",
+    )
+
+
 def test_the_stub_is_the_list_of_names():
     assert dir(easydist) == sorted(names())
     assert sorted(easydist.__all__) == dir(easydist)

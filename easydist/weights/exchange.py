@@ -20,7 +20,6 @@ from easydist.errors import DisagreementError, WireError
 from easydist.format import header
 from easydist.groups.communicators import Communicators
 from easydist.verbs.ranks import check_rank
-from easydist.weights import texts
 from easydist.weights.announced import Announced, announced as read
 from easydist.weights.blocks import Block, is_covered, whole
 from easydist.weights.digests import Digests
@@ -28,6 +27,7 @@ from easydist.weights.schedule import Item, Message, schedule
 from easydist.weights.source import Source, mesh_ranks, named, state_of
 from easydist.weights.stream import Carriers, Side, move, progress
 from easydist.weights.target import Row, Target, Wanted
+from easydist.weights.texts import damaged, disagreement, uncovered, unlike
 from easydist.weights.told import nbytes_of, told
 
 BUCKET_NBYTES = 64 << 20
@@ -169,7 +169,7 @@ class BroadcastWeights(Verb[Any]):
         every = told(comms, agree(comms, self.operation, judge).nbytes, mine)
         rows = {rank: one["rows"] for rank, one in every.items() if "rows" in one}
         if rows:
-            raise shared(comms, DisagreementError(texts.disagreement(self.operation, self._first, rows)))
+            raise shared(comms, DisagreementError(disagreement(self.operation, self._first, rows)))
         self._shards = {rank: one["shards"] for rank, one in every.items()}
         return found[0]
 
@@ -196,7 +196,7 @@ class BroadcastWeights(Verb[Any]):
         state = self._sent = self.state()
         names = named(state, self._wanted.keep, self._wanted.rename)
         self._source = Source(state, names, _named_dtype(announced.about["dtype"]), {})
-        return texts.unlike(announced, read(bytes(self._source.header.numpy())))
+        return unlike(announced, read(bytes(self._source.header.numpy())))
 
     def _scheduled(self, comms: Communicators, announced: Announced) -> list[Message]:
         """Assign each block of each entry to a source; if several ranks hold a block, to the first one."""
@@ -211,7 +211,7 @@ class BroadcastWeights(Verb[Any]):
                     held.setdefault(Block(*map(tuple, box)), rank)
             if held and not is_covered(entry.shape, list(held)):
                 raise shared(
-                    comms, DisagreementError(texts.uncovered(self.operation, entry.name, announced.about["sources"]))
+                    comms, DisagreementError(uncovered(self.operation, entry.name, announced.about["sources"]))
                 )
             blocks = [(rank, block) for block, rank in held.items()] or [(self._first, whole(entry.shape))]
             items.append(Item(entry.dtype, kind, blocks))
@@ -223,7 +223,7 @@ class BroadcastWeights(Verb[Any]):
         every = told(comms, agree(comms, self.operation, lambda: Call(nbytes=nbytes_of(mine))).nbytes, mine)
         if every:
             rows = {rank: one["rows"] for rank, one in every.items()}
-            raise shared(comms, WireError(texts.damaged(self.operation, rows)))
+            raise shared(comms, WireError(damaged(self.operation, rows)))
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: None) -> Any:
         """Return the state dict of this rank."""
