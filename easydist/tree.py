@@ -314,18 +314,21 @@ def flatten(
     Raises:
         ValueError: A container contains itself, or the tree is nested deeper than Python's recursion limit.
     """
-    walk = _Walk([], [], [], is_leaf, _PLAIN_LEAVES if is_leaf is _is_leaf else frozenset(), skip)
+    values: list[Any] = []
+    paths: list[str] = []
+    plain_values: list[tuple[str, Any]] = []
+    walk = values, paths, plain_values, is_leaf, _PLAIN_LEAVES if is_leaf is _is_leaf else frozenset(), skip
     try:
         root = _flatten(data, "", walk)
     except RecursionError:
         raise ValueError(_too_deep(data)) from None
-    return walk.values, _spec(walk.paths, root, walk.plain_values)
+    return values, _spec(paths, root, plain_values)
 
 
 def _spec(paths: list[str], root: Any, plain: list[tuple[str, Any]]) -> Spec:
-    unique = _unique(paths)
-    alike = [] if unique is paths else sorted(path for path, count in Counter(paths).items() if count > 1)
-    return Spec(unique, root, plain, alike)
+    if len(set(paths)) == len(paths):
+        return Spec(paths, root, plain, [])
+    return Spec(_numbered(paths), root, plain, sorted(path for path, count in Counter(paths).items() if count > 1))
 
 
 def listed(paths: list[str], plain: list[tuple[str, Any]]) -> Spec:
@@ -338,15 +341,8 @@ def listed(paths: list[str], plain: list[tuple[str, Any]]) -> Spec:
     return _spec(paths, (_LIST.close, None, slice(0, len(paths))), plain)
 
 
-class _Walk(NamedTuple):
-    """The results of ``flatten`` so far, and its arguments."""
-
-    values: list[Any]
-    paths: list[str]
-    plain_values: list[tuple[str, Any]]
-    is_leaf: Callable[[Any], bool]
-    plain: frozenset[type]
-    skip: Set[str]
+_Walk = tuple[list[Any], list[str], list[tuple[str, Any]], Callable[[Any], bool], frozenset[type], Set[str]]
+"""The values, paths and plain values found so far; ``is_leaf``, the types that are certainly leaves, and ``skip``."""
 
 
 def _flatten(node: Any, path: str, walk: _Walk) -> Any:
@@ -379,10 +375,8 @@ def _flatten(node: Any, path: str, walk: _Walk) -> Any:
     return kind.close, context, nodes
 
 
-def _unique(paths: list[str]) -> list[str]:
-    """Return the paths, numbered if keys have the same repr."""
-    if len(set(paths)) == len(paths):
-        return paths
+def _numbered(paths: list[str]) -> list[str]:
+    """Return the paths, with numbers that tell equal ones apart."""
     seen: Counter[str] = Counter()
     result = []
     for path in paths:

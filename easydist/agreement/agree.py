@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from easydist.agreement import frames
 from easydist.agreement.call import Call
 from easydist.agreement.disagreement import calls_text, fault_text, trees_text
-from easydist.agreement.frames import ABSENT, FAULT, WELL, Agreement, Header
+from easydist.agreement.frames import ABSENT, FAULT, WELL, Agreement, Header, Headers
 from easydist.agreement.notes import listeners, note_data
 from easydist.errors import DisagreementError, RemoteError
 from easydist.groups.communicators import Communicators
@@ -55,9 +55,9 @@ def agree(comms: Communicators, operation: str, prepare: Callable[[], Call], che
     except Exception as fault:
         _raise_together(comms, _exchange_fault(comms, operation, fault), fault)
     headers = frames.exchange(comms, mine, sizes, call)
-    if any(header[:3] != mine[:3] for header in headers):
+    if not headers.are_alike():
         _compare(comms, operation, call, headers, check)
-    return Agreement(call, headers, comms.frames.rows)
+    return Agreement(call, headers, comms.frames)
 
 
 def trust(comms: Communicators, prepare: Callable[[], Call], check: bool | None) -> Agreement | None:
@@ -77,7 +77,7 @@ def trust(comms: Communicators, prepare: Callable[[], Call], check: bool | None)
 def alone(prepare: Callable[[], Call]) -> Agreement:
     """Return the result of ``agree`` for a single process."""
     call = _noted(prepare())
-    return Agreement(call, [Header(ABSENT if call.absent else WELL, nbytes=call.nbytes)])
+    return Agreement(call, Headers.of(Header(ABSENT if call.absent else WELL, nbytes=call.nbytes)))
 
 
 def _noted(call: Call) -> Call:
@@ -107,12 +107,13 @@ def text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _compare(comms: Communicators, operation: str, call: Call, headers: Sequence[Header], check: bool | None) -> None:
+def _compare(comms: Communicators, operation: str, call: Call, headers: Headers, check: bool | None) -> None:
     """Raise on all ranks if a rank has failed, or if calls or structures differ that must not."""
-    if any(header.status == FAULT for header in headers):
+    if FAULT in headers.status:
         _raise_together(comms, _faults(comms, headers), None)
-    is_same_call = len({header.call for header in headers}) == 1
-    is_same_structure = len({header.structure for header in headers if header.status == WELL}) <= 1
+    is_same_call = len({*headers.call}) == 1
+    structures = zip(headers.structure, headers.status, strict=True)
+    is_same_structure = len({structure for structure, status in structures if status == WELL}) <= 1
     if (CHECKED if check is None else check) and not (is_same_call and is_same_structure):
         _disagree(comms, operation, call)
 
@@ -125,7 +126,7 @@ def _exchange_fault(comms: Communicators, operation: str, fault: Exception) -> d
     return _faults(comms, frames.exchange_fault(comms, text.encode()))
 
 
-def _faults(comms: Communicators, headers: Sequence[Header]) -> dict[int, dict[str, Any]]:
+def _faults(comms: Communicators, headers: Headers) -> dict[int, dict[str, Any]]:
     names = ("operation", "in_body", "site", "text")
     told = frames.faults(comms, headers)
     return {rank: dict(zip(names, json.loads(text), strict=True)) for rank, text in told.items()}

@@ -95,17 +95,16 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
             self._notes.tell(self._comms, error)
 
     def _end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._tell_of(error)
+        if error is not None:
+            self._tell_of(error)
         self._signals.__exit__(kind, error, trace)
         if self._comms.monitor.broken is not None:
             self._comms.stop()
         self._comms.monitor.end(error is None or getattr(error, "raised_in", None) is self._comms)
 
-    def _tell_of(self, error: BaseException | None) -> None:
+    def _tell_of(self, error: BaseException) -> None:
         """Report an error that ended the call on this rank alone to the others, if they may still wait for it."""
         monitor = self._comms.monitor
-        if error is None:
-            return
         if monitor.tells_of(isinstance(error, Exception), getattr(error, "raised_in", None) is self._comms):
             monitor.ended_by(error)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import struct
 import time
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from easydist.agreement.call import Call
 from easydist.agreement.notes import listeners, note_arrivals
 from easydist.data import packing
 from easydist.data.plan import fingerprint
-from easydist.groups.communicators import Communicators
+from easydist.groups.communicators import Communicators, Frames
 from easydist.liveness.rules import APART
 
 WELL, ABSENT, FAULT = range(3)
@@ -32,6 +31,7 @@ WELL, ABSENT, FAULT = range(3)
 _NUMBERS = struct.Struct("<8q")
 _LATE = int(APART * 1e9)  # nanoseconds
 _fingerprint = functools.lru_cache(maxsize=256)(fingerprint)
+_NONE: list[int] = []
 
 
 class Header(NamedTuple):
@@ -47,6 +47,28 @@ class Header(NamedTuple):
     payload: int = 0
 
 
+class Headers(NamedTuple):
+    """The headers of all ranks, as one list of numbers for each field of ``Header``."""
+
+    status: list[int]
+    call: list[int]
+    structure: list[int]
+    variations: list[int]
+    nbytes: list[int]
+    came: list[int]
+    sizes: list[int]
+    payload: list[int]
+
+    @classmethod
+    def of(cls, *headers: Header) -> Headers:
+        """Return the fields of these headers."""
+        return cls._make([[header[field] for header in headers] for field in range(len(cls._fields))])
+
+    def are_alike(self) -> bool:
+        """True if all ranks have the same status, and make the same call with the same structure."""
+        return len({*zip(self.status, self.call, self.structure, strict=True)}) == 1
+
+
 def header_of(operation: str, call: Call) -> Header:
     """Return the header of a rank that has not failed; the counts of sizes and payload bytes are not set yet."""
     status = ABSENT if call.absent else WELL
@@ -59,50 +81,50 @@ class Agreement:
 
     Attributes:
         call: This rank's own call.
+        nbytes: The bytes that each rank will send.
         absent: The ranks that have no data of their own.
         uniform: True if all ranks with data have the same shapes and the same leaves tied.
         has_payload: True if the data of all ranks came with the headers.
     """
 
-    def __init__(self, call: Call, headers: Sequence[Header], rows: torch.Tensor | None = None) -> None:
-        self.call = call
-        self.absent = [rank for rank, header in enumerate(headers) if header.status == ABSENT]
-        self.uniform = len({header.variations for header in headers if header.status == WELL}) <= 1
-        self.has_payload = rows is not None and all(header.nbytes == header.payload for header in headers)
-        self._headers, self._rows = headers, rows
-
-    @property
-    def nbytes(self) -> list[int]:
-        """The bytes that each rank will send."""
-        return [header.nbytes for header in self._headers]
+    def __init__(self, call: Call, headers: Headers, frames: Frames | None = None) -> None:
+        self.call, self.nbytes = call, headers.nbytes
+        self._headers, self._frames = headers, frames
+        self.absent, variations = _NONE, headers.variations
+        if ABSENT in headers.status:
+            self.absent = [rank for rank, status in enumerate(headers.status) if status == ABSENT]
+            variations = [n for n, status in zip(variations, headers.status, strict=True) if status == WELL]
+        self.uniform = len(set(variations)) <= 1
+        self.has_payload = frames is not None and headers.nbytes == headers.payload
 
     def tied_unlike(self, source: int) -> list[int]:
         """Return the ranks with leaves that share memory in another way than the source's; all have one structure."""
-        if source >= len(self._headers):  # there was no exchange
+        if self.uniform:
             return []
-        separate = {header.structure for header in self._headers if header.status == WELL}
-        usual = {*separate, self._headers[source].variations}
-        return [r for r, one in enumerate(self._headers) if one.status == WELL and one.variations not in usual]
+        status, _, structures, variations, *_ = self._headers
+        well = [rank for rank, one in enumerate(status) if one == WELL]
+        usual = {*[structures[rank] for rank in well], variations[source]}
+        return [rank for rank in well if variations[rank] not in usual]
 
     def payload(self, rank: int) -> torch.Tensor:
         """Return the payload of a rank; it starts at a multiple of 16."""
-        assert self._rows is not None
-        start = _start(self._headers[rank].sizes)
-        return self._rows[rank, start : start + self._headers[rank].payload]
+        assert self._frames is not None
+        return self._frames.each[rank].narrow(0, _start(self._headers.sizes[rank]), self._headers.payload[rank])
 
     def payloads(self) -> torch.Tensor:
         """Return the payloads of all ranks, one row each; all have the same length."""
-        assert self._rows is not None
-        start = _start(self._headers[0].sizes)
-        return self._rows[:, start : start + self._headers[0].payload]
+        assert self._frames is not None
+        return self._frames.rows.narrow(1, _start(self._headers.sizes[0]), self._headers.payload[0])
 
     def sizes(self) -> list[list[int]] | None:
         """Return ``[r][i]``, the size of rank r's leaf i along the free dimension; None if sizes did not come along."""
-        if self._rows is None or not all(header.sizes for header in self._headers):
+        if self._frames is None or 0 in self._headers.sizes:
             return None
+        starts = range(_NUMBERS.size, self._frames.rows.numel(), self._frames.nbytes)
+        numbers = self._frames.view
         return [
-            row[_NUMBERS.size : _NUMBERS.size + 8 * header.sizes].view(torch.int64).tolist()
-            for row, header in zip(self._rows, self._headers, strict=True)
+            numbers[start : start + 8 * count].cast("q").tolist()
+            for start, count in zip(starts, self._headers.sizes, strict=True)
         ]
 
 
@@ -111,7 +133,7 @@ def _start(sizes: int) -> int:
     return _NUMBERS.size + 8 * (sizes + sizes % 2)
 
 
-def exchange(comms: Communicators, header: Header, sizes: bytes, call: Call) -> list[Header]:
+def exchange(comms: Communicators, header: Header, sizes: bytes, call: Call) -> Headers:
     """Send this rank's frame, and return the headers of all ranks."""
     frames = comms.frames
     at, room = comms.rank * frames.nbytes, frames.nbytes - _NUMBERS.size - 8
@@ -122,7 +144,7 @@ def exchange(comms: Communicators, header: Header, sizes: bytes, call: Call) -> 
         frames.view[at + _NUMBERS.size : at + _NUMBERS.size + len(sizes)] = sizes
     stop = _start(count) + payload
     if payload:
-        _pack(call, frames.rows[comms.rank, _start(count) : stop])
+        _pack(call, frames.each[comms.rank][_start(count) : stop])
     return _exchange(comms, stop)
 
 
@@ -141,7 +163,7 @@ def room_for_fault(comms: Communicators) -> int:
     return comms.frames.nbytes - _NUMBERS.size
 
 
-def exchange_fault(comms: Communicators, text: bytes) -> list[Header]:
+def exchange_fault(comms: Communicators, text: bytes) -> Headers:
     """Send the text of this rank's fault in place of data, and return the headers of all ranks."""
     frames, at = comms.frames, comms.rank * comms.frames.nbytes
     _NUMBERS.pack_into(frames.view, at, *Header(FAULT, came=time.time_ns(), payload=len(text)))
@@ -149,27 +171,27 @@ def exchange_fault(comms: Communicators, text: bytes) -> list[Header]:
     return _exchange(comms, _NUMBERS.size + len(text))
 
 
-def faults(comms: Communicators, headers: Sequence[Header]) -> dict[int, bytes]:
+def faults(comms: Communicators, headers: Headers) -> dict[int, bytes]:
     """Return the fault texts of the ranks that have failed."""
-    starts = {r: r * comms.frames.nbytes + _NUMBERS.size for r, one in enumerate(headers) if one.status == FAULT}
-    return {r: bytes(comms.frames.view[start : start + headers[r].payload]) for r, start in starts.items()}
+    starts = {r: r * comms.frames.nbytes + _NUMBERS.size for r, one in enumerate(headers.status) if one == FAULT}
+    return {r: bytes(comms.frames.view[start : start + headers.payload[r]]) for r, start in starts.items()}
 
 
-def _exchange(comms: Communicators, nbytes: int) -> list[Header]:
+def _exchange(comms: Communicators, nbytes: int) -> Headers:
     headers = comms.begin(lambda: _headers(comms, nbytes))
     comms.monitor.is_fresh = False
     if listeners:
-        note_arrivals([header.came for header in headers])
+        note_arrivals(headers.came)
     return headers
 
 
-def _headers(comms: Communicators, nbytes: int) -> list[Header]:
+def _headers(comms: Communicators, nbytes: int) -> Headers:
     frames = comms.frames
     comms.control.all_gather_upto(frames.rows, nbytes, async_op=False)
-    headers = [Header(*_NUMBERS.unpack_from(frames.view, r * frames.nbytes)) for r in range(comms.size)]
+    headers = Headers._make(frames.columns.tolist())
     monitor, now = comms.monitor, time.monotonic()
     if (apart := monitor.exchanged(now)) > APART:
-        seems_late = time.time_ns() > min([header.came for header in headers]) + _LATE
+        seems_late = time.time_ns() > min(headers.came) + _LATE
         # A rank that came early may have given up since: the frame that it sent before that does not count.
         monitor.check_reports(remote=monitor.listens_after(now, apart, seems_late))
     return headers

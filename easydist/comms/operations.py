@@ -17,7 +17,7 @@ from easydist.transport.backend import Backend
 from easydist.transport.checked import Begin, Hints, checked_timeout
 from easydist.transport.comm import Collectives
 from easydist.transport.staging import Staging
-from easydist.transport.work import Pending, TorchWork, handle, wait
+from easydist.transport.work import TorchWork, handle
 
 T = TypeVar("T")
 
@@ -153,15 +153,6 @@ class Operations(Collectives):
             staging.deliver(work)
         work.reporting(self._failed, name, limit, () if staging is None else staging.outputs)
         return work.in_background() if self._is_on_cpu else work
-
-    def _ended(self, begun: Pending | TorchWork, timeout: timedelta | None, staging: Staging | None) -> TorchWork:
-        """Wait for the end of an operation, and return its handle."""
-        wait(begun, timeout)
-        work = begun if isinstance(begun, TorchWork) else TorchWork()
-        if staging is not None:
-            staging.copy()
-            work.returning(staging.outputs)
-        return work
 
     def _unusable(self, name: str) -> RuntimeError:
         if self._is_final:

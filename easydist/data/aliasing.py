@@ -19,8 +19,6 @@ from easydist.data.packing import BITS
 _EXACT = 1 << 20
 """The elements, or steps of NumPy's search, up to which strides that may overlap are checked exactly."""
 
-_nbytes = operator.attrgetter("nbytes")
-
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """True if several elements of a tensor or an array share memory.
@@ -80,10 +78,7 @@ def overlap(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
         (None, (0, 1), None)
     """
     starts = [*map(torch.Tensor.data_ptr, tensors)]
-    extents = map(_nbytes, tensors) if are_contiguous(tensors) else map(_extent, tensors)
-    stops = [*map(operator.add, starts, extents)]
-    if not any(map(operator.gt, sorted(stops), sorted(starts)[1:])):  # the usual case: each ends before the next begins
-        return None
+    stops = [*map(operator.add, starts, map(_extent, tensors))]
     spans = sorted(zip(starts, stops, range(len(starts)), strict=True))
     active: list[tuple[int, int]] = []
     for start, stop, i in spans:
@@ -97,9 +92,18 @@ def overlap(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
     return None
 
 
-def are_contiguous(tensors: Sequence[torch.Tensor]) -> bool:
-    """True if all tensors are contiguous."""
-    return all(map(torch.Tensor.is_contiguous, tensors))
+def are_apart(tensors: Sequence[torch.Tensor], nbytes: Sequence[int]) -> bool:
+    """True if all tensors are contiguous and share no memory, as most do; it costs 0.2 µs per tensor to find that out.
+
+    Args:
+        tensors: The tensors; equal addresses on different devices count as the same memory.
+        nbytes: The bytes of each.
+    """
+    if not all(map(torch.Tensor.is_contiguous, tensors)):
+        return False
+    starts = [*map(torch.Tensor.data_ptr, tensors)]
+    stops = sorted(map(operator.add, starts, nbytes))
+    return not any(map(operator.gt, stops, sorted(starts)[1:]))  # each ends before the next begins
 
 
 def _extent(tensor: torch.Tensor) -> int:

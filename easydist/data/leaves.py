@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from easydist import tree
-from easydist.data.aliasing import aliases, are_contiguous, overlap, overlaps_itself
+from easydist.data.aliasing import aliases, are_apart, overlap, overlaps_itself
 from easydist.data.packing import Packing, dtype_name, sort_key
 from easydist.data.plain import described
 from easydist.data.plan import fingerprint
@@ -23,6 +24,7 @@ from easydist.typing import Tree
 _PYTHON_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 _ARRAYS = (np.ndarray, np.generic)
 _TENSORS = frozenset([torch.Tensor])
+_is_cpu = operator.attrgetter("is_cpu")
 
 
 def as_tensor(leaf: Any, path: str = "") -> torch.Tensor:
@@ -86,19 +88,28 @@ _PLAIN_DTYPES = frozenset(
 """The dtypes of tensors that cannot be quantized or lazily conjugated."""
 
 
-def _are_plain(values: Sequence[Any]) -> bool:
-    """True if ``as_tensor`` would certainly return every leaf unchanged.
+_Kind = tuple[tuple[torch.dtype, ...], bool]
+"""The dtypes of tensors, and True if all of them are on the CPU."""
 
-    This checks all leaves in one call: one call per leaf would cost as much as two of the checks.
+
+def _kind(values: Sequence[Any]) -> _Kind | None:
+    """Return the kind of leaves that ``as_tensor`` would certainly return unchanged; None for other leaves.
+
+    This looks at all leaves in one call: one call per leaf would cost as much as two of the checks.
     """
-    if not (_TENSORS.issuperset(map(type, values)) and _PLAIN_DTYPES.issuperset([tensor.dtype for tensor in values])):
-        return False
+    if not _TENSORS.issuperset(map(type, values)):
+        return None
+    dtypes, is_cpu = tuple([tensor.dtype for tensor in values]), True
+    if not _PLAIN_DTYPES.issuperset(dtypes):
+        return None
     for tensor in values:
         if tensor.layout is not _STRIDED or tensor.requires_grad or tensor.is_nested or tensor.is_neg():
-            return False
-        if not tensor.is_cpu and tensor.is_meta:
-            return False
-    return True
+            return None
+        if not tensor.is_cpu:
+            if tensor.is_meta:
+                return None
+            is_cpu = False
+    return dtypes, is_cpu
 
 
 def _at(path: str) -> str:
@@ -229,6 +240,7 @@ class Layout:
         shapes: The shapes in the sorted order.
         fingerprint: The fingerprint of paths, dtypes and shapes, of 64 bits.
         packing: The layout of the leaves in a buffer.
+        nbytes: The bytes of each leaf.
     """
 
     def __init__(self, paths: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Sequence[torch.Size]) -> None:
@@ -237,6 +249,7 @@ class Layout:
         self.ordered, self.placed = _picker(order), _picker(self.places)
         self.paths, self.dtypes, self.shapes = self.ordered(paths), self.ordered(dtypes), self.ordered(shapes)
         self.packing = Packing(self.dtypes, self.shapes)
+        self.nbytes = [math.prod(s) * d.itemsize for s, d in zip(self.shapes, self.dtypes, strict=True)]
         self._names = fingerprint(self.paths)
         self.fingerprint = fingerprint((self._names, self._runs(self.shapes)))
         self._free: dict[int, tuple[list[int], int]] = {}
@@ -285,9 +298,13 @@ class Leaves:
         layout: The order of the leaves.
         values: The leaves themselves, in that order.
         tensors: The leaves as detached tensors, with any strides.
+        is_cpu: True if all of these are on the CPU.
         ties: For each leaf the index of the first leaf that is the same object; None if all are different.
         plain: The values that are not leaves, as sorted (path, text); equal values have equal texts.
     """
+
+    _are_apart = False
+    """True if ``check_writable`` has seen that no two leaves share memory."""
 
     def __init__(self, data: Tree, vectors: bool = False, spec: tree.Spec | None = None) -> None:
         """Flatten ``data``; with ``vectors``, a leaf without dimensions counts as one of shape ``(1,)``.
@@ -295,11 +312,15 @@ class Leaves:
         With ``spec``, ``data`` is the list of the leaves of this structure.
         """
         values, self._spec = tree.flatten(data) if spec is None else (data, spec)
-        tensors = values if _are_plain(values) else _as_tensors(values, self._spec.paths, vectors)
+        tensors, kind = values, _kind(values)
+        self._are_unchanged = kind is not None
+        if kind is None:
+            tensors = _as_tensors(values, self._spec.paths, vectors)
+            kind = tuple([tensor.dtype for tensor in tensors]), all(map(_is_cpu, tensors))
+        dtypes, self.is_cpu = kind
         if vectors:
             tensors = [tensor if tensor.ndim else tensor.reshape(1) for tensor in tensors]
-        dtypes, shapes = tuple([t.dtype for t in tensors]), tuple([t.shape for t in tensors])
-        self.layout = layout(tuple(self._spec.paths), dtypes, shapes)
+        self.layout = layout(tuple(self._spec.paths), dtypes, tuple([t.shape for t in tensors]))
         self.values, self.tensors = self.layout.ordered(values), self.layout.ordered(tensors)
         self.ties = _ties(self.values)
         self.plain = sorted([(path, described(value, path)) for path, value in self._spec.plain])
@@ -324,7 +345,7 @@ class Leaves:
             convert: A function of ``(result, original leaf)`` that returns the value for the caller; not called if all
                 leaves are tensors.
         """
-        if not _TENSORS.issuperset(map(type, self.values)):
+        if not self._are_unchanged and not _TENSORS.issuperset(map(type, self.values)):
             results = {i: convert(results[i], self.values[i]) for i in self.travelling(tied)}
         return self._rebuild(results, tied)
 
@@ -340,24 +361,28 @@ class Leaves:
             ValueError: A leaf is a read-only array, an inference tensor outside inference mode, or a tensor or array
                 with elements that share memory (an expanded one, …); or two leaves share part of their memory.
         """
-        if not _are_usual(self.values):
-            for path, value in zip(self.layout.paths, self.values, strict=True):
-                if reason := _unwritable(value):
-                    raise ValueError(f"{_at(path)} {reason}, so it cannot be written in place")
-        filled = self._filled()
+        self._are_apart = are_apart(self.tensors, self.layout.nbytes)
+        if self._are_unchanged and self._are_apart and not any(map(torch.Tensor.is_inference, self.values)):
+            return  # the usual case
+        for path, value in zip(self.layout.paths, self.values, strict=True):
+            if reason := _unwritable(value):
+                raise ValueError(f"{_at(path)} {reason}, so it cannot be written in place")
+        filled = [i for i, value in enumerate(self.values) if isinstance(value, torch.Tensor | np.ndarray)]
         if (pair := overlap([self.tensors[i] for i in filled])) is not None:
             first, second = (self.layout.paths[filled[i]] for i in pair)
             raise ValueError(f"{_at(first)} and {second} share memory, so they cannot be written in place; pass copies")
 
-    def _filled(self) -> Sequence[int]:
-        """Return the indices of the leaves that are written in place: tensors and arrays, not numbers."""
-        if _TENSORS.issuperset(map(type, self.values)):
-            return range(len(self.values))
-        return [i for i, value in enumerate(self.values) if isinstance(value, torch.Tensor | np.ndarray)]
-
     def aliases(self) -> list[int] | None:
         """Return for each leaf the index of the first one with the same memory; None if all are different."""
-        return aliases(self.tensors)
+        return None if self._are_apart else aliases(self.tensors)  # one look at the memory for both methods
+
+    def write_packed(self, buffer: torch.Tensor) -> Tree:
+        """Do as ``write``, with the values of all leaves packed in a buffer."""
+        packing = self.layout.packing
+        if not (self._are_unchanged and self.is_cpu):
+            return self.write(dict(enumerate(packing.unpack(buffer))), False)
+        packing.unpack_to(self.tensors, buffer)
+        return self._rebuild(self.values, False)
 
     def write(self, arrived: Mapping[int, torch.Tensor], tied: bool) -> Tree:
         """Write into the tree's tensors and arrays, and return the tree with them and with new numbers.
@@ -378,12 +403,6 @@ class Leaves:
         if targets:
             torch._foreach_copy_(targets, sources)
         return self._rebuild(done, tied)
-
-
-def _are_usual(values: Sequence[Any]) -> bool:
-    """True if ``_unwritable`` finds nothing in any of the values: most are contiguous tensors."""
-    tensors = _TENSORS.issuperset(map(type, values)) and are_contiguous(values)
-    return tensors and not any(map(torch.Tensor.is_inference, values))
 
 
 def _unwritable(value: Any) -> str:

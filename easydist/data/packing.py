@@ -225,6 +225,17 @@ class Packing:
             views += flat if run.is_flat else [p.view(shape) for p, shape in zip(flat, run.shapes, strict=True)]
         return views
 
+    def unpack_to(self, targets: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+        """Copy the tensors in a buffer to ``targets``, all on the CPU: as fast as ``unpack`` alone for small ones."""
+        for run in self._runs:
+            flat = buffer.narrow(0, run.start, run.nbytes).view(run.dtype)
+            if run.is_flat:
+                _split_copy(flat, run.sizes, out=targets[run.leaves])
+            else:
+                pieces = flat.split_with_sizes(run.sizes)
+                views = [piece.view(shape) for piece, shape in zip(pieces, run.shapes, strict=True)]
+                torch._foreach_copy_(list(targets[run.leaves]), views)
+
     def unpack_rows(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Concatenate the leaves of all rows; see the function ``unpack_rows``."""
         results: list[torch.Tensor] = []

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -65,6 +66,17 @@ class Frames:
     def view(self) -> memoryview:
         """The same memory, for ``struct``."""
         return self.rows.view(-1).numpy().data
+
+    @functools.cached_property
+    def columns(self) -> np.ndarray[Any, Any]:
+        """The eight numbers at the beginning of every row, as int64 of shape (8, group size)."""
+        columns: np.ndarray[Any, Any] = self.rows.numpy()[:, :64].view(np.int64).T
+        return columns
+
+    @functools.cached_property
+    def each(self) -> tuple[torch.Tensor, ...]:
+        """The rows one by one: slices of these cost less."""
+        return self.rows.unbind()
 
 
 class Communicators:

@@ -17,7 +17,7 @@ from easydist.parallel.transfers import Answer, Part, aside
 from easydist.shm.mailbox import Mailbox
 from easydist.transport.backend import Backend
 from easydist.transport.backends.c10d import Gloo
-from easydist.transport.work import Pending, TorchWork, handle
+from easydist.transport.work import Begun, handle
 
 _MESSAGES, _ANSWERS = 64, 65
 """Channels of the group's connections that are reserved for frames and answers."""
@@ -77,7 +77,7 @@ class Way(ABC):
         return self._begin(self._channel(_MESSAGES) if comm.get_device().type == "cpu" else comm.backend, verb, buffer)
 
     def _begin(self, carrier: Backend, verb: str, buffer: torch.Tensor) -> Part:
-        post: Callable[[torch.Tensor, int], Pending | TorchWork] = getattr(carrier, verb)
+        post: Callable[[torch.Tensor, int], Begun] = getattr(carrier, verb)
         try:
             return Part(handle(post(buffer, self.peer)), buffer)
         except RuntimeError as error:  # the connection broke before

@@ -26,7 +26,7 @@ from easydist.torch_backend.work import GroupWork, Target, Tensors, all_bytes, d
 from easydist.transport.backend import Backend
 from easydist.transport.backends.solo import Solo
 from easydist.transport.reduce_op import ReduceOp, check_reducible, combine
-from easydist.transport.work import TorchWork
+from easydist.transport.work import Begun
 
 _OPS: dict[Any, ReduceOp] = {
     dist.ReduceOp.SUM: ReduceOp.SUM,
@@ -248,9 +248,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         """Receive the tensors that ``src`` sends to this rank, in order."""
         self._demand_message("recv", src, tag)
         targets = [Target(tensor) for tensor in tensors]
-        return self._begin(
-            "recv", lambda: [TorchWork([self._backend.recv(flat, src) for flat in all_bytes(targets)])], targets
-        )
+        return self._begin("recv", lambda: [self._backend.recv(flat, src) for flat in all_bytes(targets)], targets)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> NoReturn:
         """Raise, since each pair of ranks has its own channel.
@@ -296,7 +294,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         """Send to ``dst``, which receives as many bytes. The tensors may be changed once the work has ended."""
         self._demand_message("send", dst, tag)
         data = [dense(tensor) for tensor in tensors]
-        return self._begin("send", lambda: [TorchWork([self._backend.send(as_bytes(t), dst) for t in data])], [], data)
+        return self._begin("send", lambda: [self._backend.send(as_bytes(t), dst) for t in data], [], data)
 
     # The names in torch 2.12 and older.
     _allgather_base = all_gather_single
@@ -315,7 +313,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
     def _begin(
         self,
         operation: str,
-        start: Callable[[], Sequence[TorchWork]],
+        start: Callable[[], Sequence[Begun]],
         targets: Sequence[Target],
         keep: Tensors = (),
         before: Callable[[], None] | None = None,
@@ -363,7 +361,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         while len(self._held) > _MOST_HELD and self._held[0].is_completed():
             self._held.pop(0)
 
-    def _reduce(self, target: Target, op: ReduceOp) -> TorchWork:
+    def _reduce(self, target: Target, op: ReduceOp) -> Begun:
         return self._backend.all_reduce(target.dense.view(-1), op)
 
     def _swap(self, operation: str, outputs: Tensors, inputs: Tensors, targets: Sequence[Target]) -> GroupWork:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from easydist.data.leaves import overlaps
 from easydist.data.packing import as_bytes
 from easydist.eager import eager_methods
-from easydist.transport.work import Pending, TorchWork
+from easydist.transport.work import Begun, wait
 
 _NO_LIMIT = timedelta(0)
 
@@ -50,7 +50,7 @@ class GroupWork(dist.Work):
     def __init__(
         self,
         operation: str,
-        works: Sequence[Pending | TorchWork],
+        works: Sequence[Begun],
         tensors: Tensors,
         owner: Owner,
         finish: Callable[[], None] | None = None,
@@ -82,7 +82,7 @@ class GroupWork(dist.Work):
             return True
         try:
             for work in self._works:
-                work.within(timeout).wait() if isinstance(work, TorchWork) else work.wait(timeout)
+                wait(work, timeout or None)
             if self._finish is not None:
                 self._finish()
         except BaseException as error:

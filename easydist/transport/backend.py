@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from easydist.transport.reduce_op import ReduceOp, combine
-from easydist.transport.work import Pending, TorchWork
+from easydist.transport.work import Begun, Pending, TorchWork, handle
 
 Transfer = tuple[torch.Tensor, int]
 """A flat tensor and the rank it goes to or comes from."""
@@ -19,8 +19,8 @@ class Backend(ABC):
 
     ``Collectives`` checks every argument first, so a backend only moves data: every tensor has one dimension, ranks are
     in range, the sizes fit, and all tensors have the same dtype. The dtype is uint8 if nothing is reduced, unless
-    ``moves_any_dtype``. An operation may return before it has ended. ``send`` and ``recv`` may return anything with
-    ``wait`` and ``is_completed``: a ``TorchWork`` costs as much as a short message.
+    ``moves_any_dtype``. An operation may return before it has ended, and it may return anything with ``wait`` and
+    ``is_completed``: a ``TorchWork`` costs as much as a short message.
 
     Attributes:
         name: ``"gloo"``, ``"nccl"``, ``"solo"``, …
@@ -38,14 +38,14 @@ class Backend(ABC):
     size: int
 
     @abstractmethod
-    def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> TorchWork:
+    def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> Begun:
         """Law: ``output = cat([data of rank 0, …])``; all of one size."""
 
     @abstractmethod
-    def all_gather_v(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> TorchWork:
+    def all_gather_v(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> Begun:
         """Law: ``outputs[r] = data of rank r``; sizes may differ."""
 
-    def all_gather_upto(self, rows: torch.Tensor, nbytes: int) -> TorchWork:
+    def all_gather_upto(self, rows: torch.Tensor, nbytes: int) -> Begun:
         """Law: row r of ``rows`` begins with the first ``nbytes`` of row r on rank r.
 
         The lengths of the others are not known in advance; the rest of each row is undefined.
@@ -57,65 +57,65 @@ class Backend(ABC):
         return self.all_gather_single(rows.view(-1), rows[self.rank].clone())
 
     @abstractmethod
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Begun:
         """Law: ``tensor = op(tensor of rank 0, tensor of rank 1, …)``, the same bits on every rank."""
 
-    def all_gather_parts(self, outputs: Sequence[Sequence[torch.Tensor]], parts: Sequence[torch.Tensor]) -> TorchWork:
+    def all_gather_parts(self, outputs: Sequence[Sequence[torch.Tensor]], parts: Sequence[torch.Tensor]) -> Begun:
         """Law: ``outputs[i][r] = parts[i] of rank r``; sizes may differ. Several ``all_gather_v`` as one operation."""
         return TorchWork([self.all_gather_v(*pair) for pair in zip(outputs, parts, strict=True)])
 
-    def all_reduce_from(self, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> TorchWork:
+    def all_reduce_from(self, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> Begun:
         """Law: ``output = op(data of rank 0, data of rank 1, …)``; ``data`` is not changed."""
         output.copy_(data)
         return self.all_reduce(output, op)
 
     @abstractmethod
-    def all_to_all_v(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> TorchWork:
+    def all_to_all_v(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Begun:
         """Law: ``outputs[s] = inputs[rank] of rank s``; sizes may differ."""
 
     @abstractmethod
-    def barrier(self) -> TorchWork:
+    def barrier(self) -> Begun:
         """Begin an operation that ends after every rank has begun it."""
 
     @abstractmethod
-    def broadcast(self, tensor: torch.Tensor, root: int) -> TorchWork:
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Begun:
         """Law: ``tensor = tensor of root``."""
 
-    def broadcast_parts(self, tensors: Sequence[torch.Tensor], root: int) -> TorchWork:
+    def broadcast_parts(self, tensors: Sequence[torch.Tensor], root: int) -> Begun:
         """Law: ``tensors[i] = tensors[i] of root``. Several ``broadcast`` as one operation."""
         return TorchWork([self.broadcast(tensor, root) for tensor in tensors])
 
     @abstractmethod
-    def gather(self, outputs: Sequence[torch.Tensor], data: torch.Tensor, root: int) -> TorchWork:
+    def gather(self, outputs: Sequence[torch.Tensor], data: torch.Tensor, root: int) -> Begun:
         """Law, on ``root``: ``outputs[r] = data of rank r``; sizes may differ. On other ranks ``outputs`` is empty."""
 
     @abstractmethod
-    def recv(self, tensor: torch.Tensor, src: int) -> Pending | TorchWork:
+    def recv(self, tensor: torch.Tensor, src: int) -> Begun:
         """Law: ``tensor = tensor that src sends``; the i-th ``recv`` from a rank meets its i-th ``send``."""
 
-    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp) -> TorchWork:
+    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp) -> Begun:
         """Law, on ``root``: ``tensor = op(tensor of rank 0, tensor of rank 1, …)``; elsewhere it is not changed."""
         if self.rank != root:
             return self.gather([], tensor.view(torch.uint8), root)
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         work = self.gather([part.view(torch.uint8) for part in parts], tensor.view(torch.uint8), root)
-        return work.followed_by(lambda: set_to(tensor, combine(op, parts)))
+        return handle(work).followed_by(lambda: set_to(tensor, combine(op, parts)))
 
-    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp) -> TorchWork:
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp) -> Begun:
         """Law: ``output = op(inputs[rank] of rank 0, inputs[rank] of rank 1, …)``; sizes may differ."""
         parts = [torch.empty_like(output) for _ in range(self.size)]
         work = self.all_to_all_v([part.view(torch.uint8) for part in parts], [i.view(torch.uint8) for i in inputs])
-        return work.followed_by(lambda: set_to(output, combine(op, parts)))
+        return handle(work).followed_by(lambda: set_to(output, combine(op, parts)))
 
     @abstractmethod
-    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> TorchWork:
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> Begun:
         """Law: ``output = inputs[rank] of root``; sizes may differ. On other ranks ``inputs`` is empty."""
 
     @abstractmethod
-    def send(self, tensor: torch.Tensor, dst: int) -> Pending | TorchWork:
+    def send(self, tensor: torch.Tensor, dst: int) -> Begun:
         """Send to another rank, which receives as many bytes; messages never mix with those of collectives."""
 
-    def batch(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> TorchWork:
+    def batch(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> Begun:
         """Run several ``send`` and ``recv`` as one operation: all begin before any is waited for."""
         messages = [self.recv(*recv) for recv in recvs]
         return TorchWork(messages + [self.send(*send) for send in sends])

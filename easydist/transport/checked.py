@@ -12,14 +12,14 @@ import torch
 from easydist.data.leaves import with_memory
 from easydist.transport.backend import Backend
 from easydist.transport.staging import Staging, check_writable, is_flat
-from easydist.transport.work import Pending, TorchWork, handle
+from easydist.transport.work import Begun, TorchWork, handle, wait
 
 Hints = Mapping[str, str] | None
 How = tuple[bool, Hints, timedelta | None]
 """The last three arguments of an operation: ``async_op``, ``hints``, ``timeout``."""
 
-Begin = Callable[[], Pending | TorchWork]
-"""A function that begins an operation. That of a single message may return something simpler than a ``TorchWork``."""
+Begin = Callable[[], Begun]
+"""A function that begins an operation."""
 
 BYTES = torch.uint8
 _TIME_LIMIT = timedelta(minutes=10)
@@ -91,11 +91,19 @@ class Checked:
         staging: Staging | None = None,
     ) -> TorchWork:
         """Begin an operation with checked arguments, and wait for its end unless it is asynchronous."""
-        work = handle(begin()).within(checked_timeout(timeout))
-        if staging is not None:
-            staging.deliver(work)
+        limit = checked_timeout(timeout)
         if not async_op:
-            work.wait()
+            return self._ended(begin(), limit or None, staging)
+        work = handle(begin()).within(limit)
+        return work if staging is None else staging.deliver(work)
+
+    def _ended(self, begun: Begun, timeout: timedelta | None, staging: Staging | None) -> TorchWork:
+        """Wait for the end of an operation, and return its handle."""
+        wait(begun, timeout)
+        work = begun if isinstance(begun, TorchWork) else TorchWork()
+        if staging is not None:
+            staging.copy()
+            work.returning(staging.outputs)
         return work
 
     def _raws(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from easydist.transport.backend import set_to
 from easydist.transport.checked import Checked, Hints, How, demand, split
 from easydist.transport.reduce_op import ReduceOp, check_reducible
 from easydist.transport.staging import Staging, flat
-from easydist.transport.work import TorchWork
+from easydist.transport.work import Begun, TorchWork, handle
 
 
 class Reductions(Checked):
@@ -85,9 +85,9 @@ class Reductions(Checked):
             return self._run(name, lambda: self._backend.reduce(target, rank, op), async_op, hints, timeout, staging)
         scaled = flat(op.scaled(tensor))
 
-        def reduce_scaled() -> TorchWork:
+        def reduce_scaled() -> Begun:
             work = self._backend.reduce(scaled, rank, ReduceOp.SUM)
-            return work.followed_by(lambda: set_to(target, scaled)) if rank == self.get_rank() else work
+            return handle(work).followed_by(lambda: set_to(target, scaled)) if rank == self.get_rank() else work
 
         return self._run(name, reduce_scaled, async_op, hints, timeout, staging)
 

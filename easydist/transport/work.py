@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -63,12 +63,12 @@ class TorchWork:
 
     def __init__(
         self,
-        pending: Sequence[Pending | TorchWork] = (),
+        pending: Sequence[Begun] = (),
         keep: Sequence[torch.Tensor] = (),
         timeout: timedelta | None = None,
     ) -> None:
         self._pending = pending
-        self._steps: list[Callable[[], Sequence[Pending | TorchWork]]] = []
+        self._steps: list[Callable[[], Sequence[Begun]]] = []
         self._keep = keep if pending else ()
         self._timeout = timeout
         self._lock = threading.Lock()
@@ -76,7 +76,7 @@ class TorchWork:
         if not pending:
             self._is_done = True
 
-    def followed_by(self, step: Callable[[], Sequence[Pending | TorchWork]]) -> TorchWork:
+    def followed_by(self, step: Callable[[], Sequence[Begun]]) -> TorchWork:
         """Add a step, and return this work: ``step`` runs inside ``wait`` and returns the messages to wait for next."""
         self._steps.append(step)
         self._is_done = False
@@ -197,12 +197,16 @@ class TorchWork:
                     future.set_exception(self._error)
 
 
-def handle(pending: Pending | TorchWork) -> TorchWork:
+Begun: TypeAlias = Pending | TorchWork
+"""An operation that has begun."""
+
+
+def handle(pending: Begun) -> TorchWork:
     """Return the handle of an operation that has begun."""
     return pending if isinstance(pending, TorchWork) else TorchWork([pending])
 
 
-def wait(pending: Pending | TorchWork, timeout: timedelta | None) -> None:
+def wait(pending: Begun, timeout: timedelta | None) -> None:
     """Wait for a part of an operation, within a time limit; None means its own."""
     if isinstance(pending, TorchWork):
         pending.within(timeout or pending._timeout).wait()

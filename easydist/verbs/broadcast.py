@@ -132,8 +132,8 @@ def copy_tensor_to_devices(
     return run(_CopyTensorToDevices(tensor), communicators(group), timeout, check)
 
 
-_Arrived = tuple[Leaves, dict[int, torch.Tensor], bool]
-"""The target leaves, the values by the index of their leaf, and True if tied leaves came only once."""
+_Arrived = tuple[Leaves, torch.Tensor | dict[int, torch.Tensor], bool]
+"""The target leaves, the values, packed or by the index of their leaf, and True if tied leaves came only once."""
 
 
 class _Broadcast(TreeVerb):
@@ -177,7 +177,7 @@ class _Broadcast(TreeVerb):
             shared = self._shared(comms, leaves)
             leaves = shared if agreed.call.absent else leaves
         elif agreed.has_payload:
-            return leaves, dict(enumerate(leaves.layout.packing.unpack(agreed.payload(self._source)))), False
+            return leaves, agreed.payload(self._source), False
         return leaves, _move(comms, leaves, agreed.uniform, self._source), agreed.uniform
 
     def _shared(self, comms: Communicators, leaves: Leaves) -> Leaves:
@@ -196,7 +196,7 @@ class _Broadcast(TreeVerb):
         if arrived is None or comms.rank == self._source:
             return self._tensor
         leaves, values, tied = arrived
-        return leaves.write(values, tied)
+        return leaves.write_packed(values) if isinstance(values, torch.Tensor) else leaves.write(values, tied)
 
 
 class _CopyTensorToDevices(_Broadcast):
@@ -221,7 +221,7 @@ def _move(comms: Communicators, leaves: Leaves, tied: bool, source: int) -> dict
     """Move the source's values; those of a contiguous leaf may arrive in the leaf itself."""
     arrived: dict[int, torch.Tensor] = {}
     works = []
-    nbytes = [packing.nbytes(tensor) for tensor in leaves.tensors]
+    nbytes = leaves.layout.nbytes
     for comm, members in by_comm(comms, leaves.tensors, leaves.travelling(tied), sum(nbytes)):
         buffers = []
         for bucket in large_alone(members, nbytes):

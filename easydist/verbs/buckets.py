@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -124,14 +123,11 @@ def smallest(shapes: Sequence[Shapes], dtypes: Sequence[torch.dtype]) -> list[in
     ]
 
 
-_is_cpu = operator.attrgetter("is_cpu")
-
-
 def small_payload(comms: Communicators, leaves: Leaves) -> Sequence[torch.Tensor]:
     """Return the leaves if they may go with the header (small, on the CPU, none tied to another); else nothing."""
     if comms.size == 1 or leaves.ties is not None or leaves.layout.packing.nbytes > comms.frames.nbytes:
         return ()
-    return leaves.tensors if all(map(_is_cpu, leaves.tensors)) else ()
+    return leaves.tensors if leaves.is_cpu else ()
 
 
 def packed_like(comm: Collectives, dtypes: Sequence[torch.dtype], shapes: Shapes) -> torch.Tensor:

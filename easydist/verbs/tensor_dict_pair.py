@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 
 from easydist.agreement.call import Call
-from easydist.agreement.frames import Agreement
+from easydist.agreement.frames import Agreement, Headers
 from easydist.agreement.runner import R, Verb
 from easydist.errors import DisagreementError, EasydistError, RemoteError
 from easydist.groups.communicators import Communicators
@@ -34,7 +34,7 @@ class _OfTwo(Verb[R]):
 
     def agree(self, comms: Communicators, check: bool | None) -> Agreement:
         self.handshake(comms)
-        return Agreement(Call(), [])
+        return Agreement(Call(), Headers.of())
 
     def handshake(self, comms: Communicators) -> None:
         """Announce the data, or accept it; both ranks raise if it cannot be sent or taken."""

@@ -11,7 +11,7 @@ from trees import ARRAYS, LEAVES, SCALARS, TENSORS, Batch, assert_same, bits, re
 
 from easydist import tree
 from easydist.data.leaves import Leaves, as_array, as_tensor, as_value
-from easydist.data.packing import sort_key
+from easydist.data.packing import as_bytes, sort_key
 
 PROPERTY = settings(max_examples=60, deadline=None)
 
@@ -236,10 +236,13 @@ def test_write_copies_nothing_onto_itself():
     assert [value._version for value in data.values()] == before
 
 
-def test_a_write_is_seen_by_autograd():
+@pytest.mark.parametrize("detach", [False, True], ids=["weight", "detached"])
+@pytest.mark.parametrize("packed", [False, True], ids=["tensors", "packed"])
+def test_a_write_is_seen_by_autograd(packed, detach):
     weight = torch.nn.Parameter(torch.ones(2))
     loss = (weight * weight).sum()
-    Leaves(weight).write({0: torch.zeros(2)}, False)
+    leaves = Leaves(weight.detach() if detach else weight)
+    leaves.write_packed(as_bytes(torch.zeros(2))) if packed else leaves.write({0: torch.zeros(2)}, False)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 

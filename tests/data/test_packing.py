@@ -89,6 +89,16 @@ def test_a_packing_that_is_known_writes_the_same_bytes(values):
     assert bits(out) == bits(packing.pack(tensors))
 
 
+@PROPERTY
+@given(sorted_lists)
+def test_a_packing_that_is_known_fills_tensors_of_any_strides(values):
+    tensors = [value.detach().resolve_conj().resolve_neg() for value in values]
+    targets = [torch.zeros((*t.shape, 2), dtype=t.dtype)[..., 1] if t.ndim else torch.zeros_like(t) for t in tensors]
+    known = packing.Packing([t.dtype for t in tensors], [t.shape for t in tensors])
+    known.unpack_to(targets, packing.pack(tensors))
+    assert_same(targets, tensors)
+
+
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("extra", [-1, 1])
 def test_packing_into_a_buffer_of_another_length_is_an_error(count, extra):

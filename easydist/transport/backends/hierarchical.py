@@ -19,7 +19,7 @@ from easydist.transport.backend import Backend, set_to
 from easydist.transport.backends.c10d import Gloo
 from easydist.transport.backends.run_queue import RunQueue
 from easydist.transport.reduce_op import RedOpType, ReduceOp, accumulator, average, check_reducible, combine
-from easydist.transport.work import Pending, TorchWork
+from easydist.transport.work import ENDED, Begun, TorchWork, handle
 
 _LENGTH = struct.Struct("<q")
 
@@ -53,16 +53,16 @@ class Hierarchical(Backend):
         self._queue = RunQueue()
         self._room = _Room(0, self._hosts, self._host)
 
-    def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> TorchWork:
+    def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> Begun:
         return self.all_gather_v(output.chunk(self.size) if output.numel() else [output] * self.size, data)
 
-    def all_gather_upto(self, rows: torch.Tensor, nbytes: int) -> TorchWork:
+    def all_gather_upto(self, rows: torch.Tensor, nbytes: int) -> Begun:
         return self._queue.begin(self._gather_frames(rows, nbytes))
 
-    def all_gather_v(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> TorchWork:
+    def all_gather_v(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> Begun:
         return self._queue.begin(self._gather_all(outputs, data))
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Begun:
         """Reduce inside each host in rank order, then over the hosts, in the order of their lowest ranks.
 
         If floats are rounded, the result may differ from that in rank order (``(a + b) + (c + d)`` on two hosts of
@@ -72,27 +72,27 @@ class Hierarchical(Backend):
         check_reducible(tensor.dtype, op)
         return self._queue.begin(self._reduce(tensor, op))
 
-    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp) -> TorchWork:
+    def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp) -> Begun:
         total = tensor.clone()
         work = self.all_reduce(total, op)
-        return work.followed_by(lambda: set_to(tensor, total)) if self.rank == root else work
+        return handle(work).followed_by(lambda: set_to(tensor, total)) if self.rank == root else work
 
-    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp) -> TorchWork:
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp) -> Begun:
         total = torch.cat(list(inputs))
         mine = total.split([len(tensor) for tensor in inputs])[self.rank]
-        return self.all_reduce(total, op).followed_by(lambda: set_to(output, mine))
+        return handle(self.all_reduce(total, op)).followed_by(lambda: set_to(output, mine))
 
-    def barrier(self) -> TorchWork:
+    def barrier(self) -> Begun:
         return self._queue.begin(self._meet())
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> TorchWork:
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Begun:
         return self._queue.begin(self._spread(tensor, root))
 
-    def all_to_all_v(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> TorchWork:
+    def all_to_all_v(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Begun:
         near = self._near.all_to_all_v(self._local(outputs), self._local(inputs))
         return TorchWork([near, self._direct.all_to_all_v(self._remote(outputs), self._remote(inputs))])
 
-    def gather(self, outputs: Sequence[torch.Tensor], data: torch.Tensor, root: int) -> TorchWork:
+    def gather(self, outputs: Sequence[torch.Tensor], data: torch.Tensor, root: int) -> Begun:
         if root not in self._here:
             return self._direct.gather([], data, root)
         near = self._near.gather(self._local(outputs), data, self._here.index(root))
@@ -100,7 +100,7 @@ class Hierarchical(Backend):
             return near
         return TorchWork([near, self._direct.gather(self._remote(outputs), data[:0], root)])
 
-    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> TorchWork:
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> Begun:
         if root not in self._here:
             return self._direct.scatter(output, [], root)
         near = self._near.scatter(output, self._local(inputs), self._here.index(root))
@@ -108,11 +108,11 @@ class Hierarchical(Backend):
             return near
         return TorchWork([near, self._direct.scatter(output[:0], self._remote(inputs), root)])
 
-    def send(self, tensor: torch.Tensor, dst: int) -> Pending | TorchWork:
+    def send(self, tensor: torch.Tensor, dst: int) -> Begun:
         is_near = dst in self._here
         return self._near.send(tensor, self._here.index(dst)) if is_near else self._direct.send(tensor, dst)
 
-    def recv(self, tensor: torch.Tensor, src: int) -> Pending | TorchWork:
+    def recv(self, tensor: torch.Tensor, src: int) -> Begun:
         is_near = src in self._here
         return self._near.recv(tensor, self._here.index(src)) if is_near else self._direct.recv(tensor, src)
 
@@ -128,13 +128,13 @@ class Hierarchical(Backend):
         """Return one tensor per rank, empty for the ranks of this host: empty tensors are not sent."""
         return [tensor[:0] if r in self._here else tensor for r, tensor in enumerate(tensors)]
 
-    def _meet(self) -> Iterator[TorchWork]:
+    def _meet(self) -> Iterator[Begun]:
         yield self._near.barrier()
         if self._far:
             yield self._far.barrier()
         yield self._near.barrier()
 
-    def _spread(self, tensor: torch.Tensor, root: int) -> Iterator[TorchWork]:
+    def _spread(self, tensor: torch.Tensor, root: int) -> Iterator[Begun]:
         home = self._host_of[root]
         if home == self._host:
             yield self._near.broadcast(tensor, self._here.index(root))
@@ -143,7 +143,7 @@ class Hierarchical(Backend):
         if home != self._host:
             yield self._near.broadcast(tensor, 0)
 
-    def _gather_all(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> Iterator[TorchWork]:
+    def _gather_all(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> Iterator[Begun]:
         """Let the leaders exchange the data of their first ranks, their second ranks, …, straight into its place."""
         yield self._near.all_gather_v(self._local(outputs), data)
         rounds = [[ranks[k] if k < len(ranks) else None for ranks in self._hosts] for k in range(self._longest)]
@@ -159,11 +159,11 @@ class Hierarchical(Backend):
     def _longest(self) -> int:
         return max(map(len, self._hosts))
 
-    def _exchange(self, outputs: Sequence[torch.Tensor]) -> TorchWork:
+    def _exchange(self, outputs: Sequence[torch.Tensor]) -> Begun:
         """Exchange among leaders: ``outputs[h]`` goes from host h to all."""
-        return self._far.all_gather_v(outputs, outputs[self._host]) if self._far else TorchWork()
+        return self._far.all_gather_v(outputs, outputs[self._host]) if self._far else ENDED
 
-    def _reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Iterator[TorchWork]:
+    def _reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Iterator[Begun]:
         """Reduce inside the host; then each leader gets a chunk of every host's result, and returns its total."""
         grows = op.type in (RedOpType.SUM, RedOpType.PRODUCT, RedOpType.AVG)
         wide = tensor.to(accumulator(tensor.dtype, op)) if grows and tensor.dtype is not torch.uint64 else tensor
@@ -179,7 +179,7 @@ class Hierarchical(Backend):
             yield self._exchange(_bits(chunks))
         yield self._near.broadcast(tensor.view(torch.uint8), 0)
 
-    def _gather_frames(self, rows: torch.Tensor, nbytes: int) -> Iterator[TorchWork]:
+    def _gather_frames(self, rows: torch.Tensor, nbytes: int) -> Iterator[Begun]:
         """Gather frames; the frames of a host form one message between leaders."""
         stride, frames = rows.shape[1], rows.view(-1).numpy().data
         room = self._room = self._room if self._room.stride == stride else _Room(stride, self._hosts, self._host)

@@ -7,15 +7,15 @@ from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
 
-from easydist.transport.work import TorchWork
+from easydist.transport.work import ENDED, Begun, Pending, wait
 
 
 class _Operation:
     """A collective of several steps."""
 
-    def __init__(self, queue: RunQueue, steps: Iterator[TorchWork]) -> None:
-        self._queue = queue
-        self.steps, self.step = steps, TorchWork()
+    def __init__(self, queue: RunQueue, steps: Iterator[Begun]) -> None:
+        self._queue, self.steps = queue, steps
+        self.step: Begun = ENDED
         self.is_done = False
 
     def wait(self, timeout: timedelta | None = None) -> None:
@@ -46,7 +46,7 @@ class RunQueue:
         self._lock = threading.Lock()
         self._error: BaseException | None = None
 
-    def begin(self, steps: Iterator[TorchWork]) -> TorchWork:
+    def begin(self, steps: Iterator[Begun]) -> Pending:
         """Queue an operation; if it is the first, run it until it would have to wait.
 
         Args:
@@ -63,7 +63,7 @@ class RunQueue:
                 self._advance(None, None)
             finally:
                 self._lock.release()
-        return TorchWork([operation])
+        return operation
 
     def run(self, last: _Operation, timeout: timedelta | None) -> None:
         """Wait until ``last`` has ended."""
@@ -79,7 +79,7 @@ class RunQueue:
                 first = self._queue[0]
                 if last is None and not first.step.is_completed():
                     return
-                first.step.within(timeout).wait()  # also if it has completed: it may have failed
+                wait(first.step, timeout)  # also if it has completed: it may have failed
                 if (step := next(first.steps, None)) is None:
                     first.is_done = True
                     self._queue.popleft()

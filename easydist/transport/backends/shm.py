@@ -27,7 +27,7 @@ from easydist.shm.steps import Place, Steps
 from easydist.shm.streams import Guard, Streams, Task
 from easydist.transport.backend import Backend
 from easydist.transport.reduce_op import ReduceOp, check_reducible, combine
-from easydist.transport.work import ENDED, Pending, TorchWork
+from easydist.transport.work import ENDED, Pending
 
 _REDUCED_AT_ONCE = 1 << 16
 """The bytes up to which every rank reduces everything: W times the work, but one step instead of two."""
@@ -84,51 +84,51 @@ class Shm(Backend):
         """
         return Slots.nbytes(size, slot)
 
-    def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> TorchWork:
+    def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> Pending:
         address, nbytes = output.data_ptr(), data.nbytes
         rows = [[(address + r * nbytes, nbytes)] for r in range(self.size)]
         return self._step(self._steps.share([_place(data)], rows), output, data)
 
-    def all_gather_upto(self, rows: torch.Tensor, nbytes: int) -> TorchWork:
+    def all_gather_upto(self, rows: torch.Tensor, nbytes: int) -> Pending:
         address, stride = rows.data_ptr(), rows.shape[1]
         places = [address + r * stride for r in range(self.size)]
         return self._step(self._steps.share_upto(places, nbytes), rows)
 
-    def all_gather_v(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> TorchWork:
+    def all_gather_v(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> Pending:
         return self._step(self._steps.share([_place(data)], [[_place(t)] for t in outputs]), *outputs, data)
 
-    def all_gather_parts(self, outputs: Sequence[Sequence[torch.Tensor]], parts: Sequence[torch.Tensor]) -> TorchWork:
+    def all_gather_parts(self, outputs: Sequence[Sequence[torch.Tensor]], parts: Sequence[torch.Tensor]) -> Pending:
         rows = [list(map(_place, row)) for row in zip(*outputs, strict=True)]
         return self._step(self._steps.share(list(map(_place, parts)), rows), *itertools.chain(*outputs), *parts)
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Pending:
         return self.all_reduce_from(tensor, tensor, op)
 
-    def all_reduce_from(self, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> TorchWork:
+    def all_reduce_from(self, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> Pending:
         check_reducible(data.dtype, op)
         reduce = _reduce_at_once if data.nbytes <= self._reduced_at_once else _reduce_in_shares
         return self._step(reduce(self._steps, output, data, op), output, data)
 
-    def barrier(self) -> TorchWork:
+    def barrier(self) -> Pending:
         return self._step(self._steps.meet())
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> TorchWork:
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
         return self.broadcast_parts([tensor], root)
 
-    def broadcast_parts(self, tensors: Sequence[torch.Tensor], root: int) -> TorchWork:
+    def broadcast_parts(self, tensors: Sequence[torch.Tensor], root: int) -> Pending:
         return self._step(self._steps.spread(list(map(_place, tensors)), root), *tensors)
 
-    def all_to_all_v(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> TorchWork:
+    def all_to_all_v(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Pending:
         _copy(outputs[self.rank], inputs[self.rank])
         return self._swap([*enumerate(inputs)], [*enumerate(outputs)])
 
-    def gather(self, outputs: Sequence[torch.Tensor], data: torch.Tensor, root: int) -> TorchWork:
+    def gather(self, outputs: Sequence[torch.Tensor], data: torch.Tensor, root: int) -> Pending:
         if self.rank != root:
             return self._swap([(root, data)], [])
         _copy(outputs[root], data)
         return self._swap([], [*enumerate(outputs)])
 
-    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> TorchWork:
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> Pending:
         if self.rank != root:
             return self._swap([], [(root, output)])
         _copy(output, inputs[root])
@@ -154,10 +154,10 @@ class Shm(Backend):
         self._streams.close()
         self._steps.close()
 
-    def _step(self, task: Iterator[Need], *keep: torch.Tensor) -> TorchWork:
-        return TorchWork([self._streams.begin([(None, task)], keep)])
+    def _step(self, task: Iterator[Need], *keep: torch.Tensor) -> Pending:
+        return self._streams.begin([(None, task)], keep)
 
-    def _swap(self, sends: Sequence[tuple[int, torch.Tensor]], recvs: Sequence[tuple[int, torch.Tensor]]) -> TorchWork:
+    def _swap(self, sends: Sequence[tuple[int, torch.Tensor]], recvs: Sequence[tuple[int, torch.Tensor]]) -> Pending:
         """Send to each rank and receive from it, through the pipes.
 
         Empty tensors are sent, too: the other rank may expect data, and must not take the next message for it.
@@ -170,7 +170,7 @@ class Shm(Backend):
         for peer, tensor in recvs:
             if peer != self.rank:
                 tasks.append(self._take(COLLECTIVES, peer, tensor))
-        return TorchWork([self._streams.begin(tasks, (sends, recvs))] if tasks else ())
+        return self._streams.begin(tasks, (sends, recvs)) if tasks else ENDED
 
     def _put(self, channel: int, peer: int, tensor: torch.Tensor) -> Task | None:
         """Return the task that sends a tensor; None if the pipe has taken it at once."""
