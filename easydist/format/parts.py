@@ -303,5 +303,7 @@ def weigh(make: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[int]:
     level = list(args[_SPEC_AT[make] :][:1]) if make in _SPEC_AT else []
     for _ in range(2 * _DEEPEST_SPEC):  # a list of fields, which are lists
         lists = [each for each in level if type(each) is list]
+        if not lists:
+            return
         yield _PER_FIELD * sum(map(len, lists))
         level = [child for each in lists for child in each]
