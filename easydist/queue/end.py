@@ -20,8 +20,12 @@ from easydist.shm.futex import give_core
 from easydist.typing import Timeout
 
 _log = logging.getLogger("easydist")
-_LOOKS = 100
-"""The number of times a wait checks its condition, yielding the core in between, before it sleeps."""
+_LOOKS = 300
+"""The number of times a wait checks its condition, yielding the core in between, before it sleeps.
+
+That is about 0.2 ms: waking a process takes half of it, and an answer that comes later than this makes the other end
+sleep, too, so that both would wake each other for every message.
+"""
 
 _FIRST_PAUSE, _PAUSE = 0.001, 0.05
 """The longest sleep in seconds after which a wait checks its condition without being woken."""
