@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import struct
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,6 @@ WELL, ABSENT, FAULT = range(3)
 _NUMBERS = struct.Struct("<8q")
 _LATE = int(APART * 1e9)  # nanoseconds
 _fingerprint = functools.lru_cache(maxsize=256)(fingerprint)
-_NONE: list[int] = []
 
 
 class Header(NamedTuple):
@@ -90,7 +90,8 @@ class Agreement:
     def __init__(self, call: Call, headers: Headers, frames: Frames | None = None) -> None:
         self.call, self.nbytes = call, headers.nbytes
         self._headers, self._frames = headers, frames
-        self.absent, variations = _NONE, headers.variations
+        self.absent: Sequence[int] = ()
+        variations = headers.variations
         if ABSENT in headers.status:
             self.absent = [rank for rank, status in enumerate(headers.status) if status == ABSENT]
             variations = [n for n, status in zip(variations, headers.status, strict=True) if status == WELL]

@@ -106,11 +106,11 @@ class End:
             TimeoutError: ``until`` has passed; ``late`` gives the text.
             Exception: The fault that ``_fault`` has returned.
         """
-        for _ in range(_LOOKS):
+        began, pause = time.monotonic(), _FIRST_PAUSE
+        for _ in range(_LOOKS if until is None or until > began else 1):
             if look():
                 return
             give_core()
-        began, pause = time.monotonic(), _FIRST_PAUSE
         warn_at = began + _WARN_AFTER
         while not self._sleep(look, pause if until is None else max(0.0, min(pause, until - time.monotonic()))):
             pause = _PAUSE

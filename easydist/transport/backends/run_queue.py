@@ -33,6 +33,7 @@ class RunQueue:
     So all ranks take the same steps in the same order, in whichever order each of them waits.
 
     Example:
+        >>> from easydist.comms import TorchWork
         >>> queue = RunQueue()
         >>> def steps():
         ...     yield TorchWork()
