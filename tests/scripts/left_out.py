@@ -217,4 +217,4 @@ def launch(case: str) -> None:
 
 
 if __name__ == "__main__":
-    side_by_side(2, sys.argv[1:], launch)
+    side_by_side(4, sys.argv[1:], launch)

@@ -164,4 +164,4 @@ def launch(case: str) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
-    side_by_side(2, sys.argv[1:], launch)
+    side_by_side(4, sys.argv[1:], launch)
