@@ -112,8 +112,7 @@ def _compare(comms: Communicators, operation: str, call: Call, headers: Headers,
     if FAULT in headers.status:
         _raise_together(comms, _faults(comms, headers), None)
     is_same_call = len({*headers.call}) == 1
-    structures = zip(headers.structure, headers.status, strict=True)
-    is_same_structure = len({structure for structure, status in structures if status == WELL}) <= 1
+    is_same_structure = len({*headers.of_well(headers.structure)}) <= 1
     if (CHECKED if check is None else check) and not (is_same_call and is_same_structure):
         _disagree(comms, operation, call)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -64,6 +64,10 @@ class Headers(NamedTuple):
         """Return the fields of these headers."""
         return cls._make([[header[field] for header in headers] for field in range(len(cls._fields))])
 
+    def of_well(self, column: Iterable[int]) -> list[int]:
+        """Return the numbers of the ranks that have data."""
+        return [number for number, status in zip(column, self.status, strict=True) if status == WELL]
+
     def are_alike(self) -> bool:
         """True if all ranks have the same status, and make the same call with the same structure."""
         return len({*zip(self.status, self.call, self.structure, strict=True)}) == 1
@@ -91,21 +95,18 @@ class Agreement:
         self.call, self.nbytes = call, headers.nbytes
         self._headers, self._frames = headers, frames
         self.absent: Sequence[int] = ()
-        variations = headers.variations
         if ABSENT in headers.status:
             self.absent = [rank for rank, status in enumerate(headers.status) if status == ABSENT]
-            variations = [n for n, status in zip(variations, headers.status, strict=True) if status == WELL]
-        self.uniform = len(set(variations)) <= 1
+        self.uniform = len({*(headers.of_well(headers.variations) if self.absent else headers.variations)}) <= 1
         self.has_payload = frames is not None and headers.nbytes == headers.payload
 
     def tied_unlike(self, source: int) -> list[int]:
         """Return the ranks with leaves that share memory in another way than the source's; all have one structure."""
         if self.uniform:
             return []
-        status, _, structures, variations, *_ = self._headers
-        well = [rank for rank, one in enumerate(status) if one == WELL]
-        usual = {*[structures[rank] for rank in well], variations[source]}
-        return [rank for rank in well if variations[rank] not in usual]
+        headers, variations = self._headers, self._headers.variations
+        usual = {*headers.of_well(headers.structure), variations[source]}
+        return [rank for rank in headers.of_well(range(len(variations))) if variations[rank] not in usual]
 
     def payload(self, rank: int) -> torch.Tensor:
         """Return the payload of a rank; it starts at a multiple of 16."""

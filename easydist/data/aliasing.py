@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -79,6 +79,8 @@ def overlap(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
     """
     starts = [*map(torch.Tensor.data_ptr, tensors)]
     stops = [*map(operator.add, starts, map(_extent, tensors))]
+    if _are_separate(starts, stops):
+        return None
     spans = sorted(zip(starts, stops, range(len(starts)), strict=True))
     active: list[tuple[int, int]] = []
     for start, stop, i in spans:
@@ -102,8 +104,12 @@ def are_apart(tensors: Sequence[torch.Tensor], nbytes: Sequence[int]) -> bool:
     if not all(map(torch.Tensor.is_contiguous, tensors)):
         return False
     starts = [*map(torch.Tensor.data_ptr, tensors)]
-    stops = sorted(map(operator.add, starts, nbytes))
-    return not any(map(operator.gt, stops, sorted(starts)[1:]))  # each ends before the next begins
+    return _are_separate(starts, map(operator.add, starts, nbytes))
+
+
+def _are_separate(starts: Sequence[int], stops: Iterable[int]) -> bool:
+    """True if each span ends before the next one begins."""
+    return not any(map(operator.gt, sorted(stops), sorted(starts)[1:]))
 
 
 def _extent(tensor: torch.Tensor) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import math
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -240,7 +239,6 @@ class Layout:
         shapes: The shapes in the sorted order.
         fingerprint: The fingerprint of paths, dtypes and shapes, of 64 bits.
         packing: The layout of the leaves in a buffer.
-        nbytes: The bytes of each leaf.
     """
 
     def __init__(self, paths: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Sequence[torch.Size]) -> None:
@@ -249,7 +247,6 @@ class Layout:
         self.ordered, self.placed = _picker(order), _picker(self.places)
         self.paths, self.dtypes, self.shapes = self.ordered(paths), self.ordered(dtypes), self.ordered(shapes)
         self.packing = Packing(self.dtypes, self.shapes)
-        self.nbytes = [math.prod(s) * d.itemsize for s, d in zip(self.shapes, self.dtypes, strict=True)]
         self._names = fingerprint(self.paths)
         self.fingerprint = fingerprint((self._names, self._runs(self.shapes)))
         self._free: dict[int, tuple[list[int], int]] = {}
@@ -361,12 +358,14 @@ class Leaves:
             ValueError: A leaf is a read-only array, an inference tensor outside inference mode, or a tensor or array
                 with elements that share memory (an expanded one, …); or two leaves share part of their memory.
         """
-        self._are_apart = are_apart(self.tensors, self.layout.nbytes)
+        self._are_apart = are_apart(self.tensors, self.layout.packing.lengths)
         if self._are_unchanged and self._are_apart and not any(map(torch.Tensor.is_inference, self.values)):
             return  # the usual case
         for path, value in zip(self.layout.paths, self.values, strict=True):
             if reason := _unwritable(value):
                 raise ValueError(f"{_at(path)} {reason}, so it cannot be written in place")
+        if self._are_apart:
+            return
         filled = [i for i, value in enumerate(self.values) if isinstance(value, torch.Tensor | np.ndarray)]
         if (pair := overlap([self.tensors[i] for i in filled])) is not None:
             first, second = (self.layout.paths[filled[i]] for i in pair)
@@ -379,7 +378,7 @@ class Leaves:
     def write_packed(self, buffer: torch.Tensor) -> Tree:
         """Do as ``write``, with the values of all leaves packed in a buffer."""
         packing = self.layout.packing
-        if not (self._are_unchanged and self.is_cpu):
+        if not (self._are_unchanged and self.is_cpu) or 0 in packing.lengths:  # writing nothing is no change, either
             return self.write(dict(enumerate(packing.unpack(buffer))), False)
         packing.unpack_to(self.tensors, buffer)
         return self._rebuild(self.values, False)

@@ -188,16 +188,19 @@ class Packing:
 
     Attributes:
         nbytes: The length of the buffer.
+        lengths: The bytes of each tensor.
     """
 
     def __init__(self, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> None:
         self._runs: list[_Run] = []
+        self.lengths: list[int] = []
         first = self.nbytes = 0
         for dtype, group in itertools.groupby(dtypes):
             last = first + sum(1 for _ in group)
             run = list(map(tuple, shapes[first:last]))
             sizes = list(map(math.prod, run))
             nbytes = sum(sizes) * dtype.itemsize
+            self.lengths += [size * dtype.itemsize for size in sizes]
             is_flat, is_uniform = all(len(s) == 1 for s in run), sizes[0] <= _SMALL and run.count(run[0]) == len(run)
             self._runs.append(_Run(dtype, slice(first, last), run, sizes, self.nbytes, nbytes, is_flat, is_uniform))
             first, self.nbytes = last, self.nbytes + nbytes

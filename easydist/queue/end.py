@@ -20,11 +20,10 @@ from easydist.shm.futex import give_core
 from easydist.typing import Timeout
 
 _log = logging.getLogger("easydist")
-_LOOKS = 300
-"""The number of times a wait checks its condition, yielding the core in between, before it sleeps.
+_SOON = 0.0002
+"""Seconds in which a wait checks its condition, yielding the core in between, before it sleeps.
 
-That is about 0.2 ms: waking a process takes half of it, and an answer that comes later than this makes the other end
-sleep, too, so that both would wake each other for every message.
+Waking a process takes half of that. With less time, both ends would sleep, and wake each other for every message.
 """
 
 _FIRST_PAUSE, _PAUSE = 0.001, 0.05
@@ -107,9 +106,12 @@ class End:
             Exception: The fault that ``_fault`` has returned.
         """
         began, pause = time.monotonic(), _FIRST_PAUSE
-        for _ in range(_LOOKS if until is None or until > began else 1):
+        soon = began + _SOON if until is None else min(until, began + _SOON)
+        while True:
             if look():
                 return
+            if time.monotonic() >= soon:
+                break
             give_core()
         warn_at = began + _WARN_AFTER
         while not self._sleep(look, pause if until is None else max(0.0, min(pause, until - time.monotonic()))):

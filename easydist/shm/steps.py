@@ -94,6 +94,23 @@ class Steps:
                     copy(target, source, length)
             yield from self._collect(half, step, rows, taken, turn)
 
+    def share_small(self, mine: Place, rows: Sequence[Place]) -> Iterator[Need]:
+        """Do as ``share`` with one place per rank, none larger than a slot."""
+        slots, nbytes = self.slots, mine[1]
+        slot = yield from self.own_slot(half := self.next_half())
+        copy(slot, *mine)
+        step = self.publish_data(half, nbytes)
+        if (own := rows[slots.rank][0]) != mine[0]:
+            copy(own, *mine)
+        need = step, slots.others
+        for rank in slots.others:
+            while not slots.has_published(rank, step):
+                yield need
+            address, length = rows[rank]
+            self.check_length(rank, half, length)
+            copy(address, slots.slot_at(rank, half), length)
+        self._reached_by_all = step
+
     def _collect(
         self,
         half: int,

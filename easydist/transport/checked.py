@@ -11,7 +11,7 @@ import torch
 
 from easydist.data.leaves import with_memory
 from easydist.transport.backend import Backend
-from easydist.transport.staging import Staging, check_writable, is_flat
+from easydist.transport.staging import Staging, check_writable, flat, is_flat
 from easydist.transport.work import Begun, TorchWork, handle, wait
 
 Hints = Mapping[str, str] | None
@@ -23,6 +23,7 @@ Begin = Callable[[], Begun]
 
 BYTES = torch.uint8
 _TIME_LIMIT = timedelta(minutes=10)
+_STRIDED = torch.strided
 _FOREVER = timedelta(days=36500)
 """The longest time limit: gloo counts nanoseconds in 64 bits, so that ``timedelta.max`` would be over at once."""
 
@@ -108,7 +109,7 @@ class Checked:
 
     def _raws(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return flat tensors in the dtype that the backend moves."""
-        return [self._raw(tensor) for tensor in tensors]
+        return list(map(self._raw, tensors))
 
     def _rank(self, what: str, rank: SupportsIndex) -> int:
         value, size = operator.index(rank), self._backend.size
@@ -121,14 +122,33 @@ class Checked:
         demand(peer != self._backend.rank, f"Cannot {name} self")
         return peer
 
-    def _is_plain(self, tensor: torch.Tensor) -> bool:
-        """True if ``_check`` accepts a tensor and its memory is flat: most are, and finding that out is quick."""
-        return (
-            type(tensor) is torch.Tensor
-            and tensor.device == self._backend.device
-            and tensor.layout is torch.strided
-            and is_flat(tensor)
-        )
+    def _moved(
+        self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()
+    ) -> tuple[Staging, Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Check the tensors of an operation, and return what the backend moves: its staging, outputs and inputs."""
+        staging, targets, data = self._staged(name, outputs, inputs)
+        return staging, self._raws(targets), self._raws(data)
+
+    def _staged(
+        self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()
+    ) -> tuple[Staging, Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Do as ``_moved``, with the tensors in their own dtype, in which they are reduced."""
+        if self._are_plain((*outputs, *inputs)):
+            return Staging(*outputs), [*outputs], [*inputs]  # copies: the caller may change its lists
+        self._check(name, outputs, inputs)
+        staging = Staging()
+        return staging, staging.targets(outputs), list(map(flat, inputs))
+
+    def _are_plain(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """True if ``_check`` accepts the tensors and their memory is flat: most are, and finding that out is quick."""
+        device, dtype = self._backend.device, None
+        for tensor in tensors:
+            if type(tensor) is not torch.Tensor or tensor.device != device or tensor.layout is not _STRIDED:
+                return False
+            if not is_flat(tensor) or (dtype is not None and tensor.dtype is not dtype):
+                return False
+            dtype = tensor.dtype
+        return True
 
     def _check(self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> None:
         """Check that all are tensors of one dtype on the communicator's device, and that outputs can be written."""
@@ -146,11 +166,6 @@ class Checked:
                 raise RuntimeError(f"{name}: all tensors must have one dtype, got {dtype} and {tensor.dtype}")
         for tensor in outputs:
             check_writable(name, tensor)
-
-    def _check_rows(self, name: str, tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
-        self._one_per_rank(name, "tensor_list", tensor_list)
-        self._check(name, tensor_list, [tensor])
-        self._demand_own(name, tensor_list[self._backend.rank].numel(), tensor.numel())
 
     def _one_per_rank(self, name: str, what: str, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if len(tensors) != (size := self._backend.size):

@@ -67,13 +67,11 @@ class Collectives(Reductions):
             input: As many elements on every rank; may be this rank's own part of ``output``.
         """
         name = "all_gather_single"
-        self._check(name, [output], [input])
+        staging, (target,), (data,) = self._moved(name, [output], [input])
         fits = output.numel() == input.numel() * self.get_size()
         demand(
             fits, f"Output tensor size must be input_size * comm_size for {name}: the numbers of elements do not fit"
         )
-        staging = Staging()
-        target, data = self._raw(staging.target(output)), self._raw(flat(input))
         return self._run(name, lambda: self._backend.all_gather_single(target, data), async_op, hints, timeout, staging)
 
     def all_gather_upto(
@@ -132,7 +130,9 @@ class Collectives(Reductions):
         """
         name, staging = "all_gather_parts", Staging()
         for tensor_list, tensor in zip(tensor_lists, tensors, strict=True):
-            self._check_rows(name, tensor_list, tensor)
+            self._one_per_rank(name, "tensor_list", tensor_list)
+            self._check(name, tensor_list, [tensor])
+            self._demand_own(name, tensor_list[self.get_rank()].numel(), tensor.numel())
         outputs = [self._raws(staging.targets(tensor_list)) for tensor_list in tensor_lists]
         parts = self._raws(map(flat, tensors))
         return self._run(
@@ -170,13 +170,12 @@ class Collectives(Reductions):
             input: A multiple of W elements, as many on every rank.
         """
         name, size = "all_to_all_single", self.get_size()
-        self._check(name, [output], [input])
+        staging, (target,), (source,) = self._staged(name, [output], [input])
         same = output.numel() == input.numel()
         demand(same, f"Input and output tensors must have same size for {name}")
         demand(input.numel() % size == 0, f"Tensor size must be divisible by comm_size for {name}")
         demand(not _share_memory(output, input), f"{name}: output and input must not share memory")
-        staging = Staging()
-        outputs, inputs = (split(part, [part.numel() // size] * size) for part in (staging.target(output), flat(input)))
+        outputs, inputs = (split(part, [part.numel() // size] * size) for part in (target, source))
         targets, data = self._raws(outputs), self._raws(inputs)
         return self._run(name, lambda: self._backend.all_to_all_v(targets, data), async_op, hints, timeout, staging)
 
@@ -199,15 +198,14 @@ class Collectives(Reductions):
             input_split_sizes: The number of rows for each rank.
         """
         name = "all_to_all_v_single"
-        self._check(name, [output], [input])
+        staging, (target,), (source,) = self._staged(name, [output], [input])
         demand(not _share_memory(output, input), f"{name}: output and input must not share memory")
-        staging = Staging()
         counts = (
             self._rows(name, "output", output, output_split_sizes),
             self._rows(name, "input", input, input_split_sizes),
         )
         self._demand_own(name, counts[0][self.get_rank()], counts[1][self.get_rank()])
-        outputs, inputs = split(staging.target(output), counts[0]), split(flat(input), counts[1])
+        outputs, inputs = split(target, counts[0]), split(source, counts[1])
         targets, data = self._raws(outputs), self._raws(inputs)
         return self._run(name, lambda: self._backend.all_to_all_v(targets, data), async_op, hints, timeout, staging)
 
@@ -225,9 +223,7 @@ class Collectives(Reductions):
     ) -> TorchWork:
         """Law, in place: ``tensor == tensor of root``."""
         rank = self._rank("root", root)
-        self._check("broadcast", [tensor])
-        staging = Staging()
-        target = self._raw(staging.target(tensor))
+        staging, (target,), _ = self._moved("broadcast", [tensor])
         return self._run("broadcast", lambda: self._backend.broadcast(target, rank), async_op, hints, timeout, staging)
 
     def broadcast_parts(
@@ -295,11 +291,10 @@ class Collectives(Reductions):
         name, rank, size = "gather_single", self._rank("root", root), self.get_size()
         if rank != self.get_rank():
             return self._gather(name, [], input, rank, (async_op, hints, timeout))
-        self._check(name, [output], [input])
+        staging, (target,), (data,) = self._moved(name, [output], [input])
         fits = output.numel() == input.numel() * size
         demand(fits, f"Output tensor size must be input_size * comm_size for {name}")
-        staging, data = Staging(), self._raw(flat(input))
-        parts = self._raws(split(staging.target(output), [input.numel()] * size))
+        parts = split(target, [target.numel() // size] * size)
         return self._run(name, lambda: self._backend.gather(parts, data, rank), async_op, hints, timeout, staging)
 
     def recv(
@@ -318,10 +313,8 @@ class Collectives(Reductions):
         """
         rank = self._peer("recv from", "src", src)
         staging, target = Staging(tensor), tensor
-        if not self._is_plain(tensor):
-            self._check("recv", [tensor])
-            staging = Staging()
-            target = staging.target(tensor)
+        if not self._are_plain((tensor,)):
+            staging, (target,), _ = self._staged("recv", [tensor])
         memory = self._raw(target)
         return self._run("recv", lambda: self._backend.recv(memory, rank), async_op, hints, timeout, staging)
 
@@ -341,7 +334,7 @@ class Collectives(Reductions):
             input_tensor_list: On ``root`` one tensor per rank; ignored on other ranks.
             root: The sending rank.
         """
-        name, rank, staging = "scatter", self._rank("root", root), Staging()
+        name, rank = "scatter", self._rank("root", root)
         inputs = input_tensor_list if rank == self.get_rank() else []
         if rank == self.get_rank():
             self._one_per_rank(name, "input_tensor_list", inputs)
@@ -349,8 +342,7 @@ class Collectives(Reductions):
             demand(
                 own, "All input tensors must have same size as output tensor: own entry must fit the output for scatter"
             )
-        self._check(name, [output_tensor], inputs)
-        target, data = self._raw(staging.target(output_tensor)), self._raws(map(flat, inputs))
+        staging, (target,), data = self._moved(name, [output_tensor], inputs)
         return self._run(name, lambda: self._backend.scatter(target, data, rank), async_op, hints, timeout, staging)
 
     def send(
@@ -368,35 +360,31 @@ class Collectives(Reductions):
             dst: Another rank.
         """
         rank = self._peer("send to", "dst", dst)
-        if not self._is_plain(tensor):
-            self._check("send", [], [tensor])
-            tensor = flat(tensor)
+        if not self._are_plain((tensor,)):
+            _, _, (tensor,) = self._staged("send", [], [tensor])
         data = self._raw(tensor)
         return self._run("send", lambda: self._backend.send(data, rank), async_op, hints, timeout)
 
     def _all_gather(self, name: str, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, how: How) -> TorchWork:
-        self._check_rows(name, outputs, tensor)
-        staging = Staging()
-        targets, data = self._raws(staging.targets(outputs)), self._raw(flat(tensor))
+        self._one_per_rank(name, "tensor_list", outputs)
+        staging, targets, (data,) = self._moved(name, outputs, [tensor])
+        self._demand_own(name, outputs[self.get_rank()].numel(), tensor.numel())
         return self._run(name, lambda: self._backend.all_gather_v(targets, data), *how, staging)
 
     def _all_to_all(
         self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], how: How
     ) -> TorchWork:
-        rank, staging = self.get_rank(), Staging()
+        rank = self.get_rank()
         self._one_per_rank(name, "output_tensor_list", outputs)
         self._one_per_rank(name, "input_tensor_list", inputs)
-        self._check(name, outputs, inputs)
+        staging, targets, data = self._moved(name, outputs, inputs)
         self._demand_own(name, outputs[rank].numel(), inputs[rank].numel())
-        targets, data = self._raws(staging.targets(outputs)), self._raws(map(flat, inputs))
         return self._run(name, lambda: self._backend.all_to_all_v(targets, data), *how, staging)
 
     def _gather(
         self, name: str, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, rank: int, how: How
     ) -> TorchWork:
-        self._check(name, outputs, [tensor])
-        staging, data = Staging(), self._raw(flat(tensor))
-        targets = self._raws(staging.targets(outputs))
+        staging, targets, (data,) = self._moved(name, outputs, [tensor])
         return self._run(name, lambda: self._backend.gather(targets, data, rank), *how, staging)
 
 

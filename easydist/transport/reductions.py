@@ -11,7 +11,7 @@ import torch
 from easydist.transport.backend import set_to
 from easydist.transport.checked import Checked, Hints, How, demand, split
 from easydist.transport.reduce_op import ReduceOp, check_reducible
-from easydist.transport.staging import Staging, flat
+from easydist.transport.staging import flat
 from easydist.transport.work import Begun, TorchWork, handle
 
 
@@ -28,12 +28,10 @@ class Reductions(Checked):
     ) -> TorchWork:
         """Law, in place: ``tensor == op(op(tensor of rank 0, tensor of rank 1), …)``; the same bits on every rank."""
         name = "all_reduce"
-        self._check(name, [tensor])
+        staging, (target,), _ = self._staged(name, [tensor])
         _check_op(name, op, tensor)
         if op.is_scaled:
             return self.all_reduce_from(tensor, op.scaled(tensor), ReduceOp.SUM, async_op, hints, timeout)
-        staging = Staging()
-        target = staging.target(tensor)
         return self._run(name, lambda: self._backend.all_reduce(target, op), async_op, hints, timeout, staging)
 
     def all_reduce_from(
@@ -55,13 +53,12 @@ class Reductions(Checked):
             op: The reduction.
         """
         name = "all_reduce_from"
-        self._check(name, [output], [input])
+        staging, (target,), (data,) = self._staged(name, [output], [input])
         _check_op(name, op, input)
         demand(output.numel() == input.numel(), f"{name}: output must have as many elements as input")
         if op.is_scaled:
-            input, op = op.scaled(input), ReduceOp.SUM
-        staging = Staging()
-        target, data, plain = staging.target(output), flat(input), op
+            data = flat(op.scaled(input))
+        plain = _unscaled(op)
         return self._run(
             name, lambda: self._backend.all_reduce_from(target, data, plain), async_op, hints, timeout, staging
         )
@@ -77,10 +74,8 @@ class Reductions(Checked):
     ) -> TorchWork:
         """Law, in place on ``root``: ``tensor == op(op(tensor of rank 0, tensor of rank 1), …)``."""
         name, rank = "reduce", self._rank("root", root)
-        self._check(name, [tensor])
+        staging, (target,), _ = self._staged(name, [tensor])
         _check_op(name, op, tensor)
-        staging = Staging()
-        target = staging.target(tensor)
         if not op.is_scaled:
             return self._run(name, lambda: self._backend.reduce(target, rank, op), async_op, hints, timeout, staging)
         scaled = flat(op.scaled(tensor))
@@ -154,13 +149,13 @@ class Reductions(Checked):
         self, name: str, output: torch.Tensor, input_list: Sequence[torch.Tensor], op: ReduceOp, how: How
     ) -> TorchWork:
         self._one_per_rank(name, "input_list", input_list)
-        self._check(name, [output], input_list)
+        staging, (target,), inputs = self._staged(name, [output], input_list)
         _check_op(name, op, output)
         own = input_list[self.get_rank()].numel() == output.numel()
         demand(own, f"All input tensors must have same size as output tensor: own entry must fit the output for {name}")
-        inputs = [flat(op.scaled(tensor) if op.is_scaled else tensor) for tensor in input_list]
-        staging, plain = Staging(), _unscaled(op)
-        target = staging.target(output)
+        if op.is_scaled:
+            inputs = [flat(op.scaled(tensor)) for tensor in input_list]
+        plain = _unscaled(op)
         return self._run(name, lambda: self._backend.reduce_scatter(target, inputs, plain), *how, staging)
 
 

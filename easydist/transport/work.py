@@ -28,7 +28,7 @@ class Pending(Protocol):
 
 
 class _Ended:
-    """The handle of a message that has ended."""
+    """An operation that has ended."""
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Return at once."""

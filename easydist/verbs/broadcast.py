@@ -221,7 +221,7 @@ def _move(comms: Communicators, leaves: Leaves, tied: bool, source: int) -> dict
     """Move the source's values; those of a contiguous leaf may arrive in the leaf itself."""
     arrived: dict[int, torch.Tensor] = {}
     works = []
-    nbytes = leaves.layout.nbytes
+    nbytes = leaves.layout.packing.lengths
     for comm, members in by_comm(comms, leaves.tensors, leaves.travelling(tied), sum(nbytes)):
         buffers = []
         for bucket in large_alone(members, nbytes):

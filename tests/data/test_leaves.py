@@ -236,6 +236,15 @@ def test_write_copies_nothing_onto_itself():
     assert [value._version for value in data.values()] == before
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["tensors", "packed"])
+def test_an_empty_leaf_is_not_changed_by_a_write(packed):
+    base = torch.ones(3)
+    leaves = Leaves({"empty": base[2:2], "other": torch.zeros(1)})
+    before, new = base._version, torch.ones(1)
+    leaves.write_packed(as_bytes(new)) if packed else leaves.write({0: new[:0], 1: new}, False)
+    assert (base._version, leaves.tensors[1].tolist()) == (before, [1])
+
+
 @pytest.mark.parametrize("detach", [False, True], ids=["weight", "detached"])
 @pytest.mark.parametrize("packed", [False, True], ids=["tensors", "packed"])
 def test_a_write_is_seen_by_autograd(packed, detach):

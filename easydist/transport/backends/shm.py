@@ -86,8 +86,8 @@ class Shm(Backend):
 
     def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> Pending:
         address, nbytes = output.data_ptr(), data.nbytes
-        rows = [[(address + r * nbytes, nbytes)] for r in range(self.size)]
-        return self._step(self._steps.share([_place(data)], rows), output, data)
+        rows = [(address + r * nbytes, nbytes) for r in range(self.size)]
+        return self._step(self._share(_place(data), rows), output, data)
 
     def all_gather_upto(self, rows: torch.Tensor, nbytes: int) -> Pending:
         address, stride = rows.data_ptr(), rows.shape[1]
@@ -95,7 +95,7 @@ class Shm(Backend):
         return self._step(self._steps.share_upto(places, nbytes), rows)
 
     def all_gather_v(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> Pending:
-        return self._step(self._steps.share([_place(data)], [[_place(t)] for t in outputs]), *outputs, data)
+        return self._step(self._share(_place(data), list(map(_place, outputs))), *outputs, data)
 
     def all_gather_parts(self, outputs: Sequence[Sequence[torch.Tensor]], parts: Sequence[torch.Tensor]) -> Pending:
         rows = [list(map(_place, row)) for row in zip(*outputs, strict=True)]
@@ -153,6 +153,11 @@ class Shm(Backend):
         self._mailboxes.clear()
         self._streams.close()
         self._steps.close()
+
+    def _share(self, mine: Place, rows: Sequence[Place]) -> Iterator[Need]:
+        if max([nbytes for _, nbytes in rows]) <= self._steps.slots.slot:
+            return self._steps.share_small(mine, rows)
+        return self._steps.share([mine], [[row] for row in rows])
 
     def _step(self, task: Iterator[Need], *keep: torch.Tensor) -> Pending:
         return self._streams.begin([(None, task)], keep)
