@@ -143,12 +143,13 @@ def main() -> None:
             ray.kill(workers[1])
         try:
             (version, took), *_ = together([trainer.publish.remote(), *[one.receive.remote() for one in workers]])
+            seeds = [(step * WORKERS + i) * TRIES for i in range(WORKERS)]
+            acted = together([one.act.remote(seed) for one, seed in zip(workers, seeds, strict=True)])
         except (easydist.PeerLostError, ray.exceptions.RayActorError):
             workers[1] = spare
             version, seconds = connect(trainer, workers)
             print(f"worker 1 was lost; its replacement has version {version}, after {seconds:.2f} s")
             continue
-        acted = ray.get([worker.act.remote((step * WORKERS + i) * TRIES) for i, worker in enumerate(workers)])
         if step % 5 == 0 or step == STEPS - 1:
             print(f"version {version:2} on {WORKERS} workers in {took:5.1f} ms   reward {acted[0][0]:8.3f}")
         ray.get(trainer.learn.remote([one for _, tried in acted for one in tried]))
