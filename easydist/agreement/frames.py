@@ -4,8 +4,9 @@ A frame is a header of eight 64-bit numbers, sizes, and a payload. The numbers a
 call (operation and arguments), of the structure that has to be equal (paths, dtypes, shapes without their free
 dimension), and of the properties that may differ (full shapes, leaves that are the same object); the bytes that this
 rank is going to send; the time of its arrival; the number of sizes and the number of payload bytes that follow. The
-sizes are those along the free dimension. The payload is the rank's data if it is small: then the frames are the only
-exchange of the call. A rank that has failed sends the text of its fault as the payload.
+sizes are those along the free dimension, after the verb's own numbers if it sends any. The payload is the rank's data
+if it is small: then the frames are the only exchange of the call. A rank that has failed sends the text of its fault as
+the payload.
 """
 
 from __future__ import annotations
@@ -120,13 +121,24 @@ class Agreement:
 
     def sizes(self) -> list[list[int]] | None:
         """Return ``[r][i]``, the size of rank r's leaf i along the free dimension; None if sizes did not come along."""
-        if self._frames is None or 0 in self._headers.sizes:
-            return None
+        first = len(self.call.numbers)
+        return None if self._frames is None or first in self._headers.sizes else self._sent(first, self._headers.sizes)
+
+    def numbers(self) -> list[tuple[int, ...]]:
+        """Return the numbers that each rank's call sends to the others."""
+        if self._frames is None:
+            return [self.call.numbers]
+        stops = [len(self.call.numbers)] * len(self._headers.sizes)
+        return [tuple(row) for row in self._sent(0, stops)]
+
+    def _sent(self, first: int, stops: Sequence[int]) -> list[list[int]]:
+        """Return the numbers after each rank's header, from one position to the rank's own."""
+        assert self._frames is not None
+        view = self._frames.view
         starts = range(_NUMBERS.size, self._frames.rows.numel(), self._frames.nbytes)
-        numbers = self._frames.view
         return [
-            numbers[start : start + 8 * count].cast("q").tolist()
-            for start, count in zip(starts, self._headers.sizes, strict=True)
+            view[start + 8 * first : start + 8 * stop].cast("q").tolist()
+            for start, stop in zip(starts, stops, strict=True)
         ]
 
 
@@ -139,7 +151,9 @@ def exchange(comms: Communicators, header: Header, sizes: bytes, call: Call) -> 
     """Send this rank's frame, and return the headers of all ranks."""
     frames = comms.frames
     at, room = comms.rank * frames.nbytes, frames.nbytes - _NUMBERS.size - 8
-    count = len(sizes) // 8 if len(sizes) <= room else 0
+    first = struct.pack(f"<{len(call.numbers)}q", *call.numbers) if call.numbers else b""
+    sizes = first + sizes if len(first) + len(sizes) <= room else first
+    count = len(sizes) // 8
     payload = call.nbytes if call.payload and call.nbytes <= frames.nbytes - _start(count) else 0
     _NUMBERS.pack_into(frames.view, at, *header[:6], count, payload)
     if count:

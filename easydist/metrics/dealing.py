@@ -1,6 +1,7 @@
 """The distribution of samples to ranks by known loaders: accelerate's, torch's, transformers', torchdata's and ours.
 
-This module imports none of these packages, but looks up their classes if they have been imported.
+This module imports only torch of these packages; it looks up the others' classes if they have been imported. A sampler
+counts as known if its ``__iter__`` is that of a known class: one that only looks alike may deal otherwise.
 """
 
 from __future__ import annotations
@@ -8,112 +9,84 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
-from typing import Any
-from weakref import WeakKeyDictionary, ref
+from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
+from easydist.metrics.lot import ACTIVE, ENDED, Lot
 from easydist.metrics.order import Dealt
+from easydist.metrics.passes import Passes, passes_of
+from easydist.metrics.tally import Position
 
-__all__ = ["dealt_by", "dealt_last"]
+__all__ = ["lot_of", "lot_of_last"]
 
 
-def dealt_last(size: int, total: int | None = None) -> Dealt | None:
-    """Return the distribution by accelerate's loader that is being iterated, else by the only one that has ended.
+def lot_of_last(rank: int, size: int, total: int | None = None) -> Lot:
+    """Return the lot of accelerate's loader that is being iterated, else of the only one that has ended.
 
-    If the rows belong to another loader, their number hardly ever matches: one batch, or the whole epoch.
-
-    Returns:
-        The distribution; None if there is no such loader.
+    Args:
+        rank: This rank in the group.
+        size: The number of participating ranks.
+        total: The number of samples, for a data set without a length.
 
     Raises:
-        ValueError: As for ``dealt_by``.
+        ValueError: As for ``lot_of``.
     """
     state = _class("accelerate.state", "GradientState")
     if state is None or not state._shared_state:
-        return None
-    if (active := state().active_dataloader) is not None:
-        dealt = dealt_by(active, size, total)
-        return dealt._replace(most=dealt.block)
-    if len(done := _done()) > 1:
-        gc.collect()  # some of them may be garbage
-        done = _done()
-    if len(done) != 1:
-        return None
-    return dealt_by(done[0], size, total)._replace(kept=_epoch(done[0], size, total))
+        return Lot()
+    loader, origin = state().active_dataloader, ACTIVE
+    if loader is None:
+        if len(done := _done()) > 1:
+            gc.collect()  # some of them may be garbage
+            done = _done()
+        if len(done) != 1:
+            return Lot()
+        loader, origin = done[0], ENDED
+    lot = _alone(loader, total) if size == 1 else lot_of(loader, rank, size, total)
+    return lot._replace(origin=origin)
 
 
 def _done() -> list[Any]:
     return [loader for loader in _alive(_prepared()) if loader.end_of_dataloader]
 
 
-def _epoch(loader: Any, size: int, total: int | None) -> int | None:
-    """Return the number of samples of an epoch; None if it is unknown, or if the epoch began in the middle."""
-    parts = [loader, *_samplers(loader)]
-    if any(getattr(part, "skip_batches", 0) for part in parts):
-        return None
-    try:
-        total = len(_source(loader)) if total is None else total
-    except TypeError:
-        return None
-    if not loader._drop_last:
-        return total
-    batch_size = next(part.batch_size for part in parts[1:] if hasattr(part, "batch_size"))
-    is_split = any(getattr(part, "split_batches", False) for part in [*parts, loader.dataset])
-    step: int = batch_size if is_split else batch_size * size
-    return total // step * step
-
-
-def _source(loader: Any) -> Any:
-    """Return the sampler or data set whose length is the number of samples before any is repeated."""
-    if isinstance(loader.dataset, IterableDataset):
-        return _unsharded(loader.dataset)
-    samplers = [part for part in _samplers(loader) if _inner(part) is None and not hasattr(part, "batch_size")]
-    return samplers[0] if samplers else loader.dataset
-
-
-def _unsharded(data: Any) -> Any:
-    """Return the user's data set if accelerate or transformers shards it."""
-    return data.dataset if hasattr(data, "process_index") else data
-
-
-def dealt_by(loader: Any, size: int, total: int | None = None) -> Dealt:
-    """Return the distribution of a loader's samples to the ranks, up to the last yielded batch.
+def lot_of(loader: Any, rank: int, size: int, total: int | None = None) -> Lot:
+    """Return the distribution of a loader's samples to the ranks, and its position.
 
     Args:
         loader: The loader, which accelerate may have prepared.
+        rank: This rank in the group.
         size: The number of participating ranks.
         total: The number of samples, for a data set without a length.
 
     Raises:
-        ValueError: The distribution is unknown, or the loader is for another number of ranks.
+        ValueError: The distribution is unknown, or the loader is for another rank or number of ranks.
         TypeError: It is not a loader.
     """
     if isinstance(loader, _classes("easydist.metrics.loader", "DistributedLoader")):
-        return Dealt(loader.batch_size)
+        return _ours(loader, loader.source)
     if not isinstance(loader, DataLoader):  # accelerate's loaders report this class
         raise TypeError(f"loader is {type(loader).__name__}, not a DataLoader")
     if size == 1:
-        return Dealt()
+        return Lot(loader, Dealt())
     if isinstance(loader, _classes("accelerate.data_loader", "DataLoaderDispatcher")):
-        return _dispatched(loader, size)
+        return _dispatched(loader, rank, size, total)
     chain = list(_samplers(loader))
     for part in [*chain, loader.dataset]:
         if hasattr(part, "num_processes") and hasattr(part, "process_index"):
-            return _sharded(loader, part, size, total)
-    for part in chain:
+            return _sharded(loader, part, rank, size, total)
         if hasattr(part, "num_replicas") and hasattr(part, "total_size"):
-            return _strided(loader, part, size)
+            return _strided(loader, part, rank, size)
         if isinstance(part, _classes("easydist.metrics.sampler", "DistributedBatchSampler")):
-            return Dealt(part.batch_size)
+            return _shared(loader, passes_of(loader), part, max(part.total - part.start, 0))
     if total is None:
         raise ValueError(
             f"the loader does not tell how it distributes its samples over {size} ranks, so repeated samples would go "
             "unnoticed; prepare it with accelerate, use distributed_loader or DistributedSampler, or pass total= or "
             "indices="
         )
-    return Dealt()
+    return Lot(loader, Dealt())
 
 
 def _class(module: str, name: str) -> Any:
@@ -147,77 +120,233 @@ def _inner(part: Any) -> Any:
     return getattr(part, "sampler", None) if batch_sampler is None else batch_sampler
 
 
-def _check_size(found: int, size: int) -> None:
-    if found != size:
+def _check_place(found: tuple[int, int], ours: tuple[int, int]) -> None:
+    """Make sure that a loader is for this rank, of as many ranks as take part."""
+    if found[1] != ours[1]:
         raise ValueError(
-            f"the loader distributes its samples over {found} ranks, but {size} take part; pass indices=, or another "
-            "group"
+            f"the loader distributes its samples over {found[1]} ranks, but {ours[1]} take part; pass indices=, or "
+            "another group"
+        )
+    if found[0] != ours[0]:
+        raise ValueError(f"the loader is that of rank {found[0]}, but this is rank {ours[0]}; pass indices=")
+
+
+def _check_class(part: Any, known: tuple[Any, ...]) -> None:
+    """Make sure that a sampler deals samples as one of the known classes does."""
+    if not any(type(part).__iter__ is cls.__iter__ for cls in known):
+        raise ValueError(
+            f"{type(part).__name__} has an __iter__ of its own, so the order in which it deals samples to the ranks is "
+            "not known; pass indices="
         )
 
 
-def _dispatched(loader: Any, size: int) -> Dealt:
-    """Handle loaders for which rank 0 reads the batches, and at the end sends the size of the last step to all."""
-    _check_size(loader.state.num_processes, size)
-    batch_size = next(part.batch_size for part in _samplers(loader) if hasattr(part, "batch_size"))
-    block = batch_size // size if loader.split_batches else batch_size
-    return Dealt(block, loader.remainder) if loader.end_of_dataloader else Dealt(block, is_full=True)
+class _Steps(NamedTuple):
+    """The batches that a loader yields to each rank.
+
+    Attributes:
+        passes: The passes over it.
+        size: The rows of a full batch on all ranks.
+        skipped: The batches of each pass that it reads and does not yield.
+        ahead: The batches that it reads before it yields the one before.
+        reads: The batches that it reads for one that it yields.
+        drops: True if it drops the last of them if they are fewer.
+    """
+
+    passes: Passes
+    size: int
+    skipped: int = 0
+    ahead: int = 0
+    reads: int = 1
+    drops: bool = False
+
+    @property
+    def done(self) -> int | None:
+        """The rows of all ranks before the current pass, which may resume another; None if that is unknown."""
+        current = self.passes.current
+        return 0 if current is None else None if current.start is None else current.start // self.reads * self.size
+
+    def at(self, rows: int | None, has_ended: bool = False) -> Position:
+        """Return the position.
+
+        Args:
+            rows: The rows of the pass on all ranks; None if that is unknown.
+            has_ended: True if the loader says so itself.
+        """
+        if (current := self.passes.current) is None:
+            return Position(has_ended=has_ended)
+        has_ended = has_ended or (current.has_ended and self.reads == 1)
+        has_ended = has_ended or (rows is not None and not self.ahead and current.yielded * self.size >= rows)
+        is_partial = has_ended and not self.drops
+        read = -(-current.yielded // self.reads) if is_partial else current.yielded // self.reads
+        steps = max(read - self.skipped - (0 if current.has_ended or has_ended else self.ahead), 0)
+        available = steps * self.size if rows is None else rows if has_ended else min(steps * self.size, rows)
+        # A pass that reads several batches for a step has read its last before it yields what it has of them.
+        finished = self.passes.finished if self.reads == 1 else 0
+        return Position(current.serial, steps, available, has_ended, finished, self.passes.mixed)
 
 
-def _sharded(loader: Any, shard: Any, size: int, total: int | None) -> Dealt:
+def _ours(loader: Any, source: Any) -> Lot:
+    """Handle ``distributed_loader``. The length of a stream is known at its end."""
+    passes = passes_of(source.loader)
+    has_ended = passes.current is not None and passes.current.has_ended
+    total = source.end if source.total is None and has_ended else source.total
+    return _shared(loader, passes, source.sharing, None if total is None else max(total - source.start, 0))
+
+
+def _shared(loader: Any, passes: Passes, sharing: Any, left: int | None) -> Lot:
+    """Handle loaders of which easydist shares out the samples, the last step evenly."""
+    step = sharing.batch_size * sharing.world_size
+    rows = left // step * step if left is not None and sharing.drop_last else left
+    return Lot(loader, Dealt(sharing.batch_size, None, rows), _Steps(passes, step).at(rows))
+
+
+def _accelerated(loader: Any, size: int, reads: int = 1) -> _Steps:
+    """Return the steps of a loader that accelerate may have prepared: such a loader reads one step ahead."""
+    if not issubclass(type(loader), _prepared()):
+        return _Steps(passes_of(loader), size)
+    return _Steps(passes_of(loader), size, loader.skip_batches, 1, reads, loader._drop_last)
+
+
+def _has_ended(loader: Any) -> bool:
+    """True if a loader of accelerate's says that it has yielded its last batch."""
+    return bool(issubclass(type(loader), _prepared()) and loader.end_of_dataloader)
+
+
+def _alone(loader: Any, total: int | None) -> Lot:
+    """Handle a loader of a single process, since the rows may be those of another one."""
+    if (batches := _batch_sampler(loader)) is None:
+        return Lot(loader, Dealt())
+    steps = _accelerated(loader, batches.batch_size)
+    left = _left(loader, steps, total, batches.batch_size)
+    dealt = _evened(left, batches.batch_size, 1, batches.drop_last, fills=False)
+    return Lot(loader, Dealt(rows=dealt.rows), steps.at(dealt.rows, _has_ended(loader)))
+
+
+def _batch_sampler(loader: Any) -> Any:
+    return next((part for part in _samplers(loader) if hasattr(part, "batch_size")), None)
+
+
+def _dispatched(loader: Any, rank: int, size: int, total: int | None) -> Lot:
+    """Handle loaders for which rank 0 reads the batches, so that only rank 0 knows their position."""
+    _check_place((loader.state.process_index, loader.state.num_processes), (rank, size))
+    if rank:
+        return Lot(loader)
+    batch_size = _batch_sampler(loader).batch_size
+    block, reads = (batch_size // size, 1) if loader.split_batches else (batch_size, size)
+    steps = _accelerated(loader, block * size, reads)
+    at, left = steps.at(None, _has_ended(loader)), _left(loader, steps, total, batch_size)
+    if at.has_ended and at.steps:  # it knows the number of samples of its last step
+        left = (at.steps - 1) * steps.size + loader.remainder
+    dealt = _evened(left, block, size, loader._drop_last, fills=False)
+    return Lot(loader, dealt, steps.at(dealt.rows, _has_ended(loader)))
+
+
+def _evened(left: int | None, block: int, size: int, drop_last: bool, fills: bool) -> Dealt:
+    """Return the distribution of samples in steps, with repeated ones in the last.
+
+    Args:
+        left: The number of samples; None if it is unknown.
+        block: The samples of one rank in a step.
+        size: The number of ranks.
+        drop_last: True if the last step is dropped if it is not full.
+        fills: True if the last step is filled; otherwise all ranks get equally many samples.
+    """
+    step = block * size
+    if left is None or drop_last or left % step == 0:
+        return Dealt(block, None, None if left is None else left // step * step, True)
+    rest = left % step
+    last = step if fills else -(-rest // size) * size
+    return Dealt(block, rest if last > rest else None, left - rest + last, True)
+
+
+def _sharded(loader: Any, shard: Any, rank: int, size: int, total: int | None) -> Lot:
     """Handle loaders whose ranks read their own batches, to which a sampler or data set adds repeated samples."""
-    _check_size(shard.num_processes, size)
+    known = _classes("accelerate.data_loader", "BatchSamplerShard", "IterableDatasetShard")
+    known += _classes("transformers.trainer_pt_utils", "IterableDatasetShard")
+    _check_class(shard, known)
+    _check_place((shard.process_index, shard.num_processes), (rank, size))
     if shard.batch_size is None:
         raise ValueError("the loader's batches differ in size, so its order is not known; pass indices=")
+    is_even = getattr(shard, "even_batches", True)
     block = shard.batch_size // size if getattr(shard, "split_batches", False) else shard.batch_size
-    if shard.drop_last or not getattr(shard, "even_batches", True):
-        return Dealt(block)
-    total = _length(loader) if total is None else total
-    steps = -(-total // (block * size))
-    ended = loader.end_of_dataloader if issubclass(type(loader), _prepared()) else _has_ended(loader, steps)
-    return Dealt(block, _rest(total, block * size)) if ended else Dealt(block, is_full=True)
-
-
-def _length(loader: Any) -> int:
-    """Return the number of samples before any is repeated."""
-    try:
-        return len(_source(loader))
-    except TypeError:
+    steps = _accelerated(loader, block * size)
+    left = _left(loader, steps, total, shard.batch_size)
+    if left is None and is_even and not shard.drop_last:
         raise ValueError(
             "the loader's data set has no length, and samples may be repeated at its end; pass total=, the number of "
             "samples, or indices="
-        ) from None
+        )
+    dealt = (
+        _evened(left, block, size, shard.drop_last, True) if is_even or shard.drop_last else Dealt(block, None, left)
+    )
+    if steps.done is None:
+        dealt = dealt._replace(rows=None)
+    return Lot(loader, dealt, steps.at(dealt.rows, _has_ended(loader)))
 
 
-def _rest(total: int, step: int) -> int:
-    """Return the number of samples of the last step."""
-    return total % step or min(total, step)
+def _left(loader: Any, steps: _Steps, total: int | None, batch_size: int) -> int | None:
+    """Return the number of samples of the pass before any is repeated; None if it is unknown.
+
+    Args:
+        loader: The loader.
+        steps: Its steps.
+        total: The number of samples of a whole pass, if the loader does not know it.
+        batch_size: The samples of a batch before it is shared out.
+    """
+    try:
+        total = len(_source(loader)) if total is None else total
+    except TypeError:
+        return None
+    left = total - (steps.done or 0) - steps.skipped * steps.size
+    size = steps.size if steps.reads == 1 else batch_size
+    for part in _samplers(loader):
+        left -= getattr(part, "skip_batches", 0) * size
+        size = batch_size if hasattr(part, "num_processes") else size
+    return max(left, 0)
 
 
-def _strided(loader: Any, sampler: Any, size: int) -> Dealt:
+def _source(loader: Any) -> Any:
+    """Return the sampler or data set whose length is the number of samples before any is repeated."""
+    if isinstance(loader.dataset, IterableDataset):
+        return _unsharded(loader.dataset)
+    samplers = [part for part in _samplers(loader) if _inner(part) is None and not hasattr(part, "batch_size")]
+    return samplers[0] if samplers else loader.dataset
+
+
+def _unsharded(data: Any) -> Any:
+    """Return the user's data set if accelerate or transformers shards it."""
+    return data.dataset if hasattr(data, "process_index") else data
+
+
+def _strided(loader: Any, sampler: Any, rank: int, size: int) -> Lot:
     """Handle loaders that give each rank every W-th sample: DistributedSampler and similar ones."""
-    _check_size(sampler.num_replicas, size)
+    known = _classes("torchdata.stateful_dataloader.sampler", "StatefulDistributedSampler")
+    known += _classes("transformers.trainer_pt_utils", "DistributedLengthGroupedSampler")
+    _check_class(sampler, (DistributedSampler, *known))
+    _check_place((sampler.rank, sampler.num_replicas), (rank, size))
+    batch_size, drop_last, skipped = _batches(loader, sampler)
+    steps = _Steps(passes_of(loader), batch_size * size)
+    each = sampler.num_samples // batch_size * batch_size if drop_last else sampler.num_samples
+    rows = max(each * size - skipped * steps.size - (steps.done or 0), 0)
     samples = getattr(sampler, "lengths", None)
     total = len(sampler.dataset if samples is None else samples)
-    is_cut = loader.drop_last and sampler.num_samples % loader.batch_size
-    if sampler.total_size <= total or is_cut or not _has_ended(loader, len(loader)):
-        return Dealt(1)
-    return Dealt(1, _rest(total, size))
+    repeats = sampler.total_size > total and each == sampler.num_samples
+    dealt = Dealt(1, (total % size or size) if repeats else None, rows, True)
+    at = steps.at(rows)
+    return Lot(loader, dealt if steps.done is not None else dealt._replace(rows=None), at)
 
 
-_iterators: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
-"""The last iterator found for each loader."""
-
-
-def _has_ended(loader: Any, batches: int) -> bool:
-    """True if a torch DataLoader has yielded its last batch: its iterator has ended, or no longer exists."""
-    known = _iterators.get(loader)
-    iterator = known() if known is not None else None
-    if iterator is None:
-        found = [each for each in _alive(_BaseDataLoaderIter) if each._index_sampler is loader._index_sampler]
-        if not found:
-            return True
-        if len(found) > 1:
-            raise ValueError(f"the loader is being iterated {len(found)} times at once, so its position is not known")
-        iterator = found[0]
-        _iterators[loader] = ref(iterator)
-    return bool(iterator._num_yielded >= batches)
+def _batches(loader: Any, sampler: Any) -> tuple[int, bool, int]:
+    """Return the batch size of a loader over a sampler, whether it drops the last batch, and the batches skipped."""
+    known = (BatchSampler, *_classes("torchdata.stateful_dataloader.sampler", "BatchSampler"))
+    skipping = _classes("accelerate.data_loader", "SkipBatchSampler")
+    batch_size, drop_last, skipped = loader.batch_size or 1, loader.drop_last, 0
+    for part in _samplers(loader):
+        if part is sampler:
+            break
+        if type(part) in skipping:
+            skipped += part.skip_batches
+        else:
+            _check_class(part, known)
+            batch_size, drop_last = part.batch_size, part.drop_last
+    return batch_size, drop_last, skipped

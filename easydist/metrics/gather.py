@@ -14,10 +14,12 @@ from easydist.agreement.runner import run
 from easydist.eager import eager
 from easydist.groups.communicators import Communicators
 from easydist.metrics.columns import as_indices, has_rows, opened, padded, taken
-from easydist.metrics.dealing import dealt_by, dealt_last
+from easydist.metrics.dealing import lot_of, lot_of_last
 from easydist.metrics.encoding import Column, joined, nbytes_of, travelling
 from easydist.metrics.large import AT_ONCE, Large, check_length, moved
-from easydist.metrics.order import Dealt, Order, by_index, in_order
+from easydist.metrics.lot import ACTIVE, ENDED, Lot, agreed_lot
+from easydist.metrics.order import Dealt, Order, by_index, check_even, in_order, told
+from easydist.metrics.tally import Tally, tally_of
 from easydist.metrics.windows import Way
 from easydist.state import communicators, together
 from easydist.typing import Group, Timeout, Tree
@@ -110,20 +112,22 @@ class _Samples(NamedTuple):
     total: int | None
     indices: Any
 
-    def dealt(self, size: int) -> Dealt:
-        """Return the distribution of the samples to the ranks."""
-        if self.indices is not None:
-            return Dealt()
+    def lot(self, rank: int, size: int) -> Lot:
+        """Return the loader that the rows come from, as this rank knows it."""
         if self.loader is not None:
-            return dealt_by(self.loader, size, self.total)
-        if (dealt := dealt_last(size, self.total)) is not None:
-            return dealt
-        if self.total is None:
-            raise ValueError(
-                "gather_for_metrics: no loader prepared with accelerate tells which samples are repeated; pass "
-                "loader= (the loader that these rows come from), indices=, or total= (the number of samples)"
-            )
-        return Dealt(total=index(self.total))
+            return lot_of(self.loader, rank, size, self.total)
+        return Lot() if self.indices is not None else lot_of_last(rank, size, self.total)
+
+    @property
+    def are_told(self) -> bool:
+        """True if it can be done without a loader."""
+        return self.indices is not None or self.total is not None
+
+
+_NO_LOADER = (
+    "gather_for_metrics: no loader prepared with accelerate tells which samples are repeated; pass loader= (the loader "
+    "that these rows come from), indices=, or total= (the number of samples)"
+)
 
 
 class _GatherForMetrics(Gather):
@@ -142,10 +146,12 @@ class _GatherForMetrics(Gather):
         self._samples, self._whole = samples, whole
         self._ragged, self._pad_index = ragged or pad_index is not None, pad_index
         self._orders: dict[tuple[int, ...], Order] = {}
+        self._tally, self._lot, self._has_last = Tally(), Lot(), True
         self.large: Large | None = None
 
     def prepare(self, comms: Communicators) -> Call:
-        self._dealt = self._samples.dealt(comms.size)
+        lot = self._samples.lot(comms.rank, comms.size)
+        self._tally = tally_of(lot.loader)
         self._values, self._tree = opened(self._tensor, self._ragged, self._whole)
         nbytes = 0 if self._dst is None or comms.size == 1 else sum(map(nbytes_of, self._values))
         is_small = nbytes <= AT_ONCE or not any(map(has_rows, self._values))
@@ -157,8 +163,26 @@ class _GatherForMetrics(Gather):
         call = super().prepare(comms)
         call.nbytes = call.nbytes if is_small else nbytes
         del call.arguments["dim"]
-        call.arguments |= self._dealt._asdict() | {"ragged": self._ragged, "pad_index": self._pad_index}
+        total = None if self._samples.total is None else index(self._samples.total)
+        call.arguments |= {"total": total, "ragged": self._ragged, "pad_index": self._pad_index}
+        call.numbers = lot.numbers(self._tally.rows)
+        if lot.loader is None and not self._samples.are_told and self._has_rows():
+            raise ValueError(_NO_LOADER)
         return call
+
+    def _has_rows(self) -> bool:
+        """True if this rank has rows. One without any may have had no batch; then it takes the others' loader."""
+        return any(column.rows is not None and len(self._tensor[column.rows]) for column in self._columns)
+
+    def validate(self, comms: Communicators, agreed: Agreement) -> None:
+        """Raise if the ranks' loaders differ, or if none of them knows one."""
+        super().validate(comms, agreed)
+        lot, is_same = agreed_lot(agreed.numbers())
+        if lot.dealt is None and not self._samples.are_told:
+            raise ValueError(_NO_LOADER)
+        if not is_same:  # a call failed on some ranks only
+            self._tally.lose()
+        self._lot = lot
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> Moved:
         if self._is_large(comms, agreed):
@@ -175,9 +199,10 @@ class _GatherForMetrics(Gather):
         leaves, shapes = agreed.call.tree, arrived[0]
         places = leaves.layout.places
         sizes = [[row[place][0] for row in shapes] for place in places]
+        self._has_last = self._admitted(sizes)
         orders = [self._order(column, sizes) for column in self._columns]
         if alone := [column.path for column in self._columns if column.rows is None]:
-            _warn_of_weights(self._dealt, comms.size, alone[0])
+            _warn_of_weights(self._lot, comms.size, alone[0])
         if self._is_large(comms, agreed):
             tensors = [leaves.tensors[places[column.leaf]] for column in self._columns]
             counts = [None if column.rows is None else tuple(sizes[column.rows]) for column in self._columns]
@@ -188,23 +213,58 @@ class _GatherForMetrics(Gather):
         gathered = super().result(comms, agreed, arrived)
         return None if self._dst not in (None, comms.rank) else self._kept(gathered, sizes, orders)
 
+    def _admitted(self, sizes: Sequence[list[int]]) -> bool:
+        """Add the rows to the loader's tally; return True if its last step is among them."""
+        dealt, at, origin = self._lot.dealt, self._lot.at, self._lot.origin
+        counts = {tuple(sizes[column.rows]): column.path for column in self._columns if column.rows is not None}
+        if dealt is None or dealt == Dealt() or not counts:
+            return True
+        rows = max(counts, key=sum)
+        for others in counts.keys() - {rows, (0,) * len(rows)}:
+            raise ValueError(
+                f"gather_for_metrics: {counts[rows] or 'the data'} has {_listed(rows)} rows on the ranks, "
+                f"{counts[others] or 'the data'} has {_listed(others)}; pass one row per sample"
+            )
+        if origin == ACTIVE and dealt.block is not None and max(rows) > dealt.block:
+            raise ValueError(
+                f"gather_for_metrics: {told(rows)}, but a batch of the loader that is being iterated has {dealt.block}"
+                f"; {_THIS_LOADER}"
+            )
+        try:
+            check_even(rows, dealt, at.has_ended or not at.serial)
+            has_last = self._tally.admit(sum(rows), dealt, at)
+        except ValueError as error:
+            if origin != ENDED:
+                raise ValueError(f"gather_for_metrics: {error}") from None
+            has_last = False
+        if origin == ENDED and dealt.rows is not None and not has_last:
+            raise ValueError(
+                f"gather_for_metrics: {told(rows)}, but the only loader that has ended has "
+                f"{dealt.samples(len(rows))} samples; {_THIS_LOADER}"
+            )
+        return has_last
+
     def _order(self, column: Column, sizes: Sequence[list[int]]) -> Order:
         """Return the rows of a column to keep, as far as it follows from the numbers of rows."""
         if column.rows is None:
             return None
-        counts = sizes[column.rows]
-        if self._samples.indices is not None and counts != sizes[-1]:
-            raise ValueError(
-                f"gather_for_metrics: {column.path or 'the data'} has {_listed(counts)} rows on the ranks, "
-                f"indices has {_listed(sizes[-1])}; pass one index per row"
-            )
-        rows = tuple(counts)
+        counts, dealt = sizes[column.rows], self._lot.dealt
+        if self._samples.indices is not None:
+            if counts != sizes[-1]:
+                raise ValueError(
+                    f"gather_for_metrics: {column.path or 'the data'} has {_listed(counts)} rows on the ranks, "
+                    f"indices has {_listed(sizes[-1])}; pass one index per row"
+                )
+            return None
         try:
+            if dealt is None:
+                return _check_total(counts, self._samples.total)
+            rows = tuple(counts)
             if rows not in self._orders:  # one order for all columns with as many rows
-                self._orders[rows] = in_order(rows, self._dealt)
+                self._orders[rows] = in_order(rows, dealt, self._has_last)
+            return self._orders[rows]
         except ValueError as error:
             raise ValueError(f"gather_for_metrics: {column.path or 'the data'}: {error}") from None
-        return self._orders[rows]
 
     def _kept(self, leaves: Sequence[Any], sizes: Sequence[list[int]], orders: Sequence[Order]) -> Tree:
         """Return the selected rows, in their order."""
@@ -229,9 +289,23 @@ def _listed(rows: Sequence[int]) -> str:
     return ", ".join(map(str, rows))
 
 
-def _warn_of_weights(dealt: Dealt, size: int, path: str) -> None:
+_THIS_LOADER = "pass loader= (the loader that these rows come from)"
+
+
+def _check_total(rows: Sequence[int], total: int | None) -> None:
+    if total is not None and sum(rows) != total:
+        raise ValueError(
+            f"{told(rows)}, {sum(rows)} in all, but total is {total}; pass loader= or indices= to tell which rows are "
+            "repeated"
+        )
+
+
+def _warn_of_weights(lot: Lot, size: int, path: str) -> None:
     """Warn against averaging values of ranks whose batches differ."""
-    if dealt.rest is not None and dealt.block is not None and dealt.rest != dealt.block * size:
+    dealt = lot.dealt
+    if dealt is None or dealt.block is None or not lot.at.has_ended:
+        return
+    if dealt.rest not in (None, dealt.block * size):
         text = (
             f"gather_for_metrics: {path or 'the data'} is one value per rank, and the last batches have repeated "
             "or fewer samples, so its mean is not the mean of the data set; gather one value per sample, or use "

@@ -96,47 +96,68 @@ class DistributedLoader:
     Attributes:
         dataset: The data set.
         batch_size: The samples of one batch of one rank.
-        epoch: The current or next epoch.
-        position: The number of samples of the epoch that all ranks together have received.
         total: The number of samples of an epoch over all ranks; None if the data set has no length.
+        source: This rank's batches.
     """
 
     def __init__(self, dataset: Any, source: Source, with_indices: bool, group: Group) -> None:
         self.dataset, self.batch_size, self.total = dataset, source.sharing.batch_size, source.total
-        self.epoch = self.position = self._start = 0
-        self._source, self._with_indices, self._group = source, with_indices, group
+        self.source, self._with_indices, self._group = source, with_indices, group
+        self._next = _Place(0, 0)
+        self._here, self._reading = self._next, list[_Place]()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is being read, or else the next."""
+        return self._here.epoch
+
+    @property
+    def position(self) -> int:
+        """The number of samples of the epoch that all ranks together have received."""
+        return self._here.position
 
     def __len__(self) -> int:
         if self.total is None:
             raise TypeError("the data set of this loader has no length")
-        size = self.batch_size * self._source.sharing.world_size
-        return self.total // size if self._source.sharing.drop_last else -(-self.total // size)
+        size = self.batch_size * self.source.sharing.world_size
+        return self.total // size if self.source.sharing.drop_last else -(-self.total // size)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the next epoch, on all ranks. It starts at its first sample, unless a position in it was loaded.
+
+        An epoch that is being read goes on, and ``state_dict`` describes that one until the next begins.
 
         Args:
             epoch: Its number, which determines the order together with the seed. An iterable data set gets it through
                 its own ``set_epoch``, if it has one.
         """
-        if index(epoch) != self.epoch:
-            self.epoch, self.position, self._start = index(epoch), 0, 0
+        if index(epoch) != self._next.epoch:
+            self._next = _Place(index(epoch), 0)
+            self._here = self._reading[-1] if self._reading else self._next
 
     def __iter__(self) -> Iterator[Any]:
-        start = self._start
-        self._meet("begin_epoch", epoch=self.epoch, position=start, total=self.total)
-        self.position, self._start = start, 0
-        for position, indices, batch in self._source.batches(self.epoch, start):
-            self.position = position
-            yield (indices, batch) if self._with_indices else batch
-        if isinstance(self._source, Streamed):
-            self._meet_at_end()
-        self.epoch, self.position = self.epoch + 1, 0
+        epoch, start = self._next.epoch, self._next.position
+        self._meet("begin_epoch", epoch=epoch, position=start, total=self.total)
+        here = self._here = _Place(epoch, start)
+        self._next = _Place(epoch, 0)
+        self._reading.append(here)
+        try:
+            for here.position, indices, batch in self.source.batches(epoch, start):
+                self._here = here
+                yield (indices, batch) if self._with_indices else batch
+            if isinstance(self.source, Streamed):
+                self._meet_at_end(here)
+            if self._next.epoch == epoch:  # set_epoch has chosen no other
+                self._next = _Place(epoch + 1, 0)
+            self._here = self._next
+        finally:
+            self._reading = [place for place in self._reading if place is not here]
+            self._here = self._reading[-1] if self._reading else self._here
 
-    def _meet_at_end(self) -> None:
+    def _meet_at_end(self, here: _Place) -> None:
         """Make sure that all ranks' streams were equally long. Their samples are not compared."""
         try:
-            self._meet("end_epoch", epoch=self.epoch, position=self.position)
+            self._meet("end_epoch", epoch=here.epoch, position=here.position)
         except DisagreementError as error:
             error.args = (f"{error}\n{_DIFFERENT_STREAMS}",)
             raise
@@ -151,7 +172,7 @@ class DistributedLoader:
             >>> distributed_loader(range(5), batch_size=2).state_dict()
             {'epoch': 0, 'position': 0, 'order': {'shuffle': False, 'seed': 0, 'total': 5}}
         """
-        return {"epoch": self.epoch, "position": self.position, "order": self._source.order}
+        return {"epoch": self.epoch, "position": self.position, "order": self.source.order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position of ``state``, with any number of ranks and any batch size. All ranks call it.
@@ -164,13 +185,19 @@ class DistributedLoader:
         Raises:
             ValueError: The order of the samples differs: another length, seed or ``shuffle``.
         """
-        if state["order"] != self._source.order:
+        if state["order"] != self.source.order:
             raise ValueError(
                 f"load_state_dict: the state belongs to a loader with {state['order']}, but this one has "
-                f"{self._source.order}; make it with the same data set, shuffle and seed"
+                f"{self.source.order}; make it with the same data set, shuffle and seed"
             )
-        self.epoch, self._start = state["epoch"], state["position"]
-        self.position = self._start
+        self._next = self._here = _Place(state["epoch"], state["position"])
+
+
+class _Place:
+    """A position in an epoch."""
+
+    def __init__(self, epoch: int, position: int) -> None:
+        self.epoch, self.position = epoch, position
 
 
 class _Opening(Verb[Source]):
@@ -191,11 +218,11 @@ class _Opening(Verb[Source]):
         collate = Collate(self._collate_fn, self._dataset)
         kind = Streamed if is_stream(self._dataset) else Indexed
         sharing = Sharing(comms.rank, comms.size, **self._arguments)
-        self._source = kind(self._dataset, sharing, collate, self._options)
-        return Call({"total": self._source.total, **self._arguments})
+        self.source = kind(self._dataset, sharing, collate, self._options)
+        return Call({"total": self.source.total, **self._arguments})
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: Any) -> Source:
-        return self._source
+        return self.source
 
 
 class _Meeting(Verb[None]):

@@ -12,38 +12,42 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Dealt", "Order", "by_index", "in_order", "positions"]
+__all__ = ["Dealt", "Order", "by_index", "check_even", "in_order", "positions", "told"]
 
 Order = torch.Tensor | slice | None
 """The rows of all ranks to keep, as positions in rank order; None: all, unchanged."""
 
 
 class Dealt(NamedTuple):
-    """A loader's distribution of samples to the ranks.
+    """A loader's distribution of samples to the ranks, in one pass.
 
     Attributes:
         block: The number of consecutive samples of one rank in one step; None: all samples of a rank.
         rest: The number of samples of the last step that are not repeated; None: no sample is repeated.
-        is_full: True if all ranks have their whole blocks of every step; otherwise the last step may differ.
-        total: The number of rows of the ranks, if nothing else is known.
-        most: The most rows of a rank, if the loader was not named.
-        kept: The number of rows to keep, if the loader was not named.
+        rows: The rows of all ranks, repeated samples included; None if that is unknown.
+        is_even: True if every rank has as many rows as the others in each call.
     """
 
     block: int | None = None
     rest: int | None = None
-    is_full: bool = False
-    total: int | None = None
-    most: int | None = None
-    kept: int | None = None
+    rows: int | None = None
+    is_even: bool = False
+
+    def samples(self, size: int) -> int | None:
+        """Return the number of samples without those that are repeated, on ``size`` ranks; None if it is unknown."""
+        if self.rows is None or self.rest is None or self.block is None:
+            return self.rows
+        step = self.block * size
+        return self.rows - (self.rows % step or step) + self.rest
 
 
-def in_order(rows: Sequence[int], dealt: Dealt) -> Order:
+def in_order(rows: Sequence[int], dealt: Dealt, has_last: bool = True) -> Order:
     """Select the rows to keep, in the order of the samples.
 
     Args:
         rows: The number of rows of each rank; the last of them belong to one step.
         dealt: The distribution of their samples.
+        has_last: True if the last step of the pass is among them.
 
     Returns:
         Positions in the rows of all ranks, joined in rank order; a slice if no row changes its place; None: all.
@@ -56,40 +60,35 @@ def in_order(rows: Sequence[int], dealt: Dealt) -> Order:
         tensor([0, 2, 1])
         >>> in_order([4, 4], Dealt(block=4, rest=5))
         slice(None, 5, None)
-        >>> in_order([3, 2], Dealt()) is None
+        >>> in_order([4, 4], Dealt(block=4, rest=5), has_last=False) is None
         True
     """
-    _check(rows, dealt)
-    order = None if dealt.block is None or not any(rows) else _order(rows, dealt.block, dealt.rest)
-    kept = sum(rows) if order is None else len(range(sum(rows))[order]) if isinstance(order, slice) else len(order)
-    if dealt.kept not in (None, kept):
+    if dealt.block is None or not any(rows):
+        return None
+    return _order(rows, dealt.block, dealt.rest if has_last else None)
+
+
+def check_even(rows: Sequence[int], dealt: Dealt, may_be_last: bool) -> None:
+    """Make sure that the ranks have as many rows as one another, and whole blocks, if the loader deals so.
+
+    Args:
+        rows: The number of rows of each rank.
+        dealt: The distribution of their samples.
+        may_be_last: True if the last step may be among them, which need not be full.
+
+    Raises:
+        ValueError: They have not.
+    """
+    if dealt.is_even and dealt.block and (len({*rows}) > 1 or (rows[0] % dealt.block and not may_be_last)):
         raise ValueError(
-            f"{_told(rows)}, of which {kept} count, but the only loader that has ended has {dealt.kept} "
-            "samples; pass loader= (the loader that these rows come from)"
+            f"{told(rows)}, but the loader's batches have {dealt.block}, as many on every rank; pass one row per "
+            "sample, or indices="
         )
-    return order
 
 
-def _told(rows: Sequence[int]) -> str:
+def told(rows: Sequence[int]) -> str:
+    """Return the beginning of an error: ``the ranks have 2, 3 rows``."""
     return f"the ranks have {', '.join(map(str, rows))} rows"
-
-
-def _check(rows: Sequence[int], dealt: Dealt) -> None:
-    """Make sure that the ranks have as many rows as they got samples, as far as that is known."""
-    if dealt.total is not None and sum(rows) != dealt.total:
-        raise ValueError(
-            f"{_told(rows)}, {sum(rows)} in all, but total is {dealt.total}; pass loader= or indices= to tell which "
-            "rows are repeated"
-        )
-    if dealt.is_full and dealt.block is not None and any(count % dealt.block for count in rows):
-        raise ValueError(
-            f"{_told(rows)}, but the loader's batches have {dealt.block}; pass one row per sample, or indices="
-        )
-    if dealt.most is not None and max(rows) > dealt.most:
-        raise ValueError(
-            f"{_told(rows)}, but a batch of the loader that is being iterated has {dealt.most}; pass loader= "
-            "(the loader that these rows come from)"
-        )
 
 
 def _order(rows: Sequence[int], block: int, rest: int | None) -> Order:
@@ -121,7 +120,7 @@ def _check_last(rows: Sequence[int], last: Sequence[int], block: int, rest: int)
     even = -(-rest // len(rows))
     if sum(last) < rest or ({*last} != {block} and max(last) != even):
         raise ValueError(
-            f"{_told(rows)}, which are not the loader's: its last step has {rest} samples in batches of {block}; pass "
+            f"{told(rows)}, which are not the loader's: its last step has {rest} samples in batches of {block}; pass "
             "one row per sample, or indices="
         )
 

@@ -1,7 +1,5 @@
 """distributed_loader: the batches of a step, joined in rank order, are the next samples of the data set."""
 
-import contextlib
-import multiprocessing
 from itertools import chain
 
 import launching
@@ -9,6 +7,7 @@ import pytest
 import torch
 from counting import exchanges
 from hypothesis import given, settings, strategies as st
+from loaders import workers_allowed
 from torch.utils.data import ChainDataset, Dataset, IterableDataset
 
 import easydist
@@ -184,14 +183,6 @@ def test_a_state_of_another_order_is_refused(rank):
     assert loader.epoch == 0
 
 
-@contextlib.contextmanager
-def workers_allowed():
-    """Let this rank start processes; those of the pool are daemons, which may not."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(multiprocessing.current_process()._config, "daemon", False)
-        yield
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "workers"), [(Rows, 2), (Stream, 1)])
 @distributed(world_size=2)
@@ -344,3 +335,39 @@ def test_a_collector_has_the_whole_data_set_in_order(rank, world_size, shuffle):
         assert columns["x"][:, 0].tolist() == list(range(total))
         assert list(columns["id"]) == [f"row {i}" for i in range(total)]
         assert columns["half"].tolist() == [i / 2 for i in range(total)]
+
+
+@distributed(world_size=(1, 2))
+def test_the_state_names_the_epoch_that_is_being_read(rank, world_size):
+    loader = distributed_loader(range(10), 1, shuffle=True)
+    for number, _ in enumerate(loader):
+        state = loader.state_dict()
+        assert (state["epoch"], state["position"]) == (0, (number + 1) * world_size)
+        inner = [loader.state_dict()["position"] for _ in loader]  # the same epoch from its beginning
+        assert inner == [*range(world_size, 11, world_size)]
+        assert loader.state_dict() == state
+        loader.set_epoch(7)  # for the next pass: this one goes on
+        assert loader.state_dict() == state
+        if number == 1:
+            break
+    assert loader.state_dict() == state  # it can be resumed there
+    loader.set_epoch(3)
+    assert (loader.epoch, loader.position) == (3, 0)
+    list(loader)
+    assert (loader.epoch, loader.position) == (4, 0)
+
+
+@distributed(world_size=(1, 2))
+def test_choosing_the_next_epoch_while_reading_one_loses_no_sample(rank, world_size):
+    loader, got = distributed_loader(range(10), 1, shuffle=True, seed=5), []
+    for batch in loader:
+        got += easydist.gather(batch).tolist()
+        loader.set_epoch(7)
+        if len(got) == 4:
+            break
+    resumed = distributed_loader(range(10), 1, shuffle=True, seed=5)
+    resumed.load_state_dict(loader.state_dict())
+    got += [i for batch in resumed for i in easydist.gather(batch).tolist()]
+    assert got == order_of(10, True, 0)
+    assert [i for batch in loader for i in easydist.gather(batch).tolist()] == order_of(10, True, 7)
+    assert loader.epoch == 8

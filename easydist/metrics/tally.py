@@ -1,0 +1,164 @@
+"""The tally of a loader's rows: it tells which samples a call has, from the rows of the calls before it.
+
+The n-th calls between the steps of a loader form a *stream*, so predictions and labels that are gathered apart are two.
+The rows of a stream come in the loader's order, one batch after another, whenever they are gathered: in their own step,
+some steps later, or all at once. So a stream that has all rows of the pass has its last step, the only one with
+repeated samples. If rows cannot be placed in this way, the call raises.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from easydist.metrics.order import Dealt
+
+__all__ = ["Position", "Tally", "tally_of"]
+
+_ADVICE = "gather each batch in the loop, or all of them together after it, and pass one row per sample, or indices="
+
+
+class Position(NamedTuple):
+    """The position of a loader.
+
+    Attributes:
+        serial: The number of the current pass; 0 if none was seen.
+        steps: The batches that it has yielded to each rank.
+        available: Their rows on all ranks.
+        has_ended: True if there are no more batches.
+        finished: The number of the last pass that came to its end, as far as that is known.
+        mixed: How often an older pass went on after a newer one had begun.
+    """
+
+    serial: int = 0
+    steps: int = 0
+    available: int = 0
+    has_ended: bool = False
+    finished: int = 0
+    mixed: int = 0
+
+
+class _Stream:
+    """The n-th calls between two steps.
+
+    Attributes:
+        name: A name for errors.
+        rows: The rows of all ranks in its calls.
+        behind: After its first call, the rows that the loader had yielded and this stream had not gathered.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.name = "the call" if number == 0 else f"call {number + 1}"
+        self.rows, self.behind = 0, -1
+
+
+class Tally:
+    """The rows that were gathered in the current pass over one loader. All ranks keep the same tally."""
+
+    def __init__(self) -> None:
+        self._at = Position(serial=-1)
+        self._total: int | None = None
+        self._streams: list[_Stream] = []
+        self._calls = 0
+        self._is_lost = False
+
+    @property
+    def rows(self) -> int:
+        """The rows of all streams."""
+        return sum([stream.rows for stream in self._streams])
+
+    def lose(self) -> None:
+        """Forget the rows of this pass, since the ranks do not agree on them or do not know them."""
+        self._streams, self._is_lost = [], True
+
+    def admit(self, rows: int, dealt: Dealt, at: Position) -> bool:
+        """Add the rows of a call.
+
+        Args:
+            rows: The rows of all ranks.
+            dealt: The distribution of the loader's samples.
+            at: The position of the loader.
+
+        Returns:
+            True if the last step of the pass is among the rows.
+
+        Raises:
+            ValueError: It is not known which samples these rows are, or a stream of the last pass lacks rows.
+        """
+        try:
+            return self._admit(rows, dealt, at)
+        except ValueError:
+            self.lose()
+            raise
+
+    def _admit(self, rows: int, dealt: Dealt, at: Position) -> bool:
+        self._follow(dealt, at)
+        is_unknown = dealt.rows is None and dealt.rest is None and (at.has_ended or not dealt.is_even)
+        if rows == dealt.rows or is_unknown:
+            return True  # a whole pass, or one in which no sample is repeated
+        stream = self._next_stream()
+        if stream is None:
+            return self._unplaced(rows, dealt)
+        self._total = dealt.rows
+        stream.rows += rows
+        behind = at.available - stream.rows
+        stream.behind = behind if stream.behind < 0 else stream.behind
+        if behind < 0 or (at.has_ended and behind > stream.behind):
+            raise ValueError(
+                f"{stream.name} of each step has gathered {stream.rows} rows so far, and the loader has yielded "
+                f"{at.available} on all ranks, so it is not known which batches the last of them came from; {_ADVICE}"
+            )
+        return at.has_ended and stream.rows == dealt.rows
+
+    def _follow(self, dealt: Dealt, at: Position) -> None:
+        """Follow the loader to its next step, or to its next pass."""
+        last, self._at = self._at, at
+        is_mixed = last.serial > 0 and at.mixed != last.mixed
+        if at.serial == last.serial and not is_mixed:
+            self._calls = self._calls if at.steps == last.steps else 0
+            return
+        streams, self._streams, self._calls, self._is_lost = self._streams, [], 0, is_mixed
+        if is_mixed and dealt.rest is not None:
+            raise ValueError(
+                "the loader is being iterated several times at once, so it is not known which batches these rows and "
+                "the last ones came from; use a loader for each loop, or pass indices="
+            )
+        if at.finished == last.serial or last.has_ended:
+            self._check(streams)
+
+    def _check(self, streams: list[_Stream]) -> None:
+        """Make sure that the streams of a finished pass have all its rows."""
+        for stream in streams:
+            if self._total not in (None, stream.rows):
+                raise ValueError(
+                    f"in the last pass over the loader, {stream.name} of each step gathered {stream.rows} of "
+                    f"{self._total} rows, so samples are missing in its results; {_ADVICE}"
+                )
+
+    def _next_stream(self) -> _Stream | None:
+        """Return the stream of this call; None if that is not known."""
+        at, number = self._at, self._calls
+        if self._is_lost or not at.serial:
+            return None
+        self._calls += 1
+        if not at.has_ended and number == len(self._streams):
+            self._streams.append(_Stream(number))
+        # After the last step, the streams that the steps before had go on in turns.
+        return self._streams[number % len(self._streams)] if self._streams else None
+
+    def _unplaced(self, rows: int, dealt: Dealt) -> bool:
+        """Refuse rows of which it is not known whether the last step is among them."""
+        if dealt.rest is None or (self._at.serial and not self._at.has_ended):
+            return False
+        raise ValueError(
+            f"these are {rows} of the {dealt.rows} rows that the loader yields in a pass, which repeat samples, and it "
+            f"is not known whether they are the last; {_ADVICE}"
+        )
+
+
+_tallies: WeakKeyDictionary[Any, Tally] = WeakKeyDictionary()
+
+
+def tally_of(loader: Any) -> Tally:
+    """Return the tally of a loader; a new one each time for None."""
+    return Tally() if loader is None else _tallies.setdefault(loader, Tally())
