@@ -46,8 +46,9 @@ def gather_for_metrics(
 ) -> Tree:
     """Collect every rank's samples in the sampler's order, without those that a sampler repeated.
 
-    Law: over the batches of an epoch, or after it with the rows of all batches, each column is the one that one process
-    gets from the same data set; with ``indices`` it is sorted by them. Holds at W = 1, too.
+    Law: over the calls of an epoch, which have the rows of one batch after another, or of several together, each column
+    is the one that one process gets from the same data set; with ``indices`` it is sorted by them. Holds at W = 1, too.
+    The rows are counted by loader, pass and stream: the n-th calls between two steps of the loader form a stream.
 
     Example:
         >>> import torch, easydist
@@ -66,7 +67,7 @@ def gather_for_metrics(
         loader: The loader that distributed the samples: a ``DataLoader`` with ``DistributedSampler`` or a similar one,
             one that accelerate has prepared, or ``distributed_loader``. None means accelerate's loader that is being
             iterated, and then the rows must be one batch of it; else the only one that has ended, and then they must
-            be all of its rows.
+            be all of its rows, or the last of them.
         total: The number of samples, for a loader whose data set has no length. Without any loader the ranks must have
             that many rows in all, which are kept in rank order. With ``indices``, the number of different ones.
         indices: The index of each row of this rank in the data set. No loader is needed. If an index comes twice, the
@@ -84,13 +85,16 @@ def gather_for_metrics(
         A new tree of the same structure. On ranks other than ``dst``: None.
 
     Raises:
-        ValueError: It is unknown which rows are repeated samples; the loader is for another number of ranks, or its
-            order is unknown; or the rows do not match the loader, ``total`` or ``indices``.
-        DisagreementError: Paths, dtypes, shapes apart from dim 0, or the loaders' distributions differ between ranks.
+        ValueError: It is unknown which rows are repeated samples, or which batches they came from; a stream lacks rows
+            of the last pass; the loader is for another rank or number of ranks, or its order is unknown; or the rows do
+            not match the loader, ``total`` or ``indices``.
+        DisagreementError: Paths, dtypes, shapes apart from dim 0, or the loaders' distributions or positions differ
+            between ranks.
         RemoteError: Another rank's data could not travel.
         TypeError: An object cannot be pickled, or a leaf is not a dense tensor.
 
-    Cost: that of ``gather``: one header exchange, which also carries small data, and one exchange for larger data.
+    Cost: that of ``gather``: one header exchange, which also carries small data, and one exchange for larger data. The
+    loader's position travels with the header.
     With ``dst``, if a rank has more than 8 MiB: a ``gather`` for every 512 KiB, so that the others need no memory
     beside their data, and with ``indices`` three more exchanges.
 
@@ -258,7 +262,8 @@ class _GatherForMetrics(Gather):
             return None
         try:
             if dealt is None:
-                return _check_total(counts, self._samples.total)
+                _check_total(counts, self._samples.total)
+                return None
             rows = tuple(counts)
             if rows not in self._orders:  # one order for all columns with as many rows
                 self._orders[rows] = in_order(rows, dealt, self._has_last)
