@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -115,6 +115,9 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
     return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
 
 
+_ALWAYS_OPENED = (list, tuple, Mapping)
+
+
 def recursively_apply(
     func: Callable[..., Any],
     data: Tree,
@@ -129,7 +132,8 @@ def recursively_apply(
         func: The function, called with the leaf and the further arguments.
         data: Any tree.
         *args: Further arguments of ``func``.
-        test_type: Returns True for a leaf; called before containers are opened.
+        test_type: Returns True for a leaf. It is not asked about lists, tuples and mappings, which are always opened;
+            other containers, such as dataclasses, are opened if it returns False.
         error_on_other_type: True to refuse trees with other values; False to return those unchanged.
         **kwargs: Further keyword arguments of ``func``.
 
@@ -140,7 +144,11 @@ def recursively_apply(
         >>> recursively_apply(lambda t: t + 1, {"a": torch.zeros(2), "b": "text"})
         {'a': tensor([1., 1.]), 'b': 'text'}
     """
-    values, spec = tree.flatten(data, lambda value: test_type(value) or not tree.is_container(value))
+
+    def is_leaf(value: Any) -> bool:
+        return not isinstance(value, _ALWAYS_OPENED) and (not tree.is_container(value) or test_type(value))
+
+    values, spec = tree.flatten(data, is_leaf)
     tests = [test_type(value) for value in values]
     if error_on_other_type and not all(tests):
         other = tests.index(False)
@@ -163,15 +171,19 @@ def send_to_device(
 def send_to_device(
     tensor: Tree, device: Device, non_blocking: bool = False, skip_keys: str | Sequence[str] | None = None
 ) -> Tree:
-    """Return the tree with all its tensors and NumPy arrays as tensors on ``device``; the input is not changed.
+    """Return the tree with all its tensors and NumPy arrays as tensors on ``device``.
 
-    Objects that have ``.to`` and are not mappings or dataclasses (``PackedSequence``, a module) are sent by ``.to``.
+    An object that has a method ``to`` (a module, ``PackedSequence``, ``BatchEncoding``, a dataclass or a list that
+    defines one) is sent by that method, whose result takes its place. Some of them change the object itself and return
+    it. All other containers are rebuilt, and the input is not changed.
 
     Args:
         tensor: Any tree.
         device: The target device.
-        non_blocking: Do not wait for the copy, if the hardware allows it.
-        skip_keys: Keys of mappings, at any depth; their values are not changed, even in objects that have ``.to``.
+        non_blocking: Do not wait for the copy, if the hardware allows it. A ``to`` that raises a ``TypeError`` with
+            this argument is called without it.
+        skip_keys: Keys of mappings, at any depth; their values are not changed. A mapping that has a method ``to``
+            sends all its values.
 
     Example:
         >>> send_to_device({"x": np.ones(2), "name": "a"}, "cpu")
@@ -189,16 +201,12 @@ def send_to_device(
         except TypeError:  # a class with its own .to(), without non_blocking
             return value.to(device)
 
-    return tree.map(move, tensor, lambda value: _is_numeric_leaf(value) or _moves_itself(value, bool(skip)), skip)
+    return tree.map(move, tensor, lambda value: _is_numeric_leaf(value) or _moves_itself(value), skip)
 
 
-def _moves_itself(value: Any, skipping: bool) -> bool:
-    """True if ``value`` is sent by its own ``.to``, not by rebuilding it around its parts."""
-    if not hasattr(value, "to") or isinstance(value, type):
-        return False
-    if isinstance(value, Mapping) or is_dataclass(value):  # the .to() of such a class may change it in place
-        return tree.is_registered(value) and not skipping
-    return True
+def _moves_itself(value: object) -> bool:
+    """True if ``value`` is sent by its own ``to``; a class, or a mapping with a *key* of that name, has none."""
+    return callable(getattr(value, "to", None)) and not isinstance(value, type)
 
 
 def get_data_structure(data: Tree) -> Tree:
@@ -218,11 +226,13 @@ def get_data_structure(data: Tree) -> Tree:
     return tree.map(lambda value: known.setdefault(id(value), describe(value)), data, _is_numeric_leaf)
 
 
-def initialize_tensors(data_structure: Tree, *, hollow: bool = False) -> Tree:
+def initialize_tensors(data_structure: Tree, *, tied: bool = False, hollow: bool = False) -> Tree:
     """Return the tree with uninitialised tensors and arrays: the inverse of ``get_data_structure``.
 
     Args:
-        data_structure: A tree of ``TensorInformation``; the same object gives the same tensor.
+        data_structure: A tree of ``TensorInformation``.
+        tied: Make one tensor for a ``TensorInformation`` that is in several places, as ``get_data_structure`` returns
+            it for a tensor that is; by default every place gets a tensor of its own.
         hollow: Make all elements of a tensor share the memory of one, for uses that need only shape and dtype.
 
     Example:
@@ -243,7 +253,7 @@ def initialize_tensors(data_structure: Tree, *, hollow: bool = False) -> Tree:
             known[id(info)] = make(info)
         return known[id(info)]
 
-    return tree.map(once, data_structure, is_tensor_information)
+    return tree.map(once if tied else make, data_structure, is_tensor_information)
 
 
 def find_batch_size(data: Tree) -> int | None:

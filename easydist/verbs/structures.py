@@ -41,7 +41,7 @@ def shared_leaves(
 
     def decode() -> Call:
         mine = comms.rank == source
-        leaves.append(Leaves(data if mine else initialize_tensors(codec.decode(encoded), hollow=hollow)))
+        leaves.append(Leaves(data if mine else initialize_tensors(codec.decode(encoded), tied=True, hollow=hollow)))
         return Call()
 
     agree(comms, operation, decode)  # if one receiver lacks a class, all ranks have to raise

@@ -4,6 +4,7 @@ import inspect
 import re
 from collections import UserDict
 
+import accelerate
 import numpy as np
 import pytest
 import torch
@@ -60,9 +61,21 @@ def test_recursively_apply_passes_arguments_on_and_touches_tensors_only():
     assert_same(got, want)
 
 
-def test_recursively_apply_asks_test_type_before_it_opens_containers():
-    got = easydist.recursively_apply(len, {"a": (1, 2), "b": [(3,)]}, test_type=lambda value: isinstance(value, tuple))
-    assert got == {"a": 2, "b": [1]}
+def test_recursively_apply_opens_containers_before_it_asks_test_type_as_accelerate_does():
+    data = {"a": (1, [2.5]), "b": UserDict(c=Point("x", None)), "d": Items([3])}
+    every = []
+    for apply in (accelerate.utils.recursively_apply, easydist.recursively_apply):
+        asked = []
+        got = apply(str, data, test_type=lambda value, asked=asked: asked.append(value) or True)
+        every.append((got, asked))
+    assert_same(*[got for got, _ in every])
+    assert every[0][1] == every[1][1] == [1, 2.5, "x", None, 3]
+
+
+def test_recursively_apply_asks_about_other_containers_first():
+    data = [Batch(torch.ones(1)), TensorInformation(torch.Size([2]), torch.int8)]
+    got = easydist.recursively_apply(easydist.initialize_tensors, data, test_type=easydist.is_tensor_information)
+    assert (type(got[0]), got[1].shape, got[1].dtype) == (Batch, (2,), torch.int8)
 
 
 def test_recursively_apply_names_what_it_refuses():
@@ -184,9 +197,17 @@ def test_initialize_tensors_is_the_inverse_of_get_data_structure_but_for_values(
 def test_structure_keeps_ties():
     info = easydist.get_data_structure(tied())
     assert info["encoder"] is info["decoder"][0]
-    made = easydist.initialize_tensors(info)
+    made = easydist.initialize_tensors(info, tied=True)
     assert made["encoder"] is made["decoder"][0]
     assert made["other"] is not made["encoder"]
+
+
+@pytest.mark.parametrize("hollow", [False, True])
+def test_each_place_gets_a_tensor_of_its_own(hollow):
+    info = easydist.get_data_structure(torch.ones(3))
+    first, second = easydist.initialize_tensors([info, info], hollow=hollow)
+    assert first is not second
+    assert first.data_ptr() != second.data_ptr()
 
 
 def test_structure_leaves_everything_else_as_it_is():
