@@ -39,6 +39,7 @@ from .errors import (
     PeerLostError as PeerLostError,
     RemoteError as RemoteError,
     ShapeError as ShapeError,
+    UnequalError as UnequalError,
     UnsafeObjectError as UnsafeObjectError,
     WireError as WireError,
 )
@@ -59,6 +60,7 @@ from .tracing import Trace as Trace, TracedCall as TracedCall, trace as trace
 from .tree import is_namedtuple as is_namedtuple
 from .verbs.all_to_all import all_to_all as all_to_all
 from .verbs.broadcast import broadcast as broadcast, copy_tensor_to_devices as copy_tensor_to_devices
+from .verbs.equality import assert_equal as assert_equal
 from .verbs.gather import gather as gather
 from .verbs.objects import (
     broadcast_object_list as broadcast_object_list,

@@ -2,6 +2,7 @@
 
     EasydistError
     ├── DisagreementError                  ranks called different operations, or with trees that do not match
+    │   └── UnequalError                   values differ that ``assert_equal`` compares; an AssertionError as well
     ├── RemoteError                        another rank failed or ended with an exception; the text contains its error
     │   ├── comms.CommRemoteError          the same in an operation of a communicator
     │   ├── comms.objcol.RemoteFault       the same in an object collective of a communicator
@@ -103,6 +104,10 @@ class DisagreementError(EasydistError):
         >>> easydist.DistributedOperationException is easydist.DisagreementError
         True
     """
+
+
+class UnequalError(DisagreementError, AssertionError):
+    """The error of ``assert_equal`` if ranks have different values; the text says where, and which ranks have which."""
 
 
 DistributedOperationException = DisagreementError

@@ -58,7 +58,7 @@ class Call:
         """Return leaves as (path, dtype, shape), -1 for the size along ``dim``; plain values as (path, text, None)."""
         if self.leaves is None:
             return []
-        plain = [(path, _shortened(text), None) for path, text in self.leaves.plain]
+        plain = [(path, shortened(text), None) for path, text in self.leaves.plain]
         return [*self.leaves.layout.types(dim), *plain]
 
     def structure(self) -> int:
@@ -85,7 +85,8 @@ class Call:
 _LONGEST = 100
 
 
-def _shortened(text: str) -> str:
+def shortened(text: str) -> str:
+    """Return a text of at most 100 characters, or its beginning with its length and a fingerprint."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text)} characters, {fingerprint(text):x})"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 SAME = "Pass the same structure, dtypes and shapes on every rank."
@@ -11,7 +11,8 @@ PLAIN = (
     "Text, None and other plain values beside tensors are not sent, so they must be equal on all ranks. Gather "
     "those that differ with gather_object (gather_for_metrics in an evaluation loop), or leave them out."
 )
-_SHOWN = 10
+SHOWN = 10
+"""The most rows, ranks of a row and the like in a text; the others are counted."""
 
 
 def fault_text(faults: dict[int, dict[str, Any]]) -> str:
@@ -28,7 +29,7 @@ def fault_text(faults: dict[int, dict[str, Any]]) -> str:
 def _ranks(ranks: Iterable[int]) -> str:
     """Return the words for some ranks: ``rank 2``, ``ranks 0, 1``."""
     names = list(map(str, ranks))
-    shown = [*names[:_SHOWN], f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN + 1 else names
+    shown = [*names[:SHOWN], f"{len(names) - SHOWN} more"] if len(names) > SHOWN + 1 else names
     return f"{'rank' if len(names) == 1 else 'ranks'} {', '.join(shown)}"
 
 
@@ -62,16 +63,31 @@ def trees_text(every: list[dict[str, Any]]) -> str:
     ]
     lines = [
         f"  {path or 'the value'}  {_by_rank({r: _leaf_text(rows.get(path)) for r, rows in full_rows.items()})}"
-        for path in differing[:_SHOWN]
+        for path in differing[:SHOWN]
     ]
-    if len(differing) > _SHOWN:
-        lines.append(f"  … and {len(differing) - _SHOWN} more")
+    if len(differing) > SHOWN:
+        lines.append(f"  … and {len(differing) - SHOWN} more")
     first = present[0][1]
     head = f"{first['operation']}: ranks disagree on {len(differing)} of {len(paths)} leaves"
     if any(row and row[1] is None for path in differing for row in (rows.get(path) for rows in fixed_rows.values())):
         return "\n".join([head, *lines, _sites_of(every), PLAIN])
     dim = _differing_dim([rows.get(differing[0]) for rows in fixed_rows.values()])
     return "\n".join([head, *lines, _sites_of(every), SAME if dim is None else first["advice"].format(dim=dim)])
+
+
+def values_text(head: str, rows: Mapping[str, Sequence[str]], more: int, sites: Sequence[str]) -> str:
+    """Return the text about values that differ.
+
+    Args:
+        head: The first line.
+        rows: The text of the value on each rank, by path.
+        more: The number of values that differ and are not among the rows.
+        sites: The site of each rank's call.
+    """
+    lines = [f"  {where}  {_by_text(dict(enumerate(texts)))}" for where, texts in rows.items()]
+    if more:
+        lines.append(f"  … and {more} more")
+    return "\n".join([head, *lines, _sites_text(dict(enumerate(sites)))])
 
 
 def _by_path(rows: Iterable[list[Any]]) -> dict[str, list[Any]]:
@@ -91,8 +107,13 @@ def _sites_of(every: list[dict[str, Any]]) -> str:
 
 def _by_rank(texts: dict[int, str]) -> str:
     """Return the text of each rank; larger groups list ranks with the same text together."""
-    if len(texts) <= _SHOWN:
+    if len(texts) <= SHOWN:
         return "   ".join(f"rank {rank}: {text}" for rank, text in texts.items())
+    return _by_text(texts)
+
+
+def _by_text(texts: dict[int, str]) -> str:
+    """Return each text with the ranks that have it."""
     by_text: dict[str, list[int]] = {}
     for rank, text in texts.items():
         by_text.setdefault(text, []).append(rank)

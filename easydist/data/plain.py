@@ -65,6 +65,33 @@ def described(value: Any, path: str) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+def exactly(value: Any, path: str) -> str:
+    """Return a text for a plain value that is equal on two ranks if, and only if, the value is.
+
+    Functions, classes and modules count by their names.
+
+    Raises:
+        TypeError: No such text is known, or ``described`` refuses the value.
+
+    Example:
+        >>> exactly({"b", "a"}, ""), exactly(1.5, "")
+        ("set('a', 'b')", '1.5')
+    """
+    if isinstance(value, Set) and not _holds_data(value):
+        return f"{type(value).__name__}({', '.join(sorted(exactly(item, path) for item in value))})"
+    text = described(value, path)
+    if type(value) in _BY_REPR or isinstance(value, _NAMED):
+        return text
+    if isinstance(value, enum.Enum):
+        return text if value.name else repr(value)  # Python 3.10 has no name for combined flags
+    if type(value).__module__.partition(".")[0] in _STANDARD and text == repr(value):
+        return text
+    raise TypeError(
+        f"{path or 'the value'} is a {type(value).__qualname__}, whose value easydist cannot compare; pass what it "
+        "consists of, such as its __dict__ or its repr"
+    )
+
+
 def _left_behind(value: Any, path: str) -> str:
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, Set | ValuesView | KeysView):
