@@ -29,6 +29,7 @@ def tensor_dicts(x):
 
 def waits(x):
     easydist.synchronize_rng_states(["torch"])
+    easydist.assert_equal(["the same", 3])
     easydist.wait_for_everyone()
     easydist.ProcessState().wait_for_everyone()
     return x

@@ -74,6 +74,7 @@ VERBS = {
         LARGE, indices=range(len(LARGE)), group=group, timeout=30
     ),
     "MetricCollector": collect,
+    "assert_equal": lambda group: easydist.assert_equal(LARGE, group=group, timeout=30),
     "broadcast": lambda group: easydist.broadcast(LARGE.clone(), group=group, timeout=30),
     "copy_tensor_to_devices": lambda group: easydist.copy_tensor_to_devices(
         None if group.rank() else LARGE, group=group, timeout=30

@@ -49,6 +49,7 @@ VERBS = {
         ["header", "broadcast"],
     ),
     "pad_across_processes": (easydist.pad_across_processes, [], []),
+    "assert_equal": (easydist.assert_equal, [], []),
 }
 
 
