@@ -23,6 +23,7 @@ from easydist.groups.reconnecting import reconnect
 from easydist.groups.recovering import Attempt, Recovered, Recovery, leave
 from easydist.groups.sharing import Hosts, all_gather, attach, introduce, is_wanted
 from easydist.liveness.monitor import Monitor
+from easydist.liveness.peer import host_id
 from easydist.liveness.timed_store import TimedStore
 from easydist.liveness.watchdog import signals_wake_watchdog, watchdog
 from easydist.shm.mailbox import Mailbox
@@ -241,6 +242,13 @@ class Communicators:
             nbytes: The number of bytes to move, the same on both ranks.
         """
         return self.control if nbytes < _LARGE else self._bulk or self._first
+
+    @property
+    def hosts(self) -> list[str] | None:
+        """The identifier of each rank's host; None if the ranks have not met."""
+        peers = self.monitor.peers
+        found = [host_id() if rank == self.rank else peers[rank].host_id for rank in range(self.size)]
+        return [host for host in found if host is not None] if self.has_met and None not in found else None
 
     def mailbox(self, peer: int) -> Mailbox | None:
         """Return the mailbox for short messages to and from a rank; None if the ranks do not share memory."""

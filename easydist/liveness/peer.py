@@ -108,6 +108,7 @@ class Peer:
     Attributes:
         rank: Its rank in the group.
         host: The name of its host; None without a record.
+        host_id: The identifier of its host (``host_id()`` there); None without a record.
         pid: Its process id on that host; None without a record.
         shares_pages: True if, by its record, it is on this host and has a page.
     """
@@ -115,14 +116,16 @@ class Peer:
     def __init__(self, rank: int, told: bytes | None = None) -> None:
         self.rank = rank
         self.host: str | None = None
+        self.host_id: str | None = None
         self.pid: int | None = None
         self._entry, self._process, self._born = -1, -1, 0.0
         self._page: PeerPage | None = None
         self.shares_pages = False
         if told is not None:
-            self._born, self.host, host, _, self._entry, self.pid, *address = _parsed(told)
-            self.shares_pages = host == host_id() and self._entry >= 0
-            if host == host_id():
+            self._born, self.host, self.host_id, _, self._entry, self.pid, *address = _parsed(told)
+            is_near = self.host_id == host_id()
+            self.shares_pages = is_near and self._entry >= 0
+            if is_near:
                 self._attach(*address)
 
     def _attach(self, descriptor: int, token: str) -> None:

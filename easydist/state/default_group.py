@@ -67,7 +67,10 @@ def world_of(group: dist.ProcessGroup) -> World:
         told = launched(has_group=True)
         if (told.rank, told.size) == (rank, size):
             return told
-    return World("adopted", rank, size, int(os.environ.get("LOCAL_RANK") or rank), size)
+    local_rank = int(os.environ.get("LOCAL_RANK") or rank)
+    if size == 1:
+        return World("adopted", rank, size, local_rank)
+    return World("adopted", rank, size, local_rank, size, tells_local_size=False, node_rank=None, num_nodes=None)
 
 
 def backend_for(device: torch.device) -> str:

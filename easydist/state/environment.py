@@ -19,9 +19,12 @@ class World:
         rank: The rank of this process, from 0.
         size: The number of processes.
         local_rank: The rank of this process among those on its host.
-        local_size: The number of processes on this host.
+        local_size: The number of processes on this host; that of all processes if the launcher does not tell.
         address: The host name of rank 0, where the ranks meet.
         port: The port at which the ranks meet.
+        tells_local_size: True if the launcher tells ``local_size``.
+        node_rank: The number of this host, from 0; None if the launcher does not tell.
+        num_nodes: The number of hosts; None if the launcher does not tell.
     """
 
     launcher: str = "none"
@@ -31,6 +34,9 @@ class World:
     local_size: int = 1
     address: str = "127.0.0.1"
     port: int = 29500
+    tells_local_size: bool = True
+    node_rank: int | None = 0
+    num_nodes: int | None = 1
 
 
 _MPI = (
@@ -40,6 +46,7 @@ _MPI = (
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
 )
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+_NODES = {"torchrun": ("GROUP_RANK", "GROUP_WORLD_SIZE"), "slurm": ("SLURM_NODEID", "SLURM_STEP_NUM_NODES")}
 _MPI_JOB = ("PMIX_NAMESPACE", "I_MPI_HYDRA_UUID")
 _YES = ("y", "yes", "t", "true", "on", "1")
 _NO = ("n", "no", "f", "false", "off", "0")
@@ -77,7 +84,7 @@ def launched(env: Mapping[str, str] = os.environ, has_group: bool = False) -> Wo
     for names in _MPI:
         if _has(env, *names[: 3 if in_step else 2]):  # srun also sets PMI_RANK, but no rank on the host
             address = "127.0.0.1" if has_group else None  # the ranks of a group have met already
-            return _world(env, "mpi", names, address, _port(env, _MPI_JOB) or _port_of_parent())
+            return _world(env, "mpi", names, address, _port(env, _MPI_JOB))
     if in_step:
         address = first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or "127.0.0.1")
         return _world(env, "slurm", _SLURM, address, _port(env, ("SLURM_JOB_ID", "SLURM_STEP_ID")))
@@ -121,9 +128,22 @@ def _world(
     if not 0 <= rank < size:
         raise ValueError(f"{names[0]}={rank} is outside the world of {names[1]}={size}")
     local_rank = _int(env, names[2], rank)
-    local_size = _tasks_here(env, names[3]) if launcher == "slurm" and env.get(names[3]) else _int(env, names[3], size)
+    tells = bool(env.get(names[3]))
+    local_size = _tasks_here(env, names[3]) if launcher == "slurm" and tells else _int(env, names[3], size)
     address = env.get("MASTER_ADDR") or address or _only_host(launcher, size, local_size)
-    return World(launcher, rank, size, local_rank, local_size, address, _int(env, "MASTER_PORT", 0) or port)
+    port = _int(env, "MASTER_PORT", 0) or port or _port_without_a_job(size == local_size)
+    node = _node(env, _NODES.get(launcher, ()), alone=size == 1 or (tells and local_size == size))
+    return World(launcher, rank, size, local_rank, local_size, address, port, tells or size == 1, *node)
+
+
+def _node(env: Mapping[str, str], names: tuple[str, ...], alone: bool) -> tuple[int | None, int | None]:
+    """Return the number of this host and the number of hosts; None if nothing tells them."""
+    if not names or not _has(env, *names):
+        return (0, 1) if alone else (None, None)
+    rank, count = (_int(env, name) for name in names)
+    if rank >= count:
+        raise ValueError(f"{names[0]}={rank} is outside of the hosts of {names[1]}={count}")
+    return rank, count
 
 
 def _int(env: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -160,9 +180,9 @@ def _port(env: Mapping[str, str], names: tuple[str, ...]) -> int:
     return 20000 + int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "little") % 12000 if job else 0
 
 
-def _port_of_parent() -> int:
-    """Return a port derived from the parent's pid, for MPICH, which names no job: ranks of one host share a parent."""
-    return 20000 + os.getppid() % 12000
+def _port_without_a_job(on_one_host: bool) -> int:
+    """Return a port for MPICH, which names no job: one derived from the parent's pid, which ranks of one host share."""
+    return 20000 + os.getppid() % 12000 if on_one_host else 29500
 
 
 def first_host(nodelist: str) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import builtins
-import enum
 import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -19,8 +18,8 @@ from easydist.agreement.calling import seconds
 from easydist.agreement.runner import meet
 from easydist.data.split import split
 from easydist.eager import eager
-from easydist.errors import EasydistError
 from easydist.groups.communicators import SOLO, Communicators, of_comm, of_group
+from easydist.state.absent import WithAdvice, absent
 from easydist.state.default_group import (
     backend_for,
     create,
@@ -29,6 +28,7 @@ from easydist.state.default_group import (
     leave_groups_of_parents,
     world_of,
 )
+from easydist.state.distributed_type import DistributedType
 from easydist.state.environment import World, flag, launched
 from easydist.transport.comm import Collectives
 from easydist.typing import Group, Timeout, Tree
@@ -44,27 +44,7 @@ class Decorator(Protocol):
         """Decorate a function."""
 
 
-class DistributedType(str, enum.Enum):
-    """The kinds of worlds; the values are accelerate's, and compare equal to them."""
-
-    NO = "NO"
-    MULTI_CPU = "MULTI_CPU"
-    MULTI_GPU = "MULTI_GPU"
-    MULTI_NPU = "MULTI_NPU"
-    MULTI_MLU = "MULTI_MLU"
-    MULTI_SDAA = "MULTI_SDAA"
-    MULTI_MUSA = "MULTI_MUSA"
-    MULTI_XPU = "MULTI_XPU"
-    MULTI_HPU = "MULTI_HPU"
-    MULTI_NEURON = "MULTI_NEURON"
-    # Never the kind of a ProcessState; they exist for scripts that compare with them.
-    DEEPSPEED = "DEEPSPEED"
-    FSDP = "FSDP"
-    XLA = "XLA"
-    MEGATRON_LM = "MEGATRON_LM"
-
-
-class ProcessState:
+class ProcessState(metaclass=WithAdvice):
     """The state of this process and its knowledge of the others; all instances share it.
 
     It adopts the default process group of ``torch.distributed``, if there is one; else the world that torchrun,
@@ -253,6 +233,43 @@ class ProcessState:
         return self._adopt().size
 
     @property
+    def local_world_size(self) -> int:
+        """The number of processes on this host (``LOCAL_WORLD_SIZE``); see ``node_rank``."""
+        world = self._adopt()
+        return world.local_size if world.tells_local_size else self._hosts().count(self._hosts()[world.rank])
+
+    @property
+    def node_rank(self) -> int:
+        """The number of this host, from 0 (``GROUP_RANK``).
+
+        If the launcher does not tell, it follows from the hosts that the ranks have found in their first call, in the
+        order of their lowest ranks.
+
+        Raises:
+            RuntimeError: The launcher does not tell, and the ranks have made no call yet.
+        """
+        world = self._adopt()
+        if world.node_rank is not None:
+            return world.node_rank
+        return list(dict.fromkeys(self._hosts())).index(self._hosts()[world.rank])
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of hosts (``GROUP_WORLD_SIZE``); see ``node_rank``."""
+        known = self._adopt().num_nodes
+        return len(set(self._hosts())) if known is None else known
+
+    def _hosts(self) -> list[str]:
+        """Return the identifier of each rank's host, as the ranks have told one another when they met."""
+        found = None if self._group is None else of_group(self._group).hosts
+        if found is None:
+            raise RuntimeError(
+                "the launcher does not tell which ranks are on which host, and the ranks have made no call yet, in "
+                "which they find out: call easydist.wait_for_everyone() on all ranks first"
+            )
+        return found
+
+    @property
     def device(self) -> torch.device:
         """The device of this process."""
         self._adopt()
@@ -428,6 +445,13 @@ class ProcessState:
         if goes_first:
             meet_all()
 
+    if not TYPE_CHECKING:  # type checkers know all attributes
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):  # a property has raised an AttributeError: raise it again, not another one
+                return object.__getattribute__(self, name)
+            raise absent(self, name)
+
     def _only(self, function: Callable[P, R], here: Callable[[], bool]) -> Callable[P, R | None]:
         @functools.wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -458,38 +482,6 @@ def communicators(group: Group = None) -> Communicators:
     if group is None and (default := default_group()) is not None and default not in forks.groups_of_parents:
         return of_group(default)  # the state adopts the group when it is next read
     return ProcessState().communicators(group)
-
-
-@contextmanager
-def together(group: Group = None) -> Iterator[None]:
-    """Raise an exception of the body on one rank on all ranks, at whatever point of the body they wait.
-
-    Law: either the body succeeds on every rank, or every rank raises. The others learn anyway of a process that ends
-    with an exception; this is for programs that continue: in a notebook, or around a step that may fail.
-
-    Args:
-        group: The ranks that take part.
-
-    Raises:
-        RemoteError: The body raised an exception on another rank; on that rank its own exception is raised. The next
-            call of the group works.
-
-    Example:
-        >>> import easydist
-        >>> with easydist.together():
-        ...     easydist.gather(1.0)
-        tensor([1.], dtype=torch.float64)
-
-    Cost: one header exchange, at the end.
-    """
-    comms = communicators(group)
-    try:
-        yield
-    except BaseException as error:
-        with suppress(EasydistError):  # the others raise RemoteError; here the body's own exception is raised
-            meet(comms, "together", error)
-        raise
-    meet(comms, "together")
 
 
 @eager

@@ -16,6 +16,7 @@ from easydist.groups.communicators import forget, of_group, timeout_of, unregist
 from easydist.groups.recovering import TIMEOUT, Attempt
 from easydist.groups.standalone import gloo_group
 from easydist.state.default_group import replace_default_group
+from easydist.state.environment import World
 from easydist.state.process_state import ProcessState
 from easydist.transport.comm import Collectives
 from easydist.typing import Timeout
@@ -82,10 +83,23 @@ def recover(group: Any = None, *, timeout: Timeout | None = None) -> Any:
     found = comms.recover(limit, functools.partial(_connected, of))
     new = found.made
     if group is None:
-        here, rank = [h == found.hosts[new.rank()] for h in found.hosts], new.rank()
-        local = sum(here[:rank]), sum(here)
-        replace_default_group(new, replace(world, rank=rank, size=new.size(), local_rank=local[0], local_size=local[1]))
+        replace_default_group(new, _survivor(world, new.rank(), found.hosts))
     return new
+
+
+def _survivor(world: World, rank: int, hosts: Sequence[str]) -> World:
+    """Return the world of a rank among the survivors, given the host of each."""
+    here, nodes = [host == hosts[rank] for host in hosts], list(dict.fromkeys(hosts))
+    return replace(
+        world,
+        rank=rank,
+        size=len(hosts),
+        local_rank=sum(here[:rank]),
+        local_size=sum(here),
+        tells_local_size=True,
+        node_rank=nodes.index(hosts[rank]),
+        num_nodes=len(nodes),
+    )
 
 
 def _refused(group: object) -> Exception:

@@ -7,7 +7,7 @@ import launching
 import pytest
 from click.testing import CliRunner
 
-from easydist.cli.env import environment
+from easydist.cli.env import environment, variables
 from easydist.cli.main import main
 
 COMMANDS = sorted(main.commands)
@@ -37,6 +37,12 @@ def test_help_and_completion_load_no_torch():
 def test_every_command_has_help_with_an_example(name):
     said = CliRunner().invoke(main, [name, "--help"], prog_name="easydist").output
     assert f"easydist {name}" in said.partition("Example")[2]
+
+
+def test_variables_of_every_launcher_are_shown():
+    env = {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "4", "RANK": "3", "SLURM_NODEID": "1"}
+    env |= {"OMPI_COMM_WORLD_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "MV2_COMM_WORLD_LOCAL_SIZE": "1"}
+    assert variables(env | {"HOME": "/root"}) == env
 
 
 def test_wrong_options_and_commands_give_a_suggestion():

@@ -47,6 +47,7 @@ def check(case, rows, ended):
     assert [(rows[rank]["index"], rows[rank]["sum"]) for rank in left] == [(i, len(left)) for i in range(len(left))]
     if not case.split("/")[1].startswith("comm"):
         assert [(rows[rank]["main"], rows[rank]["local"]) for rank in left] == [(i == 0, i) for i in range(len(left))]
+        assert all(rows[rank]["node"] == [0, 1, len(left)] for rank in left)
 
 
 @pytest.mark.slow

@@ -151,6 +151,8 @@ def work(case: str, rank: int, plan: Plan) -> None:
     row = {"case": case, "rank": rank, "pid": os.getpid(), "pids": group.gather(os.getpid()), "recovered": recovered}
     row |= {"index": group.rank(), "sum": group.torch_sum(), "seconds": time.monotonic() - start}
     row |= {"main": ProcessState().is_main_process, "local": ProcessState().local_process_index}
+    if "/comm" not in case:
+        row |= {"node": [getattr(ProcessState(), name) for name in ("node_rank", "num_nodes", "local_world_size")]}
     os.write(1, (json.dumps(row) + "\n").encode())
 
 

@@ -27,6 +27,7 @@ def main(folder: str, *options: str) -> None:
         "rank": state.process_index,
         "size": state.num_processes,
         "local_rank": state.local_process_index,
+        "node": [state.node_rank, state.num_nodes, state.local_world_size],
         "gathered": gathered,
         "adopted": adopted,
         "warnings": [str(warning.message) for warning in caught if warning.category is RuntimeWarning],

@@ -49,6 +49,10 @@ def who(world):
     return world.launcher, world.rank, world.size, world.local_rank, world.local_size
 
 
+def node(world):
+    return world.node_rank, world.num_nodes, world.local_size if world.tells_local_size else None
+
+
 def without(env, *names):
     return {name: value for name, value in env.items() if name not in names}
 
@@ -58,11 +62,40 @@ def test_no_launcher_is_a_world_of_one():
 
 
 def test_torchrun():
-    assert launched(TORCHRUN) == World("torchrun", 5, 8, 1, 4, "node0", 1234)
+    assert launched(TORCHRUN) == World("torchrun", 5, 8, 1, 4, "node0", 1234, True, None, None)
 
 
 def test_torchrun_by_hand_needs_rank_and_world_size_only():
-    assert launched({"RANK": "1", "WORLD_SIZE": "2"}) == World("torchrun", 1, 2, 1, 2, "127.0.0.1", 29500)
+    world = launched({"RANK": "1", "WORLD_SIZE": "2"})
+    assert world == World("torchrun", 1, 2, 1, 2, "127.0.0.1", 29500, False, None, None)
+
+
+NODES = {
+    "torchrun": ({**TORCHRUN, "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}, (1, 2, 4)),
+    "torchrun on one host": ({**TORCHRUN, "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "6"}, (0, 1, 6)),
+    "torchrun without the hosts": (TORCHRUN, (None, None, 4)),
+    "by hand": ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, (None, None, None)),
+    "by hand, alone": ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 1, 1)),
+    "SLURM": ({**SLURM, "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2"}, (1, 2, 4)),
+    "SLURM without the nodes": (without(SLURM, "SLURM_STEP_TASKS_PER_NODE"), (None, None, None)),
+    "SLURM on one node": ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "8"}, (0, 1, 8)),
+    "Open MPI": (OPEN_MPI, (0, 1, 4)),
+    "Open MPI on two hosts": ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "a"}, (None, None, 2)),
+    "hydra without local variables": (without(HYDRA, "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), (None, None, None)),
+    "MVAPICH": (MVAPICH, (0, 1, 4)),
+    "none": ({}, (0, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_hosts_as_the_launcher_tells_them(name):
+    env, expected = NODES[name]
+    assert node(launched(env)) == expected
+
+
+def test_a_host_outside_the_hosts_is_an_error():
+    with pytest.raises(ValueError, match=r"^GROUP_RANK=2 is outside of the hosts of GROUP_WORLD_SIZE=2$"):
+        launched({**TORCHRUN, "GROUP_RANK": "2", "GROUP_WORLD_SIZE": "2"})
 
 
 @pytest.mark.parametrize(("name", "rank"), [("Open MPI", 1), ("hydra", 2), ("MVAPICH", 3)])
@@ -144,7 +177,10 @@ def test_mpi_on_several_hosts_needs_master_addr(name):
     )
     with pytest.raises(ValueError, match="^" + re.escape(text)):
         launched({**env, local_size: "2"})
-    assert launched({**env, local_size: "2", "MASTER_ADDR": "node0"}).address == "node0"
+    world = launched({**env, local_size: "2", "MASTER_ADDR": "node0"})
+    assert world.address == "node0"
+    if name != "Open MPI":  # they name no job, and each host has a parent of its own
+        assert world.port == 29500
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -70,12 +70,11 @@ def worlds(folder: Path) -> list[dict]:
     return sorted((json.loads(path.read_text()) for path in folder.glob("*.json")), key=lambda found: found["rank"])
 
 
-def a_world_of(size: int, *, adopted: bool = False) -> list[dict]:
-    everyone = list(range(size))
-    return [
-        {"rank": r, "size": size, "local_rank": r, "gathered": everyone, "adopted": adopted, "warnings": []}
-        for r in everyone
-    ]
+def a_world_of(size: int, *, adopted: bool = False, hosts: int = 1) -> list[dict]:
+    """Return the findings of the ranks of some hosts, with equally many ranks on each."""
+    here = size // hosts
+    rest = {"size": size, "gathered": list(range(size)), "adopted": adopted, "warnings": []}
+    return [{"rank": r, "local_rank": r % here, "node": [r // here, hosts, here], **rest} for r in range(size)]
 
 
 @pytest.mark.parametrize("size", [2])  # accelerate's own checks, below, run on 4 as well
@@ -84,6 +83,21 @@ def test_torchrun_on_the_cpu_means_the_launched_world(size, tmp_path):
     assert worlds(tmp_path) == a_world_of(size)
     assert "Traceback" not in text
     assert "Warning" not in text
+
+
+def test_two_agents_of_torchrun_are_two_hosts(tmp_path):
+    options = ("--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
+    command = (sys.executable, "-m", "torch.distributed.run", *options)
+    finish(*[start(*command, f"--node-rank={node}", WORLD, tmp_path) for node in range(2)])
+    assert worlds(tmp_path) == a_world_of(4, hosts=2)
+
+
+def test_ranks_that_were_told_only_their_number_find_their_hosts(tmp_path):
+    port = free_port()
+    env = {"WORLD_SIZE": 4, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    each = [env | {"RANK": r, "LOCAL_RANK": r % 2, "EASYDIST_HOST_ID": f"host {r // 2}"} for r in range(4)]
+    finish(*[start(sys.executable, WORLD, tmp_path, **env) for env in each])
+    assert worlds(tmp_path) == a_world_of(4, hosts=2)
 
 
 def test_python_alone_is_a_world_of_one(tmp_path):
@@ -140,6 +154,32 @@ def test_a_job_step_of_slurm(tmp_path):
         *[start(sys.executable, WORLD, tmp_path, **step, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in range(2)]
     )
     assert worlds(tmp_path) == a_world_of(2)
+
+
+def test_a_job_step_of_slurm_on_two_nodes(tmp_path):
+    step = {
+        "SLURM_JOB_ID": os.getpid(),
+        "SLURM_STEP_ID": 1,
+        "SLURM_STEP_NUM_TASKS": 4,
+        "SLURM_STEP_NUM_NODES": 2,
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_STEP_NODELIST": "localhost",
+    }
+    tasks = [{"SLURM_PROCID": rank, "SLURM_LOCALID": rank % 2, "SLURM_NODEID": rank // 2} for rank in range(4)]
+    finish(*[start(sys.executable, WORLD, tmp_path, **step, **task) for task in tasks])
+    assert worlds(tmp_path) == a_world_of(4, hosts=2)
+
+
+@needs_mpich
+def test_mpirun_on_two_hosts_that_easydist_finds(tmp_path):
+    """To MPICH two names are two hosts; it does not number them."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1:1\nlocalhost:1\n")
+    (folder := tmp_path / "found").mkdir()
+    meeting = ("-genv", "MASTER_ADDR", "127.0.0.1", "-genv", "MASTER_PORT", free_port())
+    named = ("sh", "-c", 'EASYDIST_HOST_ID=$PMI_RANK exec "$@"', "sh")  # this machine poses as two
+    launch("mpirun", "-launcher", "fork", "-f", hosts, *meeting, "-n", 2, *named, sys.executable, WORLD, folder)
+    assert worlds(folder) == a_world_of(2, hosts=2)
 
 
 def test_scripts_without_any_cleanup_end_well():

@@ -7,6 +7,7 @@ import os
 from datetime import timedelta
 from typing import NamedTuple
 
+import accelerate
 import launching
 import numpy as np
 import pytest
@@ -70,6 +71,56 @@ def test_partial_state_is_process_state():
     assert PartialState is ProcessState
 
 
+ABSENT = {
+    "_shared_state": "needs no check before it reads num_processes or use_distributed",
+    "_cpu": "device.type == 'cpu'",
+    "fork_launched": "read the variable FORK_LAUNCHED",
+    "default_device": "use ProcessState().device",
+    "device_mesh": "accelerate's AcceleratorState",
+    "_mixed_precision": "accelerate's AcceleratorState",
+}
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_absent_names_of_accelerates_say_what_to_use(name):
+    for owner in (PartialState, PartialState()):
+        assert not hasattr(owner, name)
+        with pytest.raises(
+            AttributeError, match=rf"^ProcessState \(PartialState\) has no attribute '{name}': "
+        ) as caught:
+            getattr(owner, name)
+        assert ABSENT[name] in str(caught.value)
+        assert caught.value.name == name
+    with pytest.raises(AttributeError, match=name):
+        setattr(PartialState, name, {})
+
+
+def test_every_private_name_of_accelerates_state_is_there_or_absent_by_name():
+    theirs = {
+        name
+        for name in {*vars(accelerate.PartialState), *accelerate.PartialState._known_attrs}
+        if not (name.startswith("__") or name in vars(object))
+    }
+    for name in theirs - set(dir(ProcessState)) - vars(ProcessState()).keys():
+        with pytest.raises(AttributeError, match=rf"has no attribute '{name}': "):
+            getattr(ProcessState(), name)
+
+
+def test_other_unknown_names_are_plain_errors_and_copies_work():
+    with pytest.raises(AttributeError, match=r"has no attribute 'rank'$"):
+        _ = ProcessState().rank
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(torch, "accelerator")
+        ProcessState._reset_state()
+        with pytest.raises(AttributeError, match="module 'torch' has no attribute 'accelerator'"):
+            _ = ProcessState().device
+    ProcessState._reset_state()
+    assert copy.copy(ProcessState()).num_processes == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessState, "print", None)
+        assert ProcessState().print is None
+
+
 @distributed(world_size=2)
 def test_every_instance_is_the_same_one(rank):
     first, second = ProcessState(), PartialState()
@@ -93,6 +144,32 @@ def test_a_group_is_adopted_with_local_rank_unset_or_set(rank, world_size):
         assert (state.process_index, state.local_process_index) == (rank, rank % 2)
         assert state.is_local_main_process == (rank % 2 == 0)
         assert everyone() == list(range(world_size))
+
+
+def node():
+    state = ProcessState()
+    return state.node_rank, state.num_nodes, state.local_world_size
+
+
+@distributed(world_size=SEVERAL)
+def test_ranks_of_an_adopted_group_know_their_hosts_after_the_first_call(rank, world_size):
+    for name in ("node_rank", "num_nodes", "local_world_size"):
+        with pytest.raises(
+            RuntimeError, match=r"^the launcher does not tell .* call easydist.wait_for_everyone\(\) on"
+        ):
+            getattr(ProcessState(), name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EASYDIST_HOST_ID", f"host {rank % 2}")
+        assert everyone() == list(range(world_size))
+        assert node() == (rank % 2, 2, (world_size + 1 - rank % 2) // 2)
+
+
+@distributed(world_size=2)
+def test_without_shared_memory_ranks_know_their_hosts_as_well(rank):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EASYDIST_SHM", "0")
+        assert everyone() == [0, 1]
+    assert node() == (0, 1, 2)
 
 
 @distributed(world_size=2)

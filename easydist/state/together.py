@@ -1,0 +1,43 @@
+"""``easydist.together``, which raises an exception of one rank on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from easydist.agreement.runner import meet
+from easydist.errors import EasydistError
+from easydist.state.process_state import communicators
+from easydist.typing import Group
+
+
+@contextmanager
+def together(group: Group = None) -> Iterator[None]:
+    """Raise an exception of the body on one rank on all ranks, at whatever point of the body they wait.
+
+    Law: either the body succeeds on every rank, or every rank raises. The others learn anyway of a process that ends
+    with an exception; this is for programs that continue: in a notebook, or around a step that may fail.
+
+    Args:
+        group: The ranks that take part.
+
+    Raises:
+        RemoteError: The body raised an exception on another rank; on that rank its own exception is raised. The next
+            call of the group works.
+
+    Example:
+        >>> import easydist
+        >>> with easydist.together():
+        ...     easydist.gather(1.0)
+        tensor([1.], dtype=torch.float64)
+
+    Cost: one header exchange, at the end.
+    """
+    comms = communicators(group)
+    try:
+        yield
+    except BaseException as error:
+        with suppress(EasydistError):  # the others raise RemoteError; here the body's own exception is raised
+            meet(comms, "together", error)
+        raise
+    meet(comms, "together")
