@@ -3,6 +3,7 @@
 from . import (
     accelerate as accelerate,
     comms as comms,
+    logging as logging,
     memory as memory,
     metrics as metrics,
     notebook as notebook,

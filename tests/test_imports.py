@@ -21,6 +21,7 @@ ALIASES = {"PartialState": "ProcessState", "DistributedOperationException": "Dis
 SUBMODULES = {
     "accelerate",
     "comms",
+    "logging",
     "memory",
     "metrics",
     "notebook",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import sys
 import threading
@@ -132,7 +133,7 @@ def _site() -> str:
     return _site_text(frame.f_code.co_filename, frame.f_lineno)
 
 
-_inside: tuple[str, ...] = (os.path.dirname(os.path.dirname(__file__)) + os.sep, contextlib.__file__)
+_inside: tuple[str, ...] = (os.path.dirname(os.path.dirname(__file__)) + os.sep, contextlib.__file__, logging.__file__)
 
 
 def as_inside(folder: str, counts: bool) -> None:

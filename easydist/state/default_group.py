@@ -41,6 +41,14 @@ def default_group() -> dist.ProcessGroup | None:
     return _survivors.group if _survivors is not None and _survivors.left_of is world else world
 
 
+def current_rank() -> int:
+    """Return the rank of this process among all, without making a state, which would choose a device."""
+    group = default_group()
+    if group is None or (group in forks.groups_of_parents and not forks.is_copy()):
+        return launched(has_group=True).rank
+    return world_of(group).rank
+
+
 def is_recovered(group: dist.ProcessGroup) -> bool:
     """True if this is the group of the survivors of a default group."""
     return _survivors is not None and _survivors.group is group
