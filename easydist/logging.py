@@ -105,8 +105,8 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     Example:
         >>> import easydist
         >>> logger = easydist.logging.get_logger("train")
-        >>> logger.warning("written once")
-        >>> logger.warning("written by every rank, in order", in_order=True)
+        >>> logger.info("written once")
+        >>> logger.info("written by every rank, in order", in_order=True)
 
     Returns:
         The logger. ``debug``, ``info``, ``warning``, ``error``, ``critical``, ``exception``, ``log`` and
