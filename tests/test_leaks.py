@@ -148,13 +148,14 @@ def on_two_hosts():
 
 
 @pytest.mark.parametrize(
-    ("kind", "backend"),
-    [("named", "hierarchical"), ("containers", "hierarchical"), ("shared", "shm"), ("flat", "gloo")],
+    ("kind", "backend", "hosts"),
+    [("named", "hierarchical", 2), ("containers", "hierarchical", 2), ("shared", "shm", 1), ("flat", "gloo", 1)],
 )
-def test_verbs_on_two_hosts(kind, backend, on_two_hosts):
+def test_verbs_on_two_hosts(kind, backend, hosts, on_two_hosts):
     rows, statuses = on_two_hosts[f"{kind}/verbs"]
     assert statuses == [0, 0, 0, 0]
     assert [row["backend"] for row in rows] == [backend] * 4
+    assert [row["node"] for row in rows] == [[rank * hosts // 4, hosts, 4 // hosts] for rank in range(4)]
 
 
 def crossed(rows, verb):

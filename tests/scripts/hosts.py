@@ -81,6 +81,7 @@ def verbs(link, rank, size):
     mine = normal(rank, NUMEL)
     return {
         "backend": ProcessState().communicators().met().control.get_backend(),
+        "node": [getattr(ProcessState(), name) for name in ("node_rank", "num_nodes", "local_world_size")],
         "gather": crossed(link, lambda: easydist.gather(mine)),
         "broadcast": crossed(link, lambda: easydist.broadcast(mine, from_process=1)),
     }
