@@ -155,23 +155,14 @@ def _disagree(comms: Communicators, operation: str, call: Call) -> NoReturn:
     raise shared(comms, DisagreementError(trees_text(every) if same_call else calls_text(every)))
 
 
-def exchange_bytes(comms: Communicators, mine: bytes) -> list[bytes]:
-    """Send bytes of any number to all ranks, inside a call; return those of all ranks.
+def exchange_json(comms: Communicators, value: Any) -> list[Any]:
+    """Send a value that JSON can hold to all ranks, inside a call; return those of all ranks.
 
-    Cost: two exchanges on the CPU: of the lengths, and of the bytes.
+    Cost: two exchanges on the CPU: of the lengths, and of the texts.
     """
-    data = (
-        torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        if mine
-        else torch.empty(0, dtype=torch.uint8, device="cpu")
-    )
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = torch.empty(comms.size, dtype=torch.int64, device="cpu")
     comms.control.all_gather_single(sizes, torch.tensor([data.numel()], device="cpu"), async_op=False)
     outputs = [torch.empty(int(size), dtype=torch.uint8, device="cpu") for size in sizes]
     comms.control.all_gather_v(outputs, data, async_op=False)
-    return [bytes(output.numpy()) for output in outputs]
-
-
-def exchange_json(comms: Communicators, value: Any) -> list[Any]:
-    """Send a value that JSON can hold to all ranks, inside a call; return those of all ranks."""
-    return [json.loads(text) for text in exchange_bytes(comms, json.dumps(value).encode())]
+    return [json.loads(bytes(output.numpy())) for output in outputs]

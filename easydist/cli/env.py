@@ -17,8 +17,9 @@ import click
 
 _PACKAGES = ("easydist", "torch", "accelerate", "transformers", "safetensors", "numpy", "psutil", "mpi4py", "ray")
 _LIBRARIES = ("ACCELERATE_", "CUDA_", "EASYDIST_", "GLOO_", "NCCL_", "OMP_", "SLURM_", "TORCH_", "TORCHELASTIC_")
-_PREFIXES = (*_LIBRARIES, "OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "MV2_COMM_WORLD_", "GROUP_", "LOCAL_", "MASTER_")
-_NAMES = ("RANK", "WORLD_SIZE")
+_PREFIXES = (*_LIBRARIES, "OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "MV2_COMM_WORLD_")
+_MEETING = ("MASTER_ADDR", "MASTER_PORT")
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", *_MEETING)
 _SECRETS = ("TOKEN", "SECRET", "PASSWORD", "KEY", "JWT", "CREDENTIAL")
 
 

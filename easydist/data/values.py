@@ -22,6 +22,9 @@ NBYTES = 16
 _BLOCK = 1 << 16
 """The bytes that get a digest of their own."""
 
+_BLOCKS_AT_ONCE = 256
+"""The blocks that are copied from another device at once: small copies are slow."""
+
 
 @dataclass(slots=True)
 class Value:
@@ -31,24 +34,30 @@ class Value:
         path: Its path.
         text: The dtype and the shape of a tensor or an array; the value itself of all others.
         shape: The shape of a tensor or an array.
-        elements: The elements of a tensor or an array, flat; None for other values.
+        data: The tensor or array; None for other values.
         digests: The digests of the blocks of elements, computed by ``digest``.
     """
 
     path: str
     text: str
     shape: tuple[int, ...] = ()
-    elements: Any = None
+    data: Any = None
     digests: bytes = b""
 
     def digest(self) -> bytes:
         """Return the digest of the data; it has the same length for all data, and is empty for other values."""
-        if self.elements is None:
+        if self.data is None:
             return b""
         if not self.digests:
-            count = -(-len(self.elements) // self.per_block)
-            self.digests = b"".join([_hash(self.block(i)) for i in range(count)])
+            flat, step, size = self._flat(), self.per_block * _BLOCKS_AT_ONCE, self.per_block * self._itemsize
+            parts = (_bytes_of(flat[at : at + step]) for at in range(0, len(flat), step))
+            self.digests = b"".join([_hash(part[at : at + size]) for part in parts for at in range(0, len(part), size)])
         return _hash(self.digests)
+
+    def _flat(self) -> Any:
+        """Return the elements; a copy if they are not contiguous, which is not kept."""
+        is_tensor = isinstance(self.data, torch.Tensor)
+        return self.data.contiguous().view(-1) if is_tensor else np.ascontiguousarray(self.data).reshape(-1)
 
     @property
     def per_block(self) -> int:
@@ -57,12 +66,11 @@ class Value:
 
     @property
     def _itemsize(self) -> int:
-        return int(self.elements.dtype.itemsize)
+        return int(self.data.dtype.itemsize)
 
-    def block(self, number: int) -> Any:
+    def block(self, number: int) -> bytes:
         """Return the bytes of a block."""
-        part = self.elements[number * self.per_block : (number + 1) * self.per_block]
-        return as_bytes(part.cpu()).numpy() if isinstance(part, torch.Tensor) else part.tobytes()
+        return bytes(_bytes_of(self._flat()[number * self.per_block : (number + 1) * self.per_block]))
 
     def first_difference(self, blocks: list[bytes]) -> int:
         """Return the first element in which the same block of several ranks differs."""
@@ -75,19 +83,20 @@ class Value:
         """Return an element of a block as text, and its bytes as hexadecimal digits, the highest first."""
         piece = bytearray(block[index * self._itemsize : (index + 1) * self._itemsize])
         digits = f"0x{piece[::-1].hex()}"
-        if not isinstance(self.elements, torch.Tensor):
-            return repr(np.frombuffer(piece, self.elements.dtype)[0].item()), digits
+        if not isinstance(self.data, torch.Tensor):
+            return repr(np.frombuffer(piece, self.data.dtype)[0].item()), digits
         try:
-            return repr(torch.frombuffer(piece, dtype=self.elements.dtype).item()), digits
+            return repr(torch.frombuffer(piece, dtype=self.data.dtype).item()), digits
         except (RuntimeError, ValueError):  # a dtype without numbers
             return digits, digits
 
 
-def _hash(*parts: Any) -> bytes:
-    found = hashlib.blake2b(digest_size=NBYTES)
-    for part in parts:
-        found.update(part)
-    return found.digest()
+def _bytes_of(flat: Any) -> memoryview:
+    return as_bytes(flat.cpu()).numpy().data if isinstance(flat, torch.Tensor) else memoryview(flat.tobytes())
+
+
+def _hash(data: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(data, digest_size=NBYTES).digest()
 
 
 def values_of(data: Tree) -> list[Value]:
@@ -109,12 +118,9 @@ def values_of(data: Tree) -> list[Value]:
 
 
 def digest_of(values: Iterable[Value]) -> bytes:
-    """Return a digest of all values, in whatever order their containers hold them."""
-    return _hash(*(repr((one.path, one.text, one.digest())).encode(errors="surrogatepass") for one in _sorted(values)))
-
-
-def _sorted(values: Iterable[Value]) -> list[Value]:
-    return sorted(values, key=lambda value: value.path)
+    """Return a digest of all values, whatever the order in which their containers hold them."""
+    rows = sorted((one.path, one.text, one.digest()) for one in values)
+    return _hash(repr(rows).encode(errors="surrogatepass"))
 
 
 def _is_empty(value: object) -> bool:
@@ -133,14 +139,10 @@ def _value(leaf: Any, path: str) -> Value:
 def _data(leaf: Any, path: str) -> Value:
     if isinstance(leaf, torch.Tensor) or is_numeric(np.asanyarray(leaf)):
         tensor = as_tensor(leaf, path)
-        return Value(
-            path,
-            f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}",
-            tuple(tensor.shape),
-            tensor.contiguous().reshape(-1),
-        )
+        shape = tuple(tensor.shape)
+        return Value(path, f"{dtype_name(tensor.dtype)} {shape}", shape, tensor)
     array = np.asanyarray(leaf)
     check_unmasked(array, path)
-    if array.dtype.hasobject:
-        raise TypeError(f"{path or 'the value'} is a NumPy array of objects; pass .tolist()")
-    return Value(path, f"{array.dtype} {array.shape}", array.shape, np.ascontiguousarray(array).reshape(-1))
+    if array.dtype.kind not in "USMm":  # text and dates; others may contain objects, or bytes without a meaning
+        raise TypeError(f"{path or 'the value'} is a NumPy array of {array.dtype}, which easydist cannot compare")
+    return Value(path, f"{array.dtype} {array.shape}", array.shape, array)
