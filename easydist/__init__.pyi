@@ -46,7 +46,14 @@ from .errors import (
 )
 from .format.allowlist import allow_globals as allow_globals
 from .format.codec import allow_pickle as allow_pickle
-from .format.files import load as load, load_metadata as load_metadata, save as save
+from .format.files import (
+    header as header,
+    load as load,
+    load_metadata as load_metadata,
+    read_header as read_header,
+    save as save,
+)
+from .format.header import Header as Header
 from .metrics.collector import MetricCollector as MetricCollector
 from .metrics.gather import gather_for_metrics as gather_for_metrics
 from .state import (

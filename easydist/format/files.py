@@ -11,21 +11,29 @@ import stat
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
+import torch
+
 from easydist.errors import WireError
-from easydist.format import header, outline
+from easydist.format import outline
+from easydist.format.header import Header, chunks, decode, encode
+from easydist.format.naming import Names
 from easydist.format.targets import Targets
 from easydist.typing import Device, Tree
 
-__all__ = ["load", "load_metadata", "save"]
+__all__ = ["header", "load", "load_metadata", "read_header", "save"]
 
 
-def save(tree: Tree, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
+def save(
+    tree: Tree, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None, *, names: Names = None
+) -> None:
     """Write a tree as a safetensors file.
 
-    Law: after ``save(x, path)``, ``load(path)`` equals ``x`` bit for bit. Each tensor and array is stored under its
-    path (``['layer']['weight']``), and the structure as JSON beside them; nothing is pickled. A tensor that is in
-    several places is stored once and loaded as one tensor, and so are tensors with the same elements in the same
-    memory, such as tied weights.
+    Law: after ``save(x, path)``, ``load(path)`` equals ``x`` bit for bit. The structure is stored as JSON beside the
+    tensors; nothing is pickled. A tensor that is in several places is stored once and loaded as one tensor, and so are
+    tensors with the same elements in the same memory, such as tied weights.
+
+    A flat mapping of text to tensors, such as a state dict, is stored under its own names, as other programs expect it.
+    In any other tree each tensor and array is stored under its path (``['layer']['weight']``).
 
     JSON cannot name classes, and a file that could would not be safe. So some values are loaded as plainer types: a
     dataclass or namedtuple as a dict of its fields, other mappings as dict, a deque and subclasses of list as list,
@@ -40,12 +48,14 @@ def save(tree: Tree, path: str | os.PathLike[str], metadata: Mapping[str, str] |
         path: The file. An existing one is replaced; tensors loaded from it keep their values.
         metadata: Further texts for ``load_metadata`` and other readers. Keys that begin with ``easydist.`` are
             reserved.
+        names: The names of the tensors in the file. ``"dots"`` joins keys, indices and fields by dots
+            (``layer.weight``); a function takes a path and returns a name. Any names give the same tree in ``load``.
 
     Raises:
         TypeError: ``path`` is not a path (the arguments may be swapped), or the tree holds other values (the text names
-            their path), or the metadata is not text.
+            their path), or the metadata is not text, or ``names`` returns something other than text.
         ValueError: The tree is nested too deeply, or has more than 100 000 tensors, or the metadata uses a reserved
-            key.
+            key, or ``names`` makes names equal (the text has all of them, with their paths).
         OSError: The file cannot be written, or ``path`` is a FIFO or device; an existing file is not changed.
 
     Cost: one write of the data; tensors that are not contiguous or not on the CPU are copied, one at a time.
@@ -57,18 +67,94 @@ def save(tree: Tree, path: str | os.PathLike[str], metadata: Mapping[str, str] |
         >>> load(path)
         {'weight': tensor([1., 1.]), 'step': 3}
 
-    Source: https://huggingface.co/docs/safetensors/index#format
+    Source: https://huggingface.co/docs/safetensors/index#format; ties are recorded as by ``safetensors.torch``'s
+    ``save_model``.
     """
     target: object = path
     if not isinstance(target, str | bytes | os.PathLike):
         swapped = ", and a path as the tree: they are swapped" if isinstance(tree, str | os.PathLike) else ""
         raise TypeError(f"save: got {type(target).__name__} as the path{swapped}; pass save(tree, path)")
-    if taken := [key for key in metadata or () if str(key).startswith("easydist.")]:
-        raise ValueError(f"save: metadata keys that begin with 'easydist.' are reserved, got {taken[0]!r}")
-    text, tensors = outline.encode(tree)
+    tensors, texts = _described("save", tree, metadata, names)
     with _replacing(path) as file:
-        for chunk in header.chunks(tensors, {**(metadata or {}), outline.METADATA: text}):
+        for chunk in chunks(tensors, texts):
             file.write(chunk)
+
+
+def _described(
+    operation: str, tree: Tree, metadata: Mapping[str, str] | None, names: Names
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    if taken := [key for key in metadata or () if str(key).startswith("easydist.")]:
+        raise ValueError(f"{operation}: metadata keys that begin with 'easydist.' are reserved, got {taken[0]!r}")
+    return outline.describe(tree, metadata, names)
+
+
+def header(tree: Tree, metadata: Mapping[str, str] | None = None, *, names: Names = None) -> Header:
+    """Describe the file that ``save`` writes, and the message that ``send_tensor_dict`` sends, without writing it.
+
+    Law: after ``save(x, path, metadata, names=names)``, ``read_header(path) == header(x, metadata, names=names)``; and
+    ``header(x)`` is the header that ``send_tensor_dict(x, …)`` and ``broadcast_tensor_dict(x)`` announce. If tensors
+    are on an accelerator, such a message adds the types of their devices under ``easydist.devices``.
+
+    Args:
+        tree: As in ``save``.
+        metadata: As in ``save``.
+        names: As in ``save``.
+
+    Returns:
+        The names, dtypes, shapes and offsets of the tensors, and the metadata. It is printed as a table.
+
+    Raises:
+        TypeError: As for ``save``.
+        ValueError: As for ``save``.
+
+    Cost: copies no data.
+
+    Example:
+        >>> import torch
+        >>> described = header({"weight": torch.ones(2, 3), "step": torch.tensor(7)})
+        >>> described.entries[0]
+        Entry(name='step', dtype=torch.int64, shape=(), start=0, stop=8)
+        >>> [entry.name for entry in described.entries], described.metadata["format"]
+        (['step', 'weight'], 'pt')
+
+    Source: https://huggingface.co/docs/safetensors/index#format
+    """
+    return decode(encode(*_described("header", tree, metadata, names)), apart=True)
+
+
+def read_header(source: str | os.PathLike[str] | bytes | bytearray | memoryview) -> Header:
+    """Read the header of a safetensors file, from ``save`` or from any other writer.
+
+    Args:
+        source: The path of the file; or, as bytes, its contents or its header alone.
+
+    Returns:
+        The names, dtypes, shapes and offsets of the tensors, and the metadata. It is printed as a table.
+
+    Raises:
+        WireError: It is not a valid safetensors file. Nothing is allocated for its data.
+        OSError: The file cannot be read, or is not a regular file.
+        TypeError: ``source`` is neither a path nor bytes.
+
+    Cost: reads the header only.
+
+    Example:
+        >>> import torch
+        >>> from safetensors.torch import save as to_bytes
+        >>> read_header(to_bytes({"weight": torch.ones(2, 3)}, {"format": "pt"}))
+        name    dtype    shape   start  stop
+        weight  float32  (2, 3)      0    24
+        format: pt
+
+    Source: https://huggingface.co/docs/safetensors/index#format
+    """
+    if isinstance(source, str | os.PathLike):
+        with _naming(source):
+            return _open(source)[1]
+    if not isinstance(source, bytes | bytearray | memoryview):
+        raise TypeError(f"read_header takes a path or bytes, got {type(source).__name__}")
+    data = memoryview(source).cast("B")
+    return decode(data, apart=len(data) == 8 + int.from_bytes(data[:8], "little"))
 
 
 @contextlib.contextmanager
@@ -150,7 +236,10 @@ def load(path: str | os.PathLike[str], *, device: Device = "cpu", into: Tree = N
 
 
 def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
-    """Return the ``metadata`` that was passed to ``save``, or that another writer put into the file.
+    """Return the metadata of a file as other programs see it, without easydist's own.
+
+    This is the ``metadata`` that was passed to ``save``, or that another writer put into the file. If ``save`` named
+    the tensors other than by their paths, it has added ``format``, and the stored name for each tied one.
 
     Raises:
         WireError: The file is not a valid safetensors file.
@@ -159,9 +248,9 @@ def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
     Example:
         >>> import tempfile, torch
         >>> path = tempfile.mkdtemp() + "/model.safetensors"
-        >>> save({}, path, {"format": "pt"})
+        >>> save({"weight": torch.ones(1)}, path, {"step": "3"})
         >>> load_metadata(path)
-        {'format': 'pt'}
+        {'format': 'pt', 'step': '3'}
     """
     with _naming(path):
         metadata = _open(path)[1].metadata
@@ -176,16 +265,16 @@ def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
         raise WireError(f"{os.fspath(path)}: {error}") from None
 
 
-def _open(path: str | os.PathLike[str]) -> tuple[Any, header.Header]:
+def _open(path: str | os.PathLike[str]) -> tuple[Any, Header]:
     """Return the file as private memory, and its header; tensors keep the memory alive."""
     _check_regular("load", path, os.stat(path))  # before opening, because opening a device may have any effect
     with open(path, "rb", opener=_open_at_once) as file:
         status = os.fstat(file.fileno())
         _check_regular("load", path, status)  # the file may have been replaced in between
         if not status.st_size:
-            return b"", header.decode(b"")
+            return b"", decode(b"")
         buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    return buffer, header.decode(buffer)
+    return buffer, decode(buffer)
 
 
 def _open_at_once(path: str, flags: int) -> int:

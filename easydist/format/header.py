@@ -13,14 +13,16 @@ and also duplicate keys, further keys, and messages that exceed the limits below
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from easydist import html
 from easydist.data.packing import as_bytes, dtype_name, nbytes, sort_key
 from easydist.errors import WireError
 
@@ -81,22 +83,61 @@ class Entry(NamedTuple):
     stop: int
 
 
-class Header(NamedTuple):
-    """A header that was read and checked.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Header:
+    """The names, dtypes, shapes and offsets of the tensors in a file or message; printed as a table.
 
     Attributes:
-        entries: The entries in the order of their bytes.
-        metadata: The further texts.
-        nbytes: The offset of the data.
+        entries: One entry for each tensor, in the order of their bytes, with ``name``, ``dtype``, ``shape``, and the
+            offsets ``start`` and ``stop`` of its bytes in the data.
+        metadata: The further texts; ``easydist.tree`` is the structure of the tree.
+        nbytes: The length of the header, and so the offset of the data.
+
+    Example:
+        >>> Header((Entry("weight", torch.float32, (2, 3), 0, 24),), {"format": "pt"}, 128)
+        name    dtype    shape   start  stop
+        weight  float32  (2, 3)      0    24
+        format: pt
     """
 
-    entries: list[Entry]
-    metadata: dict[str, str]
+    entries: tuple[Entry, ...]
+    metadata: Mapping[str, str]
     nbytes: int
+
+    def __repr__(self) -> str:
+        rows = [_TITLES, *map(_cells, self.entries)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join([*(_line(row, widths) for row in rows), *self._further()])
+
+    def _repr_html_(self) -> str:
+        """Return the table for notebooks."""
+        more = len(self.entries) - _SHOWN
+        rows = html.table(_TITLES, map(_cells, self.entries[:_SHOWN]), _TITLES[:_TEXTS])
+        texts = [*([f"… and {more} more"] if more > 0 else []), *self._further()]
+        return rows + html.text("\n".join(texts)) if texts else rows
+
+    def _further(self) -> list[str]:
+        return [f"{key}: {text if len(text) <= _WIDTH else text[:_WIDTH] + '…'}" for key, text in self.metadata.items()]
 
     def tensors(self, buffer: bytearray | memoryview | Any) -> dict[str, torch.Tensor]:
         """Return the tensors by name. They share the memory of the writable ``buffer``, except for unaligned ones."""
         return {entry.name: _tensor(buffer, entry, self.nbytes + entry.start) for entry in self.entries}
+
+
+_TITLES = "name", "dtype", "shape", "start", "stop"
+_TEXTS = 3
+"""The columns with text."""
+_SHOWN, _WIDTH = 100, 80
+"""The rows that a notebook shows, and the characters of a text."""
+
+
+def _cells(entry: Entry) -> tuple[str, ...]:
+    return entry.name, dtype_name(entry.dtype), str(entry.shape), str(entry.start), str(entry.stop)
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    cells = zip(row, widths, strict=True)
+    return "  ".join([cell.ljust(n) if i < _TEXTS else cell.rjust(n) for i, (cell, n) in enumerate(cells)])
 
 
 def _tensor(buffer: Any, entry: Entry, offset: int) -> torch.Tensor:
@@ -204,7 +245,7 @@ def decode(buffer: Any, apart: bool = False) -> Header:
     entries.sort(key=lambda entry: (entry.start, entry.stop))
     elsewhere = entries[-1].stop if apart and entries else 0
     _check_cover(entries, len(view) - begin + elsewhere)
-    return Header(entries, metadata, begin)
+    return Header(tuple(entries), metadata, begin)
 
 
 def _length(view: memoryview) -> int:

@@ -15,7 +15,8 @@ A node is JSON's own null, true, number, text, or array (a list), or an object w
 ``{"parameter": path}``         with ``objects``; ``frozen`` is one without gradient, ``grad`` a tensor with one
 ==============================  ===============================================================================
 
-The root is ``{"tree": node, "ties": {path: path}}``: the tensor at the first path is the one at the second path.
+The root is ``{"tree": node, "ties": {path: path}}``: the tensor at the first path is the one at the second path. If it
+also has ``"named": true``, tensors have names (``naming``), which then stand in place of their paths.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from easydist.data.leaves import as_tensor, is_numeric
 from easydist.data.packing import dtype_name
 from easydist.errors import WireError
 from easydist.format.header import parse_json
+from easydist.format.naming import Names, flat_names, given_names
 from easydist.typing import Device, Tree
 
 METADATA = "easydist.tree"
@@ -79,16 +81,63 @@ def encode(
         TypeError: The tree holds a value that JSON and tensors cannot express; the text names its path.
         ValueError: The tree is nested deeper than ``MAX_DEPTH``, or contains itself.
     """
-    paths = tree.flatten(data, tree.is_leaf if objects is None else _ends)[1].paths
-    writer = _Writer(iter(paths), objects)
+    writer = _Writer(iter(tree.flatten(data, _ends_of(objects))[1].paths), objects)
+    return _structure(writer, data, holder, advice), writer.tensors
+
+
+def describe(
+    data: Tree,
+    metadata: Mapping[str, str] | None = None,
+    names: Names = None,
+    holder: str = "a file",
+    advice: str = "save its parts, or use torch.save",
+    objects: list[Any] | None = None,
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors of a tree by name, and the metadata of its header, which contains the structure.
+
+    Tensors are named by their keys if the tree is a flat mapping of text to tensors, by ``names`` if given, otherwise
+    by their paths. In the first two cases the metadata is also that of other programs: ``format``, and the name under
+    which a tied tensor is stored for each of its other names.
+
+    Example:
+        >>> x = torch.ones(1)
+        >>> tensors, metadata = describe({"b": x, "a": x})
+        >>> tensors, metadata["b"], metadata["format"]
+        ({'a': tensor([1.])}, 'a', 'pt')
+
+    Args:
+        data: The tree.
+        metadata: Further texts, which take precedence.
+        names: The names of the tensors; see ``naming``.
+        holder: As in ``encode``.
+        advice: As in ``encode``.
+        objects: As in ``encode``.
+
+    Raises:
+        TypeError: As for ``encode``, or ``names`` returns something other than text.
+        ValueError: As for ``encode``, or two tensors get the same name.
+    """
+    leaves, spec = tree.flatten(data, _ends_of(objects))
+    named = flat_names(data, spec.paths) if names is None else given_names(data, leaves, spec.paths, names)
+    writer = _Writer(iter(spec.paths), objects, named)
+    text = _structure(writer, data, holder, advice)
+    if named is None:
+        return writer.tensors, {**(metadata or {}), METADATA: text}
+    ties = {name: kept for name, kept in writer.ties.items() if not name.startswith("easydist.")}
+    return writer.tensors, {**ties, "format": "pt", **(metadata or {}), METADATA: text}
+
+
+def _structure(writer: _Writer, data: Tree, holder: str, advice: str) -> str:
+    """Return the structure as text; the writer then has the tensors."""
     try:
-        root = {"tree": writer.node(data, "", 0), **({"ties": writer.ties} if writer.ties else {})}
+        node = writer.node(data, "", 0)
     except _Refused as refused:
         raise TypeError(
             f"{refused}; {holder} holds tensors, arrays, numbers, text, bytes, None and plain containers of them: "
             f"{advice}"
         ) from None
-    return json.dumps(root, separators=(",", ":")), writer.tensors
+    ties = {"ties": writer.keep_first_names()} if writer.ties else {}
+    return json.dumps({"tree": node, **ties, **({"named": True} if writer.is_named else {})}, separators=(",", ":"))
 
 
 class _Refused(TypeError):
@@ -106,14 +155,21 @@ def is_object(value: Any) -> bool:
     return type(value) not in _OPENED and type(value) not in _JSON
 
 
+def _ends_of(objects: list[Any] | None) -> Callable[[Any], bool]:
+    return tree.is_leaf if objects is None else _ends
+
+
 def _ends(value: Any) -> bool:
     return tree.is_leaf(value) or is_object(value)
 
 
 class _Writer:
-    def __init__(self, paths: Iterator[str], objects: list[Any] | None = None) -> None:
+    def __init__(
+        self, paths: Iterator[str], objects: list[Any] | None = None, names: Mapping[str, str] | None = None
+    ) -> None:
         self.paths = paths
-        self._objects = objects
+        self.is_named = names is not None
+        self._objects, self._names = objects, names
         self.tensors: dict[str, torch.Tensor] = {}
         self.ties: dict[str, str] = {}
         self._first: dict[Any, str] = {}
@@ -139,12 +195,26 @@ class _Writer:
         if isinstance(value, np.ndarray) and not is_numeric(value):
             raise _refused(path, f"an array of {value.dtype}")
         tensor = as_tensor(value, path)
-        first = self._first.setdefault(memory_of(value), path)
-        if first == path:
-            self.tensors[path] = tensor
+        name = path if self._names is None else self._names[path]
+        first = self._first.setdefault(memory_of(value), name)
+        if first == name:
+            self.tensors[name] = tensor
         else:
-            self.ties[path] = first
-        return {self._kind(value): path}
+            self.ties[name] = first
+        return {self._kind(value): name}
+
+    def keep_first_names(self) -> dict[str, str]:
+        """Store each tied tensor under its alphabetically first name, as ``safetensors`` does; return the ties."""
+        if self.is_named:
+            tied: dict[str, list[str]] = {}
+            for name, first in self.ties.items():
+                tied.setdefault(first, [first]).append(name)
+            self.ties = {}
+            for first, names in tied.items():
+                kept = min(names)
+                self.tensors[kept] = self.tensors.pop(first)
+                self.ties |= {name: kept for name in names if name != kept}
+        return self.ties
 
     def _kind(self, value: Any) -> str:
         if not isinstance(value, torch.Tensor):
@@ -226,17 +296,27 @@ def decode(
     Cost: time and memory linear in the text, and in the paths ``into``.
     """
     root = (_known if len(text) <= _CACHED else _parsed)(text)
-    if not isinstance(root, dict) or not {"tree"} <= root.keys() <= {"tree", "ties"}:
-        raise WireError("the structure needs 'tree' and may have 'ties'")
+    if not isinstance(root, dict) or not {"tree"} <= root.keys() <= {"tree", "ties", "named"}:
+        raise WireError("the structure needs 'tree' and may have 'ties' and 'named'")
     ties = root.get("ties", {})
     if not isinstance(ties, dict) or not all(isinstance(name, str) for name in ties.values()):
         raise WireError("the ties of the structure are not an object of strings")
     room = None if into is None else _ROOM + _ROOM_PER_CHARACTER * len(text) + sum(map(len, into))
-    reader = _Reader(tensors, ties, device, room, objects)
+    reader = _Reader(tensors, ties, device, room, objects, root.get("named") is True)
     data = reader.node(root["tree"])
     if unused := tensors.keys() - reader.used:
         raise WireError(f"entry {min(unused)!r} has no place in the structure")
     return data, reader.leaves
+
+
+def is_named(text: str) -> bool:
+    """True if the tensors of a structure have names other than their paths.
+
+    Raises:
+        WireError: ``text`` is not JSON.
+    """
+    root = (_known if len(text) <= _CACHED else _parsed)(text)
+    return isinstance(root, dict) and root.get("named") is True
 
 
 _CACHED = 1 << 14
@@ -275,10 +355,11 @@ class _Reader:
         ties: Mapping[str, str],
         device: Device | None,
         room: int | None,
-        objects: Sequence[Any] = (),
+        objects: Sequence[Any],
+        is_named: bool,
     ) -> None:
         self._tensors, self._ties, self._device, self._room = tensors, ties, device, room
-        self._objects = objects
+        self._objects, self._is_named = objects, is_named
         self._done: dict[tuple[str, str], Any] = {}
         self._steps: list[str] = []
         self.used: set[str] = set()
@@ -291,7 +372,7 @@ class _Reader:
             return self._children(node)
         kind, content = _tagged(node)
         if kind in _LEAF_KINDS and isinstance(content, str):
-            return self._kept(self._leaf(kind, content), content)
+            return self._kept(self._leaf(kind, content), None if self._is_named else content)
         if kind in ("dict", "fields") and isinstance(content, dict):
             step = "[{!r}]" if kind == "dict" else ".{}"
             return {key: self._child(part, step, key) for key, part in content.items()}

@@ -115,9 +115,9 @@ class IncomingShares(Incoming):
         shapes: dict[str, list[int]] = json.loads(head.metadata.get(METADATA, "{}"))
         self._shares = []
         for entry in head.entries:
-            if entry.name in shapes:
+            if (shape := shapes.get(self.path_of(entry.name))) is not None:
                 share = tensors[entry.name]
-                whole = tensors[entry.name] = _whole(entry, shapes[entry.name], share.device)
+                whole = tensors[entry.name] = _whole(entry, shape, share.device)
                 self._shares = [*self._shares, (whole, share)]
         return receiving, tensors
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from easydist import memory
 from easydist.data import packing
 from easydist.errors import WireError
 from easydist.format.header import Entry, Header
-from easydist.format.targets import Targets
 from easydist.groups.communicators import Communicators
 from easydist.verbs.buckets import LARGE
 
@@ -57,13 +56,21 @@ def entry_nbytes(entry: Entry) -> int:
 class ReceiveBuffer:
     """The memory for one message.
 
+    Args:
+        kind: The device type of the data.
+        there: The device on which it arrives.
+        entries: The tensors of the message.
+        targets: The leaves of ``into`` by the names of the entries; None for new memory.
+
     Attributes:
         kind: The device type of the data.
         buffer: The memory into which the message is received.
         tensors: The tensors of the message, by name; they have their values after ``finish``.
     """
 
-    def __init__(self, kind: str, there: torch.device, entries: Sequence[Entry], targets: Targets | None) -> None:
+    def __init__(
+        self, kind: str, there: torch.device, entries: Sequence[Entry], targets: Mapping[str, Any] | None
+    ) -> None:
         self.kind, self._there = kind, there
         self.tensors: dict[str, torch.Tensor] = {}
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -73,12 +80,12 @@ class ReceiveBuffer:
             self.buffer = memory.empty([sum(map(entry_nbytes, entries))], torch.uint8, there)
             self._cut(entries, kind if targets is None else None)
 
-    def _place(self, entry: Entry, targets: Targets | None) -> torch.Tensor | None:
+    def _place(self, entry: Entry, targets: Mapping[str, Any] | None) -> torch.Tensor | None:
         """Return memory into which a message of one tensor can arrive without a copy; None if there is none.
 
         It is the target, or the tensor of the result.
         """
-        target = targets.values.get(entry.name) if targets is not None else None
+        target = targets.get(entry.name) if targets is not None else None
         if _fits(target, entry, self._there):
             return target.detach()  # type: ignore[no-any-return, union-attr]
         if targets is None and self.kind != self._there.type:  # a device that the group's communicators cannot reach

@@ -1,6 +1,6 @@
 """The messages that carry a tree between ranks: a header that describes it completely, then the data.
 
-The header is safetensors' (``header``), with the structure of the tree as its metadata (``outline``) and, under
+The header is that of a file with the same tree (``outline.describe``), with the structure as its metadata and, under
 ``easydist.devices``, JSON ``{name: device type}`` of the tensors that are not on the CPU. The data is one message for
 each large tensor, which is not copied, and one packed message for all others of a device type.
 
@@ -72,7 +72,7 @@ class Outgoing:
             self.header, self._tensors = recipe.header, recipe.tensors(data)
         else:
             self._write(data, found, metadata)
-            recipes.keep_made(key, self.header, self._names)
+            recipes.keep_made(key, self.header, data, self._tensors)
         self.objects = _encoded(found, weights_only) if found else _NOTHING
         self._data_nbytes = sum(map(packing.nbytes, self._tensors))
         self._is_inline = False
@@ -80,12 +80,12 @@ class Outgoing:
 
     def _write(self, data: Tree, found: list[Any] | None, metadata: Mapping[str, str] | None) -> None:
         """Make the header."""
-        text, tensors = outline.encode(data, "a tensor dict", "send its parts, or use broadcast_object_list", found)
-        devices = {name: tensor.device.type for name, tensor in tensors.items() if not tensor.is_cpu}
-        told = {outline.METADATA: text, **({DEVICES: json.dumps(devices)} if devices else {}), **(metadata or {})}
+        advice = "send its parts, or use broadcast_object_list"
+        tensors, told = outline.describe(data, metadata, None, "a tensor dict", advice, found)
+        if devices := {name: tensor.device.type for name, tensor in tensors.items() if not tensor.is_cpu}:
+            told[DEVICES] = json.dumps(devices)
         self.header = torch.frombuffer(bytearray(header.encode(tensors, told)), dtype=torch.uint8)
-        self._names = header.order(tensors)
-        self._tensors = [tensors[name] for name in self._names]
+        self._tensors = [tensors[name] for name in header.order(tensors)]
 
     def announcement(self, room: int, before: bytes = b"") -> torch.Tensor:
         """Return the first message: the header, the objects, and all data if it is small.
@@ -191,8 +191,8 @@ class Incoming:
         head = _header_of(encoded)
         self._objects, self._data = objects, data
         self._targets = None if into is None else Targets(into)
-        self._receiving, self._tensors = self.allocate(comms, head)
         self._outline = head.metadata.get(outline.METADATA, "")
+        self._receiving, self._tensors = self.allocate(comms, head)
         self._tree, self._leaves = self._decoded()
         self._check_data()
 
@@ -248,8 +248,9 @@ class Incoming:
             return [], filled(head, self._data)
         devices = header.parse_json(head.metadata.get(DEVICES, "{}").encode())
         kinds = [devices.get(entry.name, "cpu") for entry in head.entries]
+        targets = None if self._targets is None else self._by_name(head, self._targets)
         receiving = [
-            ReceiveBuffer(kind, there, [head.entries[i] for i in members], self._targets)
+            ReceiveBuffer(kind, there, [head.entries[i] for i in members], targets)
             for kind, there, members in together(comms, kinds, [entry_nbytes(entry) for entry in head.entries])
         ]
         tensors = {name: tensor for receive in receiving for name, tensor in receive.tensors.items()}
@@ -257,6 +258,18 @@ class Incoming:
             if not entry_nbytes(entry):
                 tensors[entry.name] = empty(entry, kind if self._targets is None else "cpu")
         return receiving, tensors
+
+    def path_of(self, name: str) -> str:
+        """Return the path of a tensor. In messages, only the tensors of a flat mapping have other names."""
+        return f"[{name!r}]" if self._is_flat else name
+
+    @functools.cached_property
+    def _is_flat(self) -> bool:
+        return outline.is_named(self._outline)
+
+    def _by_name(self, head: Header, targets: Targets) -> dict[str, Any]:
+        """Return the leaves of ``into`` by the names of the entries."""
+        return {entry.name: targets.values.get(self.path_of(entry.name)) for entry in head.entries}
 
     def misfit(self) -> dict[str, Any] | None:
         """Return the differences between ``into`` and the sent tree; None if there are none.

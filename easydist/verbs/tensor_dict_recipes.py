@@ -82,25 +82,23 @@ def made_before(key: Any) -> SendRecipe | None:
     return None if key is None else _made.get(key)
 
 
-def keep_made(key: Any, header: torch.Tensor, paths: Sequence[str]) -> None:
+def keep_made(key: Any, header: torch.Tensor, data: Tree, tensors: Sequence[torch.Tensor]) -> None:
     """Keep a header.
 
     Args:
         key: The result of ``key_of``; None to keep nothing.
         header: The bytes of the header.
-        paths: The paths of the tensors, in the order of the data.
+        data: The tensor or flat dict.
+        tensors: Its tensors, in the order of the data.
     """
     if key is None:
         return
+    own = {id(value): name for name, value in data.items()} if type(data) is dict else {id(data): _ROOT}
+    if not own.keys() >= set(map(id, tensors)):  # a tensor had to be converted
+        return
     if len(_made) >= _MOST:
         _made.clear()
-    keys = [_ROOT] if key and isinstance(key[0], torch.dtype) else _keys(paths, [name for name, *_ in key])
-    _made[key] = SendRecipe(header, keys)
-
-
-def _keys(paths: Sequence[str], names: Sequence[str]) -> list[str]:
-    by_path = {f"[{name!r}]": name for name in names}
-    return [by_path[path] for path in paths]
+    _made[key] = SendRecipe(header, [own[id(tensor)] for tensor in tensors])
 
 
 class ReceiveRecipe(NamedTuple):
@@ -149,7 +147,7 @@ def keep_read(encoded: bytes, head: Header, tree: Tree, tensors: Mapping[str, to
         tree: The decoded tree.
         tensors: The tensors of the tree by name.
     """
-    if len(encoded) > LONGEST_HEADER or head.metadata.keys() != {outline.METADATA}:
+    if len(encoded) > LONGEST_HEADER or not head.metadata.keys() <= {"format", outline.METADATA}:
         return
     if (rows := _rows(head, tree, tensors)) is None:
         return
@@ -162,13 +160,13 @@ def _rows(head: Header, tree: Tree, tensors: Mapping[str, torch.Tensor]) -> list
     items = {_ROOT: tree} if type(tree) is torch.Tensor else tree
     if type(items) is not dict:
         return None
-    entries = {entry.name: entry for entry in head.entries}
+    entries = {id(tensors[entry.name]): entry for entry in head.entries}
     rows: list[Any] = []
     for key, value in items.items():
-        entry = entries.pop("" if key is _ROOT else f"[{key!r}]", None)
+        entry = entries.pop(id(value), None)
         if entry is None and type(value) in _PLAIN:
             rows.append((key, None, value, 0, 0))
-        elif entry is not None and tensors[entry.name] is value and not value.requires_grad:
+        elif entry is not None and not value.requires_grad:
             like = torch.empty(0, dtype=entry.dtype, device="cpu")
             rows.append((key, like, entry.shape, entry.start, entry.stop - entry.start))
         else:

@@ -36,7 +36,7 @@ class Announced:
     def __init__(self, encoded: bytes) -> None:
         head = header.decode(encoded, apart=True)
         self.about: dict[str, Any] = header.parse_json(head.metadata[METADATA].encode())
-        self.entries: list[Entry] = head.entries
+        self.entries = head.entries
         self.names: dict[str, str | None] = self.about["names"]
         self.kinds: list[str] = [self.about["kinds"].get(entry.name, "cpu") for entry in self.entries]
         self.dtypes = [entry.dtype for entry in self.entries]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,14 @@ from easydist.weights.target import Wanted
 
 __all__ = ["broadcast_checkpoint"]
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_KNOWN = "model", "diffusion_pytorch_model", "adapter_model"
+"""The names that transformers, diffusers and peft give to the files of a model, without their endings."""
+
+_INDEX = re.compile(r"\.safetensors\.index(\.[^.]+)?\.json$")
+"""The ending of an index; diffusers and transformers put a variant (``fp16``) before ``.json``."""
+
+_SHARD = re.compile(r"-\d+-of-\d+\b")
+_SHOWN = 20
 
 
 @eager
@@ -65,8 +74,10 @@ def broadcast_checkpoint(
         device(type='cpu')
 
     Args:
-        path: A ``.safetensors`` file; a ``model.safetensors.index.json`` with its files beside it; or the folder of
-            either. Only ``src`` reads it.
+        path: A ``.safetensors`` file; an index (``model.safetensors.index.json``) with its files beside it; or the
+            folder of either. In a folder, the call reads the checkpoint under the name that transformers, diffusers or
+            peft gives it (``model``, ``diffusion_pytorch_model``, ``adapter_model``), otherwise the only one, such as a
+            single ``model.fp16.safetensors``. Only ``src`` reads it.
         model: The target on every rank: a module, which may be on the meta device or have ``DTensor`` parameters (it
             then gets its shards); a dict of tensors; None for new tensors.
         src: The rank that reads.
@@ -91,7 +102,8 @@ def broadcast_checkpoint(
         RemoteError: The source cannot read the checkpoint (``__cause__`` is an OSError or a WireError), or a rank
             cannot load it.
         DisagreementError: As for ``broadcast_state_dict``, including the source's own model.
-        OSError: The checkpoint cannot be read, in a world of one.
+        OSError: The checkpoint cannot be read, or the folder has none or several (the text lists them), in a world of
+            one.
         WireError: The checkpoint is not valid, in a world of one; or as for ``verify``.
 
     Cost: that of ``broadcast_state_dict``. The source reads each byte of the file once.
@@ -134,14 +146,37 @@ def checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     """Return the entries of a checkpoint, by name, in the memory of the mapped files.
 
     Raises:
-        OSError: A file cannot be read.
+        OSError: A file cannot be read, or a folder does not have one checkpoint.
         WireError: A file is not valid, or the index names an entry that is not there.
         TypeError: The file does not hold a dict.
     """
     path = Path(path)
     if path.is_dir():
-        path = path / (_INDEX if (path / _INDEX).exists() else _SINGLE)
+        path = _found(path)
     return _indexed(path) if path.suffix == ".json" else state_of(load(path))
+
+
+def _found(folder: Path) -> Path:
+    """Return the index or the file of the checkpoint in a folder.
+
+    Raises:
+        FileNotFoundError: There is none, or there are several and none has a known name.
+    """
+    names = sorted([path.name + "/" * path.is_dir() for path in folder.iterdir()])
+    known = [f"{name}.safetensors{ending}" for name in _KNOWN for ending in (".index.json", "")]
+    files = [name for name in names if name.endswith(".safetensors") and not _SHARD.search(name)]
+    whole = [name for name in names if _INDEX.search(name)] + files
+    if first := [name for name in known if name in whole] or (whole if len(whole) == 1 else []):
+        return folder / first[0]
+    if whole:
+        text = f"several checkpoints are in this folder: {_listed(whole)}; pass the path of one of them"
+    else:
+        text = f"no safetensors checkpoint is in this folder, which has {_listed(names) or 'nothing'}; pass the path of one"
+    raise FileNotFoundError(errno.ENOENT, text, os.fspath(folder))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join([*names[:_SHOWN], *([f"and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else [])])
 
 
 def _indexed(path: Path) -> dict[str, Any]:
