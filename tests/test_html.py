@@ -47,6 +47,7 @@ EVIL = "<script>alert('&')</script>"
 def test_all_that_is_shown_is_escaped():
     texts = [html.table([EVIL], [[EVIL]]), html.text(EVIL, EVIL), easydist.RemoteError(EVIL)._repr_html_()]
     texts.append(tree.flatten({EVIL: EVIL, "a": 1})[1]._repr_html_())
+    texts.append(easydist.header({EVIL: torch.ones(1)}, {EVIL: EVIL})._repr_html_())
     for markup in texts:
         assert EVIL not in markup
         assert "alert(" in "".join(said(markup))
@@ -83,6 +84,23 @@ def test_a_structure_is_a_table_of_its_paths():
     assert rows[11] == "['long']"
     assert len(rows[12]) == 80
     assert said(tree.flatten(list(range(200)))[1]._repr_html_())[-1] == "… and 100 more"
+
+
+def test_a_header_is_a_table_of_its_tensors_and_its_metadata():
+    header = easydist.header({"b.weight": torch.ones(2, 3), "odd\nname": torch.tensor(7)}, {"step": "3"})
+    lines = repr(header).splitlines()
+    assert lines[:3] == [
+        "name         dtype    shape   start  stop",
+        "'odd\\nname'  int64    ()          0     8",
+        "b.weight     float32  (2, 3)      8    32",
+    ]
+    assert lines[3:5] == ["format: pt", "step: 3"]
+    cells = said(header._repr_html_())
+    assert cells[:5] == ["name", "dtype", "shape", "start", "stop"]
+    assert cells[10:15] == ["b.weight", "float32", "(2, 3)", "8", "32"]
+    assert cells[15].splitlines() == lines[3:]
+    many = easydist.header({str(i): torch.ones(1) for i in range(102)})
+    assert said(many._repr_html_())[-1].startswith("… and 2 more\nformat: pt\n")
 
 
 def test_an_error_is_its_class_and_text():

@@ -117,7 +117,7 @@ class Header:
         return rows + html.text("\n".join(texts)) if texts else rows
 
     def _further(self) -> list[str]:
-        return [f"{key}: {text if len(text) <= _WIDTH else text[:_WIDTH] + '…'}" for key, text in self.metadata.items()]
+        return [f"{_shown(key)}: {_shown(text)}" for key, text in self.metadata.items()]
 
     def tensors(self, buffer: bytearray | memoryview | Any) -> dict[str, torch.Tensor]:
         """Return the tensors by name. They share the memory of the writable ``buffer``, except for unaligned ones."""
@@ -127,12 +127,18 @@ class Header:
 _TITLES = "name", "dtype", "shape", "start", "stop"
 _TEXTS = 3
 """The columns with text."""
-_SHOWN, _WIDTH = 100, 80
-"""The rows that a notebook shows, and the characters of a text."""
+_SHOWN, _WIDTH = 100, 120
+"""The rows that a notebook shows, and the characters of a name or a text."""
+
+
+def _shown(text: str) -> str:
+    """Return a text of a file for a line of a table."""
+    text = text[: _WIDTH - 1] + "…" if len(text) > _WIDTH else text
+    return text if text.isprintable() else repr(text)
 
 
 def _cells(entry: Entry) -> tuple[str, ...]:
-    return entry.name, dtype_name(entry.dtype), str(entry.shape), str(entry.start), str(entry.stop)
+    return _shown(entry.name), dtype_name(entry.dtype), str(entry.shape), str(entry.start), str(entry.stop)
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:

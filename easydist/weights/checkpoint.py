@@ -171,7 +171,8 @@ def _found(folder: Path) -> Path:
     if whole:
         text = f"several checkpoints are in this folder: {_listed(whole)}; pass the path of one of them"
     else:
-        text = f"no safetensors checkpoint is in this folder, which has {_listed(names) or 'nothing'}; pass the path of one"
+        there = _listed(names) or "nothing"
+        text = f"no safetensors checkpoint is in this folder, which has {there}; pass the path of one"
     raise FileNotFoundError(errno.ENOENT, text, os.fspath(folder))
 
 

@@ -1,5 +1,6 @@
 """Laws of the safetensors header; what is wrong with it is found before a byte of data is touched."""
 
+import contextlib
 import json
 import struct
 import tracemalloc
@@ -12,6 +13,7 @@ import torch
 from hypothesis import example, given, settings, strategies as st
 from trees import DTYPES, assert_same, bits, tensors
 
+import easydist
 from easydist.errors import WireError
 from easydist.format import header
 
@@ -290,11 +292,18 @@ def test_a_header_beyond_the_limit_is_refused_unread():
 
 
 def agrees(buffer):
-    """A WireError, or what safetensors makes of the same bytes."""
+    """A WireError, or what safetensors makes of the same bytes; ``read_header`` reads the same headers, and no others.
+
+    It takes a header without data, too.
+    """
     try:
         got = read(buffer)
     except WireError:
+        with contextlib.suppress(WireError):
+            assert easydist.read_header(buffer).nbytes == len(buffer)
         return
+    assert easydist.read_header(buffer) == header.decode(buffer)
+    assert repr(easydist.read_header(memoryview(buffer))).startswith("name")
     theirs = dict(safetensors.deserialize(bytes(buffer)))
     assert {name: bits(value) for name, value in got.items()} == {n: bytes(t["data"]) for n, t in theirs.items()}
 

@@ -39,6 +39,7 @@ def with_structure(path, text, **values):
         ("[]", "needs 'tree' and may have 'ties'"),
         ('{"tree": 1, "x": 2}', "needs 'tree' and may have 'ties'"),
         ('{"tree": {"tensor": "a"}, "ties": 1}', "ties of the structure are not an object of strings"),
+        ('{"tree": {"tensor": "c"}, "named": true}', "there is no entry 'c'"),
         ('{"tree": {"tensor": "c"}}', "there is no entry 'c'"),
         ('{"tree": {"tensor": "b"}}', "entry 'a' has no place in the structure"),
         ('{"tree": {"tensor": "a", "x": 1}}', "a node of the structure has 2 keys, not one"),
@@ -103,14 +104,18 @@ nodes = st.recursive(
 
 @pytest.mark.slow
 @settings(max_examples=launching.examples(300))
-@given(nodes, st.dictionaries(st.sampled_from(["a", "b"]), st.sampled_from(["a", "b"])))
-def test_any_json_is_a_structure_or_an_error(node, ties):
-    text = json.dumps({"tree": node, "ties": ties})
+@given(
+    nodes, st.dictionaries(st.sampled_from(["a", "b"]), st.sampled_from(["a", "b"])), st.sampled_from([True, 1, None])
+)
+def test_any_json_is_a_structure_or_an_error(node, ties, named):
+    text = json.dumps({"tree": node, "ties": ties, **({} if named is None else {"named": named})})
     try:
         data, _ = outline.decode(text, {"a": torch.ones(1)})
     except WireError:
         return
     assert_same(outline.decode(*outline.encode(data))[0], data)
+    values, metadata = outline.describe(data)
+    assert_same(outline.decode(metadata[outline.METADATA], values)[0], data)
 
 
 @pytest.mark.slow
@@ -130,6 +135,7 @@ def test_what_is_no_regular_file_is_refused_at_once(path):
     for operation, call in (
         ("load", lambda: easydist.load(path)),
         ("load", lambda: easydist.load_metadata(path)),
+        ("load", lambda: easydist.read_header(path)),
         ("save", lambda: easydist.save({}, path)),
     ):
         with pytest.raises(OSError, match=f"{operation} needs a regular file, but this is a FIFO: '{path}'"):
@@ -211,6 +217,8 @@ def test_a_truncated_file_is_a_wire_error(path, nbytes):
         easydist.load(path)
     with pytest.raises(WireError):
         easydist.load_metadata(path)
+    with pytest.raises(WireError, match=f"^{path}: "):
+        easydist.read_header(path)
 
 
 def test_a_tree_nested_101_deep_is_refused(path):

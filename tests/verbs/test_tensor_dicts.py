@@ -1,5 +1,6 @@
 """send_tensor_dict, recv_tensor_dict, broadcast_tensor_dict: what arrives is what a file would give back."""
 
+import contextlib
 from collections import OrderedDict
 
 import launching
@@ -14,6 +15,7 @@ import easydist
 from easydist import RemoteError, tree
 from easydist.comms import SOLO
 from easydist.testing import distributed
+from easydist.verbs import tensor_dict_messages
 from easydist.verbs.buckets import LARGE
 from easydist.verbs.tensor_dict_messages import Incoming, Outgoing
 
@@ -44,6 +46,64 @@ def everything():
     large = torch.arange(LARGE // 4, dtype=torch.int32)
     sizes = {"large": large, "almost": torch.arange(LARGE - 1).to(torch.uint8), "wide": large.view(2, -1).t()}
     return {**{name: CASES[name]() for name in NAMES}, **sizes, "expanded large": large[:1].expand(2, LARGE)}
+
+
+# --- the header
+
+
+@contextlib.contextmanager
+def announced():
+    """Record the header of each announcement that this rank receives."""
+    headers, read = [], tensor_dict_messages.Announcement.__init__
+
+    def reading(announcement, message):
+        read(announcement, message)
+        headers.append(bytes(announcement.header.numpy()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_dict_messages.Announcement, "__init__", reading)
+        yield headers
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_what_is_sent_is_what_header_shows_and_save_writes(rank, tmp_path):
+    tied, large = torch.ones(2), torch.zeros(LARGE)
+    trees = [
+        {"b.weight": torch.ones(2, 3), "a": torch.arange(3)},
+        OrderedDict(torch.nn.BatchNorm1d(2).state_dict()),
+        {"x": tied, "y": tied, "large": large},
+        {"x": tied, "n": 5, "l": [large, np.ones(2)]},
+        {"x": Point(tied, torch.tensor(1j))},
+        {"__metadata__": tied},
+        tied,
+        {},
+    ]
+    for data in trees:
+        with announced() as headers:
+            for _ in range(3):  # the first makes the header, the others may find it
+                exchanged(rank, data, 0, 1)
+                easydist.broadcast_tensor_dict(data if rank == 0 else None)
+        assert len(headers) == 6 * rank
+        path = tmp_path / str(rank)
+        easydist.save(data, path)
+        want = easydist.read_header(path)
+        assert easydist.header(data) == want
+        for one in headers:
+            assert one == path.read_bytes()[: want.nbytes]
+            assert easydist.read_header(one) == want
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_a_flat_dict_arrives_in_place_and_large_tensors_without_a_copy(rank):
+    data = {"['b']": torch.arange(LARGE), "b": -torch.arange(LARGE), "small": torch.ones(2)}
+    for names in (data, [*data][::-1]):
+        into = {name: torch.zeros_like(data[name]) for name in names}
+        got = exchanged(rank, data, 0, 1, into=into)
+        if rank == 1:
+            assert all(got[name] is into[name] for name in data)
+            assert_same({name: into[name] for name in data}, data)
 
 
 # --- what arrives
