@@ -27,14 +27,16 @@ def flat_names(data: Tree, paths: Sequence[str]) -> dict[str, str] | None:
     if not isinstance(data, Mapping):
         return None
     keys = list(data.keys())  # a TensorDict iterates over its rows
-    if len(keys) != len(paths) or not all(type(key) is str and isinstance(data[key], torch.Tensor) for key in keys):
+    if len(keys) != len(paths) or not set(map(type, keys)) <= {str}:
         return None
-    return dict(zip(paths, keys, strict=True)) if all(map(is_name, keys)) else None
+    if not all(issubclass(kind, torch.Tensor) for kind in set(map(type, map(data.__getitem__, keys)))):
+        return None
+    return dict(zip(paths, keys, strict=True)) if "__metadata__" not in keys and _is_unicode("".join(keys)) else None
 
 
-def is_name(text: str) -> bool:
-    """True if a tensor in a safetensors file can have this name."""
-    return text != "__metadata__" and (text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text))
+def _is_unicode(text: str) -> bool:
+    """True if UTF-8 can express the text: it has no half of a surrogate pair."""
+    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def given_names(data: Tree, leaves: Sequence[Any], paths: Sequence[str], names: Names) -> dict[str, str]:
@@ -58,7 +60,7 @@ def given_names(data: Tree, leaves: Sequence[Any], paths: Sequence[str], names: 
     for path, name in found.items():
         if not isinstance(name, str):
             raise TypeError(f"names= gives {path or 'the root'} the name {name!r}, which is not text")
-        if not is_name(name):
+        if name == "__metadata__" or not _is_unicode(name):
             raise ValueError(f"names= gives {path or 'the root'} the name {name!r}, which a file cannot hold")
     _check_unique(found)
     return found

@@ -37,10 +37,12 @@ def broadcast_state_dict(
     check: bool | None = None,
     timeout: Timeout | None = None,
 ) -> Any:
-    """Send all ranks the weights of one rank, or of the ranks over which a model is sharded.
+    """Send all ranks the weights of one rank, or of the ranks over which a model is sharded; or an optimizer's state.
 
     Law: after ``broadcast_state_dict(model)`` the state of every receiver is that after
-    ``model.load_state_dict(state, strict)`` with the ``state`` of rank ``src``.
+    ``model.load_state_dict(state, strict)`` with the ``state`` of rank ``src``. After
+    ``broadcast_state_dict(optimizer)`` every rank's optimizer continues as that of rank ``src`` would: it has the same
+    settings and the same state, bit for bit and in the same dtypes, whatever state it had before.
 
     The call writes existing tensors in place, without a copy where dtype, device and strides allow it. It checks
     everything that can fail on all ranks before the first byte moves: missing and unexpected names, shapes, dtypes,
@@ -55,10 +57,11 @@ def broadcast_state_dict(
         ['weight', 'bias']
 
     Args:
-        model_or_dict: On ``src``, the module or state dict to send. Its tensors may be ``DTensor`` (FSDP2, tensor
-            parallel): each rank of their mesh then sends its shards to all, so that only the receivers hold the whole
-            model. On other ranks, the target: a module, which may be on the meta device or sharded; a dict of tensors;
-            None or an empty dict for new tensors.
+        model_or_dict: On ``src``, the module, optimizer or state dict to send. Its tensors may be ``DTensor`` (FSDP2,
+            tensor parallel), but not in an optimizer: each rank of their mesh then sends its shards to all, so that
+            only the receivers hold the whole model. On other ranks, the target: a module, which may be on the meta
+            device or sharded; an optimizer of the same class, with the same parameters in the same groups; a dict of
+            tensors; None or an empty dict for new tensors.
         src: The source, a rank inside the group. For a sharded model any rank of its mesh, or all ranks of the mesh,
             which is needed if the mesh belongs to another world than ``group``. The sources' weights do not change.
         strict: True if a receiver's names must equal those that arrive. Otherwise names that only one side has are
@@ -79,12 +82,13 @@ def broadcast_state_dict(
         timeout: The time limit of the call; None is the group's.
 
     Returns:
-        On a receiver the updated state dict: the dict that it passed, or the module's ``state_dict()``; if it passed
-        nothing, new tensors by name. On a source its own state dict.
+        On a receiver the updated state dict: the dict that it passed, or the ``state_dict()`` of the module or
+        optimizer; if it passed nothing, new tensors by name. On a source its own state dict.
 
     Raises:
-        DisagreementError: A receiver cannot accept the entries; the text lists every name. Or the ranks name different
-            sources, or a shard of a sharded source is missing. Nothing was written.
+        DisagreementError: A receiver cannot accept the entries; the text lists every name. Or its optimizer has another
+            class, or other groups or parameters. Or the ranks name different sources, or a shard of a sharded source is
+            missing. Nothing was written.
         RemoteError: A source's entry cannot travel, or a receiver lacks memory or cannot write a tensor. Nothing was
             written.
         TypeError: The same in a world of one.
@@ -98,7 +102,8 @@ def broadcast_state_dict(
     Preparing a state dict costs a rank 15 µs for each tensor, or 3 µs if one of the last few differed only in its
     values.
 
-    Source: ``torch.nn.Module.load_state_dict``.
+    Source: ``torch.nn.Module.load_state_dict``; for optimizers ``torch.optim.Optimizer.load_state_dict``, which casts
+    the state to the parameters' dtype, as this call does not.
     """
     wanted = Wanted(filter, rename, strict, False, "cpu" if offload_to_cpu else device, pin_memory)
     sending = Sending(dtype, bucket_bytes, verify)

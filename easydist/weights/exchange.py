@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from easydist.agreement.agree import agree, shared
 from easydist.agreement.call import Call
@@ -20,6 +21,7 @@ from easydist.errors import DisagreementError, WireError
 from easydist.format import header
 from easydist.groups.communicators import Communicators
 from easydist.verbs.ranks import check_rank
+from easydist.weights import optimizers
 from easydist.weights.announced import Announced, announced as read
 from easydist.weights.blocks import Block, is_covered, whole
 from easydist.weights.digests import Digests
@@ -89,7 +91,8 @@ class BroadcastWeights(Verb[Any]):
         Raises:
             TypeError: It is not a state dict.
         """
-        return state_of(self._model_or_dict)
+        given = self._model_or_dict
+        return state_of(given.state_dict() if isinstance(given, Optimizer) else given)
 
     def is_receiver(self, rank: int, sources: Sequence[int]) -> bool:
         """True if a rank receives the entries."""
@@ -128,7 +131,9 @@ class BroadcastWeights(Verb[Any]):
             sources = _in_group(comms, ranks, self._first)
         dtype, bucket_nbytes, verify = self._sending
         spoken = None if dtype is None else dtype_name(dtype)
-        about = {"sources": sources, "dtype": spoken, "bucket": bucket_nbytes, "verify": verify}
+        about: dict[str, Any] = {"sources": sources, "dtype": spoken, "bucket": bucket_nbytes, "verify": verify}
+        if isinstance(self._model_or_dict, Optimizer):
+            about["optimizer"] = optimizers.described(self._model_or_dict)
         return Source(state, names, dtype, about)
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> None:
@@ -169,7 +174,8 @@ class BroadcastWeights(Verb[Any]):
         every = told(comms, agree(comms, self.operation, judge).nbytes, mine)
         rows = {rank: one["rows"] for rank, one in every.items() if "rows" in one}
         if rows:
-            raise shared(comms, DisagreementError(disagreement(self.operation, self._first, rows)))
+            is_optimizer = "optimizer" in found[0].about
+            raise shared(comms, DisagreementError(disagreement(self.operation, self._first, rows, is_optimizer)))
         self._shards = {rank: one["shards"] for rank, one in every.items()}
         return found[0]
 

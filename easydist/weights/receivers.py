@@ -1,4 +1,4 @@
-"""Receiving models and dicts: their entries, which of them are written in place, and how they store the rest."""
+"""Receivers (models, optimizers, dicts): their entries, which are written in place, and how they store the rest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from easydist.weights import optimizers
 from easydist.weights.source import local, memory_of, state_of
 
 
@@ -29,6 +31,14 @@ class Entries:
         """True if the tensor of that name is written in place."""
         value = self.values.get(name)
         return isinstance(value, torch.Tensor) and not value.is_meta and (self.own is None or name in self.own)
+
+    def misfit(self, theirs: Mapping[str, Any] | None) -> list[tuple[str, str, str]]:
+        """Return the differences that names and types do not show, as (what, there, here).
+
+        Args:
+            theirs: The description of the source's optimizer, if it sends one.
+        """
+        return []
 
     def fill(self, arrived: Mapping[str, Any], only: Container[str] | None) -> Any:
         """Store the entries that were not written in place.
@@ -80,6 +90,22 @@ class _Model(Entries):
         return self._module.state_dict()
 
 
+class _Optimizer(Entries):
+    """An optimizer that receives a state, which replaces its own."""
+
+    own = frozenset()
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer.state_dict())
+        self._optimizer = optimizer
+
+    def misfit(self, theirs: Mapping[str, Any] | None) -> list[tuple[str, str, str]]:
+        return optimizers.differing(theirs, self._optimizer)
+
+    def fill(self, arrived: Mapping[str, Any], only: Container[str] | None) -> Any:
+        return optimizers.load(self._optimizer, {**self.values, **arrived})
+
+
 def _is_one(own: torch.Tensor, value: Any) -> bool:
     """True if an entry of the state dict is the module's tensor itself, not something computed from it."""
     if not isinstance(value, torch.Tensor) or (own.dtype, own.shape) != (value.dtype, value.shape):
@@ -92,9 +118,11 @@ def _like(own: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def entries_of(into: Any) -> Entries:
-    """Return the entries of a receiving module or dict.
+    """Return the entries of a receiving module, optimizer or dict.
 
     Raises:
-        TypeError: It is neither a module nor a dict, or a name is not a string.
+        TypeError: It is none of these, or a name is not a string.
     """
+    if isinstance(into, Optimizer):
+        return _Optimizer(into)
     return _Model(into) if isinstance(into, nn.Module) else Entries(into)

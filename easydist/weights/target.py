@@ -102,6 +102,8 @@ class Target:
         """Return the differences between arriving entries and the receiver's, sorted by name; empty if all fit."""
         if self._fit is not None:
             return []
+        if rows := self._into.misfit(self._announced.about.get("optimizer")):
+            return rows
         rows = [row for name in self._coming if (row := self._compared(name)) is not None]
         if self._is_strict:
             absent = [(name, value) for name, value in self._mine.items() if name not in self._coming]

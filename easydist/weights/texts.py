@@ -15,7 +15,7 @@ def _listed(lines: Sequence[str]) -> list[str]:
     return [*lines[:_SHOWN], *([f"  … and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])]
 
 
-def disagreement(operation: str, src: int, misfits: Mapping[int, Sequence[Row]]) -> str:
+def disagreement(operation: str, src: int, misfits: Mapping[int, Sequence[Row]], is_optimizer: bool) -> str:
     """Describe the entries of receivers or further sources that differ from the first source's, one per line."""
     lines: dict[str, str] = {}
     for rank, rows in misfits.items():
@@ -23,10 +23,12 @@ def disagreement(operation: str, src: int, misfits: Mapping[int, Sequence[Row]])
             lines[name] = f"{lines.get(name, f'  {name}  rank {src}: {theirs}')}   rank {rank}: {mine}"
     title = f"{operation}: ranks disagree on {len(lines)} {'entry' if len(lines) == 1 else 'entries'}"
     advice = (
-        "Nothing was written. strict=False leaves out names that only one side has, filter= and rename= on either side "
-        "change what is compared; shapes have to be equal."
+        "strict=False leaves out names that only one side has, filter= and rename= on either side change what is "
+        "compared; shapes have to be equal."
     )
-    return "\n".join([title, *_listed([lines[name] for name in sorted(lines)]), advice])
+    if is_optimizer:
+        advice = "Pass optimizers of one class, with the same parameters in the same groups and the same order."
+    return "\n".join([title, *_listed([lines[name] for name in sorted(lines)]), f"Nothing was written. {advice}"])
 
 
 def unlike(announced: Announced, mine: Announced) -> list[Row]:

@@ -80,6 +80,95 @@ def test_all_ranks_raise_or_none(rank, tmp_path):
         assert not target["w"].any()
 
 
+# --- folders, with the names that transformers, diffusers and peft give to files
+
+FOLDERS = {
+    "transformers": (["model.safetensors", "config.json"], "model.safetensors"),
+    "shards go first": (["model.safetensors.index.json", "model.safetensors"], "model.safetensors.index.json"),
+    "diffusers": (["diffusion_pytorch_model.safetensors", "config.json"], "diffusion_pytorch_model.safetensors"),
+    "diffusers, shards": (
+        ["diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model-00001-of-00002.safetensors"],
+        "diffusion_pytorch_model.safetensors.index.json",
+    ),
+    "peft": (["adapter_model.safetensors", "adapter_config.json", "other.safetensors"], "adapter_model.safetensors"),
+    "beside a variant": (
+        ["model.fp16.safetensors", "model.safetensors", "model.bf16.safetensors"],
+        "model.safetensors",
+    ),
+    "the only variant": (["diffusion_pytorch_model.fp16.safetensors"], "diffusion_pytorch_model.fp16.safetensors"),
+    "shards of a variant": (
+        [
+            *("model.safetensors.index.fp16.json", "model.fp16-00001-of-00002.safetensors"),
+            *("model-00002-of-00002.fp16.safetensors", "pytorch_model.bin"),
+        ],
+        "model.safetensors.index.fp16.json",
+    ),
+    "shards of a variant, elsewhere": (
+        ["model.fp16.safetensors.index.json", "model.fp16-00001-of-00001.safetensors"],
+        "model.fp16.safetensors.index.json",
+    ),
+    "any only file": (["pytorch_lora_weights.safetensors", "README.md"], "pytorch_lora_weights.safetensors"),
+}
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_the_checkpoint_of_a_folder_is_found(case, tmp_path):
+    names, want = FOLDERS[case]
+    for name in names:
+        if name.endswith(".json"):
+            (tmp_path / name).write_text(json.dumps({"weight_map": {"w": "part-1-of-1.safetensors"}}))
+        else:
+            safetensors.torch.save_file({"w": torch.tensor([names.index(name)])}, tmp_path / name)
+    safetensors.torch.save_file({"w": torch.tensor([names.index(want)])}, tmp_path / "part-1-of-1.safetensors")
+    assert checkpoint(tmp_path)["w"].tolist() == [names.index(want)]
+
+
+NOT_FOUND = {
+    "variants": (
+        ["model.bf16.safetensors", "model.fp16.safetensors", "config.json"],
+        "several checkpoints are in this folder: model.bf16.safetensors, model.fp16.safetensors; pass the path of one",
+    ),
+    "a pipeline": (
+        ["model_index.json", "unet/diffusion_pytorch_model.safetensors", "vae/diffusion_pytorch_model.safetensors"],
+        "no safetensors checkpoint is in this folder, which has model_index.json, unet/, vae/; pass the path of one",
+    ),
+    "shards without an index": (
+        ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+        "which has model-00001-of-00002.safetensors, model-00002-of-00002.safetensors; pass the path of one",
+    ),
+    "a pickle": (["pytorch_model.bin"], "which has pytorch_model.bin; pass the path of one"),
+    "nothing": ([], "which has nothing; pass the path of one"),
+    "much": ([f"{i:02}" for i in range(30)], "17, 18, 19, and 10 more; pass the path of one"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_FOUND)
+def test_a_folder_without_one_checkpoint_is_an_error_that_lists_what_is_there(case, tmp_path):
+    names, text = NOT_FOUND[case]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    with pytest.raises(FileNotFoundError) as caught:
+        checkpoint(tmp_path)
+    assert text in str(caught.value)
+    assert str(caught.value).endswith(f": '{tmp_path}'")
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_a_folder_of_diffusers_reaches_every_rank(rank, tmp_path):
+    if rank == 0:
+        easydist.save(STATE, tmp_path / "diffusion_pytorch_model.fp16.safetensors")
+    model = net("meta")
+    weights.broadcast_checkpoint(tmp_path if rank == 0 else "nowhere", model)
+    assert_same({name: value.detach() for name, value in model.state_dict().items()}, STATE)
+    if rank == 0:
+        easydist.save(STATE, tmp_path / "diffusion_pytorch_model.bf16.safetensors")
+    with pytest.raises(RemoteError, match="several checkpoints are in this folder: diffusion"):
+        weights.broadcast_checkpoint(tmp_path if rank == 0 else "nowhere", model)
+    assert easydist.gather(torch.tensor([rank])).tolist() == [0, 1]
+
+
 BAD = {
     "no object": (None, "no weight_map"),
     "numbers": ({"a": 1}, "not an object of file names"),
