@@ -1,4 +1,4 @@
-"""A checkpoint of model, optimizer and progress, written by one rank and read in place by all of them.
+"""A checkpoint of model, optimizer and progress, and the model alone for other programs; one rank writes, all read.
 
 torchrun --standalone --nproc-per-node 2 examples/save_and_load.py
 """
@@ -21,9 +21,10 @@ model(torch.ones(1, 4)).sum().backward()
 optimizer.step()
 
 folder = easydist.broadcast_object_list([tempfile.mkdtemp() if state.is_main_process else None])[0]
-path = Path(folder) / "checkpoint.safetensors"
+path, weights_path = Path(folder) / "checkpoint.safetensors", Path(folder) / "model.safetensors"
 if state.is_main_process:
     easydist.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}, path)
+    easydist.save(model.state_dict(), weights_path)  # keeps the names that other programs look for
 easydist.wait_for_everyone()
 
 checkpoint = easydist.load(path)
@@ -32,9 +33,11 @@ optimizer.load_state_dict(checkpoint["optimizer"])
 
 weights = easydist.gather(model.weight.detach().flatten()[None])
 state.print("step:", checkpoint["step"])
+state.print("for other programs:", [entry.name for entry in easydist.read_header(weights_path).entries])
 state.print("all ranks have the same weights:", bool((weights == weights[0]).all()))
 
 easydist.wait_for_everyone()
 if state.is_main_process:
     path.unlink()
+    weights_path.unlink()
     path.parent.rmdir()

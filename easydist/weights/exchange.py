@@ -21,10 +21,10 @@ from easydist.errors import DisagreementError, WireError
 from easydist.format import header
 from easydist.groups.communicators import Communicators
 from easydist.verbs.ranks import check_rank
-from easydist.weights import optimizers
 from easydist.weights.announced import Announced, announced as read
 from easydist.weights.blocks import Block, is_covered, whole
 from easydist.weights.digests import Digests
+from easydist.weights.optimizers import described
 from easydist.weights.schedule import Item, Message, schedule
 from easydist.weights.source import Source, mesh_ranks, named, state_of
 from easydist.weights.stream import Carriers, Side, move, progress
@@ -133,7 +133,7 @@ class BroadcastWeights(Verb[Any]):
         spoken = None if dtype is None else dtype_name(dtype)
         about: dict[str, Any] = {"sources": sources, "dtype": spoken, "bucket": bucket_nbytes, "verify": verify}
         if isinstance(self._model_or_dict, Optimizer):
-            about["optimizer"] = optimizers.described(self._model_or_dict)
+            about["optimizer"] = described(self._model_or_dict)
         return Source(state, names, dtype, about)
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> None:

@@ -69,7 +69,7 @@ def _texts(other: list[str], own: list[str]) -> tuple[str, str]:
     return " ".join(filter(None, other)), " ".join(filter(None, own))
 
 
-def load(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+def load_exactly(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
     """Give an optimizer exactly this state, and return its state dict.
 
     ``load_state_dict`` by itself casts the state to the dtypes of the parameters, and changes text.

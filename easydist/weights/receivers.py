@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from easydist.weights import optimizers
+from easydist.weights.optimizers import differing, load_exactly
 from easydist.weights.source import local, memory_of, state_of
 
 
@@ -100,10 +100,10 @@ class _Optimizer(Entries):
         self._optimizer = optimizer
 
     def misfit(self, theirs: Mapping[str, Any] | None) -> list[tuple[str, str, str]]:
-        return optimizers.differing(theirs, self._optimizer)
+        return differing(theirs, self._optimizer)
 
     def fill(self, arrived: Mapping[str, Any], only: Container[str] | None) -> Any:
-        return optimizers.load(self._optimizer, {**self.values, **arrived})
+        return load_exactly(self._optimizer, {**self.values, **arrived})
 
 
 def _is_one(own: torch.Tensor, value: Any) -> bool:
