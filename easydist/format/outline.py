@@ -298,6 +298,8 @@ def decode(
     root = (_known if len(text) <= _CACHED else _parsed)(text)
     if not isinstance(root, dict) or not {"tree"} <= root.keys() <= {"tree", "ties", "named"}:
         raise WireError("the structure needs 'tree' and may have 'ties' and 'named'")
+    if root.get("named", True) is not True:
+        raise WireError("'named' of the structure is not true")
     ties = root.get("ties", {})
     if not isinstance(ties, dict) or not all(isinstance(name, str) for name in ties.values()):
         raise WireError("the ties of the structure are not an object of strings")

@@ -15,10 +15,21 @@ from easydist.verbs.sharded import is_sharded
 def described(optimizer: Optimizer) -> dict[str, Any]:
     """Return the class of an optimizer, and the name, dtype and shape of each parameter of each group.
 
+    Raises:
+        TypeError: A parameter is sharded, or has no memory, so its state cannot be sent or received.
+
     Example:
         >>> described(torch.optim.SGD([torch.nn.Parameter(torch.ones(2, 3))]))
         {'class': 'SGD', 'groups': [[['', 'float32 (2, 3)']]]}
     """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(map(is_sharded, params)):
+        raise TypeError(
+            "the optimizer has a parameter that is a DTensor; its state cannot be sent or received. Convert it with "
+            "torch.distributed.checkpoint.state_dict"
+        )
+    if any(param.is_meta for param in params):
+        raise TypeError("the optimizer has a parameter on the meta device; make the optimizer after model.to_empty")
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):  # accelerate's wrapper
         optimizer = inner
     return {"class": type(optimizer).__qualname__, "groups": [_parameters(group) for group in optimizer.param_groups]}
@@ -38,13 +49,9 @@ def differing(theirs: Mapping[str, Any] | None, optimizer: Optimizer) -> list[tu
         optimizer: The receiver's.
 
     Raises:
-        TypeError: A parameter of the receiver cannot have a state from elsewhere.
+        TypeError: As for ``described``.
     """
     mine = described(optimizer)
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
-        if param.is_meta or is_sharded(param):
-            kind = "a DTensor" if is_sharded(param) else "on the meta device"
-            raise TypeError(f"a parameter of the optimizer is {kind}; its state cannot be received")
     if theirs is None or theirs["class"] != mine["class"]:
         return [("the optimizer", "none" if theirs is None else theirs["class"], mine["class"])]
     ours, others = mine["groups"], theirs["groups"]

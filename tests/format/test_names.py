@@ -72,6 +72,7 @@ def test_a_state_dict_comes_back_with_its_class_its_order_and_its_ties(path):
     assert got["head.weight"] is got["again.weight"] is got["third.weight"]
 
 
+@pytest.mark.slow
 def test_other_libraries_load_it_strictly(path):
     model = Tied()
     easydist.save(model.state_dict(), path)

@@ -39,6 +39,7 @@ def with_structure(path, text, **values):
         ("[]", "needs 'tree' and may have 'ties'"),
         ('{"tree": 1, "x": 2}', "needs 'tree' and may have 'ties'"),
         ('{"tree": {"tensor": "a"}, "ties": 1}', "ties of the structure are not an object of strings"),
+        ('{"tree": {"tensor": "a"}, "named": 1}', "'named' of the structure is not true"),
         ('{"tree": {"tensor": "c"}, "named": true}', "there is no entry 'c'"),
         ('{"tree": {"tensor": "c"}}', "there is no entry 'c'"),
         ('{"tree": {"tensor": "b"}}', "entry 'a' has no place in the structure"),
@@ -200,7 +201,8 @@ def test_random_files_allocate_in_proportion_to_their_length(path, seed):
     while not 3000 < len(text := drawn_node(draw)) < 200_000:
         pass
     ties = json.dumps({draw.choice("ab"): draw.choice("ab") for _ in range(draw.randrange(3))})
-    with_structure(path, f'{{"tree":{text},"ties":{ties}}}', a=torch.ones(2))
+    named = draw.choice(["", ',"named":true'])
+    with_structure(path, f'{{"tree":{text},"ties":{ties}{named}}}', a=torch.ones(2))
     data = bytearray(path.read_bytes())
     for _ in range(draw.choice([0, 0, 1, 2])):
         data[draw.randrange(len(data))] = draw.choice(b'0123456789-.eE{}[],:"\\ aU\xff\0')

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import itertools
 from collections import namedtuple
 
 import pytest
@@ -251,10 +252,11 @@ def test_shares_of_a_tensor_are_sent_and_gathered(rank):
     }
     asked = {"x": True, "t": True, "y": True, "odd": True, "['n']['z']": True, "tie": True}
     with made(rank, 4, tp_lists) as tp, made(rank, 4, pp_lists) as pp:
-        for terms in ({}, asked):
+        flat = {name: value for name, value in data.items() if name != "n"}
+        for terms, sent in itertools.product(({}, asked), (data, flat)):
             if rank < 2:
-                pp.send_tensor_dict(data, all_gather_group=tp, all_gather_tensors=terms)
-                (handle,) = pp.isend_tensor_dict(data, all_gather_group=tp, all_gather_tensors=terms)
+                pp.send_tensor_dict(sent, all_gather_group=tp, all_gather_tensors=terms)
+                (handle,) = pp.isend_tensor_dict(sent, all_gather_group=tp, all_gather_tensors=terms)
                 handle.wait()
                 continue
             got = pp.recv_tensor_dict(all_gather_group=tp, all_gather_tensors=terms)
@@ -264,7 +266,7 @@ def test_shares_of_a_tensor_are_sent_and_gathered(rank):
             for finish in after:
                 finish()
             for one in (got, later):
-                assert_same(one, {**data, "t": x.t().contiguous(), "own": torch.full((2,), rank % 2)})
+                assert_same(one, {**sent, "t": x.t().contiguous(), "own": torch.full((2,), rank % 2)})
                 assert one["tie"] is one["x"]
 
 

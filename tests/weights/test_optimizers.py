@@ -7,6 +7,8 @@ import pytest
 import torch
 from groups import made
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from trees import assert_same
 
 import easydist
@@ -242,8 +244,13 @@ def test_what_is_no_optimizer_on_one_side_is_an_error_on_both(rank):
     optimizer.param_groups[0].pop("call", None)
     assert_same(optimizer.state_dict(), before)
     target = torch.optim.AdamW(groups_of(net().to("meta")) if rank == 1 else groups_of(model))
-    with pytest.raises(RemoteError, match="a parameter of the optimizer is on the meta device"):
+    with pytest.raises(RemoteError, match="TypeError: the optimizer has a parameter on the meta device"):
         weights.broadcast_state_dict(target)
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = torch.optim.SGD([nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))])
+    for source in (0, 1):
+        with pytest.raises(RemoteError, match="TypeError: the optimizer has a parameter that is a DTensor"):
+            weights.broadcast_state_dict(sharded if rank == 0 else optimizer, source)
     assert easydist.gather(torch.tensor([rank])).tolist() == [0, 1]
 
 
