@@ -126,7 +126,7 @@ def read_header(source: str | os.PathLike[str] | bytes | bytearray | memoryview)
     """Read the header of a safetensors file, from ``save`` or from any other writer.
 
     Args:
-        source: The path of the file; or, as bytes, its contents or its header alone.
+        source: The path of the file, as text or ``PathLike``; bytes are the contents of a file, or its header alone.
 
     Returns:
         The names, dtypes, shapes and offsets of the tensors, and the metadata. It is printed as a table.

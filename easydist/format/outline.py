@@ -123,8 +123,8 @@ def describe(
     text = _structure(writer, data, holder, advice)
     if named is None:
         return writer.tensors, {**(metadata or {}), METADATA: text}
-    ties = {name: kept for name, kept in writer.ties.items() if not name.startswith("easydist.")}
-    return writer.tensors, {**ties, "format": "pt", **(metadata or {}), METADATA: text}
+    ties = {name: kept for name, kept in writer.ties.items() if name != "format" and not name.startswith("easydist.")}
+    return writer.tensors, {"format": "pt", **ties, **(metadata or {}), METADATA: text}
 
 
 def _structure(writer: _Writer, data: Tree, holder: str, advice: str) -> str:

@@ -96,6 +96,6 @@ def _placed(sent: Any, loaded: Any) -> Any:
         return sent.to(loaded.device) if isinstance(loaded, torch.Tensor) else sent
     if isinstance(sent, dict) and isinstance(loaded, dict):
         return {key: _placed(one, loaded.get(key)) for key, one in sent.items()}
-    if isinstance(sent, list | tuple) and isinstance(loaded, list | tuple):
+    if isinstance(sent, list | tuple) and isinstance(loaded, list | tuple) and len(sent) == len(loaded):
         return type(sent)([_placed(one, other) for one, other in zip(sent, loaded, strict=True)])
     return sent
