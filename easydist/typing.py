@@ -21,7 +21,12 @@ T = TypeVar("T")
 Item = TypeVar("Item", bound="np.generic")
 """The type of an array's elements."""
 
-Reduction: TypeAlias = Literal["mean", "sum", "max", "min", "prod", "none"]
+Reduction: TypeAlias = Union[
+    Literal["mean", "sum", "max", "min", "prod", "and", "or", "xor", "none"],
+    Literal["MEAN", "SUM", "MAX", "MIN", "PROD", "AND", "OR", "XOR", "NONE"],
+    "dist.ReduceOp",
+    "dist.ReduceOp.RedOpType",
+]
 """The ways in which ``reduce`` combines the ranks' values."""
 
 Device: TypeAlias = str | int | torch.device

@@ -92,6 +92,11 @@ class ReduceOp:
         return self._type
 
     @property
+    def factor(self) -> Any:
+        """The factor of ``PREMUL_SUM``; None for all others."""
+        return self._factor
+
+    @property
     def is_scaled(self) -> bool:
         """True for ``PREMUL_SUM``."""
         return self._factor is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
@@ -21,6 +22,8 @@ from easydist.transport.reduce_op import ReduceOp, combine
 from easydist.transport.work import TorchWork
 from easydist.typing import Group, Reduction, Timeout, Tree
 from easydist.verbs.buckets import by_comm, large_alone, small_payload
+from easydist.verbs.ranks import check_rank, named_rank
+from easydist.verbs.reductions import BITWISE, OPS, check_dtypes, named_reduction
 from easydist.verbs.trees import TreeVerb, leaves_of
 
 if TYPE_CHECKING:
@@ -28,20 +31,11 @@ if TYPE_CHECKING:
 
 __all__ = ["reduce"]
 
-_OPS = {
-    "mean": ReduceOp.SUM,
-    "sum": ReduceOp.SUM,
-    "max": ReduceOp.MAX,
-    "min": ReduceOp.MIN,
-    "prod": ReduceOp.PRODUCT,
-    "none": None,
-}
-
 
 @overload
 def reduce(
     tensor: torch.Tensor,
-    reduction: Reduction = "mean",
+    reduction: Reduction | ReduceOp = "mean",
     scale: float = 1.0,
     *,
     group: Group = None,
@@ -51,7 +45,7 @@ def reduce(
 @overload
 def reduce(
     tensor: NDArray[Any],
-    reduction: Reduction = "mean",
+    reduction: Reduction | ReduceOp = "mean",
     scale: float = 1.0,
     *,
     group: Group = None,
@@ -61,28 +55,33 @@ def reduce(
 @overload
 def reduce(
     tensor: Tree,
-    reduction: Reduction = "mean",
+    reduction: Reduction | ReduceOp = "mean",
     scale: float = 1.0,
     *,
+    dst: int | None = None,
     group: Group = None,
+    group_dst: int | None = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
 ) -> Tree: ...
 @eager
 def reduce(
     tensor: Tree,
-    reduction: Reduction = "mean",
+    reduction: Reduction | ReduceOp = "mean",
     scale: float = 1.0,
     *,
+    dst: int | None = None,
     group: Group = None,
+    group_dst: int | None = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
 ) -> Tree:
     """Combine the ranks' trees, leaf by leaf, in rank order; every rank gets the same bits in every run.
 
     Law: ``reduce(x, "sum") == (x of rank 0 + x of rank 1) + …`` (ranks that share memory first, then host by host; NCCL
-    uses its own order), likewise ``"prod"``, ``"max"`` and ``"min"`` (the last two propagate NaN); ``"mean"`` is the
-    sum divided by W; ``"none"`` is this rank's own ``x``. The result is multiplied by ``scale``.
+    uses its own order), likewise ``"prod"``, ``"max"`` and ``"min"`` (the last two propagate NaN); ``"and"``, ``"or"``
+    and ``"xor"`` are ``&``, ``|`` and ``^``, which work on the bits of integers; ``"mean"`` is the sum divided by W;
+    ``"none"`` is this rank's own ``x``. The result is multiplied by ``scale``.
 
     Dtypes follow ``torch.sum``. ``"sum"`` and ``"prod"`` of integers and bools are int64, so that small dtypes do not
     wrap; beyond 64 bits tensors and arrays wrap, as in ``torch.sum``, and Python ints raise an error. Their ``"mean"``,
@@ -98,28 +97,37 @@ def reduce(
     Args:
         tensor: Any tree, with the same shapes on every rank. Python numbers stay Python numbers, and NumPy arrays stay
             arrays.
-        reduction: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, ``"prod"`` or ``"none"``.
+        reduction: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, ``"prod"``, ``"and"``, ``"or"``, ``"xor"`` or
+            ``"none"``, in upper or lower case; or a ``ReduceOp`` of torch or of ``easydist.comms``. ``AVG`` is
+            ``"mean"``; ``PREMUL_SUM(factor)`` is ``"sum"`` with ``scale`` times that factor, which is the same on all
+            ranks.
         scale: A factor for the result.
+        dst: The only rank that gets the result, a rank inside the group; None for all ranks. With a group of torch, it
+            must be the same rank of the world.
         group: The ranks that take part.
+        group_dst: The same as ``dst``, for any group.
         check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
         timeout: The time limit of the call; None is the group's.
 
     Returns:
-        A new tree of the same structure, detached from autograd.
+        A new tree of the same structure, detached from autograd. On ranks other than ``dst``: None.
 
     Raises:
-        ValueError: There is no such reduction.
-        TypeError: ``"max"`` or ``"min"`` of complex numbers, or a leaf is not a dense tensor (sparse, DTensor, …).
+        ValueError: There is no such reduction, or ``dst`` is not a rank of the group or is ambiguous.
+        TypeError: ``"max"`` or ``"min"`` of complex numbers, or ``"and"``, ``"or"`` or ``"xor"`` of floats; a factor of
+            ``PREMUL_SUM`` that is not one number; or a leaf is not a dense tensor (sparse, DTensor, …).
         OverflowError: The sum or product of Python ints does not fit 64 bits; every rank raises this.
         DisagreementError: Paths, dtypes, shapes, ``reduction`` or ``scale`` differ between ranks.
         RemoteError: Another rank's tree could not be reduced.
 
     Cost: one header exchange, which carries a small tree (32 KiB in small groups); for a larger one an all-reduce per
     accumulation dtype, and in shared memory one more for each leaf of 256 KiB or more; no all-reduce for ``"none"``.
+    With ``dst``, each other rank sends a larger tree once, to ``dst``, which needs memory for all of them.
 
     Source: accelerate's ``reduce``.
     """
-    return run(_Reduce(tensor, reduction, scale), communicators(group), timeout, check)
+    dst = named_rank(group, "reduce", "dst", dst, group_dst)
+    return run(_Reduce(tensor, reduction, scale, dst), communicators(group), timeout, check)
 
 
 class _Group(NamedTuple):
@@ -139,17 +147,19 @@ class _Reduce(TreeVerb):
     operation = "reduce"
     needs_headers = False
 
-    def __init__(self, tensor: Tree, reduction: str, scale: float) -> None:
-        self._tensor, self._reduction, self._scale = tensor, reduction, scale
+    _reduction: str
+    _scale: float
+
+    def __init__(self, tensor: Tree, reduction: Any, scale: float, dst: int | None) -> None:
+        self._tensor, self._asked, self._dst = tensor, (reduction, scale), dst
 
     def prepare(self, comms: Communicators) -> Call:
-        reduction = self._reduction
-        if reduction not in _OPS:
-            known = ", ".join(map(repr, _OPS))
-            raise ValueError(f"reduce: there is no reduction {reduction!r}; choose from {known}")
+        check_rank(comms, "dst", self._dst)
+        self._reduction, self._scale = reduction, scale = named_reduction(*self._asked)
         leaves = leaves_of(self._tensor, "reduce")
-        _check_ordered(leaves, reduction)
-        arguments = {"reduction": reduction, "scale": float(self._scale)}
+        check_dtypes(leaves, reduction)
+        arguments: dict[str, Any] = {"reduction": reduction, "scale": scale}
+        arguments |= {} if self._dst is None else {"dst": index(self._dst)}
         call = Call(arguments, leaves, nbytes=leaves.layout.packing.nbytes)
         if small_payload(comms, leaves):
             groups = _groups(leaves, leaves.travelling(True), reduction)
@@ -158,7 +168,7 @@ class _Reduce(TreeVerb):
         return call
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> list[_Total] | None:
-        op, leaves = _OPS[self._reduction], agreed.call.tree
+        op, leaves = OPS[self._reduction], agreed.call.tree
         if agreed.has_payload and op is not None and agreed.call.payload:
             return None
         nbytes = [packing.nbytes(tensor) for tensor in leaves.tensors]
@@ -167,7 +177,8 @@ class _Reduce(TreeVerb):
         for comm, indices in by_comm(comms, leaves.tensors, travelling, total):
             for group in _groups(leaves, indices, self._reduction):
                 for bucket in large_alone(group.members, nbytes) if comm.backend.shares_memory else [group.members]:
-                    begun.append((group._replace(members=bucket), *_begin(comm, leaves, group.dtype, bucket, op)))
+                    part = group._replace(members=bucket)
+                    begun.append((part, *_begin(comm, leaves, part, op, None if group.is_bound else self._dst)))
         for _, _, work in begun:
             work.wait()
         return [(group, flat) for group, flat, _ in begun]
@@ -175,17 +186,18 @@ class _Reduce(TreeVerb):
     def result(self, comms: Communicators, agreed: Agreement, arrived: list[_Total] | None) -> Tree:
         reduction, scale, leaves = self._reduction, self._scale, agreed.call.tree
         results: dict[int, torch.Tensor] = {}
+        is_receiver = self._dst in (None, comms.rank)
         for group, flat in self._from_payloads(comms, agreed) if arrived is None else arrived:
             if group.is_bound:
                 _check_bound(leaves, group.members, flat, reduction, comms.size)
-            else:
+            elif is_receiver:
                 total = _finish(flat, reduction, scale, comms.size)
                 results |= _results(leaves, group.members, total, reduction, scale)
-        return leaves.rebuild(results, agreed.uniform, as_value)
+        return leaves.rebuild(results, agreed.uniform, as_value) if is_receiver else None
 
     def _from_payloads(self, comms: Communicators, agreed: Agreement) -> Iterator[_Total]:
         """Reduce the data that came with the headers."""
-        op, leaves = _OPS[self._reduction], agreed.call.tree
+        op, leaves = OPS[self._reduction], agreed.call.tree
         assert op is not None
         dtypes, shapes = [flat.dtype for flat in agreed.call.payload], [flat.shape for flat in agreed.call.payload]
         columns = zip(*[packing.unpack(agreed.payload(r), dtypes, shapes) for r in range(comms.size)], strict=True)
@@ -194,23 +206,23 @@ class _Reduce(TreeVerb):
             yield group, combine(op, parts)
 
 
-def _check_ordered(leaves: Leaves, reduction: str) -> None:
-    if reduction in ("max", "min"):
-        for path, dtype in zip(leaves.layout.paths, leaves.layout.dtypes, strict=True):
-            if dtype.is_complex:
-                raise TypeError(f"reduce: {path or 'the tensor'} is complex, and complex numbers have no {reduction}")
-
-
 def _begin(
-    comm: Collectives, leaves: Leaves, dtype: torch.dtype, members: Sequence[int], op: ReduceOp | None
+    comm: Collectives, leaves: Leaves, group: _Group, op: ReduceOp | None, dst: int | None
 ) -> tuple[torch.Tensor, TorchWork]:
-    """Begin to reduce; return the total, which is valid once the work has ended, and the work."""
+    """Begin to reduce; return the total, which is valid on ``dst`` once the work has ended, and the work."""
+    dtype, members = group.dtype, group.members
     data = leaves.tensors[members[0]]
     if op is not None and len(members) == 1 and data.dtype is dtype and data.is_cpu and data.is_contiguous():
-        total = memory.empty([data.numel()], dtype)
-        return total, comm.all_reduce_from(total, data, op, async_op=True)
+        if dst is None:
+            total = memory.empty([data.numel()], dtype)
+            return total, comm.all_reduce_from(total, data, op, async_op=True)
+        if dst != comm.get_rank():
+            return data, comm.reduce(data, dst, op, async_op=True)  # data changes on dst alone
     total = _flat(leaves, dtype, members).to(comm.get_device())
-    return total, TorchWork() if op is None else comm.all_reduce(total, op, async_op=True)
+    if op is None:
+        return total, TorchWork()
+    work = comm.all_reduce(total, op, async_op=True) if dst is None else comm.reduce(total, dst, op, async_op=True)
+    return total, work
 
 
 def _flat(leaves: Leaves, dtype: torch.dtype, members: Sequence[int]) -> torch.Tensor:
@@ -267,7 +279,7 @@ def _groups(leaves: Leaves, indices: Sequence[int], reduction: str) -> list[_Gro
 
 
 def _accumulated_in(dtype: torch.dtype, reduction: str) -> torch.dtype:
-    if reduction in ("max", "min", "none"):
+    if reduction in ("max", "min", "none", *BITWISE):
         return dtype
     if dtype.is_complex or dtype.is_floating_point:
         return torch.promote_types(dtype, torch.float32) if dtype.itemsize >= 2 else torch.float32
