@@ -70,6 +70,7 @@ from .verbs.all_to_all import all_to_all as all_to_all
 from .verbs.broadcast import broadcast as broadcast, copy_tensor_to_devices as copy_tensor_to_devices
 from .verbs.equality import assert_equal as assert_equal
 from .verbs.gather import gather as gather
+from .verbs.object_pair import recv_object as recv_object, send_object as send_object
 from .verbs.objects import (
     broadcast_object_list as broadcast_object_list,
     gather_object as gather_object,

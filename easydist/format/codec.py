@@ -187,7 +187,7 @@ def _direct(raw: memoryview) -> memoryview:
     return inner.cast("B") if isinstance(inner, memoryview) and inner.c_contiguous else raw
 
 
-def encode(value: object) -> torch.Tensor:
+def encode(value: object, *, weights_only: bool | None = None) -> torch.Tensor:
     """Encode ``value`` as a message: a uint8 tensor on the CPU.
 
     Law: ``decode(encode(x)) == x``. An object that is in several places is one object again; views of one tensor become
@@ -196,13 +196,20 @@ def encode(value: object) -> torch.Tensor:
 
     Args:
         value: Any value that can be pickled.
+        weights_only: True to refuse what the restricted decoder would refuse; False if the receiver will unpickle.
 
     Raises:
         TypeError: ``value`` holds a DTensor, or a value that pickle cannot write; the text contains pickle's own.
+        UnsafeObjectError: ``value`` is not allow-listed; or ``weights_only`` is False and pickle is denied.
 
     Cost: one copy of the data of tensors and arrays.
     """
-    return EncodedObject(value).joined()
+    if weights_only is False:
+        demand_pickle()
+    message = EncodedObject(value)
+    if weights_only:
+        message.check()
+    return message.joined()
 
 
 def _layout(start: int, nbytes: list[int]) -> tuple[list[int], int]:

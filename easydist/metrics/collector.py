@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from easydist.arguments import UNSET, hiding
 from easydist.eager import eager_methods
 from easydist.metrics.columns import as_indices
 from easydist.metrics.schema import Schema, nbytes_of, opened
@@ -16,6 +17,7 @@ from easydist.metrics.store import Store
 from easydist.metrics.windows import ALL, Way, arrived_rows, planned, windows
 from easydist.state import communicators, together
 from easydist.typing import Group, Tree
+from easydist.verbs.ranks import check_rank, named_rank
 
 __all__ = ["MetricCollector"]
 
@@ -40,7 +42,8 @@ class MetricCollector:
         total: The number of samples. ``compute`` makes sure that each of ``range(total)`` has come. None: any number.
         every: A number of updates, the same on all ranks, after which all new rows move to rank ``dst``, so that the
             others hold no more than these. None: each rank keeps its own rows.
-        dst: The rank to which ``every`` moves rows.
+        dst: The rank inside the group to which ``every`` moves rows. With a group of torch, it must be the same rank of
+            the world.
         spill_nbytes: The approximate number of bytes that a rank holds in memory; the rest goes to safetensors files.
             None: everything stays in memory.
         directory: The folder for these files; None means the usual one for temporary files. ``reset`` deletes them, and
@@ -48,25 +51,29 @@ class MetricCollector:
         rtol: The relative difference allowed between values of one sample, since the same sample in another batch may
             be rounded differently.
         group: The participating ranks.
+        group_dst: The same as ``dst``, for any group.
 
     Source: torchmetrics' ``update``, ``compute`` and ``reset``.
     """
 
+    @hiding(dst=0)
     def __init__(
         self,
         total: int | None = None,
         *,
         every: int | None = None,
-        dst: int = 0,
+        dst: int = UNSET,
         spill_nbytes: int | None = None,
         directory: str | os.PathLike[str] | None = None,
         rtol: float = 0.0,
         group: Group = None,
+        group_dst: int | None = None,
     ) -> None:
         if every is not None and index(every) < 1:
             raise ValueError(f"MetricCollector: every={every} is not a number of updates")
         self.total = None if total is None else index(total)
-        self._every, self._dst, self._rtol, self._group = every, dst, rtol, group
+        self._every, self._rtol, self._group = every, rtol, group
+        self._dst = named_rank(group, "MetricCollector", "dst", dst, group_dst)
         self._store = Store(spill_nbytes, directory)
         self.reset()
 
@@ -107,11 +114,12 @@ class MetricCollector:
         if self._every is not None and self._updates % self._every == 0:
             self._move()
 
-    def compute(self, dst: int | None = None) -> dict[str, Any] | None:
+    def compute(self, dst: int | None = None, *, group_dst: int | None = None) -> dict[str, Any] | None:
         """Return all ranks' rows in index order. They stay in the collector until ``reset``.
 
         Args:
-            dst: The only rank that gets the result; None means all of them.
+            dst: The only rank that gets the result; None means all of them. It counts as in the constructor.
+            group_dst: The same, for any group.
 
         Returns:
             The whole columns by name, with tensors on the CPU. On ranks other than ``dst``: None.
@@ -126,19 +134,21 @@ class MetricCollector:
         on others.
         """
         with together(self._group):
-            plan = planned(self._store, self._schema, self.total, Way(dst, self._group))
-            is_receiver = dst in (None, communicators(self._group).rank)
+            way = self._way("compute", dst, group_dst)
+            plan = planned(self._store, self._schema, self.total, way)
+            is_receiver = way.dst in (None, communicators(self._group).rank)
             columns = [one.empty(plan.length if is_receiver else 0) for one in plan.schema.types]
             at = 0
-            for leaves in windows(self._store, plan, Way(dst, self._group), self._rtol):
+            for leaves in windows(self._store, plan, way, self._rtol):
                 at += 0 if leaves is None else _put(columns, leaves, at)
             return (plan.schema.rebuilt(columns) or {}) if is_receiver else None
 
-    def blocks(self, dst: int | None = None) -> Iterator[dict[str, Any] | None]:
+    def blocks(self, dst: int | None = None, *, group_dst: int | None = None) -> Iterator[dict[str, Any] | None]:
         """Iterate over the result of ``compute``, about 512 KiB of rows at a time. All ranks must iterate to the end.
 
         Args:
             dst: As in ``compute``.
+            group_dst: As in ``compute``.
 
         Yields:
             Columns by name, with consecutive rows in index order. On ranks other than ``dst``: None, as often.
@@ -149,12 +159,19 @@ class MetricCollector:
         Cost: as ``compute``, and a small exchange per block. Memory: one block.
         """
         with together(self._group):
-            plan = planned(self._store, self._schema, self.total, Way(dst, self._group))
-        every = windows(self._store, plan, Way(dst, self._group), self._rtol)
+            way = self._way("blocks", dst, group_dst)
+            plan = planned(self._store, self._schema, self.total, way)
+        every = windows(self._store, plan, way, self._rtol)
         for _ in plan.bounds[1:]:
             with together(self._group):
                 leaves = next(every)
             yield None if leaves is None else plan.schema.rebuilt(leaves)
+
+    def _way(self, method: str, dst: int | None, group_dst: int | None) -> Way:
+        """Return the way to the rank that the caller names; called where all ranks learn of an error."""
+        rank = named_rank(self._group, f"MetricCollector.{method}", "dst", dst, group_dst)
+        check_rank(communicators(self._group), "dst", rank)
+        return Way(rank, self._group)
 
     def _check(self, indices: torch.Tensor) -> None:
         if not len(indices):
@@ -169,6 +186,7 @@ class MetricCollector:
         """Move all rows to rank ``dst``, which also keeps its own."""
         is_there = communicators(self._group).rank == self._dst
         with together(self._group):
+            check_rank(communicators(self._group), "dst", self._dst)
             empty = [one.empty() for one in self._schema.types]
             got = arrived_rows(Store() if is_there else self._store, empty, ALL, Way(self._dst, self._group))
             if got is not None:

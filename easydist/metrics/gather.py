@@ -25,6 +25,7 @@ from easydist.state import communicators, together
 from easydist.typing import Group, Timeout, Tree
 from easydist.verbs.buckets import every_shape
 from easydist.verbs.gather import Gather, Moved
+from easydist.verbs.ranks import named_rank
 
 __all__ = ["gather_for_metrics"]
 
@@ -41,6 +42,7 @@ def gather_for_metrics(
     pad_index: float | None = None,
     dst: int | None = None,
     group: Group = None,
+    group_dst: int | None = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
 ) -> Tree:
@@ -76,8 +78,10 @@ def gather_for_metrics(
             tensor per sample, so any dimension may differ between ranks.
         pad_index: Implies ``ragged``. In addition a list of tensors or of lists of numbers becomes a ``Padded`` with
             ``values``, padded with this number, and ``lengths``.
-        dst: The only rank that gets the result; None means all of them.
+        dst: The only rank that gets the result, a rank inside the group; None means all of them. With a group of torch,
+            it must be the same rank of the world.
         group: The participating ranks.
+        group_dst: The same as ``dst``, for any group.
         check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
         timeout: The time limit of the call; None is the group's.
 
@@ -100,6 +104,7 @@ def gather_for_metrics(
 
     Source: ``Accelerator.gather_for_metrics``.
     """
+    dst = named_rank(group, "gather_for_metrics", "dst", dst, group_dst)
     verb = _GatherForMetrics(input_data, dst, _Samples(loader, total, indices), use_gather_object, ragged, pad_index)
     result = run(verb, communicators(group), timeout, check)
     if verb.large is None:

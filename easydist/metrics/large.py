@@ -52,7 +52,7 @@ def moved(large: Large, way: Way) -> list[Any] | None:
         EasydistError: Another rank failed.
     """
     alone = {i: column for i, column in enumerate(large.columns) if large.counts[i] is None}
-    found = gather(alone, dst=way.dst, group=way.group, check=way.check, timeout=way.timeout) if alone else {}
+    found = gather(alone, group_dst=way.dst, group=way.group, check=way.check, timeout=way.timeout) if alone else {}
     for counts in dict.fromkeys(filter(None, large.counts)):  # in one order on all ranks
         numbers = [i for i, each in enumerate(large.counts) if each == counts]
         plan, places = _planned(large, counts, numbers, way)

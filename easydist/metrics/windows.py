@@ -87,7 +87,7 @@ def per_window(rows: int, nbytes: int) -> int:
 
 def bounds_of(indices: torch.Tensor, total: int | None, rows: int, way: Way) -> tuple[int, list[int], bool, str]:
     """Return the number of different indices, the bounds of the windows, and the findings of ``_found``."""
-    every = gather(indices, dst=way.dst, group=way.group, check=way.check, timeout=way.timeout)
+    every = gather(indices, group_dst=way.dst, group=way.group, check=way.check, timeout=way.timeout)
     mine = None if every is None else _found(every, total, rows)
     found: tuple[int, list[int], bool, str] = next(one for one in _told(mine, way) if one is not None)
     return found

@@ -92,7 +92,9 @@ class Pairs(Membership):
         Raises:
             RemoteError: ``obj`` cannot travel, or the receiver refuses it. The receiver raises the same.
         """
-        self._post("send_object", OBJECT, dst, lambda: self._encoded(obj), {}, waits=True)
+        self._post(
+            "send_object", OBJECT, dst, lambda: codec.encode(obj, weights_only=self.weights_only), {}, waits=True
+        )
 
     @eager
     def recv_object(self, src: int) -> Any:
@@ -106,14 +108,6 @@ class Pairs(Membership):
 
     def _peer_of(self, rank: int | None, step: int) -> int:
         return (self.rank_in_group + step) % self.world_size if rank is None else rank
-
-    def _encoded(self, obj: Any) -> torch.Tensor:
-        if not self.weights_only:
-            codec.demand_pickle()
-        message = codec.EncodedObject(obj)
-        if self.weights_only:
-            message.check()
-        return message.joined()
 
     def _post(
         self,

@@ -142,7 +142,7 @@ class Tensors(Membership):
             dst: The only rank that gets the result.
             dim: The dimension to concatenate along.
         """
-        gathered: torch.Tensor | None = gather(input_, dst=dst, dim=dim, group=self)
+        gathered: torch.Tensor | None = gather(input_, group_dst=dst, dim=dim, group=self)
         return gathered
 
     @eager
@@ -158,7 +158,7 @@ class Tensors(Membership):
         Returns:
             ``input_``.
         """
-        return broadcast(input_, src, group=self)
+        return broadcast(input_, group_src=src, group=self)
 
     @eager
     def barrier(self) -> None:

@@ -12,6 +12,7 @@ from easydist.agreement.agree import agree
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
+from easydist.arguments import UNSET, hiding
 from easydist.data import packing
 from easydist.data.leaves import Leaves
 from easydist.eager import eager
@@ -20,7 +21,7 @@ from easydist.state import communicators
 from easydist.transport.comm import Collectives
 from easydist.typing import Group, T, Timeout, Tree
 from easydist.verbs.buckets import by_comm, large_alone, packed_like, small_payload
-from easydist.verbs.ranks import check_rank
+from easydist.verbs.ranks import check_rank, named_rank
 from easydist.verbs.structures import announced, shared_leaves
 from easydist.verbs.trees import TreeVerb, demand_data, leaves_of
 
@@ -31,8 +32,9 @@ __all__ = ["broadcast", "copy_tensor_to_devices"]
 def broadcast(
     tensor: None,
     from_process: int = 0,
-    *,
     group: Group = None,
+    *,
+    group_src: int | None = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
 ) -> Tree: ...
@@ -40,17 +42,20 @@ def broadcast(
 def broadcast(
     tensor: T,
     from_process: int = 0,
-    *,
     group: Group = None,
+    *,
+    group_src: int | None = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
 ) -> T: ...
 @eager
+@hiding(from_process=0)
 def broadcast(
     tensor: Tree,
-    from_process: int = 0,
-    *,
+    from_process: int = UNSET,
     group: Group = None,
+    *,
+    group_src: int | None = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
 ) -> Tree:
@@ -66,8 +71,9 @@ def broadcast(
 
     Args:
         tensor: Any tree. Ranks other than the source may pass None, and get new tensors.
-        from_process: The source, a rank inside the group.
+        from_process: The source, a rank inside the group. With a group of torch, it must be the same rank of the world.
         group: The ranks that take part.
+        group_src: The source, a rank inside any group.
         check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
         timeout: The time limit of the call; None is the group's.
 
@@ -77,7 +83,8 @@ def broadcast(
     Raises:
         DisagreementError: Paths, dtypes or shapes differ between ranks; nothing was written.
         RemoteError: One rank's tree could not be sent or written (read-only arrays, expanded tensors, …).
-        ValueError: ``from_process`` is not a rank of the group, or its tree is None and another rank's is not.
+        ValueError: ``from_process`` is not a rank of the group, or is ambiguous; or the source's tree is None and
+            another rank's is not.
 
     Cost: one header exchange, which carries a small tree (32 KiB in small groups), and for a larger tree a broadcast of
     its bytes. If some ranks pass None, two more header exchanges, of which the first carries the structure (one more
@@ -85,7 +92,8 @@ def broadcast(
 
     Source: accelerate's ``broadcast``.
     """
-    return run(_Broadcast(tensor, from_process), communicators(group), timeout, check)
+    source = named_rank(group, "broadcast", "from_process", from_process, group_src)
+    return run(_Broadcast(tensor, source), communicators(group), timeout, check)
 
 
 @overload

@@ -30,7 +30,7 @@ from easydist.verbs.buckets import (
     small_payload,
     smallest,
 )
-from easydist.verbs.ranks import check_rank
+from easydist.verbs.ranks import check_rank, named_rank
 from easydist.verbs.receiving import at_home, from_payloads, receiving
 from easydist.verbs.trees import TreeVerb, leaves_of
 
@@ -89,6 +89,7 @@ def gather(
     tensor: Tree,
     *,
     dst: int | None = None,
+    group_dst: int | None = None,
     dim: int = 0,
     as_list: bool = False,
     group: Group = None,
@@ -100,6 +101,7 @@ def gather(
     tensor: Tree,
     *,
     dst: int | None = None,
+    group_dst: int | None = None,
     dim: int = 0,
     as_list: bool = False,
     group: Group = None,
@@ -125,7 +127,9 @@ def gather(
         tensor: Any tree. Leaves may have any dtype, strides and device; NumPy arrays stay arrays; Python numbers become
             tensors of float64, int64, complex128 or bool. Values that are not leaves (str, None, …) have to be equal on
             all ranks, and are returned unchanged.
-        dst: The only rank that gets the result; None for all ranks.
+        dst: The only rank that gets the result, a rank inside the group; None for all ranks. With a group of torch, it
+            must be the same rank of the world.
+        group_dst: The same, for any group.
         dim: The dimension along which to concatenate.
         as_list: Return one tree per rank. Leaves are views of one tensor per leaf; numbers stay Python numbers.
         group: The ranks that take part.
@@ -139,7 +143,7 @@ def gather(
     Raises:
         DisagreementError: Paths, dtypes or shapes apart from ``dim`` differ between ranks.
         RemoteError: Another rank's data could not be sent.
-        ValueError: A leaf has no dimension ``dim``, or ``dst`` is not a rank of the group.
+        ValueError: A leaf has no dimension ``dim``, or ``dst`` is not a rank of the group, or is ambiguous.
         TypeError: A leaf is not a dense tensor (sparse, DTensor, NumPy strings, …).
 
     Cost: one header exchange, which carries a small tree (32 KiB in small groups); for larger trees one exchange of W ×
@@ -148,6 +152,7 @@ def gather(
 
     Source: accelerate's ``gather``.
     """
+    dst = named_rank(group, "gather", "dst", dst, group_dst)
     return run(Gather(tensor, dst, dim, as_list), communicators(group), timeout, check)
 
 

@@ -21,8 +21,8 @@ from easydist.eager import eager
 from easydist.format import codec
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
-from easydist.typing import Group, T, Timeout
-from easydist.verbs.ranks import check_rank
+from easydist.typing import Device, Group, T, Timeout
+from easydist.verbs.ranks import check_rank, named_rank
 
 __all__ = ["broadcast_object_list", "gather_object", "scatter_object_list"]
 
@@ -41,7 +41,8 @@ def gather_object(
 def gather_object(
     object: Any,
     *,
-    dst: int | None,
+    dst: int | None = None,
+    group_dst: int | None = None,
     weights_only: bool = False,
     group: Group = None,
     check: bool | None = None,
@@ -63,6 +64,7 @@ def gather_object(
     object: Any = UNSET,
     *,
     dst: int | None = None,
+    group_dst: int | None = None,
     weights_only: bool = False,
     group: Group = None,
     check: bool | None = None,
@@ -81,7 +83,9 @@ def gather_object(
 
     Args:
         object: Any value that can be pickled, without DTensors; a list on all ranks, or on none.
-        dst: The only rank that gets the result; None for all ranks.
+        dst: The only rank that gets the result, a rank inside the group; None for all ranks. With a group of torch, it
+            must be the same rank of the world.
+        group_dst: The same, for any group.
         weights_only: Decode only containers, numbers, text, dates, tensors, arrays, and classes that
             ``easydist.allow_globals`` has allowed; the same on all ranks.
         group: The ranks that take part.
@@ -93,7 +97,7 @@ def gather_object(
         The list, on every rank; all values are copies, including this rank's own. On ranks other than ``dst``: None.
 
     Raises:
-        ValueError: ``dst`` is not a rank of the group.
+        ValueError: ``dst`` is not a rank of the group, or is ambiguous.
         RemoteError: A rank's value cannot be pickled, or is not allow-listed (``weights_only``).
         UnsafeObjectError: ``weights_only`` is False and pickle is denied, or a value is not allow-listed.
         DisagreementError: Some ranks passed a list and some did not.
@@ -106,6 +110,7 @@ def gather_object(
     """
     if obj is not UNSET or object is UNSET:
         object = either("gather_object", "object", object, "obj", obj)
+    dst = named_rank(group, "gather_object", "dst", dst, group_dst)
     return run(GatherObject(object, dst, weights_only), communicators(group), timeout, check)
 
 
@@ -113,9 +118,11 @@ def gather_object(
 def broadcast_object_list(
     object_list: list[T],
     from_process: int = 0,
-    *,
-    weights_only: bool = False,
     group: Group = None,
+    device: Device | None = None,
+    *,
+    group_src: int | None = None,
+    weights_only: bool = False,
     check: bool | None = None,
     timeout: Timeout | None = None,
 ) -> list[T]: ...
@@ -124,8 +131,10 @@ def broadcast_object_list(
     *,
     objects: list[Any],
     src: int = 0,
-    weights_only: bool = False,
     group: Group = None,
+    device: Device | None = None,
+    group_src: int | None = None,
+    weights_only: bool = False,
     check: bool | None = None,
     timeout: Timeout | None = None,
 ) -> list[Any]: ...
@@ -134,9 +143,11 @@ def broadcast_object_list(
 def broadcast_object_list(
     object_list: list[Any] = UNSET,
     from_process: int = UNSET,
-    *,
-    weights_only: bool = False,
     group: Group = None,
+    device: Device | None = None,
+    *,
+    group_src: int | None = None,
+    weights_only: bool = False,
     check: bool | None = None,
     timeout: Timeout | None = None,
     objects: list[Any] = UNSET,
@@ -154,9 +165,11 @@ def broadcast_object_list(
 
     Args:
         object_list: A list of the same length on all ranks; the elements of the other ranks' lists are replaced.
-        from_process: The source, a rank inside the group.
-        weights_only: As in ``gather_object``.
+        from_process: The source, a rank inside the group. With a group of torch, it must be the same rank of the world.
         group: The ranks that take part.
+        device: Accepted for compatibility with torch, whose order of arguments this is.
+        group_src: The source, a rank inside any group.
+        weights_only: As in ``gather_object``.
         check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
         timeout: The time limit of the call; None is the group's.
         objects: Another name for ``object_list``.
@@ -169,7 +182,7 @@ def broadcast_object_list(
         DisagreementError: The lists differ in length.
         RemoteError: The source's objects cannot be pickled, or are not allow-listed; or a rank did not pass a list.
         UnsafeObjectError: As in ``gather_object``.
-        ValueError: ``from_process`` is not a rank of the group.
+        ValueError: ``from_process`` is not a rank of the group, or is ambiguous.
 
     Cost: one header exchange, which carries small objects (32 KiB in small groups); for larger ones a broadcast of the
     pickled bytes.
@@ -178,20 +191,24 @@ def broadcast_object_list(
     """
     if objects is not UNSET or object_list is UNSET:
         object_list = either("broadcast_object_list", "object_list", object_list, "objects", objects)
-    if src is not UNSET or from_process is UNSET:
-        from_process = either("broadcast_object_list", "from_process", from_process, "src", src, default=0)
-    verb = BroadcastObjectList(object_list, from_process, weights_only)
+    name = "from_process" if src is UNSET else "src"
+    if src is not UNSET:
+        from_process = either("broadcast_object_list", "from_process", from_process, "src", src)
+    source = named_rank(group, "broadcast_object_list", name, from_process, group_src)
+    verb = BroadcastObjectList(object_list, source, weights_only)
     return run(verb, communicators(group), timeout, check)
 
 
 @eager
+@hiding(src=0)
 def scatter_object_list(
     scatter_object_output_list: list[Any],
     scatter_object_input_list: list[Any] | None = None,
-    src: int = 0,
-    *,
-    weights_only: bool = False,
+    src: int = UNSET,
     group: Group = None,
+    *,
+    group_src: int | None = None,
+    weights_only: bool = False,
     check: bool | None = None,
     timeout: Timeout | None = None,
 ) -> None:
@@ -209,14 +226,16 @@ def scatter_object_list(
     Args:
         scatter_object_output_list: A list of at least one element; the first is replaced.
         scatter_object_input_list: On the source one object per rank; ignored on other ranks.
-        src: The source, a rank inside the group.
-        weights_only: As in ``gather_object``.
+        src: The source, a rank inside the group. With a group of torch, it must be the same rank of the world.
         group: The ranks that take part.
+        group_src: The source, a rank inside any group.
+        weights_only: As in ``gather_object``.
         check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
         timeout: The time limit of the call; None is the group's.
 
     Raises:
-        ValueError: A list is missing or has the wrong length, or ``src`` is not a rank of the group.
+        ValueError: A list is missing or has the wrong length, or ``src`` is not a rank of the group, or is
+            ambiguous.
         RemoteError: Another rank raised that ``ValueError``; or an object cannot be pickled, or is not allow-listed.
         UnsafeObjectError: As in ``gather_object``. This rank alone raises it if it allows less than the source does.
 
@@ -224,7 +243,8 @@ def scatter_object_list(
 
     Source: ``torch.distributed.scatter_object_list``.
     """
-    verb = _ScatterObjectList(scatter_object_output_list, scatter_object_input_list, src, weights_only)
+    source = named_rank(group, "scatter_object_list", "src", src, group_src)
+    verb = _ScatterObjectList(scatter_object_output_list, scatter_object_input_list, source, weights_only)
     run(verb, communicators(group), timeout, check)
 
 

@@ -244,7 +244,7 @@ def _kept(params: list[nn.Parameter], modifier_rank: int | None) -> Iterator[Non
             raise
         meet(comms, "GatheredParameters")
         if modifier_rank is not None:
-            broadcast([parameter.data for parameter in params], modifier_rank)
+            broadcast([parameter.data for parameter in params], group_src=modifier_rank)
             before = [parameter.detach() for parameter in params]
     finally:
         for parameter, values in zip(params, before, strict=True):

@@ -10,6 +10,7 @@ import torch
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb, run
+from easydist.arguments import UNSET, hiding
 from easydist.data import packing
 from easydist.data.leaves import Leaves, as_array
 from easydist.eager import eager
@@ -17,7 +18,7 @@ from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.typing import Group, T, Timeout, Tree
 from easydist.verbs.buckets import by_comm, dims_of, packed_like, parts_of
-from easydist.verbs.ranks import check_rank
+from easydist.verbs.ranks import check_rank, named_rank
 from easydist.verbs.structures import announced, shared_leaves
 from easydist.verbs.trees import demand_data, leaves_of
 
@@ -31,6 +32,7 @@ def scatter(
     *,
     dim: int = 0,
     group: Group = None,
+    group_src: int | None = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
 ) -> Tree: ...
@@ -41,16 +43,19 @@ def scatter(
     *,
     dim: int = 0,
     group: Group = None,
+    group_src: int | None = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
 ) -> T: ...
 @eager
+@hiding(from_process=0)
 def scatter(
     tensor: Tree,
-    from_process: int = 0,
+    from_process: int = UNSET,
     *,
     dim: int = 0,
     group: Group = None,
+    group_src: int | None = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
 ) -> Tree:
@@ -66,9 +71,10 @@ def scatter(
 
     Args:
         tensor: Any tree on the source; ignored on other ranks, which may pass None.
-        from_process: The source, a rank inside the group.
+        from_process: The source, a rank inside the group. With a group of torch, it must be the same rank of the world.
         dim: The dimension along which to cut.
         group: The ranks that take part.
+        group_src: The source, a rank inside any group.
         check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
         timeout: The time limit of the call; None is the group's.
 
@@ -77,12 +83,14 @@ def scatter(
 
     Raises:
         RemoteError: The source's tree could not be sent.
-        ValueError: A leaf has no dimension ``dim``, or ``from_process`` is not a rank of the group.
+        ValueError: A leaf has no dimension ``dim``, or ``from_process`` is not a rank of the group, or is
+            ambiguous.
 
     Cost: two header exchanges, of which the first carries the structure (one more broadcast if it is larger than
     32 KiB), and one scatter of the tree's bytes.
     """
-    return run(_Scatter(tensor, from_process, dim), communicators(group), timeout, check)
+    source = named_rank(group, "scatter", "from_process", from_process, group_src)
+    return run(_Scatter(tensor, source, dim), communicators(group), timeout, check)
 
 
 _Arrived = tuple[Leaves, dict[int, torch.Tensor]]
@@ -96,8 +104,8 @@ class _Scatter(Verb[Tree]):
         self._tensor, self._source, self._dim = tensor, source, dim
 
     def prepare(self, comms: Communicators) -> Call:
-        is_source = comms.rank == self._source
         check_rank(comms, "from_process", self._source)
+        is_source = comms.rank == self._source
         leaves = leaves_of(self._tensor, "scatter") if is_source else Leaves(None)
         if is_source:
             demand_data(leaves, "scatter")

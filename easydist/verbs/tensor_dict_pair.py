@@ -1,16 +1,18 @@
-"""A tree from one rank to one other: the two exchange the header and their status before the data."""
+"""A tree or an object from one rank to one other: the two exchange the header and their status before the data."""
 
 from __future__ import annotations
 
 import traceback
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
+from easydist import memory
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement, Headers
 from easydist.agreement.runner import R, Verb
 from easydist.errors import DisagreementError, EasydistError, RemoteError
+from easydist.format import codec
 from easydist.groups.communicators import Communicators
 from easydist.transport.work import TorchWork
 from easydist.typing import Tree
@@ -21,6 +23,8 @@ _SMALL = 1 << 15
 """The bytes up to which the announcement contains the whole tree."""
 
 _WELL, _REMOTE, _DISAGREEMENT = range(3)
+_ANSWER, _TREE, _OBJECT = range(3)
+_VERBS = {_TREE: "send_tensor_dict", _OBJECT: "send_object"}
 _ERRORS: dict[int, type[EasydistError]] = {_REMOTE: RemoteError, _DISAGREEMENT: DisagreementError}
 
 
@@ -50,7 +54,7 @@ class SendTensorDict(_OfTwo[None]):
         self._tensor_dict, self.peer, self._objects = tensor_dict, dst, objects
 
     def handshake(self, comms: Communicators) -> None:
-        pair = _Pair(comms, self.operation, "dst", self.peer)
+        pair = _Pair(comms, self.operation, "dst", self.peer, _TREE)
         try:
             self.refuse(comms)
             outgoing = Outgoing(self._tensor_dict, self._objects)
@@ -77,7 +81,7 @@ class RecvTensorDict(_OfTwo[Tree]):
         self.peer, self._into = src, into
 
     def handshake(self, comms: Communicators) -> None:
-        pair = _Pair(comms, self.operation, "src", self.peer)
+        pair = _Pair(comms, self.operation, "src", self.peer, _TREE)
         encoded = comms.begin(pair.receive)
         try:
             self.refuse(comms)
@@ -98,23 +102,71 @@ class RecvTensorDict(_OfTwo[Tree]):
         return self._incoming.finish()
 
 
-class _Pair:
-    """The messages of two ranks before the data: 1 from the sender, 0 from the receiver; a status; and its bytes."""
+class SendObject(_OfTwo[None]):
+    """The verb ``send_object``, which takes the same arguments."""
 
-    def __init__(self, comms: Communicators, operation: str, name: str, peer: int) -> None:
+    operation = "send_object"
+
+    def __init__(self, obj: Any, dst: int, weights_only: bool) -> None:
+        self._obj, self.peer, self._weights_only = obj, dst, weights_only
+
+    def handshake(self, comms: Communicators) -> None:
+        pair = _Pair(comms, self.operation, "dst", self.peer, _OBJECT)
+        try:
+            self.refuse(comms)
+            message = codec.encode(self._obj, weights_only=self._weights_only)
+        except Exception as error:
+            pair.refuse(error)
+        comms.begin(lambda: pair.ask(message))
+
+    def result(self, comms: Communicators, agreed: Agreement, arrived: None) -> None:
+        return None
+
+
+class RecvObject(_OfTwo[Any]):
+    """The verb ``recv_object``, which takes the same arguments."""
+
+    operation = "recv_object"
+
+    def __init__(self, src: int, weights_only: bool) -> None:
+        self.peer, self._weights_only = src, weights_only
+
+    def handshake(self, comms: Communicators) -> None:
+        pair = _Pair(comms, self.operation, "src", self.peer, _OBJECT)
+        message = comms.begin(pair.receive)
+        try:
+            self.refuse(comms)
+            self._obj = codec.decode(message, weights_only=self._weights_only)
+        except Exception as error:
+            pair.refuse(error)
+        pair.tell(_WELL)
+        pair.settle()
+
+    def result(self, comms: Communicators, agreed: Agreement, arrived: None) -> Any:
+        return self._obj
+
+
+class _Pair:
+    """The messages of two ranks before the data: its kind, or an answer; a status; and the bytes."""
+
+    def __init__(self, comms: Communicators, operation: str, name: str, peer: int, kind: int) -> None:
         if not 0 <= peer < comms.size or peer == comms.rank:
             raise ValueError(
                 f"{operation}: {name}={peer} is not another rank of the group: it has {comms.size}, "
                 f"this is rank {comms.rank}"
             )
         self._comms, self._rank, self._operation, self._peer = comms, comms.rank, operation, peer
-        self._sends = int(name == "dst")
+        self._kind, self._sends = kind, kind if name == "dst" else _ANSWER
         self._told: list[TorchWork] = []
 
     def tell(self, status: int, data: torch.Tensor | None = None) -> None:
         data = torch.empty(0, dtype=torch.uint8, device="cpu") if data is None else data
         prefix = torch.tensor([self._sends, status, data.numel()], device="cpu")
-        self._told = [self._comms.control.send(part, self._peer, async_op=True) for part in (prefix, data)]
+        bulk = self._comms.between_two(data.numel())
+        self._told = [
+            self._comms.control.send(prefix, self._peer, async_op=True),
+            bulk.send(data, self._peer, async_op=True),
+        ]
 
     def settle(self) -> None:
         """Wait until the peer has received all messages of this rank."""
@@ -133,16 +185,26 @@ class _Pair:
         self._comms.monitor.is_fresh = False
         self._comms.monitor.check_reports()  # the peer may have given up before this rank came
         sends, status, nbytes = prefix.tolist()
-        data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self._comms.control.recv(data, self._peer, async_op=False)
+        data = memory.empty([nbytes], torch.uint8)
+        self._comms.between_two(nbytes).recv(data, self._peer, async_op=False)
         self.settle()
-        if sends == self._sends:  # both send: two ranks that both receive would send no message
+        if sends and self._sends:  # two ranks that both receive would send no message
+            verb = _VERBS.get(min(sends, self._sends), self._operation)
+            first, second = sorted((self._rank, self._peer))
             raise DisagreementError(
-                f"send_tensor_dict: ranks {min(self._rank, self._peer)} and {max(self._rank, self._peer)} send to each "
-                "other, and neither receives\nOne of the two has to call recv_tensor_dict first."
+                f"{verb}: ranks {first} and {second} send to each other, and neither receives\n"
+                f"One of the two has to call {verb.replace('send', 'recv')} first."
             )
         if status != _WELL:
             raise _ERRORS[status](bytes(data.numpy()).decode())
+        if sends not in (_ANSWER, self._kind):
+            verb = _VERBS.get(sends, "another verb")
+            self.fail(
+                DisagreementError(
+                    f"{self._operation}: rank {self._peer} calls {verb}\nRank {self._rank} has to call "
+                    f"{verb.replace('send', 'recv')} to receive it."
+                )
+            )
         return data
 
     def refuse(self, error: Exception) -> NoReturn:

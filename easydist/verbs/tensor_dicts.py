@@ -7,9 +7,11 @@ data follows. So both sides raise or neither does, and targets are written only 
 from __future__ import annotations
 
 from easydist.agreement.runner import run
+from easydist.arguments import UNSET, hiding
 from easydist.eager import eager
 from easydist.state import communicators
 from easydist.typing import Group, Timeout, Tree
+from easydist.verbs.ranks import named_peer, named_rank
 from easydist.verbs.tensor_dict_broadcast import BroadcastTensorDict
 from easydist.verbs.tensor_dict_pair import RecvTensorDict, SendTensorDict
 
@@ -17,8 +19,15 @@ __all__ = ["broadcast_tensor_dict", "recv_tensor_dict", "send_tensor_dict"]
 
 
 @eager
+@hiding()
 def send_tensor_dict(
-    tensor_dict: Tree, dst: int, *, objects: bool = False, group: Group = None, timeout: Timeout | None = None
+    tensor_dict: Tree,
+    dst: int = UNSET,
+    *,
+    objects: bool = False,
+    group: Group = None,
+    group_dst: int | None = None,
+    timeout: Timeout | None = None,
 ) -> None:
     """Send a tree to one rank, which calls ``recv_tensor_dict`` and need not know the structure.
 
@@ -39,12 +48,13 @@ def send_tensor_dict(
 
     Args:
         tensor_dict: Any such tree, not only a dict.
-        dst: Another rank, inside the group.
+        dst: Another rank, inside the group. With a group of torch, it must be the same rank of the world.
         objects: True to keep the types of dataclasses, namedtuples, enums, sets and other values. They are sent as by
             the object verbs with ``weights_only=True``, so your own classes have to be allowed on both sides
             (``easydist.allow_globals``, ``torch.serialization.add_safe_globals``). Parameters and ``requires_grad``
             are then kept, too.
         group: The group; only these two ranks take part.
+        group_dst: The receiver, a rank inside any group.
         timeout: The time limit of the call; None is the group's.
 
     Raises:
@@ -52,7 +62,7 @@ def send_tensor_dict(
             cannot take it. The receiver raises the same error.
         DisagreementError: The receiver's ``into=`` has another structure, dtype or shape. The receiver raises the same
             error.
-        ValueError: ``dst`` is not another rank of the group.
+        ValueError: ``dst`` is not another rank of the group, or is ambiguous; only this rank raises this.
 
     Cost: three messages on the CPU, one of them back, which carry a small tree (32 KiB); a larger tree needs one more
     message for each tensor of 256 KiB or more, and one for all others. Large tensors are copied only if they are not
@@ -60,21 +70,31 @@ def send_tensor_dict(
 
     Source: vLLM's ``GroupCoordinator.send_tensor_dict``.
     """
-    run(SendTensorDict(tensor_dict, dst, objects), communicators(group), timeout)
+    peer = named_peer(group, "send_tensor_dict", "dst", dst, group_dst)
+    run(SendTensorDict(tensor_dict, peer, objects), communicators(group), timeout)
 
 
 @eager
-def recv_tensor_dict(src: int, *, into: Tree = None, group: Group = None, timeout: Timeout | None = None) -> Tree:
+@hiding()
+def recv_tensor_dict(
+    src: int = UNSET,
+    *,
+    into: Tree = None,
+    group: Group = None,
+    group_src: int | None = None,
+    timeout: Timeout | None = None,
+) -> Tree:
     """Receive the tree that one rank sends with ``send_tensor_dict``.
 
     Law: ``recv_tensor_dict(src)`` returns the tree that ``load`` would return after ``save`` of the sender's
     ``tensor_dict``.
 
     Args:
-        src: Another rank, inside the group.
+        src: Another rank, inside the group. With a group of torch, it must be the same rank of the world.
         into: A tree with tensors and arrays, on any devices, to be written in place. Its leaves are matched by path and
             must have the dtypes and shapes of the sent ones, which is checked before the first is written.
         group: The group; only these two ranks take part.
+        group_src: The sender, a rank inside any group.
         timeout: The time limit of the call; None is the group's.
 
     Returns:
@@ -86,7 +106,7 @@ def recv_tensor_dict(src: int, *, into: Tree = None, group: Group = None, timeou
             error.
         RemoteError: The sender's tree cannot be sent, or ``into`` cannot be written (read-only arrays, expanded
             tensors, …; it is not changed). The sender raises the same error.
-        ValueError: ``src`` is not another rank of the group.
+        ValueError: ``src`` is not another rank of the group, or is ambiguous; only this rank raises this.
 
     Example:
         >>> import easydist
@@ -98,17 +118,20 @@ def recv_tensor_dict(src: int, *, into: Tree = None, group: Group = None, timeou
 
     Source: vLLM's ``GroupCoordinator.recv_tensor_dict``.
     """
-    return run(RecvTensorDict(src, into), communicators(group), timeout)
+    peer = named_peer(group, "recv_tensor_dict", "src", src, group_src)
+    return run(RecvTensorDict(peer, into), communicators(group), timeout)
 
 
 @eager
+@hiding(src=0)
 def broadcast_tensor_dict(
     tensor_dict: Tree = None,
-    src: int = 0,
+    src: int = UNSET,
     *,
     into: Tree = None,
     objects: bool = False,
     group: Group = None,
+    group_src: int | None = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
 ) -> Tree:
@@ -125,10 +148,11 @@ def broadcast_tensor_dict(
 
     Args:
         tensor_dict: The tree, on ``src``; ignored on other ranks.
-        src: The source, a rank inside the group.
+        src: The source, a rank inside the group. With a group of torch, it must be the same rank of the world.
         into: As in ``recv_tensor_dict``, on any ranks; ignored on ``src``.
         objects: As in ``send_tensor_dict``; ignored on ranks other than ``src``.
         group: The ranks that take part.
+        group_src: The source, a rank inside any group.
         check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
         timeout: The time limit of the call; None is the group's.
 
@@ -140,7 +164,7 @@ def broadcast_tensor_dict(
             ranks name different sources; nothing was written.
         RemoteError: The source's tree cannot be sent, or a rank's ``into`` cannot be written; nothing was written.
         TypeError: In a single process, the tree holds other values; the text names the path.
-        ValueError: ``src`` is not a rank of the group.
+        ValueError: ``src`` is not a rank of the group, or is ambiguous.
 
     Cost: one header exchange, which carries a small tree on the CPU (32 KiB in small groups). A larger tree needs one
     more header exchange, and one broadcast for each tensor of 256 KiB or more and one for all others. Large tensors are
@@ -149,4 +173,5 @@ def broadcast_tensor_dict(
 
     Source: vLLM's ``GroupCoordinator.broadcast_tensor_dict``.
     """
-    return run(BroadcastTensorDict(tensor_dict, src, into, objects), communicators(group), timeout, check)
+    source = named_rank(group, "broadcast_tensor_dict", "src", src, group_src)
+    return run(BroadcastTensorDict(tensor_dict, source, into, objects), communicators(group), timeout, check)

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from easydist.agreement.runner import run
+from easydist.arguments import UNSET, hiding
 from easydist.eager import eager
 from easydist.state import communicators
 from easydist.typing import Device, Group, Timeout
+from easydist.verbs.ranks import named_rank
 from easydist.weights.exchange import BUCKET_NBYTES, BroadcastWeights, Sending
 from easydist.weights.source import Filter, Rename
 from easydist.weights.target import Wanted
@@ -19,9 +21,10 @@ __all__ = ["broadcast_state_dict"]
 
 
 @eager
+@hiding(src=0)
 def broadcast_state_dict(
     model_or_dict: Any = None,
-    src: int | Sequence[int] = 0,
+    src: int | Sequence[int] = UNSET,
     *,
     strict: bool = True,
     dtype: torch.dtype | None = None,
@@ -34,6 +37,7 @@ def broadcast_state_dict(
     bucket_bytes: int = BUCKET_NBYTES,
     progress: bool = False,
     group: Group = None,
+    group_src: int | Sequence[int] | None = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
 ) -> Any:
@@ -63,7 +67,8 @@ def broadcast_state_dict(
             device or sharded; an optimizer of the same class, with the same parameters in the same groups; a dict of
             tensors; None or an empty dict for new tensors.
         src: The source, a rank inside the group. For a sharded model any rank of its mesh, or all ranks of the mesh,
-            which is needed if the mesh belongs to another world than ``group``. The sources' weights do not change.
+            which is needed if the mesh belongs to another world than ``group``. With a group of torch, it must be the
+            same rank of the world. The sources' weights do not change.
         strict: True if a receiver's names must equal those that arrive. Otherwise names that only one side has are
             skipped. Shapes must always be equal. A name that is tied to another one that arrives is not missing.
         dtype: The dtype in which floating-point tensors travel; the source decides. The receiver casts them to its own
@@ -78,6 +83,7 @@ def broadcast_state_dict(
         bucket_bytes: The most bytes under way, and copied on the way, per rank; the source decides.
         progress: True to show a bar on the first rank of the group if the call takes longer than a second. Needs tqdm.
         group: The participating ranks.
+        group_src: The same as ``src``, for any group.
         check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
         timeout: The time limit of the call; None is the group's.
 
@@ -92,7 +98,7 @@ def broadcast_state_dict(
         RemoteError: A source's entry cannot travel, or a receiver lacks memory or cannot write a tensor. Nothing was
             written.
         TypeError: The same in a world of one.
-        ValueError: ``src`` is not a rank of the group, or ``bucket_bytes`` is too small.
+        ValueError: ``src`` is not a rank of the group, or is ambiguous; or ``bucket_bytes`` is too small.
         WireError: With ``verify``: the received bytes differ from the sent ones. The text names the entries; the
             targets are overwritten.
 
@@ -107,5 +113,6 @@ def broadcast_state_dict(
     """
     wanted = Wanted(filter, rename, strict, False, "cpu" if offload_to_cpu else device, pin_memory)
     sending = Sending(dtype, bucket_bytes, verify)
-    verb = BroadcastWeights("broadcast_state_dict", model_or_dict, src, wanted, sending, progress)
+    sources = named_rank(group, "broadcast_state_dict", "src", src, group_src)
+    verb = BroadcastWeights("broadcast_state_dict", model_or_dict, sources, wanted, sending, progress)
     return run(verb, communicators(group), timeout, check)

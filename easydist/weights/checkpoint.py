@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 from easydist.agreement.runner import run
+from easydist.arguments import UNSET, hiding
 from easydist.eager import eager
 from easydist.errors import WireError
 from easydist.format.files import load
 from easydist.state import communicators
 from easydist.typing import Device, Group, Timeout
+from easydist.verbs.ranks import named_rank
 from easydist.weights.exchange import BUCKET_NBYTES, BroadcastWeights, Sending
 from easydist.weights.source import Filter, Rename, state_of
 from easydist.weights.target import Wanted
@@ -36,10 +38,11 @@ _SHOWN = 20
 
 
 @eager
+@hiding(src=0)
 def broadcast_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module | dict[str, Any] | None = None,
-    src: int = 0,
+    src: int = UNSET,
     *,
     strict: bool = True,
     dtype: torch.dtype | None = None,
@@ -51,6 +54,7 @@ def broadcast_checkpoint(
     bucket_bytes: int = BUCKET_NBYTES,
     progress: bool = False,
     group: Group = None,
+    group_src: int | None = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
 ) -> Any:
@@ -80,7 +84,7 @@ def broadcast_checkpoint(
             single ``model.fp16.safetensors``. Only ``src`` reads it.
         model: The target on every rank: a module, which may be on the meta device or have ``DTensor`` parameters (it
             then gets its shards); a dict of tensors; None for new tensors.
-        src: The rank that reads.
+        src: The rank that reads, inside the group. With a group of torch, it must be the same rank of the world.
         strict: As in ``broadcast_state_dict``.
         dtype: The dtype in which floating-point tensors travel, and that of new tensors in a call without a model;
             tensors of a model keep their own. The source decides.
@@ -92,6 +96,7 @@ def broadcast_checkpoint(
         bucket_bytes: As in ``broadcast_state_dict``.
         progress: As in ``broadcast_state_dict``.
         group: As in ``broadcast_state_dict``.
+        group_src: The rank that reads, inside any group.
         check: As in ``broadcast_state_dict``.
         timeout: As in ``broadcast_state_dict``.
 
@@ -111,8 +116,9 @@ def broadcast_checkpoint(
     Source: https://huggingface.co/docs/safetensors/index#format; the index is that of ``transformers``.
     """
     wanted = Wanted(None, None, strict, False, device, pin_memory)
+    source = named_rank(group, "broadcast_checkpoint", "src", src, group_src)
     verb = _BroadcastCheckpoint(
-        path, model, src, wanted, Sending(dtype, bucket_bytes, verify), progress, filter, rename
+        path, model, source, wanted, Sending(dtype, bucket_bytes, verify), progress, filter, rename
     )
     return run(verb, communicators(group), timeout, check)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Mapping, Sequence
-from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from easydist.data.packing import dtype_name
 from easydist.errors import DisagreementError, WireError
 from easydist.format import header
 from easydist.groups.communicators import Communicators
-from easydist.verbs.ranks import check_rank
+from easydist.verbs.ranks import checked_ranks
 from easydist.weights.announced import Announced, announced as read
 from easydist.weights.blocks import Block, is_covered, whole
 from easydist.weights.digests import Digests
@@ -107,9 +106,7 @@ class BroadcastWeights(Verb[Any]):
 
     def prepare(self, comms: Communicators) -> Call:
         """Prepare the source on the first source rank."""
-        sources = [index(rank) for rank in ([self._src] if hasattr(self._src, "__index__") else self._src)]
-        for rank in sources:
-            check_rank(comms, "src", rank)
+        sources = checked_ranks(comms, "src", self._src)
         if not sources or len(set(sources)) < len(sources):
             raise ValueError(f"src={self._src!r} has to name each source once, and at least one")
         self._first = sources[0]
@@ -284,5 +281,5 @@ def _in_group(comms: Communicators, ranks: Sequence[int], first: int) -> list[in
     except (IndexError, KeyError, ValueError) as error:
         raise ValueError(
             f"the source is sharded over ranks {list(ranks)} of the default group, and this group does not contain "
-            "all of them; pass src=[…] with the ranks inside the group that hold the shards"
+            "all of them; pass group_src=[…] with the ranks inside the group that hold the shards"
         ) from error

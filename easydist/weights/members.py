@@ -12,6 +12,7 @@ from easydist.agreement.runner import Verb, run
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.typing import Group
+from easydist.verbs.ranks import checked_ranks, named_rank
 from easydist.weights.exchange import BroadcastWeights, Sending
 from easydist.weights.source import state_of
 from easydist.weights.target import Wanted
@@ -26,6 +27,7 @@ class Member:
     Args:
         group: The members.
         src: The publisher's rank in the group, or its ranks.
+        group_src: The same, for any group.
 
     Attributes:
         receives: True if it receives versions; False if it publishes them.
@@ -39,8 +41,9 @@ class Member:
     wanted = Wanted()
     sending = Sending()
 
-    def __init__(self, group: Group, src: int | Sequence[int]) -> None:
-        self.comms, self.src = communicators(group), src
+    def __init__(self, group: Group, src: Any, group_src: int | Sequence[int] | None) -> None:
+        self.comms = communicators(group)
+        self.src = named_rank(group, type(self).__name__, "src", src, group_src)
         self.version = 0
         self.pending: int | None = None
 
@@ -56,7 +59,13 @@ class Member:
         """Start to use the version that has arrived."""
         self.version, self.pending = version, None
 
-    def regroup(self, group: Group = None, src: int | Sequence[int] | None = None) -> int:
+    def regroup(
+        self,
+        group: Group = None,
+        src: int | Sequence[int] | None = None,
+        *,
+        group_src: int | Sequence[int] | None = None,
+    ) -> int:
         """Continue in another group after losing or admitting members. All members call it.
 
         Afterwards all have the newest version that any of them had. Members that lack it, such as new ones, get it from
@@ -64,7 +73,9 @@ class Member:
 
         Args:
             group: The new group.
-            src: The publisher's rank in it, or the ranks; None keeps the previous value.
+            src: The publisher's rank in it, or the ranks; None keeps the previous value. With a group of torch, it must
+                be the same rank of the world.
+            group_src: The same, for any group.
 
         Returns:
             The version.
@@ -75,8 +86,9 @@ class Member:
         Cost: a header exchange and an all-gather of a few bytes; if members lack the version, that of ``publish``.
         """
         self.comms = communicators(group)
-        self.src = self.src if src is None else src
-        members = run(_Meeting(self), self.comms)
+        named = named_rank(group, "regroup", "src", src, group_src)
+        members = run(_Meeting(self, named), self.comms)
+        self.src = self.src if named is None else named
         newest: int = max(one["version"] for one in members.values())
         if self.pending == newest > self.version:
             self.commit(newest)
@@ -95,10 +107,12 @@ class _Meeting(Verb[dict[int, dict[str, Any]]]):
 
     operation = "regroup"
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, src: Any) -> None:
+        self._src = src
         self._mine = {"receives": member.receives, "version": member.version, "pending": member.pending}
 
     def prepare(self, comms: Communicators) -> Call:
+        checked_ranks(comms, "src", [] if self._src is None else self._src)
         return Call(nbytes=nbytes_of(self._mine))
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> dict[int, dict[str, Any]]:

@@ -147,5 +147,5 @@ def ray_broadcast_object(
     """
     comm = group(group_name)
     objects = [obj if comm.get_rank() == src else None]
-    broadcast_object_list(objects, src, group=comm, weights_only=weights_only, timeout=timeout)
+    broadcast_object_list(objects, group_src=src, group=comm, weights_only=weights_only, timeout=timeout)
     return objects[0]

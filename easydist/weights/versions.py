@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from easydist.agreement.runner import run
+from easydist.arguments import UNSET, hiding
 from easydist.typing import Group, Timeout
 from easydist.weights.exchange import BUCKET_NBYTES, Sending
 from easydist.weights.members import Member, Publish
@@ -30,8 +31,10 @@ class WeightPublisher(Member):
 
     Args:
         model_or_dict: A module, or a state dict that is changed in place; it may hold DTensors.
-        src: The publisher's rank in the group; for a sharded model all ranks.
+        src: The publisher's rank in the group; for a sharded model all ranks. With a group of torch, it must be the
+            same rank of the world.
         group: The members.
+        group_src: The same as ``src``, for any group.
         dtype: As in ``broadcast_state_dict``.
         filter: As in ``broadcast_state_dict``.
         rename: As in ``broadcast_state_dict``.
@@ -49,19 +52,21 @@ class WeightPublisher(Member):
         (1, 10, 11)
     """
 
+    @hiding(src=0)
     def __init__(
         self,
         model_or_dict: Any,
         *,
-        src: int | Sequence[int] = 0,
+        src: int | Sequence[int] = UNSET,
         group: Group = None,
+        group_src: int | Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
         filter: Filter = None,
         rename: Rename = None,
         verify: bool = False,
         bucket_bytes: int = BUCKET_NBYTES,
     ) -> None:
-        super().__init__(group, src)
+        super().__init__(group, src, group_src)
         self._model_or_dict = model_or_dict
         self.wanted = Wanted(filter, rename)
         self.sending = Sending(dtype, bucket_bytes, verify)
@@ -99,8 +104,10 @@ class WeightReceiver(Member):
     Args:
         model_or_dict: The module or dict of tensors to update when a version is complete. None: ``state`` is a dict
             of new tensors.
-        src: The publisher's rank in the group; for a sharded model all ranks.
+        src: The publisher's rank in the group; for a sharded model all ranks. With a group of torch, it must be the
+            same rank of the world.
         group: The members.
+        group_src: The same as ``src``, for any group.
 
     Attributes:
         version: The version that is here; 0 if there is none yet.
@@ -116,8 +123,16 @@ class WeightReceiver(Member):
 
     receives = True
 
-    def __init__(self, model_or_dict: Any = None, *, src: int | Sequence[int] = 0, group: Group = None) -> None:
-        super().__init__(group, src)
+    @hiding(src=0)
+    def __init__(
+        self,
+        model_or_dict: Any = None,
+        *,
+        src: int | Sequence[int] = UNSET,
+        group: Group = None,
+        group_src: int | Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(group, src, group_src)
         self.state: Any = model_or_dict
         self._swaps = model_or_dict is None
         self._spare: dict[str, Any] = {} if self._swaps else _room_like(state_of(model_or_dict))

@@ -7,6 +7,7 @@ process that serves the store. Kinds: shm, gloo (easydist's verbs over a default
 default group "easydist_shm"), comm_shm, comm_gloo (communicators).
 """
 
+import contextlib
 import json
 import os
 import random
@@ -15,6 +16,7 @@ import sys
 import time
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from forking import forked, side_by_side, statuses, store_of_an_agent
@@ -100,7 +102,17 @@ class Verbs:
         dist.all_reduce(tensor, group=group)
         dist.barrier(group=group)
         assert dist.get_rank(group) == self.rank()
+        self.name_the_last(group)
         return float(tensor[0])
+
+    def name_the_last(self, group: dist.ProcessGroup) -> None:
+        """Name the last survivor: by its new number, but torch's functions with this group take the old one."""
+        last, old = self.size() - 1, dist.get_process_group_ranks(group)
+        assert easydist.broadcast_object_list([self.rank()], last) == [last]
+        assert easydist.broadcast_object_list([self.rank()], group=group, group_src=last) == [last]
+        told = f"group_src={last} for rank {old[last]} of the world"
+        with contextlib.nullcontext() if old[last] == last else pytest.raises(ValueError, match=told):
+            assert easydist.broadcast_object_list([self.rank()], last, group) == [last]
 
 
 class Communicator:

@@ -103,8 +103,9 @@ def test_the_arguments_have_the_names_of_the_published_page_as_well(rank, world_
 
 def test_signatures_show_the_first_names():
     gathering, broadcasting = map(inspect.signature, (easydist.gather_object, easydist.broadcast_object_list))
-    assert list(gathering.parameters) == ["object", "dst", "weights_only", "group", "check", "timeout"]
-    assert list(broadcasting.parameters)[:3] == ["object_list", "from_process", "weights_only"]
+    assert list(gathering.parameters) == ["object", "dst", "group_dst", "weights_only", "group", "check", "timeout"]
+    torchs = ["object_list", "from_process", "group", "device", "group_src"]  # with torch's src as from_process
+    assert list(broadcasting.parameters)[:5] == torchs
     assert not {"objects", "src"} & broadcasting.parameters.keys()
     assert broadcasting.parameters["object_list"].default is inspect.Parameter.empty
     assert broadcasting.parameters["from_process"].default == 0

@@ -245,10 +245,10 @@ def test_ranks_are_those_of_the_group(rank):
     groups = [torch.distributed.new_group(ranks) for ranks in ([1, 3], [0, 2])]
     group, mine = groups[rank % 2 == 0], rank // 2
     if mine == 1:
-        easydist.send_tensor_dict({"from": rank}, 0, group=group)
+        easydist.send_tensor_dict({"from": rank}, group_dst=0, group=group)
     else:
-        assert easydist.recv_tensor_dict(1, group=group) == {"from": rank + 2}
-    got = easydist.broadcast_tensor_dict({"from": rank} if mine else None, 1, group=group)
+        assert easydist.recv_tensor_dict(group_src=1, group=group) == {"from": rank + 2}
+    got = easydist.broadcast_tensor_dict({"from": rank} if mine else None, group_src=1, group=group)
     assert got == {"from": 3 if rank % 2 else 2}
 
 
