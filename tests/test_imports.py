@@ -235,6 +235,7 @@ from typing import Any, Callable
 
 import easydist
 from easydist import ProcessState
+from easydist.comms import ReduceOp
 
 tensor, array, batch = torch.ones(1), np.ones(1), {"x": torch.ones(1)}
 
@@ -286,6 +287,8 @@ assert_type(main("a"), "int | None")
 assert_type(state.on_process(len, 1)([1]), "int | None")
 
 one(1)  # wrong
+assert_type(easydist.reduce(tensor, "SUM"), torch.Tensor)
+assert_type(easydist.reduce(tensor, ReduceOp.PREMUL_SUM(2)), torch.Tensor)
 easydist.reduce(tensor, "average")  # wrong
 easydist.gather(array).no_such_method()  # wrong
 easydist.broadcast(batch)[0]  # wrong
@@ -303,10 +306,18 @@ def __getattr__(name: str) -> Any: ...
 """
 """The parts of torch that type checkers need here; reading all of it takes them half a minute."""
 
+TORCH_DISTRIBUTED = """
+from typing import Any
+class ReduceOp:
+    class RedOpType: ...
+def __getattr__(name: str) -> Any: ...
+"""
+
 
 @pytest.mark.slow
 def test_type_checkers_know_what_verbs_return(tmp_path):
-    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "distributed").mkdir(parents=True)
     (tmp_path / "torch" / "__init__.pyi").write_text(TORCH)
+    (tmp_path / "torch" / "distributed" / "__init__.pyi").write_text(TORCH_DISTRIBUTED)
     found, said = errors_of_mypy(tmp_path, USES)
     assert found == wrong_lines(USES), said

@@ -39,7 +39,7 @@ def named_rank(group: Group, operation: str, name: str, value: Any, group_value:
         return error
 
 
-def named_peer(group: Group, operation: str, name: str, value: Any, group_value: Any) -> int:
+def named_peer(group: Group, operation: str, name: str, value: Any, group_value: Any) -> Any:
     """Return ``named_rank`` of a rank that has to be named, for a call between two ranks.
 
     Raises:
@@ -51,7 +51,7 @@ def named_peer(group: Group, operation: str, name: str, value: Any, group_value:
     peer = named_rank(group, operation, name, value, group_value)
     if isinstance(peer, Exception):
         raise peer
-    return index(peer)
+    return peer
 
 
 def check_rank(comms: Communicators, name: str, rank: Any) -> None:

@@ -97,7 +97,7 @@ VERBS = {
     "Resharding.run": reshard,
     "regroup": regroup,
 }
-OF_TWO = {"send_tensor_dict", "recv_tensor_dict"}
+OF_TWO = {"send_tensor_dict", "recv_tensor_dict", "send_object", "recv_object"}
 WITHOUT_DATA = {"GatheredParameters", "GroupCoordinator", "distributed_loader", "parallel_groups"}
 OF_SEVERAL_CALLS = {"MetricCollector", "Resharding", "Resharding.run"}
 
