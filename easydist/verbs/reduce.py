@@ -159,7 +159,8 @@ class _Reduce(TreeVerb):
         leaves = leaves_of(self._tensor, "reduce")
         check_dtypes(leaves, reduction)
         arguments: dict[str, Any] = {"reduction": reduction, "scale": scale}
-        arguments |= {} if self._dst is None else {"dst": index(self._dst)}
+        if self._dst is not None:
+            arguments["dst"] = index(self._dst)
         call = Call(arguments, leaves, nbytes=leaves.layout.packing.nbytes)
         if small_payload(comms, leaves):
             groups = _groups(leaves, leaves.travelling(True), reduction)
@@ -278,8 +279,11 @@ def _groups(leaves: Leaves, indices: Sequence[int], reduction: str) -> list[_Gro
     return sorted(runs, key=lambda group: packing.sort_key(group.dtype))
 
 
+_EXACT = frozenset(("max", "min", "none", *BITWISE))
+
+
 def _accumulated_in(dtype: torch.dtype, reduction: str) -> torch.dtype:
-    if reduction in ("max", "min", "none", *BITWISE):
+    if reduction in _EXACT:
         return dtype
     if dtype.is_complex or dtype.is_floating_point:
         return torch.promote_types(dtype, torch.float32) if dtype.itemsize >= 2 else torch.float32

@@ -57,13 +57,14 @@ def named_reduction(reduction: Any, scale: float) -> tuple[str, float]:
         ... )
         (('sum', 1.0), ('mean', 1.0), ('sum', 1.5))
     """
+    if isinstance(reduction, str) and (name := reduction.lower()) in OPS:
+        return name, float(scale)
     kind = reduction.type if isinstance(reduction, ReduceOp) else getattr(reduction, "op", reduction)
     told = str(getattr(kind, "name", ""))
-    name = reduction.lower() if isinstance(reduction, str) else _NAMES.get(told, "")
-    if name not in OPS:
+    if told not in _NAMES:
         known = ", ".join(map(repr, OPS))
         raise ValueError(f"reduce: there is no reduction {reduction!r}; choose from {known}")
-    return name, float(scale) * (_factor(reduction) if told == "PREMUL_SUM" else 1.0)
+    return _NAMES[told], float(scale) * (_factor(reduction) if told == "PREMUL_SUM" else 1.0)
 
 
 def _factor(op: Any) -> float:
@@ -84,7 +85,9 @@ def check_dtypes(leaves: Leaves, reduction: str) -> None:
     Raises:
         TypeError: It is not.
     """
-    for path, dtype in zip(leaves.layout.paths, leaves.layout.dtypes, strict=True) if reduction in _CHECKED else ():
+    if reduction not in ("max", "min", *BITWISE):
+        return
+    for path, dtype in zip(leaves.layout.paths, leaves.layout.dtypes, strict=True):
         if reduction in BITWISE and (dtype.is_floating_point or dtype.is_complex):
             kind = str(dtype).removeprefix("torch.")
             raise TypeError(
@@ -92,6 +95,3 @@ def check_dtypes(leaves: Leaves, reduction: str) -> None:
             )
         if reduction in ("max", "min") and dtype.is_complex:
             raise TypeError(f"reduce: {path or 'the tensor'} is complex, and complex numbers have no {reduction}")
-
-
-_CHECKED = ("max", "min", *BITWISE)
