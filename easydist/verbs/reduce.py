@@ -113,7 +113,7 @@ def reduce(
         A new tree of the same structure, detached from autograd. On ranks other than ``dst``: None.
 
     Raises:
-        ValueError: There is no such reduction, or ``dst`` is not a rank of the group or is ambiguous.
+        ValueError: There is no reduction of this name, or ``dst`` is not a rank of the group or is ambiguous.
         TypeError: ``"max"`` or ``"min"`` of complex numbers, or ``"and"``, ``"or"`` or ``"xor"`` of floats; a factor of
             ``PREMUL_SUM`` that is not one number; or a leaf is not a dense tensor (sparse, DTensor, …).
         OverflowError: The sum or product of Python ints does not fit 64 bits; every rank raises this.

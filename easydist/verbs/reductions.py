@@ -46,8 +46,8 @@ def named_reduction(reduction: Any, scale: float) -> tuple[str, float]:
         scale: The factor that the caller asks for; that of ``PREMUL_SUM`` is multiplied by it.
 
     Raises:
-        ValueError: There is no such reduction.
-        TypeError: The factor of ``PREMUL_SUM`` is missing, or is not one number.
+        ValueError: There is no reduction of this name.
+        TypeError: It is neither a name nor an operation, or the factor of ``PREMUL_SUM`` is missing, or not one number.
 
     Example:
         >>> (
@@ -63,7 +63,8 @@ def named_reduction(reduction: Any, scale: float) -> tuple[str, float]:
     told = str(getattr(kind, "name", ""))
     if told not in _NAMES:
         known = ", ".join(map(repr, OPS))
-        raise ValueError(f"reduce: there is no reduction {reduction!r}; choose from {known}")
+        kind_of_error = ValueError if isinstance(reduction, str) else TypeError
+        raise kind_of_error(f"reduce: there is no reduction {reduction!r}; choose from {known}")
     return _NAMES[told], float(scale) * (_factor(reduction) if told == "PREMUL_SUM" else 1.0)
 
 

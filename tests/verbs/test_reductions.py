@@ -97,7 +97,10 @@ def test_a_premultiplied_sum_is_scaled(rank):
         with pytest.raises(TypeError, match=r"^reduce: PREMUL_SUM without its factor"):
             easydist.reduce(x, bare)
     for unknown in ("summ", None, 3, "", "premul_sum"):
-        with pytest.raises(ValueError, match=rf"^reduce: there is no reduction {unknown!r}; choose from 'mean', 'sum'"):
+        with pytest.raises(
+            ValueError if isinstance(unknown, str) else TypeError,
+            match=rf"^reduce: there is no reduction {unknown!r}; choose from 'mean', 'sum'",
+        ):
             easydist.reduce(x, unknown)
 
 
