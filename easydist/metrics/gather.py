@@ -19,7 +19,7 @@ from easydist.metrics.encoding import Column, joined, nbytes_of, travelling
 from easydist.metrics.large import AT_ONCE, Large, check_length, moved
 from easydist.metrics.lot import ACTIVE, ENDED, Lot, agreed_lot
 from easydist.metrics.order import Dealt, Order, by_index, check_even, in_order, told
-from easydist.metrics.tally import Tally, tally_of
+from easydist.metrics.tally import tally_of
 from easydist.metrics.windows import Way
 from easydist.state import communicators, together
 from easydist.typing import Group, Timeout, Tree
@@ -155,11 +155,11 @@ class _GatherForMetrics(Gather):
         self._samples, self._whole = samples, whole
         self._ragged, self._pad_index = ragged or pad_index is not None, pad_index
         self._orders: dict[tuple[int, ...], Order] = {}
-        self._tally, self._lot, self._has_last = Tally(), Lot(), True
+        self._lot, self._has_last = Lot(), True
         self.large: Large | None = None
 
     def prepare(self, comms: Communicators) -> Call:
-        lot = self._samples.lot(comms.rank, comms.size)
+        self._lot = lot = self._samples.lot(comms.rank, comms.size)
         self._tally = tally_of(lot.loader)
         self._values, self._tree = opened(self._tensor, self._ragged, self._whole)
         nbytes = 0 if self._dst is None or comms.size == 1 else sum(map(nbytes_of, self._values))
@@ -186,12 +186,11 @@ class _GatherForMetrics(Gather):
     def validate(self, comms: Communicators, agreed: Agreement) -> None:
         """Raise if the ranks' loaders differ, or if none of them knows one."""
         super().validate(comms, agreed)
-        lot, is_same = agreed_lot(agreed.numbers())
-        if lot.dealt is None and not self._samples.are_told:
+        self._lot, is_same = agreed_lot(self._lot, agreed.numbers())
+        if self._lot.dealt is None and not self._samples.are_told:
             raise ValueError(_NO_LOADER)
         if not is_same:  # a call failed on some ranks only
             self._tally.lose()
-        self._lot = lot
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> Moved:
         if self._is_large(comms, agreed):

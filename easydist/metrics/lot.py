@@ -43,28 +43,25 @@ _SPLIT = 2 + len(Dealt._fields)
 _LENGTH = _SPLIT + len(Position._fields)
 
 
-def agreed_lot(numbers: Sequence[tuple[int, ...]]) -> tuple[Lot, bool]:
+def agreed_lot(mine: Lot, numbers: Sequence[tuple[int, ...]]) -> tuple[Lot, bool]:
     """Return the lot that all ranks agree on, and whether their tallies are the same.
 
     Args:
+        mine: This rank's lot.
         numbers: The numbers of all ranks' lots. A rank that does not know its own takes that of the others.
 
     Raises:
         DisagreementError: The ranks' loaders differ, or are at different positions.
     """
-    first = numbers[0]
-    if numbers.count(first) < len(numbers):
-        known = {rank: row for rank, row in enumerate(numbers) if row[0] != _NONE}
-        if not known:
-            return Lot(), True
-        first = next(iter(known.values()))
-        _compare(known)
-    elif first[0] == _NONE:
-        return Lot(), True
+    if numbers.count(numbers[0]) == len(numbers):
+        return mine, True
+    known = {rank: row for rank, row in enumerate(numbers) if row[0] != _NONE}
+    _compare(known)
+    first = next(iter(known.values()))
     block, rest, rows, is_even = [None if each == _NONE else each for each in first[2:_SPLIT]]
     at = Position._make(first[_SPLIT:])
-    lot = Lot(None, Dealt(block, rest, rows, bool(is_even)), at, first[0])
-    return lot, len({row[1] for row in numbers if row[0] != _NONE}) == 1
+    lot = Lot(mine.loader, Dealt(block, rest, rows, bool(is_even)), at, first[0])
+    return lot, len({row[1] for row in known.values()}) == 1
 
 
 def _compare(known: dict[int, tuple[int, ...]]) -> None:

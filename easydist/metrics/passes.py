@@ -80,7 +80,8 @@ _PASS = "_easydist_pass"
 
 def passes_of(loader: Any) -> Passes:
     """Return the passes over a loader of torch's, or over one that wraps it as accelerate's do."""
-    return _passes.setdefault(loader._index_sampler, Passes())
+    passes = _passes.get(loader._index_sampler)
+    return _passes.setdefault(loader._index_sampler, Passes()) if passes is None else passes
 
 
 def _note(iterator: Any, before: int, has_ended: bool) -> None:

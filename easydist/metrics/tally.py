@@ -161,4 +161,7 @@ _tallies: WeakKeyDictionary[Any, Tally] = WeakKeyDictionary()
 
 def tally_of(loader: Any) -> Tally:
     """Return the tally of a loader; a new one each time for None."""
-    return Tally() if loader is None else _tallies.setdefault(loader, Tally())
+    if loader is None:
+        return Tally()
+    tally = _tallies.get(loader)
+    return _tallies.setdefault(loader, Tally()) if tally is None else tally
