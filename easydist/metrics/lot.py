@@ -34,8 +34,8 @@ class Lot(NamedTuple):
         """Return it as numbers for the other ranks, together with the rows in this rank's tally."""
         if self.dealt is None:
             return (_NONE,) * _LENGTH
-        dealt = [_NONE if each is None else each for each in self.dealt]
-        return (self.origin, gathered, *map(int, (*dealt, *self.at)))
+        block, rest, rows, is_even = [_NONE if each is None else each for each in self.dealt]
+        return (self.origin, gathered, block, rest, rows, is_even, *self.at)
 
 
 _NONE = -1
