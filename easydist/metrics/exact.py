@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["ExactSum", "numbers"]
+__all__ = ["ExactSum", "floats", "numbers"]
 
 _SCALE = 1074
 """The sums are integers in units of 2**-1074, the smallest float64; this is the exponent."""
@@ -110,8 +110,10 @@ def numbers(value: Any, name: str) -> NDArray[Any]:
     """Return a number, tensor or array as a one-dimensional array of float64, integers, or Python integers.
 
     Raises:
-        TypeError: It is none of these, or complex.
+        TypeError: It is none of these, or complex, or a masked array.
     """
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array; pass .compressed(), which has no masked values")
     if isinstance(value, torch.Tensor):
         tensor = value.detach().cpu()
         value = (tensor.double() if tensor.is_floating_point() else tensor).numpy()
@@ -121,3 +123,15 @@ def numbers(value: Any, name: str) -> NDArray[Any]:
     if array is None or array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
         raise TypeError(f"{name} is {type(value).__name__}; pass a real number, or a tensor or array of such")
     return array.astype(np.float64) if array.dtype.kind == "f" else array
+
+
+def floats(values: NDArray[Any], name: str) -> NDArray[np.float64]:
+    """Return the result of ``numbers`` as float64.
+
+    Raises:
+        ValueError: It is an integer beyond the largest float64.
+    """
+    try:
+        return values.astype(np.float64)
+    except OverflowError:
+        raise ValueError(f"{name} is an integer that is too large for a float64; scale it down") from None

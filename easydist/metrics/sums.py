@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from typing import Any
+from operator import index
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
 from easydist.eager import eager
 from easydist.groups.communicators import Communicators
-from easydist.metrics.exact import ExactSum, numbers
+from easydist.metrics.exact import ExactSum, floats, numbers
 from easydist.state import communicators
 from easydist.typing import Group, Timeout
 from easydist.verbs.objects import GatherObject
@@ -73,7 +74,7 @@ class Sums(Metric):
                 ranks that do not have a name, its sum is empty.
 
         Raises:
-            TypeError: A value is none of these, or complex. Then nothing was added.
+            TypeError: A value is none of these, or complex, or a masked array. Then nothing was added.
         """
         added = {name: numbers(value, name) for name, value in values.items()}
         for name, some in added.items():
@@ -124,20 +125,21 @@ class WeightedMean(Metric):
                 for all, or as many as there are values. Not negative.
 
         Raises:
-            TypeError: One of them is neither a number nor a tensor or array of numbers.
-            ValueError: There are more or fewer weights than values, or a weight is negative or not finite.
+            TypeError: One of them is neither a number nor a tensor or array of numbers, or is a masked array.
+            ValueError: There are more or fewer weights than values; a weight is negative or not finite; or an integer
+                is too large for a float64.
         """
         values, weights = numbers(value, "value"), numbers(weight, "weight")
+        factors, products = floats(weights, "WeightedMean: weight"), floats(values, "WeightedMean: value")
         if len(weights) not in (1, len(values)):
             raise ValueError(
                 f"WeightedMean: {len(values)} values, but {len(weights)} weights; pass one, or one for each"
             )
-        if not (np.isfinite(weights.astype(np.float64)) & (weights >= 0)).all():
+        if not (np.isfinite(factors) & (weights >= 0)).all():
             raise ValueError("WeightedMean: a weight is negative or not finite")
-        weights = np.broadcast_to(weights, values.shape)
         with np.errstate(over="ignore", invalid="ignore"):  # values that are not finite show in the mean
-            self._weighted.add(values.astype(np.float64) * weights.astype(np.float64))
-        self._weights.add(weights)
+            self._weighted.add(products * factors)
+        self._weights.add(np.broadcast_to(weights, values.shape))
 
     def reset(self) -> None:
         """Remove all values on this rank."""
@@ -179,20 +181,23 @@ class Counts(Metric):
 
         Args:
             keys: Text, numbers, tuples and other plain values: an iterable of them, a mapping from them to their
-                numbers of occurrences, or a tensor or array of numbers.
+                numbers of occurrences, or a tensor or array of them. Tensors without dimensions and NumPy's scalars
+                count as the Python value that they equal, also in tuples.
 
         Raises:
-            TypeError: ``keys`` is a string, whose characters would be counted; a key cannot be hashed; or a count is
-                not an int.
+            TypeError: ``keys`` is a string, whose characters would be counted, or a masked array; a key cannot be
+                hashed, or is a tensor of several values; or a count is not an integer. Then nothing was added.
         """
         if isinstance(keys, str | bytes):
             raise TypeError(f"Counts: {keys[:60]!r} is one key; pass it in a list")
+        if isinstance(keys, np.ma.MaskedArray):
+            raise TypeError("Counts: keys is a masked array; pass .compressed(), which has no masked values")
         if isinstance(keys, torch.Tensor | np.ndarray):
-            keys = keys.flatten().tolist()
-        added = Counter(keys)
-        counts: Iterable[Any] = added.values()
-        if wrong := [count for count in counts if not isinstance(count, int)]:
-            raise TypeError(f"Counts: counts are ints, got {wrong[0]!r}")
+            keys = keys.flatten()
+            keys = keys.tolist() if isinstance(keys, torch.Tensor) or keys.dtype.kind in _TEXT_OR_NUMBERS else [*keys]
+        added: Counter[Hashable] = Counter()
+        for key, count in _counted(keys).items():
+            added[_plain(key)] += _whole(count)
         self._counts.update(added)
 
     def reset(self) -> None:
@@ -209,6 +214,40 @@ class Counts(Metric):
         for state in states:
             total.update(state)
         return total
+
+
+_TEXT_OR_NUMBERS = "biufcUS"
+"""NumPy's kinds whose arrays hold Python's text and numbers."""
+
+
+def _counted(keys: Any) -> Mapping[Any, Any]:
+    """Count equal keys. Of a mapping, they are the counts already."""
+    if isinstance(keys, Mapping):
+        return keys
+    try:
+        return Counter(keys)
+    except TypeError as error:
+        raise TypeError(f"Counts: {error}; pass text, numbers or tuples of such, in a list") from None
+
+
+def _plain(key: Any) -> Hashable:
+    """Return the Python value that a key equals."""
+    if isinstance(key, torch.Tensor | np.ndarray) and key.ndim:
+        raise TypeError(f"Counts: a key is of shape {tuple(key.shape)}; pass its .tolist(), or one value")
+    if isinstance(key, torch.Tensor | np.generic):
+        value = key.item()
+        is_date = isinstance(key, np.datetime64 | np.timedelta64)
+        if isinstance(value, np.generic) or (is_date and isinstance(value, int | None)):  # nanoseconds, and NaT
+            raise TypeError(f"Counts: Python has no value that equals the key {key!r}; convert it")
+        return cast(Hashable, value)
+    return tuple(map(_plain, key)) if type(key) is tuple else cast(Hashable, key)
+
+
+def _whole(count: Any) -> int:
+    try:
+        return index(count)
+    except TypeError:
+        raise TypeError(f"Counts: counts are ints, got {count!r}") from None
 
 
 @eager

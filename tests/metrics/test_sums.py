@@ -79,6 +79,25 @@ def test_counts_are_the_counter_of_all(parts):
     assert merged(ranks) == sum(map(Counter, parts), Counter())
 
 
+SCALARS = [torch.tensor(1), 1, np.int8(1), 1.0, np.float64(1), True, np.bool_(True), torch.tensor(1.0).bfloat16()]
+
+
+@given(st.lists(st.sampled_from(SCALARS), max_size=9), st.sampled_from([lambda key: key, lambda key: ("a", (key,))]))
+@example([torch.tensor(1), torch.tensor(1)], lambda key: key)
+def test_keys_that_equal_one_python_value_are_one(keys, within):
+    counts = Counts()
+    counts.update([within(key) for key in keys])
+    counts.update({within(key): torch.tensor(2) for key in keys[:1]})
+    counts.update(map(within, np.ones(1)))
+    assert counts.compute() == {within(1): len(keys) + 2 * len(keys[:1]) + 1}
+    assert {type(key) for key in counts.compute()} <= {int, float, bool, tuple}
+    counts.reset()
+    counts.update(["a", np.str_("a"), np.array("a")[()]])
+    counts.update(np.array(["a"]))
+    counts.update(np.array(["2020"], "M8[D]"))
+    assert repr(counts.compute()) == "Counter({'a': 4, datetime.date(2020, 1, 1): 1})"
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.uint8, torch.bool, torch.int32])
 def test_every_dtype_is_summed_exactly(dtype):
     values = torch.arange(1000).remainder(2 if dtype is torch.bool else 200).to(dtype)
@@ -221,4 +240,19 @@ def test_wrong_values_are_refused_and_nothing_is_added():
         counts.update("cat")
     with pytest.raises(TypeError, match=r"counts are ints, got 0.5"):
         counts.update({"cat": 0.5})
+    masked = np.ma.array([1, 2], mask=[0, 1])
+    for call in (lambda: sums.update(fine=1, x=masked), lambda: mean.update(masked, 1), lambda: counts.update(masked)):
+        with pytest.raises(TypeError, match=r"is a masked array; pass \.compressed\(\)"):
+            call()
+    for value, weight in ((1, 10**400), (10**400, 1)):
+        with pytest.raises(ValueError, match="is an integer that is too large for a float64"):
+            mean.update(value, weight)
+    for keys, said in (
+        ([1, torch.ones(2)], r"a key is of shape \(2,\)"),
+        ([[1]], "unhashable type: 'list'; pass text, numbers or tuples"),
+        ([np.datetime64("2020-01-01T00", "ns")], "Python has no value that equals the key"),
+        (3, "not iterable"),
+    ):
+        with pytest.raises(TypeError, match=f"Counts: .*{said}"):
+            counts.update(keys)
     assert str([sums.compute(), mean.compute(), counts.compute()]) == "[{}, nan, Counter()]"
