@@ -86,6 +86,7 @@ def dist_sync_fn(result: torch.Tensor, group: Group = None) -> list[torch.Tensor
 
     Raises:
         DisagreementError: On first access to the list: the ranks have passed different numbers of states.
+        ValueError: On first access to the list: a state has been changed in place since.
 
     Cost: one header exchange for all states of a metric, and one more exchange if they are large.
 
@@ -95,7 +96,7 @@ def dist_sync_fn(result: torch.Tensor, group: Group = None) -> list[torch.Tensor
     if batch is None or batch.rows or batch.group is not group:
         batch = _Batch(group)
         _open.batch = weakref.ref(batch)
-    batch.tensors.append(result)
+    batch.add(result)
     return _Gathered(batch, len(batch.tensors) - 1)
 
 
@@ -215,11 +216,25 @@ class _Batch:
         self.group = group
         self.tensors: list[torch.Tensor] = []
         self.rows: list[Any] = []
+        self._versions: list[int] = []
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Add a state. One that torch does not track is copied, because nobody could tell whether it has changed."""
+        self.tensors.append(tensor.clone() if tensor.is_inference() else tensor)
+        self._versions.append(0 if tensor.is_inference() else tensor._version)
+
+    def _unchanged(self) -> tuple[torch.Tensor, ...]:
+        for tensor, version in zip(self.tensors, self._versions, strict=True):
+            if not tensor.is_inference() and tensor._version != version:
+                raise ValueError(
+                    "dist_sync_fn: a state has changed since the call; read the result first, or pass a copy"
+                )
+        return tuple(self.tensors)
 
     def row(self, index: int) -> list[torch.Tensor]:
         if not self.rows:
             numbers = range(len(self.tensors))
-            verb = _SyncDist(lambda: (numbers, list(map(str, numbers)), tuple(self.tensors)))
+            verb = _SyncDist(lambda: (numbers, list(map(str, numbers)), self._unchanged()))
             rows = run(verb, communicators(self.group))
             self.rows = rows or []
         return _fitting(self.rows[index][1])

@@ -176,6 +176,22 @@ def test_dist_sync_fn_where_a_rank_has_no_data_keeps_the_dtype(rank):
         assert (metric.preds.shape, metric.target.dtype) == ((6, CLASSES), torch.int64)
 
 
+@distributed(world_size=2)
+def test_dist_sync_fn_notices_a_state_that_changes_before_it_travels(rank):
+    state = torch.ones(2)
+    result = easydist.metrics.dist_sync_fn(state)
+    if rank:
+        state.zero_()
+    with pytest.raises((ValueError, RemoteError), match="dist_sync_fn: a state has changed since the call"):
+        len(result)
+    del result  # further states would travel with it
+    with torch.inference_mode():
+        state = torch.full((2,), float(rank))
+        result = easydist.metrics.dist_sync_fn(state)
+        state.fill_(5)
+        assert [each.tolist() for each in result] == [[0.0, 0.0], [1.0, 1.0]]
+
+
 def collection(**options):
     kinds = [METRICS[name] for name in ("accuracy", "auroc", "average precision", "confusion matrix", "f1")]
     return MetricCollection([make(**options) for make, data in kinds])
