@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from operator import index
 from typing import Any
 
-import torch
-
 from easydist.arguments import UNSET, hiding
 from easydist.eager import eager_methods
 from easydist.metrics.columns import as_indices
@@ -88,26 +86,29 @@ class MetricCollector:
         return len(self._store)
 
     def update(self, indices: Any, **columns: Tree) -> None:
-        """Add rows, which are copied to the CPU.
+        """Add rows, which are copied to the CPU, with all objects in them.
 
         Args:
             indices: The index of each row in the data set: a tensor, an array or a list of integers.
             **columns: Tensors, arrays and lists with one row or item per sample, or trees of these; the same columns in
-                every update. Items of lists are any objects that can be pickled.
+                every update. Items of lists are any objects that can be pickled. Arrays of text may differ in width
+                between updates, and those of dates in their unit.
 
         Raises:
             ValueError: A column has another number of rows than ``indices``, or another dtype or shape than before, or
                 an index is negative or not below ``total``.
-            TypeError: A tensor is not dense, or an item cannot be pickled.
+            TypeError: A tensor is not dense, an array is masked, or an item cannot be pickled.
 
         Cost: no exchange, except every ``every`` updates: one ``gather`` to rank ``dst`` and a small one.
         """
-        found = as_indices(indices, "MetricCollector")
-        self._check(found)
+        found = as_indices(indices, "MetricCollector", self.total).clone()
         schema, leaves, nbytes = opened(columns, len(found))
         if self._schema.types and schema.types != self._schema.types:
-            told = [", ".join(map(str, each.types)) for each in (schema, self._schema)]
-            raise ValueError(f"MetricCollector: the columns are {told[0]}, but they were {told[1]}")
+            try:
+                schema = self._schema.joined(schema)
+            except ValueError:
+                told = [", ".join(map(str, each.types)) for each in (schema, self._schema)]
+                raise ValueError(f"MetricCollector: the columns are {told[0]}, but they were {told[1]}") from None
         self._schema = schema
         self._store.add(found, leaves, nbytes)
         self._updates += 1
@@ -125,8 +126,8 @@ class MetricCollector:
             The whole columns by name, with tensors on the CPU. On ranks other than ``dst``: None.
 
         Raises:
-            ValueError: On all ranks: samples are missing, which the text names; an index came with different values; or
-                the ranks have different columns.
+            ValueError: On all ranks: samples are missing, which the text names; an index came with different values;
+                the ranks have different columns; or a date is out of the range of another one's finer unit.
             RemoteError: Another rank failed.
 
         Cost: three small exchanges, one of the indices, and a ``gather`` for every 512 KiB, each with one more small
@@ -172,15 +173,6 @@ class MetricCollector:
         rank = named_rank(self._group, f"MetricCollector.{method}", "dst", dst, group_dst)
         check_rank(communicators(self._group), "dst", rank)
         return Way(rank, self._group)
-
-    def _check(self, indices: torch.Tensor) -> None:
-        if not len(indices):
-            return
-        lowest, highest = (int(each) for each in indices.aminmax())
-        if lowest < 0 or (self.total is not None and highest >= self.total):
-            wrong = lowest if lowest < 0 else highest
-            samples = "" if self.total is None else f" of {self.total} samples"
-            raise ValueError(f"MetricCollector: index {wrong} is out of range for a data set{samples}")
 
     def _move(self) -> None:
         """Move all rows to rank ``dst``, which also keeps its own."""

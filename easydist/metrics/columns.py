@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,10 +11,11 @@ import torch
 
 from easydist import tree
 from easydist.data import packing
-from easydist.data.leaves import is_numeric
+from easydist.data.leaves import as_tensor, check_unmasked, is_numeric
+from easydist.metrics.dtypes import aligned, held, promoted
 from easydist.typing import Tree
 
-__all__ = ["Items", "Padded", "as_indices", "has_rows", "is_text", "opened", "padded", "taken"]
+__all__ = ["Items", "Padded", "are_plain", "as_indices", "has_rows", "is_text", "listed", "opened", "padded", "taken"]
 
 
 _TEXT = frozenset({str, bytes})
@@ -46,6 +49,9 @@ def opened(data: Tree, ragged: bool = False, whole: bool = False) -> tuple[list[
     Returns:
         The columns, as ``Items`` if they are not tensors, and the structure.
 
+    Raises:
+        TypeError: A column is a masked array.
+
     Example:
         >>> columns, _ = opened({"x": torch.ones(2), "id": ["a", "b"]})
         >>> columns[1]
@@ -53,7 +59,7 @@ def opened(data: Tree, ragged: bool = False, whole: bool = False) -> tuple[list[
     """
     if whole or not (tree.is_leaf(data) or tree.is_container(data)):
         _, spec = tree.flatten(data, lambda _: True)
-        return [_items(data)], spec
+        return [_items(data, "")], spec
 
     def is_end(value: Any) -> bool:
         if isinstance(value, list):
@@ -61,7 +67,8 @@ def opened(data: Tree, ragged: bool = False, whole: bool = False) -> tuple[list[
         return tree.is_leaf(value) or is_text(value)
 
     values, spec = tree.flatten(data, is_end)
-    return [_items(value) if _is_object(value, ragged) else value for value in values], spec
+    pairs = zip(values, spec.paths, strict=True)
+    return [_items(value, path) if _is_object(value, ragged) else value for value, path in pairs], spec
 
 
 def has_rows(column: Any) -> bool:
@@ -69,7 +76,9 @@ def has_rows(column: Any) -> bool:
     return column.has_rows if isinstance(column, Items) else getattr(column, "ndim", 0) > 0
 
 
-def _items(value: Any) -> Items:
+def _items(value: Any, path: str) -> Items:
+    if isinstance(value, np.ndarray):
+        check_unmasked(value, path)
     is_array = isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0
     return Items(value, is_array or isinstance(value, list) or is_text(value))
 
@@ -86,11 +95,16 @@ def is_text(value: object) -> bool:
     return type(value) is tuple and _TEXT.issuperset(map(type, value))
 
 
+def are_plain(values: Iterable[Any]) -> bool:
+    """True if all values are text, Python numbers or None, which nobody can change."""
+    return _PLAIN.issuperset(map(type, values))
+
+
 def _has_tensors(data: Tree) -> bool:
     """True if a tree holds a tensor or an array. Fast for many small lists and dicts."""
     if isinstance(data, dict | list | tuple):
         children = data.values() if isinstance(data, dict) else data
-        return not _PLAIN.issuperset(map(type, children)) and any(map(_has_tensors, children))
+        return not are_plain(children) and any(map(_has_tensors, children))
     if tree.is_container(data):
         return any(map(_has_tensors, tree.leaves(data)))
     return isinstance(data, torch.Tensor | np.ndarray)
@@ -118,22 +132,39 @@ def taken(rows: Any, order: torch.Tensor | slice | None) -> Any:
     return rows.view(packing.BITS[rows.dtype.itemsize])[order.to(rows.device)].view(rows.dtype)
 
 
-def as_indices(indices: Any, operation: str) -> torch.Tensor:
-    """Return sample indices as int64 on the CPU.
+def as_indices(indices: Any, operation: str, total: int | None = None) -> torch.Tensor:
+    """Return sample indices as int64 on the CPU. They may share the caller's memory.
 
     Args:
         indices: A tensor, an array or a sequence of integers.
         operation: The name for error messages.
+        total: The number of samples; None: any number.
 
     Raises:
-        ValueError: They are anything else.
+        ValueError: They are anything else, or out of range.
     """
     found = torch.as_tensor(indices, device="cpu")
     if not found.numel():
         return torch.empty(0, dtype=torch.int64, device="cpu")
     if found.ndim != 1 or found.is_floating_point() or found.dtype == torch.bool:
         raise ValueError(f"{operation}: indices has to be one integer per row, got {found.dtype} {tuple(found.shape)}")
-    return found.to(torch.int64)
+    found = found.to(torch.int64)
+    lowest, highest = (int(each) for each in found.aminmax())
+    if lowest < 0 or (total is not None and highest >= total):
+        wrong = found[(found < 0) | (found >= total)] if total is not None else found[found < 0]
+        subject = f"index {int(wrong[0])} is" if len(wrong) == 1 else f"indices {listed(wrong)} are"
+        samples = "" if total is None else f" of {total} samples"
+        raise ValueError(f"{operation}: {subject} out of range for a data set{samples}")
+    return found
+
+
+_SHOWN = 20
+
+
+def listed(indices: torch.Tensor) -> str:
+    """Return the first indices as text."""
+    text = ", ".join(map(str, indices[:_SHOWN].tolist()))
+    return f"{text}, …" if len(indices) > _SHOWN else text
 
 
 class Padded(NamedTuple):
@@ -155,8 +186,12 @@ def padded(items: list[Any], pad_index: float) -> Any:
         items: Tensors, arrays, or lists of numbers. Any other column is returned unchanged.
         pad_index: The value to pad with.
 
+    Returns:
+        ``Padded``, in the dtype that torch promotes those of the samples to. Python floats are float64.
+
     Raises:
-        ValueError: The samples differ in more than their first dimension, or cannot hold ``pad_index``.
+        ValueError: The samples differ in more than their first dimension, that dtype would change a value, or it cannot
+            hold ``pad_index``.
 
     Example:
         >>> padded([[1, 2], [3]], -1)
@@ -165,26 +200,57 @@ def padded(items: list[Any], pad_index: float) -> Any:
     """
     if not all(map(_is_sequence, items)):
         return items
-    tensors = [item if isinstance(item, torch.Tensor) else torch.as_tensor(item, device="cpu") for item in items]
+    tensors = [_named(i, _as_sample, item) for i, item in enumerate(items)]
     like = max(tensors, key=torch.Tensor.numel, default=torch.empty(0, device="cpu"))
     for i, tensor in enumerate(tensors):
         if tensor.shape[1:] != like.shape[1:] and tensor.numel():
             raise ValueError(f"sample {i} is of shape {tuple(tensor.shape)}, another of {tuple(like.shape)}")
+    dtype = promoted([tensor.dtype for tensor in tensors if tensor.numel()] or [like.dtype])
     lengths = torch.tensor([len(tensor) for tensor in tensors], dtype=torch.int64, device="cpu")
-    values = _filled(like, [len(tensors), len(like), *like.shape[1:]], pad_index)
-    for row, tensor in zip(values, tensors, strict=True):
-        row[: len(tensor)] = tensor
+    values = _filled(like, [len(tensors), len(like), *like.shape[1:]], dtype, pad_index)
+    for i, (row, tensor) in enumerate(zip(values, tensors, strict=True)):
+        row[: len(tensor)] = _named(i, held, tensor, dtype) if tensor.numel() else tensor
     return Padded(values, lengths)
 
 
-def _filled(like: torch.Tensor, shape: list[int], pad_index: float) -> torch.Tensor:
-    if not (like.is_floating_point() or like.is_complex()) and like.new_full((1,), pad_index).item() != pad_index:
-        raise ValueError(f"{like.dtype} cannot hold pad_index={pad_index!r}")
-    return like.new_full(shape, pad_index)
+def _named(number: int, convert: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    """Convert one sample, and name it in an error."""
+    try:
+        return convert(*arguments)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"sample {number}: {error}") from None
+
+
+def _as_sample(item: Any) -> torch.Tensor:
+    if not isinstance(item, list):
+        return item if isinstance(item, torch.Tensor) else as_tensor(item)
+    if not item:
+        return torch.empty(0, device="cpu")
+    if type(item[0]) in (int, float, bool) and len(set(map(type, item))) == 1:
+        with suppress(OverflowError, RuntimeError, ValueError):  # then as_tensor below raises the error
+            return torch.tensor(item, dtype=as_tensor(item[0]).dtype, device="cpu")
+    return torch.stack(aligned([as_tensor(number) for number in item]))
+
+
+def _filled(like: torch.Tensor, shape: list[int], dtype: torch.dtype, pad_index: float) -> torch.Tensor:
+    """Return a tensor full of ``pad_index``, of which a float dtype may hold the nearest value."""
+    try:
+        found = like.new_full((1,), pad_index, dtype=dtype).item()
+        is_near = dtype.is_floating_point or dtype.is_complex
+        is_near &= not isinstance(pad_index, int | np.integer) and np.isfinite(found) == np.isfinite(pad_index)
+        if found == pad_index or is_near:
+            return like.new_full(shape, pad_index, dtype=dtype)
+    except (OverflowError, RuntimeError, TypeError):
+        pass
+    raise ValueError(f"{dtype} cannot hold pad_index={pad_index!r:.60}")
 
 
 def _is_sequence(item: object) -> bool:
     """True if a sample is a tensor or an array with a length, or a list of numbers."""
     if isinstance(item, torch.Tensor | np.ndarray):
-        return item.ndim > 0
-    return isinstance(item, list) and all(isinstance(each, int | float) for each in item)
+        return item.ndim > 0 and (isinstance(item, torch.Tensor) or is_numeric(item))
+    return isinstance(item, list) and all(map(_is_number, item))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | complex | np.number | np.bool_) and not isinstance(value, np.timedelta64)

@@ -12,6 +12,7 @@ from easydist import tree
 from easydist.data.leaves import is_numeric
 from easydist.format import codec
 from easydist.metrics.columns import Items, has_rows
+from easydist.metrics.dtypes import aligned, kind_of
 
 __all__ = ["Column", "Objects", "as_objects", "concatenated", "joined", "nbytes_of", "travelling"]
 
@@ -109,12 +110,19 @@ def travelling(
             message, rows = as_objects(value) if with_objects else Objects(_NOTHING.clone(), _counting(value))
             places.append(Column(path, at, None if rows is None else at + 1, True))
             leaves += [message] if rows is None else [message, rows]
+            path += _kind(value.value)
             paths += [f"{path}.message"] if rows is None else [f"{path}.message", f"{path}.rows"]
         else:
             places.append(Column(path, at, at if has_rows(value) else None, False))
             leaves.append(value)
             paths.append(path)
     return places, leaves, paths
+
+
+def _kind(column: Any) -> str:
+    """Return the kind of an array that only NumPy has, as part of a path, so that all ranks compare it."""
+    is_array = isinstance(column, np.ndarray) and not is_numeric(column)
+    return "".join([f".{kind_of(column.dtype)}", *[f"[{size}]" for size in column.shape[1:]]]) if is_array else ""
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -142,15 +150,15 @@ def joined(message: torch.Tensor, nbytes: Sequence[int], are_rows: bool) -> Any:
         are_rows: True if each is a column of items; False if it is one value.
 
     Returns:
-        A list; for arrays of strings an array, for tuples a tuple.
+        A list; for arrays that no tensor can hold an array, for tuples a tuple.
     """
     values = [codec.decode(part, is_padded=True) for part in message.split_with_sizes([*nbytes])]
     return concatenated(values) if are_rows else values
 
 
 def concatenated(parts: Sequence[Any]) -> Any:
-    """Join lists of items. Arrays of strings become an array, tuples a tuple, anything else a list."""
+    """Join lists of items. Arrays that no tensor can hold become an array, tuples a tuple, anything else a list."""
     if all(isinstance(part, np.ndarray) and not is_numeric(part) for part in parts):
-        return np.concatenate(parts)
+        return np.concatenate(aligned(parts))
     items = [item for part in parts for item in part]
     return tuple(items) if all(isinstance(part, tuple) for part in parts) else items

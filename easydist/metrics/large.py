@@ -75,7 +75,7 @@ def _planned(large: Large, counts: tuple[int, ...], numbers: Sequence[int], way:
     rows = per_window(sum(counts), large.nbytes)
     empty = [_rows(large, i)[:0] for i in numbers]
     if large.indices is not None:
-        length, bounds, *_ = bounds_of(large.indices, None, rows, way)
+        length, bounds, _ = bounds_of(large.indices, None, rows, way)
         check_length(length, large.total)
         return Plan(Schema(), empty, length, bounds, False), large.indices
     places, length = positions(large.orders[numbers[0]], counts, communicators(way.group).rank)

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from easydist import tree
-from easydist.data.leaves import Leaves, is_numeric
+from easydist.data.leaves import Leaves, check_unmasked, is_numeric
 from easydist.data.packing import dtype_name
 from easydist.format import codec
-from easydist.metrics.columns import is_text
+from easydist.metrics.columns import are_plain, is_text
+from easydist.metrics.dtypes import promoted
 from easydist.typing import Tree
 
 __all__ = ["ColumnType", "Schema", "nbytes_of", "opened"]
@@ -24,20 +25,35 @@ class ColumnType(NamedTuple):
     Attributes:
         path: Its path in the tree.
         kind: ``"tensor"``, ``"array"`` or ``"list"``.
-        dtype: The dtype of a tensor or array, else empty.
+        dtype: The dtype of a tensor or array by torch's name; NumPy's own if torch does not have it; else empty.
         shape: The shape of one row of a tensor or array, else empty.
     """
 
     path: str
     kind: str
-    dtype: str = ""
+    dtype: str | np.dtype[Any] = ""
     shape: tuple[int, ...] = ()
 
     def empty(self, count: int = 0) -> Any:
         """Allocate memory for rows; for items, an empty list."""
         if self.kind == "list":
             return []
+        if isinstance(self.dtype, np.dtype):
+            return np.empty((count, *self.shape), self.dtype)
         return torch.empty((count, *self.shape), dtype=getattr(torch, self.dtype), device="cpu")
+
+    def joined(self, other: ColumnType) -> ColumnType:
+        """Return the type of a column of both types. Text may differ in width, and dates in their unit.
+
+        Raises:
+            ValueError: There is none.
+        """
+        if isinstance(self.dtype, np.dtype) and isinstance(other.dtype, np.dtype):
+            dtype = promoted([self.dtype, other.dtype])
+            self, other = self._replace(dtype=dtype), other._replace(dtype=dtype)
+        if self != other:
+            raise ValueError(f"{self} is not {other}")
+        return self
 
     def __str__(self) -> str:
         return f"{self.path} {self.kind} {self.dtype} {self.shape if self.kind != 'list' else ''}".rstrip()
@@ -56,8 +72,21 @@ class Schema(NamedTuple):
 
     def rebuilt(self, leaves: Sequence[Any]) -> Any:
         """Rebuild the tree of columns."""
-        values = [leaf.numpy() if one.kind == "array" else leaf for one, leaf in zip(self.types, leaves, strict=True)]
+        values = [_closed(one, leaf) for one, leaf in zip(self.types, leaves, strict=True)]
         return tree.map(lambda i: values[i], self.template)
+
+    def joined(self, other: Schema) -> Schema:
+        """Return the schema of the rows of both.
+
+        Raises:
+            ValueError: They have different columns.
+        """
+        types = [one.joined(another) for one, another in zip(self.types, other.types, strict=True)]
+        return Schema(types, other.template)
+
+
+def _closed(one: ColumnType, leaf: Any) -> Any:
+    return leaf.numpy() if one.kind == "array" and isinstance(leaf, torch.Tensor) else leaf
 
 
 def opened(columns: Mapping[str, Tree], count: int) -> tuple[Schema, list[Any], int]:
@@ -72,7 +101,7 @@ def opened(columns: Mapping[str, Tree], count: int) -> tuple[Schema, list[Any], 
 
     Raises:
         ValueError: A column has another number of rows, or is not one row per sample.
-        TypeError: A tensor is not dense, or an item of a list cannot be pickled.
+        TypeError: A tensor is not dense, an array is masked, or an item of a list cannot be pickled.
     """
     values, spec = tree.flatten(columns, lambda value: isinstance(value, list) or is_text(value) or tree.is_leaf(value))
     if spec.plain:
@@ -82,9 +111,10 @@ def opened(columns: Mapping[str, Tree], count: int) -> tuple[Schema, list[Any], 
         if rows != count:
             said = "one value" if rows is None else f"{rows} rows"
             raise ValueError(f"MetricCollector: {path} has {said}, indices has {count}; pass one row per sample")
-    taken = [_taken(value) for value in values]
+    found = [_taken(*each) for each in zip(values, spec.paths, strict=True)]
+    taken, nbytes = [rows for rows, _ in found], sum([size for _, size in found])
     types = [_type_of(*each) for each in zip(spec.paths, values, taken, strict=True)]
-    return Schema(types, spec.rebuild([*range(len(values))])), taken, nbytes_of(taken)
+    return Schema(types, spec.rebuild([*range(len(values))])), taken, nbytes
 
 
 def nbytes_of(leaves: Sequence[Any]) -> int:
@@ -93,21 +123,30 @@ def nbytes_of(leaves: Sequence[Any]) -> int:
     Raises:
         TypeError: An item of a list cannot be pickled.
     """
-    return sum([codec.EncodedObject(one).nbytes if isinstance(one, list) else one.nbytes for one in leaves])
+    return sum([codec.EncodedObject(one).nbytes if _has_objects(one) else one.nbytes for one in leaves])
 
 
-def _taken(value: Any) -> Any:
-    """Copy the rows. Objects are not copied."""
-    if isinstance(value, list | tuple):
-        return [*value]
-    if isinstance(value, np.ndarray) and not is_numeric(value):
-        return value.tolist()
-    (tensor,) = Leaves(value).tensors
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
+def _has_objects(rows: Any) -> bool:
+    return isinstance(rows, list) or (isinstance(rows, np.ndarray) and rows.dtype.hasobject)
+
+
+def _taken(value: Any, path: str) -> tuple[Any, int]:
+    """Copy the rows, and return their bytes, too."""
+    rows = [*value] if isinstance(value, list | tuple) else value
+    if _has_objects(rows):
+        message = codec.EncodedObject(rows)  # nobody can change plain items; the others are copied as if they travelled
+        is_fixed = isinstance(rows, list) and are_plain(rows)
+        return rows if is_fixed else codec.decode(message.joined()), message.nbytes
+    if isinstance(rows, np.ndarray) and not is_numeric(rows):
+        check_unmasked(rows, path)
+        return rows.copy(), rows.nbytes
+    (tensor,) = Leaves(rows).tensors
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor), tensor.nbytes
 
 
 def _type_of(path: str, value: Any, taken: Any) -> ColumnType:
     if isinstance(taken, list):
         return ColumnType(path, "list")
     kind = "array" if isinstance(value, np.ndarray) else "tensor"
-    return ColumnType(path, kind, dtype_name(taken.dtype), tuple(taken.shape[1:]))
+    dtype = taken.dtype if isinstance(taken, np.ndarray) else dtype_name(taken.dtype)
+    return ColumnType(path, kind, dtype, tuple(taken.shape[1:]))

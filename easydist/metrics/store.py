@@ -9,12 +9,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from easydist.data import packing
 from easydist.format import codec
 from easydist.format.files import load, save
 from easydist.metrics.columns import taken
+from easydist.metrics.dtypes import aligned
 
 __all__ = ["Store"]
 
@@ -22,7 +24,7 @@ _BLOCK = 1 << 20
 """The bytes from which rows are joined to a block, so that many small updates do not remain many small tensors."""
 
 Leaves = list[Any]
-"""The rows of each column: a tensor, or a list."""
+"""The rows of each column: a tensor, an array that no tensor can hold, or a list."""
 
 
 class _Block(NamedTuple):
@@ -94,7 +96,7 @@ class Store:
 
         Args:
             indices: The indices of the rows.
-            leaves: The rows of each column. No one else may change the tensors.
+            leaves: The rows of each column. No one else may change them.
             nbytes: The bytes of the rows.
         """
         self._order = None
@@ -137,7 +139,7 @@ class Store:
             self._folder = tempfile.mkdtemp(prefix="easydist-", dir=self._directory)
             self._delete = weakref.finalize(self, _delete, self._folder, os.getpid())
         path = os.path.join(self._folder, f"{number}.safetensors")
-        leaves = [[codec.encode(leaf)] if isinstance(leaf, list) else leaf for leaf in block.read()]
+        leaves = [leaf if isinstance(leaf, torch.Tensor) else [codec.encode(leaf)] for leaf in block.read()]
         save(leaves, path)
         self._held -= block.nbytes
         return block._replace(leaves=path)
@@ -166,6 +168,8 @@ def _joined(column: Sequence[Any]) -> Any:
         return column[0]
     if isinstance(column[0], list):
         return [item for part in column for item in part]
+    if isinstance(column[0], np.ndarray):
+        return np.concatenate(aligned(column))
     if packing.is_copyable(column[0].dtype):
         return torch.cat([*column])
     return torch.cat([part.view(torch.uint8) for part in column]).view(column[0].dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,8 @@ from easydist.data import packing
 from easydist.data.leaves import is_numeric
 from easydist.format import codec
 from easydist.groups.communicators import Communicators
-from easydist.metrics.columns import Items, taken
+from easydist.metrics.columns import Items, listed, taken
+from easydist.metrics.dtypes import held, kind_of
 from easydist.metrics.encoding import Objects, as_objects, joined
 from easydist.metrics.order import by_index
 from easydist.metrics.schema import ColumnType, Schema
@@ -26,7 +28,7 @@ from easydist.typing import Group, Timeout
 from easydist.verbs.gather import Gather, Moved, gather
 from easydist.verbs.objects import gather_object
 
-__all__ = ["ALL", "Plan", "Way", "arrived_rows", "bounds_of", "per_window", "planned", "windows"]
+__all__ = ["ALL", "Plan", "Way", "arrived_rows", "bounds_of", "check_complete", "per_window", "planned", "windows"]
 
 _WINDOW = 1 << 19
 """The approximate bytes of a window."""
@@ -74,9 +76,7 @@ def planned(store: Store, schema: Schema, total: int | None, way: Way) -> Plan:
     if len({one[2] for one in told}) > 1:
         raise ValueError(f"MetricCollector: the ranks have total={', '.join([str(one[2]) for one in told])}")
     rows = per_window(sum([one[3] for one in told]), sum([one[4] for one in told]))
-    length, bounds, has_repeated, fault = bounds_of(store.indices, total, rows, way)
-    if fault:
-        raise ValueError(fault)
+    length, bounds, has_repeated = bounds_of(store.indices, total, rows, way)
     return Plan(schema, [one.empty() for one in schema.types], length, bounds, has_repeated)
 
 
@@ -85,12 +85,18 @@ def per_window(rows: int, nbytes: int) -> int:
     return max(_WINDOW * rows // max(nbytes, 1), 1)
 
 
-def bounds_of(indices: torch.Tensor, total: int | None, rows: int, way: Way) -> tuple[int, list[int], bool, str]:
-    """Return the number of different indices, the bounds of the windows, and the findings of ``_found``."""
+def bounds_of(indices: torch.Tensor, total: int | None, rows: int, way: Way) -> tuple[int, list[int], bool]:
+    """Return the number of different indices, the bounds of the windows, and True if some are repeated.
+
+    Raises:
+        ValueError: On all ranks: indices of ``range(total)`` are missing.
+    """
     every = gather(indices, group_dst=way.dst, group=way.group, check=way.check, timeout=way.timeout)
     mine = None if every is None else _found(every, total, rows)
-    found: tuple[int, list[int], bool, str] = next(one for one in _told(mine, way) if one is not None)
-    return found
+    length, bounds, has_repeated, fault = next(one for one in _told(mine, way) if one is not None)
+    if fault:
+        raise ValueError(f"{way.operation}: {fault}")
+    return length, bounds, has_repeated
 
 
 def _told(value: Any, way: Way) -> list[Any]:
@@ -103,32 +109,40 @@ def _told(value: Any, way: Way) -> list[Any]:
 def _common(schemas: Sequence[Schema]) -> Schema:
     """Return the schema of all ranks that have columns."""
     known = {rank: schema for rank, schema in enumerate(schemas) if schema.types}
-    if len({tuple(schema.types) for schema in known.values()}) > 1:
+    try:
+        return reduce(Schema.joined, reversed(known.values())) if known else Schema()
+    except ValueError:
         lines = [f"  rank {rank}: {', '.join(map(str, schema.types))}" for rank, schema in known.items()]
-        raise ValueError("\n".join(["MetricCollector: the ranks have different columns", *lines]))
-    return next(iter(known.values()), Schema())
+        raise ValueError("\n".join(["MetricCollector: the ranks have different columns", *lines])) from None
 
 
 def _found(indices: torch.Tensor, total: int | None, rows: int) -> tuple[int, list[int], bool, str]:
     """Return the number of different indices, the windows, True if some are repeated, and an error text."""
     found, counts = indices.unique(return_counts=True)
     bounds = [*found[::rows].tolist(), *(found[-1:] + 1).tolist()]
-    fault = ""
-    if total is not None and len(found) != total:
-        is_missing = torch.ones(total, dtype=torch.bool, device="cpu")
-        is_missing[found] = False
-        missing, repeated = is_missing.nonzero().flatten(), found[counts > 1]
-        fault = f"MetricCollector: {len(missing)} of {total} samples are missing: {_listed(missing)}"
-        fault += f"; {len(repeated)} came more than once: {_listed(repeated)}" if len(repeated) else ""
-    return len(found), bounds, len(found) < len(indices), fault
+    return len(found), bounds, len(found) < len(indices), _fault(found, found[counts > 1], total)
 
 
-_SHOWN = 20
+def _fault(found: torch.Tensor, repeated: torch.Tensor, total: int | None) -> str:
+    """Return a text that names the missing and the repeated indices; empty if none is missing."""
+    if total is None or len(found) == total:
+        return ""
+    is_missing = torch.ones(total, dtype=torch.bool, device="cpu")
+    is_missing[found] = False
+    missing = is_missing.nonzero().flatten()
+    fault = f"{len(missing)} of {total} samples are missing: {listed(missing)}"
+    return fault + (f"; {len(repeated)} came more than once: {listed(repeated)}" if len(repeated) else "")
 
 
-def _listed(indices: torch.Tensor) -> str:
-    text = ", ".join(map(str, indices[:_SHOWN].tolist()))
-    return f"{text}, …" if len(indices) > _SHOWN else text
+def check_complete(indices: torch.Tensor, total: int | None, operation: str) -> None:
+    """Make sure that each index of ``range(total)`` came.
+
+    Raises:
+        ValueError: Some are missing.
+    """
+    *_, fault = _found(indices, total, 1 << 62)
+    if fault:
+        raise ValueError(f"{operation}: {fault}")
 
 
 def windows(store: Store, plan: Plan, way: Way, rtol: float = 0.0) -> Iterator[list[Any] | None]:
@@ -171,14 +185,22 @@ def _difference(indices: torch.Tensor, leaves: list[Any], types: Sequence[Column
 
 def _same(first: Any, second: Any, rtol: float) -> torch.Tensor:
     """Return for each pair of rows whether they are equal. NaN equals NaN."""
-    if isinstance(first, list):
+    if isinstance(first, list) or (isinstance(first, np.ndarray) and first.dtype.hasobject):
         return torch.tensor([_same_objects(a, b) for a, b in zip(first, second, strict=True)], device="cpu")
-    if first.is_floating_point() and packing.is_copyable(first.dtype):
+    if isinstance(first, np.ndarray):
+        equal = torch.from_numpy(_same_arrays(first, second))
+    elif first.is_floating_point() and packing.is_copyable(first.dtype):
         equal = torch.isclose(first, second, rtol=rtol, atol=0.0, equal_nan=True)
     else:
         bits = packing.BITS[first.dtype.itemsize]
         equal = first.view(bits) == second.view(bits)
     return equal.flatten(1).all(1) if equal.ndim > 1 else equal
+
+
+def _same_arrays(first: np.ndarray[Any, Any], second: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return where two arrays are equal. NaN equals NaN, and NaT equals NaT."""
+    equal: np.ndarray[Any, Any] = (first == second) | ((first != first) & (second != second))
+    return equal
 
 
 def _same_objects(first: Any, second: Any) -> bool:
@@ -194,7 +216,7 @@ def _same_leaves(first: Any, second: Any) -> bool:
     if not arrays:  # numbers, which may be too large for a tensor
         return bool(first == second or (first != first and second != second))
     if not all(isinstance(leaf, torch.Tensor) or is_numeric(leaf) for leaf in arrays):
-        return np.array_equal(first, second)
+        return np.shape(first) == np.shape(second) and bool(np.all(_same_arrays(first, second)))
     one, other = (torch.as_tensor(leaf, device="cpu") for leaf in (first, second))
     if one.dtype != other.dtype or one.shape != other.shape:
         return torch.equal(one, other)
@@ -221,9 +243,14 @@ class _GatherRows(Gather):
     def prepare(self, comms: Communicators) -> Call:
         positions = self._store.between(*self._window)
         leaves = self._store.rows(positions) if len(positions) else self._empty
+        arrays = {i: leaf.dtype for i, leaf in enumerate(self._empty) if isinstance(leaf, np.ndarray)}
+        leaves = [held(leaf, arrays[i]) if i in arrays else leaf for i, leaf in enumerate(leaves)]
         columns = [leaf if isinstance(leaf, torch.Tensor) else as_objects(Items(leaf, True)) for leaf in leaves]
         self._tensor = {"indices": self._store.indices[positions], "columns": columns}
-        return super().prepare(comms)
+        call = super().prepare(comms)
+        if arrays:
+            call.arguments["arrays"] = {i: kind_of(dtype) for i, dtype in arrays.items()}
+        return call
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: Moved) -> Any:
         gathered = super().result(comms, agreed, arrived)

@@ -220,6 +220,7 @@ def test_what_update_refuses():
         ([1], {"x": x}, "the columns are"),
         ([1], {"x": x.double(), "y": y}, "float64"),
         ([5], {"x": x, "y": y}, "index 5 is out of range for a data set of 5 samples"),
+        ([5, 2, -1, 9], {"x": x, "y": y}, "indices 5, -1, 9 are out of range for a data set of 5 samples"),
         ([-1], {"x": x, "y": y}, "index -1 is out of range for a data set of 5 samples"),
         ([0.5], {"x": x, "y": y}, "one integer per row"),
     ]:
@@ -239,6 +240,31 @@ def test_rows_are_copies():
     assert collector.compute()["x"].tolist() == [1.0]
     collector.compute()["x"].zero_()
     assert collector.compute()["x"].tolist() == [1.0]
+
+
+@pytest.mark.parametrize("options", [{}, {"every": 1}, {"spill_nbytes": 0}], ids=["plain", "every", "spill"])
+@distributed(world_size=(1, 2))
+def test_nothing_of_an_update_is_kept_but_copied(rank, world_size, options):
+    collector = MetricCollector(total=6 * world_size, **options)
+    box, array, names, indices = torch.empty(2), np.empty(1), np.empty(2, "U3"), torch.empty(2, dtype=torch.int64)
+    nested, objects = {"box": box, "array": array, "rows": [0]}, np.empty(2, dtype=object)
+    for step in range(3):
+        first = 2 * (3 * rank + step)
+        for reused in (indices, box, array, nested["rows"], names):
+            reused[:1] = reused[:1].__class__([first]) if isinstance(reused, list) else first
+        indices[1], objects[:] = first + 1, [nested, [box]]
+        collector.update(indices, item=[nested, first], object=objects, name=names, n=indices.numpy())
+    for reused in (indices, box, array, names):
+        reused[:] = 77
+    got = collector.compute()
+    every = [*range(0, 6 * world_size, 2)]
+    assert [int(item["box"][0]) for item in got["item"][::2]] == every
+    assert [item["array"].tolist() for item in got["item"][::2]] == [[i] for i in every]
+    assert [item["rows"] for item in got["item"][::2]] == [[i] for i in every]
+    assert [int(item["box"][0]) for item in got["object"][::2]] == every
+    assert [int(item[0][0]) for item in got["object"][1::2]] == every
+    assert got["name"][::2].tolist() == [str(i) for i in every]
+    assert got["n"].tolist() == [*range(6 * world_size)]
 
 
 @pytest.mark.slow
