@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from operator import index
 from typing import Any, NamedTuple
 
@@ -16,11 +17,11 @@ from easydist.groups.communicators import Communicators
 from easydist.metrics.columns import as_indices, has_rows, opened, padded, taken
 from easydist.metrics.dealing import lot_of, lot_of_last
 from easydist.metrics.encoding import Column, joined, nbytes_of, travelling
-from easydist.metrics.large import AT_ONCE, Large, check_length, moved
+from easydist.metrics.large import AT_ONCE, Large, moved
 from easydist.metrics.lot import ACTIVE, ENDED, Lot, agreed_lot
 from easydist.metrics.order import Dealt, Order, by_index, check_even, in_order, told
 from easydist.metrics.tally import tally_of
-from easydist.metrics.windows import Way
+from easydist.metrics.windows import Way, check_complete
 from easydist.state import communicators, together
 from easydist.typing import Group, Timeout, Tree
 from easydist.verbs.buckets import every_shape
@@ -71,13 +72,14 @@ def gather_for_metrics(
             iterated, and then the rows must be one batch of it; else the only one that has ended, and then they must
             be all of its rows, or the last of them.
         total: The number of samples, for a loader whose data set has no length. Without any loader the ranks must have
-            that many rows in all, which are kept in rank order. With ``indices``, the number of different ones.
-        indices: The index of each row of this rank in the data set. No loader is needed. If an index comes twice, the
-            first row is kept.
+            that many rows in all, which are kept in rank order. With ``indices``, each of ``range(total)`` must come.
+        indices: The index of each row of this rank in the data set, from 0. No loader is needed. If an index comes
+            twice, the first row is kept.
         ragged: Lists with tensors have one item per sample, too, and tensors of several dimensions become lists of one
             tensor per sample, so any dimension may differ between ranks.
         pad_index: Implies ``ragged``. In addition a list of tensors or of lists of numbers becomes a ``Padded`` with
-            ``values``, padded with this number, and ``lengths``.
+            ``values``, padded with this number, and ``lengths``. The dtype is that to which torch promotes those of
+            the samples; Python floats are float64.
         dst: The only rank that gets the result, a rank inside the group; None means all of them. With a group of torch,
             it must be the same rank of the world.
         group: The participating ranks.
@@ -90,23 +92,27 @@ def gather_for_metrics(
 
     Raises:
         ValueError: It is unknown which rows are repeated samples, or which batches they came from; a stream lacks rows
-            of the last pass; the loader is for another rank or number of ranks, or its order is unknown; or the rows do
-            not match the loader, ``total`` or ``indices``.
+            of the last pass; the loader is for another rank or number of ranks, or its order is unknown; the rows do
+            not match the loader, ``total`` or ``indices``; an index is missing or impossible, which the text names; or
+            padding would change a value.
         DisagreementError: Paths, dtypes, shapes apart from dim 0, or the loaders' distributions or positions differ
             between ranks.
         RemoteError: Another rank's data could not travel.
-        TypeError: An object cannot be pickled, or a leaf is not a dense tensor.
+        TypeError: An object cannot be pickled, an array is masked, or a leaf is not a dense tensor.
 
     Cost: that of ``gather``: one header exchange, which also carries small data, and one exchange for larger data. The
     loader's position travels with the header.
     With ``dst``, if a rank has more than 8 MiB: a ``gather`` for every 512 KiB, so that the others need no memory
-    beside their data, and with ``indices`` three more exchanges.
+    beside their data, and with ``indices`` three more exchanges. With ``dst`` and either ``pad_index`` or both
+    ``indices`` and ``total``, one more small exchange, for what only ``dst`` can find wrong.
 
     Source: ``Accelerator.gather_for_metrics``.
     """
     dst = named_rank(group, "gather_for_metrics", "dst", dst, group_dst)
     verb = _GatherForMetrics(input_data, dst, _Samples(loader, total, indices), use_gather_object, ragged, pad_index)
-    result = run(verb, communicators(group), timeout, check)
+    is_checked_on_one = dst is not None and (pad_index is not None or (indices is not None and total is not None))
+    with together(group) if is_checked_on_one else nullcontext():
+        result = run(verb, communicators(group), timeout, check)
     if verb.large is None:
         return result
     with together(group):
@@ -166,7 +172,7 @@ class _GatherForMetrics(Gather):
         is_small = nbytes <= AT_ONCE or not any(map(has_rows, self._values))
         self._columns, self._tensor, paths = travelling(self._values, self._tree, with_objects=is_small)
         if self._samples.indices is not None:
-            self._tensor.append(as_indices(self._samples.indices, "gather_for_metrics"))
+            self._tensor.append(as_indices(self._samples.indices, "gather_for_metrics", self._samples.total))
             paths.append("indices=")
         self._spec = tree.listed(paths, self._tree.plain)
         call = super().prepare(comms)
@@ -279,7 +285,8 @@ class _GatherForMetrics(Gather):
         """Return the selected rows, in their order."""
         if self._samples.indices is not None:
             order = by_index(leaves[-1])
-            check_length(len(order), self._samples.total)
+            if self._samples.total not in (None, len(order)):
+                check_complete(leaves[-1], self._samples.total, "gather_for_metrics")
             orders = [None if column.rows is None else order for column in self._columns]
         values = [
             joined(leaves[c.leaf], sizes[c.leaf], c.rows is not None) if c.is_objects else leaves[c.leaf]

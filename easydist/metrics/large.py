@@ -17,7 +17,7 @@ from easydist.metrics.windows import Plan, Way, bounds_of, per_window, windows
 from easydist.state import communicators
 from easydist.verbs.gather import gather
 
-__all__ = ["AT_ONCE", "Large", "check_length", "moved"]
+__all__ = ["AT_ONCE", "Large", "moved"]
 
 AT_ONCE = 1 << 23
 """The most bytes of one rank whose columns move in one exchange."""
@@ -75,21 +75,10 @@ def _planned(large: Large, counts: tuple[int, ...], numbers: Sequence[int], way:
     rows = per_window(sum(counts), large.nbytes)
     empty = [_rows(large, i)[:0] for i in numbers]
     if large.indices is not None:
-        length, bounds, _ = bounds_of(large.indices, None, rows, way)
-        check_length(length, large.total)
+        length, bounds, _ = bounds_of(large.indices, large.total, rows, way)
         return Plan(Schema(), empty, length, bounds, False), large.indices
     places, length = positions(large.orders[numbers[0]], counts, communicators(way.group).rank)
     return Plan(Schema(), empty, length, [*range(0, length, rows), length], False), places
-
-
-def check_length(length: int, total: int | None) -> None:
-    """Make sure that the number of different indices is ``total``.
-
-    Raises:
-        ValueError: There are more or fewer.
-    """
-    if total not in (None, length):
-        raise ValueError(f"gather_for_metrics: {length} different indices came, but total is {total}")
 
 
 def _moved_together(leaves: Sequence[Any], places: torch.Tensor, plan: Plan, way: Way) -> list[Any]:

@@ -61,7 +61,7 @@ def test_tuples_of_text_are_columns(rank, world_size):
     got = gather_for_metrics((torch.zeros(rank), names), total=len(every))
     assert (got[0].shape, got[1]) == ((len(every),), tuple(every))
     places = [every.index(name) for name in names]
-    assert gather_for_metrics(names, indices=[-i for i in places]) == tuple(reversed(every))
+    assert gather_for_metrics(names, indices=[len(every) - i for i in places]) == tuple(reversed(every))
     collector = MetricCollector(total=len(every))
     collector.update(places, names=names)
     assert collector.compute() == {"names": every}
@@ -99,6 +99,29 @@ def test_indices_put_rows_in_order_and_each_once(rank, world_size):
         assert got["id"] == [str(i) for i in found]
         assert got["rank"].tolist() == [*range(world_size)]
     assert gather_for_metrics([], indices=[]) == []
+
+
+@pytest.mark.slow
+@distributed(world_size=(2, 3))
+def test_missing_doubled_and_impossible_indices_are_named(rank, world_size):
+    row, last = torch.ones(1), 2 * world_size
+    for options in ({}, {"dst": 0}, {"dst": 1}):
+        for rows in (1, 40_000):  # so many indices do not travel with the header
+            total, mine = rows * world_size + 1, [*range(rank * rows, (rank + 1) * rows), 0]
+            said = rf"gather_for_metrics: 1 of {total} samples are missing: {total - 1}; 1 came more than once: 0"
+            with pytest.raises((ValueError, RemoteError), match=said):
+                gather_for_metrics(torch.ones(rows + 1), indices=mine, total=total, **options)
+        wrong = [0, 1] if rank else [0, last]
+        with pytest.raises(
+            (ValueError, RemoteError), match=rf"index {last} is out of range for a data set of {last} samples"
+        ):
+            gather_for_metrics(torch.ones(2), indices=wrong, total=last, **options)
+        with pytest.raises((ValueError, RemoteError), match="gather_for_metrics: indices -1, -2 are out of range"):
+            gather_for_metrics(torch.ones(2), indices=[0, 1] if rank else [-1, -2], **options)
+    with pytest.raises(easydist.DisagreementError, match="total=4"):
+        gather_for_metrics(row, indices=[rank], total=3 + (rank == 1))
+    got = gather_for_metrics(torch.tensor([rank, 0]), indices=[rank, 0], total=world_size)
+    assert got.tolist() == [*range(world_size)]
 
 
 @distributed(world_size=ALL)

@@ -88,7 +88,7 @@ def test_what_one_rank_finds_wrong_is_raised_on_all(rank):
     x = torch.ones(8)
     with pytest.MonkeyPatch.context() as patch:
         small_windows(patch, 16)
-        with pytest.raises(ValueError, match="8 different indices came, but total is 9"):
+        with pytest.raises(ValueError, match="1 of 9 samples are missing: 8; 8 came more than once: 0, 1"):
             gather_for_metrics(x, indices=range(8), total=9, dst=0)
         with pytest.raises(ValueError, match="the ranks have 8, 8 rows"):
             gather_for_metrics(x, total=15, dst=0)
