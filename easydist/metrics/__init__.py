@@ -8,6 +8,14 @@ from easydist.metrics.loader import DistributedLoader, distributed_loader
 from easydist.metrics.progress import progress
 from easydist.metrics.sampler import DistributedBatchSampler
 from easydist.metrics.sums import Counts, Sums, WeightedMean, compute
+from easydist.metrics.torcheval import (
+    get_synced_metric,
+    get_synced_metric_collection,
+    get_synced_state_dict,
+    get_synced_state_dict_collection,
+    sync_and_compute,
+    sync_and_compute_collection,
+)
 from easydist.metrics.torchmetrics import dist_sync_fn, sync_dist
 
 __all__ = [
@@ -25,4 +33,10 @@ __all__ = [
     "progress",
     "dist_sync_fn",
     "sync_dist",
+    "sync_and_compute",
+    "sync_and_compute_collection",
+    "get_synced_metric",
+    "get_synced_metric_collection",
+    "get_synced_state_dict",
+    "get_synced_state_dict_collection",
 ]

@@ -9,15 +9,12 @@ from typing import Any
 
 import torch
 
-from easydist.agreement.call import Call
-from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
 from easydist.data.structure import send_to_device
 from easydist.eager import eager
-from easydist.groups.communicators import Communicators
+from easydist.metrics.states import GatherStates
 from easydist.state import communicators
 from easydist.typing import Group, Timeout
-from easydist.verbs.objects import GatherObject
 
 __all__ = ["dist_sync_fn", "sync_dist"]
 
@@ -52,7 +49,7 @@ def sync_dist(metric: Any, *, group: Group = None, check: bool | None = None, ti
 
     Source: ``torchmetrics.Metric.sync``, which needs a barrier and one or two exchanges for each state.
     """
-    parts = run(_SyncDist(lambda: _states(metric)), communicators(group), timeout, check) or []
+    parts = run(GatherStates("sync_dist", lambda: _states(metric)), communicators(group), timeout, check) or []
     counts = [part._update_count for part, _ in parts]
     try:
         for part, every in parts:
@@ -100,34 +97,8 @@ def dist_sync_fn(result: torch.Tensor, group: Group = None) -> list[torch.Tensor
     return _Gathered(batch, len(batch.tensors) - 1)
 
 
-# --- the exchange
-
-
 _State = tuple[int, tuple[Any, ...]]
 """The part of one metric that travels: its number of updates, and its states in their order."""
-
-
-class _SyncDist(GatherObject):
-    """The states of all ranks; for this rank, the tensors themselves."""
-
-    operation = "sync_dist"
-
-    def __init__(self, states: Callable[[], tuple[Sequence[Any], Sequence[str], tuple[Any, ...]]]) -> None:
-        super().__init__(None, None, True)
-        self._states = states
-
-    def prepare(self, comms: Communicators) -> Call:
-        self._parts, names, self._value = self._states()
-        call = super().prepare(comms)
-        call.arguments = {"states": list(names)}
-        return call
-
-    def result(self, comms: Communicators, agreed: Agreement, arrived: Any) -> list[Any]:
-        """Return each part with its state on every rank."""
-        every = super().result(comms, agreed, arrived)
-        assert every is not None
-        every[comms.rank] = self._value
-        return list(zip(self._parts, zip(*every, strict=True), strict=True))
 
 
 # --- sync_dist
@@ -234,7 +205,7 @@ class _Batch:
     def row(self, index: int) -> list[torch.Tensor]:
         if not self.rows:
             numbers = range(len(self.tensors))
-            verb = _SyncDist(lambda: (numbers, list(map(str, numbers)), self._unchanged()))
+            verb = GatherStates("sync_dist", lambda: (numbers, list(map(str, numbers)), self._unchanged()))
             rows = run(verb, communicators(self.group))
             self.rows = rows or []
         return _fitting(self.rows[index][1])
