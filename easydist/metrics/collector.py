@@ -126,8 +126,8 @@ class MetricCollector:
             The whole columns by name, with tensors on the CPU. On ranks other than ``dst``: None.
 
         Raises:
-            ValueError: On all ranks: samples are missing, which the text names; an index came with different values;
-                the ranks have different columns; or a date is out of the range of another one's finer unit.
+            ValueError: On all ranks: samples are missing, which the text names; an index came with different values; or
+                the ranks have different columns. On one rank: a date is out of the range of another one's finer unit.
             RemoteError: Another rank failed.
 
         Cost: three small exchanges, one of the indices, and a ``gather`` for every 512 KiB, each with one more small

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +12,7 @@ from easydist import tree
 from easydist.data import packing
 from easydist.data.leaves import as_tensor, check_unmasked, is_numeric
 from easydist.metrics.dtypes import aligned, held, promoted
-from easydist.typing import Tree
+from easydist.typing import T, Tree
 
 __all__ = ["Items", "Padded", "are_plain", "as_indices", "has_rows", "is_text", "listed", "opened", "padded", "taken"]
 
@@ -68,7 +67,7 @@ def opened(data: Tree, ragged: bool = False, whole: bool = False) -> tuple[list[
 
     values, spec = tree.flatten(data, is_end)
     pairs = zip(values, spec.paths, strict=True)
-    return [_items(value, path) if _is_object(value, ragged) else value for value, path in pairs], spec
+    return [_items(value, path, ragged) if _is_object(value, ragged) else value for value, path in pairs], spec
 
 
 def has_rows(column: Any) -> bool:
@@ -76,9 +75,10 @@ def has_rows(column: Any) -> bool:
     return column.has_rows if isinstance(column, Items) else getattr(column, "ndim", 0) > 0
 
 
-def _items(value: Any, path: str) -> Items:
+def _items(value: Any, path: str, ragged: bool = False) -> Items:
     if isinstance(value, np.ndarray):
         check_unmasked(value, path)
+        value = [*value] if ragged and value.ndim > 1 and not is_numeric(value) else value
     is_array = isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0
     return Items(value, is_array or isinstance(value, list) or is_text(value))
 
@@ -142,8 +142,14 @@ def as_indices(indices: Any, operation: str, total: int | None = None) -> torch.
 
     Raises:
         ValueError: They are anything else, or out of range.
+        TypeError: They are a masked array.
     """
-    found = torch.as_tensor(indices, device="cpu")
+    if isinstance(indices, np.ndarray):
+        check_unmasked(indices, "indices")
+    try:
+        found = torch.as_tensor(indices, device="cpu")
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:  # text, integers beyond 64 bits
+        raise ValueError(f"{operation}: indices has to be one integer per row: {error}") from error
     if not found.numel():
         return torch.empty(0, dtype=torch.int64, device="cpu")
     if found.ndim != 1 or found.is_floating_point() or found.dtype == torch.bool:
@@ -200,7 +206,7 @@ def padded(items: list[Any], pad_index: float) -> Any:
     """
     if not all(map(_is_sequence, items)):
         return items
-    tensors = [_named(i, _as_sample, item) for i, item in enumerate(items)]
+    tensors = [_as_sample(item, i) for i, item in enumerate(items)]
     like = max(tensors, key=torch.Tensor.numel, default=torch.empty(0, device="cpu"))
     for i, tensor in enumerate(tensors):
         if tensor.shape[1:] != like.shape[1:] and tensor.numel():
@@ -209,11 +215,11 @@ def padded(items: list[Any], pad_index: float) -> Any:
     lengths = torch.tensor([len(tensor) for tensor in tensors], dtype=torch.int64, device="cpu")
     values = _filled(like, [len(tensors), len(like), *like.shape[1:]], dtype, pad_index)
     for i, (row, tensor) in enumerate(zip(values, tensors, strict=True)):
-        row[: len(tensor)] = _named(i, held, tensor, dtype) if tensor.numel() else tensor
+        row[: len(tensor)] = tensor if tensor.dtype == dtype or not tensor.numel() else _named(i, held, tensor, dtype)
     return Padded(values, lengths)
 
 
-def _named(number: int, convert: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+def _named(number: int, convert: Callable[..., T], *arguments: Any) -> T:
     """Convert one sample, and name it in an error."""
     try:
         return convert(*arguments)
@@ -221,15 +227,21 @@ def _named(number: int, convert: Callable[..., torch.Tensor], *arguments: Any) -
         raise type(error)(f"sample {number}: {error}") from None
 
 
-def _as_sample(item: Any) -> torch.Tensor:
+_DTYPES = {int: torch.int64, float: torch.float64}
+
+
+def _as_sample(item: Any, number: int) -> torch.Tensor:
     if not isinstance(item, list):
-        return item if isinstance(item, torch.Tensor) else as_tensor(item)
+        return item if isinstance(item, torch.Tensor) else _named(number, as_tensor, item)
     if not item:
         return torch.empty(0, device="cpu")
-    if type(item[0]) in (int, float, bool) and len(set(map(type, item))) == 1:
-        with suppress(OverflowError, RuntimeError, ValueError):  # then as_tensor below raises the error
-            return torch.tensor(item, dtype=as_tensor(item[0]).dtype, device="cpu")
-    return torch.stack(aligned([as_tensor(number) for number in item]))
+    kinds = set(map(type, item))
+    if len(kinds) == 1 and (dtype := _DTYPES.get(kinds.pop())) is not None:
+        try:
+            return torch.tensor(item, dtype=dtype, device="cpu")
+        except (OverflowError, RuntimeError, ValueError):
+            pass  # as_tensor below raises the error
+    return torch.stack(_named(number, lambda: aligned([as_tensor(each) for each in item])))
 
 
 def _filled(like: torch.Tensor, shape: list[int], dtype: torch.dtype, pad_index: float) -> torch.Tensor:
@@ -249,7 +261,7 @@ def _is_sequence(item: object) -> bool:
     """True if a sample is a tensor or an array with a length, or a list of numbers."""
     if isinstance(item, torch.Tensor | np.ndarray):
         return item.ndim > 0 and (isinstance(item, torch.Tensor) or is_numeric(item))
-    return isinstance(item, list) and all(map(_is_number, item))
+    return isinstance(item, list) and (_DTYPES.keys() >= set(map(type, item)) or all(map(_is_number, item)))
 
 
 def _is_number(value: object) -> bool:

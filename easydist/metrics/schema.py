@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.lib import format as npy
 
 from easydist import tree
 from easydist.data.leaves import Leaves, check_unmasked, is_numeric
@@ -41,6 +42,18 @@ class ColumnType(NamedTuple):
         if isinstance(self.dtype, np.dtype):
             return np.empty((count, *self.shape), self.dtype)
         return torch.empty((count, *self.shape), dtype=getattr(torch, self.dtype), device="cpu")
+
+    def told(self) -> list[Any]:
+        """Return the fields for other ranks, and the description of a dtype of NumPy's, as in .npy files."""
+        if isinstance(self.dtype, np.dtype):
+            return [*self._replace(dtype=""), npy.dtype_to_descr(self.dtype)]
+        return [*self, None]
+
+    @classmethod
+    def of(cls, told: Sequence[Any]) -> ColumnType:
+        """Return the type that another rank has told."""
+        *fields, dtype = told
+        return cls(*fields) if dtype is None else cls(*fields)._replace(dtype=npy.descr_to_dtype(dtype))
 
     def joined(self, other: ColumnType) -> ColumnType:
         """Return the type of a column of both types. Text may differ in width, and dates in their unit.
@@ -132,14 +145,15 @@ def _has_objects(rows: Any) -> bool:
 
 def _taken(value: Any, path: str) -> tuple[Any, int]:
     """Copy the rows, and return their bytes, too."""
+    if isinstance(value, np.ndarray):
+        check_unmasked(value, path)
+        if not value.dtype.hasobject and not is_numeric(value):
+            return value.copy(), value.nbytes
     rows = [*value] if isinstance(value, list | tuple) else value
     if _has_objects(rows):
         message = codec.EncodedObject(rows)  # nobody can change plain items; the others are copied as if they travelled
         is_fixed = isinstance(rows, list) and are_plain(rows)
         return rows if is_fixed else codec.decode(message.joined()), message.nbytes
-    if isinstance(rows, np.ndarray) and not is_numeric(rows):
-        check_unmasked(rows, path)
-        return rows.copy(), rows.nbytes
     (tensor,) = Leaves(rows).tensors
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor), tensor.nbytes
 

@@ -17,6 +17,7 @@ from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
 from easydist.eager import eager
 from easydist.groups.communicators import Communicators
+from easydist.metrics.columns import are_plain
 from easydist.metrics.exact import ExactSum, floats, numbers
 from easydist.state import communicators
 from easydist.typing import Group, Timeout
@@ -195,9 +196,12 @@ class Counts(Metric):
         if isinstance(keys, torch.Tensor | np.ndarray):
             keys = keys.flatten()
             keys = keys.tolist() if isinstance(keys, torch.Tensor) or keys.dtype.kind in _TEXT_OR_NUMBERS else [*keys]
-        added: Counter[Hashable] = Counter()
-        for key, count in _counted(keys).items():
-            added[_plain(key)] += _whole(count)
+        added = _counted(keys)
+        if isinstance(keys, Mapping) or not are_plain(added):
+            pairs = [(_plain(key), _whole(count)) for key, count in added.items()]
+            added = Counter()
+            for key, count in pairs:
+                added[key] += count
         self._counts.update(added)
 
     def reset(self) -> None:

@@ -71,8 +71,8 @@ def planned(store: Store, schema: Schema, total: int | None, way: Way) -> Plan:
     Raises:
         ValueError: On all ranks: the ranks have different columns or ``total``, or indices are missing.
     """
-    told = _told(([tuple(one) for one in schema.types], schema.template, total, len(store), store.nbytes), way)
-    schema = _common([Schema([ColumnType(*one) for one in types], template) for types, template, *_ in told])
+    told = _told(([one.told() for one in schema.types], schema.template, total, len(store), store.nbytes), way)
+    schema = _common([Schema([ColumnType.of(one) for one in types], template) for types, template, *_ in told])
     if len({one[2] for one in told}) > 1:
         raise ValueError(f"MetricCollector: the ranks have total={', '.join([str(one[2]) for one in told])}")
     rows = per_window(sum([one[3] for one in told]), sum([one[4] for one in told]))
@@ -120,16 +120,16 @@ def _found(indices: torch.Tensor, total: int | None, rows: int) -> tuple[int, li
     """Return the number of different indices, the windows, True if some are repeated, and an error text."""
     found, counts = indices.unique(return_counts=True)
     bounds = [*found[::rows].tolist(), *(found[-1:] + 1).tolist()]
-    return len(found), bounds, len(found) < len(indices), _fault(found, found[counts > 1], total)
+    return len(found), bounds, len(found) < len(indices), _fault(found, counts, total)
 
 
-def _fault(found: torch.Tensor, repeated: torch.Tensor, total: int | None) -> str:
+def _fault(found: torch.Tensor, counts: torch.Tensor, total: int | None) -> str:
     """Return a text that names the missing and the repeated indices; empty if none is missing."""
     if total is None or len(found) == total:
         return ""
     is_missing = torch.ones(total, dtype=torch.bool, device="cpu")
     is_missing[found] = False
-    missing = is_missing.nonzero().flatten()
+    missing, repeated = is_missing.nonzero().flatten(), found[counts > 1]
     fault = f"{len(missing)} of {total} samples are missing: {listed(missing)}"
     return fault + (f"; {len(repeated)} came more than once: {listed(repeated)}" if len(repeated) else "")
 

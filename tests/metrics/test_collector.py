@@ -223,11 +223,15 @@ def test_what_update_refuses():
         ([5, 2, -1, 9], {"x": x, "y": y}, "indices 5, -1, 9 are out of range for a data set of 5 samples"),
         ([-1], {"x": x, "y": y}, "index -1 is out of range for a data set of 5 samples"),
         ([0.5], {"x": x, "y": y}, "one integer per row"),
+        ([2**70], {"x": x, "y": y}, "one integer per row"),
+        (["a"], {"x": x, "y": y}, "one integer per row"),
     ]:
         with pytest.raises(ValueError, match=said):
             collector.update(indices, **columns)
     with pytest.raises(TypeError, match="cannot be pickled"):
         collector.update([1], x=x, y=[lambda: 0])
+    with pytest.raises(TypeError, match="indices is a masked array"):
+        collector.update(np.ma.array([1], mask=[1]), x=x, y=y)
     assert len(collector) == 1
     with pytest.raises(ValueError, match="every=0"):
         MetricCollector(every=0)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import example, given, strategies as st
 
+import easydist
 from easydist import DisagreementError, MetricCollector, RemoteError, gather_for_metrics
 from easydist.metrics.columns import Padded, padded
 from easydist.metrics.dtypes import aligned
@@ -56,6 +57,7 @@ def same(one, other):
     return len(one) == len(other) and all(a == b or (a != a and b != b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.slow
 @given(st.lists(SAMPLES, max_size=4))
 @example([[0.9, 0.5], [1, 0, 1]])
 @example([[300], torch.tensor([1, 2], dtype=torch.uint8)])
@@ -139,6 +141,7 @@ def test_samples_without_values_do_not_count():
     assert padded(strings, 0) is strings
 
 
+@pytest.mark.slow
 @distributed(world_size=ALL)
 def test_samples_of_another_dtype_on_each_rank(rank, world_size):
     mine = [[0.9, 0.5], torch.tensor([1, 0, 1]), [True], np.array([300], np.uint16)][rank]
@@ -178,6 +181,7 @@ def arrays(draw):
     )
 
 
+@pytest.mark.slow
 @given(st.lists(arrays(), min_size=1, max_size=4))
 @example([np.array(["9999-01-01"], "M8[D]"), np.array(["2020-01-01"], "M8[ns]")])
 @example([np.array([1], "M8[s]"), np.array([1], "m8[s]")])
@@ -274,9 +278,32 @@ def test_what_no_array_holds_is_an_error_on_all_ranks(rank):
 
 
 @distributed(world_size=2)
+def test_arrays_of_several_dimensions_that_differ_become_lists(rank):
+    mine = np.full((2, 1 + rank), "b" if rank else "a")
+    got = gather_for_metrics(mine, total=4, ragged=True)
+    assert [row.tolist() for row in got] == [["a"], ["a"], ["b", "b"], ["b", "b"]]
+    with pytest.raises(DisagreementError, match=r"\.str_\[2\]\.rows"):
+        gather_for_metrics(mine, total=4)
+
+
+@distributed(world_size=2)
+def test_the_collector_keeps_arrays_while_pickle_is_denied(rank):
+    easydist.allow_pickle(False)
+    try:
+        collector = MetricCollector(total=2)
+        fields = np.array([(rank, "a")], [("i", "i4"), ("s", "U1")])
+        collector.update([rank], at=np.array(["2020"], ("M8[D]", "M8[s]")[rank]), fields=fields)
+        got = collector.compute()
+    finally:
+        easydist.allow_pickle(True)
+    assert got["at"].dtype == np.dtype("M8[s]")
+    assert (got["fields"].tolist(), got["fields"].dtype) == ([(0, "a"), (1, "a")], fields.dtype)
+
+
+@distributed(world_size=2)
 def test_masked_arrays_are_refused(rank):
     masked = np.ma.array(["a", "b"], mask=[0, 1])
-    for values in (masked, np.ma.array([1, 2], mask=[0, 1])):
+    for values in (masked, masked.astype(object), np.ma.array([1, 2], mask=[0, 1])):
         with pytest.raises((TypeError, RemoteError), match=r"leaf \['x'\] is a masked array"):
             gather_for_metrics({"x": values if rank else values.data}, total=4)
         with pytest.raises(TypeError, match=r"leaf \['x'\] is a masked array"):
