@@ -30,6 +30,21 @@ def without_data() -> str:
     return "under FakeTensorMode, where tensors have no data" if _fake_mode(_FAKE) is not None else ""
 
 
+def demand_data(operation: str) -> None:
+    """Refuse an operation in a mode in which tensors do not hold their data.
+
+    Raises:
+        TypeError: This thread is in such a mode; the text names the operation.
+    """
+    if where := without_data():
+        raise refusal(operation, where)
+
+
+def refusal(operation: str, where: str) -> TypeError:
+    """Return the error for an operation in such a mode, of which ``without_data`` has returned a text."""
+    return TypeError(f"{operation}: called {where}; call it outside, with tensors that have data")
+
+
 @contextlib.contextmanager
 def left() -> Iterator[None]:
     """Leave these modes for the body."""

@@ -184,7 +184,7 @@ TREES = {
 
 FAULTS = {
     "a sparse leaf": ("leaf ['x'] is not a dense tensor", SPARSE),
-    "a meta tensor": ("on meta", META),
+    "a meta tensor": ("is a meta tensor, which has no data", META),
     "an array of text": ("leaf ['x'] is a NumPy array of <U4", TEXT),
     "an array of objects": ("NumPy array of object", {"x": np.array([None, 1])}),
     "an array of dates": ("datetime64", {"x": np.array(["2024-01-01"], "M8[D]")}),

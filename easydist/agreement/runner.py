@@ -87,7 +87,7 @@ def run(verb: Verb[R], comms: Communicators, timeout: Timeout | None = None, che
     """
     if where := modes.without_data():
         if verb.needs_data:
-            verb.refusal = TypeError(f"{verb.operation}: called {where}; call it outside, with tensors that have data")
+            verb.refusal = modes.refusal(verb.operation, where)
         with modes.left():
             return run(verb, comms, timeout, check)
     with calling(comms, verb.operation, timeout, verb.peer):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 
+from easydist import modes
 from easydist.agreement.notes import listeners
 from easydist.comms.failures import abort, explained
 from easydist.comms.hooks import AbortHook, HookArgs, Hooks, PostHook, PreHook, RemovableHandle
@@ -56,6 +57,7 @@ class Operations(Collectives):
             run: Runs the exchange over ``core()``, within the time limit.
         """
         limit = self._time_limit
+        modes.demand_data(name)
         try:
             return run(self.core(), limit)
         except BaseException as error:
@@ -116,6 +118,7 @@ class Operations(Collectives):
         """Return the time limit of an operation, after checking that it can begin."""
         if self._failure is not None or self._is_final:
             raise self._unusable(name)
+        modes.demand_data(name)
         if hints is not None:
             checked_hints(hints)
         return self._time_limit if timeout is None else limited(checked_timeout(timeout), self._time_limit)

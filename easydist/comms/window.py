@@ -12,6 +12,7 @@ import torch
 
 from easydist.comms.operations import Operations
 from easydist.comms.regions import Regions, check_fits, numel_of
+from easydist.data.backing import absence
 from easydist.groups.sharing import all_gather
 from easydist.liveness.peer import Peer
 from easydist.transport.staging import flat
@@ -228,6 +229,8 @@ class RegisteredWindow(_Window):
                 sizes differ, or the ranks cannot share memory.
         """
         fault = "" if tensor.is_contiguous() else "tensor_register: Tensor must be contiguous"
+        if reason := absence(tensor):
+            fault = f"tensor_register: the tensor {reason}"
         if self._tensor is not None:
             fault = "a tensor is registered already: call tensor_deregister first"
         core = self._comm.core()

@@ -103,7 +103,16 @@ def are_apart(tensors: Sequence[torch.Tensor], nbytes: Sequence[int]) -> bool:
     """
     if not all(map(torch.Tensor.is_contiguous, tensors)):
         return False
-    starts = [*map(torch.Tensor.data_ptr, tensors)]
+    return separate([*map(torch.Tensor.data_ptr, tensors)], nbytes)
+
+
+def separate(starts: Sequence[int], nbytes: Sequence[int]) -> bool:
+    """True if spans of memory do not overlap.
+
+    Args:
+        starts: The addresses.
+        nbytes: The bytes of each.
+    """
     return _are_separate(starts, map(operator.add, starts, nbytes))
 
 

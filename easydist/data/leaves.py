@@ -6,15 +6,15 @@ import contextlib
 import functools
 import itertools
 import operator
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from easydist import tree
-from easydist.data.aliasing import aliases, are_apart, overlap, overlaps_itself
+from easydist.data.aliasing import aliases, are_apart, overlap, overlaps_itself, separate
+from easydist.data.backing import backed, is_backed, starts
 from easydist.data.packing import Packing, dtype_name, sort_key
 from easydist.data.plain import described
 from easydist.data.plan import fingerprint
@@ -23,7 +23,8 @@ from easydist.typing import Tree
 _PYTHON_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 _ARRAYS = (np.ndarray, np.generic)
 _TENSORS = frozenset([torch.Tensor])
-_is_cpu = operator.attrgetter("is_cpu")
+_is_cpu, _is_meta, _requires_grad = map(operator.attrgetter, ("is_cpu", "is_meta", "requires_grad"))
+_is_neg = torch.Tensor.is_neg
 
 
 def as_tensor(leaf: Any, path: str = "") -> torch.Tensor:
@@ -44,7 +45,7 @@ def as_tensor(leaf: Any, path: str = "") -> torch.Tensor:
         tensor(0.5000, dtype=torch.float64)
     """
     if isinstance(leaf, torch.Tensor):
-        return _dense(leaf, path)
+        return backed(leaf, _at(path))
     if isinstance(leaf, _ARRAYS):
         return _from_numpy(np.asanyarray(leaf), path)
     dtype = next(dtype for cls, dtype in _PYTHON_DTYPES.items() if isinstance(leaf, cls))
@@ -78,7 +79,6 @@ def _as_tensors(values: Sequence[Any], paths: Sequence[str], vectors: bool) -> l
     return tensors
 
 
-_STRIDED = torch.strided
 _PLAIN_DTYPES = frozenset(
     dtype
     for dtype in vars(torch).values()
@@ -87,61 +87,43 @@ _PLAIN_DTYPES = frozenset(
 """The dtypes of tensors that cannot be quantized or lazily conjugated."""
 
 
-_Kind = tuple[tuple[torch.dtype, ...], bool]
-"""The dtypes of tensors, and True if all of them are on the CPU."""
+class _Kind(NamedTuple):
+    """The properties of tensors that ``as_tensor`` would certainly return unchanged, apart from their memory."""
+
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[torch.Size, ...]
+    is_cpu: bool
 
 
 def _kind(values: Sequence[Any]) -> _Kind | None:
-    """Return the kind of leaves that ``as_tensor`` would certainly return unchanged; None for other leaves.
+    """Return the kind of leaves whose memory alone remains to be checked; None for other leaves.
 
-    This looks at all leaves in one call: one call per leaf would cost as much as two of the checks.
+    This looks at all leaves in a few calls: one call per leaf would cost as much as two of the checks. Tensors with
+    another layout have no storage, so the check of the memory finds them.
     """
     if not _TENSORS.issuperset(map(type, values)):
         return None
-    dtypes, is_cpu = tuple([tensor.dtype for tensor in values]), True
-    if not _PLAIN_DTYPES.issuperset(dtypes):
+    dtypes = tuple([tensor.dtype for tensor in values])
+    if not _PLAIN_DTYPES.issuperset(dtypes) or any(map(_requires_grad, values)) or any(map(_is_neg, values)):
         return None
-    for tensor in values:
-        if tensor.layout is not _STRIDED or tensor.requires_grad or tensor.is_nested or tensor.is_neg():
-            return None
-        if not tensor.is_cpu:
-            if tensor.is_meta:
-                return None
-            is_cpu = False
-    return dtypes, is_cpu
+    try:
+        shapes = tuple([tensor.shape for tensor in values])
+    except RuntimeError:  # a nested tensor has none
+        return None
+    is_cpu = all(map(_is_cpu, values))
+    return None if not is_cpu and any(map(_is_meta, values)) else _Kind(dtypes, shapes, is_cpu)
+
+
+def _as_vector(tensor: torch.Tensor, path: str) -> torch.Tensor:
+    """Return a tensor of one dimension in place of one without dimensions."""
+    try:
+        return tensor if tensor.ndim else tensor.reshape(1)
+    except RuntimeError:  # it has no memory, which the check would find too late
+        return backed(tensor, _at(path)).reshape(1)
 
 
 def _at(path: str) -> str:
     return f"leaf {path}" if path else "the value"
-
-
-def _dense(leaf: torch.Tensor, path: str) -> torch.Tensor:
-    dtensor = sys.modules.get("torch.distributed.tensor")
-    if dtensor is not None and isinstance(leaf, dtensor.DTensor):
-        raise TypeError(f"{_at(path)} is a DTensor; pass .full_tensor() or .to_local(), whichever is meant")
-    if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized or leaf.is_meta:
-        kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else f"{leaf.layout} on {leaf.device}"
-        raise TypeError(f"{_at(path)} is not a dense tensor ({kind}); pass its dense parts")
-    plain = with_memory(leaf, _at(path)).detach() if leaf.requires_grad or type(leaf) is not torch.Tensor else leaf
-    return plain.resolve_conj().resolve_neg() if leaf.is_conj() or leaf.is_neg() else plain
-
-
-def with_memory(tensor: torch.Tensor, what: str = "the value") -> torch.Tensor:
-    """Return the tensor itself; for an unfinished functional collective, wait and return its result.
-
-    Args:
-        tensor: Any tensor.
-        what: The name of the tensor in the error.
-
-    Raises:
-        TypeError: Tensors of its class contain other tensors, and have no memory of their own.
-    """
-    if not hasattr(type(tensor), "__tensor_flatten__"):
-        return tensor
-    functional: Any = sys.modules.get("torch.distributed._functional_collectives")
-    if functional is not None and isinstance(tensor, functional.AsyncCollectiveTensor):
-        return cast(torch.Tensor, cast(Any, tensor).wait())
-    raise TypeError(f"{what} is a {type(tensor).__name__}, which has no memory of its own; pass the tensors in it")
 
 
 def _from_numpy(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:
@@ -300,6 +282,12 @@ class Leaves:
         plain: The values that are not leaves, as sorted (path, text); equal values have equal texts.
     """
 
+    _are_unchanged = True
+    """True if all leaves are tensors that need no conversion."""
+
+    _starts: list[int] | None = None
+    """The addresses of the tensors, if all are contiguous, plain memory."""
+
     _are_apart = False
     """True if ``check_writable`` has seen that no two leaves share memory."""
 
@@ -310,17 +298,30 @@ class Leaves:
         """
         values, self._spec = tree.flatten(data) if spec is None else (data, spec)
         tensors, kind = values, _kind(values)
-        self._are_unchanged = kind is not None
         if kind is None:
             tensors = _as_tensors(values, self._spec.paths, vectors)
-            kind = tuple([tensor.dtype for tensor in tensors]), all(map(_is_cpu, tensors))
-        dtypes, self.is_cpu = kind
-        if vectors:
-            tensors = [tensor if tensor.ndim else tensor.reshape(1) for tensor in tensors]
-        self.layout = layout(tuple(self._spec.paths), dtypes, tuple([t.shape for t in tensors]))
+            dtypes = tuple([tensor.dtype for tensor in tensors])
+            kind = _Kind(dtypes, tuple([tensor.shape for tensor in tensors]), all(map(_is_cpu, tensors)))
+            self._are_unchanged = False
+        _, shapes, self.is_cpu = kind
+        if vectors and not all(shapes):  # () is the shape of a leaf without dimensions
+            tensors = list(map(_as_vector, tensors, self._spec.paths))
+            shapes = tuple([tensor.shape for tensor in tensors])
+        self.layout = layout(tuple(self._spec.paths), kind.dtypes, shapes)
         self.values, self.tensors = self.layout.ordered(values), self.layout.ordered(tensors)
-        self.ties = _ties(self.values)
+        if self._are_unchanged:
+            self._check_memory()
+        is_each_apart = self._starts is not None and len(set(self._starts)) == len(self._starts)
+        self.ties = None if is_each_apart else _ties(self.values)
         self.plain = sorted([(path, described(value, path)) for path, value in self._spec.plain])
+
+    def _check_memory(self) -> None:
+        """Find the addresses of the tensors; if they are not plain memory, let ``as_tensor`` decide about each."""
+        self._starts = starts(self.tensors, self.layout.packing.lengths)
+        if self._starts is None and not all(map(is_backed, self.tensors)):
+            tensors = tuple(map(as_tensor, self.tensors, self.layout.paths))
+            self._are_unchanged = all(map(operator.is_, tensors, self.tensors))
+            self.tensors = tensors
 
     @property
     def alike(self) -> list[str]:
@@ -358,11 +359,12 @@ class Leaves:
             ValueError: A leaf is a read-only array, an inference tensor outside inference mode, or a tensor or array
                 with elements that share memory (an expanded one, …); or two leaves share part of their memory.
         """
-        self._are_apart = are_apart(self.tensors, self.layout.packing.lengths)
+        lengths = self.layout.packing.lengths
+        self._are_apart = are_apart(self.tensors, lengths) if self._starts is None else separate(self._starts, lengths)
         if self._are_unchanged and self._are_apart and not any(map(torch.Tensor.is_inference, self.values)):
             return  # the usual case
         for path, value in zip(self.layout.paths, self.values, strict=True):
-            if reason := _unwritable(value):
+            if reason := unwritable(value):
                 raise ValueError(f"{_at(path)} {reason}, so it cannot be written in place")
         if self._are_apart:
             return
@@ -404,8 +406,11 @@ class Leaves:
         return self._rebuild(done, tied)
 
 
-def _unwritable(value: Any) -> str:
+def unwritable(value: Any) -> str:
+    """Return the reason why a leaf cannot be written in place; empty if it can be written."""
     if isinstance(value, torch.Tensor):
+        if value._is_zerotensor():
+            return "is a ZeroTensor, whose zeros are not in memory (pass a clone)"
         if not value.is_contiguous() and overlaps(value):
             kind = "an expanded tensor" if 0 in value.stride() else "a tensor with strides"
             return f"is {kind} whose elements share memory (pass .contiguous())"

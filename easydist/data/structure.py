@@ -11,6 +11,7 @@ import torch
 
 from easydist import tree
 from easydist.arguments import UNSET, either, hiding
+from easydist.data.backing import readable
 from easydist.data.leaves import as_tensor, check_unmasked, is_numeric
 from easydist.errors import ShapeError
 from easydist.tree import is_namedtuple
@@ -295,9 +296,11 @@ def listify(data: Tree) -> Tree:
         >>> listify({"x": torch.tensor([1.5, 2.0])})
         {'x': [1.5, 2.0]}
     """
-    return tree.map(
-        lambda value: value.tolist(), data, lambda value: isinstance(value, torch.Tensor | np.ndarray | np.generic)
-    )
+
+    def listed(value: Any) -> Any:
+        return (readable(value, "listify: a tensor") if isinstance(value, torch.Tensor) else value).tolist()
+
+    return tree.map(listed, data, lambda value: isinstance(value, torch.Tensor | np.ndarray | np.generic))
 
 
 def slice_tensors(data: T, tensor_slice: Any, process_index: int | None = None, num_processes: int | None = None) -> T:
@@ -368,6 +371,8 @@ def _join(parts: list[Any], path: str, dim: int) -> Any:
     first = parts[0]
     for part in parts:
         check_unmasked(part, path)
+        if isinstance(part, torch.Tensor):
+            readable(part, f"concatenate: {path or 'an item'}")
     for cls, join in ((torch.Tensor, torch.cat), (np.ndarray, np.concatenate)):
         if all(isinstance(part, cls) for part in parts):
             return _fitting(join, parts, path, dim)

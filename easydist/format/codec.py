@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 
 from easydist import memory
-from easydist.data.leaves import with_memory
+from easydist.data.backing import backed
 from easydist.errors import UnsafeObjectError, WireError
 from easydist.format.parts import MAKERS, REDUCERS, Strings, weigh
 from easydist.format.unpickler import Unpickler
@@ -95,7 +95,7 @@ def _refuse_dtensor(tensor: torch.Tensor) -> NoReturn:
 
 def _reduce_waited(tensor: torch.Tensor) -> Any:
     """Wait for a functional collective, and reduce its result."""
-    return REDUCERS[torch.Tensor](with_memory(tensor))
+    return REDUCERS[torch.Tensor](backed(tensor))
 
 
 _TABLE = _Table(REDUCERS)

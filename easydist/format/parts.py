@@ -18,6 +18,7 @@ from uuid import UUID
 import numpy as np
 import torch
 
+from easydist.data.backing import backed, is_backed
 from easydist.data.packing import as_bytes
 
 Reduced: TypeAlias = "str | tuple[Any, ...]"
@@ -204,7 +205,8 @@ def _reduce_tensor(tensor: torch.Tensor) -> Reduced:
     """Reduce a tensor to values in row-major order, device type and ``requires_grad``; no graph and no ``.grad``."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
         return tensor.__reduce_ex__(5)  # type: ignore[no-any-return]
-    flat = as_bytes(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous())
+    values = tensor.detach() if is_backed(tensor) else backed(tensor, "a tensor in it")
+    flat = as_bytes(values.resolve_conj().resolve_neg().cpu().contiguous())
     make = make_parameter if type(tensor) is torch.nn.Parameter else make_tensor
     arguments = (
         _buffer(flat.numpy()),

@@ -10,6 +10,7 @@ import torch
 
 from easydist import tree
 from easydist.data import packing
+from easydist.data.backing import backed
 from easydist.data.leaves import as_tensor, check_unmasked, is_numeric
 from easydist.metrics.dtypes import aligned, held, promoted
 from easydist.typing import T, Tree
@@ -146,6 +147,8 @@ def as_indices(indices: Any, operation: str, total: int | None = None) -> torch.
     """
     if isinstance(indices, np.ndarray):
         check_unmasked(indices, "indices")
+    if isinstance(indices, torch.Tensor):
+        indices = backed(indices, f"{operation}: indices")
     try:
         found = torch.as_tensor(indices, device="cpu")
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:  # text, integers beyond 64 bits

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from easydist.data.backing import backed
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -115,7 +117,7 @@ def numbers(value: Any, name: str) -> NDArray[Any]:
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{name} is a masked array; pass .compressed(), which has no masked values")
     if isinstance(value, torch.Tensor):
-        tensor = value.detach().cpu()
+        tensor = backed(value, name).cpu()
         value = (tensor.double() if tensor.is_floating_point() else tensor).numpy()
     if isinstance(value, float | int):
         return np.array([value], dtype=np.float64 if isinstance(value, float) else object)

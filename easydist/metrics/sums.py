@@ -15,6 +15,7 @@ from easydist import tree
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
+from easydist.data.backing import backed
 from easydist.eager import eager
 from easydist.groups.communicators import Communicators
 from easydist.metrics.columns import are_plain
@@ -193,6 +194,8 @@ class Counts(Metric):
             raise TypeError(f"Counts: {keys[:60]!r} is one key; pass it in a list")
         if isinstance(keys, np.ma.MaskedArray):
             raise TypeError("Counts: keys is a masked array; pass .compressed(), which has no masked values")
+        if isinstance(keys, torch.Tensor):
+            keys = backed(keys, "the tensor of keys")
         if isinstance(keys, torch.Tensor | np.ndarray):
             keys = keys.flatten()
             keys = keys.tolist() if isinstance(keys, torch.Tensor) or keys.dtype.kind in _TEXT_OR_NUMBERS else [*keys]

@@ -36,11 +36,8 @@ class _Sum(Verb[torch.Tensor]):
             raise TypeError(f"{self.operation}: input_ has to be a tensor, got {type(self._input).__name__}")
         check_reducible(self._input.dtype, ReduceOp.SUM)
         leaves = leaves_of(self._input, self.operation)
+        self._tensor: torch.Tensor = leaves.tensors[0]
         return Call(arguments, leaves, nbytes=leaves.layout.packing.nbytes, payload=small_payload(comms, leaves))
-
-    @property
-    def _tensor(self) -> torch.Tensor:
-        return self._input.detach()
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> torch.Tensor | None:
         tensor = self._tensor

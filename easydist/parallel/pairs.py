@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from easydist import modes
 from easydist.agreement.calling import calling
 from easydist.eager import eager
 from easydist.errors import DisagreementError
@@ -122,8 +124,11 @@ class Pairs(Membership):
         """Send the result of ``prepare``, an ``Outgoing`` or the bytes of an object; if it raises, send the error."""
         comms, peer = self.communicators, self._peer_of(dst, 1)
         pair = Pair(comms, operation, "dst", peer)
-        with calling(comms, operation, None, peer):
+        where = modes.without_data()
+        with modes.left() if where else nullcontext(), calling(comms, operation, None, peer):
             try:
+                if where:
+                    raise modes.refusal(operation, where)
                 made = prepare()
                 is_tree = isinstance(made, Outgoing)
                 body = made.announcement(_ROOM) if is_tree else made
@@ -141,9 +146,12 @@ class Pairs(Membership):
         """Return the next message as ``open_`` decodes it, and the transfer of the data that is still under way."""
         comms, peer = self.communicators, self._peer_of(src, -1)
         pair = Pair(comms, operation, "src", peer)
-        with calling(comms, operation, None, peer):
+        where = modes.without_data()
+        with modes.left() if where else nullcontext(), calling(comms, operation, None, peer):
             message = comms.begin(lambda: pair.receive(kind))
             try:
+                if where:
+                    raise modes.refusal(operation, where)
                 opened = open_(message)
                 data = opened.buffers() if isinstance(opened, Incoming) else []
             except Exception as error:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from easydist import modes
 from easydist.agreement.runner import meet
 from easydist.format import codec
 from easydist.groups.communicators import Communicators
@@ -146,6 +147,7 @@ class MessageQueue:
 
         Cost: two copies of large data, one in the writer and one in each reader; for TCP one more in the writer.
         """
+        modes.demand_data("enqueue")
         end = self._end
         if not isinstance(end, WriterEnd):
             raise RuntimeError("Only writers can enqueue: this is a reader's end")
@@ -170,6 +172,7 @@ class MessageQueue:
                 called.
             UnsafeObjectError: The object is not allow-listed here. It is dropped.
         """
+        modes.demand_data("dequeue")
         end = self._end
         if not isinstance(end, ReaderEnd):
             raise RuntimeError("Only readers can dequeue: this is the writer's end")

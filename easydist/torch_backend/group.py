@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from easydist import modes
 from easydist.data.packing import as_bytes
 from easydist.eager import eager_methods
 from easydist.errors import EasydistError, RemoteError
@@ -334,6 +335,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             for target in targets:
                 target.deliver()
 
+        modes.demand_data(operation)
         self._let_go()
         self._monitor.begin(operation, site(), NEVER)
         self._monitor.check_reports()  # a rank that gave up an operation had joined it, so no wait would find it

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from easydist.data.backing import absence, backed, is_backed
 from easydist.data.leaves import overlaps
 from easydist.data.packing import as_bytes
 from easydist.eager import eager_methods
@@ -141,11 +142,14 @@ class Target:
 
     Raises:
         ValueError: It is not dense, not on the CPU, or expanded, so that several of its elements share memory.
+        TypeError: It has no memory of its own.
     """
 
     def __init__(self, tensor: torch.Tensor, filled: bool = False) -> None:
         self.tensor = tensor
         _demand_here(tensor)
+        if not is_backed(tensor) and (reason := absence(tensor)):
+            raise TypeError(f"easydist_shm cannot fill {seen(tensor)}, which {reason}")
         self.is_direct = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         if self.is_direct:
             self.dense = tensor.detach()
@@ -163,12 +167,12 @@ class Target:
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same values, contiguous: the tensor's own memory if it is contiguous."""
     _demand_here(tensor)
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return backed(tensor, f"the tensor, {seen(tensor)},").contiguous()
 
 
 def _demand_here(tensor: torch.Tensor) -> None:
     """Make sure that the backend can move it."""
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+    if not tensor.is_cpu or tensor.layout is not torch.strided:
         raise ValueError(f"easydist_shm moves dense tensors on the CPU, got {seen(tensor)}, {tensor.layout}")
 
 

@@ -9,7 +9,7 @@ from typing import SupportsIndex
 
 import torch
 
-from easydist.data.leaves import with_memory
+from easydist.data.backing import absence, is_backed
 from easydist.transport.backend import Backend
 from easydist.transport.staging import Staging, check_writable, flat, is_flat
 from easydist.transport.work import Begun, TorchWork, handle, wait
@@ -141,29 +141,36 @@ class Checked:
 
     def _are_plain(self, tensors: Sequence[torch.Tensor]) -> bool:
         """True if ``_check`` accepts the tensors and their memory is flat: most are, and finding that out is quick."""
-        device, dtype = self._backend.device, None
+        dtype, is_cpu = None, self._backend.device.type == "cpu"
         for tensor in tensors:
-            if type(tensor) is not torch.Tensor or tensor.device != device or tensor.layout is not _STRIDED:
+            if type(tensor) is not torch.Tensor or not (is_cpu if tensor.is_cpu else self._is_here(tensor)):
                 return False
-            if not is_flat(tensor) or (dtype is not None and tensor.dtype is not dtype):
+            if (own := tensor.dtype) is not dtype and dtype is not None:
                 return False
-            dtype = tensor.dtype
+            dtype = own
+            if not (is_flat(tensor) and is_backed(tensor)):
+                return False
         return True
+
+    def _is_here(self, tensor: torch.Tensor) -> bool:
+        return tensor.device == self._backend.device
 
     def _check(self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> None:
         """Check that all are tensors of one dtype on the communicator's device, and that outputs can be written."""
         device, dtype = self._backend.device, None
         for tensor in (*outputs, *inputs):
-            if type(tensor) is not torch.Tensor:
-                _check_kind(name, tensor)
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{name}() takes tensors, got {type(tensor).__name__}")
             if (own := tensor.device) != device and own.type != device.type:
                 raise RuntimeError(f"{name}: tensor is on {own}, the communicator on {device}")
-            if tensor.layout is not torch.strided:
+            if tensor.layout is not _STRIDED:
                 raise RuntimeError(f"{name}: Tensor must be contiguous or strided, got {tensor.layout}")
             if dtype is None:
                 dtype = tensor.dtype
             elif tensor.dtype is not dtype:
                 raise RuntimeError(f"{name}: all tensors must have one dtype, got {dtype} and {tensor.dtype}")
+            if not (type(tensor) is torch.Tensor and is_backed(tensor)):
+                _check_backed(name, tensor)
         for tensor in outputs:
             check_writable(name, tensor)
 
@@ -186,11 +193,10 @@ class Checked:
         return [count * (tensor.numel() // length if length else 0) for count in counts]
 
 
-def _check_kind(name: str, tensor: torch.Tensor) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}() takes tensors, got {type(tensor).__name__}")
-    if with_memory(tensor) is not tensor:
-        raise TypeError(f"{name}() takes tensors with memory: call wait() of this {type(tensor).__name__} first")
+def _check_backed(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor without memory; the zeros of a ZeroTensor get some later."""
+    if (reason := absence(tensor)) and not tensor._is_zerotensor():
+        raise TypeError(f"{name}() takes tensors with memory, but this one {reason}")
 
 
 def checked_timeout(timeout: timedelta | None) -> timedelta | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from easydist.data.backing import backed
 from easydist.data.leaves import overlaps
 from easydist.transport.work import Pending, TorchWork
 
@@ -19,8 +20,8 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     """
     if is_flat(tensor):
         return tensor  # the rest of this function costs two microseconds
-    if not is_direct(tensor):
-        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if type(tensor) is not torch.Tensor or not is_direct(tensor) or tensor._is_zerotensor():
+        tensor = backed(tensor).contiguous()
     # A single element may have any stride.
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
@@ -91,7 +92,10 @@ def check_writable(name: str, tensor: torch.Tensor) -> None:
 
     Raises:
         RuntimeError: Some do: the tensor is expanded, for instance.
+        TypeError: It is a ZeroTensor.
     """
+    if tensor._is_zerotensor():
+        raise TypeError(f"{name}: the zeros of a ZeroTensor are not in memory: pass a clone")
     if not tensor.is_contiguous() and overlaps(tensor):
         raise RuntimeError(
             f"{name}: Tensor must be contiguous or strided; elements of this one share memory: pass a clone"

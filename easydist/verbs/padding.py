@@ -18,6 +18,7 @@ from easydist import tree
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
+from easydist.data.backing import backed
 from easydist.data.leaves import Leaves, as_array
 from easydist.data.structure import TensorInformation
 from easydist.eager import eager
@@ -134,7 +135,7 @@ def _number(pad_index: Any) -> Any:
         return pad_index
     if pad_index.size != 1 if isinstance(pad_index, np.ndarray) else pad_index.numel() != 1:
         raise ValueError(f"pad_across_processes: pad_index has to be one number, got {tuple(pad_index.shape)}")
-    return pad_index.item()
+    return (backed(pad_index, "pad_index") if isinstance(pad_index, torch.Tensor) else pad_index).item()
 
 
 def _leaves_of(data: Tree, dim: int) -> tuple[Leaves, Callable[[Tree], Tree]]:
@@ -200,9 +201,9 @@ def _padded(value: Any, tensor: torch.Tensor, dim: int, size: int, filling: floa
     old = tensor.shape[dim]
     if old == size:
         return value
-    result = tensor.new_full(resized(tensor.shape, dim, size), filling)
-    # The tensor of the tree itself, which is not detached, so that gradients flow back to it.
+    # The tensor of the tree itself, which has its class and is not detached, so that gradients flow back to it.
     source = value if isinstance(value, torch.Tensor) else tensor
+    result = source.new_full(resized(tensor.shape, dim, size), filling)
     result.narrow(dim, size - old if pad_first else 0, old).copy_(source)
     return result
 

@@ -16,6 +16,7 @@ from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb, meet, run
 from easydist.arguments import UNSET, either, hiding
+from easydist.data.backing import absence
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.verbs.broadcast import broadcast
@@ -173,6 +174,8 @@ def _sort(params: Sequence[Any]) -> _Sorted:
     for item in found:
         if not isinstance(item, torch.Tensor):
             raise TypeError(f"GatheredParameters takes parameters and modules, got {type(item).__name__}")
+        if not is_sharded(item) and (reason := absence(item)):
+            raise TypeError(f"GatheredParameters: a parameter of shape {tuple(item.shape)} {reason}")
         if getattr(item, "_is_flat_param", False) or getattr(item, "_fsdp_flattened", False):
             raise TypeError("GatheredParameters: a parameter of an FSDP1 module is a part of a shard; pass the module")
     return modules, [*{id(parameter): parameter for parameter in found}.values()]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from easydist import memory
+from easydist.data.backing import addresses
 from easydist.format import outline
 from easydist.format.header import Header
 from easydist.typing import Tree
@@ -47,22 +48,23 @@ _made: dict[Any, SendRecipe] = {}
 def key_of(data: Tree) -> Any:
     """Return a key that determines the header of a tensor or a flat dict; None for other trees and tied tensors."""
     if type(data) is torch.Tensor:
-        return None if _is_odd(data) else (data.dtype, data.shape)
+        return None if _is_odd(data) or addresses([data]) is None else (data.dtype, data.shape)
     if type(data) is not dict:
         return None
     parts: list[Any] = []
-    addresses: list[int] = []
+    tensors: list[torch.Tensor] = []
     for name, value in data.items():
         if type(name) is not str:
             return None
         if type(value) is torch.Tensor and not _is_odd(value):
             parts.append((name, value.dtype, value.shape))
-            addresses.append(value.data_ptr())
+            tensors.append(value)
         elif type(value) in _PLAIN and not (type(value) is str and len(value) > _LONGEST_TEXT):
             parts.append((name, type(value), value))
         else:
             return None
-    return tuple(parts) if len(set(addresses)) == len(addresses) else None
+    places = addresses(tensors)
+    return tuple(parts) if places is not None and len(set(places)) == len(places) else None
 
 
 def _is_odd(tensor: torch.Tensor) -> bool:
@@ -70,10 +72,9 @@ def _is_odd(tensor: torch.Tensor) -> bool:
     return (
         not tensor.is_cpu
         or tensor.requires_grad
-        or tensor.layout is not torch.strided
         or tensor.is_nested
-        or tensor.is_conj()
         or tensor.is_neg()
+        or (tensor.dtype.is_complex and tensor.is_conj())
     )
 
 

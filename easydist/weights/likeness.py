@@ -9,14 +9,16 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from easydist.data.backing import addresses
+
 V = TypeVar("V")
 
 LONGEST = 1 << 22
 """The longest header, in bytes, whose decoded form and further results are kept."""
 
 _KINDS = frozenset([torch.Tensor, torch.nn.Parameter])
-_layout_of = attrgetter("dtype", "shape", "device", "layout", "requires_grad")
-_FLAGS = torch.Tensor.is_conj, torch.Tensor.is_neg, torch.Tensor.is_inference
+_layout_of = attrgetter("dtype", "shape", "device", "requires_grad")
+_FLAGS = torch.Tensor.is_neg, torch.Tensor.is_inference
 
 
 def are_plain(values: Iterable[Any]) -> bool:
@@ -34,7 +36,7 @@ def likeness(values: Sequence[Any]) -> Hashable | None:
         values: Tensors and any other values.
 
     Returns:
-        The key; None if any value is not a plain tensor.
+        The key; None if any value is not a plain tensor with memory.
 
     Cost: about 1 µs for each tensor.
 
@@ -47,16 +49,19 @@ def likeness(values: Sequence[Any]) -> Hashable | None:
         return None
     try:
         strides = tuple(map(torch.Tensor.stride, values))
-        places: list[int] = list(map(torch.Tensor.data_ptr, values))
+        places = addresses(values)
     except RuntimeError:  # a sparse tensor has no strides
         return None
-    if any(any(map(flag, values)) for flag in _FLAGS):
+    if places is None or any(any(map(flag, values)) for flag in _FLAGS):
+        return None
+    layouts = tuple(map(_layout_of, values))
+    if any(layout[0].is_complex for layout in layouts) and any(map(torch.Tensor.is_conj, values)):
         return None
     if 0 in places:  # without elements there is no memory
         places = [place or -id(value) for place, value in zip(places, values, strict=True)]
     first: dict[int, int] = {}
     ties = () if len(set(places)) == len(places) else tuple([first.setdefault(at, i) for i, at in enumerate(places)])
-    return tuple(map(_layout_of, values)), strides, ties
+    return layouts, strides, ties
 
 
 class Recent(Generic[V]):

@@ -14,7 +14,8 @@ from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb, run
 from easydist.data import packing
-from easydist.data.leaves import as_tensor, overlaps
+from easydist.data.backing import backed, is_backed
+from easydist.data.leaves import as_tensor, unwritable
 from easydist.data.packing import dtype_name, sort_key
 from easydist.errors import DisagreementError
 from easydist.groups.communicators import Communicators
@@ -27,6 +28,7 @@ from easydist.weights.places import Place, place_at, place_of, unpacked
 from easydist.weights.plan import Transfer, plan
 from easydist.weights.receivers import entries_of
 from easydist.weights.schedule import Item, Message, schedule
+from easydist.weights.source import local
 from easydist.weights.told import nbytes_of, told
 
 __all__ = ["LocalShard", "Resharding"]
@@ -131,7 +133,7 @@ class Resharding:
         quarter of ``bucket_bytes``, and one for all smaller ones of a pair. Tensors on GPUs travel through the CPU.
         """
         run(
-            _Moving(self._messages, [*self._dtypes.values()], self._held, self._wanted, self._bucket_nbytes),
+            _Moving(self._messages, self._dtypes, self._held, self._wanted, self._bucket_nbytes),
             self._comms,
             timeout,
         )
@@ -150,13 +152,14 @@ def _places(given: Any) -> dict[str, tuple[Place, tuple[int, ...]]]:
     """Return by name the place of this rank's part of an entry, and the shape of the whole."""
     found = {}
     for name, value in entries_of(given).values.items():
+        if isinstance(value, LocalShard | torch.Tensor):
+            as_tensor(local(value.tensor if isinstance(value, LocalShard) else value), f"[{name!r}]")
         if isinstance(value, LocalShard):
             found[name] = place_at(value.tensor.detach(), _block(name, value)), tuple(value.shape)
         elif isinstance(value, torch.Tensor):
             found[name] = place_of(value), tuple(value.shape)
         else:
             raise TypeError(f"[{name!r}] is a {type(value).__name__}; only tensors are laid out over ranks")
-        as_tensor(found[name][0].tensor, f"[{name!r}]")
     return found
 
 
@@ -183,8 +186,11 @@ class _Planning(Verb[dict[str, list[Transfer]]]):
     def prepare(self, comms: Communicators) -> Call:
         found = [_places(given) for given in self._given]
         for name, (place, _) in found[1].items():
-            if overlaps(place.tensor):
-                raise ValueError(f"[{name!r}] has elements that share memory, so it cannot be written in place")
+            if reason := unwritable(place.tensor):
+                raise ValueError(f"[{name!r}] {reason}, so it cannot be written in place")
+        for name, (place, shape) in found[0].items():
+            if place.tensor._is_zerotensor():
+                found[0][name] = place_at(place.tensor.clone(), place.box), shape
         self.places = [{name: place for name, (place, _) in one.items()} for one in found]
         self._mine = {
             side: {name: [dtype_name(place.tensor.dtype), shape, *place.box] for name, (place, shape) in one.items()}
@@ -242,15 +248,20 @@ class _Moving(Verb[None]):
     def __init__(
         self,
         messages: Sequence[Message],
-        dtypes: list[torch.dtype],
+        dtypes: Mapping[str, torch.dtype],
         held: Sequence[Place | None],
         wanted: Sequence[Place | None],
         bucket_nbytes: int,
     ) -> None:
-        self._messages, self._dtypes, self._bucket_nbytes = messages, dtypes, bucket_nbytes
+        self._messages, self._bucket_nbytes = messages, bucket_nbytes
+        self._names, self._dtypes = [*dtypes], [*dtypes.values()]
         self._held, self._wanted = held, wanted
 
     def prepare(self, comms: Communicators) -> Call:
+        for name, *places in zip(self._names, self._held, self._wanted, strict=True):
+            for place in places:
+                if place is not None and not is_backed(place.tensor):  # FSDP may have freed it since the plan was made
+                    backed(place.tensor, f"leaf [{name!r}]")
         return Call({"messages": len(self._messages)})
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> None:

@@ -214,7 +214,9 @@ class Target:
                         memory.copy(there, at + start, part.nbytes)
                     continue
                 pair = place.view(part, part.of(buffer, start, dtype))
-                if pair is not None and pair[0].data_ptr() != pair[1].data_ptr():
+                if pair is not None and pair[0].is_neg():  # which _foreach_copy_ does not take
+                    pair[0].copy_(pair[1])
+                elif pair is not None and pair[0].data_ptr() != pair[1].data_ptr():
                     targets.append(pair[0])
                     values.append(pair[1])
             start += part.nbytes

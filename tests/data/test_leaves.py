@@ -103,7 +103,7 @@ NOT_DENSE = {
     ),
     "meta": (
         lambda: torch.ones(2, device="meta"),
-        "is not a dense tensor (torch.strided on meta); pass its dense parts",
+        "is a meta tensor, which has no data; pass a tensor with data",
     ),
     "jagged": (
         lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
