@@ -157,23 +157,54 @@ def test_a_process_that_is_alone_for_accelerate_stays_alone(rank):
         assert utils.gather(torch.ones(rank)).numel() == 1
 
 
+def accelerator_of(rank, size):
+    """Return an ``Accelerator`` in the group that exists already."""
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), size)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ({"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 1} | sizes).items():
+            patch.setenv(name, str(value))
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        return accelerate.Accelerator(cpu=True)
+
+
 @pytest.mark.slow
 @distributed(world_size=2)
 def test_bad_input_is_the_same_error_and_the_script_goes_on(rank):
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": 2,
-            "LOCAL_WORLD_SIZE": 2,
-            "OMP_NUM_THREADS": 1,
-        }.items():
-            patch.setenv(name, str(value))
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-        accelerator = accelerate.Accelerator(cpu=True)
+    accelerator = accelerator_of(rank, 2)
     with easydist.accelerate.enable():
         with pytest.raises(utils.operations.DistributedOperationException, match="rank 1: float32") as caught:
             accelerator.gather(torch.ones(2, 1 + rank))
         assert "test_accelerate.py:" in str(caught.value), "the script's line, not accelerate's"
         assert accelerator.gather(torch.ones(1)).tolist() == [1.0, 1.0]
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def trained(rank, steps=5):
+    """Train two layers with a mean over ranks in the loss, through the name that the script has imported."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(rank))
+    for _ in range(steps):
+        out = model(x)
+        terms = {"mean": out.square().mean(0), "norm": model[0].weight.norm()}
+        mean, total = utils.reduce(terms, "mean"), reduced(out.sin().sum(), "sum")
+        mean["norm"] *= 0.1
+        optimizer.zero_grad()
+        (out.logsumexp(1).mean() + mean["mean"].sum() ** 2 + mean["norm"] + 0.01 * total.square()).backward()
+        optimizer.step()
+    return list(model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:c10d..allreduce_")  # torch warns of the gradient that accelerate's function keeps
+@distributed(world_size=[1, 2, 3])
+def test_a_loss_with_a_mean_over_ranks_trains_to_the_same_weights(rank, world_size):
+    assert accelerator_of(rank, world_size).num_processes == world_size
+    theirs = trained(rank)
+    with easydist.accelerate.enable():
+        ours = trained(rank)
+    for one, other in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(one, other)
+    assert not torch.equal(theirs[0], trained(rank, 0)[0])
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)

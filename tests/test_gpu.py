@@ -25,6 +25,19 @@ def test_gloo_moves_cuda_tensors_through_the_host(rank):
     assert easydist.scatter(x if rank == 0 else None)["gpu"].is_cuda
 
 
+@distributed(world_size=2)
+def test_autograds_thread_of_the_gpu_exchanges_gradients(rank):
+    gpu, cpu = (torch.ones(2 + rank, device=device, requires_grad=True) for device in ("cuda", "cpu"))
+    own = easydist.reduce(gpu.sum(), "mean")
+    assert own.is_cuda
+    out = easydist.gather({"gpu": gpu, "cpu": cpu}, differentiable=True)
+    (own + (out["gpu"] ** 2).sum() + out["cpu"].sum().cuda()).backward()
+    assert gpu.grad.tolist() == [4.5] * (2 + rank)
+    assert cpu.grad.tolist() == [2.0] * (2 + rank)
+    for verb in (easydist.broadcast, easydist.scatter):
+        (verb(None if rank else gpu, differentiable=True).sum() * 2).backward()
+
+
 def weights():
     """Return leaves on both devices that travel alone, packed and not at all."""
     return {

@@ -31,7 +31,8 @@ class Call:
         absent: True if this rank has no data of its own and takes the others'.
         aliases: The leaves that share memory, if that must not differ between ranks.
         advice: The advice if shapes differ; ``{dim}`` stands for the first dimension in which they differ.
-        numbers: 64-bit numbers for the other ranks, equally many on each; they travel with the header.
+        numbers: 64-bit numbers for the other ranks, equally many on each unless the first is the count of the others;
+            they travel with the header.
     """
 
     arguments: dict[str, Any] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from operator import index
 from types import TracebackType
 
 import numpy as np
+import torch
 
 from easydist.agreement.notes import Notes, listeners
 from easydist.groups.communicators import Communicators
@@ -20,6 +21,8 @@ from easydist.typing import Timeout
 
 _NO_SIGNALS: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _CALL = "call"
+_in_backward = torch._C._current_graph_task_id
+"""The function that returns the number of the backward pass in which this thread is, and -1 outside of one."""
 
 
 class calling:  # noqa: N801 - a context manager, read as a phrase
@@ -30,25 +33,43 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
         operation: The verb's name.
         timeout: The time limit of the call; None is the group's.
         peer: The only other rank that takes part; None if all ranks do.
+        site: The file and line of the call; None for those of the caller.
 
     Raises:
         TypeError: ``timeout`` is neither a number of seconds nor a timedelta.
         ValueError: ``timeout`` is not positive.
-        RuntimeError: Another call of this process is under way in the group, in another thread or below this one.
+        RuntimeError: Another call of this process is under way in the group, in another thread or below this one. But
+            calls that autograd makes in several threads of one backward pass wait for one another.
     """
 
-    __slots__ = ("_comms", "_notes", "_operation", "_peer", "_signals", "_site", "_thread", "_timeout")
+    __slots__ = (
+        "_comms",
+        "_given",
+        "_notes",
+        "_operation",
+        "_peer",
+        "_signals",
+        "_site",
+        "_thread",
+        "_timeout",
+        "_turn",
+    )
 
     def __init__(
-        self, comms: Communicators, operation: str, timeout: Timeout | None = None, peer: int | None = None
+        self,
+        comms: Communicators,
+        operation: str,
+        timeout: Timeout | None = None,
+        peer: int | None = None,
+        site: str | None = None,
     ) -> None:
-        self._comms, self._operation, self._peer = comms, operation, peer
+        self._comms, self._operation, self._peer, self._given = comms, operation, peer, site
         self._timeout = None if timeout is None else seconds(timeout, operation)
-        self._signals, self._thread = _NO_SIGNALS, threading.get_ident()
+        self._signals, self._thread, self._turn = _NO_SIGNALS, threading.get_ident(), False
 
     def __enter__(self) -> Communicators:
         comms = self._comms
-        self._site = _site() if comms.size > 1 or listeners else ""
+        self._site = self._given or (_site() if comms.size > 1 or listeners else "")
         self._notes = Notes(comms, self._operation, self._peer, self._site) if listeners else None
         if comms.size > 1:
             try:
@@ -56,7 +77,10 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
             except BaseException as error:  # Python does not call __exit__ if __enter__ has raised
                 if comms.under_way.get(_CALL) is self:
                     self.__exit__(type(error), error, error.__traceback__)
-                elif self._notes is not None:
+                    raise
+                if self._turn:
+                    comms.turns.release()
+                if self._notes is not None:
                     self._notes.tell(comms, error)
                 raise
         return comms
@@ -64,6 +88,7 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
     def _begin(self, comms: Communicators) -> None:
         comms.demand_own_process()
         self._peer = None if self._peer is None else index(self._peer)  # reports are JSON, which takes no NumPy integer
+        self._turn = _in_backward() >= 0 and comms.turns.acquire()
         other = comms.under_way.setdefault(_CALL, self)  # atomic between threads, and for an interrupt
         if other is not self:
             raise RuntimeError(self._two_at_once(other))
@@ -92,6 +117,8 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
                 self._end(kind, error, trace)
             finally:
                 self._comms.under_way.pop(_CALL, None)
+                if self._turn:
+                    self._comms.turns.release()
         if self._notes is not None:
             self._notes.tell(self._comms, error)
 

@@ -131,6 +131,13 @@ class Agreement:
         stops = [len(self.call.numbers)] * len(self._headers.sizes)
         return [tuple(row) for row in self._sent(0, stops)]
 
+    def words(self) -> list[list[int]]:
+        """Return the numbers of each rank's call after the first, which is their count: it may differ between ranks."""
+        if self._frames is None:
+            return [[*self.call.numbers[1:]]]
+        counts = self._sent(0, [1] * len(self._headers.sizes))
+        return self._sent(1, [1 + count for (count,) in counts])
+
     def _sent(self, first: int, stops: Sequence[int]) -> list[list[int]]:
         """Return the numbers after each rank's header, from one position to the rank's own."""
         assert self._frames is not None

@@ -33,6 +33,7 @@ class Verb(ABC, Generic[R]):
         needs_headers: True if the data cannot move without the header exchange, so that ``check=False`` keeps it.
         needs_data: True if it moves data, and so cannot be called while tensors have none.
         refusal: The error if it cannot be called here; it is raised in place of ``prepare``, so all ranks learn of it.
+        site: The file and line of the call; None for those of the caller.
     """
 
     operation: str
@@ -40,6 +41,7 @@ class Verb(ABC, Generic[R]):
     needs_headers = True
     needs_data = True
     refusal: Exception | None = None
+    site: str | None = None
 
     @abstractmethod
     def prepare(self, comms: Communicators) -> Call:
@@ -90,7 +92,7 @@ def run(verb: Verb[R], comms: Communicators, timeout: Timeout | None = None, che
             verb.refusal = modes.refusal(verb.operation, where)
         with modes.left():
             return run(verb, comms, timeout, check)
-    with calling(comms, verb.operation, timeout, verb.peer):
+    with calling(comms, verb.operation, timeout, verb.peer, verb.site):
         monitor = comms.monitor
         monitor.is_awaited = verb.peer is None
         agreed = verb.agree(comms, check)

@@ -61,9 +61,13 @@ _BLOCK = 16
 """The count of Python numbers of one type from which they become elements of one tensor."""
 
 
-def _as_tensors(values: Sequence[Any], paths: Sequence[str], vectors: bool) -> list[torch.Tensor]:
-    """Return ``as_tensor`` of all leaves; with ``vectors``, Python numbers may become tensors of one dimension."""
+def _as_tensors(values: Sequence[Any], paths: Sequence[str], vectors: bool) -> tuple[list[torch.Tensor], bool]:
+    """Return ``as_tensor`` of all leaves, and True if one requires grad.
+
+    With ``vectors``, Python numbers may become tensors of one dimension.
+    """
     tensors: list[Any] = list(values)
+    requires_grad = False
     rest = list(range(len(tensors)))
     for cls, dtype in _PYTHON_DTYPES.items():
         found = [i for i in rest if type(values[i]) is cls]
@@ -75,8 +79,11 @@ def _as_tensors(values: Sequence[Any], paths: Sequence[str], vectors: bool) -> l
                     tensors[i] = tensor
                 rest = [i for i in rest if type(values[i]) is not cls]
     for i in rest:
-        tensors[i] = as_tensor(values[i], paths[i])
-    return tensors
+        value = values[i]
+        tensors[i] = tensor = as_tensor(value, paths[i])
+        if tensor is not value and getattr(value, "requires_grad", False):
+            requires_grad = True
+    return tensors, requires_grad
 
 
 _PLAIN_DTYPES = frozenset(
@@ -169,13 +176,17 @@ def is_numeric(array: np.ndarray[Any, Any]) -> bool:
 
 
 def as_array(tensor: torch.Tensor, like: Any) -> Any:
-    """Return a NumPy array if ``like`` is a NumPy array or scalar, else the tensor itself."""
-    return tensor if isinstance(like, torch.Tensor) or not isinstance(like, _ARRAYS) else tensor.cpu().numpy()
+    """Return a NumPy array if ``like`` is a NumPy array or scalar; else, or with a gradient, the tensor itself."""
+    is_tensor = isinstance(like, torch.Tensor) or not isinstance(like, _ARRAYS) or tensor.requires_grad
+    return tensor if is_tensor else tensor.cpu().numpy()
 
 
 def as_value(tensor: torch.Tensor, like: Any) -> Any:
-    """Return the tensor converted to the type of ``like``: NumPy array or scalar, Python number, or tensor."""
-    if isinstance(like, torch.Tensor):
+    """Return the tensor converted to the type of ``like``, unless it has a gradient, which only a tensor can keep.
+
+    The types are those of leaves: NumPy array or scalar, Python number, or tensor.
+    """
+    if isinstance(like, torch.Tensor) or tensor.requires_grad:
         return tensor
     if isinstance(like, np.generic):
         return tensor.cpu().numpy()[()]
@@ -278,6 +289,7 @@ class Leaves:
         values: The leaves themselves, in that order.
         tensors: The leaves as detached tensors, with any strides.
         is_cpu: True if all of these are on the CPU.
+        requires_grad: True if one of the leaves requires grad.
         ties: For each leaf the index of the first leaf that is the same object; None if all are different.
         plain: The values that are not leaves, as sorted (path, text); equal values have equal texts.
     """
@@ -297,9 +309,9 @@ class Leaves:
         With ``spec``, ``data`` is the list of the leaves of this structure.
         """
         values, self._spec = tree.flatten(data) if spec is None else (data, spec)
-        tensors, kind = values, _kind(values)
+        tensors, kind, self.requires_grad = values, _kind(values), False
         if kind is None:
-            tensors = _as_tensors(values, self._spec.paths, vectors)
+            tensors, self.requires_grad = _as_tensors(values, self._spec.paths, vectors)
             dtypes = tuple([tensor.dtype for tensor in tensors])
             kind = _Kind(dtypes, tuple([tensor.shape for tensor in tensors]), all(map(_is_cpu, tensors)))
             self._are_unchanged = False

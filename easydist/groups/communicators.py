@@ -96,6 +96,7 @@ class Communicators:
         monitor: Monitors the waits of the group's calls.
         frames: The buffer for headers.
         under_way: The call that this process is making in the group; empty outside of calls.
+        turns: The lock for the calls of backward passes, because autograd has a thread for each device.
     """
 
     control: Collectives
@@ -118,6 +119,7 @@ class Communicators:
         self.monitor = Monitor(self.rank, self.size, timeout_of(group), store, self.name)
         self.frames = Frames(self.size)
         self.under_way: dict[str, Any] = {}
+        self.turns = threading.RLock()  # a call in a signal handler is an error, not a deadlock
         self._recovery: Recovery | None = None
         if control is not None:
             self._use(control)

@@ -29,7 +29,9 @@ from easydist.verbs.buckets import (
     resized,
     smallest,
 )
+from easydist.verbs.gradients import Adjoint, Gradient
 from easydist.verbs.receiving import at_home, join
+from easydist.verbs.swap import cat, swap
 from easydist.verbs.trees import TreeVerb, leaves_of
 
 __all__ = ["all_to_all"]
@@ -37,7 +39,13 @@ __all__ = ["all_to_all"]
 
 @eager
 def all_to_all(
-    tensor: T, *, dim: int = 0, group: Group = None, check: bool | None = None, timeout: Timeout | None = None
+    tensor: T,
+    *,
+    dim: int = 0,
+    group: Group = None,
+    check: bool | None = None,
+    timeout: Timeout | None = None,
+    differentiable: bool = False,
 ) -> T:
     """Cut every rank's tree into one part per rank, and give part r of each tree to rank r.
 
@@ -55,9 +63,11 @@ def all_to_all(
         group: The ranks that take part.
         check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
         timeout: The time limit of the call; None is the group's.
+        differentiable: True to give the result its exact gradient, which takes an exchange in backward, on all ranks:
+            see "Gradients" in the documentation.
 
     Returns:
-        A new tree of the same structure.
+        A new tree of the same structure, detached from autograd unless ``differentiable``.
 
     Raises:
         DisagreementError: Paths, dtypes or shapes apart from ``dim`` differ between ranks.
@@ -67,22 +77,28 @@ def all_to_all(
     Cost: one header exchange, and one exchange of the tree's bytes. If sizes differ, the header carries those of some
     thousand leaves; more leaves need one more exchange, of 8 bytes per leaf.
     """
-    swapped: T = run(_AllToAll(tensor, dim), communicators(group), timeout, check)
+    gradient = Gradient(timeout, check) if differentiable else None
+    swapped: T = run(_AllToAll(tensor, dim, gradient), communicators(group), timeout, check)
     return swapped
+
+
+_Moved = tuple[Sequence[Shapes], dict[int, torch.Tensor]]
+"""Every rank's shapes, and the results by the index of their leaf."""
 
 
 class _AllToAll(TreeVerb):
     operation = "all_to_all"
 
-    def __init__(self, tensor: Tree, dim: int) -> None:
-        self._tensor, self._dim = tensor, dim
+    def __init__(self, tensor: Tree, dim: int, gradient: Gradient | None = None) -> None:
+        self._tensor, self._dim, self.gradient = tensor, dim, gradient
 
     def prepare(self, comms: Communicators) -> Call:
         leaves = leaves_of(self._tensor, "all_to_all")
         dims_of(leaves, self._dim, "all_to_all")
-        return Call({"dim": index(self._dim)}, leaves, self._dim, advice=pad_first(self._dim))
+        call = Call({"dim": index(self._dim)}, leaves, self._dim, advice=pad_first(self._dim))
+        return call if self.gradient is None else self.gradient.ask(call, leaves, comms)
 
-    def exchange(self, comms: Communicators, agreed: Agreement) -> dict[int, torch.Tensor]:
+    def exchange(self, comms: Communicators, agreed: Agreement) -> _Moved:
         leaves = agreed.call.tree
         every = every_shape(comms, leaves, self._dim, agreed)
         total = sum(smallest(every, leaves.layout.dtypes))
@@ -90,7 +106,7 @@ class _AllToAll(TreeVerb):
         for comm, indices in by_comm(comms, leaves.tensors, leaves.travelling(agreed.uniform), total):
             moved = dict(zip(indices, self._move(comm, leaves, every, indices), strict=True))
             arrived |= at_home(leaves, comm, moved)
-        return arrived
+        return every, arrived
 
     def _move(
         self, comm: Collectives, leaves: Leaves, every: Sequence[Shapes], indices: Sequence[int]
@@ -105,8 +121,25 @@ class _AllToAll(TreeVerb):
         comm.all_to_all(outputs, [packing.pack(row, comm.get_device()) for row in rows], async_op=False)
         return join(outputs, dtypes, shapes, dims)
 
-    def result(self, comms: Communicators, agreed: Agreement, arrived: dict[int, torch.Tensor]) -> Tree:
-        return agreed.call.tree.rebuild(arrived, agreed.uniform, as_array)
+    def result(self, comms: Communicators, agreed: Agreement, arrived: _Moved) -> Tree:
+        leaves, (every, results) = agreed.call.tree, arrived
+        if self.gradient is not None:
+            adjoint = _adjoint(self.gradient, comms, every, leaves.layout.free(self._dim)[0])
+            results = self.gradient.join(leaves.values, results, adjoint)
+        return leaves.rebuild(results, agreed.uniform, as_array)
+
+
+def _adjoint(gradient: Gradient, comms: Communicators, every: Sequence[Shapes], dims: Sequence[int]) -> Adjoint:
+    """Return the transpose, which gives every part back to the rank from which it came."""
+    rank, size = comms.rank, comms.size
+
+    def adjoint(indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        leaves = list(zip(indices, [dims[i] for i in indices], gradients, strict=True))
+        parts = [one.split([_share(row[i], d, size, rank)[d] for row in every], d) for i, d, one in leaves]
+        shapes = [[_share(every[rank][i], d, size, to) for to in range(size)] for i, d, _ in leaves]
+        return [cat(row, d) for row, (_, d, _) in zip(swap(gradient, parts, shapes), leaves, strict=True)]
+
+    return adjoint
 
 
 def _share(shape: Sequence[int], dim: int, size: int, rank: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import index
-from typing import overload
+from typing import Any, overload
 
 import torch
 
@@ -14,14 +14,16 @@ from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
 from easydist.arguments import UNSET, hiding
 from easydist.data import packing
-from easydist.data.leaves import Leaves
+from easydist.data.leaves import Leaves, as_value
 from easydist.eager import eager
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.transport.comm import Collectives
 from easydist.typing import Group, T, Timeout, Tree
 from easydist.verbs.buckets import by_comm, large_alone, packed_like, small_payload
+from easydist.verbs.gradients import Gradient
 from easydist.verbs.ranks import check_rank, named_rank
+from easydist.verbs.reduce import Reduce
 from easydist.verbs.structures import announced, shared_leaves
 from easydist.verbs.trees import TreeVerb, demand_data, leaves_of
 
@@ -37,6 +39,7 @@ def broadcast(
     group_src: int | None = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
+    differentiable: bool = False,
 ) -> Tree: ...
 @overload
 def broadcast(
@@ -47,6 +50,7 @@ def broadcast(
     group_src: int | None = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
+    differentiable: bool = False,
 ) -> T: ...
 @eager
 @hiding(from_process=0)
@@ -58,11 +62,12 @@ def broadcast(
     group_src: int | None = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
+    differentiable: bool = False,
 ) -> Tree:
     """Give every rank the source's values.
 
     Law: ``broadcast(x, from_process=s) == x of rank s`` for every leaf. The caller's tensors and arrays are written in
-    place; new Python numbers and NumPy scalars are in the returned tree only.
+    place, unless the call is ``differentiable``; new Python numbers and NumPy scalars are in the returned tree only.
 
     Example:
         >>> import torch, easydist
@@ -76,15 +81,18 @@ def broadcast(
         group_src: The source, a rank inside any group.
         check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
         timeout: The time limit of the call; None is the group's.
+        differentiable: True to give the result its exact gradient, which takes an exchange in backward, on all ranks:
+            see "Gradients" in the documentation.
 
     Returns:
-        The tree with the same tensors and arrays, now equal on all ranks.
+        The tree with the same tensors and arrays, now equal on all ranks; with ``differentiable`` a new tree.
 
     Raises:
         DisagreementError: Paths, dtypes or shapes differ between ranks; nothing was written.
         RemoteError: One rank's tree could not be sent or written (read-only arrays, expanded tensors, …).
         ValueError: ``from_process`` is not a rank of the group, or is ambiguous; or the source's tree is None and
             another rank's is not.
+        TypeError: The call is ``differentiable``, but no leaf has a floating-point or complex dtype.
 
     Cost: one header exchange, which carries a small tree (32 KiB in small groups), and for a larger tree a broadcast of
     its bytes. If some ranks pass None, two more header exchanges, of which the first carries the structure (one more
@@ -93,7 +101,8 @@ def broadcast(
     Source: accelerate's ``broadcast``.
     """
     source = named_rank(group, "broadcast", "from_process", from_process, group_src)
-    return run(_Broadcast(tensor, source), communicators(group), timeout, check)
+    gradient = Gradient(timeout, check) if differentiable else None
+    return run(_Broadcast(tensor, source, gradient), communicators(group), timeout, check)
 
 
 @overload
@@ -148,18 +157,25 @@ class _Broadcast(TreeVerb):
     operation = "broadcast"
     needs_headers = False
 
-    def __init__(self, tensor: Tree, source: int) -> None:
-        self._tensor, self._source = tensor, source
+    def __init__(self, tensor: Tree, source: int, gradient: Gradient | None = None) -> None:
+        self._tensor, self._source, self.gradient, self._own = tensor, source, gradient, tensor
+        if gradient is not None:
+            self.needs_headers = True  # they tell which leaves require grad
 
     def prepare(self, comms: Communicators) -> Call:
         check_rank(comms, "from_process", self._source)
-        leaves = self._leaves()
+        own = leaves = self._leaves()
+        if self.gradient is not None and self._tensor is not None:
+            self._tensor = own.rebuild([tensor.clone() for tensor in own.tensors], False, as_value)
+            leaves = self._leaves()
         if comms.rank != self._source:
             leaves.check_writable()
         absent = self._tensor is None
         call = Call({"from_process": index(self._source)}, leaves, absent=absent, aliases=leaves.aliases())
         if comms.rank == self._source:
             call.nbytes, call.payload = leaves.layout.packing.nbytes, small_payload(comms, leaves)
+        if self.gradient is not None:
+            self.gradient.ask(call, own if comms.rank == self._source else Leaves(None), comms)
         return call
 
     def _leaves(self) -> Leaves:
@@ -175,7 +191,9 @@ class _Broadcast(TreeVerb):
                 "they cannot hold its values; tie the same leaves on all ranks, or pass copies"
             )
         if not agreed.absent:  # ranks without a tree learn of one without data from its announcement
-            super().validate(comms, agreed)
+            demand_data(agreed.call.tree, self.operation)
+        if self.gradient is not None:
+            self.gradient.learn(comms, agreed, self)
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> _Arrived | None:
         if len(agreed.absent) == comms.size or comms.size == 1:
@@ -201,10 +219,28 @@ class _Broadcast(TreeVerb):
         return shared_leaves(comms, self.operation, self._tensor, self._source, agreed)
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: _Arrived | None) -> Tree:
-        if arrived is None or comms.rank == self._source:
+        if arrived is not None and comms.rank != self._source:
+            leaves, values, tied = arrived
+            if isinstance(values, torch.Tensor):
+                self._tensor = leaves.write_packed(values)
+            else:
+                self._tensor = leaves.write(values, tied)
+        if self.gradient is None:
             return self._tensor
-        leaves, values, tied = arrived
-        return leaves.write_packed(values) if isinstance(values, torch.Tensor) else leaves.write(values, tied)
+        own, ignored = (self._own, None) if comms.rank == self._source else (None, self._own)
+        return _joined(self.gradient, self._tensor, Leaves(own).values, ignored)
+
+
+def _joined(gradient: Gradient, new: Tree, own: Sequence[Any], ignored: Tree) -> Tree:
+    """Return the new tree of a differentiable call, joined with the source's own leaves."""
+    leaves = Leaves(new)
+
+    def adjoint(indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        found: Sequence[torch.Tensor] = gradient.run(lambda own: Reduce([*gradients], "sum", 1.0, None, own))
+        return found
+
+    joined = gradient.join(own, dict(enumerate(leaves.tensors)), adjoint, ignored)
+    return leaves.rebuild(joined, False, as_value)
 
 
 class _CopyTensorToDevices(_Broadcast):

@@ -30,8 +30,10 @@ from easydist.verbs.buckets import (
     small_payload,
     smallest,
 )
+from easydist.verbs.gradients import Adjoint, Gradient, demand_everyone
 from easydist.verbs.ranks import check_rank, named_rank
 from easydist.verbs.receiving import at_home, from_payloads, receiving
+from easydist.verbs.swap import swap, total
 from easydist.verbs.trees import TreeVerb, leaves_of
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ def gather(
     group: Group = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
+    differentiable: bool = False,
 ) -> torch.Tensor: ...
 @overload
 def gather(
@@ -61,6 +64,7 @@ def gather(
     group: Group = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
+    differentiable: bool = False,
 ) -> NDArray[Item]: ...
 @overload
 def gather(
@@ -72,6 +76,7 @@ def gather(
     group: Group = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
+    differentiable: bool = False,
 ) -> torch.Tensor: ...
 @overload
 def gather(
@@ -83,6 +88,7 @@ def gather(
     group: Group = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
+    differentiable: bool = False,
 ) -> list[T]: ...
 @overload
 def gather(
@@ -95,6 +101,7 @@ def gather(
     group: Group = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
+    differentiable: bool = False,
 ) -> Tree: ...
 @eager
 def gather(
@@ -107,6 +114,7 @@ def gather(
     group: Group = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
+    differentiable: bool = False,
 ) -> Tree:
     """Concatenate every rank's tree, leaf by leaf.
 
@@ -135,16 +143,20 @@ def gather(
         group: The ranks that take part.
         check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
         timeout: The time limit of the call; None is the group's.
+        differentiable: True to give the result its exact gradient, which takes an exchange in backward, on all ranks:
+            see "Gradients" in the documentation.
 
     Returns:
-        A new tree of the same structure, detached from autograd; a tensor that was in several places is again one
-        tensor. On ranks other than ``dst``: None.
+        A new tree of the same structure, detached from autograd unless ``differentiable``; a tensor that was in several
+        places is again one tensor. On ranks other than ``dst``: None.
 
     Raises:
         DisagreementError: Paths, dtypes or shapes apart from ``dim`` differ between ranks.
         RemoteError: Another rank's data could not be sent.
-        ValueError: A leaf has no dimension ``dim``, or ``dst`` is not a rank of the group, or is ambiguous.
-        TypeError: A leaf is not a dense tensor (sparse, DTensor, NumPy strings, …).
+        ValueError: A leaf has no dimension ``dim``; ``dst`` is not a rank of the group, or is ambiguous, or is passed
+            together with ``differentiable``.
+        TypeError: A leaf is not a dense tensor (sparse, DTensor, NumPy strings, …); or the call is ``differentiable``,
+            but no leaf has a floating-point or complex dtype.
 
     Cost: one header exchange, which carries a small tree (32 KiB in small groups); for larger trees one exchange of W ×
     the tree's bytes. If sizes differ, the header carries those of some thousand leaves; more leaves need one more
@@ -153,7 +165,8 @@ def gather(
     Source: accelerate's ``gather``.
     """
     dst = named_rank(group, "gather", "dst", dst, group_dst)
-    return run(Gather(tensor, dst, dim, as_list), communicators(group), timeout, check)
+    gradient = Gradient(timeout, check) if differentiable else None
+    return run(Gather(tensor, dst, dim, as_list, gradient), communicators(group), timeout, check)
 
 
 Moved = tuple[Sequence[Shapes], Indexed | None]
@@ -168,17 +181,27 @@ class Gather(TreeVerb):
     _spec: tree.Spec | None = None
     """The structure of the tree, if ``_tensor`` is the list of its leaves."""
 
-    def __init__(self, tensor: Tree, dst: int | None, dim: int = 0, as_list: bool = False) -> None:
-        self._tensor, self._dst, self._dim, self._as_list = tensor, dst, dim, as_list
+    def __init__(
+        self,
+        tensor: Tree,
+        dst: int | None,
+        dim: int = 0,
+        as_list: bool = False,
+        gradient: Gradient | None = None,
+    ) -> None:
+        self._tensor, self._dst, self._dim, self._as_list, self.gradient = tensor, dst, dim, as_list, gradient
 
     def prepare(self, comms: Communicators) -> Call:
         check_rank(comms, "dst", self._dst)
+        if self.gradient is not None:
+            demand_everyone(self.operation, self._dst)
         leaves = leaves_of(self._tensor, self.operation, vectors=True, spec=self._spec)
         dims_of(leaves, self._dim, self.operation)
         arguments: dict[str, Any] = {"dst": self._dst if self._dst is None else index(self._dst)}
         arguments |= {"dim": index(self._dim)} | ({"as_list": True} if self._as_list else {})
         nbytes, payload = leaves.layout.packing.nbytes, small_payload(comms, leaves)
-        return Call(arguments, leaves, self._dim, nbytes, payload, advice=pad_first(self._dim))
+        call = Call(arguments, leaves, self._dim, nbytes, payload, advice=pad_first(self._dim))
+        return call if self.gradient is None else self.gradient.ask(call, leaves, comms)
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> Moved:
         leaves = agreed.call.tree
@@ -230,9 +253,25 @@ class Gather(TreeVerb):
         leaves = agreed.call.tree
         if results is None:
             results = from_payloads(agreed, leaves, shapes, leaves.layout.free(self._dim)[0])
+        if self.gradient is not None:
+            adjoint = _adjoint(self.gradient, comms.rank, shapes, leaves.layout.free(self._dim)[0])
+            by_index = {i: results[i] for i in leaves.travelling(agreed.uniform)}
+            results = self.gradient.join(leaves.values, by_index, adjoint)
         if self._as_list:
             return apart(leaves, results, shapes, leaves.layout.free(self._dim)[0], agreed.uniform)
         return leaves.rebuild(results, agreed.uniform, as_array)
+
+
+def _adjoint(gradient: Gradient, rank: int, shapes: Sequence[Shapes], dims: Sequence[int]) -> Adjoint:
+    """Return the transpose, which gives each rank the sum over ranks of the gradients of its rows."""
+
+    def adjoint(indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        leaves = zip(indices, gradients, strict=True)
+        parts = [one.split([row[i][dims[i]] for row in shapes], dims[i]) for i, one in leaves]
+        mine = [[shapes[rank][i]] * len(shapes) for i in indices]
+        return [*map(total, swap(gradient, parts, mine))]
+
+    return adjoint
 
 
 def apart(leaves: Leaves, results: Indexed, shapes: Sequence[Shapes], dims: Sequence[int], tied: bool) -> list[Tree]:

@@ -22,6 +22,7 @@ from easydist.transport.reduce_op import ReduceOp, combine
 from easydist.transport.work import TorchWork
 from easydist.typing import Group, Reduction, Timeout, Tree
 from easydist.verbs.buckets import by_comm, large_alone, small_payload
+from easydist.verbs.gradients import Adjoint, Gradient, demand_everyone, with_own_gradient
 from easydist.verbs.ranks import check_rank, named_rank
 from easydist.verbs.reductions import BITWISE, OPS, check_dtypes, named_reduction
 from easydist.verbs.trees import TreeVerb, leaves_of
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = ["reduce"]
+
+
+_LINEAR = ("sum", "mean", "none")
+"""The reductions whose results have a gradient."""
 
 
 @overload
@@ -41,6 +46,7 @@ def reduce(
     group: Group = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
+    differentiable: bool = False,
 ) -> torch.Tensor: ...
 @overload
 def reduce(
@@ -51,6 +57,7 @@ def reduce(
     group: Group = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
+    differentiable: bool = False,
 ) -> NDArray[Any]: ...
 @overload
 def reduce(
@@ -63,6 +70,7 @@ def reduce(
     group_dst: int | None = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
+    differentiable: bool = False,
 ) -> Tree: ...
 @eager
 def reduce(
@@ -75,6 +83,7 @@ def reduce(
     group_dst: int | None = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
+    differentiable: bool = False,
 ) -> Tree:
     """Combine the ranks' trees, leaf by leaf, in rank order; every rank gets the same bits in every run.
 
@@ -108,14 +117,21 @@ def reduce(
         group_dst: The same as ``dst``, for any group.
         check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
         timeout: The time limit of the call; None is the group's.
+        differentiable: True to give the result its exact gradient, which takes an exchange in backward, on all ranks:
+            see "Gradients" in the documentation.
 
     Returns:
-        A new tree of the same structure, detached from autograd. On ranks other than ``dst``: None.
+        A new tree of the same structure; on ranks other than ``dst``: None. With ``"sum"``, ``"mean"`` and ``"none"``,
+        while grad mode is on, results of leaves that require grad have the derivative by this rank's own leaf
+        (``scale``, divided by W for a mean), without an exchange in backward; pass ``x.detach()`` to avoid that. Other
+        results are detached.
 
     Raises:
-        ValueError: There is no reduction of this name, or ``dst`` is not a rank of the group or is ambiguous.
+        ValueError: There is no reduction of this name; ``dst`` is not a rank of the group, or is ambiguous, or is
+            passed together with ``differentiable``.
         TypeError: ``"max"`` or ``"min"`` of complex numbers, or ``"and"``, ``"or"`` or ``"xor"`` of floats; a factor of
-            ``PREMUL_SUM`` that is not one number; or a leaf is not a dense tensor (sparse, DTensor, …).
+            ``PREMUL_SUM`` that is not one number; or a leaf is not a dense tensor (sparse, DTensor, …). With
+            ``differentiable``: the reduction has no gradient, or no leaf has a floating-point or complex dtype.
         OverflowError: The sum or product of Python ints does not fit 64 bits; every rank raises this.
         DisagreementError: Paths, dtypes, shapes, ``reduction`` or ``scale`` differ between ranks.
         RemoteError: Another rank's tree could not be reduced.
@@ -127,7 +143,8 @@ def reduce(
     Source: accelerate's ``reduce``.
     """
     dst = named_rank(group, "reduce", "dst", dst, group_dst)
-    return run(_Reduce(tensor, reduction, scale, dst), communicators(group), timeout, check)
+    gradient = Gradient(timeout, check) if differentiable else None
+    return run(Reduce(tensor, reduction, scale, dst, gradient), communicators(group), timeout, check)
 
 
 class _Group(NamedTuple):
@@ -143,19 +160,31 @@ _Total = tuple[_Group, torch.Tensor]
 """A group of leaves, and their total over all ranks."""
 
 
-class _Reduce(TreeVerb):
+class Reduce(TreeVerb):
+    """The verb itself, and the exchange of its backward pass."""
+
     operation = "reduce"
     needs_headers = False
 
     _reduction: str
     _scale: float
 
-    def __init__(self, tensor: Tree, reduction: Any, scale: float, dst: int | None) -> None:
-        self._tensor, self._asked, self._dst = tensor, (reduction, scale), dst
+    def __init__(
+        self, tensor: Tree, reduction: Any, scale: float, dst: int | None = None, gradient: Gradient | None = None
+    ) -> None:
+        self._tensor, self._asked, self._dst, self.gradient = tensor, (reduction, scale), dst, gradient
+        if gradient is not None:
+            self.needs_headers = True  # they tell which leaves require grad
 
     def prepare(self, comms: Communicators) -> Call:
         check_rank(comms, "dst", self._dst)
         self._reduction, self._scale = reduction, scale = named_reduction(*self._asked)
+        if self.gradient is not None:
+            demand_everyone(self.operation, self._dst)
+            if reduction not in _LINEAR:
+                raise TypeError(
+                    f"reduce: differentiable=True takes 'sum', 'mean' and 'none'; {reduction!r} has no gradient"
+                )
         leaves = leaves_of(self._tensor, "reduce")
         check_dtypes(leaves, reduction)
         arguments: dict[str, Any] = {"reduction": reduction, "scale": scale}
@@ -166,7 +195,7 @@ class _Reduce(TreeVerb):
             groups = _groups(leaves, leaves.travelling(True), reduction)
             call.payload = [_flat(leaves, group.dtype, group.members) for group in groups]
             call.nbytes = sum(map(packing.nbytes, call.payload))
-        return call
+        return call if self.gradient is None else self.gradient.ask(call, leaves, comms)
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> list[_Total] | None:
         op, leaves = OPS[self._reduction], agreed.call.tree
@@ -194,7 +223,14 @@ class _Reduce(TreeVerb):
             elif is_receiver:
                 total = _finish(flat, reduction, scale, comms.size)
                 results |= _results(leaves, group.members, total, reduction, scale)
-        return leaves.rebuild(results, agreed.uniform, as_value) if is_receiver else None
+        if not is_receiver:
+            return None
+        if self.gradient is not None and reduction != "none":
+            results = self.gradient.join(leaves.values, results, _adjoint(self.gradient, reduction, scale))
+        elif leaves.requires_grad and reduction in _LINEAR and torch.is_grad_enabled():
+            divisor = comms.size if reduction == "mean" else 1
+            results = with_own_gradient(leaves.values, results, lambda own: _scaled(own, divisor, scale))
+        return leaves.rebuild(results, agreed.uniform, as_value)
 
     def _from_payloads(self, comms: Communicators, agreed: Agreement) -> Iterator[_Total]:
         """Reduce the data that came with the headers."""
@@ -205,6 +241,23 @@ class _Reduce(TreeVerb):
         groups = _groups(leaves, leaves.travelling(agreed.uniform), self._reduction)
         for group, parts in zip(groups, columns, strict=True):
             yield group, combine(op, parts)
+
+
+def _adjoint(gradient: Gradient, reduction: str, scale: float) -> Adjoint:
+    """Return the transpose, which is the same reduction of the gradients."""
+
+    def adjoint(indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        found: Sequence[torch.Tensor] = gradient.run(lambda own: Reduce([*gradients], reduction, scale, None, own))
+        return found
+
+    return adjoint
+
+
+def _scaled(own: torch.Tensor, divisor: int, scale: float) -> torch.Tensor:
+    """Return the gradient of this rank's own part of a result; floats of 8 bits have no arithmetic."""
+    wide = own.to(torch.float32) if own.element_size() == 1 else own
+    wide = wide if divisor == 1 else wide / divisor
+    return (wide if scale == 1.0 else wide * scale).to(own.dtype)
 
 
 def _begin(

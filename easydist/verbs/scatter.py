@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import index
 from typing import overload
 
@@ -13,13 +14,16 @@ from easydist.agreement.runner import Verb, run
 from easydist.arguments import UNSET, hiding
 from easydist.data import packing
 from easydist.data.leaves import Leaves, as_array
+from easydist.data.plan import split_sizes
 from easydist.eager import eager
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.typing import Group, T, Timeout, Tree
-from easydist.verbs.buckets import by_comm, dims_of, packed_like, parts_of
+from easydist.verbs.buckets import by_comm, dims_of, packed_like, parts_of, resized
+from easydist.verbs.gradients import Adjoint, Gradient
 from easydist.verbs.ranks import check_rank, named_rank
 from easydist.verbs.structures import announced, shared_leaves
+from easydist.verbs.swap import cat, swap
 from easydist.verbs.trees import demand_data, leaves_of
 
 __all__ = ["scatter"]
@@ -35,6 +39,7 @@ def scatter(
     group_src: int | None = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
+    differentiable: bool = False,
 ) -> Tree: ...
 @overload
 def scatter(
@@ -46,6 +51,7 @@ def scatter(
     group_src: int | None = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
+    differentiable: bool = False,
 ) -> T: ...
 @eager
 @hiding(from_process=0)
@@ -58,6 +64,7 @@ def scatter(
     group_src: int | None = None,
     check: bool | None = None,
     timeout: Timeout | None = None,
+    differentiable: bool = False,
 ) -> Tree:
     """Cut the source's tree into one part per rank, and give each rank its part.
 
@@ -77,20 +84,24 @@ def scatter(
         group_src: The source, a rank inside any group.
         check: True to compare the calls of all ranks; None follows ``EASYDIST_CHECK`` (on by default).
         timeout: The time limit of the call; None is the group's.
+        differentiable: True to give the result its exact gradient, which takes an exchange in backward, on all ranks:
+            see "Gradients" in the documentation.
 
     Returns:
-        A new tree with this rank's part.
+        A new tree with this rank's part, detached from autograd unless ``differentiable``.
 
     Raises:
         RemoteError: The source's tree could not be sent.
         ValueError: A leaf has no dimension ``dim``, or ``from_process`` is not a rank of the group, or is
             ambiguous.
+        TypeError: The call is ``differentiable``, but no leaf has a floating-point or complex dtype.
 
     Cost: two header exchanges, of which the first carries the structure (one more broadcast if it is larger than
     32 KiB), and one scatter of the tree's bytes.
     """
     source = named_rank(group, "scatter", "from_process", from_process, group_src)
-    return run(_Scatter(tensor, source, dim), communicators(group), timeout, check)
+    gradient = Gradient(timeout, check) if differentiable else None
+    return run(_Scatter(tensor, source, dim, gradient), communicators(group), timeout, check)
 
 
 _Arrived = tuple[Leaves, dict[int, torch.Tensor]]
@@ -100,8 +111,8 @@ _Arrived = tuple[Leaves, dict[int, torch.Tensor]]
 class _Scatter(Verb[Tree]):
     operation = "scatter"
 
-    def __init__(self, tensor: Tree, source: int, dim: int) -> None:
-        self._tensor, self._source, self._dim = tensor, source, dim
+    def __init__(self, tensor: Tree, source: int, dim: int, gradient: Gradient | None = None) -> None:
+        self._tensor, self._source, self._dim, self._gradient = tensor, source, dim, gradient
 
     def prepare(self, comms: Communicators) -> Call:
         check_rank(comms, "from_process", self._source)
@@ -112,7 +123,13 @@ class _Scatter(Verb[Tree]):
         dims_of(leaves, self._dim, "scatter")
         arguments = {"from_process": index(self._source), "dim": index(self._dim)}
         call = Call(arguments, leaves, self._dim, absent=not is_source)
+        if self._gradient is not None:
+            self._gradient.ask(call, leaves, comms)
         return announced(call, self._tensor) if is_source and comms.size > 1 else call
+
+    def validate(self, comms: Communicators, agreed: Agreement) -> None:
+        if self._gradient is not None:
+            self._gradient.learn(comms, agreed, self)
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> _Arrived:
         leaves = agreed.call.tree
@@ -137,4 +154,27 @@ class _Scatter(Verb[Tree]):
     def result(self, comms: Communicators, agreed: Agreement, arrived: _Arrived) -> Tree:
         leaves, parts = arrived
         results = {i: part.clone().to(leaves.tensors[i].device) for i, part in parts.items()}
+        if self._gradient is not None:
+            values = leaves.values if comms.rank == self._source else ()
+            layout = leaves.layout
+            adjoint = _adjoint(self._gradient, comms, self._source, layout.shapes, layout.free(self._dim)[0])
+            ignored = None if comms.rank == self._source else self._tensor
+            results = self._gradient.join(values, results, adjoint, ignored)
         return leaves.rebuild(results, True, as_array)
+
+
+def _adjoint(
+    gradient: Gradient, comms: Communicators, source: int, shapes: Sequence[Sequence[int]], dims: Sequence[int]
+) -> Adjoint:
+    """Return the transpose, which gives all parts back to the source; other ranks get tensors without elements."""
+    size = comms.size
+    if comms.rank != source:
+        shapes, dims = [(0,)] * len(shapes), [0] * len(dims)
+
+    def adjoint(indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        parts = [[one if to == source else one.new_empty(0) for to in range(size)] for one in gradients]
+        leaves = [(shapes[i], dims[i]) for i in indices]
+        back = [[resized(shape, dim, n) for n in split_sizes(shape[dim], size)] for shape, dim in leaves]
+        return [cat(row, dim) for row, (_, dim) in zip(swap(gradient, parts, back), leaves, strict=True)]
+
+    return adjoint

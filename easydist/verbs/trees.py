@@ -10,6 +10,7 @@ from easydist.agreement.runner import Verb
 from easydist.data.leaves import Leaves
 from easydist.groups.communicators import Communicators
 from easydist.typing import Tree
+from easydist.verbs.gradients import Gradient
 
 _MANY = 1000
 """The number of Python numbers in one tree beyond which the user gets a warning about a faster way."""
@@ -71,8 +72,16 @@ def demand_data(leaves: Leaves, operation: str) -> None:
 
 
 class TreeVerb(Verb[Tree]):
-    """A verb to which every rank passes a tree of the same structure."""
+    """A verb to which every rank passes a tree of the same structure.
+
+    Attributes:
+        gradient: The gradient of the call; None if the results have none that needs other ranks.
+    """
+
+    gradient: Gradient | None = None
 
     def validate(self, comms: Communicators, agreed: Agreement) -> None:
-        """Refuse trees without data; the result is the same on all ranks."""
+        """Refuse trees without data, or without a gradient; the result is the same on all ranks."""
         demand_data(agreed.call.tree, self.operation)
+        if self.gradient is not None:
+            self.gradient.learn(comms, agreed, self)

@@ -173,3 +173,28 @@ def test_a_peer_may_be_a_numpy_integer_even_in_a_report(rank):
     else:
         wait_until(None, "given up")
     assert easydist.gather(rank).tolist() == [0, 1]
+
+
+@BACKENDS
+@distributed(world_size=2)
+def test_calls_of_one_backward_pass_in_several_threads_take_turns(rank, backend):
+    """autograd has a thread for each device; threads of the test stand for them."""
+    with made(backend) as group:
+        check_works(group, backend)
+        x = torch.ones(3, requires_grad=True)
+        first, second = (easydist.reduce(x * n, "sum", differentiable=True, group=group) for n in (1, 2))
+        if rank == 1:
+            wait_until(group, "second has begun")
+            first.sum().backward()
+            second.sum().backward()
+        else:
+            one, _ = begun(first.sum().backward)
+            in_call(group)
+            with pytest.raises(RuntimeError, match="another call of the group is under way"):
+                easydist.gather(rank, group=group)
+            second.register_hook(lambda gradient: tell("second has begun"))
+            other, _ = begun(second.sum().backward)
+            one.join(DEADLINE)
+            other.join(DEADLINE)
+        assert x.grad.tolist() == [6, 6, 6]
+        check_works(group, backend)

@@ -68,8 +68,15 @@ def regroup(group):
     member.regroup(group)
 
 
+def backward(group):
+    rows = LARGE.clone().requires_grad_()
+    easydist.gather(rows, group=group, timeout=30, differentiable=True).sum().backward()
+    return rows.grad
+
+
 VERBS = {
     "gather": lambda group: easydist.gather(LARGE, group=group, timeout=30),
+    "backward of gather": backward,
     "gather_for_metrics": lambda group: easydist.gather_for_metrics(
         LARGE, indices=range(len(LARGE)), group=group, timeout=30
     ),

@@ -5,6 +5,8 @@ import functools
 import numpy as np
 import pytest
 import torch
+from counting import recorded
+from groups import BACKENDS, made
 
 import easydist
 from easydist.testing import distributed
@@ -12,6 +14,7 @@ from easydist.testing import distributed
 ALL = (1, 2, 3, 4)
 WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64)
 FLOAT = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+COMPLEX = torch.complex128
 
 
 def values(rank, dtype):
@@ -85,7 +88,71 @@ def test_the_input_stays_and_the_result_is_new(rank, world_size, numel):
     assert got.unique().tolist() == [float(world_size)]
     got.zero_()
     assert x.unique().tolist() == [1.0]
-    assert not got.requires_grad
+
+
+def factor(reduction, world_size):
+    return {"sum": 1.0, "mean": 1 / world_size, "none": 1.0}[reduction]
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
+@pytest.mark.parametrize("numel", [3, 100_000], ids=["small", "large"])
+@BACKENDS
+@distributed(world_size=ALL)
+def test_the_derivative_by_the_own_input_is_kept_without_an_exchange(
+    rank, world_size, backend, numel, reduction, scale
+):
+    with made(backend) as group:
+        x, z = (torch.full((numel,), rank + 1.0, dtype=dtype, requires_grad=True) for dtype in (torch.float64, COMPLEX))
+        got = easydist.reduce({"x": x * 2, "z": z, "n": 1, "plain": torch.ones(2)}, reduction, scale, group=group)
+        assert not got["plain"].requires_grad
+        with recorded() as operations:
+            (got["x"] ** 2 + (got["z"] * (1 - 2j)).real).sum().backward()
+        assert operations == []
+        own = scale * factor(reduction, world_size)
+        torch.testing.assert_close(x.grad, 4 * own * got["x"].detach())
+        torch.testing.assert_close(z.grad, torch.full_like(z, own * (1 + 2j)))
+
+
+@distributed(world_size=(1, 2, 3))
+def test_the_derivative_by_the_own_input_can_be_differentiated_again_and_results_changed(rank, world_size):
+    x = torch.arange(3.0, requires_grad=True)
+    (own,) = torch.autograd.grad(easydist.reduce(x * x, "sum").sum(), x, create_graph=True)
+    own.sum().backward()
+    assert x.grad.tolist() == [2, 2, 2]
+    x.grad = None
+    got = easydist.reduce([x, x, 2 * x, torch.ones(3, requires_grad=True)])
+    assert got[0] is got[1]
+    kept = got[0] * got[0]
+    got[2] += 1
+    got[3].zero_()
+    (kept + got[2]).sum().backward()
+    torch.testing.assert_close(x.grad, (2 * got[0].detach() + 2) / world_size)
+
+
+@distributed(world_size=2)
+def test_every_dtype_has_the_derivative_by_the_own_input(rank):
+    for dtype in (*FLOAT, torch.float8_e5m2, torch.complex64):
+        x = torch.full((2,), 2.0).to(dtype).requires_grad_()
+        y = torch.ones(2, requires_grad=True)
+        got = easydist.reduce({"x": x, "y": y}, "mean", 0.5)
+        got["x"].backward(torch.full((2,), 4.0).to(dtype))
+        assert x.grad.dtype == dtype
+        assert x.grad.to(torch.complex64).tolist() == [1, 1]
+        assert y.grad is None  # unlike zeros, this keeps an optimizer from touching it
+
+
+@distributed(world_size=(1, 2))
+def test_other_reductions_and_calls_without_grad_mode_are_detached(rank):
+    x = torch.ones(3, requires_grad=True)
+    for reduction in ("max", "min", "prod"):
+        assert not easydist.reduce(x, reduction).requires_grad
+    assert not easydist.reduce(x.detach(), "sum").requires_grad
+    assert not easydist.reduce({"x": x, "n": torch.arange(3)}, "sum")["n"].requires_grad
+    with torch.no_grad():
+        assert not easydist.reduce(x, "sum").requires_grad
+    with torch.inference_mode():
+        assert not easydist.reduce(x, "sum").requires_grad
 
 
 @distributed(world_size=2)
