@@ -66,6 +66,15 @@ def test_survivors_finish_the_evaluation():
 
 
 @pytest.mark.slow
+def test_a_contrastive_loss_has_the_gradients_of_one_process():
+    page = (ROOT / "docs" / "gradients.md").read_text()
+    for count in (1, 2, 3):
+        out = on_ranks(count, "contrastive_loss.py")
+        assert out in page
+        assert out.endswith("equal to one process: True\n")
+
+
+@pytest.mark.slow
 def test_evaluate_gives_the_same_on_any_number_of_ranks():
     printed = [default_pool().run(evaluate, count)[0].splitlines() for count in (1, 2, 3, 4)]
     assert [lines[0] for lines in printed] == [
