@@ -46,7 +46,8 @@ def starts(tensors: Sequence[torch.Tensor], nbytes: Sequence[int]) -> list[int] 
         nbytes: The bytes of each.
 
     Returns:
-        The addresses; None if a tensor is not like that, or has no elements, or its memory is missing.
+        The addresses, possibly 0 for a tensor without elements; None if a tensor is not like that, or its memory is
+        missing.
 
     Cost: 0.2 µs for each tensor.
     """
@@ -55,9 +56,16 @@ def starts(tensors: Sequence[torch.Tensor], nbytes: Sequence[int]) -> list[int] 
         found = [*map(_address_of, storages)]
     except RuntimeError:  # no storage, or one without memory
         return None
-    if 0 in found or any(map(_offset_of, tensors)) or not all(map(_is_contiguous, tensors)):
+    if any(map(_offset_of, tensors)) or not all(map(_is_contiguous, tensors)):
+        return None
+    if 0 in found and not _are_empty(found, nbytes):
         return None
     return found if all(map(operator.ge, map(_length_of, storages), nbytes)) else None
+
+
+def _are_empty(starts: Sequence[int], nbytes: Sequence[int]) -> bool:
+    """True if all tensors at address 0 have no elements."""
+    return not any(count for start, count in zip(starts, nbytes, strict=True) if not start)
 
 
 def is_backed(tensor: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -94,16 +94,12 @@ _PLAIN_DTYPES = frozenset(
 """The dtypes of tensors that cannot be quantized or lazily conjugated."""
 
 
-class _Kind(NamedTuple):
-    """The properties of tensors that ``as_tensor`` would certainly return unchanged, apart from their memory."""
-
-    dtypes: tuple[torch.dtype, ...]
-    shapes: tuple[torch.Size, ...]
-    is_cpu: bool
+_Kind = tuple[tuple[torch.dtype, ...], tuple[torch.Size, ...], bool]
+"""The dtypes and shapes of tensors, and True if all of them are on the CPU."""
 
 
 def _kind(values: Sequence[Any]) -> _Kind | None:
-    """Return the kind of leaves whose memory alone remains to be checked; None for other leaves.
+    """Return the kind of leaves that ``as_tensor`` returns unchanged if they have memory; None for other leaves.
 
     This looks at all leaves in a few calls: one call per leaf would cost as much as two of the checks. Tensors with
     another layout have no storage, so the check of the memory finds them.
@@ -118,7 +114,7 @@ def _kind(values: Sequence[Any]) -> _Kind | None:
     except RuntimeError:  # a nested tensor has none
         return None
     is_cpu = all(map(_is_cpu, values))
-    return None if not is_cpu and any(map(_is_meta, values)) else _Kind(dtypes, shapes, is_cpu)
+    return None if not is_cpu and any(map(_is_meta, values)) else (dtypes, shapes, is_cpu)
 
 
 def _as_vector(tensor: torch.Tensor, path: str) -> torch.Tensor:
@@ -313,13 +309,13 @@ class Leaves:
         if kind is None:
             tensors, self.requires_grad = _as_tensors(values, self._spec.paths, vectors)
             dtypes = tuple([tensor.dtype for tensor in tensors])
-            kind = _Kind(dtypes, tuple([tensor.shape for tensor in tensors]), all(map(_is_cpu, tensors)))
+            kind = dtypes, tuple([tensor.shape for tensor in tensors]), all(map(_is_cpu, tensors))
             self._are_unchanged = False
-        _, shapes, self.is_cpu = kind
+        dtypes, shapes, self.is_cpu = kind
         if vectors and not all(shapes):  # () is the shape of a leaf without dimensions
             tensors = list(map(_as_vector, tensors, self._spec.paths))
             shapes = tuple([tensor.shape for tensor in tensors])
-        self.layout = layout(tuple(self._spec.paths), kind.dtypes, shapes)
+        self.layout = layout(tuple(self._spec.paths), dtypes, shapes)
         self.values, self.tensors = self.layout.ordered(values), self.layout.ordered(tensors)
         if self._are_unchanged:
             self._check_memory()

@@ -178,6 +178,10 @@ class _Run(NamedTuple):
     is_flat: bool
     is_uniform: bool
 
+    def of(self, buffer: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the part of a buffer that holds the run; the buffer itself if it has nothing else."""
+        return buffer if buffer.shape[dim] == self.nbytes else buffer.narrow(dim, self.start, self.nbytes)
+
 
 class Packing:
     """The layout of tensors of certain dtypes and shapes in a buffer: computed once, and reused by every call.
@@ -214,7 +218,7 @@ class Packing:
                 at += tensor.nbytes
             return
         for run in self._runs:
-            part = out.narrow(0, run.start, run.nbytes)
+            part = run.of(out, 0)
             if run.is_flat and is_copyable(run.dtype):
                 torch.cat(list(tensors[run.leaves]), out=part.view(run.dtype))
             else:
@@ -224,14 +228,14 @@ class Packing:
         """Return views of a buffer; see the function ``unpack``."""
         views: list[torch.Tensor] = []
         for run in self._runs:
-            flat = buffer.narrow(0, run.start, run.nbytes).view(run.dtype).split_with_sizes(run.sizes)
+            flat = run.of(buffer, 0).view(run.dtype).split_with_sizes(run.sizes)
             views += flat if run.is_flat else [p.view(shape) for p, shape in zip(flat, run.shapes, strict=True)]
         return views
 
     def unpack_to(self, targets: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
         """Copy the tensors in a buffer to ``targets``, all on the CPU: as fast as ``unpack`` alone for small ones."""
         for run in self._runs:
-            flat = buffer.narrow(0, run.start, run.nbytes).view(run.dtype)
+            flat = run.of(buffer, 0).view(run.dtype)
             if run.is_flat:
                 _split_copy(flat, run.sizes, out=targets[run.leaves])
             else:
@@ -243,7 +247,7 @@ class Packing:
         """Concatenate the leaves of all rows; see the function ``unpack_rows``."""
         results: list[torch.Tensor] = []
         for run in self._runs:
-            bits = rows.narrow(1, run.start, run.nbytes)
+            bits = run.of(rows, 1)
             if is_copyable(run.dtype):
                 results += _joined(bits.view(run.dtype), run)
             else:

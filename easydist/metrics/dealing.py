@@ -65,11 +65,11 @@ def lot_of(loader: Any, rank: int, size: int, total: int | None = None) -> Lot:
         TypeError: It is not a loader.
     """
     if isinstance(loader, _classes("easydist.metrics.loader", "DistributedLoader")):
-        return _ours(loader, loader.source)
+        return _ours(loader.source)
     if not isinstance(loader, DataLoader):  # accelerate's loaders report this class
         raise TypeError(f"loader is {type(loader).__name__}, not a DataLoader")
     if size == 1:
-        return Lot(loader, Dealt())
+        return Lot(dealt=Dealt())
     if isinstance(loader, _classes("accelerate.data_loader", "DataLoaderDispatcher")):
         return _dispatched(loader, rank, size, total)
     chain = list(_samplers(loader))
@@ -79,14 +79,14 @@ def lot_of(loader: Any, rank: int, size: int, total: int | None = None) -> Lot:
         if hasattr(part, "num_replicas") and hasattr(part, "total_size"):
             return _strided(loader, part, rank, size)
         if isinstance(part, _classes("easydist.metrics.sampler", "DistributedBatchSampler")):
-            return _shared(loader, passes_of(loader), part, max(part.total - part.start, 0))
+            return _shared(passes_of(loader), part, max(part.total - part.start, 0))
     if total is None:
         raise ValueError(
             f"the loader does not tell how it distributes its samples over {size} ranks, so repeated samples would go "
             "unnoticed; prepare it with accelerate, use distributed_loader or DistributedSampler, or pass total= or "
             "indices="
         )
-    return Lot(loader, Dealt())
+    return Lot(dealt=Dealt())
 
 
 def _class(module: str, name: str) -> Any:
@@ -185,19 +185,19 @@ class _Steps(NamedTuple):
         return Position(current.serial, steps, available, has_ended, finished, self.passes.mixed)
 
 
-def _ours(loader: Any, source: Any) -> Lot:
+def _ours(source: Any) -> Lot:
     """Handle ``distributed_loader``. The length of a stream is known at its end."""
     passes = passes_of(source.loader)
     has_ended = passes.current is not None and passes.current.has_ended
     total = source.end if source.total is None and has_ended else source.total
-    return _shared(loader, passes, source.sharing, None if total is None else max(total - source.start, 0))
+    return _shared(passes, source.sharing, None if total is None else max(total - source.start, 0))
 
 
-def _shared(loader: Any, passes: Passes, sharing: Any, left: int | None) -> Lot:
+def _shared(passes: Passes, sharing: Any, left: int | None) -> Lot:
     """Handle loaders of which easydist shares out the samples, the last step evenly."""
     step = sharing.batch_size * sharing.world_size
     rows = left // step * step if left is not None and sharing.drop_last else left
-    return Lot(loader, Dealt(sharing.batch_size, None, rows), _Steps(passes, step).at(rows))
+    return Lot(passes.tally, Dealt(sharing.batch_size, None, rows), _Steps(passes, step).at(rows))
 
 
 def _accelerated(loader: Any, size: int, reads: int = 1) -> _Steps:
@@ -215,11 +215,11 @@ def _has_ended(loader: Any) -> bool:
 def _alone(loader: Any, total: int | None) -> Lot:
     """Handle a loader of a single process, since the rows may be those of another one."""
     if (batches := _batch_sampler(loader)) is None:
-        return Lot(loader, Dealt())
+        return Lot(dealt=Dealt())
     steps = _accelerated(loader, batches.batch_size)
     left = _left(loader, steps, total, batches.batch_size)
     dealt = _evened(left, batches.batch_size, 1, batches.drop_last, fills=False)
-    return Lot(loader, Dealt(rows=dealt.rows), steps.at(dealt.rows, _has_ended(loader)))
+    return Lot(steps.passes.tally, Dealt(rows=dealt.rows), steps.at(dealt.rows, _has_ended(loader)))
 
 
 def _batch_sampler(loader: Any) -> Any:
@@ -230,7 +230,7 @@ def _dispatched(loader: Any, rank: int, size: int, total: int | None) -> Lot:
     """Handle loaders for which rank 0 reads the batches, so that only rank 0 knows their position."""
     _check_place((loader.state.process_index, loader.state.num_processes), (rank, size))
     if rank:
-        return Lot(loader)
+        return Lot(passes_of(loader).tally)
     batch_size = _batch_sampler(loader).batch_size
     block, reads = (batch_size // size, 1) if loader.split_batches else (batch_size, size)
     steps = _accelerated(loader, block * size, reads)
@@ -238,7 +238,7 @@ def _dispatched(loader: Any, rank: int, size: int, total: int | None) -> Lot:
     if at.has_ended and at.steps:  # it knows the number of samples of its last step
         left = (at.steps - 1) * steps.size + loader.remainder
     dealt = _evened(left, block, size, loader._drop_last, fills=False)
-    return Lot(loader, dealt, steps.at(dealt.rows, _has_ended(loader)))
+    return Lot(steps.passes.tally, dealt, steps.at(dealt.rows, _has_ended(loader)))
 
 
 def _evened(left: int | None, block: int, size: int, drop_last: bool, fills: bool) -> Dealt:
@@ -281,7 +281,7 @@ def _sharded(loader: Any, shard: Any, rank: int, size: int, total: int | None) -
     )
     if steps.done is None:
         dealt = dealt._replace(rows=None)
-    return Lot(loader, dealt, steps.at(dealt.rows, _has_ended(loader)))
+    return Lot(steps.passes.tally, dealt, steps.at(dealt.rows, _has_ended(loader)))
 
 
 def _left(loader: Any, steps: _Steps, total: int | None, batch_size: int) -> int | None:
@@ -333,7 +333,7 @@ def _strided(loader: Any, sampler: Any, rank: int, size: int) -> Lot:
     repeats = sampler.total_size > total and each == sampler.num_samples
     dealt = Dealt(1, (total % size or size) if repeats else None, rows, True)
     at = steps.at(rows)
-    return Lot(loader, dealt if steps.done is not None else dealt._replace(rows=None), at)
+    return Lot(steps.passes.tally, dealt if steps.done is not None else dealt._replace(rows=None), at)
 
 
 def _batches(loader: Any, sampler: Any) -> tuple[int, bool, int]:

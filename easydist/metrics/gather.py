@@ -19,8 +19,8 @@ from easydist.metrics.dealing import lot_of, lot_of_last
 from easydist.metrics.encoding import Column, joined, nbytes_of, travelling
 from easydist.metrics.large import AT_ONCE, Large, moved
 from easydist.metrics.lot import ACTIVE, ENDED, Lot, agreed_lot
-from easydist.metrics.order import Dealt, Order, by_index, check_even, in_order, told
-from easydist.metrics.tally import tally_of
+from easydist.metrics.order import Order, by_index, check_even, in_order, told
+from easydist.metrics.tally import Tally
 from easydist.metrics.windows import Way, check_complete
 from easydist.state import communicators, together
 from easydist.typing import Group, Timeout, Tree
@@ -111,13 +111,16 @@ def gather_for_metrics(
     dst = named_rank(group, "gather_for_metrics", "dst", dst, group_dst)
     verb = _GatherForMetrics(input_data, dst, _Samples(loader, total, indices), use_gather_object, ragged, pad_index)
     is_checked_on_one = dst is not None and (pad_index is not None or (indices is not None and total is not None))
-    with together(group) if is_checked_on_one else nullcontext():
+    with together(group) if is_checked_on_one else _NOTHING:
         result = run(verb, communicators(group), timeout, check)
     if verb.large is None:
         return result
     with together(group):
         columns = moved(verb.large, Way(dst, group, "gather_for_metrics", check, timeout))
         return None if columns is None else verb.finished(columns)
+
+
+_NOTHING = nullcontext()
 
 
 class _Samples(NamedTuple):
@@ -166,7 +169,7 @@ class _GatherForMetrics(Gather):
 
     def prepare(self, comms: Communicators) -> Call:
         self._lot = lot = self._samples.lot(comms.rank, comms.size)
-        self._tally = tally_of(lot.loader)
+        self._tally = lot.tally or Tally()
         self._values, self._tree = opened(self._tensor, self._ragged, self._whole)
         nbytes = 0 if self._dst is None or comms.size == 1 else sum(map(nbytes_of, self._values))
         is_small = nbytes <= AT_ONCE or not any(map(has_rows, self._values))
@@ -180,8 +183,8 @@ class _GatherForMetrics(Gather):
         del call.arguments["dim"]
         total = None if self._samples.total is None else index(self._samples.total)
         call.arguments |= {"total": total, "ragged": self._ragged, "pad_index": self._pad_index}
-        call.numbers = lot.numbers(self._tally.rows)
-        if lot.loader is None and not self._samples.are_told and self._has_rows():
+        call.numbers = lot.numbers()
+        if lot.tally is None and lot.dealt is None and not self._samples.are_told and self._has_rows():
             raise ValueError(_NO_LOADER)
         return call
 
@@ -230,22 +233,18 @@ class _GatherForMetrics(Gather):
     def _admitted(self, sizes: Sequence[list[int]]) -> bool:
         """Add the rows to the loader's tally; return True if its last step is among them."""
         dealt, at, origin = self._lot.dealt, self._lot.at, self._lot.origin
-        counts = {tuple(sizes[column.rows]): column.path for column in self._columns if column.rows is not None}
-        if dealt is None or dealt == Dealt() or not counts:
+        counts = [sizes[column.rows] for column in self._columns if column.rows is not None]
+        if dealt is None or not counts or (dealt.block is None and dealt.rows is None):
             return True
-        rows = max(counts, key=sum)
-        for others in counts.keys() - {rows, (0,) * len(rows)}:
-            raise ValueError(
-                f"gather_for_metrics: {counts[rows] or 'the data'} has {_listed(rows)} rows on the ranks, "
-                f"{counts[others] or 'the data'} has {_listed(others)}; pass one row per sample"
-            )
+        rows = counts[0] if counts.count(counts[0]) == len(counts) else self._alike(counts)
         if origin == ACTIVE and dealt.block is not None and max(rows) > dealt.block:
             raise ValueError(
                 f"gather_for_metrics: {told(rows)}, but a batch of the loader that is being iterated has {dealt.block}"
                 f"; {_THIS_LOADER}"
             )
         try:
-            check_even(rows, dealt, at.has_ended or not at.serial)
+            if dealt.is_even:
+                check_even(rows, dealt, at.has_ended or not at.serial)
             has_last = self._tally.admit(sum(rows), dealt, at)
         except ValueError as error:
             if origin != ENDED:
@@ -257,6 +256,15 @@ class _GatherForMetrics(Gather):
                 f"{dealt.samples(len(rows))} samples; {_THIS_LOADER}"
             )
         return has_last
+
+    def _alike(self, counts: Sequence[list[int]]) -> list[int]:
+        """Return the numbers of rows of all columns that have rows; they must be the same."""
+        paths = [column.path or "the data" for column in self._columns if column.rows is not None]
+        found = {tuple(rows): path for rows, path in zip(counts, paths, strict=True) if any(rows)}
+        if len(found) > 1:
+            columns = [f"{path} has {_listed(rows)} rows on the ranks" for rows, path in found.items()]
+            raise ValueError(f"gather_for_metrics: {', '.join(columns)}; pass one row per sample")
+        return list(*found)
 
     def _order(self, column: Column, sizes: Sequence[list[int]]) -> Order:
         """Return the rows of a column to keep, as far as it follows from the numbers of rows."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from easydist.errors import DisagreementError
 from easydist.metrics.order import Dealt
-from easydist.metrics.tally import Position
+from easydist.metrics.tally import Position, Tally
 
 __all__ = ["ACTIVE", "ENDED", "NAMED", "Lot", "agreed_lot"]
 
@@ -19,21 +19,22 @@ class Lot(NamedTuple):
     """A loader, as one rank knows it.
 
     Attributes:
-        loader: The loader; None if there is none.
+        tally: The rows that were gathered; None if this rank has no loader.
         dealt: The distribution of its samples; None if only another rank knows it.
         at: Its position.
         origin: How it was found.
     """
 
-    loader: Any = None
+    tally: Tally | None = None
     dealt: Dealt | None = None
     at: Position = Position()
     origin: int = NAMED
 
-    def numbers(self, gathered: int) -> tuple[int, ...]:
+    def numbers(self) -> tuple[int, ...]:
         """Return it as numbers for the other ranks, together with the rows in this rank's tally."""
         if self.dealt is None:
             return (_NONE,) * _LENGTH
+        gathered = 0 if self.tally is None else self.tally.rows
         block, rest, rows, is_even = [_NONE if each is None else each for each in self.dealt]
         return (self.origin, gathered, block, rest, rows, is_even, *self.at)
 
@@ -60,7 +61,7 @@ def agreed_lot(mine: Lot, numbers: Sequence[tuple[int, ...]]) -> tuple[Lot, bool
     first = next(iter(known.values()))
     block, rest, rows, is_even = [None if each == _NONE else each for each in first[2:_SPLIT]]
     at = Position._make(first[_SPLIT:])
-    lot = Lot(mine.loader, Dealt(block, rest, rows, bool(is_even)), at, first[0])
+    lot = Lot(mine.tally, Dealt(block, rest, rows, bool(is_even)), at, first[0])
     return lot, len({row[1] for row in known.values()}) == 1
 
 

@@ -69,7 +69,7 @@ def in_order(rows: Sequence[int], dealt: Dealt, has_last: bool = True) -> Order:
 
 
 def check_even(rows: Sequence[int], dealt: Dealt, may_be_last: bool) -> None:
-    """Make sure that the ranks have as many rows as one another, and whole blocks, if the loader deals so.
+    """Make sure that the ranks have as many rows as one another, and whole blocks, as a loader deals that is even.
 
     Args:
         rows: The number of rows of each rank.
@@ -79,7 +79,7 @@ def check_even(rows: Sequence[int], dealt: Dealt, may_be_last: bool) -> None:
     Raises:
         ValueError: They have not.
     """
-    if dealt.is_even and dealt.block and (len({*rows}) > 1 or (rows[0] % dealt.block and not may_be_last)):
+    if dealt.block and (len({*rows}) > 1 or (rows[0] % dealt.block and not may_be_last)):
         raise ValueError(
             f"{told(rows)}, but the loader's batches have {dealt.block}, as many on every rank; pass one row per "
             "sample, or indices="

@@ -15,6 +15,8 @@ from weakref import WeakKeyDictionary
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from easydist.metrics.tally import Tally
+
 __all__ = ["Pass", "Passes", "passes_of"]
 
 
@@ -26,11 +28,13 @@ class Passes:
         finished: The serial number of the pass that came to its end last; 0 if there is none.
         mixed: How often an older pass went on after a newer one had begun.
         current: The pass that yielded last.
+        tally: The rows that were gathered.
     """
 
     def __init__(self) -> None:
         self.begun = self.finished = self.mixed = 0
         self.current: Pass | None = None
+        self.tally = Tally()
 
     def begin(self, start: int | None = 0, yielded: int = 0) -> Pass:
         """Begin a pass; it is current from now on.

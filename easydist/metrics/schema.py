@@ -10,7 +10,7 @@ import torch
 from numpy.lib import format as npy
 
 from easydist import tree
-from easydist.data.leaves import Leaves, check_unmasked, is_numeric
+from easydist.data.leaves import as_tensor, check_unmasked, is_numeric
 from easydist.data.packing import dtype_name
 from easydist.format import codec
 from easydist.metrics.columns import are_plain, is_text
@@ -145,6 +145,9 @@ def _has_objects(rows: Any) -> bool:
 
 def _taken(value: Any, path: str) -> tuple[Any, int]:
     """Copy the rows, and return their bytes, too."""
+    if isinstance(value, torch.Tensor):
+        tensor = as_tensor(value, path).to("cpu", copy=True, memory_format=torch.contiguous_format)
+        return tensor, tensor.nbytes
     if isinstance(value, np.ndarray):
         check_unmasked(value, path)
         if not value.dtype.hasobject and not is_numeric(value):
@@ -154,8 +157,8 @@ def _taken(value: Any, path: str) -> tuple[Any, int]:
         message = codec.EncodedObject(rows)  # nobody can change plain items; the others are copied as if they travelled
         is_fixed = isinstance(rows, list) and are_plain(rows)
         return rows if is_fixed else codec.decode(message.joined()), message.nbytes
-    (tensor,) = Leaves(rows).tensors
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor), tensor.nbytes
+    tensor = as_tensor(rows, path).clone()
+    return tensor, tensor.nbytes
 
 
 def _type_of(path: str, value: Any, taken: Any) -> ColumnType:

@@ -23,6 +23,8 @@ class GatherStates(GatherObject):
         dst: The only rank that gets the result; None for all ranks.
     """
 
+    operation = "sync_dist"
+
     def __init__(
         self,
         operation: str,

@@ -8,12 +8,11 @@ repeated samples. If rows cannot be placed in this way, the call raises.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
 
 from easydist.metrics.order import Dealt
 
-__all__ = ["Position", "Tally", "tally_of"]
+__all__ = ["Position", "Tally"]
 
 _ADVICE = "gather each batch in the loop, or all of them together after it, and pass one row per sample, or indices="
 
@@ -53,23 +52,23 @@ class _Stream:
 
 
 class Tally:
-    """The rows that were gathered in the current pass over one loader. All ranks keep the same tally."""
+    """The rows that were gathered in the current pass over one loader. All ranks keep the same tally.
+
+    Attributes:
+        rows: The rows of all streams.
+    """
 
     def __init__(self) -> None:
+        self.rows = 0
         self._at = Position(serial=-1)
         self._total: int | None = None
         self._streams: list[_Stream] = []
         self._calls = 0
         self._is_lost = False
 
-    @property
-    def rows(self) -> int:
-        """The rows of all streams."""
-        return sum([stream.rows for stream in self._streams])
-
     def lose(self) -> None:
         """Forget the rows of this pass, since the ranks do not agree on them or do not know them."""
-        self._streams, self._is_lost = [], True
+        self._streams, self.rows, self._is_lost = [], 0, True
 
     def admit(self, rows: int, dealt: Dealt, at: Position) -> bool:
         """Add the rows of a call.
@@ -92,14 +91,19 @@ class Tally:
             raise
 
     def _admit(self, rows: int, dealt: Dealt, at: Position) -> bool:
-        self._follow(dealt, at)
+        last, self._at = self._at, at
+        if at.serial != last.serial or at.mixed != last.mixed:
+            self._begin(last, dealt, at)
+        elif at.steps != last.steps:
+            self._calls = 0
         is_unknown = dealt.rows is None and dealt.rest is None and (at.has_ended or not dealt.is_even)
         if rows == dealt.rows or is_unknown:
             return True  # a whole pass, or one in which no sample is repeated
-        stream = self._next_stream()
+        stream = None if self._is_lost or not at.serial else self._next_stream(at)
         if stream is None:
             return self._unplaced(rows, dealt)
         self._total = dealt.rows
+        self.rows += rows
         stream.rows += rows
         behind = at.available - stream.rows
         stream.behind = behind if stream.behind < 0 else stream.behind
@@ -110,14 +114,11 @@ class Tally:
             )
         return at.has_ended and stream.rows == dealt.rows
 
-    def _follow(self, dealt: Dealt, at: Position) -> None:
-        """Follow the loader to its next step, or to its next pass."""
-        last, self._at = self._at, at
+    def _begin(self, last: Position, dealt: Dealt, at: Position) -> None:
+        """Begin to count a pass that has begun since the last call."""
         is_mixed = last.serial > 0 and at.mixed != last.mixed
-        if at.serial == last.serial and not is_mixed:
-            self._calls = self._calls if at.steps == last.steps else 0
-            return
-        streams, self._streams, self._calls, self._is_lost = self._streams, [], 0, is_mixed
+        streams, self._streams = self._streams, []
+        self.rows, self._calls, self._is_lost = 0, 0, is_mixed
         if is_mixed and dealt.rest is not None:
             raise ValueError(
                 "the loader is being iterated several times at once, so it is not known which batches these rows and "
@@ -135,12 +136,9 @@ class Tally:
                     f"{self._total} rows, so samples are missing in its results; {_ADVICE}"
                 )
 
-    def _next_stream(self) -> _Stream | None:
+    def _next_stream(self, at: Position) -> _Stream | None:
         """Return the stream of this call; None if that is not known."""
-        at, number = self._at, self._calls
-        if self._is_lost or not at.serial:
-            return None
-        self._calls += 1
+        number, self._calls = self._calls, self._calls + 1
         if not at.has_ended and number == len(self._streams):
             self._streams.append(_Stream(number))
         # After the last step, the streams that the steps before had go on in turns.
@@ -154,14 +152,3 @@ class Tally:
             f"these are {rows} of the {dealt.rows} rows that the loader yields in a pass, which repeat samples, and it "
             f"is not known whether they are the last; {_ADVICE}"
         )
-
-
-_tallies: WeakKeyDictionary[Any, Tally] = WeakKeyDictionary()
-
-
-def tally_of(loader: Any) -> Tally:
-    """Return the tally of a loader; a new one each time for None."""
-    if loader is None:
-        return Tally()
-    tally = _tallies.get(loader)
-    return _tallies.setdefault(loader, Tally()) if tally is None else tally

@@ -140,7 +140,7 @@ def refused(rank, case, name):
 
 
 FAULTS = {
-    "meta": ("RemoteError", "not a dense tensor"),
+    "meta": ("RemoteError", "is a meta tensor, which has no data"),
     "sparse": ("RemoteError", "not a dense tensor"),
     "object": ("RemoteError", "is a object"),
     "shape": ("DisagreementError", "w  rank 0: float32 (2,)   rank 1: float32 (3,)"),

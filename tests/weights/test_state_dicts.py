@@ -213,7 +213,7 @@ def test_a_sharded_source_reaches_a_rank_outside_its_mesh(rank):
 
 
 REFUSED = {
-    "meta": (lambda: torch.ones(2, device="meta"), "not a dense tensor"),
+    "meta": (lambda: torch.ones(2, device="meta"), "is a meta tensor, which has no data"),
     "sparse": (lambda: torch.eye(2).to_sparse(), "not a dense tensor"),
     "object": (lambda: object(), "is a object"),
 }
