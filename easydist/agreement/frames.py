@@ -158,8 +158,8 @@ def exchange(comms: Communicators, header: Header, sizes: bytes, call: Call) -> 
     """Send this rank's frame, and return the headers of all ranks."""
     frames = comms.frames
     at, room = comms.rank * frames.nbytes, frames.nbytes - _NUMBERS.size - 8
-    first = struct.pack(f"<{len(call.numbers)}q", *call.numbers) if call.numbers else b""
-    sizes = first + sizes if len(first) + len(sizes) <= room else first
+    numbers = struct.pack(f"<{len(call.numbers)}q", *call.numbers) if call.numbers else b""
+    sizes = numbers + sizes if len(numbers) + len(sizes) <= room else numbers
     count = len(sizes) // 8
     payload = call.nbytes if call.payload and call.nbytes <= frames.nbytes - _start(count) else 0
     _NUMBERS.pack_into(frames.view, at, *header[:6], count, payload)

@@ -141,19 +141,18 @@ class Checked:
 
     def _are_plain(self, tensors: Sequence[torch.Tensor]) -> bool:
         """True if ``_check`` accepts the tensors and their memory is flat: most are, and finding that out is quick."""
-        dtype, is_cpu = None, self._backend.device.type == "cpu"
+        dtype = None
         for tensor in tensors:
-            if type(tensor) is not torch.Tensor or not (is_cpu if tensor.is_cpu else self._is_here(tensor)):
+            if not self._is_plain(tensor) or not is_flat(tensor):
                 return False
             if (own := tensor.dtype) is not dtype and dtype is not None:
                 return False
             dtype = own
-            if not (is_flat(tensor) and is_backed(tensor)):
-                return False
         return True
 
-    def _is_here(self, tensor: torch.Tensor) -> bool:
-        return tensor.device == self._backend.device
+    def _is_plain(self, tensor: torch.Tensor) -> bool:
+        """True if a tensor is on this device, and has memory."""
+        return type(tensor) is torch.Tensor and tensor.device == self._backend.device and is_backed(tensor)
 
     def _check(self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> None:
         """Check that all are tensors of one dtype on the communicator's device, and that outputs can be written."""

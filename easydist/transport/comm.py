@@ -92,11 +92,12 @@ class Collectives(Reductions):
             nbytes: The length of this rank's message.
         """
         name = "all_gather_upto"
-        if not self._are_plain([rows]):
+        if not self._is_plain(rows):
             self._check(name, [rows])
-        shaped = rows.dtype is BYTES and rows.ndim == 2 and rows.shape[0] == self.get_size() and rows.is_contiguous()
-        demand(shaped, f"{name}: rows must be contiguous uint8 of the shape (comm_size, length)")
-        demand(0 <= nbytes <= rows.shape[1], f"{name}: nbytes must fit a row")
+        if rows.dtype is not BYTES or rows.ndim != 2 or rows.shape[0] != self.get_size() or not rows.is_contiguous():
+            raise RuntimeError(f"{name}: rows must be contiguous uint8 of the shape (comm_size, length)")
+        if not 0 <= nbytes <= rows.shape[1]:
+            raise RuntimeError(f"{name}: nbytes must fit a row")
         return self._run(name, lambda: self._backend.all_gather_upto(rows, nbytes), async_op, hints, timeout)
 
     def all_gather_v(
