@@ -128,8 +128,11 @@ class Agreement:
         """Return the numbers that each rank's call sends to the others."""
         if self._frames is None:
             return [self.call.numbers]
-        stops = [len(self.call.numbers)] * len(self._headers.sizes)
-        return [tuple(row) for row in self._sent(0, stops)]
+        view, nbytes, stride = self._frames.view, _NUMBERS.size + 8 * len(self.call.numbers), self._frames.nbytes
+        rows = [bytes(view[at + _NUMBERS.size : at + nbytes]) for at in range(0, len(view), stride)]
+        if rows.count(rows[0]) == len(rows):
+            return [self.call.numbers] * len(rows)
+        return [struct.unpack(f"<{len(self.call.numbers)}q", row) for row in rows]
 
     def words(self) -> list[list[int]]:
         """Return the numbers of each rank's call after the first, which is their count: it may differ between ranks."""

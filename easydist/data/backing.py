@@ -58,14 +58,9 @@ def starts(tensors: Sequence[torch.Tensor], nbytes: Sequence[int]) -> list[int] 
         return None
     if any(map(_offset_of, tensors)) or not all(map(_is_contiguous, tensors)):
         return None
-    if 0 in found and not _are_empty(found, nbytes):
+    if any(map(operator.gt, nbytes, found)):  # the address is 0, which only a tensor without elements may have
         return None
     return found if all(map(operator.ge, map(_length_of, storages), nbytes)) else None
-
-
-def _are_empty(starts: Sequence[int], nbytes: Sequence[int]) -> bool:
-    """True if all tensors at address 0 have no elements."""
-    return not any(count for start, count in zip(starts, nbytes, strict=True) if not start)
 
 
 def is_backed(tensor: torch.Tensor) -> bool:

@@ -62,6 +62,8 @@ def opened(data: Tree, ragged: bool = False, whole: bool = False) -> tuple[list[
         return [_items(data, "")], spec
 
     def is_end(value: Any) -> bool:
+        if type(value) is torch.Tensor:
+            return True  # most are
         if isinstance(value, list):
             return ragged or not _has_tensors(value)
         return tree.is_leaf(value) or is_text(value)

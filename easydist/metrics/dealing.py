@@ -65,7 +65,7 @@ def lot_of(loader: Any, rank: int, size: int, total: int | None = None) -> Lot:
         TypeError: It is not a loader.
     """
     if isinstance(loader, _classes("easydist.metrics.loader", "DistributedLoader")):
-        return _ours(loader.source)
+        return Lot(dealt=Dealt(loader.batch_size))  # it repeats no sample, so nothing needs to be counted
     if not isinstance(loader, DataLoader):  # accelerate's loaders report this class
         raise TypeError(f"loader is {type(loader).__name__}, not a DataLoader")
     if size == 1:
@@ -79,7 +79,7 @@ def lot_of(loader: Any, rank: int, size: int, total: int | None = None) -> Lot:
         if hasattr(part, "num_replicas") and hasattr(part, "total_size"):
             return _strided(loader, part, rank, size)
         if isinstance(part, _classes("easydist.metrics.sampler", "DistributedBatchSampler")):
-            return _shared(passes_of(loader), part, max(part.total - part.start, 0))
+            return Lot(dealt=Dealt(part.batch_size))
     if total is None:
         raise ValueError(
             f"the loader does not tell how it distributes its samples over {size} ranks, so repeated samples would go "
@@ -183,21 +183,6 @@ class _Steps(NamedTuple):
         # A pass that reads several batches for a step has read its last before it yields what it has of them.
         finished = self.passes.finished if self.reads == 1 else 0
         return Position(current.serial, steps, available, has_ended, finished, self.passes.mixed)
-
-
-def _ours(source: Any) -> Lot:
-    """Handle ``distributed_loader``. The length of a stream is known at its end."""
-    passes = passes_of(source.loader)
-    has_ended = passes.current is not None and passes.current.has_ended
-    total = source.end if source.total is None and has_ended else source.total
-    return _shared(passes, source.sharing, None if total is None else max(total - source.start, 0))
-
-
-def _shared(passes: Passes, sharing: Any, left: int | None) -> Lot:
-    """Handle loaders of which easydist shares out the samples, the last step evenly."""
-    step = sharing.batch_size * sharing.world_size
-    rows = left // step * step if left is not None and sharing.drop_last else left
-    return Lot(passes.tally, Dealt(sharing.batch_size, None, rows), _Steps(passes, step).at(rows))
 
 
 def _accelerated(loader: Any, size: int, reads: int = 1) -> _Steps:

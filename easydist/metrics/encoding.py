@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -101,22 +102,41 @@ def travelling(
         >>> places[1], paths
         (Column(path="['x']", leaf=2, rows=2, is_objects=False), ["['id'].message", "['id'].rows", "['x']"])
     """
-    places: list[Column] = []
     leaves: list[Any] = []
-    paths: list[str] = []
-    for value, path in zip(columns, spec.paths, strict=True):
-        at = len(leaves)
+    kinds: list[str | None] = []
+    for value in columns:
         if isinstance(value, Items):
             message, rows = as_objects(value) if with_objects else Objects(_NOTHING.clone(), _counting(value))
-            places.append(Column(path, at, None if rows is None else at + 1, True))
             leaves += [message] if rows is None else [message, rows]
-            path += _kind(value.value)
-            paths += [f"{path}.message"] if rows is None else [f"{path}.message", f"{path}.rows"]
+            kinds.append(_kind(value.value))
         else:
-            places.append(Column(path, at, at if has_rows(value) else None, False))
             leaves.append(value)
-            paths.append(path)
-    return places, leaves, paths
+            kinds.append(None)
+    places, paths = _placed(tuple(spec.paths), tuple(kinds), tuple(map(has_rows, columns)))
+    return places, leaves, [*paths]
+
+
+@functools.lru_cache(maxsize=256)
+def _placed(
+    paths: Sequence[str], kinds: Sequence[str | None], have_rows: Sequence[bool]
+) -> tuple[list[Column], list[str]]:
+    """Return the places of columns, and the paths of the leaves that travel, which most batches have in common.
+
+    Args:
+        paths: The paths of the columns.
+        kinds: The kind of each column of objects; None for data.
+        have_rows: For each column True if it has one row or item per sample.
+    """
+    places: list[Column] = []
+    found: list[str] = []
+    for path, kind, counts in zip(paths, kinds, have_rows, strict=True):
+        at = len(found)
+        places.append(Column(path, at, at + (kind is not None) if counts else None, kind is not None))
+        if kind is None:
+            found.append(path)
+        else:
+            found += [f"{path}{kind}.message", *([f"{path}{kind}.rows"] if counts else [])]
+    return places, found
 
 
 def _kind(column: Any) -> str:

@@ -163,7 +163,6 @@ class _GatherForMetrics(Gather):
         super().__init__(input_data, dst)
         self._samples, self._whole = samples, whole
         self._ragged, self._pad_index = ragged or pad_index is not None, pad_index
-        self._orders: dict[tuple[int, ...], Order] = {}
         self._lot, self._has_last = Lot(), True
         self.large: Large | None = None
 
@@ -183,9 +182,12 @@ class _GatherForMetrics(Gather):
         del call.arguments["dim"]
         total = None if self._samples.total is None else index(self._samples.total)
         call.arguments |= {"total": total, "ragged": self._ragged, "pad_index": self._pad_index}
-        call.numbers = lot.numbers()
-        if lot.tally is None and lot.dealt is None and not self._samples.are_told and self._has_rows():
+        if lot.tally is None and (lot.dealt is not None or self._samples.are_told):
+            call.arguments["block"] = None if lot.dealt is None else lot.dealt.block
+        elif lot.tally is None and self._has_rows():
             raise ValueError(_NO_LOADER)
+        else:
+            call.numbers = lot.numbers()
         return call
 
     def _has_rows(self) -> bool:
@@ -195,8 +197,10 @@ class _GatherForMetrics(Gather):
     def validate(self, comms: Communicators, agreed: Agreement) -> None:
         """Raise if the ranks' loaders differ, or if none of them knows one."""
         super().validate(comms, agreed)
+        if not agreed.call.numbers:
+            return
         self._lot, is_same = agreed_lot(self._lot, agreed.numbers())
-        if self._lot.dealt is None and not self._samples.are_told:
+        if self._lot.dealt is None:
             raise ValueError(_NO_LOADER)
         if not is_same:  # a call failed on some ranks only
             self._tally.lose()
@@ -217,7 +221,7 @@ class _GatherForMetrics(Gather):
         places = leaves.layout.places
         sizes = [[row[place][0] for row in shapes] for place in places]
         self._has_last = self._admitted(sizes)
-        orders = [self._order(column, sizes) for column in self._columns]
+        orders = self._ordered(sizes)
         if alone := [column.path for column in self._columns if column.rows is None]:
             _warn_of_weights(self._lot, comms.size, alone[0])
         if self._is_large(comms, agreed):
@@ -233,8 +237,10 @@ class _GatherForMetrics(Gather):
     def _admitted(self, sizes: Sequence[list[int]]) -> bool:
         """Add the rows to the loader's tally; return True if its last step is among them."""
         dealt, at, origin = self._lot.dealt, self._lot.at, self._lot.origin
+        if dealt is None or not dealt.is_counted:
+            return True
         counts = [sizes[column.rows] for column in self._columns if column.rows is not None]
-        if dealt is None or not counts or (dealt.block is None and dealt.rows is None):
+        if not counts:
             return True
         rows = counts[0] if counts.count(counts[0]) == len(counts) else self._alike(counts)
         if origin == ACTIVE and dealt.block is not None and max(rows) > dealt.block:
@@ -247,6 +253,7 @@ class _GatherForMetrics(Gather):
                 check_even(rows, dealt, at.has_ended or not at.serial)
             has_last = self._tally.admit(sum(rows), dealt, at)
         except ValueError as error:
+            self._tally.lose()
             if origin != ENDED:
                 raise ValueError(f"gather_for_metrics: {error}") from None
             has_last = False
@@ -266,6 +273,15 @@ class _GatherForMetrics(Gather):
             raise ValueError(f"gather_for_metrics: {', '.join(columns)}; pass one row per sample")
         return list(*found)
 
+    def _ordered(self, sizes: Sequence[list[int]]) -> list[Order]:
+        """Return the rows of each column to keep; columns with as many rows have one order."""
+        keys = [None if column.rows is None else tuple(sizes[column.rows]) for column in self._columns]
+        orders: dict[Any, Order] = {}
+        for key, column in zip(keys, self._columns, strict=True):
+            if key not in orders:
+                orders[key] = self._order(column, sizes)
+        return [orders[key] for key in keys]
+
     def _order(self, column: Column, sizes: Sequence[list[int]]) -> Order:
         """Return the rows of a column to keep, as far as it follows from the numbers of rows."""
         if column.rows is None:
@@ -282,10 +298,7 @@ class _GatherForMetrics(Gather):
             if dealt is None:
                 _check_total(counts, self._samples.total)
                 return None
-            rows = tuple(counts)
-            if rows not in self._orders:  # one order for all columns with as many rows
-                self._orders[rows] = in_order(rows, dealt, self._has_last)
-            return self._orders[rows]
+            return in_order(counts, dealt, self._has_last)
         except ValueError as error:
             raise ValueError(f"gather_for_metrics: {column.path or 'the data'}: {error}") from None
 

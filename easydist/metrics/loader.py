@@ -97,12 +97,11 @@ class DistributedLoader:
         dataset: The data set.
         batch_size: The samples of one batch of one rank.
         total: The number of samples of an epoch over all ranks; None if the data set has no length.
-        source: This rank's batches.
     """
 
     def __init__(self, dataset: Any, source: Source, with_indices: bool, group: Group) -> None:
         self.dataset, self.batch_size, self.total = dataset, source.sharing.batch_size, source.total
-        self.source, self._with_indices, self._group = source, with_indices, group
+        self._source, self._with_indices, self._group = source, with_indices, group
         self._next = _Place(0, 0)
         self._here, self._reading = self._next, list[_Place]()
 
@@ -119,8 +118,8 @@ class DistributedLoader:
     def __len__(self) -> int:
         if self.total is None:
             raise TypeError("the data set of this loader has no length")
-        size = self.batch_size * self.source.sharing.world_size
-        return self.total // size if self.source.sharing.drop_last else -(-self.total // size)
+        size = self.batch_size * self._source.sharing.world_size
+        return self.total // size if self._source.sharing.drop_last else -(-self.total // size)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the next epoch, on all ranks. It starts at its first sample, unless a position in it was loaded.
@@ -142,10 +141,10 @@ class DistributedLoader:
         self._next = _Place(epoch, 0)
         self._reading.append(here)
         try:
-            for here.position, indices, batch in self.source.batches(epoch, start):
+            for here.position, indices, batch in self._source.batches(epoch, start):
                 self._here = here
                 yield (indices, batch) if self._with_indices else batch
-            if isinstance(self.source, Streamed):
+            if isinstance(self._source, Streamed):
                 self._meet_at_end(here)
             if self._next.epoch == epoch:  # set_epoch has chosen no other
                 self._next = _Place(epoch + 1, 0)
@@ -172,7 +171,7 @@ class DistributedLoader:
             >>> distributed_loader(range(5), batch_size=2).state_dict()
             {'epoch': 0, 'position': 0, 'order': {'shuffle': False, 'seed': 0, 'total': 5}}
         """
-        return {"epoch": self.epoch, "position": self.position, "order": self.source.order}
+        return {"epoch": self.epoch, "position": self.position, "order": self._source.order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position of ``state``, with any number of ranks and any batch size. All ranks call it.
@@ -185,10 +184,10 @@ class DistributedLoader:
         Raises:
             ValueError: The order of the samples differs: another length, seed or ``shuffle``.
         """
-        if state["order"] != self.source.order:
+        if state["order"] != self._source.order:
             raise ValueError(
                 f"load_state_dict: the state belongs to a loader with {state['order']}, but this one has "
-                f"{self.source.order}; make it with the same data set, shuffle and seed"
+                f"{self._source.order}; make it with the same data set, shuffle and seed"
             )
         self._next = self._here = _Place(state["epoch"], state["position"])
 
@@ -218,11 +217,11 @@ class _Opening(Verb[Source]):
         collate = Collate(self._collate_fn, self._dataset)
         kind = Streamed if is_stream(self._dataset) else Indexed
         sharing = Sharing(comms.rank, comms.size, **self._arguments)
-        self.source = kind(self._dataset, sharing, collate, self._options)
-        return Call({"total": self.source.total, **self._arguments})
+        self._source = kind(self._dataset, sharing, collate, self._options)
+        return Call({"total": self._source.total, **self._arguments})
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: Any) -> Source:
-        return self.source
+        return self._source
 
 
 class _Meeting(Verb[None]):

@@ -33,6 +33,11 @@ class Dealt(NamedTuple):
     rows: int | None = None
     is_even: bool = False
 
+    @property
+    def is_counted(self) -> bool:
+        """True if it may depend on the rows of other calls which rows are repeated."""
+        return self.is_even or self.rows is not None
+
     def samples(self, size: int) -> int | None:
         """Return the number of samples without those that are repeated, on ``size`` ranks; None if it is unknown."""
         if self.rows is None or self.rest is None or self.block is None:

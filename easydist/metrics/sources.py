@@ -38,16 +38,11 @@ class Source(ABC):
         sharing: The parameters of the distribution.
         total: The samples of an epoch over all ranks; None if that is unknown.
         order: The facts that determine the order of the samples.
-        start: The first sample of the pass that began last.
-        end: The number of samples of the epoch that are done after its last step.
-        loader: torch's loader, which reads them.
     """
 
     sharing: Sharing
     total: int | None
     order: dict[str, Any]
-    start = end = 0
-    loader: DataLoader[Any]
 
     @abstractmethod
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
@@ -62,15 +57,14 @@ class Indexed(Source):
         self.order = {"shuffle": sharing.shuffle, "seed": sharing.seed, "total": self.total}
         self._sampler = DistributedBatchSampler(self.total, **sharing._asdict())
         finish = functools.partial(_collate_numbered, collate)
-        self.loader = DataLoader(_Numbered(dataset), batch_sampler=self._sampler, collate_fn=finish, **options)
+        self._loader = DataLoader(_Numbered(dataset), batch_sampler=self._sampler, collate_fn=finish, **options)
 
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
         """Read an epoch, starting at its sample ``start``."""
-        sampler, self.start = self._sampler, start
+        sampler = self._sampler
         sampler.epoch, sampler.start = epoch, start
         ends = steps(sampler.total, sampler.batch_size * sampler.world_size, start, sampler.drop_last)
-        for (_, end), (indices, batch) in zip(ends, self.loader, strict=True):
-            self.end = end
+        for (_, end), (indices, batch) in zip(ends, self._loader, strict=True):
             yield end, indices, batch
 
 
@@ -99,16 +93,14 @@ class Streamed(Source):
         self.order = {"total": self.total}
         self._shares = _Shares(dataset, sharing)
         finish = functools.partial(_collate_share, collate)
-        self.loader = DataLoader(self._shares, batch_size=None, collate_fn=finish, **options)
+        self._loader = DataLoader(self._shares, batch_size=None, collate_fn=finish, **options)
 
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
         """Read an epoch, starting at its sample ``start``."""
-        self.start = self._shares.start = start
+        self._shares.start = start
         if hasattr(self._shares.dataset, "set_epoch"):
             self._shares.dataset.set_epoch(epoch)
-        for step in self.loader:
-            self.end = step[0]
-            yield step
+        yield from self._loader
 
 
 def _length(dataset: Any) -> int | None:

@@ -82,23 +82,16 @@ class Tally:
             True if the last step of the pass is among the rows.
 
         Raises:
-            ValueError: It is not known which samples these rows are, or a stream of the last pass lacks rows.
+            ValueError: It is not known which samples these rows are, or a stream of the last pass lacks rows. The rows
+                of this pass are lost then: call ``lose``.
         """
-        try:
-            return self._admit(rows, dealt, at)
-        except ValueError:
-            self.lose()
-            raise
-
-    def _admit(self, rows: int, dealt: Dealt, at: Position) -> bool:
         last, self._at = self._at, at
         if at.serial != last.serial or at.mixed != last.mixed:
             self._begin(last, dealt, at)
         elif at.steps != last.steps:
             self._calls = 0
-        is_unknown = dealt.rows is None and dealt.rest is None and (at.has_ended or not dealt.is_even)
-        if rows == dealt.rows or is_unknown:
-            return True  # a whole pass, or one in which no sample is repeated
+        if rows == dealt.rows or (dealt.rows is dealt.rest is None and at.has_ended):
+            return True  # a whole pass, or one of unknown length in which no sample is repeated
         stream = None if self._is_lost or not at.serial else self._next_stream(at)
         if stream is None:
             return self._unplaced(rows, dealt)
