@@ -212,7 +212,8 @@ class Gather(TreeVerb):
         self, comms: Communicators, leaves: Leaves, shapes: Sequence[Shapes], tied: bool
     ) -> dict[int, torch.Tensor]:
         """Gather all buckets at the same time."""
-        nbytes = smallest(shapes, leaves.layout.dtypes)
+        lengths = leaves.layout.packing.lengths
+        nbytes = lengths if tied else smallest(shapes, leaves.layout.dtypes)
         begun = [
             self._begin(comm, leaves, shapes, large_alone(members, nbytes))
             for comm, members in by_comm(comms, leaves.tensors, leaves.travelling(tied), sum(nbytes))

@@ -94,6 +94,6 @@ def _cat(column: tuple[torch.Tensor, ...], dim: int) -> torch.Tensor:
 def at_home(leaves: Leaves, comm: Collectives, results: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """Return the results by index, moved to the devices of their leaves if the communicator uses another device."""
     device = comm.get_device()
-    if all(leaves.tensors[i].device == device for i in results):
+    if (leaves.is_cpu and device.type == "cpu") or all(leaves.tensors[i].device == device for i in results):
         return results
     return {i: result.to(leaves.tensors[i].device) for i, result in results.items()}

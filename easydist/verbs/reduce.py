@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
@@ -201,8 +202,8 @@ class Reduce(TreeVerb):
         op, leaves = OPS[self._reduction], agreed.call.tree
         if agreed.has_payload and op is not None and agreed.call.payload:
             return None
-        nbytes = [packing.nbytes(tensor) for tensor in leaves.tensors]
-        total, travelling = leaves.layout.packing.nbytes, leaves.travelling(agreed.uniform)
+        nbytes, total = leaves.layout.packing.lengths, leaves.layout.packing.nbytes
+        travelling = leaves.travelling(agreed.uniform)
         begun = []
         for comm, indices in by_comm(comms, leaves.tensors, travelling, total):
             for group in _groups(leaves, indices, self._reduction):
@@ -282,7 +283,7 @@ def _begin(
 def _flat(leaves: Leaves, dtype: torch.dtype, members: Sequence[int]) -> torch.Tensor:
     """Concatenate leaves into a new flat tensor."""
     tensors = [leaves.tensors[i] for i in members]
-    if any(tensor.dtype is not dtype for tensor in tensors):
+    if {leaves.layout.dtypes[i] for i in members} != {dtype}:
         tensors = [tensor.to(dtype) for tensor in tensors]
     flat = memory.empty([sum(map(torch.Tensor.numel, tensors))], dtype, tensors[0].device)
     packing.pack(tensors, out=packing.as_bytes(flat))
@@ -298,6 +299,8 @@ def _results(
         for i, leaf in ((i, leaves.tensors[i]) for i in members)
     ]
     shapes = [leaves.layout.shapes[i] for i in members]
+    if kinds.count(kinds[0]) == len(kinds):
+        return dict(zip(members, packing.separate(total.to(*kinds[0]), shapes), strict=True))
     found: dict[int, torch.Tensor] = {}
     for kind in set(kinds):
         pieces = packing.separate(total.to(*kind), shapes)
@@ -354,6 +357,7 @@ def _finish(total: torch.Tensor, reduction: str, scale: float, size: int) -> tor
     return total.to(torch.float64) * scale
 
 
+@functools.lru_cache(maxsize=256)
 def _result_dtype(dtype: torch.dtype, reduction: str, scale: float, is_tensor: bool) -> torch.dtype:
     if dtype.is_floating_point or dtype.is_complex:
         return dtype
