@@ -319,8 +319,8 @@ class Leaves:
         self.values, self.tensors = self.layout.ordered(values), self.layout.ordered(tensors)
         if self._are_unchanged:
             self._check_memory()
-        is_each_apart = self._starts is not None and len(set(self._starts)) == len(self._starts)
-        self.ties = None if is_each_apart else _ties(self.values)
+        self._begin_apart = self._starts is not None and len(set(self._starts)) == len(self._starts)
+        self.ties = None if self._begin_apart else _ties(self.values)
         self.plain = sorted([(path, described(value, path)) for path, value in self._spec.plain])
 
     def _check_memory(self) -> None:
@@ -383,7 +383,7 @@ class Leaves:
 
     def aliases(self) -> list[int] | None:
         """Return for each leaf the index of the first one with the same memory; None if all are different."""
-        return None if self._are_apart else aliases(self.tensors)  # one look at the memory for both methods
+        return None if self._begin_apart or self._are_apart else aliases(self.tensors)
 
     def write_packed(self, buffer: torch.Tensor) -> Tree:
         """Do as ``write``, with the values of all leaves packed in a buffer."""
