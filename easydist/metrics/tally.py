@@ -90,8 +90,9 @@ class Tally:
             self._begin(last, dealt, at)
         elif at.steps != last.steps:
             self._calls = 0
-        if rows == dealt.rows or (dealt.rows is dealt.rest is None and at.has_ended):
-            return True  # a whole pass, or one of unknown length in which no sample is repeated
+        repeats_none = dealt.rows is None and dealt.rest is None and at.has_ended
+        if rows == dealt.rows or repeats_none:
+            return True  # a whole pass, or one of unknown length
         stream = None if self._is_lost or not at.serial else self._next_stream(at)
         if stream is None:
             return self._unplaced(rows, dealt)
