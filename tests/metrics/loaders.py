@@ -1,7 +1,6 @@
 """Loaders of other packages, made for each rank as their users make them."""
 
 import contextlib
-import multiprocessing
 
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
@@ -38,14 +37,6 @@ def accelerate_state(rank, world_size):
         finally:
             AcceleratorState._reset_state(True)
             GradientState._reset_state()
-
-
-@contextlib.contextmanager
-def workers_allowed():
-    """Let this rank start processes; those of the pool are daemons, which may not."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(multiprocessing.current_process()._config, "daemon", False)
-        yield
 
 
 def prepared(dataset, batch_size, *, order=None, shuffle=None, drop_last=False, **options):

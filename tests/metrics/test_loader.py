@@ -1,5 +1,7 @@
 """distributed_loader: the batches of a step, joined in rank order, are the next samples of the data set."""
 
+import contextlib
+import multiprocessing
 from itertools import chain
 
 import launching
@@ -7,7 +9,6 @@ import pytest
 import torch
 from counting import exchanges
 from hypothesis import given, settings, strategies as st
-from loaders import workers_allowed
 from torch.utils.data import ChainDataset, Dataset, IterableDataset
 
 import easydist
@@ -181,6 +182,14 @@ def test_a_state_of_another_order_is_refused(rank):
     with pytest.raises(ValueError, match=r"'total': 11.*'total': 10.*same data set, shuffle and seed"):
         loader.load_state_dict(distributed_loader(Rows(11), 2).state_dict())
     assert loader.epoch == 0
+
+
+@contextlib.contextmanager
+def workers_allowed():
+    """Let this rank start processes; those of the pool are daemons, which may not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(multiprocessing.current_process()._config, "daemon", False)
+        yield
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import launching
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from loaders import accelerate_state, prepared, workers_allowed
+from loaders import accelerate_state, prepared
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from easydist import DisagreementError, RemoteError, gather_for_metrics, gather_object
@@ -393,17 +393,6 @@ def test_ranks_at_different_batches_are_told(rank, world_size):
 
 @pytest.mark.slow
 @distributed(world_size=2)
-def test_workers_that_persist_are_counted_anew_in_each_epoch(rank, world_size):
-    sampler = DistributedSampler(range(11), world_size, rank, shuffle=False)
-    workers = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
-    epoch = Epoch(DataLoader(range(11), 2, sampler=sampler, **workers))
-    with workers_allowed():
-        twice(epoch)
-        pipelined(epoch)
-    assert epoch.samples == [*range(11)] * 2
-
-
-@distributed(world_size=2)
 def test_ranks_that_count_differently_after_a_failure_refuse_together(rank, world_size):
     epoch = Epoch(strided(rank, world_size, 7, 1))
     reading = iter(epoch.loader)
@@ -427,5 +416,5 @@ def _fail(self, *args):
 
 
 @pytest.mark.slow
-def test_loops_that_began_before_the_import_are_counted():
+def test_loops_before_the_import_and_with_persistent_workers_are_counted():
     launching.python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, SCRIPT)

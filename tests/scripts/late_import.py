@@ -1,4 +1,4 @@
-"""Loops over loaders that began before easydist was imported; torchrun starts each rank."""
+"""Loops that began before easydist was imported, and loops with persistent workers; torchrun starts each rank."""
 
 import os
 
@@ -8,9 +8,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def loader(total):
+def loader(total, **options):
     sampler = DistributedSampler(range(total), SIZE, RANK, shuffle=False)
-    return DataLoader(range(total), 2, sampler=sampler)
+    return DataLoader(range(total), 2, sampler=sampler, **options)
 
 
 def main():
@@ -32,6 +32,10 @@ def main():
     assert got == [*range(9)], got
     with pytest.raises(ValueError, match="it is not known whether they are the last"):
         easydist.gather_for_metrics(torch.tensor(kept[:2]), loader=unseen)
+    kept_alive = loader(11, num_workers=1, persistent_workers=True)
+    for _ in range(3):
+        got = [i for batch in kept_alive for i in easydist.gather_for_metrics(batch, loader=kept_alive).tolist()]
+        assert got == [*range(11)], got
 
 
 if __name__ == "__main__":
