@@ -1,4 +1,4 @@
-"""Where values of several dtypes meet, each stays what it was, or there is an error."""
+"""Values of several dtypes that meet stay what they were, or there is an error."""
 
 import math
 

@@ -253,7 +253,7 @@ def outer_rows_in_an_inner_loop(epoch):
 
 
 WRONG = (without_the_first, without_the_second, the_last_alone, outer_rows_in_an_inner_loop)
-"""What the rows are cannot be known, or samples are missing. Refused, at the latest in the next call."""
+"""Refused, at the latest in the next call: the batches of the rows cannot be known, or samples are missing."""
 
 
 def outcome(way, epoch):
