@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from easydist.agreement.runner import meet
+from easydist.agreement.runner import meet, reported
 from easydist.eager import eager
-from easydist.errors import EasydistError
 from easydist.state import communicators
 from easydist.state.default_group import current_rank
 
@@ -81,12 +80,8 @@ def _in_turn() -> Iterator[None]:
     comms = communicators()
     for _ in range(comms.rank):
         meet(comms, "log")
-    try:
+    with reported(comms, "log"):
         yield
-    except BaseException as error:
-        with suppress(EasydistError):  # the others raise RemoteError; here the body's own exception is raised
-            meet(comms, "log", error)
-        raise
     for _ in range(comms.rank, comms.size):
         meet(comms, "log")
 

@@ -8,8 +8,10 @@ rank. So if a rank fails alone, at whatever point, the others do not wait for it
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 from easydist import modes
@@ -132,3 +134,14 @@ def meet(comms: Communicators, operation: str, fault: BaseException | None = Non
     if fault is not None and (is_known or comms.size == 1):
         raise fault  # all other ranks raise it already, or there are none
     run(_Meeting(operation, fault), comms)
+
+
+@contextlib.contextmanager
+def reported(comms: Communicators, operation: str) -> Iterator[None]:
+    """Report an exception of the body to all ranks, which meet in ``operation``, and raise it here."""
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(Exception):  # the others raise RemoteError; here the body's own exception is raised
+            meet(comms, operation, error)
+        raise

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
-from easydist.agreement.runner import meet
-from easydist.errors import EasydistError
+from easydist.agreement.runner import meet, reported
 from easydist.state.process_state import communicators
 from easydist.typing import Group
 
@@ -34,10 +33,6 @@ def together(group: Group = None) -> Iterator[None]:
     Cost: one header exchange, at the end.
     """
     comms = communicators(group)
-    try:
+    with reported(comms, "together"):
         yield
-    except BaseException as error:
-        with suppress(EasydistError):  # the others raise RemoteError; here the body's own exception is raised
-            meet(comms, "together", error)
-        raise
     meet(comms, "together")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
-from easydist.agreement.runner import Verb, meet, run
+from easydist.agreement.runner import Verb, meet, reported, run
 from easydist.arguments import UNSET, either, hiding
 from easydist.data.backing import absence
 from easydist.groups.communicators import Communicators
@@ -238,13 +238,8 @@ def _kept(params: list[nn.Parameter], modifier_rank: int | None) -> Iterator[Non
     before = [parameter.detach().clone() for parameter in params]
     comms = communicators()
     try:
-        try:
-            with _no_replacing(params):
-                yield
-        except BaseException as error:
-            with suppress(Exception):  # the others raise RemoteError; here the body's own exception is raised
-                meet(comms, "GatheredParameters", error)
-            raise
+        with reported(comms, "GatheredParameters"), _no_replacing(params):
+            yield
         meet(comms, "GatheredParameters")
         if modifier_rank is not None:
             broadcast([parameter.data for parameter in params], group_src=modifier_rank)
