@@ -19,7 +19,6 @@ _storage_of = torch.Tensor.untyped_storage
 _length_of = torch.UntypedStorage.nbytes
 _address_of = torch.UntypedStorage.data_ptr
 _offset_of = torch.Tensor.storage_offset
-_is_contiguous = torch.Tensor.is_contiguous
 _PLAIN = torch.Tensor, torch.nn.Parameter
 _LOST = "has lost its memory"
 
@@ -32,35 +31,37 @@ def addresses(tensors: Sequence[torch.Tensor]) -> list[int] | None:
 
     Cost: 0.3 µs for each tensor.
     """
-    nbytes = [tensor.nbytes for tensor in tensors]
-    if (found := starts(tensors, nbytes)) is not None:
-        return found
+    if all(map(torch.Tensor.is_contiguous, tensors)):
+        nbytes = [tensor.nbytes for tensor in tensors]
+        if (found := starts(tensors, nbytes)) is not None:
+            return found
     return [*map(torch.Tensor.data_ptr, tensors)] if all(map(is_backed, tensors)) else None
 
 
 def starts(tensors: Sequence[torch.Tensor], nbytes: Sequence[int]) -> list[int] | None:
-    """Return the addresses of tensors that are contiguous and at the start of their own memory, as most are.
+    """Return the addresses of contiguous tensors if they are at the start of their own memory, as most are.
 
     Args:
-        tensors: Tensors of the class ``torch.Tensor`` or parameters.
+        tensors: Contiguous tensors of the class ``torch.Tensor``, or parameters.
         nbytes: The bytes of each.
 
     Returns:
         The addresses, possibly 0 for a tensor without elements; None if a tensor is not like that, or its memory is
         missing.
 
-    Cost: 0.2 µs for each tensor.
+    Cost: 0.15 µs for each tensor.
     """
     try:
         storages = [*map(_storage_of, tensors)]
         found = [*map(_address_of, storages)]
     except RuntimeError:  # no storage, or one without memory
         return None
-    if any(map(_offset_of, tensors)) or not all(map(_is_contiguous, tensors)):
+    if any(map(_offset_of, tensors)):
         return None
-    if any(map(operator.gt, nbytes, found)):  # the address is 0, which only a tensor without elements may have
+    if 0 in found and any(map(operator.gt, nbytes, found)):  # only a tensor without elements may have the address 0
         return None
-    return found if all(map(operator.ge, map(_length_of, storages), nbytes)) else None
+    lengths = [*map(_length_of, storages)]
+    return found if lengths == nbytes or all(map(operator.ge, lengths, nbytes)) else None
 
 
 def is_backed(tensor: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ import torch
 from easydist import tree
 from easydist.data.aliasing import aliases, are_apart, overlap, overlaps_itself, separate
 from easydist.data.backing import backed, is_backed, starts
+from easydist.data.kinds import Kind, kind_of
 from easydist.data.packing import Packing, dtype_name, sort_key
 from easydist.data.plain import described
 from easydist.data.plan import fingerprint
@@ -23,8 +24,7 @@ from easydist.typing import Tree
 _PYTHON_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 _ARRAYS = (np.ndarray, np.generic)
 _TENSORS = frozenset([torch.Tensor])
-_is_cpu, _is_meta, _requires_grad = map(operator.attrgetter, ("is_cpu", "is_meta", "requires_grad"))
-_is_neg = torch.Tensor.is_neg
+_is_cpu = operator.attrgetter("is_cpu")
 
 
 def as_tensor(leaf: Any, path: str = "") -> torch.Tensor:
@@ -84,37 +84,6 @@ def _as_tensors(values: Sequence[Any], paths: Sequence[str], vectors: bool) -> t
         if tensor is not value and getattr(value, "requires_grad", False):
             requires_grad = True
     return tensors, requires_grad
-
-
-_PLAIN_DTYPES = frozenset(
-    dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and not (dtype.is_complex or "q" in str(dtype).removeprefix("torch."))
-)
-"""The dtypes of tensors that cannot be quantized or lazily conjugated."""
-
-
-_Kind = tuple[tuple[torch.dtype, ...], tuple[torch.Size, ...], bool]
-"""The dtypes and shapes of tensors, and True if all of them are on the CPU."""
-
-
-def _kind(values: Sequence[Any]) -> _Kind | None:
-    """Return the kind of leaves that ``as_tensor`` returns unchanged if they have memory; None for other leaves.
-
-    This looks at all leaves in a few calls: one call per leaf would cost as much as two of the checks. Tensors with
-    another layout have no storage, so the check of the memory finds them.
-    """
-    if not _TENSORS.issuperset(map(type, values)):
-        return None
-    dtypes = tuple([tensor.dtype for tensor in values])
-    if not _PLAIN_DTYPES.issuperset(dtypes) or any(map(_requires_grad, values)) or any(map(_is_neg, values)):
-        return None
-    try:
-        shapes = tuple([tensor.shape for tensor in values])
-    except RuntimeError:  # a nested tensor has none
-        return None
-    is_cpu = all(map(_is_cpu, values))
-    return None if not is_cpu and any(map(_is_meta, values)) else (dtypes, shapes, is_cpu)
 
 
 def _as_vector(tensor: torch.Tensor, path: str) -> torch.Tensor:
@@ -305,27 +274,29 @@ class Leaves:
         With ``spec``, ``data`` is the list of the leaves of this structure.
         """
         values, self._spec = tree.flatten(data) if spec is None else (data, spec)
-        tensors, kind, self.requires_grad = values, _kind(values), False
+        paths = tuple(self._spec.paths)
+        tensors, kind, self.requires_grad = values, kind_of(values, paths), False
         if kind is None:
-            tensors, self.requires_grad = _as_tensors(values, self._spec.paths, vectors)
+            tensors, self.requires_grad = _as_tensors(values, paths, vectors)
             dtypes = tuple([tensor.dtype for tensor in tensors])
-            kind = dtypes, tuple([tensor.shape for tensor in tensors]), all(map(_is_cpu, tensors))
+            kind = Kind(dtypes, tuple([tensor.shape for tensor in tensors]), all(map(_is_cpu, tensors)), False)
             self._are_unchanged = False
-        dtypes, shapes, self.is_cpu = kind
+        self.is_cpu, shapes = kind.is_cpu, kind.shapes
         if vectors and not all(shapes):  # () is the shape of a leaf without dimensions
-            tensors = list(map(_as_vector, tensors, self._spec.paths))
+            tensors = list(map(_as_vector, tensors, paths))
             shapes = tuple([tensor.shape for tensor in tensors])
-        self.layout = layout(tuple(self._spec.paths), dtypes, shapes)
+        self.layout = layout(paths, kind.dtypes, shapes)
         self.values, self.tensors = self.layout.ordered(values), self.layout.ordered(tensors)
         if self._are_unchanged:
-            self._check_memory()
+            self._check_memory(kind.is_contiguous)
         self._begin_apart = self._starts is not None and len(set(self._starts)) == len(self._starts)
         self.ties = None if self._begin_apart else _ties(self.values)
         self.plain = sorted([(path, described(value, path)) for path, value in self._spec.plain])
 
-    def _check_memory(self) -> None:
+    def _check_memory(self, contiguous: bool) -> None:
         """Find the addresses of the tensors; if they are not plain memory, let ``as_tensor`` decide about each."""
-        self._starts = starts(self.tensors, self.layout.packing.lengths)
+        if contiguous:
+            self._starts = starts(self.tensors, self.layout.packing.lengths)
         if self._starts is None and not all(map(is_backed, self.tensors)):
             tensors = tuple(map(as_tensor, self.tensors, self.layout.paths))
             self._are_unchanged = all(map(operator.is_, tensors, self.tensors))

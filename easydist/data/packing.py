@@ -148,7 +148,7 @@ def unpack(buffer: torch.Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence
         dtypes: The dtypes, in the order in which the tensors were packed.
         shapes: The shapes, in the same order.
     """
-    return Packing(dtypes, shapes).unpack(buffer)
+    return _packing_of(dtypes, shapes).unpack(buffer)
 
 
 def unpack_rows(
@@ -163,7 +163,7 @@ def unpack_rows(
 
     Cost: one copy per leaf; one more, of all leaves together, if they are small and have the same shape.
     """
-    return Packing(dtypes, shapes).unpack_rows(rows)
+    return _packing_of(dtypes, shapes).unpack_rows(rows)
 
 
 class _Run(NamedTuple):
@@ -253,6 +253,13 @@ class Packing:
             else:
                 results += [joined.view(run.dtype) for joined in _joined(bits, run)]
         return results
+
+
+_known = functools.lru_cache(maxsize=256)(Packing)
+
+
+def _packing_of(dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> Packing:
+    return _known(tuple(dtypes), tuple(map(tuple, shapes)))
 
 
 def separate(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:

@@ -168,7 +168,6 @@ class _GatherForMetrics(Gather):
 
     def prepare(self, comms: Communicators) -> Call:
         self._lot = lot = self._samples.lot(comms.rank, comms.size)
-        self._tally = lot.tally or Tally()
         self._values, self._tree = opened(self._tensor, self._ragged, self._whole)
         nbytes = 0 if self._dst is None or comms.size == 1 else sum(map(nbytes_of, self._values))
         is_small = nbytes <= AT_ONCE or not any(map(has_rows, self._values))
@@ -202,6 +201,7 @@ class _GatherForMetrics(Gather):
         self._lot, is_same = agreed_lot(self._lot, agreed.numbers())
         if self._lot.dealt is None:
             raise ValueError(_NO_LOADER)
+        self._tally = self._lot.tally or Tally()
         if not is_same:  # a call failed on some ranks only
             self._tally.lose()
 

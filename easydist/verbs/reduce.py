@@ -294,9 +294,11 @@ def _results(
     leaves: Leaves, members: Sequence[int], total: torch.Tensor, reduction: str, scale: float
 ) -> dict[int, torch.Tensor]:
     """Return each leaf's part of the total, in the dtype of its result and on its own device."""
+    dtypes, default = leaves.layout.dtypes, torch.get_default_dtype()
+    floats = [default if isinstance(leaves.values[i], torch.Tensor) else torch.float64 for i in members]
     kinds = [
-        (leaf.device, _result_dtype(leaf.dtype, reduction, scale, isinstance(leaves.values[i], torch.Tensor)))
-        for i, leaf in ((i, leaves.tensors[i]) for i in members)
+        (leaves.tensors[i].device, _result_dtype(dtypes[i], reduction, scale, floating))
+        for i, floating in zip(members, floats, strict=True)
     ]
     shapes = [leaves.layout.shapes[i] for i in members]
     if kinds.count(kinds[0]) == len(kinds):
@@ -358,11 +360,12 @@ def _finish(total: torch.Tensor, reduction: str, scale: float, size: int) -> tor
 
 
 @functools.lru_cache(maxsize=256)
-def _result_dtype(dtype: torch.dtype, reduction: str, scale: float, is_tensor: bool) -> torch.dtype:
+def _result_dtype(dtype: torch.dtype, reduction: str, scale: float, floating: torch.dtype) -> torch.dtype:
+    """Return the dtype of a leaf's result, which is ``floating`` for the mean of integers."""
     if dtype.is_floating_point or dtype.is_complex:
         return dtype
     if reduction == "mean" or scale != 1.0:
-        return torch.get_default_dtype() if is_tensor else torch.float64
+        return floating
     if reduction in ("sum", "prod"):
         return torch.uint64 if dtype is torch.uint64 else torch.int64
     return dtype

@@ -64,6 +64,16 @@ def test_mean_of_integers_is_a_float(rank):
     assert easydist.reduce(rank) == 0.5
 
 
+@distributed(world_size=2)
+def test_the_mean_of_integers_follows_the_default_dtype(rank):
+    assert easydist.reduce(torch.arange(2), "mean").dtype is torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert easydist.reduce(torch.arange(2), "mean").dtype is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @distributed(world_size=3)
 def test_a_mean_of_halves_does_not_overflow_on_the_way(rank):
     got = easydist.reduce(torch.full((2,), 60000.0, dtype=torch.float16))
