@@ -7,12 +7,12 @@ exchange descriptions. In both cases every rank raises the same error before any
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from easydist import settings
 from easydist.agreement import frames
 from easydist.agreement.call import Call
 from easydist.agreement.disagreement import calls_text, fault_text, trees_text
@@ -23,7 +23,7 @@ from easydist.groups.communicators import Communicators
 
 E = TypeVar("E", bound=BaseException)
 
-CHECKED = os.environ.get("EASYDIST_CHECK", "1") != "0"
+CHECKED: bool = settings.read("EASYDIST_CHECK")
 """True if calls are compared by default; has to be the same on all ranks."""
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import click
 
+from easydist import settings
+
 _PACKAGES = ("easydist", "torch", "accelerate", "transformers", "safetensors", "numpy", "psutil", "mpi4py", "ray")
 _LIBRARIES = ("ACCELERATE_", "CUDA_", "EASYDIST_", "GLOO_", "NCCL_", "OMP_", "SLURM_", "TORCH_", "TORCHELASTIC_")
 _PREFIXES = (*_LIBRARIES, "OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "MV2_COMM_WORLD_")
@@ -32,13 +34,14 @@ def env(as_json: bool) -> None:
 
 
 def environment() -> dict[str, dict[str, Any]]:
-    """Return the facts for a bug report: ``system``, ``versions``, ``devices``, ``limits``, ``network``, ``variables``.
+    """Return the facts for a bug report, by section.
 
-    The variables are those of launchers and communication libraries, without secrets.
+    The settings are all variables of easydist; the variables are those of launchers and communication libraries,
+    without secrets.
 
     Example:
         >>> sorted(environment())
-        ['devices', 'limits', 'network', 'system', 'variables', 'versions']
+        ['devices', 'limits', 'network', 'settings', 'system', 'variables', 'versions']
     """
     return {
         "system": _system(),
@@ -46,6 +49,7 @@ def environment() -> dict[str, dict[str, Any]]:
         "devices": _devices(),
         "limits": limits(),
         "network": interfaces(),
+        "settings": settings.table(os.environ),
         "variables": variables(os.environ),
     }
 
@@ -142,5 +146,5 @@ def variables(env: Any) -> dict[str, str]:
 def _text(found: dict[str, dict[str, Any]]) -> str:
     lines = []
     for section, rows in found.items():
-        lines += [section, *(f"  {name:<20} {value}" for name, value in rows.items())]
+        lines += [section, *(f"  {name:<22} {value}" for name, value in rows.items())]
     return "\n".join(lines)

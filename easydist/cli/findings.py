@@ -10,6 +10,8 @@ import socket
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from easydist import settings
+
 _FILES = 256
 """The open files that a rank needs with a hundred others: a connection to each, its libraries and data."""
 
@@ -41,7 +43,7 @@ class Finding:
 
 
 def surroundings(env: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Check versions, devices, memory, limits and network of this host.
+    """Check versions, devices, memory, limits, network and variables of this host.
 
     Args:
         env: The environment.
@@ -50,7 +52,16 @@ def surroundings(env: Mapping[str, str] = os.environ) -> list[Finding]:
         >>> {finding.check for finding in surroundings({"GLOO_SOCKET_IFNAME": "eth9"}) if finding.state == "fault"}
         {'network'}
     """
-    return [_versions(), _devices(), _memory(), _shared_memory(), _files(), _network(env)]
+    return [_versions(), _devices(), _memory(), _shared_memory(), _files(), _network(env), _settings(env)]
+
+
+def _settings(env: Mapping[str, str]) -> Finding:
+    if malformed := settings.fault(env):
+        return Finding("settings", "fault", settings.text_of(malformed), "Correct it on all ranks.")
+    if names := settings.unknown(env):
+        return Finding("settings", "warning", f"unknown: {', '.join(names)}", "easydist env lists all variables.")
+    changed = [name for name in settings.SETTINGS if name in env]
+    return Finding("settings", "ok", f"{', '.join(changed) or 'none'} set")
 
 
 def _versions() -> Finding:

@@ -24,6 +24,7 @@ from torch.distributed import DistNetworkError, run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from easydist import settings
 from easydist.cli import survivor
 from easydist.cli.failures import report
 
@@ -44,11 +45,12 @@ def launch(arguments: Sequence[str]) -> int:
         With ``--survivors``: 0 if any rank of this machine has succeeded.
 
     Raises:
-        click.UsageError: There is no such option, or no such script.
+        click.UsageError: There is no such option, or no such script, or a variable of easydist is malformed.
 
     Source: ``torch.distributed.run``
     """
     args = _parsed(arguments)
+    _check_settings()
     with tempfile.TemporaryDirectory(prefix="easydist-run-") as folder:
         args.log_dir = args.log_dir or os.path.join(folder, "logs")
         if args.survivors:
@@ -120,6 +122,12 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         args.training_script = os.path.abspath(args.training_script)  # PATH is searched for a bare name
     args.standalone |= _is_alone(args)
     return args
+
+
+def _check_settings() -> None:
+    """Check the variables of all ranks before any of them starts."""
+    if malformed := settings.fault():
+        raise click.UsageError(settings.text_of(malformed))
 
 
 def _fail(message: str) -> NoReturn:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copyreg
 import itertools
-import os
 import pickle
 import re
 import struct
@@ -20,7 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from easydist import memory
+from easydist import memory, settings
 from easydist.data.backing import backed
 from easydist.errors import UnsafeObjectError, WireError
 from easydist.format.parts import MAKERS, REDUCERS, Strings, weigh
@@ -35,7 +34,7 @@ _IN_BAND = 4096
 _NAMING = re.compile(b"[" + pickle.STACK_GLOBAL + pickle.EXT1 + pickle.EXT2 + pickle.EXT4 + b"]")
 """The opcodes by which a pickle of protocol 5 names a global; if their bytes do not occur, it names none."""
 
-_switch = SimpleNamespace(allowed=os.environ.get("EASYDIST_PICKLE", "1") != "0")
+_switch = SimpleNamespace(allowed=settings.read("EASYDIST_PICKLE"))
 
 
 def allow_pickle(allowed: bool) -> None:

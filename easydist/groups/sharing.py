@@ -16,9 +16,11 @@ from datetime import timedelta
 
 import torch
 
+from easydist import settings
+from easydist.errors import RemoteError
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.page import own_page
-from easydist.liveness.peer import RECORD_NBYTES, Peer, by_host, record
+from easydist.liveness.peer import RECORD_NBYTES, Peer, by_host, host_id, record
 from easydist.shm.segment import Segment
 from easydist.shm.streams import Guard
 from easydist.transport.backend import Backend
@@ -41,7 +43,7 @@ def is_wanted() -> bool:
     A system without nameless files cannot share memory. A process without a page must not: ranks that wait for it in
     shared memory could not see that it has ended, whereas gloo's connections break.
     """
-    is_asked = os.environ.get("EASYDIST_SHM", "1") != "0"
+    is_asked: bool = settings.read("EASYDIST_SHM")
     return is_asked and hasattr(os, "O_TMPFILE") and own_page() is not None
 
 
@@ -64,11 +66,28 @@ def introduce(exchange: Exchange, monitor: Monitor, shares: bool, kind: type[Pee
 
     Returns:
         The ranks that may share memory, by host; attaching has to prove it.
+
+    Raises:
+        ValueError: A variable of this process is malformed (``settings``).
+        RemoteError: A variable of another rank is; the text is the same on every rank.
     """
     records = exchange(record(own_page(), monitor.entry, shares))
     monitor.describe(hashlib.blake2b(b"".join(records), digest_size=8).hexdigest())  # every rank has the same records
     monitor.peers = {rank: kind(rank, records[rank]) for rank in monitor.peers}
+    _check_variables(monitor)
     return by_host(records)
+
+
+def _check_variables(monitor: Monitor) -> None:
+    """Check that no rank has a malformed variable; if no rank has, one rank of each host warns of unknown names."""
+    own = settings.fault()
+    malformed = {rank: peer.malformed for rank, peer in monitor.peers.items()} | {monitor.rank: own}
+    if rows := [f"  rank {r}: {settings.text_of(text)}" for r, text in sorted(malformed.items()) if text]:
+        monitor.is_awaited = False  # every rank raises here
+        kind = ValueError if own else RemoteError
+        raise kind("\n".join([f"{monitor.operation}: an environment variable is malformed", *rows]))
+    if all(peer.host_id != host_id() for rank, peer in monitor.peers.items() if rank < monitor.rank):
+        settings.warn_of_unknown()
 
 
 def attach(control: Collectives, monitor: Monitor, hosts: Hosts, slots: Sequence[int]) -> tuple[Backend, Hosts]:

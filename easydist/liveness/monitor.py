@@ -8,11 +8,11 @@ the same kind of error. ARCHITECTURE.md states the rules ("Liveness").
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from easydist import settings
 from easydist.errors import EasydistError, RemoteError
 from easydist.liveness import texts
 from easydist.liveness.events import Cause, Heard, Parting, Why
@@ -22,7 +22,7 @@ from easydist.liveness.status import GroupStatus, nothing
 from easydist.liveness.timed_store import TimedStore
 
 _log = logging.getLogger("easydist")
-WARN_AFTER = float(os.environ.get("EASYDIST_WARN_AFTER", "30"))
+WARN_AFTER: float = settings.read("EASYDIST_WARN_AFTER")
 """Seconds after which a wait is logged."""
 
 _LOOK_EVERY = 0.005

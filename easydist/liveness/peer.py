@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from easydist import settings
 from easydist.errors import WireError
 from easydist.liveness import texts
 from easydist.liveness.page import OwnPage, PeerPage
@@ -30,7 +31,7 @@ _LONGEST_ID = 100
 
 def host_id() -> str:
     """Return a text that is equal for processes that may share memory. It is a hint: attaching has to prove it."""
-    told = os.environ.get("EASYDIST_HOST_ID") or _host_id()
+    told = settings.read("EASYDIST_HOST_ID") or _host_id()
     if len(told) <= _LONGEST_ID and told.isascii():
         return told
     return hashlib.sha256(told.encode(errors="surrogateescape")).hexdigest()  # a record has no room for the text itself
@@ -47,7 +48,8 @@ def _host_id() -> str:
 def record(page: OwnPage | None, entry: int, shares: bool) -> bytes:
     """Return the record about this process for its peers; ``shares`` is True if it would use shared memory."""
     address = page.address if page else (os.getpid(), -1, "")
-    text = json.dumps([time.monotonic(), socket.gethostname()[:200], host_id(), shares, entry, *address])
+    where = socket.gethostname()[:200], host_id()
+    text = json.dumps([time.monotonic(), *where, shares, entry, *address, settings.fault()])
     return text.encode().ljust(RECORD_NBYTES)
 
 
@@ -66,7 +68,7 @@ def by_host(records: Sequence[bytes]) -> list[list[int]]:
     return list(hosts.values()) if all(shares for _, shares in told) else [[rank] for rank in range(len(told))]
 
 
-_FIELDS = (float, str, str, bool, int, int, int, str)
+_FIELDS = (float, str, str, bool, int, int, int, str, str)
 
 
 def _parsed(told: bytes) -> Any:
@@ -111,6 +113,7 @@ class Peer:
         host_id: The identifier of its host (``host_id()`` there); None without a record.
         pid: Its process id on that host; None without a record.
         shares_pages: True if, by its record, it is on this host and has a page.
+        malformed: Its malformed variable (``settings.fault()`` there); empty if there is none.
     """
 
     def __init__(self, rank: int, told: bytes | None = None) -> None:
@@ -118,11 +121,12 @@ class Peer:
         self.host: str | None = None
         self.host_id: str | None = None
         self.pid: int | None = None
+        self.malformed = ""
         self._entry, self._process, self._born = -1, -1, 0.0
         self._page: PeerPage | None = None
         self.shares_pages = False
         if told is not None:
-            self._born, self.host, self.host_id, _, self._entry, self.pid, *address = _parsed(told)
+            self._born, self.host, self.host_id, _, self._entry, self.pid, *address, self.malformed = _parsed(told)
             is_near = self.host_id == host_id()
             self.shares_pages = is_near and self._entry >= 0
             if is_near:

@@ -12,6 +12,8 @@ import os
 import signal
 import time
 
+from easydist import settings
+
 VARIABLE = "EASYDIST_STACK_SIGNAL"
 _FILE = "stacks of easydist"
 _OUTERMOST = " in <module>\n"
@@ -24,14 +26,14 @@ def agree() -> tuple[int, int]:
     Returns:
         The signal and the file's descriptor; 0, 0 if the variable is not set, or does not name a usable signal.
     """
-    name = os.environ.get(VARIABLE)
+    name = settings.read(VARIABLE)
     if not name:
         return 0, 0
     try:
         number = signal.Signals[name]
         descriptor = os.memfd_create(_FILE, os.MFD_CLOEXEC)
         faulthandler.register(number, file=descriptor)
-    except (KeyError, OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         _log.warning("%s=%s cannot be used to print stacks: %r. Use SIGUSR1 or SIGUSR2.", VARIABLE, name, error)
         return 0, 0
     return number, descriptor

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+from easydist import settings
 from easydist.errors import PeerLostError
 from easydist.liveness import texts
 from easydist.liveness.page import own_page
@@ -63,9 +64,14 @@ def name_of(peer: Peer) -> str:
 
 
 class End:
-    """One end of a queue."""
+    """One end of a queue.
+
+    Raises:
+        ValueError: An environment variable of easydist is malformed.
+    """
 
     def __init__(self) -> None:
+        settings.check()
         self._lock = threading.RLock()  # an interrupt between acquiring it and recording so must not cause a deadlock
         self._is_cancelled = self._is_closed = self._is_foreign = False
         _all.add(self)

@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from easydist.settings import NO, YES
+
 
 @dataclass(frozen=True, slots=True)
 class World:
@@ -48,8 +50,6 @@ _MPI = (
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 _NODES = {"torchrun": ("GROUP_RANK", "GROUP_WORLD_SIZE"), "slurm": ("SLURM_NODEID", "SLURM_STEP_NUM_NODES")}
 _MPI_JOB = ("PMIX_NAMESPACE", "I_MPI_HYDRA_UUID")
-_YES = ("y", "yes", "t", "true", "on", "1")
-_NO = ("n", "no", "f", "false", "off", "0")
 _ACCELERATE_ALONE = (
     "accelerate launch started one process although it was asked for several: on the CPU it starts more only through "
     "mpirun (a MULTI_CPU configuration with mpirun_config). This process works alone; to have N, launch with "
@@ -112,9 +112,9 @@ def flag(name: str, env: Mapping[str, str] = os.environ) -> bool:
     Source: accelerate's ``parse_flag_from_env``; distutils' ``strtobool``.
     """
     value = env.get(name, "no").lower()
-    if value not in (*_YES, *_NO):
-        raise ValueError(f"invalid truth value {value} of {name}: use one of {', '.join((*_YES, *_NO))}")
-    return value in _YES
+    if value not in (*YES, *NO):
+        raise ValueError(f"invalid truth value {value} of {name}: use one of {', '.join((*YES, *NO))}")
+    return value in YES
 
 
 def _has(env: Mapping[str, str], *names: str) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Protocol, TypeVar, o
 import torch
 import torch.distributed as dist
 
-from easydist import forks
+from easydist import forks, settings
 from easydist.agreement.calling import seconds
 from easydist.agreement.runner import meet
 from easydist.data.split import split
@@ -63,7 +63,8 @@ class ProcessState(metaclass=WithAdvice):
         TypeError: ``timeout`` is neither a number of seconds nor a timedelta.
         ValueError: ``timeout`` is not positive; or ``cpu``, ``backend`` or ``timeout`` come too late, because the group
             exists already and was made differently; or ``ACCELERATE_USE_CPU`` or ``ACCELERATE_DEBUG_MODE``, which are
-            read when the first instance is made, are neither yes nor no.
+            read when the first instance is made, are neither yes nor no; or this process works alone, and one of
+            easydist's own variables is malformed.
 
     Example:
         >>> from easydist import ProcessState
@@ -120,8 +121,10 @@ class ProcessState(metaclass=WithAdvice):
         if self._world is None or group is not self._group:
             device = self._device if group is not None and is_recovered(group) else None
             self._group, self._device = group, None
-            self._world = launched() if group is None else world_of(group)
-            self._device = device or self._choose_device(self._world)
+            world = launched() if group is None else world_of(group)
+            if world.size == 1:
+                settings.check()  # several ranks do so when they meet
+            self._world, self._device = world, device or self._choose_device(world)
         return self._world
 
     def _after_fork(self) -> dist.ProcessGroup | None:
