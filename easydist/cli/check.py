@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from easydist.cli.home import PIPE, home
+from easydist.cli.rank import command_of
+
 if TYPE_CHECKING:
     from easydist.cli.findings import Finding
     from easydist.state.environment import World
@@ -102,16 +105,17 @@ def _outcomes(ranks: int, timeout: float) -> list[Results]:
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     command = [sys.executable, "-m", "easydist", "check", "--json", "--timeout", str(timeout)]
     env = {"OMP_NUM_THREADS": "1"} | os.environ | meeting | {"LOCAL_WORLD_SIZE": meeting["WORLD_SIZE"]}
-    processes = [
-        subprocess.Popen(
-            command,
-            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(ranks)
-    ]
-    with ThreadPoolExecutor(ranks) as threads:  # a rank whose output nobody reads would stop at a full pipe
+    # A rank whose output nobody reads would stop at a full pipe, so each has a thread.
+    with home() as folder, ThreadPoolExecutor(ranks) as threads:
+        processes = [
+            subprocess.Popen(
+                command_of(os.path.join(folder, PIPE), command),
+                env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            for rank in range(ranks)
+        ]
         try:
             return list(threads.map(_outcome, range(ranks), processes))
         finally:

@@ -11,8 +11,8 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -25,13 +25,14 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from easydist import settings
-from easydist.cli import survivor
+from easydist.cli import rank, rendezvous, survivor
 from easydist.cli.failures import report
+from easydist.cli.home import PIPE, home
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SECONDS = 5.0
 _PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
-_OF_SEVERAL_HOSTS = ("rdzv_endpoint", "master_port")
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -51,10 +52,11 @@ def launch(arguments: Sequence[str]) -> int:
     """
     args = _parsed(arguments)
     _check_settings()
-    with tempfile.TemporaryDirectory(prefix="easydist-run-") as folder:
+    with home() as folder:
         args.log_dir = args.log_dir or os.path.join(folder, "logs")
         if args.survivors:
             _let_survivors_go_on(args, folder)
+        _tie(args, folder)
         _prepare()
         status = 1
         try:
@@ -86,15 +88,29 @@ def _run(args: argparse.Namespace) -> int:
 
 def _let_survivors_go_on(args: argparse.Namespace, folder: str) -> None:
     """Start each rank below a process that succeeds even if its rank fails."""
-    os.mkdir(os.path.join(folder, "ended"))
-    python = [] if args.no_python else [sys.executable, "-u", *(["-m"] if args.module else [])]
-    args.training_script_args = [
-        os.path.join(folder, "ended"),
-        *python,
-        args.training_script,
-        *args.training_script_args,
-    ]
-    args.training_script, args.module, args.no_python = "easydist.cli.survivor", True, False
+    ended = os.path.join(folder, "ended")
+    os.mkdir(ended)
+    pipe = os.path.join(folder, PIPE)
+    _replace(args, [sys.executable, "-u", "-m", "easydist.cli.survivor", ended, pipe, *_command(args)])
+
+
+def _tie(args: argparse.Namespace, folder: str) -> None:
+    """Let each rank end with this process, however this process ends."""
+    _replace(args, rank.command_of(os.path.join(folder, PIPE), _command(args)))
+
+
+def _command(args: argparse.Namespace) -> list[str]:
+    """Return the command line of a rank."""
+    python = (
+        [] if args.no_python else [os.getenv("PYTHON_EXEC", sys.executable), "-u", *(["-m"] if args.module else [])]
+    )
+    return [*python, args.training_script, *args.training_script_args]
+
+
+def _replace(args: argparse.Namespace, command: Sequence[str]) -> None:
+    """Set the command line of a rank."""
+    args.no_python, args.module, args.run_path = True, False, False
+    args.training_script, *args.training_script_args = command
 
 
 def _of_survivors(folder: str) -> int:
@@ -120,7 +136,8 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         args.no_python = _has_own_interpreter(args.training_script)
     if args.no_python and os.path.isfile(args.training_script):
         args.training_script = os.path.abspath(args.training_script)  # PATH is searched for a bare name
-    args.standalone |= _is_alone(args)
+    if args.standalone or _is_alone(args):
+        _meet_on_loopback(args)
     return args
 
 
@@ -135,12 +152,21 @@ def _fail(message: str) -> NoReturn:
 
 
 def _is_alone(args: argparse.Namespace) -> bool:
-    """True if the address of other machines is not given, so that any free port can be used."""
+    """True if there are no other machines, and no address at which they could reach this one."""
     return (
         args.nnodes in ("1", "1:1")
         and args.rdzv_backend == "static"
-        and not any(map(vars(args).get, _OF_SEVERAL_HOSTS))
+        and not args.rdzv_endpoint
+        and args.master_addr in _LOOPBACK
     )
+
+
+def _meet_on_loopback(args: argparse.Namespace) -> None:
+    """Open the store where no other machine can reach it; at any free port, unless one is given."""
+    port = 0 if args.standalone else args.master_port or 0
+    args.standalone, args.rdzv_backend, args.rdzv_id = False, rendezvous.BACKEND, uuid.uuid4().hex
+    args.rdzv_endpoint = f"127.0.0.1:{port}"
+    rendezvous.register()
 
 
 def _has_own_interpreter(script: str) -> bool:

@@ -6,7 +6,6 @@ exit status to a file.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -15,28 +14,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from easydist.cli.rank import command_of
 from easydist.liveness.texts import status_text
 
-_PR_SET_PDEATHSIG = 1
 
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def run(folder: str, command: Sequence[str]) -> int:
+def run(folder: str, pipe: str, command: Sequence[str]) -> int:
     """Run a rank to its end, and write its exit status, negative for a signal, to a file named after the rank.
 
     Args:
         folder: The folder of the file.
+        pipe: The named pipe that the launcher holds open.
         command: The command line of the rank.
 
     Returns:
         0; but if this process received a signal to end, the rank's exit status.
     """
     told: list[int] = []
-    rank = subprocess.Popen(list(command), preexec_fn=_die_with_parent)
+    rank = subprocess.Popen(command_of(pipe, command))
 
     def forward(number: int, frame: FrameType | None) -> None:
         told.append(number)
@@ -63,4 +57,4 @@ def statuses(folder: str) -> dict[int, int]:
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1], sys.argv[2:]))
+    sys.exit(run(sys.argv[1], sys.argv[2], sys.argv[3:]))

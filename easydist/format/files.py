@@ -16,6 +16,7 @@ import torch
 from easydist.errors import WireError
 from easydist.format import outline
 from easydist.format.header import Header, chunks, decode, encode
+from easydist.format.links import is_planted, resolved
 from easydist.format.naming import Names
 from easydist.format.targets import Targets
 from easydist.typing import Device, Tree
@@ -45,7 +46,7 @@ def save(
 
     Args:
         tree: Tensors, arrays, numbers, text, bytes, None, dtypes and devices in containers nested at most 100 deep.
-        path: The file. An existing one is replaced; tensors loaded from it keep their values.
+        path: The file. An existing one is replaced, and its mode is kept; tensors loaded from it keep their values.
         metadata: Further texts for ``load_metadata`` and other readers. Keys that begin with ``easydist.`` are
             reserved.
         names: The names of the tensors in the file. ``"dots"`` joins keys, indices and fields by dots
@@ -57,6 +58,7 @@ def save(
         ValueError: The tree is nested too deeply, or has more than 100 000 tensors, or the metadata uses a reserved
             key, or ``names`` makes names equal (the text has all of them, with their paths).
         OSError: The file cannot be written, or ``path`` is a FIFO or device; an existing file is not changed.
+        PermissionError: ``path`` leads through a link that another user has made in a sticky folder, such as ``/tmp``.
 
     Cost: one write of the data; tensors that are not contiguous or not on the CPU are copied, one at a time.
 
@@ -160,13 +162,16 @@ def read_header(source: str | os.PathLike[str] | bytes | bytearray | memoryview)
 @contextlib.contextmanager
 def _replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a file that replaces ``path`` when all of it is on the disk."""
-    target = os.path.realpath(os.fsdecode(path))  # replace the target of a link, not the link
+    target = resolved(os.fsdecode(path))  # replace the target of a link, not the link
+    folder, existing = os.path.dirname(target), None
     with contextlib.suppress(FileNotFoundError):
-        _check_regular("save", path, os.stat(target))  # the file would replace a device
-    folder = os.path.dirname(target)
+        existing = os.stat(target)
+        _check_regular("save", path, existing)  # the file would replace a device
     temporary = os.path.join(folder, f".{secrets.token_hex(8)}.tmp")
     try:
-        with open(temporary, "xb") as file:
+        with open(temporary, "xb", opener=_open_private if existing else None) as file:
+            if existing:
+                _keep_mode(file.fileno(), existing, folder)
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -176,6 +181,22 @@ def _replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             os.unlink(temporary)
         raise
     _synchronise(folder)
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _keep_mode(file: int, existing: os.stat_result, folder: str) -> None:
+    """Give a new file, which only its owner can open so far, the group and the mode of the file that it replaces."""
+    mode = stat.S_IMODE(existing.st_mode)
+    if is_planted(existing, folder):
+        mode = 0o600
+    try:
+        os.fchown(file, -1, existing.st_gid)
+    except OSError:  # the group's permissions are not for the group that the file has now
+        mode &= ~stat.S_IRWXG
+    os.fchmod(file, mode)
 
 
 def _synchronise(folder: str) -> None:
