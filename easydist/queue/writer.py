@@ -144,10 +144,9 @@ class WriterEnd(End):
         return self._start
 
     def _late(self, operation: str) -> str:
-        absent = [rank for rank in self._local_ranks if rank not in self._peers]
-        n_far = self._n_remote - len(self._senders)
-        if operation == "wait_until_ready" or n_far > 0:
-            return f"{operation}: {len(absent) + max(n_far, 0)} of {self._n_reader} readers did not come in time"
+        if operation == "wait_until_ready" or len(self._senders) < self._n_remote:
+            missing = self._n_reader - len(self._peers)
+            return f"{operation}: {missing} of {self._n_reader} readers did not come in time"
         slow = [self._local_ranks[i] for i in self._ring.behind()] if self._ring else []
         slow += [rank for rank, sender in self._senders.items() if sender.unsent()[0]]
         return f"{operation}: readers {sorted(set(slow))} made no room in time, so no part of this message will arrive"

@@ -97,7 +97,7 @@ def test_a_link_of_another_user_in_a_sticky_folder_is_refused(tmp_path, sticky, 
         planted(path, secret)
         (tmp_path / "mine").symlink_to(path)
         path = tmp_path / "mine"
-    with pytest.raises(PermissionError, match=r"save does not follow the link .* uid 65533\) has made"):
+    with pytest.raises(PermissionError, match=r"save does not follow the link .* \(uid 65533\) has made"):
         easydist.save([1], path)
     assert secret.read_text() == "before"
     assert {entry.name for entry in tmp_path.iterdir()} <= {"authorized", "sticky", "mine"}

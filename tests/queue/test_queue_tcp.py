@@ -215,6 +215,22 @@ def test_shared_memory_that_is_not_wanted(monkeypatch):
             assert other.export_handle().ring is None
 
 
+@pytest.mark.parametrize(("n_reader", "n_local"), [(1, 1), (2, 2), (3, 2), (2, 0)])
+@pytest.mark.parametrize("shm", ["0", "1"])
+def test_each_missing_reader_is_counted_once(monkeypatch, shm, n_reader, n_local):
+    monkeypatch.setenv("EASYDIST_SHM", shm)
+    with MessageQueue(n_reader, n_local, connect_ip="127.0.0.1") as writer:
+        readers = []
+        for missing in range(n_reader, 0, -1):
+            text = f"wait_until_ready: {missing} of {n_reader} readers did not come in time"
+            with pytest.raises(TimeoutError, match=text):
+                writer.wait_until_ready(0.02)
+            readers.append(MessageQueue.create_from_handle(writer.export_handle(), n_reader - missing))
+        writer.wait_until_ready(SOON)
+        for reader in readers:
+            reader.close()
+
+
 def test_host_without_shared_memory(monkeypatch, caplog):
     def full(shape):
         raise OSError(28, "No space left on device")
