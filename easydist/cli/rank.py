@@ -1,7 +1,8 @@
 """The first program of each rank that a launcher starts: it ties the rank to the launcher, then becomes the rank.
 
-On Linux the kernel kills the rank when the launcher has ended. Elsewhere a child of the rank waits for the end of a
-named pipe that the launcher holds open, and kills the rank's process group.
+On Linux the kernel kills the rank when the launcher has ended. Elsewhere, and if the rank is a shell script or another
+program that may start the real one, a child of the rank waits for the end of a named pipe that the launcher holds open,
+and kills the rank's process group.
 
 It runs as a file, without site packages, so that it takes little time, and before anything of the user does.
 """
@@ -41,7 +42,7 @@ def become(launcher: int, pipe: str, command: Sequence[str]) -> NoReturn:
     """
     if sys.platform == "linux":
         _end_with_parent()
-    else:
+    if sys.platform != "linux" or os.path.realpath(command[0]) != os.path.realpath(sys.executable):
         _watch(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), os.getpid())
     if os.getppid() != launcher:  # it has ended before this process was tied to it
         os._exit(128 + signal.SIGKILL)

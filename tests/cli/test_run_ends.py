@@ -75,6 +75,14 @@ def test_ranks_end_with_a_launcher_that_is_killed_and_the_next_one_removes_its_f
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--survivors",)], ids=["plain", "survivors"])
+def test_the_program_that_a_shell_script_has_started_ends_too(tmp_path, options):
+    path = script(tmp_path, "#!/bin/sh\necho pid $$\nsh -c 'echo pid $$; sleep 1000; true'\ntrue", "script")
+    command = [sys.executable, "-m", "easydist", "run", "-n", "1", *options, path]
+    assert left_after_kill(command, tmp_path)[0] == []
+
+
+@pytest.mark.slow
 def test_without_linux_a_rank_and_its_children_end_by_the_pipe(tmp_path):
     left, folders = left_after_kill([sys.executable, script(tmp_path, BY_PIPE)], tmp_path)
     assert not left
