@@ -132,7 +132,8 @@ def text_of(fault: str) -> str:
     """
     name, _, value = fault.partition("=")
     what = "is empty" if value == "''" else "is malformed"
-    return f"{fault} {what}: {name} takes {SETTINGS[name].expects}; unset it for the default"
+    takes = SETTINGS[name].expects if name in SETTINGS else "another value"  # that rank may have another version
+    return f"{fault} {what}: {name} takes {takes}; unset it for the default"
 
 
 def check(env: Mapping[str, str] = os.environ) -> None:

@@ -23,7 +23,9 @@ _ALIVE = 1.0
 
 
 def command_of(pipe: str, command: Sequence[str]) -> list[str]:
-    """Return the command line of a rank that ends with this process. The process must start it itself.
+    """Return the command line of a rank that ends with this process, whose main thread must start it.
+
+    On Linux a rank that another thread has started ends with that thread.
 
     Args:
         pipe: The named pipe that this process holds open.
