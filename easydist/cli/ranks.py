@@ -51,16 +51,16 @@ class Ranks:
     """The ranks of the user's processes on this host.
 
     Args:
-        pid: A rank's process or one that has started ranks, such as a launcher. The groups of its job are included, as
-            far as they share ranks. None: all processes.
+        job: The pid of a rank or of a process that has started ranks, such as a launcher, or a part of the ranks'
+            command line. The groups of their jobs are included, as far as they share ranks. None: all processes.
 
     Example:
-        >>> Ranks(pid=0).look()  # no process
+        >>> Ranks(0).look()  # no process
         []
     """
 
-    def __init__(self, pid: int | None = None) -> None:
-        self._pid = pid
+    def __init__(self, job: int | str | None = None) -> None:
+        self._job = job
         self._processes: dict[int, psutil.Process] = {}
 
     def look(self) -> list[list[Rank]]:
@@ -70,13 +70,13 @@ class Ranks:
         for rank in found:
             groups[rank.group].append(rank)
         rows = [sorted(ranks, key=lambda rank: rank.membership.rank) for _, ranks in sorted(groups.items())]
-        return rows if self._pid is None else self._of_job(rows)
+        return rows if self._job is None else self._of_job(rows)
 
     def _of_job(self, groups: list[list[Rank]]) -> list[list[Rank]]:
         """Return the groups of the selected processes, and those that share ranks with them."""
-        asked = {rank.pid for ranks in groups for rank in ranks if self._is_asked(rank.pid)}
-        job = {rank.pid for ranks in groups for rank in ranks if any(other.pid in asked for other in ranks)}
-        return [ranks for ranks in groups if any(rank.pid in job for rank in ranks)]
+        asked = {rank.pid for ranks in groups for rank in ranks if self._is_asked(rank)}
+        found = [job for job in jobs(groups) if any(rank.pid in asked for ranks in job for rank in ranks)]
+        return [ranks for job in found for ranks in job]
 
     def _found(self) -> list[Rank]:
         import psutil
@@ -98,11 +98,13 @@ class Ranks:
             return process if process.is_running() and process.uids().real == os.getuid() else None
         return None
 
-    def _is_asked(self, pid: int) -> bool:
+    def _is_asked(self, rank: Rank) -> bool:
         import psutil
 
+        if isinstance(self._job, str):
+            return self._job in rank.command
         with contextlib.suppress(psutil.Error):
-            return pid == self._pid or any(parent.pid == self._pid for parent in psutil.Process(pid).parents())
+            return self._job in (rank.pid, *(parent.pid for parent in psutil.Process(rank.pid).parents()))
         return False
 
 
@@ -118,6 +120,17 @@ def _ranks_of(process: psutil.Process) -> list[Rank]:
         Rank(told, process.pid, parent, command, cpu, memory, status, max(0.0, now - told.since))
         for told in page.memberships()
     ]
+
+
+def jobs(groups: Iterable[list[Rank]]) -> list[list[list[Rank]]]:
+    """Return the groups of each job: those that share processes with each other."""
+    found: list[tuple[set[int], list[list[Rank]]]] = []
+    for ranks in groups:
+        pids = {rank.pid for rank in ranks}
+        same = [job for job in found if job[0] & pids]
+        found = [job for job in found if job not in same]
+        found.append((pids.union(*(job[0] for job in same)), [*(group for job in same for group in job[1]), ranks]))
+    return [job for _, job in found]
 
 
 def awaited(ranks: Iterable[Rank]) -> dict[int, list[int]]:
@@ -165,6 +178,7 @@ def _rank_as_json(rank: Rank, waits_for: list[int]) -> dict[str, Any]:
         "rank": told.rank,
         "pid": rank.pid,
         "parent": rank.parent,
+        "command": rank.command,
         "cpu": rank.cpu,
         "memory": rank.memory,
         "status": rank.status,

@@ -19,6 +19,7 @@ _EXAMPLE = """\b
 Example:
   easydist top                  all your jobs on this host, until Ctrl-C
   easydist top 4711             the job of a rank or of a launcher
+  easydist top train.py         the jobs with this text in their command line
   easydist top --once --stack   once, with the Python stacks of ranks that are late
 """
 _NOBODY = "None of your processes on this host is a rank that easydist knows. A rank appears with its first call."
@@ -30,23 +31,24 @@ _PATIENCE = 1.0
 
 
 @click.command(epilog=_EXAMPLE)
-@click.argument("pid", type=int, required=False)
+@click.argument("job", metavar="[JOB|PID]", required=False)
 @click.option(
     "--once", is_flag=True, help="Print the table once and exit; the default if the output is not a terminal."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and exit.")
 @click.option("--stack", is_flag=True, help="Add the Python stacks of the ranks that are late.")
 @click.option("--interval", type=click.FloatRange(0.1), default=1.0, show_default=True, help="Seconds between updates.")
-def top(pid: int | None, once: bool, as_json: bool, stack: bool, interval: float) -> None:
+def top(job: str | None, once: bool, as_json: bool, stack: bool, interval: float) -> None:
     """Show the state of the ranks on this host.
 
     You see their current calls, how long these take, and the ranks for which they wait. The table is made from the
-    status that each process publishes in memory, so it also works on a job that hangs. PID is a rank's process or a
-    launcher's. Only your own processes are shown.
+    status that each process publishes in memory, so it also works on a job that hangs. A job that hangs comes first.
+    PID is a rank's process or a launcher's; JOB is a part of the ranks' command line, such as a script's name. Only
+    your own processes are shown.
     """
     from easydist.cli.ranks import Ranks
 
-    ranks = Ranks(pid)
+    ranks = Ranks(int(job) if job is not None and job.isdecimal() else job)
     if once or as_json or not sys.stdout.isatty():
         _show_once(ranks, as_json, stack)
     else:
@@ -83,7 +85,10 @@ def _show_live(ranks: Ranks, interval: float, stack: bool) -> None:
 
 
 def screen(groups: list[list[Rank]], stacks: dict[int, str]) -> RenderableType:
-    """Return the display: a table for each group, with stacks below.
+    """Return the display: for each job its groups, and stacks below.
+
+    The job whose ranks have waited longest for one that is late comes first. A group without a call in progress takes
+    no table, unless only one job is shown and none of its groups has one.
 
     Args:
         groups: The ranks of each group.
@@ -92,10 +97,48 @@ def screen(groups: list[list[Rank]], stacks: dict[int, str]) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
+    from easydist.cli.ranks import jobs
+
     if not groups:
         return Text(_NOBODY)
-    shown = [Text(f"pid {pid}\n{text}") for pid, text in stacks.items()]
-    return Group(*(_table(ranks) for ranks in groups), *shown)
+    found = sorted(jobs(groups), key=_hung_for, reverse=True)
+    shown = [part for job in found for part in _job(job, is_alone=len(found) == 1)]
+    return Group(*shown, *(Text(f"pid {pid}\n{text}") for pid, text in stacks.items()))
+
+
+def _hung_for(job: list[list[Rank]]) -> float:
+    """Return the seconds for which ranks of a job have waited for one that is late; 0 if none is."""
+    return max((rank.seconds for ranks in job if late_ranks(ranks) for rank in ranks if _is_waiting(rank)), default=0.0)
+
+
+def _is_waiting(rank: Rank) -> bool:
+    return rank.membership.is_in_call
+
+
+def _job(groups: list[list[Rank]], is_alone: bool) -> list[RenderableType]:
+    """Return the lines and tables of a job: those with late ranks first."""
+    from rich.text import Text
+
+    ranks = max(groups, key=len)
+    busy = [group for group in groups if any(map(_is_waiting, group))] or [ranks] * is_alone
+    idle = [group for group in groups if group not in busy]
+    head = f"job {ranks[0].parent}: {_command(ranks[0])}"
+    shown: list[RenderableType] = [Text(head, no_wrap=True, overflow="ellipsis")]
+    shown += map(_table, sorted(busy, key=lambda group: bool(late_ranks(group)), reverse=True))
+    if idle:
+        names = ", ".join(_title(group[0]) for group in idle)
+        shown.append(Text(f"no call in progress: {names}\n", no_wrap=True, overflow="ellipsis"))
+    return shown
+
+
+def _command(rank: Rank) -> str:
+    """Return a command line without the settings of a notebook's rank."""
+    return rank.command.partition(" {")[0]
+
+
+def _title(rank: Rank) -> str:
+    told = rank.membership
+    return f"group {told.group or '(unnamed)'} of {told.size} ranks"
 
 
 def _table(ranks: list[Rank]) -> Table:
@@ -106,9 +149,7 @@ def _table(ranks: list[Rank]) -> Table:
     from easydist.cli.ranks import awaited
 
     waits, late = awaited(ranks), {rank.membership.rank for rank in late_ranks(ranks)}
-    told = ranks[0].membership
-    title = f"group {told.group or '(unnamed)'} of {told.size} ranks, started by process {ranks[0].parent}"
-    table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=escape(_title(ranks[0])), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("rank", "pid", "CPU %", "memory", "call"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("operation", "at", "waits for"):

@@ -130,9 +130,16 @@ class Monitor(GroupStatus):
             cause = Cause(Why.LATE)
         if cause is not None:
             return self.error_of(cause, awaited)
-        if self.warns(now, WARN_AFTER):
+        if self.warns(now, WARN_AFTER) and not self._others_warn():
             _log.warning("%s", self.late(awaited, now + self._limit - self._deadline, "Still waiting."))
         return None
+
+    def _others_warn(self) -> bool:
+        """True if a lower rank of this host waits in this call of all ranks, so that its warning is enough."""
+        return self.peer is None and any(
+            peer.rank < self.rank and peer.is_inside(self.number) and not peer.is_stopped()
+            for peer in self.peers.values()
+        )
 
     def _heard(self, awaited: Sequence[int]) -> Iterator[Heard]:
         for peer in self._unfinished(awaited):

@@ -182,6 +182,14 @@ class Peer:
             return False
         return has_finished(number, last, self._page.is_inside(self._entry))
 
+    def is_inside(self, number: int) -> bool:
+        """True if it is known to be in the call of this number."""
+        return self._page is not None and self.number() == number and self._page.is_inside(self._entry)
+
+    def is_stopped(self) -> bool:
+        """True if its process is known to be stopped or to have ended."""
+        return _state(self.pid)[0] in ("T", "t", *_DEAD)
+
     def is_same_group(self, entry: int) -> bool:
         """True if an entry of its page is that of the group to which this peer belongs."""
         return entry == self._entry >= 0

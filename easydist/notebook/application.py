@@ -15,9 +15,15 @@ from ipykernel.iostream import OutStream
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
 from ipykernel.zmqshell import ZMQInteractiveShell
+from IPython.core.error import StdinNotImplementedError
 
 from easydist.notebook.messages import ACT, META, VALUE
 from easydist.notebook.tracebacks import INNER, cut_causes, users_part
+
+_CANNOT_ASK = (
+    "ranks cannot ask; ask in a cell of the notebook itself, and give the answer to all ranks: "
+    "answer = input(), then %push answer"
+)
 
 
 class _Compiler(XCachingCompiler):  # type: ignore[misc]
@@ -91,6 +97,16 @@ class _Kernel(IPythonKernel):  # type: ignore[misc]
             yield
         finally:
             signal.signal(signal.SIGINT, before)
+
+    def raw_input(self, *_: Any, **__: Any) -> str:
+        """Refuse to ask: the ranks' questions cannot reach the page.
+
+        Raises:
+            StdinNotImplementedError: Always.
+        """
+        raise StdinNotImplementedError(_CANNOT_ASK)
+
+    getpass = raw_input
 
     def act(self, meta: dict[str, Any]) -> Any:
         """Perform the action of a request without source."""

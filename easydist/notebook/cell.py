@@ -107,18 +107,24 @@ class Cell:
     def _step(self) -> None:
         for rank in self._ranks:
             self._hear(rank)
+            self._heed_user()
         for rank in self.running:
             self._look_whether_alive(rank)
         now = time.monotonic()
         self._output.flush(now)
-        if self._interrupted_by_user.is_set() and self._stop_at == float("inf"):
-            self._stop_at = now + _STOPS_WITHIN
-        if self._stop_at < float("inf"):
-            for rank in self.running:
-                self._interrupt(rank, now)
-        elif len(self.running) < len(self._everyone) and now >= self._look_at:
+        if self._stop_at == float("inf") and len(self.running) < len(self._everyone) and now >= self._look_at:
             self._look_at = now + _LOOK
             self._release(now)
+
+    def _heed_user(self) -> None:
+        """Interrupt the ranks if the user has interrupted the cell."""
+        if not self._interrupted_by_user.is_set():
+            return
+        now = time.monotonic()
+        if self._stop_at == float("inf"):
+            self._stop_at = now + _STOPS_WITHIN
+        for rank in self.running:
+            self._interrupt(rank, now)
 
     def _hear(self, rank: int) -> None:
         process, outcome = self._ranks[rank], self.outcomes[rank]
@@ -149,8 +155,8 @@ class Cell:
                 self._failed.append(rank)
 
     def _look_whether_alive(self, rank: int) -> None:
-        if self._ranks[rank].status() is not None:
-            self._hear(rank)  # the output that it has written before
+        process = self._ranks[rank]
+        if process.status() is not None and not process.has_messages:  # all output that it has written before is read
             self.outcomes[rank].status = "lost"
             self._failed.append(rank)
 

@@ -61,7 +61,7 @@ class Cluster:
 
         self.size = size
         self._sink = sink or Notebook()
-        self._epoch, self._needs_meeting, self._last_cell = 0, False, 0
+        self._epoch, self._needs_meeting, self._last_cell, self._outputs = 0, False, 0, 0
         self._owner, self._lock = os.getpid(), threading.RLock()
         read_end, self._write_end = os.pipe()
         self._home = Home(size, _private_folder(), read_end, free_port(), zmq.Context())
@@ -165,7 +165,9 @@ class Cluster:
             self._meet_again()
             for rank in chosen:
                 rank.send(source, meta, is_silent, buffers)
-            output = Output([rank.rank for rank in chosen], self._sink)
+            self._outputs += 1
+            file = self._home.folder / f"output-{self._outputs}.txt"
+            output = Output([rank.rank for rank in chosen], self._sink, file)
             cell = self._cell = Cell(chosen, self._ranks, output, self._last_cell)
             try:
                 return cell.run()

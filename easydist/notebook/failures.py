@@ -59,6 +59,10 @@ class RankLostError(_Short, PeerLostError):
         return error
 
 
+class UnsendableError(_Short, TypeError):
+    """A value cannot be pickled, so it cannot be sent between the notebook and its ranks."""
+
+
 class CellInterrupted(_Short, KeyboardInterrupt):
     """The user has interrupted a cell of several ranks."""
 

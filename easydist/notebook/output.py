@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from easydist.notebook.failures import named
+from easydist.notebook.flood import Flood, Whole, height
+from easydist.notebook.order import Line, Shown
 
 _PATIENCE = 0.15
-"""Seconds for which a line waits for the same line of other ranks."""
+"""Seconds for which a line waits to be shown together with the same line of other ranks."""
+
+_COLLECT = 0.05
+"""Seconds for which text is collected before it goes to the page."""
 
 _TOGETHER = 0.05
 """Seconds within which lines count as simultaneous, and are shown in rank order."""
 
-_FURTHER = 50
-"""The number of a rank's lines to search for an equal one."""
+_LONGEST = 10_000
+"""The number of characters without a line break that count as a line."""
 
 _END = float("inf")
 """The time at which no line waits any more."""
@@ -64,17 +69,16 @@ class Notebook:
             display(content["data"], metadata=content.get("metadata"), raw=True, **options, **update)
 
 
-class _Line(NamedTuple):
-    stream: str
-    text: str
-
-
 class Output:
     r"""Merges the output of one cell's ranks.
+
+    A line is shown once if several ranks write it at the same place among their lines. Those that come to it later are
+    counted, and named at the end.
 
     Args:
         ranks: The ranks that run the cell. Figures and progress bars of the first one are shown.
         sink: The target of the output.
+        file: The file for all lines if they are too many to show; None: they are not kept.
 
     Example:
         >>> class Printed:
@@ -90,11 +94,16 @@ class Output:
         ranks 1–2: loss 1
     """
 
-    def __init__(self, ranks: Sequence[int], sink: Sink) -> None:
+    def __init__(self, ranks: Sequence[int], sink: Sink, file: Path | None = None) -> None:
         self._ranks, self._sink = list(ranks), sink
         self._lead = self._ranks[0]
-        self._lines: dict[int, deque[tuple[float, _Line]]] = {rank: deque() for rank in ranks}
+        self._lines: dict[int, deque[tuple[float, Line]]] = {rank: deque() for rank in ranks}
+        self._counts: dict[int, Counter[Line]] = {rank: Counter() for rank in ranks}
         self._partial: dict[tuple[int, str], str] = {}
+        self._page, self._again = Shown(ranks), Counter[int]()
+        self._flood, self._whole = Flood(), Whole(file)
+        self._collected: list[Line] = []
+        self._written_at = 0.0
         self._results: dict[int, Mapping[str, Any]] = {}
         self._shown: dict[int, list[tuple[str, Mapping[str, Any]]]] = {rank: [] for rank in ranks}
         self._bar: str | None = None
@@ -109,21 +118,41 @@ class Output:
             text: The text.
         """
         now, key = time.monotonic(), (rank, name)
-        *lines, rest = (self._partial.pop(key, "") + text).split("\n")
-        for line in lines:
-            self._add(rank, name, line, now)
-        if rest:
-            self._partial[key] = rest
-            if rank == self._lead and any(mark in rest for mark in _REWRITES):
+        block, end, rest = (self._partial.pop(key, "") + text).rpartition("\n")
+        if end:
+            self._take(rank, name, block, now)
+        if len(rest) > _LONGEST and not _rewrites(rest):
+            self._take(rank, name, rest, now)
+        elif rest:
+            self._partial[key] = rest[-_LONGEST:]
+            if rank == self._lead and _rewrites(rest):
                 self._progress(name, rest)
         self.flush(now)
 
+    def _take(self, rank: int, name: str, block: str, now: float) -> None:
+        """Take whole lines."""
+        self._whole.add(rank, block)
+        if self._flood.is_on:
+            self._flood.take(rank, name, block)
+            return
+        for line in block.split("\n"):
+            self._add(rank, name, line, now)
+
     def _add(self, rank: int, name: str, line: str, now: float) -> None:
-        if not any(mark in line for mark in _REWRITES):
-            self._lines[rank].append((now, _Line(name, line)))
+        if not _rewrites(line):
+            self._lines[rank].append((now, (name, line)))
+            self._counts[rank][name, line] += 1
         elif rank == self._lead:
             self._progress(name, line)
             self._end_bar()
+
+    def _pop(self, rank: int) -> Line:
+        _, line = self._lines[rank].popleft()
+        counts = self._counts[rank]
+        counts[line] -= 1
+        if not counts[line]:
+            del counts[line]
+        return line
 
     def _progress(self, name: str, text: str) -> None:
         """Show the last state of a progress bar in place of the previous one."""
@@ -132,11 +161,11 @@ class Output:
             if self._bar != name:
                 self._end_bar()
             self._bar, self._last_bar = name, last[-1]
-            self._sink.write(name, f"\r{named([self._lead])}: {last[-1]}")
+            self._collected.append((name, f"\r{named([self._lead])}: {last[-1]}"))
 
     def _end_bar(self) -> None:
         if self._bar is not None:
-            self._sink.write(self._bar, "\n")
+            self._collected.append((self._bar, "\n"))
             self._bar = None
 
     def flush(self, now: float) -> None:
@@ -145,10 +174,50 @@ class Output:
         Args:
             now: The time; infinity writes all lines.
         """
+        if now < _END and self._flood.fall(now):
+            self._end_flood()
         while (ranks := self._next(now)) is not None:
-            line = [self._lines[rank].popleft()[1] for rank in ranks][-1]
+            self._show(ranks, [self._pop(rank) for rank in ranks][-1])
+        if self._collected and now - self._written_at >= _COLLECT:
+            self._write_collected()
+
+    def _show(self, ranks: list[int], line: Line) -> None:
+        """Show a line of these ranks, except of those that come later to one that is on the page."""
+        if len(ranks) < len(self._ranks):
+            again = [rank for rank in ranks if self._page.follow(rank, line)]
+            self._again.update(again)
+            ranks = [rank for rank in ranks if rank not in again]
+        if ranks:
+            self._page.add(ranks, line)
             self._end_bar()
-            self._sink.write(line.stream, f"{named(ranks)}: {line.text}\n")
+            self._collected.append((line[0], f"{named(ranks)}: {line[1]}\n"))
+            if self._flood.rise(height(line[1])):
+                self._begin_flood()
+
+    def _write_collected(self) -> None:
+        """Write the collected text, as few pieces as the streams allow."""
+        collected, self._collected = self._collected, []
+        while collected:
+            stream = collected[0][0]
+            count = next((i for i, line in enumerate(collected) if line[0] != stream), len(collected))
+            self._sink.write(stream, "".join(text for _, text in collected[:count]))
+            del collected[:count]
+        self._written_at = time.monotonic()
+
+    def _begin_flood(self) -> None:
+        for rank in self._ranks:
+            while self._lines[rank]:
+                self._flood.take(rank, *self._pop(rank))
+        self._collected.append(("stdout", f"… too many lines to show, {self._whole.place()}; the last ones follow …\n"))
+
+    def _end_flood(self) -> None:
+        """Show how many lines are left out, and the last ones."""
+        left_out, tails = self._flood.end()
+        self._collected.append(("stdout", f"… {left_out:,} lines are not shown here, {self._whole.place()} …\n"))
+        self._page.clear()
+        for rank, lines in tails.items():
+            for name, line in lines:
+                self._add(rank, name, line, 0.0)
 
     def _next(self, now: float) -> list[int] | None:
         """Return the ranks whose first line must be written next; None if all lines can still wait."""
@@ -165,10 +234,9 @@ class Output:
             blocked = blocked or same
         return blocked
 
-    def _is_further_down(self, line: _Line, heads: Sequence[int]) -> bool:
+    def _is_further_down(self, line: Line, heads: Sequence[int]) -> bool:
         """True if another rank has written the same line after others, which must be written first."""
-        others = [lines for rank, lines in self._lines.items() if rank not in heads]
-        return any(line == later for lines in others for _, later in itertools.islice(lines, 1, _FURTHER))
+        return any(line in counts for rank, counts in self._counts.items() if rank not in heads)
 
     def result(self, rank: int, content: Mapping[str, Any]) -> None:
         """Take the value of the last expression on a rank."""
@@ -188,17 +256,31 @@ class Output:
         while self._lines[rank]:
             self.flush(_END)
         self._end_bar()
+        self._write_collected()
 
     def close(self) -> None:
         """End the cell: write the remaining lines, and the values."""
         for (rank, name), text in self._partial.items():
-            if not any(mark in text for mark in _REWRITES):
-                self._lines[rank].append((0.0, _Line(name, text)))
+            if not _rewrites(text):
+                self._take(rank, name, text, 0.0)
         self._partial.clear()
         self.flush(_END)
+        if self._flood.is_on:
+            self._end_flood()
+            self.flush(_END)
         self._end_bar()
+        self._name_followers()
+        self._write_collected()
+        self._whole.close()
         self._show_others()
         self._show_results()
+
+    def _name_followers(self) -> None:
+        """Say which ranks have come later to lines that are on the page, one line for each number of lines."""
+        for count in sorted(set(self._again.values())):
+            ranks = [rank for rank, own in self._again.items() if own == count]
+            lines = "one more line, equal to one" if count == 1 else f"{count:,} more lines, equal to lines"
+            self._collected.append(("stdout", f"{named(ranks)}: {lines} above\n"))
 
     def _show_others(self) -> None:
         """If the first rank has shown nothing, show the output of the next one. Say how much is omitted."""
@@ -227,3 +309,8 @@ class Output:
             else:
                 self._sink.write("stdout", f"{named(same)}:\n")
                 self._sink.show("display_data", {"data": bundle})
+
+
+def _rewrites(text: str) -> bool:
+    """True if the text is a progress bar's."""
+    return any(mark in text for mark in _REWRITES)

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,9 @@ _FROM_LAUNCHERS = ("TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_COMM_WORLD_", "PMI_
 
 _GRACE = 1.0
 """Seconds within which a killed process is collected."""
+
+_DRAIN = 0.05
+"""Seconds for which the messages of one connection are read before something else has its turn."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +119,18 @@ class RankProcess:
         self._session.send(self.shell, message, buffers=list(buffers))
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages that have arrived from the rank."""
+        """Yield messages that have arrived from the rank, for a short time: it may write faster than they are read."""
         for connection in (self.iopub, self.shell):
-            while True:
-                _, message = self._session.recv(connection)
-                if message is None:
-                    break
+            deadline = time.monotonic() + _DRAIN
+            while (message := self._session.recv(connection)[1]) is not None:
                 yield message
+                if time.monotonic() > deadline:
+                    break
+
+    @property
+    def has_messages(self) -> bool:
+        """True if there are messages that have not been read."""
+        return any(connection.get(zmq.EVENTS) & zmq.POLLIN for connection in (self.iopub, self.shell))
 
     def status(self) -> int | None:
         """Return the exit status of its process; None while it runs."""

@@ -18,6 +18,7 @@ import torch
 
 from easydist.errors import UnsafeObjectError
 from easydist.format.codec import EncodedObject, decode
+from easydist.notebook.failures import UnsendableError
 
 _CODEC, _PICKLE = b"C", b"P"
 
@@ -88,10 +89,11 @@ def _pickled(value: object, what: str, parts: list[tuple[str, object]] | None = 
         data: bytes = cloudpickle.dumps(value)
     except Exception as error:  # a class of the user's may raise anything
         guilty = [f"{name}, a {type(part).__name__}," for name, part in parts or () if not _can_be_pickled(part)]
-        raise TypeError(
-            f"{what} cannot be sent to the ranks: {' and '.join(guilty) or 'it'} cannot be pickled ({error}). Make it "
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise UnsendableError(
+            f"{what} cannot be sent to the ranks: {' and '.join(guilty) or 'it'} cannot be pickled ({reason}). Make it "
             "in a %%ranks cell, or %push the values that it is made of"
-        ) from error
+        ) from None
     return data
 
 

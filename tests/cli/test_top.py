@@ -1,5 +1,6 @@
 """``easydist top``: what it sees of ranks that wait, are late, talk two by two, or have ended."""
 
+import dataclasses
 import gc
 import json
 import os
@@ -16,7 +17,7 @@ from click.testing import CliRunner
 
 import easydist
 from easydist.cli.main import main
-from easydist.cli.ranks import Rank, Ranks, as_json, awaited
+from easydist.cli.ranks import Rank, Ranks, as_json, awaited, jobs
 from easydist.cli.top import late_ranks, screen
 from easydist.liveness.page import Membership, OwnPage, PeerPage
 from easydist.testing import distributed
@@ -149,6 +150,39 @@ def test_the_table_names_each_rank(capsys):
     assert "pid 101\nstack of it" in said
 
 
+def of_job(parent, rank, name="0"):
+    """The rank of another job: its process, launcher and command line are those of that job."""
+    told = rank.membership._replace(group=name)
+    command = f"train.py {parent}"
+    return dataclasses.replace(rank, membership=told, pid=parent + told.rank, parent=parent, command=command)
+
+
+def test_the_hung_job_is_first_and_idle_groups_take_a_line(capsys):
+    from rich.console import Console
+
+    busy = [[of_job(200, rank_of(number, seconds=0.1)) for number in range(3)]]
+    idle = [[of_job(200, rank_of(number, in_call=False), name) for number in range(3)] for name in ("dp", "tp[0]")]
+    hung = [[of_job(300, rank_of(0)), of_job(300, rank_of(1, last=0, in_call=False)), of_job(300, rank_of(2))]]
+    Console(width=160).print(screen(busy + idle + hung, {}))
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    heads = [line for line in lines if line.startswith(("job", "group", "no call"))]
+    assert heads == [
+        "job 300: train.py 300",
+        "group 0 of 3 ranks",
+        "job 200: train.py 200",
+        "group 0 of 3 ranks",
+        "no call in progress: group dp of 3 ranks, group tp[0] of 3 ranks",
+    ]
+    assert [job[0][0].parent for job in jobs(busy + idle + hung)] == [200, 300]
+
+
+def test_a_job_alone_keeps_a_table_between_its_calls(capsys):
+    from rich.console import Console
+
+    Console(width=160).print(screen([[of_job(200, rank_of(number, in_call=False)) for number in range(3)]], {}))
+    assert "not in a call, last: gather" in capsys.readouterr().out
+
+
 def test_nobody_is_said():
     said = CliRunner().invoke(main, ["top", "0", "--once"])
     assert said.exit_code == 0
@@ -179,20 +213,23 @@ def test_a_job_that_hangs_is_seen_from_another_process(tmp_path):
     env = {"PYTHONPATH": str(launching.ROOT), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     env["EASYDIST_STACK_SIGNAL"] = "SIGUSR2"
     env |= {"MASTER_PORT": str(free_port())}
-    jobs = [
+    processes = [
         subprocess.Popen([sys.executable, tmp_path / "stuck.py"], env=os.environ | env | {"RANK": str(rank)}, stdin=-1)
         for rank in range(2)
     ]
     try:
-        ranks, deadline = Ranks(jobs[0].pid), time.monotonic() + launching.within(60)
+        ranks, deadline = Ranks(processes[0].pid), time.monotonic() + launching.within(60)
         while not [row for rows in ranks.look() for row in late_ranks(rows)]:
             assert time.monotonic() < deadline
-        out, _ = command("top", str(jobs[0].pid), "--json", "--stack")
+        out, _ = command("top", str(processes[0].pid), "--json", "--stack")
         found = json.loads(out)
         assert [row["waits_for"] for row in found["groups"][0]["ranks"]] == [[1], []]
-        assert list(found["stacks"]) == [str(jobs[1].pid)]
-        assert "stuck.py" in found["stacks"][str(jobs[1].pid)]
+        assert list(found["stacks"]) == [str(processes[1].pid)]
+        out, _ = command("top", str(tmp_path / "stuck.py"), "--once")
+        assert f": {sys.executable} {tmp_path / 'stuck.py'}\n" in out
+        assert "job " in out
+        assert "stuck.py" in found["stacks"][str(processes[1].pid)]
     finally:
-        for job in jobs:
+        for job in processes:
             job.kill()
             job.communicate()

@@ -21,7 +21,7 @@ from easydist.testing import distributed
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "timeouts.py"
 LOSSES = ["kill_source/gloo", "kill_receiver/gloo", "kill_sender/gloo"]
-CASES = ["warn/shm", "warn/gloo", "quiet/shm", "quiet/gloo", "check/shm", *LOSSES]
+CASES = ["warn/shm", "warn/gloo", "one_warns/shm", "one_warns/gloo", "quiet/shm", "quiet/gloo", "check/shm", *LOSSES]
 AT = r"at \S*timeouts.py:\d+"
 
 VERBS = {
@@ -61,6 +61,16 @@ def test_a_long_wait_is_mentioned_in_the_log_again_and_again(backend):
             text,
         ), text
     assert [(row["error"], row["gathered"]) for row in rows.values()] == [(None, [0, 1])] * 2
+
+
+@pytest.mark.slow
+@BACKENDS
+def test_the_lowest_waiting_rank_of_a_host_warns_for_all(backend):
+    rows, statuses = launched()[f"one_warns/{backend}"]
+    assert statuses == [0, 0, 0]
+    assert len(rows[1]["warnings"]) >= 2
+    assert all("  rank 1: missing" in text for text in rows[2]["warnings"])  # rank 2 warns at most before rank 1 comes
+    assert [(row["error"], row["gathered"]) for row in rows.values()] == [(None, [0, 1, 2])] * 3
 
 
 @pytest.mark.slow

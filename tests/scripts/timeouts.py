@@ -23,8 +23,8 @@ from launching import within
 
 DEADLINE = within(20)
 NUMEL = 1 << 26  # of float32: 256 MB
-VARIABLES = {"warn": {"EASYDIST_WARN_AFTER": "0.2"}, "quiet": {"EASYDIST_WARN_AFTER": "60"}}
-VARIABLES["check"] = {"EASYDIST_CHECK": "0"}
+VARIABLES = {name: {"EASYDIST_WARN_AFTER": "0.2"} for name in ("warn", "one_warns")}
+VARIABLES |= {"quiet": {"EASYDIST_WARN_AFTER": "60"}, "check": {"EASYDIST_CHECK": "0"}}
 CHECKED = ("gather", "broadcast", "reduce", "all_to_all", "pad_across_processes")
 
 
@@ -42,14 +42,14 @@ class Heard(logging.Handler):
             os.write(self._writing, b"!")
 
 
-def wait_late(rank: int, pipe: tuple[int, int], timeout: float | None) -> dict:
-    """Let rank 1 come after rank 0 has warned twice, or has given up."""
+def wait_late(rank: int, late: int, pipe: tuple[int, int], timeout: float | None) -> dict:
+    """Let one rank come after another one has warned twice, or has given up."""
     import easydist
 
     heard = Heard(pipe[1])
     easydist.gather(rank)
     logging.getLogger("easydist").addHandler(heard)
-    if rank == 1:
+    if rank == late:
         assert select.select([pipe[0]], [], [], DEADLINE)[0]
     error = None
     try:
@@ -128,8 +128,9 @@ def lose(scenario: str, rank: int) -> dict:
 
 
 def work(scenario: str, rank: int, pipe: tuple[int, int]) -> dict:
-    if scenario in ("warn", "quiet"):
-        return wait_late(rank, pipe, timeout=0.3 if scenario == "quiet" else None)
+    if scenario in ("warn", "quiet", "one_warns"):
+        late = 0 if scenario == "one_warns" else 1
+        return wait_late(rank, late, pipe, timeout=0.3 if scenario == "quiet" else None)
     return call_unchecked(rank) if scenario == "check" else lose(scenario, rank)
 
 
@@ -144,7 +145,7 @@ def launch(case: str) -> None:
         os.write(1, (json.dumps(row) + "\n").encode())
 
     variables = {"EASYDIST_SHM": int(backend == "shm"), **VARIABLES.get(scenario, {})}
-    ended = statuses(forked(3 if scenario.startswith("kill") else 2, live, **variables))
+    ended = statuses(forked(2 if scenario in ("warn", "quiet", "check") else 3, live, **variables))
     os.write(1, (json.dumps({"case": case, "statuses": ended}) + "\n").encode())
 
 

@@ -1,0 +1,124 @@
+"""A cell that writes more than a page can show: head and tail are shown, and a file has the whole."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from pathlib import Path
+from typing import IO
+
+from easydist.notebook.order import Line
+
+_HEAD = 10_000
+"""The number of lines that may be shown at once. A flood begins with the next one."""
+
+_PER_SECOND = 100
+"""The number of lines that may be shown each second for any time."""
+
+_TAIL = 20
+"""The number of a rank's last lines in a flood that are shown at its end."""
+
+_WIDTH = 100
+"""The number of characters that count as a line."""
+
+_LONGEST_TAIL = 20_000
+"""The most characters of a rank's last lines."""
+
+
+def height(text: str) -> int:
+    """Return the number of lines that a text, without its last line break, takes on a page."""
+    return max(text.count("\n") + 1, len(text) // _WIDTH)
+
+
+class Flood:
+    """The amount of text on a page: it rises with each line, and falls with time.
+
+    Attributes:
+        is_on: True while lines come faster than a page can show them.
+    """
+
+    def __init__(self) -> None:
+        self.is_on, self._taken = False, 0
+        self._level, self._time = 0.0, 0.0
+        self._tails: dict[int, deque[Line]] = {}
+
+    def rise(self, lines: int) -> bool:
+        """Count lines for the page; return True if a flood begins with them."""
+        self._level = min(self._level + lines, _HEAD + 2 * _PER_SECOND)  # so that a flood ends two seconds after it
+        begins = self._level > _HEAD and not self.is_on
+        self.is_on = self.is_on or begins
+        return begins
+
+    def fall(self, now: float) -> bool:
+        """Note the time; return True if lines have come slowly enough for the flood to end."""
+        self._level = max(0.0, self._level - _PER_SECOND * (now - self._time))
+        self._time = now
+        return self.is_on and self._level <= _HEAD
+
+    def take(self, rank: int, stream: str, block: str) -> None:
+        """Take a rank's lines in place of the page."""
+        self.rise(height(block))
+        self._taken += block.count("\n") + 1
+        tail = self._tails.setdefault(rank, deque(maxlen=_TAIL))
+        tail.extend((stream, line) for line in block[-_LONGEST_TAIL:].rsplit("\n", _TAIL)[-_TAIL:])
+
+    def end(self) -> tuple[int, dict[int, deque[Line]]]:
+        """End the flood; return the number of lines that are left out, and each rank's last lines, to be shown."""
+        tails, self._tails = self._tails, {}
+        taken, self._taken, self.is_on = self._taken, 0, False
+        self._level = _HEAD - sum(height(line) for lines in tails.values() for _, line in lines)
+        return taken - sum(map(len, tails.values())), tails
+
+
+class Whole:
+    """All lines of a cell. They are written to a file once they are many.
+
+    Args:
+        path: The file; None to keep nothing.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path, self._height = path, 0
+        self._held: list[str] = []
+        self._file: IO[str] | None = None
+
+    def add(self, rank: int, block: str) -> None:
+        """Add lines of a rank."""
+        if self._path is None:
+            return
+        start = f"rank {rank}: "
+        text = f"{start}{block}\n".replace("\n", f"\n{start}", block.count("\n"))
+        try:
+            self._write(text)
+        except OSError:  # the disk is full; the cell goes on
+            self._path = None
+            self.close()
+
+    def _write(self, text: str) -> None:
+        assert self._path is not None
+        if self._file is None:
+            self._held.append(text)
+            self._height += height(text)
+            if self._height <= _HEAD // 2:
+                return
+            self._file = self._path.open("w", encoding="utf-8", errors="surrogateescape")
+            text = "".join(self._held)
+            self._held.clear()
+        self._file.write(text)
+
+    def place(self) -> str:
+        """Return the words that say where the lines are, up to now."""
+        try:
+            if self._file is not None:
+                self._file.flush()
+        except OSError:
+            self._path = None
+        return f"all lines are in {self._path}" if self._path is not None and self._file is not None else "not kept"
+
+    def close(self) -> None:
+        """End the file."""
+        self._held.clear()
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+        self._file = None
