@@ -96,7 +96,7 @@ def look_beside(ann: Newcomer) -> None:
     while True:
         with (
             ann.terminal(STEPS["run"], **SIZE) as job,
-            ann.terminal(f"easydist top {job.pid} --interval 0.1", columns=112, rows=7) as top,
+            ann.terminal(f"easydist top {job.pid} --interval 0.1", columns=112, rows=8) as top,
         ):
             top.wait_for(lambda: is_waiting(top) or job.is_over(), 300, "rank 1 to have waited for rank 0")
             if is_waiting(top):

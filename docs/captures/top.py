@@ -7,6 +7,7 @@ python docs/captures/top.py
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from terminal import Terminal
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-WAITED = " 5."  # seconds, at the end of the row
+WAITED = re.compile(r" [5-9]\.\d s")  # at the end of the row
 EASYDIST = (sys.executable, "-m", "easydist")
 
 
@@ -24,8 +25,10 @@ def main() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     job = subprocess.Popen([*EASYDIST, "run", "-n", "4", "stuck.py"], cwd=HERE, env=env)
     try:
-        with Terminal(*EASYDIST, "top", str(job.pid), columns=104, rows=9, cwd=HERE, env=env) as top:
-            top.wait_for(lambda: top.lines[-1:] and WAITED in top.lines[-1], 120, "rank 3 to have waited for rank 2")
+        with Terminal(*EASYDIST, "top", str(job.pid), columns=104, rows=10, cwd=HERE, env=env) as top:
+            top.wait_for(
+                lambda: top.lines[-1:] and WAITED.search(top.lines[-1]), 120, "rank 3 to have waited for rank 2"
+            )
             top.save_svg(HERE / "top.svg", "easydist top")
     finally:
         job.terminate()

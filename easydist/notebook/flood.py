@@ -101,7 +101,7 @@ class Whole:
             self._height += height(text)
             if self._height <= _HEAD // 2:
                 return
-            self._file = self._path.open("w", encoding="utf-8", errors="surrogateescape")
+            self._file = self._path.open("w", encoding="utf-8", errors="backslashreplace")
             text = "".join(self._held)
             self._held.clear()
         self._file.write(text)

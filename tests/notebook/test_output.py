@@ -62,6 +62,51 @@ def test_lines_in_crossed_order_all_come(page):
     )
 
 
+def test_a_rank_that_lags_is_counted_where_it_repeats_lines_and_shown_where_it_does_not(page):
+    output = Output([0, 1, 2], page)
+    for rank in range(3):  # each comes after the lines of the one before have been written
+        output.stream(rank, "stdout", f"own {rank}\na\n" + ("not zero\n" if rank else "") + "b\na\n")
+        output.flush(float("inf"))
+    output.close()
+    assert page.lines == [
+        *("rank 0: own 0", "rank 0: a", "rank 0: b", "rank 0: a"),
+        *("rank 1: own 1", "rank 1: not zero", "rank 2: own 2"),
+        "rank 1: 3 more lines, equal to lines above",
+        "rank 2: 4 more lines, equal to lines above",
+    ]
+
+
+def test_lines_in_another_order_are_not_those_on_the_page(page):
+    output = Output([0, 1], page)
+    for rank, text in enumerate(["a\nb\n", "b\na\n"]):
+        output.stream(rank, "stdout", text)
+        output.flush(float("inf"))
+    output.close()
+    assert page.lines == ["rank 0: a", "rank 0: b", "rank 1: a", "rank 1: one more line, equal to one above"]
+
+
+def test_a_flood_is_cut_and_its_file_keeps_everything(page, tmp_path):
+    output = Output([0], page, tmp_path / "whole.txt")
+    for start in range(0, 20_000, 1000):
+        output.stream(0, "stdout", "".join(f"{i} \udcff\n" for i in range(start, start + 1000)))
+    output.close()
+    place = f"all lines are in {tmp_path / 'whole.txt'}"
+    assert page.lines[-22] == f"… too many lines to show, {place}; the last ones follow …"
+    left_out = 20_000 - (len(page.lines) - 2)
+    assert page.lines[-21] == f"… {left_out:,} lines are not shown here, {place} …"
+    assert page.lines[-1] == "rank 0: 19999 \udcff"
+    assert len((tmp_path / "whole.txt").read_text().splitlines()) == 20_000
+
+
+def test_a_flood_goes_on_if_its_file_cannot_be_written(page, tmp_path):
+    output = Output([0], page, tmp_path / "no folder" / "whole.txt")
+    for start in range(0, 20_000, 1000):
+        output.stream(0, "stdout", "".join(f"{i}\n" for i in range(start, start + 1000)))
+    output.close()
+    assert "lines are not shown here, not kept" in page.lines[-21]
+    assert page.lines[-1] == "rank 0: 19999"
+
+
 def test_equal_lines_of_two_streams_stay_apart(page):
     output = Output([0, 1], page)
     output.stream(0, "stdout", "text\n")
