@@ -128,7 +128,13 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
         self._signals.__exit__(kind, error, trace)
         if self._comms.monitor.broken is not None:
             self._comms.stop()
-        self._comms.monitor.end(error is None or getattr(error, "raised_in", None) is self._comms)
+        self._comms.monitor.end(error is None or self._has_sent_all(error))
+
+    def _has_sent_all(self, error: BaseException) -> bool:
+        """True if no other rank waits for data of this one, although its call ends with an error."""
+        monitor = self._comms.monitor
+        is_past_exchange = not (monitor.is_awaited or monitor.is_fresh or monitor.broken)
+        return is_past_exchange or getattr(error, "raised_in", None) is self._comms
 
     def _tell_of(self, error: BaseException) -> None:
         """Report an error that ended the call on this rank alone to the others, if they may still wait for it."""

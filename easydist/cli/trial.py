@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from easydist.cli.findings import Finding
 from easydist.errors import EasydistError
+from easydist.liveness.limited import within
+from easydist.liveness.rules import PATIENCE
+from easydist.liveness.timed_store import POLL, TimedStore, reached, served
 from easydist.state import ProcessState, wait_for_everyone
 from easydist.state.environment import World
 from easydist.verbs.all_to_all import all_to_all
@@ -44,7 +47,7 @@ def meet(world: World, seconds: float) -> Finding:
     limit, where = timedelta(seconds=seconds), f"{world.address}:{world.port}"
     is_host = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store = TCPStore(world.address, world.port, world.size, is_host, limit, wait_for_workers=False)
+        store = (served if is_host else reached)(world.address, world.port, seconds)
     except RuntimeError as error:  # DNS errors, too
         does = "listen" if is_host else f"reach rank 0 within {seconds:.0f} s"
         said = f"rank {world.rank} cannot {does} at {where} ({_first_line(error)})"
@@ -53,26 +56,27 @@ def meet(world: World, seconds: float) -> Finding:
             "port that no firewall blocks. Rank 0 must be running."
         )
         return Finding("meeting", "fault", said, advice)
-    store.set(f"check/{world.rank}", socket.gethostname())
-    if missing := _missing(store, world.size, limit):
+    if missing := _missing(TimedStore(store), world, seconds):
         ranks = ", ".join(map(str, missing))
         said = f"{len(missing)} of {world.size} ranks did not reach {where} within {seconds:.0f} s: {ranks}"
         return Finding("meeting", "fault", said, "Start them, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE.")
     return _connect(world, store, limit)
 
 
-def _missing(store: TCPStore, size: int, limit: timedelta) -> list[int]:
-    keys = [f"check/{rank}" for rank in range(size)]
-    try:
-        store.wait(keys, limit)
-    except RuntimeError:
-        return [rank for rank, key in enumerate(keys) if not store.check([key])]
-    return []
+def _missing(store: TimedStore, world: World, seconds: float) -> list[int]:
+    deadline = time.monotonic() + seconds
+    store.set(f"check/{world.rank}", "")
+    while missing := [rank for rank in range(world.size) if not store.check([f"check/{rank}"])]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(POLL)
+    return missing
 
 
-def _connect(world: World, store: TCPStore, limit: timedelta) -> Finding:
+def _connect(world: World, store: Store, limit: timedelta) -> Finding:
+    join = functools.partial(dist.init_process_group, "gloo", store=store, rank=world.rank, world_size=world.size)
     try:
-        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
+        within(limit.total_seconds() + PATIENCE, lambda: join(timeout=limit))
         backend = ProcessState(cpu=True).communicators().met().control.get_backend()
     except (RuntimeError, EasydistError) as error:
         advice = (

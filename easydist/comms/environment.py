@@ -10,8 +10,9 @@ import socket
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from easydist.liveness.timed_store import reached, served
 from easydist.state.environment import World, launched
 
 _UNKNOWN = (
@@ -84,8 +85,8 @@ def _connected(pid: int, address: str, port: int, serves: bool, timeout: timedel
     """Return a store that lives as long as the process, so that communicators can be created and split at any time."""
     if serves and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and _is_here(address):
         with contextlib.suppress(RuntimeError):  # another process serves it already
-            return TCPStore(address, port, None, True, timeout, wait_for_workers=False, multi_tenant=True)
-    return TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+            return served(address, port, timeout.total_seconds())
+    return reached(address, port, timeout.total_seconds())
 
 
 def _is_here(address: str) -> bool:

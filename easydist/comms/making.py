@@ -18,7 +18,10 @@ from easydist.errors import EasydistError
 from easydist.groups.meeting import Meeting
 from easydist.groups.sharing import Hosts, is_wanted
 from easydist.groups.standalone import gloo_connections
+from easydist.liveness.limited import within
 from easydist.liveness.monitor import Monitor
+from easydist.liveness.rules import PATIENCE
+from easydist.liveness.timed_store import TimedStore
 from easydist.shm.streams import Guard
 from easydist.transport.backend import Backend
 from easydist.transport.backends.c10d import Native
@@ -124,12 +127,13 @@ def _arrived(place: Place, meet: Callable[[Place], T]) -> tuple[Place, T]:
     The i-th arrival of each rank meets the i-th of all others.
     """
     arrivals = f"came/{place.rank}"
-    own = place._replace(store=PrefixStore(str(place.store.add(arrivals, 1)), place.store))
+    store, limit = TimedStore(place.store), place.timeout.total_seconds()
+    own = place._replace(store=PrefixStore(str(store.add(arrivals, 1, limit)), place.store))
     try:
         return own, meet(own)
     except (EasydistError, KeyboardInterrupt):  # others may come later: they must find this rank as if it had not come
         with suppress(RuntimeError):
-            place.store.add(arrivals, -1)
+            store.add(arrivals, -1, PATIENCE)
         raise
 
 
@@ -191,7 +195,10 @@ def _nccl(place: Place, meeting: Meeting, hosts: Hosts) -> Backend:
     given = ":" in str(place.device)
     device = place.device if given else torch.device("cuda", place.rank % torch.cuda.device_count())
     group: Any = dist.ProcessGroup(PrefixStore("nccl", place.store), place.rank, place.size)
-    nccl = ProcessGroupNCCL(PrefixStore("nccl", place.store), place.rank, place.size, _nccl_options(place))
+    store, options = PrefixStore("nccl", place.store), _nccl_options(place)
+    nccl = within(
+        place.timeout.total_seconds() + PATIENCE, lambda: ProcessGroupNCCL(store, place.rank, place.size, options)
+    )
     group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, nccl)
     return Native(group, device, "nccl")
 

@@ -17,6 +17,7 @@ from easydist.liveness import texts
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.page import own_page
 from easydist.liveness.peer import Peer, record
+from easydist.liveness.stored import damaged, in_store
 from easydist.liveness.timed_store import POLL, TimedStore
 
 _MET, _NOT_MET = "yes", "no"
@@ -87,4 +88,6 @@ class FirstMeeting:
         for rank in self._monitor.peers:
             if (told := store.get(f"who/{rank}")) is not None:
                 self._monitor.peers[rank] = Peer(rank, told)
+        if answer not in (_MET.encode(), _NOT_MET.encode()):
+            raise damaged(in_store("met"), answer)
         return answer == _MET.encode()

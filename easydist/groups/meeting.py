@@ -67,9 +67,8 @@ class Meeting:
         self.rank, self.size = rank, size
         self._timeout = timeout.total_seconds()
         self._deadline = time.monotonic() + self._timeout
-        self._store, self._name, self._instead = store, name, instead
-        self._timed_store = TimedStore(store)
-        self.monitor = Monitor(rank, size, self._timeout, self._timed_store, name)
+        self._store, self._name, self._instead = TimedStore(store), name, instead
+        self.monitor = Monitor(rank, size, self._timeout, self._store, name)
         self.monitor.waits_in_memory, self.monitor.advice = True, texts.ENDED
         self.monitor.begin(operation, site(), NEVER)
         self._turns = itertools.count()
@@ -128,7 +127,7 @@ class Meeting:
         """Delete this rank's messages from the store, so that the others stop relying on it."""
         for turn in range(next(self._turns)):
             with contextlib.suppress(RuntimeError):
-                self._store.delete_key(f"{turn}/{self.rank}")
+                self._store.delete(f"{turn}/{self.rank}")
 
     def _guard(self, awaited: Sequence[int], waited: float) -> None:
         self._guard_of_group(awaited, waited)
@@ -138,18 +137,19 @@ class Meeting:
 
     def _exchange(self, mine: bytes) -> list[bytes]:
         """Send a message to all ranks through the store, and return the messages of all ranks."""
-        store, turn = self._timed_store, next(self._turns)
+        store, turn = self._store, next(self._turns)
         store.set(f"{turn}/{self.rank}", mine.decode())
         missing = list(range(self.size))
         while missing := [r for r in missing if not store.check([f"{turn}/{r}"])]:
-            self._check(missing)
-            time.sleep(POLL)
-        return [self._store.get(f"{turn}/{r}") for r in range(self.size)]
+            self._wait(missing)
+        return [store.awaited(f"{turn}/{r}", lambda: self._wait([])) for r in range(self.size)]
 
-    def _check(self, missing: Sequence[int]) -> None:
+    def _wait(self, missing: Sequence[int]) -> None:
+        """Wait for a moment, or raise if the wait for these ranks cannot succeed."""
         self.monitor.guard(missing)
         if time.monotonic() >= self._deadline:
             raise self.monitor.late(missing, self._timeout)
+        time.sleep(POLL)
 
     def _impossible(self, reasons: Sequence[str]) -> RuntimeError:
         return RuntimeError(f"{self._name} needs memory that all ranks share: {'; '.join(reasons)}. {self._instead}")

@@ -20,7 +20,10 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: igno
 from easydist.errors import PeerLostError
 from easydist.liveness import texts
 from easydist.liveness.events import Announced, Answer, Do, Step
+from easydist.liveness.limited import within
 from easydist.liveness.monitor import Monitor
+from easydist.liveness.rules import PATIENCE
+from easydist.liveness.stored import decoded, in_store
 from easydist.liveness.timed_store import POLL, TimedStore
 from easydist.transport.backends.c10d import Gloo
 
@@ -93,12 +96,12 @@ def _take(step: Step, store: TimedStore, monitor: Monitor) -> Answer | None:
 
 def _ask(store: TimedStore, ranks: Sequence[int], phase: int) -> Answer:
     told = {rank: store.get(f"{phase}/here/{rank}") for rank in ranks}
-    announced = {rank: _announced(text) for rank, text in told.items() if text}
+    announced = {rank: _announced(f"{phase}/here/{rank}", text) for rank, text in told.items() if text is not None}
     return Answer(announced, store.check([f"{phase + 2}/begun"]))
 
 
-def _announced(text: bytes) -> Announced:
-    at, attempt, partner, turns = json.loads(text)
+def _announced(key: str, text: bytes) -> Announced:
+    at, attempt, partner, turns = decoded(in_store(key), text, (float, int, int | None, [(int, int)]))
     return Announced(at, attempt, partner, tuple((rank, count) for rank, count in turns))
 
 
@@ -128,5 +131,6 @@ def gloo_beside(group: dist.ProcessGroup, store: Store, timeout: float) -> Gloo:
         store: The store in which the members connect; no other group uses it.
         timeout: Seconds that connecting may take, and each wait of the new group.
     """
-    gloo: Any = ProcessGroupGloo(store, group.rank(), group.size(), timedelta(seconds=timeout))
+    limit, rank, size = timedelta(seconds=timeout), group.rank(), group.size()
+    gloo: Any = within(timeout + PATIENCE, lambda: ProcessGroupGloo(store, rank, size, limit))
     return Gloo(gloo, torch.device("cpu"), "gloo")

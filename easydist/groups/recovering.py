@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Generic, TypeVar
 
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from easydist.errors import CollectiveTimeout, EasydistError, LeftOutError, PeerLostError, RemoteError
 from easydist.groups.membership import (
@@ -30,7 +30,7 @@ from easydist.groups.membership import (
 from easydist.groups.registers import PageRegisters, Registers, StoreRegisters, Told, are_on_one_host, this_host, unseen
 from easydist.liveness import texts
 from easydist.liveness.monitor import Monitor
-from easydist.liveness.timed_store import POLL, TimedStore
+from easydist.liveness.timed_store import POLL, TimedStore, reached, served
 
 T = TypeVar("T")
 
@@ -226,7 +226,7 @@ class Recovery:
         if self._served is None:
             if not self._on_pages or (register.slot == 1 and self._answers()):
                 return ""
-            self._served = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LIMIT), wait_for_workers=False)
+            self._served = served("127.0.0.1", 0, LIMIT)
         return str(self._served.port)  # type: ignore[attr-defined]
 
     def _answers(self) -> bool:
@@ -254,7 +254,7 @@ class Recovery:
         leads = action.members[0] == self.monitor.rank
         address = (self._told if leads else self._heard[action.members[0]]).address
         if address and not leads:
-            return TCPStore("127.0.0.1", int(address), None, False, timedelta(seconds=limit), wait_for_workers=False)
+            return reached("127.0.0.1", int(address), limit)
         store = self._served if address else self._store
         assert store is not None
         return store

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 from easydist.groups.membership import Entry, Register, Stage
 from easydist.liveness.page import OwnPage
 from easydist.liveness.peer import Peer, host_id
+from easydist.liveness.stored import damaged, decoded, in_store
 from easydist.liveness.timed_store import TimedStore
 
 
@@ -47,13 +48,23 @@ class Told(NamedTuple):
         return json.dumps([*numbers, self.host, self.address])
 
     @classmethod
-    def from_json(cls, text: str | bytes | None) -> Told:
-        """Return the message in a JSON text; an empty text means that the rank has not come."""
+    def from_json(cls, text: str | bytes | None, what: str = "a register") -> Told:
+        """Return the message in a JSON text; an empty text means that the rank has not come.
+
+        Raises:
+            WireError: The text is no such message; the error names it by ``what``.
+        """
         if not text:
             return cls()
-        stage, slot, members, is_settled, ballot, accepted, value, host, address = json.loads(text)
-        register = Register(Stage(stage), slot, _members(members), is_settled, ballot, accepted, _unpacked(value))
+        stage, slot, members, is_settled, ballot, accepted, value, host, address = decoded(what, text, _FORM)
+        try:
+            register = Register(Stage(stage), slot, _members(members), is_settled, ballot, accepted, _unpacked(value))
+        except ValueError:
+            raise damaged(what, text) from None
         return cls(register, host, address)
+
+
+_FORM = (int, int, str, bool, int, int, str | bool | None, str, str)
 
 
 def _packed(value: Entry | None) -> str | bool | None:
@@ -150,10 +161,10 @@ class StoreRegisters:
         """
         found = []
         for rank in range(self._size):
-            text = None if rank == self._rank else self._store.get(f"recover/{rank}")
+            text = None if rank == self._rank else self._store.get(key := f"recover/{rank}")
             if self._store.is_silent:
                 return None
-            found.append(self._mine if rank == self._rank else Told.from_json(text))
+            found.append(self._mine if rank == self._rank else Told.from_json(text, in_store(key)))
         return found
 
 

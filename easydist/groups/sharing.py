@@ -21,6 +21,7 @@ from easydist.errors import RemoteError
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.page import own_page
 from easydist.liveness.peer import RECORD_NBYTES, Peer, by_host, host_id, record
+from easydist.liveness.stored import decoded
 from easydist.shm.segment import Segment
 from easydist.shm.streams import Guard
 from easydist.transport.backend import Backend
@@ -139,7 +140,8 @@ def share(
     backend, segment, slot, failure = None, None, 0, ""
     if len(here) > 1 and rank == here[0]:
         segment, slot, failure = _create(rank, len(here), slots)
-    name, slot = json.loads(exchange(json.dumps([segment.name if segment else "", slot]).encode())[here[0]])
+    told = exchange(json.dumps([segment.name if segment else "", slot]).encode())[here[0]]
+    name, slot = decoded(f"the message of rank {here[0]}", told, (str, int))
     if name:
         try:
             memory = segment or Segment.attach(name, Shm.nbytes(len(here), slot))

@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
+from easydist.liveness.limited import within
+from easydist.liveness.rules import PATIENCE
+
 
 def gloo_group(
     store: Store, rank: int, size: int, name: str, timeout: timedelta, host: str | None = None
@@ -52,7 +55,7 @@ def gloo_connections(store: Store, rank: int, size: int, timeout: timedelta, **w
     options = _Gloo._Options()
     options._timeout = timeout
     options._devices = [_Gloo.create_device(**where) if where else _Gloo.create_default_device()]
-    return _Gloo(store, rank, size, options)
+    return within(timeout.total_seconds() + PATIENCE, lambda: _Gloo(store, rank, size, options))
 
 
 _Gloo: Any = ProcessGroupGloo

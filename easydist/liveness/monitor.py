@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from easydist import settings
-from easydist.errors import EasydistError, RemoteError
+from easydist.errors import EasydistError, RemoteError, WireError
 from easydist.liveness import texts
 from easydist.liveness.events import Cause, Heard, Parting, Why
 from easydist.liveness.peer import Peer
@@ -122,6 +122,12 @@ class Monitor(GroupStatus):
 
     def _in_vain(self, awaited: Sequence[int]) -> EasydistError | None:
         """Return the error because of which the wait cannot succeed; None if it still can."""
+        try:
+            return self._found(awaited)
+        except WireError as error:  # a damaged value in the store, which the error names
+            return error
+
+    def _found(self, awaited: Sequence[int]) -> EasydistError | None:
         cause = self.look(self._heard(awaited))
         now = time.monotonic()
         if cause is None and self.listens(now):

@@ -12,14 +12,13 @@ import socket
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 from easydist import settings
-from easydist.errors import WireError
 from easydist.liveness import texts
 from easydist.liveness.page import OwnPage, PeerPage
 from easydist.liveness.report import Report
 from easydist.liveness.rules import has_finished
+from easydist.liveness.stored import decoded
 
 RECORD_NBYTES = 512
 """The length of the record that each process sends its peers about itself."""
@@ -71,21 +70,6 @@ def by_host(records: Sequence[bytes]) -> list[list[int]]:
 _FIELDS = (float, str, str, bool, int, int, int, str, str)
 
 
-def _parsed(told: bytes) -> Any:
-    """Return the fields of a record.
-
-    Raises:
-        WireError: ``record`` did not write it.
-    """
-    try:
-        fields = json.loads(told)
-    except (ValueError, RecursionError):  # ValueError also comes from the UTF-8 decoder
-        fields = None
-    if not isinstance(fields, list) or tuple(map(type, fields)) != _FIELDS:
-        raise WireError("the record of its process is damaged, or from another version of easydist")
-    return fields
-
-
 _DEAD = ("", "Z", "X")
 
 
@@ -126,7 +110,8 @@ class Peer:
         self._page: PeerPage | None = None
         self.shares_pages = False
         if told is not None:
-            self._born, self.host, self.host_id, _, self._entry, self.pid, *address, self.malformed = _parsed(told)
+            fields = decoded(f"the record of rank {rank}", told, _FIELDS)
+            self._born, self.host, self.host_id, _, self._entry, self.pid, *address, self.malformed = fields
             is_near = self.host_id == host_id()
             self.shares_pages = is_near and self._entry >= 0
             if is_near:
@@ -204,7 +189,7 @@ class Peer:
 
     def report(self) -> Report | None:
         """Return its failure report, if it has left one on its page since the group was made; else None."""
-        return self.recent(Report.from_json(self._page.report())) if self._page else None
+        return self.recent(Report.from_page(self._page.report())) if self._page else None
 
     def recent(self, report: Report | None) -> Report | None:
         """Return the report, or None if it is older than the group; both times are of the peer's monotonic clock."""

@@ -6,7 +6,8 @@ import dataclasses
 import json
 from typing import Any
 
-from easydist.errors import CollectiveTimeout, EasydistError, PeerLostError, RemoteError
+from easydist.errors import CollectiveTimeout, EasydistError, PeerLostError, RemoteError, WireError
+from easydist.liveness.stored import decoded
 
 EXCEPTION = "exception"
 """The kind of the report that a process posts when it ends with an exception."""
@@ -18,11 +19,27 @@ _KINDS: dict[str, type[EasydistError]] = {
     "late": CollectiveTimeout,
     "lost": PeerLostError,
     "remote": RemoteError,
+    "damaged": WireError,
     INTERRUPT: RemoteError,
 }
 _LONGEST, _LONGEST_JSON = 20_000, 32_000
 """The most characters in the text of a report, and in a report as JSON; one that does not fit a page is unreadable."""
 
+_FORM = {
+    "kind": str,
+    "text": str,
+    "by": int,
+    "entry": int,
+    "phase": int,
+    "number": float,
+    "time": float,
+    "is_final": bool,
+    "fields": {str: object},
+    "peer": int | None,
+    "turn": int,
+    "attempt": int,
+    "left": float | None,
+}
 _FIELDS = ("rank", "pid", "host", "exit_status", "missing")
 
 
@@ -74,12 +91,21 @@ class Report:
         return report
 
     @classmethod
-    def from_json(cls, text: str | bytes | None) -> Report | None:
-        """Return the report of a JSON text; None if the text is empty or incomplete."""
+    def from_page(cls, text: str) -> Report | None:
+        """Return the report of a page; None if the text is empty or incomplete."""
         try:
             return cls(**json.loads(text)) if text else None
         except ValueError:  # read while it was being written
             return None
+
+    @classmethod
+    def from_store(cls, what: str, text: bytes | None) -> Report | None:
+        """Return the report of a text from a store; None if there is none.
+
+        Raises:
+            WireError: The text is no report; the error names it by ``what``.
+        """
+        return None if text is None else cls(**decoded(what, text, _FORM))
 
     def is_about(self, number: int) -> bool:
         """True if the posting rank left this call or an earlier one before its end, or left the group for good.

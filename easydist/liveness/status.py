@@ -18,6 +18,7 @@ from easydist.liveness.page import OwnPage, own_page
 from easydist.liveness.peer import Peer
 from easydist.liveness.protocol import GroupProtocol
 from easydist.liveness.report import Report
+from easydist.liveness.stored import decoded, in_store
 from easydist.liveness.timed_store import TimedStore
 
 _LOG = "reports/log"
@@ -98,7 +99,9 @@ class GroupStatus(GroupProtocol):
 
     def _seen(self, peer: Peer) -> tuple[int | None, str]:
         """Return the published state of a rank on another host: the number of its last call, and its place."""
-        number, place = json.loads(self._read(f"seen/{peer.rank}") or '[null, ""]')
+        if (text := self._read(key := f"seen/{peer.rank}")) is None:
+            return None, ""
+        number, place = decoded(in_store(key), text, (int, str))
         return number, place
 
     def _read(self, key: str) -> bytes | None:
@@ -148,14 +151,14 @@ class GroupStatus(GroupProtocol):
 
     def _stored_report(self, rank: int) -> Report | None:
         """Return a rank's report of this phase, or of the meeting before it, from the store; None if there is none."""
-        found = (self._read(f"reports/{phase}/{rank}") for phase in self.phases)
-        return next(filter(None, map(Report.from_json, found)), None)
+        keys = [f"reports/{phase}/{rank}" for phase in self.phases]
+        return next(filter(None, (Report.from_store(in_store(key), self._read(key)) for key in keys)), None)
 
     def _read_log(self) -> list[Report]:
         """Return the logged reports of ranks on other hosts that may still matter, in the order of posting."""
-        while (text := self._read(f"{_LOG}/{self._entries_read + 1}")) is not None:
+        while (text := self._read(key := f"{_LOG}/{self._entries_read + 1}")) is not None:
             self._entries_read += 1
-            if (report := Report.from_json(text)) is not None and report.by != self.rank:
+            if (report := Report.from_store(in_store(key), text)) is not None and report.by != self.rank:
                 self._log.append(report)
         self._log = [report for report in self._log if self.may_matter(report)]
         return self._log

@@ -1,25 +1,24 @@
 """A store with a time limit on each answer: while the process that serves it is stopped, a call blocks in C++.
 
-One thread per process makes the calls. The caller waits a moment for the answer; until it has come, no further call
-waits.
+The calls are made in threads (``liveness/limited.py``). The caller waits a moment for the answer; until it has come, no
+further call waits. No other module of the library calls a store or makes a connection to one.
 """
 
 from __future__ import annotations
 
-import atexit
 import functools
-import os
-import threading
+import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import (
     Future,
-    TimeoutError as NoAnswer,  # the builtin one from Python 3.11 on
+    TimeoutError as Unanswered,  # the builtin one from Python 3.11 on
 )
-from queue import SimpleQueue
+from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
+from easydist.liveness.limited import Caller, idle_caller, release, within
 from easydist.liveness.rules import PATIENCE
 
 T = TypeVar("T")
@@ -38,6 +37,7 @@ class TimedStore:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._unanswered: Future[Any] | None = None
+        self._caller: Caller | None = None
 
     @property
     def is_silent(self) -> bool:
@@ -60,6 +60,20 @@ class TimedStore:
         """
         return self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
 
+    def awaited(self, key: str, wait: Callable[[], None]) -> bytes:
+        """Wait for a key, and return its value.
+
+        Args:
+            key: The key.
+            wait: A function to call while the key is missing. It sleeps for a moment, and raises to end the wait.
+
+        Raises:
+            RuntimeError: The store is gone.
+        """
+        while (value := self.get(key)) is None:
+            wait()
+        return value
+
     def compare_set(self, key: str, expected: str, text: str) -> bytes | None:
         """Set a key if its value is ``expected`` (empty: if it is not set); later, if the store does not answer.
 
@@ -79,6 +93,14 @@ class TimedStore:
         """
         self._ask(lambda: self._store.set(key, text), is_lasting=True)
 
+    def delete(self, key: str) -> None:
+        """Delete a key; later, if the store does not answer.
+
+        Raises:
+            RuntimeError: The store is gone.
+        """
+        self._ask(lambda: self._store.delete_key(key), is_lasting=True)
+
     def append(self, log: str, text: str) -> None:
         """Append an entry to a log, which has the keys ``log/1``, ``log/2``, …; later, if the store does not answer.
 
@@ -87,55 +109,78 @@ class TimedStore:
         """
         self._ask(lambda: self._store.set(f"{log}/{self._store.add(log, 1)}", text), is_lasting=True)
 
+    def add(self, key: str, amount: int, seconds: float) -> int:
+        """Add to a counter, and return its new value.
+
+        Args:
+            key: The key of the counter.
+            amount: The number to add.
+            seconds: The time limit.
+
+        Raises:
+            RuntimeError: The store is gone, or has not answered in time.
+        """
+        return int(within(seconds, lambda: self._store.add(key, amount)))
+
     def _ask(self, question: Callable[[], T], is_lasting: bool = False) -> T | None:
-        was_silent, answer = self.is_silent, Future[T]()
-        if is_lasting or not was_silent:
-            _questions(os.getpid()).put((answer, question))
-        if was_silent:
+        asked = functools.partial(_answered, question)
+        if self.is_silent:
+            if is_lasting and self._caller is not None:
+                self._unanswered = self._caller.begin(asked)  # it stays silent until this is done, too
             return None
+        caller, self._caller = self._caller or idle_caller(), None
+        answer = caller.begin(asked)
         try:
             return answer.result(PATIENCE)
-        except NoAnswer:
-            self._unanswered = answer
+        except Unanswered:
             return None
+        finally:  # also after Ctrl-C
+            if answer.done():
+                release(caller)
+            else:
+                self._caller, self._unanswered = caller, answer
 
 
-_Questions = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
-
-_FAREWELL = 2.0
-"""Seconds that the thread has at exit to finish the pending calls."""
-
-
-@functools.cache
-def _questions(pid: int) -> _Questions:
-    """Return the queue of the thread that calls the store in the process ``pid``; a forked child has its own."""
-    questions: _Questions = SimpleQueue()
-    thread = threading.Thread(target=_answer, args=(questions,), name="easydist-store", daemon=True)
-    thread.start()
-    atexit.register(_end, questions, thread)
-    return questions
-
-
-def _end(questions: _Questions, thread: threading.Thread) -> None:
-    """End the thread: if it were in C++ when the interpreter ends, it would abort the process."""
-    questions.put(None)
-    thread.join(_FAREWELL)
-
-
-def _answer(questions: _Questions) -> None:
-    while _answer_next(questions):  # in its own frame, so that the sleeping thread keeps no store alive
-        pass
-
-
-def _answer_next(questions: _Questions) -> bool:
-    """Make the next call of the queue; return False at its end."""
-    if (asked := questions.get()) is None:
-        return False
-    answer, question = asked
+def _answered(question: Callable[[], T]) -> T:
     try:
-        answer.set_result(question())
-    except RuntimeError as error:
-        answer.set_exception(error)
-    except Exception as error:  # a store written in Python may raise anything, and this thread serves all groups
-        answer.set_exception(RuntimeError(f"the store has failed: {error!r}"))
-    return True
+        return question()
+    except RuntimeError:
+        raise
+    except Exception as error:  # a store written in Python may raise anything
+        raise RuntimeError(f"the store has failed: {error!r}") from error
+
+
+def served(host: str, port: int, seconds: float) -> TCPStore:
+    """Return a store that this process serves.
+
+    Args:
+        host: An address of this host.
+        port: The port, where the store listens on all addresses, and stores of this process may share it; 0 for a free
+            port of that address alone.
+        seconds: The limit of torch's own waits in the store.
+
+    Raises:
+        RuntimeError: The port is in use.
+    """
+    where: dict[str, Any] = {"multi_tenant": True}
+    if port == 0:
+        listener = socket.create_server((host, 0))
+        port, where = listener.getsockname()[1], {"master_listen_fd": listener.detach()}
+    limit = timedelta(seconds=seconds)
+    return within(seconds, lambda: TCPStore(host, port, None, True, limit, wait_for_workers=False, **where))
+
+
+def reached(host: str, port: int, seconds: float, check: Callable[[], None] | None = None) -> TCPStore:
+    """Return a connection to a store that another process serves.
+
+    Args:
+        host: The address of its host.
+        port: Its port.
+        seconds: The time limit, and the limit of torch's own waits in the store.
+        check: As for ``within``.
+
+    Raises:
+        RuntimeError: No process serves a store there, or it has not answered in time.
+    """
+    limit = timedelta(seconds=seconds)
+    return within(seconds, lambda: TCPStore(host, port, None, False, limit, wait_for_workers=False), check)

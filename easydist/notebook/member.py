@@ -17,6 +17,9 @@ from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr
 
 from easydist.errors import UnsafeObjectError
 from easydist.groups.communicators import forget
+from easydist.liveness.limited import within
+from easydist.liveness.stored import decoded, in_store
+from easydist.liveness.timed_store import POLL, TimedStore
 from easydist.notebook.values import is_plain, pack, unpack
 from easydist.process_group import NAME, SharedMemoryGroup
 from easydist.torch_backend.rendezvous import meeting_in
@@ -53,13 +56,14 @@ class Member:
             epoch: The number of this meeting.
         """
         store = FileStore(os.path.join(self._folder, f"store-{epoch}"), self._size)
+        shared = TimedStore(store)
         if not dist.is_initialized():
-            store.set(f"groups/{self._rank}", "{}")
+            shared.set(f"groups/{self._rank}", "{}")
             self._create(store)
         elif isinstance(dist.group.WORLD, SharedMemoryGroup):
-            self._renew(store)
+            self._renew(store, shared)
         else:  # gloo and nccl end with their group
-            store.set(f"groups/{self._rank}", "{}")
+            shared.set(f"groups/{self._rank}", "{}")
             dist.destroy_process_group()
             self._create(store)
         self._agree_on_new_groups(store, epoch)
@@ -74,20 +78,24 @@ class Member:
     def _create(self, store: Store) -> None:
         if torch.cuda.is_available() and torch.cuda.device_count() >= self._size:
             torch.cuda.set_device(self._rank)
-            own = PrefixStore(_TORCH, store)
-            dist.init_process_group("cpu:gloo,cuda:nccl", store=own, rank=self._rank, world_size=self._size)
+            own, place = PrefixStore(_TORCH, store), dict[str, Any](rank=self._rank, world_size=self._size)
+            within(
+                _MEETING,
+                lambda: dist.init_process_group("cpu:gloo,cuda:nccl", store=own, **place),
+                discard=lambda _: dist.destroy_process_group(),
+            )
             return
         with meeting_in(PrefixStore(_DEFAULT, store)):
             dist.init_process_group(NAME, store=PrefixStore(_TORCH, store), rank=self._rank, world_size=self._size)
 
-    def _renew(self, store: Store) -> None:
+    def _renew(self, store: Store, shared: TimedStore) -> None:
         """Renew the default group, and those others that all their ranks know."""
         own: dict[str, Any] = {group.group_name: group for group in dist.distributed_c10d._world.pg_map}
         default: Any = dist.group.WORLD
         del own[default.group_name]
         ranks = {name: dist.get_process_group_ranks(group) for name, group in own.items()}
-        store.set(f"groups/{self._rank}", json.dumps(ranks))
-        told = [json.loads(_awaited(store, f"groups/{rank}")) for rank in range(self._size)]
+        shared.set(f"groups/{self._rank}", json.dumps(ranks))
+        told = [_groups_of(shared, rank) for rank in range(self._size)]
         forget(default)
         default.renew(PrefixStore(_DEFAULT, store))
         for name, group in own.items():
@@ -165,12 +173,14 @@ def forget_accelerate() -> None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def _awaited(store: Store, key: str) -> bytes:
-    """Wait for a key, and return its value. Unlike ``get``, this can be interrupted."""
-    deadline = time.monotonic() + _MEETING
-    while not store.check([key]):
+def _groups_of(store: TimedStore, rank: int) -> dict[str, list[int]]:
+    """Wait for a rank, and return its groups."""
+    key, deadline = f"groups/{rank}", time.monotonic() + _MEETING
+
+    def wait() -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"the ranks did not connect within {_MEETING:.0f} s: {key} is missing")
-        time.sleep(0.002)
-    value: bytes = store.get(key)
-    return value
+        time.sleep(POLL)
+
+    found: dict[str, list[int]] = decoded(in_store(key), store.awaited(key, wait), {str: [int]})
+    return found

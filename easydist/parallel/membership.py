@@ -16,7 +16,9 @@ from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb, run
 from easydist.groups.communicators import SOLO, Communicators, of_group, unregistered
+from easydist.liveness.limited import within
 from easydist.liveness.peer import host_id
+from easydist.liveness.rules import PATIENCE
 from easydist.state import ProcessState
 from easydist.verbs.objects import gather_object
 
@@ -210,7 +212,11 @@ def _groups(lists: Sequence[Sequence[int]], rank: int, backend: str, world: dist
     own: _Made = None, None
     limit = timedelta(seconds=of_group(world).monitor.timeout)  # torch would use its own default
     for ranks in lists:
-        cpu: Any = dist.new_group([*ranks], limit, "gloo")
-        device: Any = cpu if backend == "gloo" else dist.new_group([*ranks], limit, backend)
+        cpu: Any = _new_group(ranks, limit, "gloo")
+        device: Any = cpu if backend == "gloo" else _new_group(ranks, limit, backend)
         own = (cpu, device) if rank in ranks else own
     return own
+
+
+def _new_group(ranks: Sequence[int], limit: timedelta, backend: str) -> Any:
+    return within(limit.total_seconds() + PATIENCE, lambda: dist.new_group([*ranks], limit, backend))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from easydist.agreement.calling import seconds
+from easydist.liveness.limited import within
 from easydist.liveness.peer import host_id
+from easydist.liveness.rules import PATIENCE
 from easydist.parallel.coordinator import GroupCoordinator
 from easydist.parallel.groups import ParallelGroups, parallel_groups
 from easydist.state import ProcessState, communicators
@@ -40,7 +43,9 @@ def init_distributed_environment(
     if rank >= 0 and not dist.is_initialized():
         limit = None if timeout is None else timedelta(seconds=seconds(timeout, "init_distributed_environment"))
         fitting, method = backend or backend_for(ProcessState().device), distributed_init_method
-        dist.init_process_group(fitting, method, timeout=limit, world_size=world_size, rank=rank)
+        wait = (limit or dist.distributed_c10d.default_pg_timeout).total_seconds() + PATIENCE
+        join = functools.partial(dist.init_process_group, fitting, method, timeout=limit)
+        within(wait, lambda: join(world_size=world_size, rank=rank))
     elif not dist.is_initialized():
         ProcessState(backend=backend, timeout=timeout)
     if not _exists("world"):

@@ -15,6 +15,7 @@ from easydist.eager import eager
 from easydist.groups.communicators import forget, of_group, timeout_of, unregistered
 from easydist.groups.recovering import TIMEOUT, Attempt
 from easydist.groups.standalone import gloo_group
+from easydist.liveness.limited import within
 from easydist.state.default_group import replace_default_group
 from easydist.state.environment import World
 from easydist.state.process_state import ProcessState
@@ -140,8 +141,11 @@ def _registered(
 ) -> dist.ProcessGroup:
     """Return a group that torch knows, made as by ``new_group``, but in its own store."""
     backend = _c10d._world.pg_map[old][0]
-    new, _ = _c10d._new_process_group_helper(
-        len(ranks), attempt.rank, list(ranks), backend, attempt.store, name, timeout=limit, group_desc="recovered"
+    told = len(ranks), attempt.rank, list(ranks), backend, attempt.store, name
+    new, _ = within(
+        limit.total_seconds(),
+        lambda: _c10d._new_process_group_helper(*told, timeout=limit, group_desc="recovered"),
+        discard=lambda late: dist.destroy_process_group(late[0]),
     )
     _c10d._world.pg_group_ranks[new] = {rank: place for place, rank in enumerate(ranks)}
     return new  # type: ignore[no-any-return]

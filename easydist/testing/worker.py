@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from easydist.liveness.limited import within
 from easydist.state import ProcessState
 
 _TIMEOUT = 60.0
@@ -104,9 +105,9 @@ def work(pipe: Connection, stacks: str) -> None:
 def _outcome(task: Task) -> Any:
     dist.distributed_c10d._world.group_count = 0  # it numbers new groups; a failed one would leave a gap
     try:
+        limit, place = task.group_timeout, dict[str, Any](rank=task.rank, world_size=task.world_size)
         store = FileStore(task.store, task.world_size)
-        limit = task.group_timeout
-        dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world_size, timeout=limit)
+        within(limit.total_seconds(), lambda: dist.init_process_group("gloo", store=store, timeout=limit, **place))
     except Exception as error:  # after a failed group this process's count of groups differs from its peers'
         return Failure(_portable(error), _trace(error), fatal=True)
     try:

@@ -10,6 +10,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from easydist.groups.meeting import Meeting
+from easydist.liveness.timed_store import TimedStore
 
 NAME = "easydist_shm"
 """The name for ``init_process_group`` and ``new_group``."""
@@ -46,5 +47,6 @@ def begin_meeting(store: Store, rank: int, size: int, timeout: timedelta) -> tup
         timeout: The limit of the meeting.
     """
     store = _place.get() or store
-    own = PrefixStore(f"{(store.add('came', 1) - 1) // size}", store)
+    arrival = TimedStore(store).add("came", 1, timeout.total_seconds())
+    own = PrefixStore(f"{(arrival - 1) // size}", store)
     return Meeting(own, rank, size, timeout, name=NAME, operation="init_process_group", instead=_INSTEAD), own

@@ -17,9 +17,11 @@ from typing import Any
 
 from easydist.agreement.calling import seconds
 from easydist.errors import CollectiveTimeout, PeerLostError
+from easydist.liveness.stored import decoded
+from easydist.liveness.timed_store import TimedStore, reached, served
 from easydist.transport.comm import Collectives
 from easydist.typing import Timeout
-from easydist.weights.group import Place, PrivateGroup, connect, is_given_up, serve
+from easydist.weights.group import CONNECT, Place, PrivateGroup, is_given_up
 
 _POLL = 0.02
 _NAMESPACE = "easydist"
@@ -85,8 +87,8 @@ def _enter(place: Place, group_name: str, generation: str | None, timeout: float
     key, rank = _key(group_name, generation), place.rank
     _check_wanted(key, group_name)
     if rank == 0:
-        store = serve(place.host)
-        store.add("joined/0", 1)
+        store = served(place.host, 0, timeout)
+        TimedStore(store).add("joined/0", 1, CONNECT)
         _put(key, json.dumps([place.host, store.port]))
     else:
         store = _found(key, rank, deadline, group_name)
@@ -112,8 +114,9 @@ def _found(key: str, rank: int, deadline: float, name: str) -> Any:
         told = _get(key)
         if told is not None:
             try:
-                store = connect(*json.loads(told))
-                if not is_given_up(store) and store.add(f"joined/{rank}", 1) == 1:
+                host, port = decoded(f"the address of group {name!r}", told, (str, int))
+                store = reached(host, port, CONNECT)
+                if not is_given_up(store) and TimedStore(store).add(f"joined/{rank}", 1, CONNECT) == 1:
                     return store
             except RuntimeError:  # of an earlier generation: its rank 0 has ended
                 pass

@@ -8,42 +8,27 @@ from __future__ import annotations
 
 import json
 import secrets
-import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from easydist.errors import CollectiveTimeout, PeerLostError
 from easydist.groups.communicators import Communicators
 from easydist.groups.standalone import gloo_group
+from easydist.liveness.stored import decoded, in_store
+from easydist.liveness.timed_store import TimedStore
 from easydist.transport.backends.c10d import Gloo
 from easydist.transport.comm import Collectives
 
 _LATE = "late"
 """The key for the ranks that a member has waited for in vain. It marks the group as abandoned."""
 
-_CONNECT = 5.0
+CONNECT = 5.0
 """Seconds within which an existing store answers."""
-
-
-def serve(host: str) -> TCPStore:
-    """Create a store that listens on one address of this host only, on a free port."""
-    listener = socket.create_server((host, 0))
-    port = listener.getsockname()[1]
-    return TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True)
-
-
-def connect(host: str, port: int) -> TCPStore:
-    """Connect to the store that another process serves.
-
-    Raises:
-        RuntimeError: No process listens there.
-    """
-    return TCPStore(host, port, None, False, timedelta(seconds=_CONNECT), wait_for_workers=False)
 
 
 class Place(NamedTuple):
@@ -84,8 +69,7 @@ class PrivateGroup:
     ) -> None:
         self._store = store
         try:
-            store.set(f"here/{place.rank}", "")
-            _meet(name, store, place.size, deadline, wait)
+            _meet(name, TimedStore(store), place, deadline, wait)
             own, limit = f"{name}/{secrets.token_hex(4)}", timedelta(seconds=timeout)
             self._group = gloo_group(store, place.rank, place.size, own, limit, place.host)
         except RuntimeError as error:  # from the store or from gloo; it names no rank
@@ -104,19 +88,20 @@ class PrivateGroup:
         del self._communicators, self._group, self._store
 
 
-def _meet(name: str, store: Store, size: int, deadline: float, wait: Callable[[], None]) -> None:
-    while missing := [rank for rank in range(size) if not store.check([f"here/{rank}"])]:
-        if is_given_up(store):
-            raise _incomplete(name, json.loads(store.get(_LATE)), size)
+def _meet(name: str, store: TimedStore, place: Place, deadline: float, wait: Callable[[], None]) -> None:
+    store.set(f"here/{place.rank}", "")
+    while missing := [rank for rank in range(place.size) if not store.check([f"here/{rank}"])]:
+        if (told := store.get(_LATE)) is not None:
+            raise _incomplete(name, decoded(in_store(_LATE), told, [int]), place.size)
         if time.monotonic() > deadline:
             store.set(_LATE, json.dumps(missing))
-            raise _incomplete(name, missing, size)
+            raise _incomplete(name, missing, place.size)
         wait()
 
 
 def is_given_up(store: Store) -> bool:
     """True if a member has waited for the others in vain."""
-    return bool(store.check([_LATE]))
+    return TimedStore(store).check([_LATE])
 
 
 def _incomplete(name: str, missing: list[int], size: int) -> CollectiveTimeout:

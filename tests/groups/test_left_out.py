@@ -8,7 +8,7 @@ import pytest
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "left_out.py"
 OUT = [f"3/{kind}/{how}" for kind in ("shm", "gloo", "comm_shm", "comm_gloo") for how in ("stop", "late")]
-OUT += ["3/shm/store_stops"]
+OUT += ["3/shm/store_stops", *(f"3/{kind}/connect_stops" for kind in ("shm", "gloo", "comm_shm", "comm_gloo"))]
 GO_ON = [
     "3/shm/early",
     "3/gloo/early",
@@ -37,7 +37,7 @@ def outcome(case):
 @pytest.mark.parametrize("case", OUT)
 def test_who_does_not_come_in_time_is_left_out_and_told(case):
     rows, statuses = outcome(case)
-    out = 0 if case.endswith("store_stops") else 2
+    out = 2 if case.endswith(("/stop", "/late")) else 0
     left = [rank for rank in range(3) if rank != out]
     assert [rows[rank]["members"] for rank in left] == [left, left]
     is_comm = "comm" in case

@@ -21,6 +21,7 @@ from launching import within
 import easydist
 from easydist import EasydistError, ProcessState
 from easydist.comms import TorchComm, new_comm
+from easydist.groups import recovering
 from easydist.groups.recovering import Recovery
 
 SHORT, LONG = within(0.7), within(20)
@@ -62,7 +63,7 @@ class Ranks:
 
     def meet(self, rank: int) -> None:
         """Make the call that one rank misses."""
-        if self.scenario in ("nobody", "interrupt"):
+        if self.scenario in ("nobody", "interrupt", "connect_stops"):
             return
         if self.scenario == "early" and rank == self.last:
             dist.barrier(ProcessState().process_group)
@@ -74,6 +75,19 @@ class Ranks:
             easydist.gather(rank, timeout=SHORT)
         except EasydistError as error:
             self.met = type(error).__name__
+
+
+    def stop_before_connecting(self, rank: int) -> None:
+        """Stop the rank that serves the store once all survivors are about to connect."""
+        recovering.LIMIT = within(1)
+        if rank == 0:
+            connected = Recovery._connected
+
+            def stopped(*args: Any) -> Any:
+                os.kill(os.getpid(), signal.SIGSTOP)
+                return connected(*args)
+
+            Recovery._connected = stopped  # type: ignore[method-assign]
 
 
 class Verbs(Ranks):
@@ -159,6 +173,8 @@ class Communicator(Ranks):
         return rows.tolist()
 
     def meet(self, rank: int) -> None:
+        if self.scenario == "connect_stops":
+            return
         self.spoil(rank)
         try:
             self.comm.barrier(async_op=False)
@@ -175,12 +191,14 @@ def work(ranks: Ranks, rank: int) -> None:
     ranks.met = ""
     ranks.begin(rank)
     ranks.meet(rank)
+    if ranks.scenario == "connect_stops":
+        ranks.stop_before_connecting(rank)
     try:
         row["members"] = ranks.recover(rank)
     except (EasydistError, RuntimeError) as error:
         row |= {"type": type(error).__name__, "text": str(error), "is_runtime": isinstance(error, RuntimeError)}
         row["gone_on"] = getattr(error, "members", None)
-    if ranks.scenario in ("stop", "late", "store_stops"):
+    if ranks.scenario in ("stop", "late", "store_stops", "connect_stops"):
         ranks.tell(ranks.done)
     if row["type"] is None and ranks.scenario == "again":
         try:
@@ -209,9 +227,9 @@ def launch(case: str) -> None:
     with store_of_an_agent(ranks.scenario in AGENT) as variables:
         variables["EASYDIST_SHM"] = int(ranks.backend not in ("gloo", "comm_gloo"))
         pids = forked(ranks.size, live, is_short=ranks.backend == "shm", **variables)
-        if ranks.scenario in ("stop", "store_stops"):
+        if ranks.scenario in ("stop", "store_stops", "connect_stops"):
             ranks.wait(ranks.done, ranks.last)
-            os.kill(pids[0 if ranks.scenario == "store_stops" else ranks.last], signal.SIGCONT)
+            os.kill(pids[ranks.last if ranks.scenario == "stop" else 0], signal.SIGCONT)
         row = {"case": case, "statuses": statuses(pids)}
     os.write(1, (json.dumps(row) + "\n").encode())
 

@@ -1,0 +1,135 @@
+"""Calls with a time limit into C++ code that waits for a store: it blocks as long as the store's process is stopped.
+
+torch's own limits do not hold there: ``get`` and the constructor of a ``TCPStore`` wait for an answer for ever. So each
+such call is made in a thread, for which the caller waits. A thread whose call does not return is left to itself, and
+ends if the call ever does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextvars
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_FAREWELL = 2.0
+"""Seconds that the threads have at exit to finish the pending calls."""
+
+_TICK = 0.05
+"""Seconds between two checks while a call is under way."""
+
+_KEPT = 2
+"""The most threads that are kept for later calls."""
+
+
+class NoAnswerError(RuntimeError):
+    """The error of a call that has not returned in time: the store's process is stopped, or cannot be reached."""
+
+
+_Calls = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+
+
+class Caller:
+    """A thread that makes calls one after another; it ends with this object."""
+
+    def __init__(self) -> None:
+        self._calls: _Calls = SimpleQueue()
+        self.thread = threading.Thread(target=_serve, args=(self._calls,), name="easydist-store", daemon=True)
+        self.thread.start()
+        self.end = weakref.finalize(self, self._calls.put, None)
+        self.end.atexit = False
+        _running.add(self)
+
+    def begin(self, call: Callable[[], T]) -> Future[T]:
+        """Begin a call after those that have been begun before; return its future result."""
+        answer = Future[T]()
+        self._calls.put((answer, call))
+        return answer
+
+
+_running: weakref.WeakSet[Caller] = weakref.WeakSet()
+_idle: dict[int, list[Caller]] = {}
+"""The threads without a call, by process: a forked child has its own."""
+
+
+def idle_caller() -> Caller:
+    """Return a thread that makes no call now; give it back with ``release``."""
+    try:
+        return _idle.setdefault(os.getpid(), []).pop()
+    except IndexError:
+        return Caller()
+
+
+def release(caller: Caller) -> None:
+    """Give back a thread whose calls have all returned."""
+    if len(kept := _idle.setdefault(os.getpid(), [])) < _KEPT:
+        kept.append(caller)
+
+
+def within(
+    seconds: float,
+    call: Callable[[], T],
+    check: Callable[[], None] | None = None,
+    discard: Callable[[T], object] | None = None,
+) -> T:
+    """Return the result of a call that may block in C++.
+
+    Args:
+        seconds: The time limit.
+        call: The call.
+        check: A function to call while the call is under way; it may raise to give the call up.
+        discard: Gets the result if the call returns after it was given up.
+
+    Raises:
+        NoAnswerError: The call has not returned in time.
+    """
+    caller, deadline = idle_caller(), time.monotonic() + seconds
+    context = contextvars.copy_context()
+    answer = caller.begin(lambda: context.run(call))
+    try:
+        while (left := deadline - time.monotonic()) > 0 and wait([answer], min(left, _TICK)).not_done:
+            if check is not None:
+                check()
+        if not answer.done():
+            raise NoAnswerError(f"the store has not answered within {seconds:.3g} s")
+    except BaseException:
+        if discard is not None:
+            answer.add_done_callback(lambda late: late.exception() or discard(late.result()))
+        raise
+    release(caller)
+    return answer.result()
+
+
+@atexit.register
+def _end_all() -> None:
+    """End the threads: one that were in C++ when the interpreter ends would abort the process."""
+    deadline, callers = time.monotonic() + _FAREWELL, list(_running)
+    for caller in callers:
+        caller.end()
+    for caller in callers:
+        caller.thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _serve(calls: _Calls) -> None:
+    while _serve_next(calls):  # in its own frame, so that the sleeping thread keeps no store alive
+        pass
+
+
+def _serve_next(calls: _Calls) -> bool:
+    """Make the next call of the queue; return False at its end."""
+    if (asked := calls.get()) is None:
+        return False
+    answer, call = asked
+    try:
+        answer.set_result(call())
+    except BaseException as error:  # the caller raises it, and this thread serves others
+        answer.set_exception(error)
+    return True
