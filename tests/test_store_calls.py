@@ -33,7 +33,10 @@ def scopes(tree):
     methods = [one for node in inner if isinstance(node, ast.ClassDef) for one in node.body]
     functions = [node for node in [*inner, *methods] if isinstance(node, ast.FunctionDef)]
     attributes = {
-        id(method): held(node, ast.Attribute) for node in inner if isinstance(node, ast.ClassDef) for method in node.body
+        id(method): held(node, ast.Attribute)
+        for node in inner
+        if isinstance(node, ast.ClassDef)
+        for method in node.body
     }
     yield [node for one in tree.body if one not in inner for node in ast.walk(one)], held(tree, ast.Name)
     for function in functions:

@@ -19,7 +19,7 @@ from easydist.agreement.notes import Notes, listeners
 from easydist.groups.communicators import Communicators
 from easydist.typing import Timeout
 
-_NO_SIGNALS: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+_NO_SIGNALS: contextlib.AbstractContextManager[bool | None] = contextlib.nullcontext()
 _CALL = "call"
 _in_backward = torch._C._current_graph_task_id
 """The function that returns the number of the backward pass in which this thread is, and -1 outside of one."""
@@ -86,17 +86,23 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
         return comms
 
     def _begin(self, comms: Communicators) -> None:
+        self._begin_alone(comms)
+        if comms.founding is not None:
+            self._timeout = comms.found(self._operation, self._site, self._timeout)
+        comms.monitor.begin(self._operation, self._site, self._timeout, self._peer)
+        self._signals = comms.hears_signals(self._peer is not None)
+        self._signals.__enter__()
+        if comms.monitor.broken is not None or not comms.has_met:
+            comms.make_ready()
+
+    def _begin_alone(self, comms: Communicators) -> None:
+        """Make sure that this is the only call of this process in the group."""
         comms.demand_own_process()
         self._peer = None if self._peer is None else index(self._peer)  # reports are JSON, which takes no NumPy integer
         self._turn = _in_backward() >= 0 and comms.turns.acquire()
         other = comms.under_way.setdefault(_CALL, self)  # atomic between threads, and for an interrupt
         if other is not self:
             raise RuntimeError(self._two_at_once(other))
-        comms.monitor.begin(self._operation, self._site, self._timeout, self._peer)
-        self._signals = comms.hears_signals(self._peer is not None)
-        self._signals.__enter__()
-        if comms.monitor.broken is not None or not comms.has_met:
-            comms.make_ready()
 
     def _two_at_once(self, other: calling) -> str:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -141,6 +147,19 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
         monitor = self._comms.monitor
         if monitor.tells_of(isinstance(error, Exception), getattr(error, "raised_in", None) is self._comms):
             monitor.ended_by(error)
+
+
+class founding(calling):  # noqa: N801 - a context manager, read as a phrase
+    """The context in which a group exists: its ranks make it now if they have not made it yet. It is no call."""
+
+    __slots__ = ()
+
+    def _begin(self, comms: Communicators) -> None:
+        self._begin_alone(comms)
+        comms.found(self._operation, self._site, self._timeout)
+
+    def _end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Do nothing: ``found`` has ended its own call."""
 
 
 def seconds(timeout: Timeout, operation: str) -> float:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -14,12 +15,13 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from easydist.errors import EasydistError
 from easydist.forks import NOT_A_RANK, groups_of_parents, keep
 from easydist.groups.first_meeting import FirstMeeting
-from easydist.groups.reconnecting import reconnect
+from easydist.groups.founding import Founding, found
+from easydist.groups.reconnecting import gloo_beside, reconnect
 from easydist.groups.recovering import Attempt, Recovered, Recovery, leave
 from easydist.groups.sharing import Hosts, all_gather, attach, introduce, is_wanted
 from easydist.liveness.monitor import Monitor
@@ -42,6 +44,9 @@ _SLOT = 1 << 16
 _LARGE = 1 << 19
 _LARGE_SLOTS = (2 << 20, 1 << 19, 1 << 17)
 """Large steps beat many small ones, as every step may cost context switches; 8 MB was slower again than 2."""
+
+_SHORTEST = 0.05
+"""The least seconds that are left for a call after its group was made."""
 
 _ALWAYS = nullcontext()
 """The context for backends that wait in Python: Python handles signals during their waits without help."""
@@ -86,8 +91,10 @@ class Communicators:
     Args:
         control: A communicator of the group on the CPU; None if it has none.
         group: The process group; None if only ``control`` represents the group.
+        founding: The group, if its ranks have not made it yet.
 
     Attributes:
+        founding: The group that the ranks make in the first call; None once they have made it.
         control: Carries headers, sizes and objects; its tensors are on the CPU. It is set once the ranks have met.
         name: The name of the group.
         rank: The rank of this process in the group.
@@ -102,8 +109,16 @@ class Communicators:
     control: Collectives
     _first: Collectives
 
-    def __init__(self, control: Collectives | None, group: dist.ProcessGroup | None = None) -> None:
-        if control is not None:
+    def __init__(
+        self,
+        control: Collectives | None,
+        group: dist.ProcessGroup | None = None,
+        founding: Founding | None = None,
+    ) -> None:
+        self.founding = founding
+        if founding is not None:
+            self.name, self.rank, self.size = "default", founding.rank, founding.size
+        elif control is not None:
             self.name, self.rank, self.size = control.get_name(), control.get_rank(), control.get_size()
         elif group is not None:
             self.name, self.rank, self.size = group.group_name, group.rank(), group.size()
@@ -113,10 +128,13 @@ class Communicators:
         self._bulk: Collectives | None = None
         self._shared: list[Backend] = []
         self._hosts: Hosts = []
-        self._store = None if group is None or self.size == 1 else PrefixStore("easydist", group.get_group_store())
+        self._store: Store | None = None
+        if group is not None and self.size > 1:
+            self._store = PrefixStore("easydist", group.get_group_store())
         self._data: dict[str, Collectives] = {}
         store = None if self._store is None else TimedStore(self._store)
-        self.monitor = Monitor(self.rank, self.size, timeout_of(group), store, self.name)
+        timeout = timeout_of(group) if founding is None else founding.timeout
+        self.monitor = Monitor(self.rank, self.size, timeout, store, self.name)
         self.frames = Frames(self.size)
         self.under_way: dict[str, Any] = {}
         self.turns = threading.RLock()  # a call in a signal handler is an error, not a deadlock
@@ -147,12 +165,39 @@ class Communicators:
         Raises:
             EasydistError: Some ranks did not come.
         """
+        limit = None if timeout is None else timeout.total_seconds()
+        self.found("the first call of the group", "easydist", limit)
         if not self.has_met:
-            limit = None if timeout is None else timeout.total_seconds()
             self.monitor.begin("the first call of the group", "easydist", limit)
             self.make_ready()
             self.monitor.end()
         return self
+
+    def found(self, operation: str, site: str, timeout: float | None) -> float | None:
+        """Make the group if the ranks have not made it yet; all of them have to come.
+
+        Args:
+            operation: The call that needs the group.
+            site: The file and line of that call.
+            timeout: Its time limit in seconds; None is the group's.
+
+        Returns:
+            The seconds that are left of ``timeout``.
+
+        Raises:
+            EasydistError: Some ranks did not come.
+        """
+        if self.founding is None:
+            return timeout
+        began = time.monotonic()
+        self._store, self._group = found(self.founding, self.monitor, self._store, (operation, site, timeout))
+        with _making:
+            _CACHE[self._group] = self
+        self.founding, self.name = None, self._group.group_name
+        self.monitor.name, self.monitor.timeout = self.name, timeout_of(self._group)
+        if (backend := over(self._group)) is not None:
+            self._use(Collectives(backend, self.name))
+        return None if timeout is None else max(_SHORTEST, timeout - (time.monotonic() - began))
 
     def make_ready(self) -> None:
         """Connect or reconnect the ranks during a call, if that is necessary; all ranks have to come.
@@ -341,7 +386,7 @@ class Communicators:
         assert self._store is not None
         self.stop()
         self.has_met = False
-        self._rebuild(reconnect(self._group, self._store, self.monitor))
+        self._rebuild(reconnect(self._store, self.monitor, functools.partial(gloo_beside, self._group)))
 
     def _rebuild(self, backend: Gloo) -> None:
         cpu = self._data.get("cpu")

@@ -11,30 +11,33 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from easydist.errors import PeerLostError
 from easydist.liveness import texts
 from easydist.liveness.events import Announced, Answer, Do, Step
-from easydist.liveness.limited import within
+from easydist.liveness.limited import NoAnswerError, within
 from easydist.liveness.monitor import Monitor
+from easydist.liveness.peer import Peer
 from easydist.liveness.rules import PATIENCE
 from easydist.liveness.stored import decoded, in_store
 from easydist.liveness.timed_store import POLL, TimedStore
 from easydist.transport.backends.c10d import Gloo
 
+T = TypeVar("T")
 
-def reconnect(group: dist.ProcessGroup, store: Store, monitor: Monitor) -> Gloo:
-    """Make new connections once all ranks have come to the same call.
+
+def reconnect(store: Store, monitor: Monitor, connect: Callable[[Store, float], T]) -> T:
+    """Make connections once all ranks have come to the same call.
 
     Args:
-        group: The group.
         store: The group's store, with a prefix that only easydist uses.
         monitor: The group's monitor; its call takes the highest number that any rank has reached.
+        connect: Makes the connections, in a store for this alone and within a number of seconds.
 
     Raises:
         EasydistError: Ranks are missing (see ``Monitor.guard``), or one has left again.
@@ -42,10 +45,10 @@ def reconnect(group: dist.ProcessGroup, store: Store, monitor: Monitor) -> Gloo:
     broken = monitor.begin_reconnecting()
     try:
         met = _meet(TimedStore(store), monitor)
-        backend = _connect(group, PrefixStore(_place(monitor.phase, met), store), monitor)
+        made = _connect(connect, PrefixStore(_place(monitor.phase, met), store), monitor)
         monitor.end_meeting()  # inside try: from now on Ctrl-C ends a call of connected ranks
         broken = None
-        return backend
+        return made
     except BaseException as error:
         monitor.ended_by(error)
         raise
@@ -83,7 +86,7 @@ def _agree_on_call(store: TimedStore, monitor: Monitor) -> Sequence[Announced]:
 
 def _take(step: Step, store: TimedStore, monitor: Monitor) -> Answer | None:
     if step.do is Do.ASK:
-        return _ask(store, step.ranks, monitor.phase)
+        return _ask(store, step.ranks, monitor)
     if step.do is Do.ANNOUNCE:
         store.set(f"{monitor.phase}/here/{monitor.rank}", json.dumps(step.told))
         store.set(f"{monitor.phase}/begun", "")
@@ -94,9 +97,13 @@ def _take(step: Step, store: TimedStore, monitor: Monitor) -> Answer | None:
     return None
 
 
-def _ask(store: TimedStore, ranks: Sequence[int], phase: int) -> Answer:
+def _ask(store: TimedStore, ranks: Sequence[int], monitor: Monitor) -> Answer:
+    phase = monitor.phase
     told = {rank: store.get(f"{phase}/here/{rank}") for rank in ranks}
     announced = {rank: _announced(f"{phase}/here/{rank}", text) for rank, text in told.items() if text is not None}
+    for rank in announced:
+        if monitor.peers[rank].pid is None and (record := store.get(f"who/{rank}")) is not None:
+            monitor.peers[rank] = Peer(rank, record)  # so that its end is noticed before the ranks have met
     return Answer(announced, store.check([f"{phase + 2}/begun"]))
 
 
@@ -114,13 +121,21 @@ _ACTIONS: dict[Do, Callable[[Monitor, Step], None]] = {
 }
 
 
-def _connect(group: dist.ProcessGroup, store: Store, monitor: Monitor) -> Gloo:
+def _connect(connect: Callable[[Store, float], T], store: Store, monitor: Monitor) -> T:
     """Connect ranks that have all come; this takes almost no time unless one has left again."""
     limit = monitor.connect_limit(time.monotonic())
     try:
-        return gloo_beside(group, store, limit)
+        return connect(store, limit)
     except RuntimeError as error:
+        if not _is_of_connections(error):
+            raise
         raise monitor.unconnected(limit) from error
+
+
+def _is_of_connections(error: RuntimeError) -> bool:
+    """True unless torch cannot make such a group at all."""
+    told = str(error)
+    return isinstance(error, DistError | NoAnswerError) or any(word in told for word in ("onnect", "imed out", "loo"))
 
 
 def gloo_beside(group: dist.ProcessGroup, store: Store, timeout: float) -> Gloo:

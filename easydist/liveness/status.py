@@ -6,6 +6,7 @@ Ranks of one host write both on their pages, which the others read; between host
 from __future__ import annotations
 
 import json
+import socket
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +20,7 @@ from easydist.liveness.peer import Peer
 from easydist.liveness.protocol import GroupProtocol
 from easydist.liveness.report import Report
 from easydist.liveness.stored import decoded, in_store
-from easydist.liveness.timed_store import TimedStore
+from easydist.liveness.timed_store import TimedStore, is_reachable
 
 _LOG = "reports/log"
 _ROWS = 32
@@ -43,6 +44,8 @@ class GroupStatus(GroupProtocol):
         site: The file and line of the call that began last.
         sync_signals: Waits until ``was_interrupted`` reflects all signals that have come.
         advice: The advice for the user after an error.
+        unreached: The words for the place of the store while this rank tries to reach it, and True if rank 0 serves
+            it; None otherwise.
     """
 
     def __init__(self, rank: int, size: int, store: TimedStore | None = None, name: str = "") -> None:
@@ -61,6 +64,8 @@ class GroupStatus(GroupProtocol):
         self._published = (0, b"")
         self._log: list[Report] = []
         self._entries_read = 0
+        self._lost_store: TimedStore | None = None
+        self.unreached: tuple[str, bool] | None = None
 
     # Pages and the store.
 
@@ -68,6 +73,10 @@ class GroupStatus(GroupProtocol):
     def own_page(self) -> OwnPage | None:
         """The page of this process; None if it has none."""
         return self._page
+
+    def use(self, store: TimedStore) -> None:
+        """Use this store for exchanges with the others from now on."""
+        self._store = store
 
     def describe(self, meeting: str = "") -> None:
         """Write on the page which rank of which group this is.
@@ -110,7 +119,7 @@ class GroupStatus(GroupProtocol):
             try:
                 return store.get(key)
             except RuntimeError:  # the store has ended with rank 0, and would log each further attempt
-                self._store = None
+                self._store, self._lost_store = None, store
         return None
 
     def _write(self, key: str, text: str, always: bool = False) -> None:
@@ -118,14 +127,14 @@ class GroupStatus(GroupProtocol):
             try:
                 store.set(key, text)
             except RuntimeError:
-                self._store = None
+                self._store, self._lost_store = None, store
 
     def _append(self, report: str, always: bool) -> None:
         if (store := self._store) is not None and (always or self._has_remote_peers()):
             try:
                 store.append(_LOG, report)
             except RuntimeError:
-                self._store = None
+                self._store, self._lost_store = None, store
 
     def _has_remote_peers(self) -> bool:
         return not all(peer.is_visible for peer in self.peers.values())
@@ -230,6 +239,8 @@ class GroupStatus(GroupProtocol):
             seconds: The seconds that this rank has waited.
             advice: The advice; empty for the group's.
         """
+        if self.unreached is not None:
+            return self._late_store(*self.unreached, seconds, advice)
         awaited = awaited if self.peer is None else [self.peer]
         numbers = {rank: self._heard_of(self.peers[rank]) for rank in awaited if rank in self.peers}
         unknown = [rank for rank, number in numbers.items() if number is None]
@@ -237,11 +248,24 @@ class GroupStatus(GroupProtocol):
         missing = missing if self.peer is None or unknown else [self.peer]
         shown = [r for r in range(self.size) if self.size <= _ROWS or r in missing or r in unknown]
         rows = [self._row(rank, rank in missing, rank in unknown) for rank in shown]
-        is_silent = self._is_cut_off or (bool(unknown) and self._store is not None)
-        todo = [texts.SILENT] * is_silent + [advice or self.advice.late]
+        store = (self._store if self._is_cut_off or unknown else None) or (self._lost_store if unknown else None)
+        todo = ([] if store is None else [self._about(store)]) + [advice or self.advice.late]
         error = CollectiveTimeout(texts.late(self.operation, missing, unknown, self.size, seconds, rows[:_ROWS], todo))
         error.missing = tuple(missing)
         return error
+
+    def _late_store(self, where: str, is_served_by_rank_0: bool, seconds: float, advice: str) -> CollectiveTimeout:
+        row = texts.row(self.rank, f"waits in {self._place.decode()}", "")
+        todo = advice or self.advice.late
+        error = CollectiveTimeout(texts.unreached(self.operation, where, is_served_by_rank_0, seconds, row, todo))
+        error.missing = (0,) if is_served_by_rank_0 else ()
+        return error
+
+    def _about(self, store: TimedStore) -> str:
+        """Return the reason why other hosts cannot be observed."""
+        if (address := store.address()) is not None and not is_reachable(*address):
+            return texts.cut_off(socket.gethostname(), *address)
+        return texts.SILENT if store is self._store else texts.STORE_ENDED
 
     def _last_seen(self, peer: Peer) -> list[str]:
         place = self._place_of(peer)

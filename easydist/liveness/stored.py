@@ -39,9 +39,9 @@ def decoded(what: str, text: bytes | str, form: Form) -> Any:
     Example:
         >>> decoded(in_store("seen/1"), "[3, null]", (int, str | None))
         [3, None]
-        >>> decoded(in_store("seen/1"), "[3, ", (int, str | None))
+        >>> decoded("the message", "[3", (int, str | None))
         Traceback (most recent call last):
-        easydist.errors.WireError: the value of 'seen/1' in the group's store is damaged, or from another version of easydist: '[3, '
+        easydist.errors.WireError: the message is damaged, or from another version of easydist: '[3'
     """
     try:
         value = json.loads(text)

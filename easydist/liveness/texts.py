@@ -13,6 +13,23 @@ SILENT = (
 )
 
 
+STORE_ENDED = "The store through which the hosts exchange their status has ended with the process that served it."
+
+
+def cut_off(host: str, store_host: str, port: int) -> str:
+    """Return the text for a host that cannot reach the store any more.
+
+    Example:
+        >>> print(cut_off("node2", "node1", 29500))
+        This host (node2) has lost the store at node1:29500, through which the hosts exchange their status: its network,
+        or that of node1, is down. The other hosts may go on.
+    """
+    return (
+        f"This host ({host}) has lost the store at {store_host}:{port}, through which the hosts exchange their status: "
+        f"its network,\nor that of {store_host}, is down. The other hosts may go on."
+    )
+
+
 class Advice(NamedTuple):
     """The advice at the end of an error.
 
@@ -110,6 +127,22 @@ def given_up(operation: str, advice: str) -> str:
 def without_store(operation: str) -> str:
     """Return the text for ranks that cannot meet again because their store is gone."""
     return f"{operation}: the store through which the ranks connect is gone, and so is the rank that hosted it"
+
+
+def unreached(operation: str, where: str, is_served_by_rank_0: bool, seconds: float, own_row: str, advice: str) -> str:
+    """Return the text for a rank that cannot reach the store in which the ranks meet.
+
+    Example:
+        >>> print(unreached("gather", "node1:29500", True, 4.0, row(1, "waits in gather", ""), RECONNECTS.late))
+        gather: the store at node1:29500, where the ranks meet, was not reached within 4 s
+          rank 0: missing; it serves the store, and has not made its first call
+          rank 1: waits in gather
+        Make sure that every rank makes this call, or give it more time (timeout=). The next call reconnects.
+    """
+    server = row(0, "missing; it serves the store, and has not made its first call", "")
+    rows = [server, own_row] if is_served_by_rank_0 else ["  the launcher serves it (torchrun, easydist run)", own_row]
+    head = f"{operation}: the store at {where}, where the ranks meet, was not reached within {seconds:.3g} s"
+    return "\n".join([head, *rows, advice])
 
 
 def recovers(operation: str, rank: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import socket
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import (
     Future,
@@ -16,9 +17,9 @@ from concurrent.futures import (
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from easydist.liveness.limited import Caller, idle_caller, release, within
+from easydist.liveness.limited import Caller, NoAnswerError, idle_caller, release, within
 from easydist.liveness.rules import PATIENCE
 
 T = TypeVar("T")
@@ -43,6 +44,13 @@ class TimedStore:
     def is_silent(self) -> bool:
         """True if the store has not answered in time, and still has not."""
         return self._unanswered is not None and not self._unanswered.done()
+
+    def address(self) -> tuple[str, int] | None:
+        """Return the host and the port at which the store is served; None if it is no ``TCPStore``."""
+        store: Any = self._store
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        return (store.host, store.port) if isinstance(store, TCPStore) else None
 
     def check(self, keys: Sequence[str]) -> bool:
         """True if all these keys have been set, and the store answers.
@@ -170,17 +178,62 @@ def served(host: str, port: int, seconds: float) -> TCPStore:
     return within(seconds, lambda: TCPStore(host, port, None, True, limit, wait_for_workers=False, **where))
 
 
-def reached(host: str, port: int, seconds: float, check: Callable[[], None] | None = None) -> TCPStore:
+def reached(
+    host: str, port: int, seconds: float, check: Callable[[], None] | None = None, waits: float | None = None
+) -> TCPStore:
     """Return a connection to a store that another process serves.
 
     Args:
         host: The address of its host.
         port: Its port.
-        seconds: The time limit, and the limit of torch's own waits in the store.
+        seconds: The time limit.
         check: As for ``within``.
+        waits: The limit of torch's own waits in the store; None is ``seconds``.
 
     Raises:
         RuntimeError: No process serves a store there, or it has not answered in time.
     """
+    deadline = time.monotonic() + seconds
+    # In Python, since C++ would log each attempt, and a thread in it must not return while the interpreter ends.
+    while not _listens(host, port):
+        if check is not None:
+            check()
+        if time.monotonic() >= deadline:
+            raise NoAnswerError(f"no process listens at {host}:{port}")
+    seconds = max(PATIENCE, deadline - time.monotonic())
     limit = timedelta(seconds=seconds)
-    return within(seconds, lambda: TCPStore(host, port, None, False, limit, wait_for_workers=False), check)
+    store = within(seconds, lambda: TCPStore(host, port, None, False, limit, wait_for_workers=False), check)
+    if waits is not None:
+        store.set_timeout(timedelta(seconds=waits))
+    return store
+
+
+def _listens(host: str, port: int) -> bool:
+    """True if a process listens there; else False, after a moment."""
+    if is_reachable(host, port, listens=True):
+        return True
+    time.sleep(_TICK)
+    return False
+
+
+def is_reachable(host: str, port: int, listens: bool = False) -> bool:
+    """True if this host can reach another one; it can, if a process there listens that is stopped.
+
+    Args:
+        host: The address of the other host.
+        port: A port.
+        listens: True to demand that a process listens there.
+
+    Cost: up to half a second.
+    """
+    try:
+        with socket.create_connection((host, port), PATIENCE):
+            return True
+    except ConnectionRefusedError:
+        return not listens
+    except OSError:
+        return False
+
+
+_TICK = 0.1
+"""Seconds between two attempts to reach a store."""

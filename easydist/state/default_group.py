@@ -6,19 +6,29 @@ import atexit
 import contextlib
 import functools
 import os
-import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from easydist import forks
+from easydist.groups.founding import Founding
+from easydist.liveness.limited import within
+from easydist.liveness.rules import PATIENCE
+from easydist.liveness.timed_store import reached, served
 from easydist.state.environment import World, launched
 
-_creating: dict[str, threading.Thread] = {}
-"""The thread that is creating the group; empty otherwise."""
+_c10d: Any = dist.distributed_c10d
+"""The module as ``Any``: what it knows of the groups is private."""
+
+_WAIT = 1800.0
+"""The limit of torch's own waits in the store, in seconds; torch's default."""
+
+_stores = dict[World, Store]()
+"""The store of the world that this process has reached."""
 
 _made: list[World] = []
 """One entry for each group that easydist has made in this process."""
@@ -92,30 +102,53 @@ def backend_for(device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{native}" if native else "gloo"
 
 
-def create(world: World, backend: str, timeout: timedelta | None) -> dist.ProcessGroup | None:
-    """Create the default group, with all ranks of the world; it is destroyed at exit.
+def founding(
+    world: World,
+    backend: str,
+    timeout: timedelta | None,
+    use: Callable[[dist.ProcessGroup], None],
+) -> Founding:
+    """Return the default group of a world that has none yet; it is destroyed at exit.
+
+    Args:
+        world: The world.
+        backend: As in ``init_process_group``.
+        timeout: The time limit of the group's calls; None is torch's.
+        use: Gets the group once it is made.
 
     Raises:
-        RuntimeError: This process is a copy of a rank, or another thread is creating the group.
+        RuntimeError: This process is a copy of a rank.
     """
     if forks.is_copy():
         raise RuntimeError(forks.NOT_A_RANK)
-    if _creating.setdefault("thread", threading.current_thread()) is not threading.current_thread():
-        raise RuntimeError(
-            f"the process group is being created in {_creating['thread'].name}, by the first call of this process: "
-            "let one thread begin (ProcessState().process_group), then give each thread a group of its own"
-        )
+    limit = timeout or _c10d._get_default_timeout(dist.Backend(backend.partition(",")[0].rpartition(":")[2]))
+
+    def make(store: Store, seconds: float) -> dist.ProcessGroup:
+        group = _made_in(store, world, backend, seconds)
+        _c10d._set_pg_timeout(limit, group)
+        use(group)
+        return group
+
+    reach = functools.partial(_store_of_group, world)
+    where, has_agent = f"{world.address}:{world.port}", _has_agent()
+    return Founding(world.rank, world.size, limit.total_seconds(), where, not has_agent, reach, make)
+
+
+def _made_in(store: Store, world: World, backend: str, seconds: float) -> dist.ProcessGroup:
+    count, limit = _c10d._world.group_count, timedelta(seconds=seconds)
+    place: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "timeout": limit}
     try:
-        return _create_alone(world, backend, timeout)
-    finally:
-        _creating.clear()
-
-
-def _create_alone(world: World, backend: str, timeout: timedelta | None) -> dist.ProcessGroup | None:
-    store = PrefixStore(f"easydist/{len(_made)}", _store(world))  # a second group must not see keys of the first
-    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
-    _made.append(world)
+        within(
+            seconds + PATIENCE,
+            lambda: dist.init_process_group(backend, store=store, **place),
+            discard=lambda _: dist.destroy_process_group(),
+        )
+    except BaseException:
+        _c10d._world.group_count = count  # it numbers the groups, and the ranks may try again
+        raise
     group = dist.group.WORLD
+    assert group is not None
+    _made.append(world)
     atexit.register(_take_down, group)
     return group
 
@@ -128,18 +161,23 @@ def _take_down(group: dist.ProcessGroup | None) -> None:
 
 def leave_groups_of_parents() -> None:
     """Make torch forget the parent's groups without ending them, so that this process can make its own."""
-    c10d: Any = dist.distributed_c10d
-    c10d._update_default_pg(None)
+    _c10d._update_default_pg(None)
     for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
-        getattr(c10d._world, name).clear()
-    c10d._world.group_count = 0
-    c10d._unregister_all_process_groups()
+        getattr(_c10d._world, name).clear()
+    _c10d._world.group_count = 0
+    _c10d._unregister_all_process_groups()
 
 
-@functools.cache
-def _store(world: World) -> Store:
-    """Return the store in which the ranks meet: under torchrun its agent serves it, else rank 0."""
-    has_agent = world.launcher == "torchrun" and all(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT")))
-    url = "env://" if has_agent else f"tcp://{world.address}:{world.port}"
-    store: Store = next(rendezvous(url, world.rank, world.size))[0]
-    return store
+def _has_agent() -> bool:
+    """True if the launcher serves the store in which the ranks meet, as torchrun's agent does; else rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _store_of_group(world: World, seconds: float, check: Callable[[], None]) -> Store:
+    if (store := _stores.get(world)) is None:
+        if world.rank == 0 and not _has_agent():
+            store = served(world.address, world.port, _WAIT)
+        else:
+            store = reached(world.address, world.port, seconds, check, _WAIT)
+        _stores[world] = store
+    return PrefixStore(f"easydist/{len(_made)}", store)  # a second group must not see keys of the first

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from easydist import forks, settings
-from easydist.agreement.calling import seconds
+from easydist.agreement.calling import founding, seconds
 from easydist.agreement.runner import meet
 from easydist.data.split import split
 from easydist.eager import eager
@@ -22,8 +22,8 @@ from easydist.groups.communicators import SOLO, Communicators, of_comm, of_group
 from easydist.state.absent import WithAdvice, absent
 from easydist.state.default_group import (
     backend_for,
-    create,
     default_group,
+    founding as founding_of,
     is_recovered,
     leave_groups_of_parents,
     world_of,
@@ -94,6 +94,7 @@ class ProcessState(metaclass=WithAdvice):
         self._options: dict[str, Any] = {}
         self._generation = 0
         self._group: dist.ProcessGroup | None = None
+        self._first_call: tuple[int, Communicators] | None = None
         self._world: World | None = None
         self._device: torch.device | None = None
 
@@ -109,7 +110,7 @@ class ProcessState(metaclass=WithAdvice):
             )
         if name == "cpu" and self._device is not None and self._device.type != "cpu":
             raise ValueError(f"ProcessState(cpu=True) comes too late: the state is on {self._device} already")
-        self._options[name] = value
+        self._options[name], self._first_call = value, None
 
     def _adopt(self) -> World:
         """Return the current world: that of the default group if there is one, else the launcher's."""
@@ -173,18 +174,25 @@ class ProcessState(metaclass=WithAdvice):
         Every rank has to read it; it is None in a single process without a group. It is meant for code that takes a
         group, such as ``DistributedDataParallel``.
         """
-        world = self._adopt()
-        if self._group is None and world.size > 1:
-            self._create(world)
+        if self._adopt().size > 1 and self._group is None:
+            with founding(self.communicators(), "ProcessState.process_group"):
+                pass
         return self._group
 
-    def _create(self, world: World) -> None:
-        timeout = self._options.get("timeout")
-        limit = None if timeout is None else timedelta(seconds=seconds(timeout, "ProcessState"))
-        self._group = create(world, self._planned_backend(), limit)
+    def _unfounded(self, world: World) -> Communicators:
+        """Return the communicators of the default group that the ranks make in their first call."""
+        if self._first_call is None or self._first_call[0] != os.getpid():
+            timeout = self._options.get("timeout")
+            limit = None if timeout is None else timedelta(seconds=seconds(timeout, "ProcessState"))
+            group = founding_of(world, self._planned_backend(), limit, self._use)
+            self._first_call = os.getpid(), Communicators(None, founding=group)
+        return self._first_call[1]
 
     def _planned_backend(self) -> str:
         return self._options.get("backend") or backend_for(self.device)
+
+    def _use(self, group: dist.ProcessGroup) -> None:
+        self._group, self._first_call = group, None
 
     def communicators(self, group: Group = None) -> Communicators:
         """Return the communicators of ``group``; None is the default group, created now if necessary.
@@ -194,8 +202,10 @@ class ProcessState(metaclass=WithAdvice):
             TypeError: ``group`` is not a group.
         """
         if group is None:
-            default = self.process_group
-            return SOLO if default is None else of_group(default)
+            world = self._adopt()
+            if self._group is not None:
+                return of_group(self._group)
+            return SOLO if world.size == 1 else self._unfounded(world)
         if isinstance(group, dist.ProcessGroup):
             return of_group(group)
         if isinstance(group, Collectives):

@@ -76,7 +76,6 @@ class Ranks:
         except EasydistError as error:
             self.met = type(error).__name__
 
-
     def stop_before_connecting(self, rank: int) -> None:
         """Stop the rank that serves the store once all survivors are about to connect."""
         recovering.LIMIT = within(1)

@@ -1,0 +1,93 @@
+"""The making of a group by ranks that a launcher has started: in their first call, by its time limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
+
+from easydist.errors import EasydistError
+from easydist.groups.first_meeting import FirstMeeting
+from easydist.groups.reconnecting import reconnect
+from easydist.liveness.limited import NoAnswerError
+from easydist.liveness.monitor import Monitor
+from easydist.liveness.timed_store import TimedStore
+from easydist.liveness.watchdog import signals_wake_watchdog, watchdog
+
+
+class Founding(NamedTuple):
+    """A group that its ranks have not made yet.
+
+    Attributes:
+        rank: The rank of this process.
+        size: The number of ranks.
+        timeout: Seconds that a call may take, unless it sets its own limit.
+        where: The words for the place of the store, for errors.
+        is_served_by_rank_0: True if rank 0 serves the store, and not the launcher.
+        reach: Returns the store, within a number of seconds; it calls the function that it gets while it waits.
+        make: Makes the group in a store for it alone, within a number of seconds.
+    """
+
+    rank: int
+    size: int
+    timeout: float
+    where: str
+    is_served_by_rank_0: bool
+    reach: Callable[[float, Callable[[], None]], Store]
+    make: Callable[[Store, float], dist.ProcessGroup]
+
+
+class Founded(NamedTuple):
+    """The group, and the store in which its ranks meet again."""
+
+    store: Store
+    group: dist.ProcessGroup
+
+
+def found(founding: Founding, monitor: Monitor, store: Store | None, call: tuple[str, str, float | None]) -> Founded:
+    """Make the group, in a call of its own; all ranks have to come.
+
+    Args:
+        founding: The group.
+        monitor: The group's monitor.
+        store: The group's store if this rank has reached it in an earlier attempt.
+        call: The operation, the site and the time limit of the call for which the group is made.
+
+    Raises:
+        CollectiveTimeout: Some ranks did not come. The next call tries again.
+        PeerLostError: A rank has ended.
+    """
+    if monitor.broken is not None and monitor.broken.is_final:
+        monitor.raise_if_broken()
+    watchdog().add(monitor)
+    monitor.broken = None
+    monitor.begin(*call)
+    try:
+        with signals_wake_watchdog():
+            own = store or _reached(founding, monitor)
+            FirstMeeting(own, monitor).announce()
+            return Founded(own, reconnect(own, monitor, founding.make))
+    except BaseException as error:
+        monitor.ended_by(error)
+        raise
+    finally:
+        monitor.end()
+
+
+def _reached(founding: Founding, monitor: Monitor) -> Store:
+    """Return the store of the group, with a prefix that only easydist uses."""
+    limit = monitor.left or 0.0
+    monitor.unreached = founding.where, founding.is_served_by_rank_0
+    try:
+        store = PrefixStore("easydist", founding.reach(limit, lambda: monitor.guard([])))
+    except EasydistError:
+        raise
+    except (NoAnswerError, DistError) as error:
+        if founding.is_served_by_rank_0 and founding.rank == 0:
+            raise  # the port is in use, for example
+        raise monitor.late([], limit) from error
+    monitor.unreached = None
+    monitor.use(TimedStore(store))
+    return store
