@@ -99,7 +99,7 @@ def test_groups_made_200_times_take_no_more_than_the_first(case, ended):
 # Two hosts.
 
 HOSTS = ["named/verbs", "flat/verbs", "shared/verbs", "containers/verbs"]
-HOSTS += ["named/kill-3", "containers/kill-2", "containers/orphan-2"]
+HOSTS += ["named/kill-3", "containers/kill-2", "containers/orphan-2", "named/cut-3"]  # the last one cuts the link
 LINK = f"ed{os.getpid()}"
 
 
@@ -180,3 +180,11 @@ def test_rank_of_another_host_that_is_killed(case, victim, on_two_hosts):
         assert row["type"] == "PeerLostError", row["text"]
         assert f"rank {victim} is lost" in row["text"]
         assert (row["fields"]["rank"], row["fields"]["pid"]) == (victim, row["pids"][victim])
+
+
+def test_a_host_that_has_lost_the_store_says_so(on_two_hosts):
+    rows, statuses = on_two_hosts["named/cut-3"]
+    assert statuses == [0, 0, 0, 0]
+    assert {row["type"] for row in rows} == {"CollectiveTimeout"}
+    assert ["has lost the store at 10.77.0.1:" in row["text"] for row in rows] == [False, False, True, True]
+    assert all("\nThis host (" in row["text"] for row in rows[2:])

@@ -54,6 +54,7 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
         "_timeout",
         "_turn",
     )
+    _is_call = True
 
     def __init__(
         self,
@@ -86,23 +87,21 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
         return comms
 
     def _begin(self, comms: Communicators) -> None:
-        self._begin_alone(comms)
-        if comms.founding is not None:
-            self._timeout = comms.found(self._operation, self._site, self._timeout)
-        comms.monitor.begin(self._operation, self._site, self._timeout, self._peer)
-        self._signals = comms.hears_signals(self._peer is not None)
-        self._signals.__enter__()
-        if comms.monitor.broken is not None or not comms.has_met:
-            comms.make_ready()
-
-    def _begin_alone(self, comms: Communicators) -> None:
-        """Make sure that this is the only call of this process in the group."""
         comms.demand_own_process()
         self._peer = None if self._peer is None else index(self._peer)  # reports are JSON, which takes no NumPy integer
         self._turn = _in_backward() >= 0 and comms.turns.acquire()
         other = comms.under_way.setdefault(_CALL, self)  # atomic between threads, and for an interrupt
         if other is not self:
             raise RuntimeError(self._two_at_once(other))
+        if comms.founding is not None:
+            self._timeout = comms.found(self._operation, self._site, self._timeout)
+        if not self._is_call:
+            return
+        comms.monitor.begin(self._operation, self._site, self._timeout, self._peer)
+        self._signals = comms.hears_signals(self._peer is not None)
+        self._signals.__enter__()
+        if comms.monitor.broken is not None or not comms.has_met:
+            comms.make_ready()
 
     def _two_at_once(self, other: calling) -> str:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -153,10 +152,7 @@ class founding(calling):  # noqa: N801 - a context manager, read as a phrase
     """The context in which a group exists: its ranks make it now if they have not made it yet. It is no call."""
 
     __slots__ = ()
-
-    def _begin(self, comms: Communicators) -> None:
-        self._begin_alone(comms)
-        comms.found(self._operation, self._site, self._timeout)
+    _is_call = False
 
     def _end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Do nothing: ``found`` has ended its own call."""

@@ -64,16 +64,19 @@ def found(founding: Founding, monitor: Monitor, store: Store | None, call: tuple
     watchdog().add(monitor)
     monitor.broken = None
     monitor.begin(*call)
+    is_done = False
     try:
         with signals_wake_watchdog():
             own = store or _reached(founding, monitor)
             FirstMeeting(own, monitor).announce()
-            return Founded(own, reconnect(own, monitor, founding.make))
+            group = reconnect(own, monitor, founding.make)
+        is_done = True
+        return Founded(own, group)
     except BaseException as error:
         monitor.ended_by(error)
         raise
     finally:
-        monitor.end()
+        monitor.end(is_done)
 
 
 def _reached(founding: Founding, monitor: Monitor) -> Store:

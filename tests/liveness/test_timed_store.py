@@ -1,9 +1,16 @@
 """A store that answers late, and a process that ends meanwhile."""
 
+import threading
+import time
+from queue import SimpleQueue
+
 import launching
 import pytest
 from torch.distributed import HashStore
 
+from easydist.errors import PeerLostError, WireError
+from easydist.liveness.limited import NoAnswerError, within
+from easydist.liveness.stored import decoded, in_store
 from easydist.liveness.timed_store import TimedStore
 
 SCRIPT = """
@@ -36,6 +43,71 @@ def test_a_store_that_raises_an_error_of_its_own_is_gone_and_the_others_go_on():
     store = TimedStore(HashStore())
     store.set("key", "value")
     assert store.get("key") == b"value"
+
+
+class Stopped(HashStore):
+    """A store that answers once ``goes_on`` is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.goes_on = threading.Event()
+        self.order = []
+
+    def set(self, key, value):
+        self.goes_on.wait(launching.within(20))
+        self.order.append(key)
+
+
+def test_a_stopped_store_holds_up_no_other_and_gets_in_order_what_was_written_meanwhile():
+    stopped, other = Stopped(), TimedStore(HashStore())
+    store = TimedStore(stopped)
+    for key in "abc":
+        store.set(key, "")
+    assert store.is_silent
+    assert store.get("a") is None
+    other.set("key", "value")
+    assert other.get("key") == b"value"
+    stopped.goes_on.set()
+    deadline = time.monotonic() + launching.within(20)
+    while store.is_silent:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert stopped.order == ["a", "b", "c"]
+
+
+def test_a_call_that_returns_too_late_is_given_up_and_its_result_discarded():
+    goes_on, discarded = threading.Event(), SimpleQueue()
+    with pytest.raises(NoAnswerError, match=r"the store has not answered within 0\.1 s"):
+        within(0.1, lambda: goes_on.wait(launching.within(20)), discard=discarded.put)
+    goes_on.set()
+    assert discarded.get(timeout=launching.within(20)) is True
+    assert within(launching.within(20), lambda: 3) == 3
+
+
+def test_a_call_ends_with_what_its_check_raises():
+    def lost():
+        raise PeerLostError("rank 1 is lost")
+
+    with pytest.raises(PeerLostError):
+        within(launching.within(20), threading.Event().wait, lost)
+
+
+@pytest.mark.parametrize(
+    ("text", "form"),
+    [
+        (b"[1", [int]),
+        (b'["1"]', [int]),
+        (b"[true]", (int,)),
+        (b"[1, 2]", (int,)),
+        (b"{}", {"a": int}),
+        (b'{"a": 1}', {str: str}),
+        (b"\xff", object),
+        (b"[" * 100_000, object),
+    ],
+)
+def test_a_value_of_another_form_is_damaged_and_named(text, form):
+    with pytest.raises(WireError, match=r"^the value of 'seen/1' in the group's store is damaged"):
+        decoded(in_store("seen/1"), text, form)
 
 
 @pytest.mark.slow

@@ -12,11 +12,13 @@ import gc
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import torch
 from forking import statuses
+from launching import within
 from loss import DEADLINE, others_wait
 
 import easydist
@@ -108,9 +110,26 @@ def kill(victim, rank, has_child):
         }
 
 
+def cut(link, victim, rank):
+    """Cut the link while the others wait."""
+    easydist.gather(rank)
+    if rank == victim:
+        others_wait()
+        subprocess.run(["ip", "link", "set", link, "down"], check=True)
+    try:
+        easydist.gather(rank, timeout=within(1))
+    except EasydistError as error:
+        return {"type": type(error).__name__, "text": str(error)}
+
+
 def work(case, link, rank, size):
     what = case.split("/")[1]
-    found = verbs(link, rank, size) if what == "verbs" else kill(int(what[-1]), rank, what.startswith("orphan"))
+    if what.startswith("cut"):
+        found = cut(link, int(what[-1]), rank)
+    elif what == "verbs":
+        found = verbs(link, rank, size)
+    else:
+        found = kill(int(what[-1]), rank, what.startswith("orphan"))
     os.write(1, (json.dumps({"case": case, "rank": rank, **(found or {})}) + "\n").encode())
 
 

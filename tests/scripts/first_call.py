@@ -1,0 +1,117 @@
+"""Ranks that come late to the first call of a job, or never, or make the same mistake in it. Each prints its outcome.
+
+python tests/scripts/first_call.py 3/late 3/server …
+
+A case is the world size and the scenario.
+"""
+
+import json
+import os
+import sys
+import time
+
+from forking import forked, side_by_side, statuses, store_of_an_agent
+from launching import within
+
+import easydist
+from easydist import EasydistError, ProcessState
+from easydist.state import communicators
+
+SHORT, LONG = within(0.7), within(20)
+
+
+def call(timeout=None):
+    try:
+        return {"got": easydist.gather(int(os.environ["RANK"]), timeout=timeout).tolist()}
+    except EasydistError as error:
+        return {
+            "type": type(error).__name__,
+            "text": str(error),
+            "missing": getattr(error, "missing", None),
+            "seconds": time.monotonic() - began,
+        }
+
+
+began = time.monotonic()
+
+
+def late(rank, others_are_done):
+    """Rank 1 comes after the time of the others is over; then all call again."""
+    if rank == 1:
+        os.read(others_are_done[0], 1)
+    first = call(SHORT)
+    os.write(others_are_done[1], b".")
+    return {"first": first, "second": call(LONG)}
+
+
+def never(rank, others_are_done):
+    """Rank 1 raises before its first call; the others have the limit of the group."""
+    ProcessState(timeout=SHORT)
+    if rank == 1:
+        sys.excepthook = lambda *_: None
+        raise ValueError("bad configuration")
+    return {"first": call()}
+
+
+def server(rank, others_are_done):
+    """Rank 0, which serves the store, does not come in time."""
+    if rank == 0:
+        os.read(others_are_done[0], 1)
+        os.read(others_are_done[0], 1)
+    first = call(LONG if rank == 0 else SHORT)
+    os.write(others_are_done[1], b".")
+    return {"first": first, "second": call(LONG)}
+
+
+def early(rank, others_are_done):
+    """One rank needs the group before its first call, the others make theirs."""
+    group = ProcessState().process_group if rank == 0 else None
+    found = call(LONG)
+    return {"first": found, "second": call(LONG), "size": ProcessState().process_group.size(), "had": group is not None}
+
+
+def same(rank, others_are_done):
+    """All ranks make the same mistake, and end with it."""
+    if rank == 1:
+        time.sleep(0.2)  # it comes late, so that it looks for reports
+    sys.excepthook = lambda kind, *_: os.write(1, json.dumps(row(rank, kind)).encode() + b"\n")
+    easydist.gather(["a", "b"])
+
+
+def row(rank, kind):
+    return {"case": CASE[0], "rank": rank, "kind": kind.__name__}
+
+
+def damaged(rank, others_are_done):
+    """A key of the store has a value that easydist did not write."""
+    os.environ["EASYDIST_HOST_ID"] = str(rank)
+    call(LONG)
+    store = communicators()._store
+    if rank == 1:
+        store.set("reports/log/1", '{"kind": "late"')
+        os.read(others_are_done[0], 1)
+    first = call(LONG)
+    os.write(others_are_done[1], b".")
+    return {"first": first, "second": call(LONG)}
+
+
+CASE = [""]
+
+
+def launch(case):
+    size, scenario = case.split("/")
+    CASE[0] = case
+    pipe = os.pipe()
+
+    def live(rank):
+        outcome = globals()[scenario](rank, pipe)
+        os.write(1, (json.dumps({"case": case, "rank": rank, **outcome}) + "\n").encode())
+
+    with store_of_an_agent(scenario != "server") as variables:
+        pids = forked(int(size), live, **variables)
+        row = {"case": case, "statuses": statuses(pids)}
+    os.write(1, (json.dumps(row) + "\n").encode())
+
+
+if __name__ == "__main__":
+    side_by_side(3, sys.argv[1:], launch)

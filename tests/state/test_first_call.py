@@ -1,0 +1,91 @@
+"""The first call of a launched job: its limit, its warning, late ranks, mistakes, and values that are damaged."""
+
+import functools
+import json
+from pathlib import Path
+
+import launching
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "first_call.py"
+CASES = ["2/late", "3/late", "3/never", "3/server", "2/early", "3/early", "2/same", "4/same", "2/damaged"]
+pytestmark = pytest.mark.slow
+
+
+@functools.cache
+def launched():
+    """Return for each case the rows by rank and the exit statuses; and what the loggers wrote."""
+    out, err = launching.python(SCRIPT, *CASES, seconds=90, GLOO_SOCKET_IFNAME="lo", EASYDIST_WARN_AFTER="0.3")
+    found = {case: ({}, []) for case in CASES}
+    for row in [json.loads(line) for line in out.splitlines() if line.startswith("{")]:
+        rows, statuses = found[row["case"]]
+        if "rank" in row:
+            rows[row["rank"]] = row
+        else:
+            statuses += row["statuses"]
+    return found, err
+
+
+def outcome(case):
+    return launched()[0][case]
+
+
+@pytest.mark.parametrize("case", ["2/late", "3/late"])
+def test_the_first_call_has_a_limit_and_the_next_one_tries_again(case):
+    rows, statuses = outcome(case)
+    everyone = list(range(len(rows)))
+    for rank in everyone:
+        first = rows[rank]["first"]
+        if rank == 1:  # it comes while the others wait already in their next call
+            assert first["type"] in ("RemoteError", "CollectiveTimeout")
+            continue
+        assert (first["type"], first["missing"]) == ("CollectiveTimeout", [1])
+        assert f"gather: 1 of {len(rows)} ranks did not come within " in first["text"]
+        assert "\n  rank 1: missing; not seen in this group yet\n" in first["text"]
+    assert [rows[rank]["second"]["got"] for rank in everyone] == [everyone] * len(rows)
+    assert set(statuses) == {0}
+
+
+def test_the_limit_of_the_state_holds_for_the_first_call_if_a_rank_raises_before_it():
+    rows, statuses = outcome("3/never")
+    assert statuses == [0, 1, 0]
+    assert [rows[rank]["first"]["missing"] for rank in (0, 2)] == [[1], [1]]
+
+
+def test_ranks_that_cannot_reach_the_store_name_the_rank_that_serves_it():
+    rows, _ = outcome("3/server")
+    for rank in (1, 2):
+        first = rows[rank]["first"]
+        assert (first["type"], first["missing"]) == ("CollectiveTimeout", [0])
+        assert "\n  rank 0: missing; it serves the store, and has not made its first call\n" in first["text"]
+    assert [rows[rank]["second"] for rank in range(3)] == [{"got": [0, 1, 2]}] * 3
+
+
+def test_the_first_call_warns():
+    _, err = launched()
+    assert "  rank 1: missing; not seen in this group yet\nStill waiting." in err
+    assert "rank 0: missing; it serves the store, and has not made its first call\n" in err
+
+
+@pytest.mark.parametrize("case", ["2/early", "3/early"])
+def test_a_rank_may_need_the_group_before_the_others_make_their_first_call(case):
+    rows, _ = outcome(case)
+    everyone = {"got": list(range(len(rows)))}
+    for row in rows.values():
+        assert (row["first"], row["second"], row["size"]) == (everyone, everyone, len(rows))
+    assert rows[0]["had"]
+
+
+@pytest.mark.parametrize("case", ["2/same", "4/same"])
+def test_a_mistake_on_all_ranks_is_the_same_error_on_all_even_if_it_ends_them(case):
+    rows, _ = outcome(case)
+    assert [row["kind"] for row in rows.values()] == ["TypeError"] * int(case[0])
+
+
+def test_a_damaged_value_of_the_store_ends_the_wait_on_all_ranks_and_is_named():
+    rows, statuses = outcome("2/damaged")
+    assert statuses == [0, 0]
+    for rank in range(2):
+        assert rows[rank]["first"]["type"] == "WireError"
+        assert rows[rank]["first"]["text"].startswith("the value of 'reports/log/1' in the group's store is damaged")
+        assert rows[rank]["second"] == {"got": [0, 1]}
