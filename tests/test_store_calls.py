@@ -128,6 +128,8 @@ def test_a_call_with_a_limit_is_none(line):
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_module_waits_for_a_store_without_a_limit(path):
-    if path.name == "timed_store.py" or "easydist.metrics.store" in path.read_text():  # the latter has a ``Store`` too
+    source = path.read_text()
+    if path.name == "timed_store.py" or "easydist.metrics.store" in source:  # the latter has a ``Store`` of its own
         return
-    assert not [f"{path}:{line}" for line in unlimited(path.read_text())]
+    if "torch.distributed" in source or "store" in source.lower():
+        assert not [f"{path}:{line}" for line in unlimited(source)]
