@@ -24,6 +24,7 @@ divided by W. The mailboxes of a rank take 128 KiB, independent of the size of t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import torch
@@ -88,6 +89,7 @@ class Slots:
         self._step_at = [self._cell(r, _STEP) for r in range(size)]
         self._asleep_at = [(1 << r % 32, self._cell(r, _ASLEEP)) for r in self.others]
         self._pipes: dict[tuple[int, int, int], Pipe] = {}
+        self._sleeping, self._sleepers = threading.RLock(), 0
 
     @staticmethod
     def nbytes(size: int, slot: int) -> int:
@@ -148,17 +150,26 @@ class Slots:
         Returns:
             The last result of ``woken``.
         """
-        mine = self._cell(self.rank, _ASLEEP)
         expected = self.futex.value()
-        self._words[mine] = 1
+        self._set_asleep(1)
         self._fence()
         try:
             if woken():
                 return True
             self.futex.sleep(expected, seconds)
         finally:
-            self._words[mine] = 0
+            self._set_asleep(-1)
         return woken()
+
+    def _set_asleep(self, more: int) -> None:
+        """Count a thread that goes to sleep or wakes; the others see whether any thread of this rank sleeps."""
+        with self._sleeping:
+            self._sleepers += more
+            self._words[self._cell(self.rank, _ASLEEP)] = int(self._sleepers > 0)
+
+    def rouse(self) -> None:
+        """Wake the sleeping threads of this rank."""
+        self.futex.wake(1 << self.rank % 32)
 
     def pipe_to(self, channel: int, peer: int) -> Pipe:
         """Return the pipe to a peer, which this rank fills."""

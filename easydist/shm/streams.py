@@ -1,12 +1,14 @@
 """Operations under way in shared memory, as generators that yield wherever they would have to wait.
 
 A *stream* is a queue of generators that use the same slots or the same pipe: its head runs until it is blocked, and
-the next one runs when the head has ended. There is no thread for them: a wait for one operation advances all operations
-of this process, including those of other communicators, so operations may be waited for in any order.
+the next one runs when the head has ended. A wait for one operation advances all operations of this process, including
+those of other communicators, so operations may be waited for in any order; between waits a thread does so
+(``progress``). Threads exclude one another by the lock of the streams, which none of them holds while it sleeps.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -16,8 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 from easydist.errors import CollectiveTimeout
+from easydist.shm import progress
 from easydist.shm.futex import give_core
-from easydist.shm.slots import NEVER, Need, SizeMismatch, Slots
+from easydist.shm.progress import move_all, running, waits
+from easydist.shm.slots import NEVER, Need, Slots
 
 Guard = Callable[[Sequence[int], float], None]
 """A function that takes the ranks still awaited and the seconds since the wait began; it raises to end the wait."""
@@ -33,11 +37,8 @@ _ASIDE = 0.001
 """The first sleep in seconds while other communicators or threads have operations under way, because their progress
 does not wake this wait. Later sleeps take a twentieth of the time in which nothing has moved."""
 
-_running: dict[Streams, None] = {}
-"""The streams with an operation under way, of all communicators of this process."""
-
-_waits: list[Operation] = []
-"""The operations that the threads of this process wait for."""
+_UNLOCKED = 1.0
+"""Seconds after which a lock does not come free: a signal's exception has struck while this thread took it."""
 
 _all: weakref.WeakSet[Streams] = weakref.WeakSet()
 
@@ -80,9 +81,14 @@ class Operation:
             BaseException: The guard raised it.
         """
         try:
-            if self.left and not self._streams.spin(self):
-                self._streams.block(self, None if timeout is None else timeout.total_seconds())
+            if self.left:
+                waits.append(self)
+                if not self._streams.spin(self):
+                    self._streams.block(self, None if timeout is None else timeout.total_seconds())
+                waits.remove(self)
         except BaseException as error:  # after giving up, nothing may be written to the caller's tensors
+            with contextlib.suppress(ValueError):
+                waits.remove(self)
             self._streams.fail(error)
             raise
         if self.error is not None:
@@ -157,7 +163,9 @@ class Streams:
             for key, task in tasks:
                 self._start(key, task, operation)
             if operation.left:
-                operation.keep, _running[self] = keep, None
+                operation.keep, running[self] = keep, None
+        if operation.left and not progress.helper.is_awake:
+            progress.helper.wake()
         return operation
 
     def _start(self, key: object, task: Iterator[Need], operation: Operation) -> None:
@@ -169,7 +177,7 @@ class Streams:
             try:
                 need = next(task, None)
             except BaseException as error:  # a step was left unfinished
-                self.fail(error)
+                self._fail(error)
                 raise
             if need is None:
                 return
@@ -194,15 +202,15 @@ class Streams:
                 moved = stream.advance() or moved
                 if not stream.queue:
                     self._active.remove(stream)
-        except SizeMismatch as error:  # for the operation's own wait: this may be one for another communicator
+        except Exception as error:  # for the operation's own wait: this may be one for another, or no wait at all
             stream.queue[0][1].is_own = True
-            self.fail(error)
+            self._fail(error)
             return True
         except BaseException as error:  # a step was left unfinished
-            self.fail(error)
+            self._fail(error)
             raise
         if not self._active:
-            _running.pop(self, None)
+            running.pop(self, None)
         return moved
 
     def poll(self, operation: Operation) -> None:
@@ -229,27 +237,16 @@ class Streams:
         """Wait for an operation without using the core."""
         slots, began = self._slots, time.monotonic()
         told = moved = began
-        _waits.append(operation)
-        try:
-            while operation.left:
-                if slots.sleep(self._move_all, self._pause(moved, began, limit)):
-                    if self.spin(operation):
-                        return
-                    moved = time.monotonic()
-                told = self._tell_guard(operation, began, told, limit)
-        finally:
-            _waits.remove(operation)
-
-    def _move_all(self) -> bool:
-        moved = self.advance()
-        for streams in tuple(_running):
-            if streams is not self:
-                moved = streams.advance() or moved
-        return moved
+        while operation.left:
+            if slots.sleep(move_all, self._pause(moved, began, limit)):
+                if self.spin(operation):
+                    return
+                moved = time.monotonic()
+            told = self._tell_guard(operation, began, told, limit)
 
     def _pause(self, moved: float, began: float, limit: float | None) -> float:
         now = time.monotonic()
-        alone = len(_waits) == 1 and all(streams is self for streams in _running)
+        alone = len(waits) == 1 and all(streams is self for streams in tuple(running))
         pause = _GUARD_EVERY if alone else min(_GUARD_EVERY, max(_ASIDE, (now - moved) / 20))
         return pause if limit is None else max(0.0, min(pause, began + limit - now))
 
@@ -273,15 +270,38 @@ class Streams:
         late = {r for step, ranks in needs for r in ranks if step == NEVER or not self._slots.has_published(r, step)}
         return sorted(late)
 
+    def doze(self, woken: Callable[[], bool], seconds: float) -> bool:
+        """Sleep until another rank has moved the operations under way, as ``Slots.sleep`` does."""
+        slots = getattr(self, "_slots", None)
+        return slots is not None and slots.sleep(woken, seconds)
+
+    def rouse(self) -> None:
+        """Wake the threads of this process that sleep for these streams."""
+        if (slots := getattr(self, "_slots", None)) is not None:
+            slots.rouse()
+
     def fail(self, error: BaseException) -> None:
-        """End all operations under way with an error, and refuse new ones."""
+        """End all operations under way with an error, and refuse new ones; no other thread moves them any more."""
+        is_locked = self._lock.acquire(timeout=_UNLOCKED)
+        try:
+            self._fail(error)
+        finally:
+            if is_locked:
+                self._lock.release()
+
+    def _fail(self, error: BaseException) -> None:
         self._error = error
         for stream in self._active:
             for _, operation in tuple(stream.queue):  # a copy, as in ``_awaited``
                 operation.error, operation.left = error, 0
             stream.queue.clear()
         self._active = []
-        _running.pop(self, None)
+        running.pop(self, None)
+
+    def end_in_child(self, error: BaseException) -> None:
+        """Do as ``fail`` in a forked child, where a lock that another thread of the parent held stays locked."""
+        self._lock = threading.Lock()
+        self._fail(error)
 
     def check(self) -> None:
         """Raise an error if no operation can begin any more.
@@ -295,15 +315,15 @@ class Streams:
     def close(self) -> None:
         """End all operations, and release the memory."""
         self.fail(RuntimeError("it has been closed"))
+        progress.helper.release(self)
         self._streams.clear()
         del self._slots
 
 
 def _after_fork() -> None:
     """Fail all streams in a forked child: the slots belong to the parent, and the child would write as that rank."""
-    _waits.clear()
     for streams in tuple(_all):
-        streams.fail(RuntimeError("it belongs to the process from which this one was forked"))
+        streams.end_in_child(RuntimeError("it belongs to the process from which this one was forked"))
 
 
 os.register_at_fork(after_in_child=_after_fork)

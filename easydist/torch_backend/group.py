@@ -3,11 +3,12 @@
 Importing this module registers it. ``import easydist`` alone does not: once any backend is registered, torch leaves the
 default backend of ``init_process_group("cpu:gloo")`` undefined.
 
-Operations progress when they begin and in ``wait``, without a thread (``easydist.shm.streams``).
+Operations move on by themselves, as gloo's do (``easydist.shm.streams``).
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -59,6 +60,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
     Attributes:
         timeout: The limit of one wait.
+        ending: Held while an operation ends, because several threads may wait for it.
     """
 
     def __init__(self, backend: Backend, store: Store, timeout: timedelta, monitor: Monitor) -> None:
@@ -66,6 +68,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         self.timeout = timeout
         self._backend, self._store, self._monitor = backend, store, monitor
         self._group_name = self._group_desc = ""
+        self.ending = threading.RLock()
         self._under_way, self._is_closed = 0, False
         self._batch: list[GroupWork] | None = None
         self._held: list[GroupWork] = []
@@ -339,7 +342,8 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         self._let_go()
         self._monitor.begin(operation, site(), NEVER)
         self._monitor.check_reports()  # a rank that gave up an operation had joined it, so no wait would find it
-        self._under_way += 1
+        with self.ending:
+            self._under_way += 1
         try:
             works = start()
         except BaseException:
@@ -352,7 +356,8 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
     def _all(self, works: Sequence[GroupWork]) -> GroupWork:
         """Combine several works into one, which counts as another work of the group."""
-        self._under_way += 1
+        with self.ending:
+            self._under_way += 1
         tensors = [tensor for work in works for tensor in work.tensors]
         return GroupWork(works[0].operation if works else "", works, tensors, self)
 
@@ -424,14 +429,14 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
     def leave(self, error: BaseException | None) -> None:
         """Record the end of an operation, with its error if it has failed."""
-        self._under_way -= 1
         monitor = self._monitor
-        if error is None:
-            if not self._under_way:
+        with self.ending:
+            self._under_way -= 1
+            if error is None and not self._under_way:
                 monitor.end()
-        elif isinstance(error, EasydistError):
+        if isinstance(error, EasydistError):
             monitor.give_up(error)
-        elif not isinstance(error, Exception):
+        elif error is not None and not isinstance(error, Exception):
             monitor.interrupted(error)
 
     def guard(self, awaited: Sequence[int], waited: float) -> None:

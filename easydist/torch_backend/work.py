@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -13,15 +14,24 @@ from easydist.data.backing import absence, backed, is_backed
 from easydist.data.leaves import overlaps
 from easydist.data.packing import as_bytes
 from easydist.eager import eager_methods
+from easydist.transport.background import at_once
 from easydist.transport.work import Begun, wait
 
 _NO_LIMIT = timedelta(0)
+_NO_BACKWARD = -1
+"""torch's number of the backward pass, outside of one."""
 
 Tensors = Sequence[torch.Tensor]
 
 
 class Owner(Protocol):
-    """The owner of operations: a group."""
+    """The owner of operations: a group.
+
+    Attributes:
+        ending: Held while an operation ends, because several threads may wait for it.
+    """
+
+    ending: AbstractContextManager[object]
 
     def leave(self, error: BaseException | None) -> None:
         """Record the end of an operation, with its error if it has failed."""
@@ -32,7 +42,7 @@ class Owner(Protocol):
 
 @eager_methods
 class GroupWork(dist.Work):
-    """An operation under way, which progresses in ``wait`` and ``is_completed``, and when it begins.
+    """An operation under way. It moves on whether or not a thread waits for it, as all of ``easydist.shm.streams`` do.
 
     Args:
         operation: Its name.
@@ -84,18 +94,21 @@ class GroupWork(dist.Work):
         try:
             for work in self._works:
                 wait(work, timeout or None)
-            if self._finish is not None:
-                self._finish()
+            self._end(None)
         except BaseException as error:
             self._end(error)
             raise
-        self._end(None)
         return True
 
     def _end(self, error: BaseException | None) -> None:
-        self._error, self.is_done = error, True
-        self._works, self._keep, self._finish = (), (), None
-        self._owner.leave(error)
+        with self._owner.ending:
+            if self.is_done:  # another thread has waited for it, too
+                return
+            if error is None and self._finish is not None:
+                self._finish()
+            self._error, self.is_done = error, True
+            self._works, self._keep, self._finish = (), (), None
+            self._owner.leave(error)
 
     def is_completed(self) -> bool:
         """True if ``wait`` would return or raise at once."""
@@ -124,13 +137,29 @@ class GroupWork(dist.Work):
         self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a completed future with the result: no thread completes operations, and C++ waits for futures.
+        """Return a future of the result, which a thread completes.
 
-        So buckets of DDP are reduced one after the other, which takes no longer than reducing all of them at the end.
+        In a backward pass, wait for the result: DDP waits for futures in C++, where neither Ctrl-C nor the type of an
+        error would arrive. So its buckets are reduced one after the other, which takes no longer than reducing all of
+        them at the end.
         """
         future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self.result())
+        if torch._C._current_graph_task_id() != _NO_BACKWARD:
+            future.set_result(self.result())
+        elif self.is_completed():
+            self._tell(future)
+        else:
+            at_once(lambda: self._tell(future))
         return future
+
+    def _tell(self, future: torch.futures.Future[Any]) -> None:
+        """Wait for the end, and complete a future."""
+        try:
+            result = self.result()
+        except BaseException as error:
+            future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+        else:
+            future.set_result(result)
 
 
 class Target:

@@ -1,0 +1,212 @@
+"""The operations of this process that are under way, and the thread that moves them while no thread waits for one.
+
+A wait moves all operations of the process. The *helper* does so between waits, so that no rank waits for one that
+computes. Most operations are waited for as soon as they have begun, and waking a thread for each would slow them down.
+So the helper looks for pending operations every few milliseconds, as long as some have begun lately; then it sleeps
+until the next one begins. While it moves operations, it sleeps on the futex of one of them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+_LOOK = 0.002
+"""Seconds between two looks for operations on which nobody waits."""
+
+_LOOKS = 10
+"""The number of looks in vain before the helper sleeps until an operation begins."""
+
+_ASIDE, _LONGEST = 0.001, 0.05
+"""The first and the longest sleep in seconds while operations of other communicators are under way, too, because their
+progress does not wake the helper. Sleeps take a twentieth of the time in which nothing has moved."""
+
+_FAREWELL, _STILL = 2.0, 0.2
+"""At the end of the process, the seconds for which operations move on, and those after which nothing moves any more."""
+
+_log = logging.getLogger("easydist")
+
+
+class Movable(Protocol):
+    """A communicator with operations under way."""
+
+    def advance(self) -> bool:
+        """Move them without waiting; return True if anything has moved."""
+
+    def doze(self, woken: Callable[[], bool], seconds: float) -> bool:
+        """Sleep until another rank has moved them, as ``Slots.sleep`` does."""
+
+    def rouse(self) -> None:
+        """Wake the threads of this process that sleep for them."""
+
+
+class Waited(Protocol):
+    """An operation for which a thread waits."""
+
+    left: int
+
+
+running: dict[Movable, None] = {}
+"""The communicators with an operation under way."""
+
+waits: list[Waited] = []
+"""The operations that the threads of this process wait for."""
+
+
+def move_all() -> bool:
+    """Move all operations of this process without waiting; return True if anything has moved."""
+    moved = False
+    for movable in tuple(running):
+        moved = movable.advance() or moved
+    return moved
+
+
+class Helper:
+    """The thread that moves operations while no thread waits for one. It starts with the first one under way.
+
+    Attributes:
+        is_awake: True if it will see operations that begin now; else ``wake`` has to be called.
+    """
+
+    def __init__(self) -> None:
+        self.is_awake = self._has_to_end = False
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._signal = threading.Lock()
+        self._signal.acquire()
+        self._at: Movable | None = None
+
+    def wake(self) -> None:
+        """Let the thread look for operations."""
+        self.is_awake = True
+        if self._thread is not None:
+            self._call()
+        elif self._starting.acquire(blocking=False):
+            try:
+                if self._thread is None and not self._has_to_end:
+                    self._start()
+            finally:
+                self._starting.release()
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._serve, name="easydist-progress", daemon=True)
+        with contextlib.suppress(RuntimeError):  # the interpreter is about to end
+            thread.start()
+            self._thread = thread
+
+    def _call(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it has been called already
+            self._signal.release()
+
+    def stop(self) -> None:
+        """End the thread, and start no other one until ``resume`` is called."""
+        self._has_to_end = True
+        thread, self._thread = self._thread, None
+        if thread is None or thread is threading.current_thread():
+            return
+        self._call()
+        for movable in tuple(running):
+            movable.rouse()
+        thread.join(_FAREWELL)
+
+    def resume(self) -> None:
+        """Allow the thread again, and start it if operations are under way."""
+        self.is_awake = self._has_to_end = False
+        if running:
+            self.wake()
+
+    def release(self, movable: Movable) -> None:
+        """Wait until the thread does not use the memory of a communicator that has no operation under way any more."""
+        until = time.monotonic() + _FAREWELL
+        while self._at is movable and time.monotonic() < until and threading.current_thread() is not self._thread:
+            movable.rouse()
+            time.sleep(0)
+
+    def _serve(self) -> None:
+        looks, pause = 0, _LOOK
+        while not self._has_to_end:
+            if looks < _LOOKS:
+                self._signal.acquire(timeout=pause)
+            else:
+                looks = self._rest()
+            looks += 1
+            if not running:
+                continue
+            looks, pause = 0, min(2 * pause, _LONGEST)  # longer and longer while another thread waits
+            if not _is_waited():
+                pause = _LOOK
+                self._move()
+
+    def _rest(self) -> int:
+        """Sleep until an operation begins; return the new number of looks in vain."""
+        self.is_awake = False
+        if not running:  # look after that: an operation may have begun before
+            self._signal.acquire()
+        self.is_awake = True
+        return 0
+
+    def _move(self) -> None:
+        """Move operations until a thread waits for one, or none is left."""
+        try:
+            moved = time.monotonic()
+            while (now := time.monotonic()) and not self._is_wanted_elsewhere() and (movables := tuple(running)):
+                seconds = _LONGEST if len(movables) == 1 else min(_LONGEST, max(_ASIDE, (now - moved) / 20))
+                self._at = movables[0]
+                if self._at in running and self._at.doze(self._has_moved, seconds):
+                    moved = now
+                self._at = None
+        except Exception:  # without this thread, other ranks might wait for this one for ever
+            self._at = None
+            _log.exception("easydist: an operation under way could not be moved")
+
+    def _is_wanted_elsewhere(self) -> bool:
+        return self._has_to_end or _is_waited()
+
+    def _has_moved(self) -> bool:
+        return self._is_wanted_elsewhere() or move_all()
+
+
+def _is_waited() -> bool:
+    """True if a thread waits. Ctrl-C may have kept one from taking back that it waits for an operation that ended."""
+    return any([operation.left for operation in tuple(waits)])
+
+
+helper = Helper()
+
+
+def _before_fork() -> None:
+    helper.stop()
+
+
+def _after_fork_in_parent() -> None:
+    helper.resume()
+
+
+def _after_fork_in_child() -> None:
+    global helper
+    helper = Helper()
+    running.clear()
+    waits.clear()
+
+
+def _at_exit() -> None:
+    """Move operations on as long as others take part, and end the thread: it must not run while the interpreter ends."""
+    helper.stop()
+    now = moved = time.monotonic()
+    until = now + _FAREWELL
+    while running and now < until and now - moved < _STILL:
+        if move_all():
+            moved = now
+        else:
+            time.sleep(_ASIDE)
+        now = time.monotonic()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+atexit.register(_at_exit)
