@@ -103,6 +103,7 @@ class Meeting:
         backend, failures = share(self._exchange, self.rank, hosts, _SLOTS, self._guard)
         if backend is None or any(failures):
             raise self._impossible([text for text in failures if text])
+        self.monitor.bystanders = backend.bystanders
         self.monitor.end()
         return backend
 

@@ -46,6 +46,7 @@ class GroupStatus(GroupProtocol):
         advice: The advice for the user after an error.
         unreached: The words for the place of the store while this rank tries to reach it, and True if rank 0 serves
             it; None otherwise.
+        bystanders: Returns those of some ranks that have begun the operation, but wait for nothing.
     """
 
     def __init__(self, rank: int, size: int, store: TimedStore | None = None, name: str = "") -> None:
@@ -54,6 +55,7 @@ class GroupStatus(GroupProtocol):
         self.peers = {r: Peer(r) for r in range(size) if r != rank}
         self.sync_signals: Callable[[], None] = nothing
         self.advice = texts.RECONNECTS
+        self.bystanders: Callable[[Iterable[int]], Sequence[int]] = _none
         self._page = own_page() if size > 1 else None
         self.entry = self._page.new_entry() if self._page else -1
         if self._page is not None:
@@ -243,11 +245,13 @@ class GroupStatus(GroupProtocol):
             return self._late_store(*self.unreached, seconds, advice)
         awaited = awaited if self.peer is None else [self.peer]
         numbers = {rank: self._heard_of(self.peers[rank]) for rank in awaited if rank in self.peers}
+        idle = self.bystanders(self.peers)
         unknown = [rank for rank, number in numbers.items() if number is None]
         missing = [rank for rank, number in numbers.items() if number is not None and number < self.number]
         missing = missing if self.peer is None or unknown else [self.peer]
+        missing = [rank for rank in missing if rank not in idle]
         shown = [r for r in range(self.size) if self.size <= _ROWS or r in missing or r in unknown]
-        rows = [self._row(rank, rank in missing, rank in unknown) for rank in shown]
+        rows = [self._row(rank, rank in missing, rank in unknown, rank in idle) for rank in shown]
         store = (self._store if self._is_cut_off or unknown else None) or (self._lost_store if unknown else None)
         todo = ([] if store is None else [self._about(store)]) + [advice or self.advice.late]
         error = CollectiveTimeout(texts.late(self.operation, missing, unknown, self.size, seconds, rows[:_ROWS], todo))
@@ -279,12 +283,17 @@ class GroupStatus(GroupProtocol):
             return number
         return None if peer.is_visible or self._store is None or was_cut_off or self._is_cut_off else 0
 
-    def _row(self, rank: int, is_missing: bool, is_unknown: bool) -> str:
+    def _row(self, rank: int, is_missing: bool, is_unknown: bool, is_idle: bool) -> str:
         if rank == self.rank:
             return texts.row(rank, f"waits in {self._place.decode()}", "")
         peer = self.peers[rank]
-        state = texts.state(self._place_of(peer), is_missing, is_unknown)
-        return texts.row(rank, state, peer.condition(even_if_well=is_missing))
+        state = texts.IDLE if is_idle else texts.state(self._place_of(peer), is_missing, is_unknown)
+        return texts.row(rank, state, peer.condition(even_if_well=is_missing or is_idle))
+
+
+def _none(ranks: Iterable[int]) -> Sequence[int]:
+    """Return no rank: the default where it is not known what the ranks have begun."""
+    return ()
 
 
 def nothing() -> None:

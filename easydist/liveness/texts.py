@@ -12,6 +12,9 @@ SILENT = (
     "The store through which the hosts exchange their status does not answer: rank 0, or the launcher, may be stopped."
 )
 
+IDLE = "has begun it, but waits for nothing"
+"""The state of a rank that computes, or is stopped, while others wait for an operation that it has begun."""
+
 
 STORE_ENDED = "The store through which the hosts exchange their status has ended with the process that served it."
 

@@ -3,7 +3,8 @@
 A wait moves all operations of the process. The *helper* does so between waits, so that no rank waits for one that
 computes. Most operations are waited for as soon as they have begun, and waking a thread for each would slow them down.
 So the helper looks for pending operations every few milliseconds, as long as some have begun lately; then it sleeps
-until the next one begins. While it moves operations, it sleeps on the futex of one of them.
+until the next one begins. If the process has begun none between two looks, it stays with those that are pending, and
+sleeps on the futex of one of them.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ running: dict[Movable, None] = {}
 """The communicators with an operation under way."""
 
 waits: list[Waited] = []
-"""The operations that the threads of this process wait for."""
+"""The operations for which threads of this process sleep."""
 
 
 def move_all() -> bool:
@@ -72,10 +73,16 @@ class Helper:
 
     Attributes:
         is_awake: True if it will see operations that begin now; else ``wake`` has to be called.
+        begun: Changes with each operation that begins and has not ended at once.
     """
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin without a thread; in a forked child, again."""
         self.is_awake = self._has_to_end = False
+        self.begun = 0
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._signal = threading.Lock()
@@ -129,7 +136,7 @@ class Helper:
             time.sleep(0)
 
     def _serve(self) -> None:
-        looks, pause = 0, _LOOK
+        looks, pause, seen = 0, _LOOK, -1
         while not self._has_to_end:
             if looks < _LOOKS:
                 self._signal.acquire(timeout=pause)
@@ -141,7 +148,8 @@ class Helper:
             looks, pause = 0, min(2 * pause, _LONGEST)  # longer and longer while another thread waits
             if not _is_waited():
                 pause = _LOOK
-                self._move()
+                self._move(self.begun == seen)
+                seen = self.begun
 
     def _rest(self) -> int:
         """Sleep until an operation begins; return the new number of looks in vain."""
@@ -151,19 +159,26 @@ class Helper:
         self.is_awake = True
         return 0
 
-    def _move(self) -> None:
-        """Move operations until a thread waits for one, or none is left."""
+    def _move(self, stays: bool) -> None:
+        """Move operations once; if ``stays``, until another thread begins or awaits one, or none is left."""
         try:
-            moved = time.monotonic()
-            while (now := time.monotonic()) and not self._is_wanted_elsewhere() and (movables := tuple(running)):
-                seconds = _LONGEST if len(movables) == 1 else min(_LONGEST, max(_ASIDE, (now - moved) / 20))
-                self._at = movables[0]
-                if self._at in running and self._at.doze(self._has_moved, seconds):
-                    moved = now
-                self._at = None
+            move_all()
+            if stays:
+                self._stay(self.begun)
         except Exception:  # without this thread, other ranks might wait for this one for ever
-            self._at = None
             _log.exception("easydist: an operation under way could not be moved")
+        finally:
+            self._at = None
+
+    def _stay(self, begun: int) -> None:
+        moved = time.monotonic()
+        while self.begun == begun and not self._is_wanted_elsewhere() and (movables := tuple(running)):
+            now = time.monotonic()
+            seconds = _LONGEST if len(movables) == 1 else min(_LONGEST, max(_ASIDE, (now - moved) / 20))
+            self._at = movables[0]
+            if self._at in running and self._at.doze(self._has_moved, seconds):
+                moved = now
+            self._at = None
 
     def _is_wanted_elsewhere(self) -> bool:
         return self._has_to_end or _is_waited()
@@ -174,7 +189,7 @@ class Helper:
 
 def _is_waited() -> bool:
     """True if a thread waits. Ctrl-C may have kept one from taking back that it waits for an operation that ended."""
-    return any([operation.left for operation in tuple(waits)])
+    return any(operation.left for operation in tuple(waits))
 
 
 helper = Helper()
@@ -189,14 +204,13 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global helper
-    helper = Helper()
+    helper.reset()
     running.clear()
     waits.clear()
 
 
 def _at_exit() -> None:
-    """Move operations on as long as others take part, and end the thread: it must not run while the interpreter ends."""
+    """End the thread, which must not run while the interpreter ends, and move operations on as long as others do."""
     helper.stop()
     now = moved = time.monotonic()
     until = now + _FAREWELL

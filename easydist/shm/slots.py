@@ -3,6 +3,7 @@
     the futex                                 8 bytes on a cache line of its own
     per rank, numbers of 8 bytes              four or more cache lines, written by that rank only:
         step, length, length                  the last step published; the lengths of the data in its slots
+        begun, waits                          the collectives begun; the threads that wait in this group
         asleep                                1 if this rank has to be woken, else 0
         posted, per channel and peer          chunks written to the pipe to that peer
         taken, per channel and peer           chunks copied out of the pipe from that peer
@@ -25,7 +26,7 @@ divided by W. The mailboxes of a rank take 128 KiB, independent of the size of t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -38,7 +39,7 @@ _CHANNELS = 2
 _LINE = 8
 """The count of 8-byte numbers on a cache line of 64 bytes."""
 
-_STEP, _LENGTH, _ASLEEP = 0, 1, _LINE
+_STEP, _LENGTH, _BEGUN, _WAITS, _ASLEEP = 0, 1, 3, 4, _LINE
 _PAGE = 4096
 _SLOTS_PER_RANK = 6
 """The room for a rank's data, in slots: two slots, and four for the pipes."""
@@ -87,6 +88,7 @@ class Slots:
         self.futex = Futex(self._words, self._address, rank)
         self._fence, self._release = self.futex.fence, self.futex.release
         self._step_at = [self._cell(r, _STEP) for r in range(size)]
+        self._own_begun = self._cell(rank, _BEGUN)
         self._asleep_at = [(1 << r % 32, self._cell(r, _ASLEEP)) for r in self.others]
         self._pipes: dict[tuple[int, int, int], Pipe] = {}
         self._sleeping, self._sleepers = threading.RLock(), 0
@@ -138,6 +140,21 @@ class Slots:
                 asleep |= bit
         if asleep:
             self.futex.wake(asleep)
+
+    def count_begun(self) -> None:
+        """Count a collective that this rank begins."""
+        self._words[self._own_begun] += 1
+
+    def count_waits(self, more: int) -> None:
+        """Count a thread of this rank that begins or ends a wait."""
+        with self._sleeping:
+            self._words[self._own_begun + _WAITS - _BEGUN] += more
+
+    def bystanders(self, ranks: Iterable[int]) -> list[int]:
+        """Return those of the ranks that have begun as many collectives as this one, and in which no thread waits."""
+        words, mine = self._words, self._words[self._own_begun]
+        cells = [(rank, self._cell(rank, 0)) for rank in ranks]
+        return [rank for rank, at in cells if words[at + _BEGUN] >= mine and words[at + _WAITS] <= 0]
 
     def sleep(self, woken: Callable[[], bool], seconds: float) -> bool:
         """Sleep until another rank has published, or changed a pipe of this rank's.

@@ -8,7 +8,6 @@ those of other communicators, so operations may be waited for in any order; betw
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -18,9 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 from easydist.errors import CollectiveTimeout
-from easydist.shm import progress
 from easydist.shm.futex import give_core
-from easydist.shm.progress import move_all, running, waits
+from easydist.shm.progress import helper, move_all, running, waits
 from easydist.shm.slots import NEVER, Need, Slots
 
 Guard = Callable[[Sequence[int], float], None]
@@ -81,14 +79,10 @@ class Operation:
             BaseException: The guard raised it.
         """
         try:
-            if self.left:
-                waits.append(self)
-                if not self._streams.spin(self):
-                    self._streams.block(self, None if timeout is None else timeout.total_seconds())
-                waits.remove(self)
+            if self.left and not self._streams.spin(self):
+                self._streams.block(self, None if timeout is None else timeout.total_seconds())
         except BaseException as error:  # after giving up, nothing may be written to the caller's tensors
-            with contextlib.suppress(ValueError):
-                waits.remove(self)
+            self.is_own = True  # for another thread that waits for the same operation
             self._streams.fail(error)
             raise
         if self.error is not None:
@@ -164,8 +158,10 @@ class Streams:
                 self._start(key, task, operation)
             if operation.left:
                 operation.keep, running[self] = keep, None
-        if operation.left and not progress.helper.is_awake:
-            progress.helper.wake()
+        if operation.left:
+            helper.begun += 1
+            if not helper.is_awake:
+                helper.wake()
         return operation
 
     def _start(self, key: object, task: Iterator[Need], operation: Operation) -> None:
@@ -237,12 +233,18 @@ class Streams:
         """Wait for an operation without using the core."""
         slots, began = self._slots, time.monotonic()
         told = moved = began
-        while operation.left:
-            if slots.sleep(move_all, self._pause(moved, began, limit)):
-                if self.spin(operation):
-                    return
-                moved = time.monotonic()
-            told = self._tell_guard(operation, began, told, limit)
+        waits.append(operation)
+        slots.count_waits(1)
+        try:
+            while operation.left:
+                if slots.sleep(move_all, self._pause(moved, began, limit)):
+                    if self.spin(operation):
+                        return
+                    moved = time.monotonic()
+                told = self._tell_guard(operation, began, told, limit)
+        finally:
+            slots.count_waits(-1)
+            waits.remove(operation)
 
     def _pause(self, moved: float, began: float, limit: float | None) -> float:
         now = time.monotonic()
@@ -315,7 +317,7 @@ class Streams:
     def close(self) -> None:
         """End all operations, and release the memory."""
         self.fail(RuntimeError("it has been closed"))
-        progress.helper.release(self)
+        helper.release(self)
         self._streams.clear()
         del self._slots
 

@@ -68,8 +68,9 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         self.timeout = timeout
         self._backend, self._store, self._monitor = backend, store, monitor
         self._group_name = self._group_desc = ""
-        self.ending = threading.RLock()
-        self._under_way, self._is_closed = 0, False
+        self.ending = threading.Lock()
+        self._under_way: list[None] = []  # one for each operation: lists change in one step, numbers do not
+        self._is_closed = False
         self._batch: list[GroupWork] | None = None
         self._held: list[GroupWork] = []
 
@@ -168,7 +169,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         meeting, self._store = begin_meeting(store, self.rank(), self.size(), self.timeout)
         self._backend, self._monitor = meeting.join(), meeting.monitor
         meeting.look_to(self.guard)
-        self._under_way, self._is_closed, self._batch = 0, False, None
+        self._under_way, self._is_closed, self._batch = [], False, None
         self._held.clear()
 
     # Operations. ``opts: Any``: torch has a class of its own for each of them.
@@ -342,8 +343,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         self._let_go()
         self._monitor.begin(operation, site(), NEVER)
         self._monitor.check_reports()  # a rank that gave up an operation had joined it, so no wait would find it
-        with self.ending:
-            self._under_way += 1
+        self._under_way.append(None)
         try:
             works = start()
         except BaseException:
@@ -356,8 +356,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
     def _all(self, works: Sequence[GroupWork]) -> GroupWork:
         """Combine several works into one, which counts as another work of the group."""
-        with self.ending:
-            self._under_way += 1
+        self._under_way.append(None)
         tensors = [tensor for work in works for tensor in work.tensors]
         return GroupWork(works[0].operation if works else "", works, tensors, self)
 
@@ -430,13 +429,14 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
     def leave(self, error: BaseException | None) -> None:
         """Record the end of an operation, with its error if it has failed."""
         monitor = self._monitor
-        with self.ending:
-            self._under_way -= 1
-            if error is None and not self._under_way:
+        if self._under_way:  # not if the group has been renewed since
+            self._under_way.pop()
+        if error is None:
+            if not self._under_way:
                 monitor.end()
-        if isinstance(error, EasydistError):
+        elif isinstance(error, EasydistError):
             monitor.give_up(error)
-        elif error is not None and not isinstance(error, Exception):
+        elif not isinstance(error, Exception):
             monitor.interrupted(error)
 
     def guard(self, awaited: Sequence[int], waited: float) -> None:

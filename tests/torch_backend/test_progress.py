@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import easydist
+from easydist.errors import CollectiveTimeout
 from easydist.process_group import NAME
 from easydist.shm import progress
 from easydist.testing import distributed
@@ -264,3 +265,23 @@ def test_what_happens_while_operations_are_pending(case):
     assert all(not row["running"] for row in rows.values())
     if case == "workers":
         assert rows[1]["seen"] == [*range(8)] * 2
+
+
+@pytest.mark.slow
+@distributed(world_size=3)
+def test_a_timeout_tells_a_rank_that_has_begun_from_one_that_has_not(rank):
+    made, tensor = group(), torch.ones(500_000)
+    made.set_timeout(timedelta(seconds=1))
+    works = [dist.all_reduce(tensor, group=made, async_op=True) for _ in range(2 if rank < 2 else 0)]
+    if rank == 0:
+        store().wait(["begun"], LIMIT)
+        with pytest.raises(
+            CollectiveTimeout, match=r"1 of 3 ranks did not(?s:.*)rank 1: has begun it, but waits for"
+        ) as info:
+            works[0].wait()
+        assert info.value.missing == (2,)
+        store().set("done", "1")
+    elif rank == 1:
+        store().set("begun", "1")
+        busy("done")
+    dist.barrier()

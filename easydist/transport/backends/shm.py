@@ -14,7 +14,7 @@ forbidden.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -148,6 +148,10 @@ class Shm(Backend):
             self._mailboxes[peer] = Mailbox(self._steps.slots, self._streams, peer)
         return self._mailboxes[peer]
 
+    def bystanders(self, ranks: Iterable[int]) -> list[int]:
+        """Return those of the ranks that have begun as many collectives as this one, but wait for nothing."""
+        return self._steps.slots.bystanders(ranks)
+
     def close(self) -> None:
         """Release the memory; operations under way do not end."""
         self._mailboxes.clear()
@@ -160,6 +164,7 @@ class Shm(Backend):
         return self._steps.share([mine], [[row] for row in rows])
 
     def _step(self, task: Iterator[Need], *keep: torch.Tensor) -> Pending:
+        self._steps.slots.count_begun()
         return self._streams.begin([(None, task)], keep)
 
     def _swap(self, sends: Sequence[tuple[int, torch.Tensor]], recvs: Sequence[tuple[int, torch.Tensor]]) -> Pending:
