@@ -96,12 +96,13 @@ class Helper:
             self._call()
         elif self._starting.acquire(blocking=False):
             try:
-                if self._thread is None and not self._has_to_end:
-                    self._start()
+                self._start()
             finally:
                 self._starting.release()
 
     def _start(self) -> None:
+        if self._has_to_end or self._thread is not None:  # another thread has started it meanwhile
+            return
         thread = threading.Thread(target=self._serve, name="easydist-progress", daemon=True)
         with contextlib.suppress(RuntimeError):  # the interpreter is about to end
             thread.start()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import easydist
+from easydist.comms import ReduceOp, new_comm
 from easydist.errors import CollectiveTimeout
 from easydist.process_group import NAME
 from easydist.shm import progress
@@ -285,3 +286,20 @@ def test_a_timeout_tells_a_rank_that_has_begun_from_one_that_has_not(rank):
         store().set("begun", "1")
         busy("done")
     dist.barrier()
+
+
+@pytest.mark.slow
+@distributed(world_size=[2, 3])
+def test_a_communicators_rank_that_computes_holds_nobody_up(rank, world_size):
+    comm, tensors = new_comm("shm", torch.device("cpu"), "main", timeout=LIMIT), ones(200_000, 6)
+    if rank != 1:
+        store().wait(["begun"], LIMIT)
+    works = [comm.all_reduce(tensor, ReduceOp.SUM, True) for tensor in tensors]
+    if rank == 1:
+        store().set("begun", "1")
+        busy("done")
+    wait(works, tensors, world_size)
+    if rank == 0:
+        store().set("done", "1")
+    dist.barrier()
+    comm.finalize()
