@@ -7,12 +7,14 @@ ends during the meeting is detected, as in the group's operations later.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -103,7 +105,7 @@ class Meeting:
         backend, failures = share(self._exchange, self.rank, hosts, _SLOTS, self._guard)
         if backend is None or any(failures):
             raise self._impossible([text for text in failures if text])
-        self.monitor.bystanders = backend.bystanders
+        self.monitor.bystanders = functools.partial(_bystanders, weakref.ref(backend))
         self.monitor.end()
         return backend
 
@@ -154,6 +156,12 @@ class Meeting:
 
     def _impossible(self, reasons: Sequence[str]) -> RuntimeError:
         return RuntimeError(f"{self._name} needs memory that all ranks share: {'; '.join(reasons)}. {self._instead}")
+
+
+def _bystanders(backend: weakref.ref[Shm], ranks: Iterable[int]) -> Sequence[int]:
+    """Do as ``Shm.bystanders``; the monitor must not keep the memory of a group that is dropped."""
+    shm = backend()
+    return [] if shm is None else shm.bystanders(ranks)
 
 
 def site() -> str:

@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-_LOOK = 0.002
-"""Seconds between two looks for operations on which nobody waits."""
+_LOOK, _LOOK_LATER = 0.002, 0.01
+"""Seconds between two looks for operations for which nobody waits; the second while a thread sleeps in a wait."""
 
 _LOOKS = 10
 """The number of looks in vain before the helper sleeps until an operation begins."""
@@ -146,7 +146,7 @@ class Helper:
             looks += 1
             if not running:
                 continue
-            looks, pause = 0, min(2 * pause, _LONGEST)  # longer and longer while another thread waits
+            looks, pause = 0, _LOOK_LATER
             if not _is_waited():
                 pause = _LOOK
                 self._move(self.begun == seen)

@@ -82,7 +82,7 @@ class Operation:
             if self.left and not self._streams.spin(self):
                 self._streams.block(self, None if timeout is None else timeout.total_seconds())
         except BaseException as error:  # after giving up, nothing may be written to the caller's tensors
-            self.is_own = True  # for another thread that waits for the same operation
+            self.is_own = isinstance(error, Exception)  # for another thread that waits for the same operation
             self._streams.fail(error)
             raise
         if self.error is not None:

@@ -150,7 +150,8 @@ class Shm(Backend):
 
     def bystanders(self, ranks: Iterable[int]) -> list[int]:
         """Return those of the ranks that have begun as many collectives as this one, but wait for nothing."""
-        return self._steps.slots.bystanders(ranks)
+        slots: Slots | None = getattr(self._steps, "slots", None)  # not once it is closed
+        return [] if slots is None else slots.bystanders(ranks)
 
     def close(self) -> None:
         """Release the memory; operations under way do not end."""
