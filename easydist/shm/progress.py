@@ -18,8 +18,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-_LOOK, _LOOK_LATER = 0.002, 0.01
-"""Seconds between two looks for operations for which nobody waits; the second while a thread sleeps in a wait."""
+_LOOK, _LOOK_LATER = 0.002, 0.008
+"""The least and the most seconds between two looks for operations for which nobody waits. The time doubles while other
+threads begin or await operations: each look takes the interpreter from them."""
 
 _LOOKS = 10
 """The number of looks in vain before the helper sleeps until an operation begins."""
@@ -142,15 +143,16 @@ class Helper:
             if looks < _LOOKS:
                 self._signal.acquire(timeout=pause)
             else:
-                looks = self._rest()
+                looks, pause = self._rest(), _LOOK
             looks += 1
             if not running:
                 continue
-            looks, pause = 0, _LOOK_LATER
-            if not _is_waited():
-                pause = _LOOK
-                self._move(self.begun == seen)
+            looks, is_free = 0, not _is_waited()
+            stays = is_free and self.begun == seen
+            pause = _LOOK if stays else min(2 * pause, _LOOK_LATER)
+            if is_free:
                 seen = self.begun
+                self._move(stays)
 
     def _rest(self) -> int:
         """Sleep until an operation begins; return the new number of looks in vain."""

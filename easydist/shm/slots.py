@@ -3,7 +3,7 @@
     the futex                                 8 bytes on a cache line of its own
     per rank, numbers of 8 bytes              four or more cache lines, written by that rank only:
         step, length, length                  the last step published; the lengths of the data in its slots
-        begun, waits                          the collectives begun; the threads that wait in this group
+        begun, waits                          the collectives begun; 1 if a thread waits in this group
         asleep                                1 if this rank has to be woken, else 0
         posted, per channel and peer          chunks written to the pipe to that peer
         taken, per channel and peer           chunks copied out of the pipe from that peer
@@ -25,7 +25,6 @@ divided by W. The mailboxes of a rank take 128 KiB, independent of the size of t
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -88,10 +87,10 @@ class Slots:
         self.futex = Futex(self._words, self._address, rank)
         self._fence, self._release = self.futex.fence, self.futex.release
         self._step_at = [self._cell(r, _STEP) for r in range(size)]
-        self._own_begun = self._cell(rank, _BEGUN)
+        self._own_begun, self._own_waits = self._cell(rank, _BEGUN), self._cell(rank, _WAITS)
         self._asleep_at = [(1 << r % 32, self._cell(r, _ASLEEP)) for r in self.others]
         self._pipes: dict[tuple[int, int, int], Pipe] = {}
-        self._sleeping, self._sleepers = threading.RLock(), 0
+        self._sleepers: list[None] = []  # one for each thread; lists change in one step, numbers do not
 
     @staticmethod
     def nbytes(size: int, slot: int) -> int:
@@ -145,16 +144,15 @@ class Slots:
         """Count a collective that this rank begins."""
         self._words[self._own_begun] += 1
 
-    def count_waits(self, more: int) -> None:
-        """Count a thread of this rank that begins or ends a wait."""
-        with self._sleeping:
-            self._words[self._own_begun + _WAITS - _BEGUN] += more
+    def show_waiting(self, is_waiting: bool) -> None:
+        """Show the others that a thread of this rank waits, or that one no longer does; it is for error texts only."""
+        self._words[self._own_waits] = is_waiting
 
     def bystanders(self, ranks: Iterable[int]) -> list[int]:
         """Return those of the ranks that have begun as many collectives as this one, and in which no thread waits."""
         words, mine = self._words, self._words[self._own_begun]
         cells = [(rank, self._cell(rank, 0)) for rank in ranks]
-        return [rank for rank, at in cells if words[at + _BEGUN] >= mine and words[at + _WAITS] <= 0]
+        return [rank for rank, at in cells if words[at + _BEGUN] >= mine and not words[at + _WAITS]]
 
     def sleep(self, woken: Callable[[], bool], seconds: float) -> bool:
         """Sleep until another rank has published, or changed a pipe of this rank's.
@@ -167,22 +165,22 @@ class Slots:
         Returns:
             The last result of ``woken``.
         """
+        mine, sleepers, words = self._cell(self.rank, _ASLEEP), self._sleepers, self._words
         expected = self.futex.value()
-        self._set_asleep(1)
+        sleepers.append(None)
+        words[mine] = 1
         self._fence()
         try:
             if woken():
                 return True
             self.futex.sleep(expected, seconds)
         finally:
-            self._set_asleep(-1)
+            sleepers.pop()
+            if not sleepers:
+                words[mine] = 0
+                if sleepers:  # another thread has gone to sleep in between
+                    words[mine] = 1
         return woken()
-
-    def _set_asleep(self, more: int) -> None:
-        """Count a thread that goes to sleep or wakes; the others see whether any thread of this rank sleeps."""
-        with self._sleeping:
-            self._sleepers += more
-            self._words[self._cell(self.rank, _ASLEEP)] = int(self._sleepers > 0)
 
     def rouse(self) -> None:
         """Wake the sleeping threads of this rank."""

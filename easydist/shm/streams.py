@@ -234,7 +234,7 @@ class Streams:
         slots, began = self._slots, time.monotonic()
         told = moved = began
         waits.append(operation)
-        slots.count_waits(1)
+        slots.show_waiting(True)
         try:
             while operation.left:
                 if slots.sleep(move_all, self._pause(moved, began, limit)):
@@ -243,7 +243,7 @@ class Streams:
                     moved = time.monotonic()
                 told = self._tell_guard(operation, began, told, limit)
         finally:
-            slots.count_waits(-1)
+            slots.show_waiting(False)
             waits.remove(operation)
 
     def _pause(self, moved: float, began: float, limit: float | None) -> float:
