@@ -165,8 +165,9 @@ class Shm(Backend):
         return self._steps.share([mine], [[row] for row in rows])
 
     def _step(self, task: Iterator[Need], *keep: torch.Tensor) -> Pending:
+        begun = self._streams.begin([(None, task)], keep)
         self._steps.slots.count_begun()
-        return self._streams.begin([(None, task)], keep)
+        return begun
 
     def _swap(self, sends: Sequence[tuple[int, torch.Tensor]], recvs: Sequence[tuple[int, torch.Tensor]]) -> Pending:
         """Send to each rank and receive from it, through the pipes.
