@@ -220,12 +220,14 @@ class Monitor(GroupStatus):
         """
         with self._lock:  # the waiting thread and the watchdog may get here at the same time
             parting = self.leave(error, wait)
-            if parting is Parting.TELL:
-                number = self.number_of_report
-                fields = fields_of(error)
-                self.post(kind or kind_of(error), str(error), number, error.is_final, error.is_reported, **fields)
-            if parting is not Parting.NOTHING and (self.waits % 2 or not self.waits_in_memory):
-                self.disconnect()
+            try:
+                if parting is Parting.TELL:
+                    number = self.number_of_report
+                    fields = fields_of(error)
+                    self.post(kind or kind_of(error), str(error), number, error.is_final, error.is_reported, **fields)
+            finally:
+                if parting is not Parting.NOTHING and (self.waits % 2 or not self.waits_in_memory):
+                    self.disconnect()
 
     def ended_by(self, error: BaseException) -> None:
         """Leave the call because of an error, and report it to all other ranks, unless it comes from them."""
@@ -240,9 +242,9 @@ class Monitor(GroupStatus):
         text = texts.interrupted(self.operation, self.rank, error, self.advice.failed)
         self.give_up(RemoteError(text), INTERRUPT, wait)
 
-    def failed(self, error: Exception) -> None:
-        """Leave a call before its end because of an error of this rank."""
-        self.give_up(RemoteError(texts.failed(self.operation, self.rank, error, self.advice.failed)))
+    def failed(self, error: Exception, wait: int | None = None) -> None:
+        """Leave a call before its end because of an error of this rank; do nothing if the wait has ended."""
+        self.give_up(RemoteError(texts.failed(self.operation, self.rank, error, self.advice.failed)), wait=wait)
 
     def post_exception(self, text: str) -> None:
         """Report to the others that this process ends with an exception.

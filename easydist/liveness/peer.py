@@ -71,6 +71,7 @@ _FIELDS = (float, str, str, bool, int, int, int, str, str)
 
 
 _DEAD = ("", "Z", "X")
+_STOPPED = ("T", "t")
 
 
 def _state(pid: int | None) -> list[str]:
@@ -138,11 +139,12 @@ class Peer:
             poller = select.poll()
             poller.register(self._process, select.POLLIN)
             return bool(poller.poll(0))
-        import psutil
+        return _state(self.pid)[0] in _DEAD
 
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return bool(psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE)
-        return True
+    @property
+    def is_stopped(self) -> bool:
+        """True if its process is stopped, by SIGSTOP or by a debugger, as far as this process can tell."""
+        return self.is_visible and _state(self.pid)[0] in _STOPPED
 
     def is_gone(self) -> bool:
         """True if its process has ended, even if it did so before this process could attach to it."""
@@ -199,14 +201,9 @@ class Peer:
         """Return the system's view of the process as text; empty if it is well, unless ``even_if_well``."""
         if not self.is_visible:
             return ""
-        import psutil
-
-        status = psutil.STATUS_DEAD
-        with contextlib.suppress(psutil.Error):
-            status = psutil.Process(self.pid).status()
         who = texts.process(self.pid, self.host)
-        if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+        if self.has_ended():
             return f"{who} has ended"
-        if status == psutil.STATUS_STOPPED:
+        if self.is_stopped:
             return f"{who} is alive but stopped (SIGSTOP)"
         return f"{who} is alive" if even_if_well else ""

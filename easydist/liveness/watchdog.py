@@ -2,7 +2,8 @@
 
 gloo waits without limit and does not let signals through. The watchdog checks each wait four times a second, and at
 once after Ctrl-C: if the wait cannot succeed, it breaks the connections, so that gloo returns with an error.
-It sleeps in ``select``; a call that ends in time costs it nothing.
+It sleeps in ``poll``, which takes descriptors of any number; a call that ends in time costs it nothing. A check that
+fails itself, for want of a descriptor or because of a value in the store that means nothing, ends the wait, too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -44,6 +46,9 @@ class Watched(Protocol):
 
     def check_wait(self, wait: int) -> None:
         """End the wait of this number if it cannot succeed."""
+
+    def failed(self, error: Exception, wait: int) -> None:
+        """End the wait of this number because of an error in checking it."""
 
     def publish(self) -> None:
         """Publish this rank's state for ranks of other hosts; called from time to time."""
@@ -94,8 +99,10 @@ class Watchdog:
         return [monitor for ref in self._monitors if (monitor := ref())]
 
     def _run(self) -> None:
+        arrivals = select.poll()  # its own: a poll object serves one thread at a time
+        arrivals.register(self._signals, select.POLLIN)
         while self._thread is not None:
-            ready, _, _ = select.select([self._signals], [], [], _TICK)
+            ready = arrivals.poll(_TICK * 1000)
             self._check_all(bool(ready))  # in its own frame, so that the sleeping thread keeps no group alive
 
     def _check_all(self, has_signals: bool) -> None:
@@ -103,14 +110,22 @@ class Watchdog:
         interrupted = has_signals and self.take_signals()
         self._noticed.set()
         if interrupted:
-            select.select([], [], [], _GRACE)
+            time.sleep(_GRACE)
         for monitor, number in waits.items():
-            if interrupted and number % 2:
-                monitor.interrupted(KeyboardInterrupt(), number)
-                continue
-            monitor.publish()
-            if number % 2:
-                monitor.check_wait(number)
+            try:
+                self._check(monitor, number, interrupted)
+            except Exception as error:  # whatever it is, this thread lives on: all waits of the process depend on it
+                if number % 2:
+                    with contextlib.suppress(Exception):
+                        monitor.failed(error, number)
+
+    def _check(self, monitor: Watched, number: int, interrupted: bool) -> None:
+        if interrupted and number % 2:
+            monitor.interrupted(KeyboardInterrupt(), number)
+            return
+        monitor.publish()
+        if number % 2:
+            monitor.check_wait(number)
 
     def _stop(self) -> None:
         """End the thread: if it were in C++ when the interpreter ends, it would abort the process."""
