@@ -12,6 +12,7 @@ from easydist.agreement.runner import meet, reported
 from easydist.eager import eager
 from easydist.state import communicators
 from easydist.state.default_group import current_rank
+from easydist.typing import Group, Timeout
 
 __all__ = ["MultiProcessAdapter", "get_logger"]
 
@@ -41,6 +42,8 @@ class MultiProcessAdapter(_Adapter):
         main_process_only: bool = True,
         in_order: bool = False,
         stacklevel: int = 1,
+        group: Group = None,
+        timeout: Timeout | None = None,
         **kwargs: Any,
     ) -> None:
         """Write a message; ``info``, ``warning`` and the like take the same arguments.
@@ -53,6 +56,8 @@ class MultiProcessAdapter(_Adapter):
             in_order: Write on all processes, one after the other, and ignore ``main_process_only``. All processes have
                 to make this call, and leave it together. Each level decides about writing only.
             stacklevel: The frame whose line is logged: 1 is the caller, as in ``logging``.
+            group: The ranks that write one after the other, with ``in_order``.
+            timeout: The time limit of each of their exchanges; None is the group's.
             **kwargs: ``exc_info``, ``stack_info`` and ``extra``.
 
         Raises:
@@ -61,7 +66,7 @@ class MultiProcessAdapter(_Adapter):
 
         Cost: no exchange; with ``in_order`` one header exchange for each process.
         """
-        with _in_turn() if in_order else nullcontext():
+        with _in_turn(group, timeout) if in_order else nullcontext():
             if self.isEnabledFor(level) and (in_order or not main_process_only or current_rank() == 0):
                 msg, kwargs = self.process(msg, kwargs)  # type: ignore[assignment]
                 self.logger.log(level, msg, *args, stacklevel=stacklevel + 1, **kwargs)  # this frame is one more
@@ -75,15 +80,15 @@ class MultiProcessAdapter(_Adapter):
 
 
 @contextmanager
-def _in_turn() -> Iterator[None]:
+def _in_turn(group: Group, timeout: Timeout | None) -> Iterator[None]:
     """Run the body on each process after those of lower ranks; all leave together."""
-    comms = communicators()
+    comms = communicators(group)
     for _ in range(comms.rank):
-        meet(comms, "log")
-    with reported(comms, "log"):
+        meet(comms, "log", timeout=timeout)
+    with reported(comms, "log", timeout):
         yield
     for _ in range(comms.rank, comms.size):
-        meet(comms, "log")
+        meet(comms, "log", timeout=timeout)
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:

@@ -70,7 +70,7 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
 
     def __enter__(self) -> Communicators:
         comms = self._comms
-        self._site = self._given or (_site() if comms.size > 1 or listeners else "")
+        self._site = self._given or (site() if comms.size > 1 or listeners else "")
         self._notes = Notes(comms, self._operation, self._peer, self._site) if listeners else None
         if comms.size > 1:
             try:
@@ -173,7 +173,7 @@ def seconds(timeout: Timeout, operation: str) -> float:
     return float(value)
 
 
-def _site() -> str:
+def site() -> str:
     """Return the file and line of the first caller outside of easydist and the folders that count as inside."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_inside):

@@ -123,8 +123,16 @@ class _Meeting(Verb[None]):
         return None
 
 
-def meet(comms: Communicators, operation: str, fault: BaseException | None = None) -> None:
+def meet(
+    comms: Communicators, operation: str, fault: BaseException | None = None, timeout: Timeout | None = None
+) -> None:
     """Meet all ranks in ``operation``, and report a fault to them if there is one.
+
+    Args:
+        comms: The group.
+        operation: The name of the call.
+        fault: The fault of this rank.
+        timeout: The time limit of the meeting; None is the group's.
 
     Raises:
         RemoteError: A rank reported a fault.
@@ -133,15 +141,15 @@ def meet(comms: Communicators, operation: str, fault: BaseException | None = Non
     is_known = isinstance(fault, EasydistError) and fault.raised_in is comms
     if fault is not None and (is_known or comms.size == 1):
         raise fault  # all other ranks raise it already, or there are none
-    run(_Meeting(operation, fault), comms)
+    run(_Meeting(operation, fault), comms, timeout)
 
 
 @contextlib.contextmanager
-def reported(comms: Communicators, operation: str) -> Iterator[None]:
+def reported(comms: Communicators, operation: str, timeout: Timeout | None = None) -> Iterator[None]:
     """Report an exception of the body to all ranks, which meet in ``operation``, and raise it here."""
     try:
         yield
     except BaseException as error:
         with contextlib.suppress(Exception):  # the others raise RemoteError; here the body's own exception is raised
-            meet(comms, operation, error)
+            meet(comms, operation, error, timeout)
         raise

@@ -61,6 +61,12 @@ class OwnGloo(Gloo):
     def check_wait(self, wait: int) -> None:
         """Do nothing. The connection to an ended rank breaks, and each wait has its time limit."""
 
+    def failed(self, error: Exception, wait: int) -> None:
+        """Do as ``interrupted``, because of an error of the watchdog's own."""
+        if wait == self.waits:
+            self._ranks.failed(error)
+            self.disconnect()
+
     def post_exception(self, text: str) -> None:
         """Do nothing, for the reason given in ``check_wait``."""
 

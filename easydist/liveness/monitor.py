@@ -65,6 +65,7 @@ class Monitor(GroupStatus):
         """
         now = time.monotonic()
         may_have_missed = self.begin_call(now, self.timeout if timeout is None else timeout, WARN_AFTER, peer)
+        self._is_limit_given = timeout is not None
         self.operation, self.site, self._place = operation, site, f"{operation}, call {self.number}, at {site}".encode()
         if self._page is not None:
             self._page.begin(self.entry, self._place, now, self.number if peer is None else None, peer)
@@ -130,14 +131,17 @@ class Monitor(GroupStatus):
     def _found(self, awaited: Sequence[int]) -> EasydistError | None:
         cause = self.look(self._heard(awaited))
         now = time.monotonic()
-        if cause is None and self.listens(now):
+        listens, is_late = self.listens(now), self.is_late(now)
+        if cause is None and listens:
             cause = self.look(self._heard_from_afar())
-        if cause is None and self.is_late(now):
+        if cause is None and (listens or is_late) and self._waits_for_a_body(awaited):
+            self.extend(now)
+        elif cause is None and is_late:
             cause = Cause(Why.LATE)
         if cause is not None:
             return self.error_of(cause, awaited)
         if self.warns(now, WARN_AFTER) and not self._others_warn():
-            _log.warning("%s", self.late(awaited, now + self._limit - self._deadline, "Still waiting."))
+            _log.warning("%s", self.late(awaited, now - self._began, "Still waiting."))
         return None
 
     def _others_warn(self) -> bool:

@@ -10,6 +10,7 @@ bytes   content
 0       16 random bytes
 16      three u64: the pid, as the process knows it; the number of entries used; the entry of the last call, plus 1
 40      two u64: the signal on which the process writes its stacks, the descriptor of the file; 0 if it does not
+64      length of the body, u64; the body that the process runs while others wait for it (``bodies``)
 512     length of the failure report, u64; the failure report
 32768   the entries: 2048 bytes for each group
 ======  =====================================================================
@@ -43,7 +44,7 @@ from typing import NamedTuple
 from easydist.liveness import stacks
 
 _NBYTES = 1 << 21  # the system allocates only the parts that have been touched
-_REPORT, _ENTRIES, _ENTRY_NBYTES = 512, 1 << 15, 1 << 11
+_BODY, _REPORT, _ENTRIES, _ENTRY_NBYTES = 64, 512, 1 << 15, 1 << 11
 _PLACE, _DESCRIPTION, _REGISTER = 32, 640, 1024
 _VERSION_NBYTES = (_ENTRY_NBYTES - _REGISTER) // 2
 _VERSION = struct.Struct("QII")
@@ -88,6 +89,29 @@ class _Page:
     def _text(self, start: int, stop: int) -> str:
         length = min(int.from_bytes(self._memory[start : start + 8], "little"), stop - start - 8)
         return self._memory[start + 8 : start + 8 + length].decode(errors="replace")
+
+    def body(self) -> str:
+        """Return the body that the process runs while others wait for it; empty if there is none."""
+        return self._text(_BODY, _REPORT)
+
+    def memberships(self) -> list[Membership]:
+        """Return the memberships of the process: each of its groups, and its state there."""
+        found = [self._membership(entry) for entry in range(min(self._words[_USED], _ENTRY_COUNT))]
+        return [membership for membership in found if membership is not None]
+
+    def _membership(self, entry: int) -> Membership | None:
+        start = _start(entry)
+        try:
+            group, meeting, rank, size = json.loads(self._text(start + _DESCRIPTION, start + _REGISTER))
+        except (TypeError, ValueError):  # a free entry, or read while it was being written
+            return None
+        since, partner = _SINCE_AND_PARTNER.unpack_from(self._memory, start + 16)
+        peer = partner - 2 if partner > 1 else None
+        number = self._words[start >> 3]
+        return Membership(group, meeting, rank, size, number, self._place(entry), partner > 0, peer, since)
+
+    def _place(self, entry: int) -> str:
+        return self._text(_start(entry) + _PLACE, _start(entry) + _DESCRIPTION)
 
     def _versions(self, entry: int) -> tuple[int, str]:
         """Return the number and the text of a register's last complete version; number 0 if there is none."""
@@ -214,6 +238,10 @@ class OwnPage(_Page):
             _VERSION.pack(number, zlib.crc32(data, number), len(data)) + data
         )
 
+    def set_body(self, text: str) -> None:
+        """Write the body that the process runs; empty after its end."""
+        self._write(_BODY, _REPORT, text.encode(errors="replace"))
+
     def set_report(self, text: str) -> None:
         """Write a failure report."""
         self._write(_REPORT, _ENTRIES, text.encode(errors="replace"))
@@ -261,29 +289,10 @@ class PeerPage(_Page):
         """Return the signal on which the process writes its stacks, and the file's descriptor; None if it does not."""
         return (self._words[_SIGNAL], self._words[_STACKS]) if self._words[_SIGNAL] else None
 
-    def memberships(self) -> list[Membership]:
-        """Return the memberships of the process: each of its groups, and its state there."""
-        found = [self._membership(entry) for entry in range(min(self._words[_USED], _ENTRY_COUNT))]
-        return [membership for membership in found if membership is not None]
-
-    def _membership(self, entry: int) -> Membership | None:
-        start = _start(entry)
-        try:
-            group, meeting, rank, size = json.loads(self._text(start + _DESCRIPTION, start + _REGISTER))
-        except (TypeError, ValueError):  # a free entry, or read while it was being written
-            return None
-        since, partner = _SINCE_AND_PARTNER.unpack_from(self._memory, start + 16)
-        peer = partner - 2 if partner > 1 else None
-        number = self._words[start >> 3]
-        return Membership(group, meeting, rank, size, number, self._place(entry), partner > 0, peer, since)
-
     def place(self) -> str:
         """Return the place of the last call: operation, call number, file and line; empty before the first call."""
         last = self._words[_LAST]
         return self._place(last - 1) if 0 < last <= _ENTRY_COUNT else ""
-
-    def _place(self, entry: int) -> str:
-        return self._text(_start(entry) + _PLACE, _start(entry) + _DESCRIPTION)
 
     def report(self) -> str:
         """Return the failure report of the process as JSON; empty if there is none."""

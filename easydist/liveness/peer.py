@@ -14,7 +14,8 @@ import weakref
 from collections.abc import Sequence
 
 from easydist import settings
-from easydist.liveness import texts
+from easydist.liveness import bodies, texts
+from easydist.liveness.bodies import Body
 from easydist.liveness.page import OwnPage, PeerPage
 from easydist.liveness.report import Report
 from easydist.liveness.rules import has_finished
@@ -184,6 +185,12 @@ class Peer:
     def place(self) -> str:
         """Return the place of its last call; empty if it is not visible."""
         return self._page.place() if self._page else ""
+
+    def body(self) -> Body | None:
+        """Return the body that it runs; None if it runs none, is stopped, or is not visible."""
+        if self._page is None or not (text := self._page.body()) or _state(self.pid)[0] in (*_DEAD, *_STOPPED):
+            return None
+        return bodies.of_page(text, self._page.memberships())
 
     def register(self) -> str:
         """Return its register for recovering the group; empty if it has written none, or none visible."""

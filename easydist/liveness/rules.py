@@ -71,7 +71,8 @@ class CallProtocol:
         self._over = dict[int, int]()  # for each rank its last meeting attempt that it has left
         self._left_at: float | None = None
         self._seen_ended: set[int] = set()
-        self._limit = self._ended = self._exchanged = 0.0
+        self._limit = self._began = self._ended = self._exchanged = 0.0
+        self._extended, self._is_limit_given = 0.0, False
         self._deadline = self._warn_at = self._listen_at = NOT_IN_TIME
 
     # Calls.
@@ -90,7 +91,7 @@ class CallProtocol:
         if self._seen_ended:
             self._seen_ended.clear()
         self.is_awaited, self.is_fresh, self._has_followed = False, True, False
-        self._limit, self._deadline, self._warn_at = limit, now + limit, now + warn_after
+        self._limit, self._began, self._deadline, self._warn_at = limit, now, now + limit, now + warn_after
         self._listen_at = now + LISTEN_EVERY
         return self.broken is None and (self.was_interrupted or now - self._ended > IDLE)
 
@@ -101,7 +102,11 @@ class CallProtocol:
 
     def time_left(self, now: float) -> float | None:
         """Return the seconds until the call's time is over; None outside of calls."""
-        return None if self._deadline == NOT_IN_TIME else max(0.0, self._deadline - now)
+        return None if self._deadline == NOT_IN_TIME else max(0.0, self._ends_at - now)
+
+    @property
+    def _ends_at(self) -> float:
+        return self._deadline if self._is_limit_given else max(self._deadline, self._extended)
 
     def exchanged(self, now: float) -> float:
         """Record that the headers of all ranks have arrived; return the seconds since the previous time.
@@ -120,7 +125,7 @@ class CallProtocol:
             apart: The result of ``exchanged``.
             seems_late: True if a rank came late by the wall clocks of the hosts, which may be wrong.
         """
-        return seems_late or apart > LISTEN_EVERY or now - (self._deadline - self._limit) > APART
+        return seems_late or apart > LISTEN_EVERY or now - self._began > APART
 
     def tells_of(self, is_exception: bool, is_shared: bool) -> bool:
         """True if this rank has to report the error that ends its call to the others.
@@ -226,7 +231,20 @@ class CallProtocol:
 
     def is_late(self, now: float) -> bool:
         """True if the call's time is over."""
-        return now >= self._deadline
+        return now >= self._ends_at
+
+    @property
+    def limit(self) -> float:
+        """The seconds that the call may take, extended by the time in bodies."""
+        return self._limit if self._is_limit_given else max(self._limit, self._extended - self._began)
+
+    def extend(self, now: float) -> None:
+        """Let the group's limit count from now on, because an awaited rank is in a body that may take any time.
+
+        A limit that the call has set itself stays as it is. The deadline is not changed: another thread may be ending
+        the call, and for the next one, which begins later, this extension has no effect.
+        """
+        self._extended = now + self._limit
 
     def warns(self, now: float, warn_after: float) -> bool:
         """True if it is time to log the wait."""

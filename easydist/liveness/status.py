@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from easydist.errors import CollectiveTimeout, EasydistError, PeerLostError, RemoteError
-from easydist.liveness import texts
+from easydist.liveness import bodies, texts
+from easydist.liveness.bodies import Body
 from easydist.liveness.events import Cause, Heard, Why
 from easydist.liveness.page import OwnPage, own_page
 from easydist.liveness.peer import Peer
 from easydist.liveness.protocol import GroupProtocol
 from easydist.liveness.report import Report
+from easydist.liveness.rules import LISTEN_EVERY
 from easydist.liveness.stored import decoded, in_store
 from easydist.liveness.timed_store import TimedStore, is_reachable
 
@@ -64,6 +66,7 @@ class GroupStatus(GroupProtocol):
         self._store = store
         self._place = b""
         self._published = (0, b"")
+        self._told = dict[int, tuple[float, bytes | None, Body | None]]()  # when read, the message, the body
         self._log: list[Report] = []
         self._entries_read = 0
         self._lost_store: TimedStore | None = None
@@ -91,11 +94,13 @@ class GroupStatus(GroupProtocol):
             self._page.describe(self.entry, self.name[:100], meeting, self.rank, self.size)
 
     def publish(self) -> None:
-        """Publish this rank's call for ranks of other hosts, unless that has been done."""
+        """Publish this rank's call for ranks of other hosts, unless that has been done, and its body, again and again."""
         now = (self.number, self._place)
         if now != self._published:
             self._published = now
             self._write(f"seen/{self.rank}", json.dumps([self.number, self._place.decode()]))
+        if (told := bodies.message()) is not None:
+            self._write(f"body/{self.rank}", told)
 
     @property
     def _is_cut_off(self) -> bool:
@@ -205,12 +210,34 @@ class GroupStatus(GroupProtocol):
             return [self.peers[self.peer]]
         return [self.peers[r] for r in ranks if r in self.peers and not self.peers[r].has_finished(self.number)]
 
+    # Bodies that others wait for.
+
+    def _waits_for_a_body(self, awaited: Iterable[int]) -> bool:
+        """True if the group's limit counts, and an awaited rank is in a body that does not wait for this rank."""
+        return not self._is_limit_given and any(self._body_of(peer) is not None for peer in self._unfinished(awaited))
+
+    def _body_of(self, peer: Peer) -> Body | None:
+        """Return the body in which a rank is known to be; None if it waits there for this rank."""
+        body = peer.body() if peer.is_visible else self._told_body(peer)
+        memberships = [] if body is None or self._page is None else self._page.memberships()
+        return None if body is None or body.waits_for(memberships) else body
+
+    def _told_body(self, peer: Peer) -> Body | None:
+        """Return the body of a rank of another host, if it has told of it again since the previous look."""
+        now = time.monotonic()
+        looked, told, body = self._told.get(peer.rank, (0.0, None, None))
+        if now - looked > LISTEN_EVERY / 2:
+            before, told = told, self._read(f"body/{peer.rank}")
+            body = bodies.of_message(told) if told != before and looked else None
+            self._told[peer.rank] = now, told, body
+        return body
+
     # Errors that list the ranks' last calls.
 
     def error_of(self, cause: Cause, awaited: Sequence[int]) -> EasydistError:
         """Return the error for a cause; ``awaited`` are the ranks that have not come."""
         if cause.why is Why.LATE:
-            return self.late(awaited, self._limit)
+            return self.late(awaited, self.limit)
         peer = self.peers[cause.rank]
         if cause.report is None:
             return self._lost(peer, ": its connection broke" if cause.why is Why.BROKE else "")
@@ -287,7 +314,9 @@ class GroupStatus(GroupProtocol):
         if rank == self.rank:
             return texts.row(rank, f"waits in {self._place.decode()}", "")
         peer = self.peers[rank]
+        body = self._body_of(peer)
         state = texts.IDLE if is_idle else texts.state(self._place_of(peer), is_missing, is_unknown)
+        state = texts.in_body(body.text) if body else state
         return texts.row(rank, state, peer.condition(even_if_well=is_missing or is_idle))
 
 

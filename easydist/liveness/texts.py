@@ -215,6 +215,11 @@ def state(place: str, is_missing: bool, is_unknown: bool = False) -> str:
     return f"came; {place or 'nothing more is known'}"
 
 
+def in_body(body: str) -> str:
+    """Return the state of a rank in a body that the others wait for, for ``row``."""
+    return f"in the body of {body}"
+
+
 def process(pid: int | None, host: str | None) -> str:
     """Return the words for a process."""
     return f"process {pid} on {host}"

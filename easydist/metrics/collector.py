@@ -14,7 +14,7 @@ from easydist.metrics.schema import Schema, nbytes_of, opened
 from easydist.metrics.store import Store
 from easydist.metrics.windows import ALL, Way, arrived_rows, planned, windows
 from easydist.state import communicators, together
-from easydist.typing import Group, Tree
+from easydist.typing import Group, Timeout, Tree
 from easydist.verbs.ranks import check_rank, named_rank
 
 __all__ = ["MetricCollector"]
@@ -50,6 +50,7 @@ class MetricCollector:
             be rounded differently.
         group: The participating ranks.
         group_dst: The same as ``dst``, for any group.
+        timeout: The time limit of each exchange; None is the group's.
 
     Source: torchmetrics' ``update``, ``compute`` and ``reset``.
     """
@@ -66,11 +67,12 @@ class MetricCollector:
         rtol: float = 0.0,
         group: Group = None,
         group_dst: int | None = None,
+        timeout: Timeout | None = None,
     ) -> None:
         if every is not None and index(every) < 1:
             raise ValueError(f"MetricCollector: every={every} is not a number of updates")
         self.total = None if total is None else index(total)
-        self._every, self._rtol, self._group = every, rtol, group
+        self._every, self._rtol, self._group, self._timeout = every, rtol, group, timeout
         self._dst = named_rank(group, "MetricCollector", "dst", dst, group_dst)
         self._store = Store(spill_nbytes, directory)
         self.reset()
@@ -134,7 +136,7 @@ class MetricCollector:
         exchange if samples came more than once. Memory: the result on the ranks that get it, and no more than some MiB
         on others.
         """
-        with together(self._group):
+        with together(self._group, timeout=self._timeout):
             way = self._way("compute", dst, group_dst)
             plan = planned(self._store, self._schema, self.total, way)
             is_receiver = way.dst in (None, communicators(self._group).rank)
@@ -159,12 +161,12 @@ class MetricCollector:
 
         Cost: as ``compute``, and a small exchange per block. Memory: one block.
         """
-        with together(self._group):
+        with together(self._group, timeout=self._timeout):
             way = self._way("blocks", dst, group_dst)
             plan = planned(self._store, self._schema, self.total, way)
         every = windows(self._store, plan, way, self._rtol)
         for _ in plan.bounds[1:]:
-            with together(self._group):
+            with together(self._group, timeout=self._timeout):
                 leaves = next(every)
             yield None if leaves is None else plan.schema.rebuilt(leaves)
 
@@ -172,15 +174,17 @@ class MetricCollector:
         """Return the way to the rank that the caller names; called where all ranks learn of an error."""
         rank = named_rank(self._group, f"MetricCollector.{method}", "dst", dst, group_dst)
         check_rank(communicators(self._group), "dst", rank)
-        return Way(rank, self._group)
+        return Way(rank, self._group, timeout=self._timeout)
 
     def _move(self) -> None:
         """Move all rows to rank ``dst``, which also keeps its own."""
         is_there = communicators(self._group).rank == self._dst
-        with together(self._group):
+        with together(self._group, timeout=self._timeout):
             check_rank(communicators(self._group), "dst", self._dst)
             empty = [one.empty() for one in self._schema.types]
-            got = arrived_rows(Store() if is_there else self._store, empty, ALL, Way(self._dst, self._group))
+            got = arrived_rows(
+                Store() if is_there else self._store, empty, ALL, Way(self._dst, self._group, timeout=self._timeout)
+            )
             if got is not None:
                 self._store.add(*got, nbytes_of(got[1]))
         if not is_there:

@@ -6,7 +6,7 @@ import builtins
 import functools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Protocol, TypeVar, overload
 
@@ -30,6 +30,7 @@ from easydist.state.default_group import (
 )
 from easydist.state.distributed_type import DistributedType
 from easydist.state.environment import World, flag, launched
+from easydist.state.first import first, is_first_of_host
 from easydist.transport.comm import Collectives
 from easydist.typing import Group, Timeout, Tree
 
@@ -337,32 +338,50 @@ class ProcessState(metaclass=WithAdvice):
         return self.process_index == self.num_processes - 1
 
     @eager
-    def wait_for_everyone(self) -> None:
+    def wait_for_everyone(self, *, group: Group = None, timeout: Timeout | None = None) -> None:
         """Block until every process has made this call.
+
+        Args:
+            group: The ranks that take part.
+            timeout: The time limit of the call; None is the group's.
 
         Raises:
             DisagreementError: Another process made a different call.
 
         Cost: one header exchange.
         """
-        meet(self.communicators(), "wait_for_everyone")
+        meet(self.communicators(group), "wait_for_everyone", timeout=timeout)
 
     @contextmanager
-    def main_process_first(self) -> Iterator[None]:
+    def main_process_first(self, *, group: Group = None, timeout: Timeout | None = None) -> Iterator[None]:
         """Run the body on the main process, then on the others.
+
+        The body may take any time: the group's limit does not count while a rank is known to run its body. It counts
+        while that process is stopped, or its body waits in a call for one of the ranks that wait for it.
+
+        Args:
+            group: The ranks that take part; the first one goes first.
+            timeout: The time limit of each wait for the bodies of others. None for no limit of the body.
 
         Raises:
             RemoteError: The body raised an exception on another process; on that process its own exception is raised.
                 If it was the main process, the others do not run their bodies.
+            PeerLostError: A process ended in its body.
 
         Cost: two header exchanges; all processes leave together.
         """
-        return self._first(self.is_main_process)
+        comms = self.communicators(group)
+        yield from first(comms, comms.rank == 0, timeout)
 
     @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
-        """Run the body on process 0 of each host, then on the others; otherwise the same as ``main_process_first``."""
-        return self._first(self.is_local_main_process)
+    def local_main_process_first(self, *, group: Group = None, timeout: Timeout | None = None) -> Iterator[None]:
+        """Run the body on process 0 of each host, then on the others; otherwise the same as ``main_process_first``.
+
+        In a ``group``, the first of its ranks on each host goes first.
+        """
+        comms = self.communicators(group)
+        goes_first = self.is_local_main_process if group is None else is_first_of_host(comms, timeout)
+        yield from first(comms, goes_first, timeout)
 
     def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """Decorate a function to run on the main process only; it returns None on the others.
@@ -410,7 +429,9 @@ class ProcessState(metaclass=WithAdvice):
         return self._only(function, lambda: self.local_process_index == local_process_index)
 
     @contextmanager
-    def split_between_processes(self, inputs: Tree, apply_padding: bool = False) -> Iterator[Tree]:
+    def split_between_processes(
+        self, inputs: Tree, apply_padding: bool = False, *, group: Group = None
+    ) -> Iterator[Tree]:
         """Give the body this process's share of ``inputs``, which are not changed.
 
         Lists, tuples, ranges, tensors, arrays and datasets are cut along dim 0, dicts and namedtuples value by value
@@ -420,6 +441,7 @@ class ProcessState(metaclass=WithAdvice):
         Args:
             inputs: The data to share out; the same on every process.
             apply_padding: Repeat the last element until all shares have the same length.
+            group: The ranks that share the data.
 
         Raises:
             ValueError: The values of a dict differ in length.
@@ -431,7 +453,9 @@ class ProcessState(metaclass=WithAdvice):
             ...     share
             ['a', 'b']
         """
-        yield split(inputs, self.num_processes, self.process_index, apply_padding)
+        comms = None if group is None else self.communicators(group)
+        size, rank = (comms.size, comms.rank) if comms else (self.num_processes, self.process_index)
+        yield split(inputs, size, rank, apply_padding)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main process of each host only."""
@@ -442,21 +466,6 @@ class ProcessState(metaclass=WithAdvice):
         """Destroy ``group``, or the default process group, even if easydist did not make it."""
         if dist.is_initialized():
             dist.destroy_process_group(group)
-
-    def _first(self, goes_first: bool) -> Iterator[None]:
-        """Run the body between two meetings: after the bodies that go first, and after those of the others."""
-        meet_all = functools.partial(meet, self.communicators(), "main_process_first")
-        if not goes_first:
-            meet_all()
-        try:
-            yield
-        except BaseException as error:
-            with suppress(Exception):  # the others raise RemoteError; here the body's own exception is raised
-                meet_all(error)
-            raise
-        meet_all()
-        if goes_first:
-            meet_all()
 
     if not TYPE_CHECKING:  # type checkers know all attributes
 
@@ -498,6 +507,6 @@ def communicators(group: Group = None) -> Communicators:
 
 
 @eager
-def wait_for_everyone() -> None:
+def wait_for_everyone(*, group: Group = None, timeout: Timeout | None = None) -> None:
     """Block until every process has made this call; see ``ProcessState.wait_for_everyone``."""
-    ProcessState().wait_for_everyone()
+    ProcessState().wait_for_everyone(group=group, timeout=timeout)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from easydist.agreement.calling import seconds
 from easydist.agreement.runner import meet, reported
 from easydist.state.process_state import communicators
-from easydist.typing import Group
+from easydist.typing import Group, Timeout
 
 
 @contextmanager
-def together(group: Group = None) -> Iterator[None]:
+def together(group: Group = None, *, timeout: Timeout | None = None) -> Iterator[None]:
     """Raise an exception of the body on one rank on all ranks, at whatever point of the body they wait.
 
     Law: either the body succeeds on every rank, or every rank raises. The others learn anyway of a process that ends
@@ -19,6 +20,7 @@ def together(group: Group = None) -> Iterator[None]:
 
     Args:
         group: The ranks that take part.
+        timeout: The time limit of the call at the end of the body; None is the group's.
 
     Raises:
         RemoteError: The body raised an exception on another rank; on that rank its own exception is raised. The next
@@ -33,6 +35,7 @@ def together(group: Group = None) -> Iterator[None]:
     Cost: one header exchange, at the end.
     """
     comms = communicators(group)
-    with reported(comms, "together"):
+    limit = None if timeout is None else seconds(timeout, "together")
+    with reported(comms, "together", limit):
         yield
-    meet(comms, "together")
+    meet(comms, "together", timeout=limit)

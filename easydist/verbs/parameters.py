@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from easydist.arguments import UNSET, either, hiding
 from easydist.data.backing import absence
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
+from easydist.typing import Group, Timeout
 from easydist.verbs.broadcast import broadcast
 from easydist.verbs.sharded import (
     check_resharded,
@@ -51,6 +52,8 @@ class GatheredParameters(ContextDecorator, AbstractContextManager[None]):
         fwd_module: For DeepSpeed: the module with the forward pass that needs the parameters.
         enabled: False to do nothing.
         params: Another name for a single one of ``models``.
+        group: The ranks that take part: those that share the parameters; ``modifier_rank`` is a rank inside it.
+        timeout: The time limit of each exchange of easydist's; None is the group's.
 
     Raises:
         RemoteError: The body raised an exception on another rank; no shard was changed. On that rank the body's own
@@ -79,6 +82,8 @@ class GatheredParameters(ContextDecorator, AbstractContextManager[None]):
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
         params: Any = UNSET,
+        group: Group = None,
+        timeout: Timeout | None = None,
     ) -> None:
         if params is not UNSET or not models:
             models = (either("GatheredParameters", "models", models or UNSET, "params", params),)
@@ -86,6 +91,7 @@ class GatheredParameters(ContextDecorator, AbstractContextManager[None]):
             models, modifier_rank, fwd_module, enabled = _in_their_order(models, modifier_rank, fwd_module, enabled)
         self._params = [[*model] if isinstance(model, Iterator) else model for model in models]
         self._modifier_rank, self._fwd_module, self._enabled = modifier_rank, fwd_module, enabled
+        self._group, self._timeout = group, timeout
         self._body: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
@@ -106,15 +112,25 @@ class GatheredParameters(ContextDecorator, AbstractContextManager[None]):
             yield
             return
         modifier_rank = self._modifier_rank
-        modules, parameters = run(_Opening(self._params, modifier_rank, self._body is not None), communicators())
+        way = _Way(modifier_rank, self._group, self._timeout)
+        opening = _Opening(self._params, modifier_rank, self._body is not None)
+        modules, parameters = run(opening, communicators(self._group), self._timeout)
         with ExitStack() as stack:
             for module in modules:
-                stack.enter_context(_summoned(module, modifier_rank))
+                stack.enter_context(_summoned(module, way))
             zero = [p for p in parameters if hasattr(p, "ds_id")]
             if zero:
                 stack.enter_context(_deepspeed(zero, modifier_rank, self._fwd_module))
-            stack.enter_context(_whole([p for p in parameters if not hasattr(p, "ds_id")], modifier_rank))
+            stack.enter_context(_whole([p for p in parameters if not hasattr(p, "ds_id")], way))
             yield
+
+
+class _Way(NamedTuple):
+    """The rank that makes the changes, and the arguments of the exchanges."""
+
+    modifier_rank: int | None
+    group: Group
+    timeout: Timeout | None
 
 
 _Arguments = tuple[tuple[Any, ...], "int | None", "nn.Module | None", bool]
@@ -198,17 +214,17 @@ def _is_fsdp1(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _summoned(module: nn.Module, modifier_rank: int | None) -> Iterator[None]:
+def _summoned(module: nn.Module, way: _Way) -> Iterator[None]:
     """Make the parameters of an FSDP1 module whole; ``summon_full_params`` writes each rank's shard back."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     whole = FullyShardedDataParallel.summon_full_params(module, writeback=True)
-    with whole, _kept(list(module.parameters()), modifier_rank):
+    with whole, _kept(list(module.parameters()), way):
         yield
 
 
 @contextmanager
-def _whole(params: list[nn.Parameter], modifier_rank: int | None) -> Iterator[None]:
+def _whole(params: list[nn.Parameter], way: _Way) -> Iterator[None]:
     """Make DTensors whole by swapping them with their full tensors; plain parameters are whole already."""
     sharded = [parameter for parameter in params if is_sharded(parameter)]
     others = [full(parameter) for parameter in sharded]
@@ -218,13 +234,13 @@ def _whole(params: list[nn.Parameter], modifier_rank: int | None) -> Iterator[No
     except RuntimeError as error:  # there is a weak reference to a parameter, or to its node in a graph
         fault = error
     try:
-        meet(communicators(), "GatheredParameters", fault)
+        meet(communicators(way.group), "GatheredParameters", fault, way.timeout)
     except Exception:
         if fault is None:
             trade_back(sharded, others)
         raise
     try:
-        with fsdp_aside(sharded), _kept(params, modifier_rank):
+        with fsdp_aside(sharded), _kept(params, way):
             yield
     finally:
         trade_back(sharded, others)
@@ -233,16 +249,17 @@ def _whole(params: list[nn.Parameter], modifier_rank: int | None) -> Iterator[No
 
 
 @contextmanager
-def _kept(params: list[nn.Parameter], modifier_rank: int | None) -> Iterator[None]:
+def _kept(params: list[nn.Parameter], way: _Way) -> Iterator[None]:
     """Give all ranks ``modifier_rank``'s parameters after the body; without one, or after an error, restore them."""
     before = [parameter.detach().clone() for parameter in params]
-    comms = communicators()
+    comms = communicators(way.group)
     try:
-        with reported(comms, "GatheredParameters"), _no_replacing(params):
+        with reported(comms, "GatheredParameters", way.timeout), _no_replacing(params):
             yield
-        meet(comms, "GatheredParameters")
-        if modifier_rank is not None:
-            broadcast([parameter.data for parameter in params], group_src=modifier_rank)
+        meet(comms, "GatheredParameters", timeout=way.timeout)
+        if way.modifier_rank is not None:
+            whole = [parameter.data for parameter in params]
+            broadcast(whole, group_src=way.modifier_rank, group=way.group, timeout=way.timeout)
             before = [parameter.detach() for parameter in params]
     finally:
         for parameter, values in zip(params, before, strict=True):

@@ -17,7 +17,7 @@ from easydist.agreement.runner import run
 from easydist.eager import eager
 from easydist.groups.communicators import Communicators
 from easydist.state import ProcessState, communicators
-from easydist.typing import Group
+from easydist.typing import Group, Timeout
 from easydist.verbs.objects import BroadcastObjectList
 
 __all__ = ["set_seed", "synchronize_rng_states"]
@@ -93,7 +93,11 @@ def _generators(generator: torch.Generator | None, asked: Iterable[str]) -> dict
 
 @eager
 def synchronize_rng_states(
-    rng_types: Sequence[str] | None = None, generator: torch.Generator | None = None, *, group: Group = None
+    rng_types: Sequence[str] | None = None,
+    generator: torch.Generator | None = None,
+    *,
+    group: Group = None,
+    timeout: Timeout | None = None,
 ) -> None:
     """Give every process the random number generator states of rank 0.
 
@@ -102,6 +106,7 @@ def synchronize_rng_states(
             ``"generator"``; None for all that this process has, except ``"xla"``.
         generator: The generator that ``"generator"`` stands for.
         group: The ranks that take part.
+        timeout: The time limit of the call; None is the group's.
 
     Raises:
         ValueError: This process has no such generator; none was changed.
@@ -114,7 +119,7 @@ def synchronize_rng_states(
 
     Source: accelerate's ``synchronize_rng_states``.
     """
-    run(_SynchronizeRngStates(rng_types, generator), communicators(group))
+    run(_SynchronizeRngStates(rng_types, generator), communicators(group), timeout)
 
 
 class _SynchronizeRngStates(BroadcastObjectList):

@@ -1,0 +1,103 @@
+"""The bodies that a process runs while others wait for it, as in ``main_process_first``.
+
+A body may take longer than any limit for a call: it downloads, or prepares data. So a limit does not count while the
+awaited process is known to run its body. Its page says so on its own host; for other hosts its watchdog repeats it in
+the store, so that it is not taken for running after it was stopped or has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from easydist.liveness.page import Membership, own_page
+
+_under_way: dict[object, str] = {}
+"""The bodies of this process, the innermost last."""
+
+os.register_at_fork(after_in_child=_under_way.clear)
+_beats = itertools.count()
+
+
+class Body(NamedTuple):
+    """The body that a process runs.
+
+    Attributes:
+        text: The call that runs it, with file and line.
+        calls: The calls in which the process itself waits: each with the group, its meeting, and the only other rank.
+    """
+
+    text: str
+    calls: Sequence[tuple[str, str, int | None]]
+
+    def waits_for(self, memberships: Sequence[Membership]) -> bool:
+        """True if the body cannot end before a process with these memberships, which waits for it, has come.
+
+        Nobody knows yet who is in a group that has not met: it may be any process.
+
+        Example:
+            >>> one = Membership("world", "a1", 1, 3, 4, "gather, call 4", True, None, 0.0)
+            >>> Body("first", [("world", "a1", None)]).waits_for([one])
+            True
+            >>> Body("first", [("world", "a1", 2)]).waits_for([one]), Body("first", []).waits_for([one])
+            (False, False)
+            >>> Body("first", [("new", "", None)]).waits_for([one])
+            True
+        """
+        own = {(one.group, one.meeting): one.rank for one in memberships}
+        return any(
+            not meeting or ((group, meeting) in own and peer in (None, own[group, meeting]))
+            for group, meeting, peer in self.calls
+        )
+
+
+@contextlib.contextmanager
+def running(text: str) -> Iterator[None]:
+    """Let the others know that this process runs a body.
+
+    Args:
+        text: The call that runs it, with file and line.
+    """
+    key = object()
+    _under_way[key] = text
+    _show()
+    try:
+        yield
+    finally:
+        _under_way.pop(key, None)
+        _show()
+
+
+def _show() -> None:
+    if (page := own_page()) is not None:
+        page.set_body(next(reversed(_under_way.values()), ""))
+
+
+def of_page(text: str, memberships: Sequence[Membership]) -> Body | None:
+    """Return the body of a process by its page; None if it runs none."""
+    calls = [(one.group, one.meeting, one.peer) for one in memberships if one.is_in_call]
+    return Body(text, calls) if text else None
+
+
+def message() -> str | None:
+    """Return the message about the body of this process for other hosts, each time another one; None if it runs none."""
+    text = next(reversed(_under_way.values()), "")
+    if not text:
+        return None
+    body = of_page(text, [] if (page := own_page()) is None else page.memberships())
+    return json.dumps([next(_beats), *body]) if body is not None else None
+
+
+def of_message(told: bytes | None) -> Body | None:
+    """Return the body of a process by its message; None if there is none, or if ``message`` did not write it."""
+    try:
+        fields: Any = json.loads(told or b"null")
+        _, text, calls = fields
+        body = Body(str(text), [(str(group), str(meeting), peer) for group, meeting, peer in calls])
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return body
