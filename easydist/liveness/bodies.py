@@ -84,7 +84,7 @@ def of_page(text: str, memberships: Sequence[Membership]) -> Body | None:
 
 
 def message() -> str | None:
-    """Return the message about the body of this process for other hosts, each time another one; None if it runs none."""
+    """Return the message for other hosts about the body of this process, a new one each time; None if it runs none."""
     text = next(reversed(_under_way.values()), "")
     if not text:
         return None

@@ -94,7 +94,7 @@ class GroupStatus(GroupProtocol):
             self._page.describe(self.entry, self.name[:100], meeting, self.rank, self.size)
 
     def publish(self) -> None:
-        """Publish this rank's call for ranks of other hosts, unless that has been done, and its body, again and again."""
+        """Publish this rank's call for ranks of other hosts, unless that has been done, and each time its body."""
         now = (self.number, self._place)
         if now != self._published:
             self._published = now

@@ -182,9 +182,8 @@ class MetricCollector:
         with together(self._group, timeout=self._timeout):
             check_rank(communicators(self._group), "dst", self._dst)
             empty = [one.empty() for one in self._schema.types]
-            got = arrived_rows(
-                Store() if is_there else self._store, empty, ALL, Way(self._dst, self._group, timeout=self._timeout)
-            )
+            way = Way(self._dst, self._group, timeout=self._timeout)
+            got = arrived_rows(Store() if is_there else self._store, empty, ALL, way)
             if got is not None:
                 self._store.add(*got, nbytes_of(got[1]))
         if not is_there:

@@ -16,17 +16,17 @@ import signal
 import sys
 from datetime import timedelta
 
-LIMIT = 2.5
-os.environ["EASYDIST_WARN_AFTER"] = "3.5"
-
 import torch.distributed as dist
 from forking import forked, side_by_side, statuses
 from launching import within
 
 import easydist
 from easydist import EasydistError, ProcessState
+from easydist.liveness import monitor
 
 DEADLINE = within(20)
+LIMIT = 2.5
+monitor.WARN_AFTER = LIMIT + 1
 
 
 class Waited(logging.Handler):
