@@ -408,6 +408,38 @@ def test_main_process_first_decorates_a_function_and_nests(rank):
     assert everyone() == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("method", ["main_process_first", "local_main_process_first"])
+@distributed(world_size=4)
+def test_the_first_rank_of_a_group_goes_first_in_it(rank, method, tmp_path):
+    store = events(tmp_path, 4)
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    with getattr(ProcessState(), method)(group=pairs[rank % 2], timeout=DEADLINE):
+        assert rank < 2 or store.check([f"ran {rank - 2}"])
+        store.set(f"ran {rank}", "")
+    assert store.check([f"ran {r}" for r in (rank % 2, rank % 2 + 2)])
+    easydist.wait_for_everyone(group=pairs[rank % 2], timeout=DEADLINE)
+    assert everyone() == [0, 1, 2, 3]
+
+
+@distributed(world_size=4)
+def test_split_shares_out_among_the_ranks_of_a_group(rank):
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    with ProcessState().split_between_processes(list(range(5)), group=pairs[rank % 2]) as share:
+        assert share == ([0, 1, 2] if rank < 2 else [3, 4])
+
+
+@pytest.mark.parametrize("limit", [0, -1.0])
+@distributed(world_size=2)
+def test_a_timeout_that_leaves_no_time_is_refused_before_the_body(rank, limit):
+    ran, state = [], ProcessState()
+    if rank == 0:  # nobody else makes these calls, or hears of them
+        for context in (state.main_process_first, state.local_main_process_first, easydist.together):
+            with pytest.raises(ValueError, match="is not positive"), context(timeout=limit):
+                ran.append(rank)
+    assert not ran
+    assert everyone() == [0, 1]
+
+
 @distributed(world_size=4)
 def test_group_takes_a_subgroup(rank):
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
