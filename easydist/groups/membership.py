@@ -24,8 +24,9 @@ Entry = tuple[int, ...] | bool
 """The members, ascending; or True if the members are connected, False if not."""
 
 CONNECTING, LAGGING = 0.5, 0.75
-"""The parts of the limit in which a member finds out that it cannot connect, and in which members have to answer once
-others have found that out. The second one is longer, so that a member that still tries to connect is not left out."""
+"""The parts of the limit in which a member finds out that it cannot connect, and in which members may at least answer
+once others have found that out. The second one is longer, so that a member that still tries to connect is not left out
+though the time is over."""
 
 
 class Stage(enum.IntEnum):
@@ -270,7 +271,8 @@ class Membership:
         slot, candidates = self._mine.slot, self._mine.members or range(self._size)
         alive = [rank for rank in candidates if rank not in ended and registers[rank].stage != Stage.LEFT]
         here = tuple(r for r in alive if registers[r].stage >= Stage.HERE and registers[r].slot == slot)
-        until = self._since + LAGGING * self._limit if slot else self._deadline
+        # A member that lives and has come once is not left out early: it may be slow, with many processes on each core.
+        until = max(self._deadline, self._since + LAGGING * self._limit) if slot else self._deadline
         return here if len(here) == len(alive) or now >= until else None
 
     def _are_connected(self, now: float, registers: Sequence[Register], ended: AbstractSet[int]) -> bool | None:

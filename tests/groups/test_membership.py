@@ -56,6 +56,17 @@ def test_a_member_that_still_tries_to_connect_is_waited_for():
     assert any(isinstance(action, Write) for action in actions)
 
 
+def test_a_living_member_that_is_slow_to_come_back_is_left_out_only_when_the_time_is_over():
+    registers = [Register(), Register(Stage.HERE, 2, (0, 1, 2)), Register(Stage.READY, 1, (0, 1, 2))]
+    one = Membership(0, 3, 0.0, 60.0, 10.0)
+    one.begin()
+    for now in (0.0, 10.0, 59.0):
+        actions = one.heard(now, registers, set())
+        assert not [action for action in actions if isinstance(action, Write) and action.register.ballot]
+    (action, _), _ = one.heard(60.0, registers, set()), None
+    assert action.register.ballot
+
+
 class ProposesItsOwn(Membership):
     """Does not adopt what others may have decided."""
 
