@@ -118,8 +118,13 @@ class RemoteError(EasydistError):
     """The error of every rank of the group if one rank failed before the exchange, with that rank's text.
 
     On the rank that failed, ``__cause__`` is the original exception. It is also raised if a rank's process ended with
-    an exception, or was interrupted, while this one waited for it.
+    an exception, was interrupted, or has left the group to recover it, while this one waited for it.
+
+    Attributes:
+        rank: The rank that failed, in the group; None if it is not known.
     """
+
+    rank: int | None = None
 
 
 class PeerLostError(EasydistError, ConnectionError):

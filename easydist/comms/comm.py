@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import Any, SupportsIndex
 
 import torch
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
 from easydist.comms.batch import BatchSendRecv
 from easydist.comms.failures import UNMADE, explained
@@ -19,10 +19,10 @@ from easydist.comms.operations import Operations
 from easydist.comms.options import CommOptions, Milliseconds, checked_hints, limited
 from easydist.comms.recover import recovered
 from easydist.comms.window import RegisteredWindow, TorchCommWindow
+from easydist.errors import EasydistError
 from easydist.groups.recovering import TIMEOUT, Recovery
 from easydist.shm.streams import Guard
 from easydist.transport.backend import Backend
-from easydist.transport.backends.c10d import Gloo
 from easydist.transport.checked import checked_timeout
 
 
@@ -168,7 +168,7 @@ class TorchComm(Operations):
 
         Raises:
             RuntimeError: A rank does not exist or is listed twice, this rank is not a member, or some members did not
-                come.
+                come in time (CommTimeout), have ended (CommPeerLost) or recover this communicator (CommRemoteError).
         """
         members = self._members(ranks)
         checked_hints(hints)
@@ -181,7 +181,9 @@ class TorchComm(Operations):
         if not self._kind or self.store is None:
             raise RuntimeError(f"{what}: this communicator was made without a store; use new_comm or wrap")
         store = PrefixStore(f"split/{'-'.join(map(str, members))}", self.store)
-        place = Place(store, rank, len(members), self.get_device(), name, options, limit)
+        peers = {} if self.monitor is None else self.monitor.peers
+        known = {i: peers[member] for i, member in enumerate(members) if member in peers}
+        place = Place(store, rank, len(members), self.get_device(), name, options, limit, known)
         return made_comm(self._kind, place, what)
 
     def recover(self, timeout: timedelta | None = None) -> TorchComm:
@@ -235,8 +237,9 @@ class TorchComm(Operations):
         """Break the connections, so that ranks that wait for this one call ``recover``, too."""
         if self._failure is None:
             self._failure = RuntimeError("recover() has replaced it")
-        if isinstance(self._backend, Gloo):
-            self._backend.disconnect()
+        for monitor in (self.monitor, getattr(self.communicators, "monitor", None)):  # the second one is of verbs
+            if monitor is not None:
+                monitor.recovers()
 
     def _members(self, ranks: Sequence[SupportsIndex]) -> list[int]:
         members, size = [operator.index(rank) for rank in ranks], self.get_size()
@@ -275,9 +278,9 @@ def made_comm(kind: str, place: Place, what: str) -> TorchComm:
     try:
         made: Made = make(kind, place)
     except Exception as error:
-        if isinstance(error, RuntimeError):
+        if isinstance(error, RuntimeError) and (isinstance(error, EasydistError) or not isinstance(error, DistError)):
             raise
-        raise explained(error, what, place.timeout, [], UNMADE) from error
+        raise explained(error, what, place.timeout, [*place.known.values()], UNMADE) from error
     return TorchComm(made.backend, place.name, place.options, store=_own(place), kind=kind, made=made)
 
 

@@ -50,25 +50,42 @@ def explained(
         state: What has become of the communicator, for the text.
     """
     why, broke = f"{state} ({error})", "onnection" in str(error)
-    gone = _left(peers, _GRACE if broke else 0.0)
+    if isinstance(error, PeerLostError | RemoteError):
+        return _known(error, what, why)
+    gone = _left(peers, _GRACE if broke and not isinstance(error, CollectiveTimeout) else 0.0)
     if interrupted := [peer.rank for peer in gone if _was_interrupted(peer)]:
         return CommRemoteError(f"{what}: rank {interrupted[0]} was interrupted. {why}")
-    if gone or isinstance(error, PeerLostError):
-        return lost(f"{what}: {named(gone) or 'a rank'} has ended. {why}", gone)
-    if isinstance(error, RemoteError):
-        return CommRemoteError(f"{what}: another rank has failed. {why}")
+    if gone:
+        return lost(f"{what}: {named(gone)} has ended. {why}", gone)
     waited = getattr(error, "peer", None)
-    if isinstance(error, CollectiveTimeout) or _is_late(error):
+    if isinstance(error, CollectiveTimeout) or is_late(error):
         missing = getattr(error, "missing", ()) or (() if waited is None else (waited,))
         whom = f"rank {', '.join(map(str, missing))} did not come" if missing else "not all ranks came"
-        late = CommTimeout(f"{what}: timed out; {whom} within {limit.total_seconds():g} s. {why}")
+        within = "in time for another rank" if _is_reported(error) else f"within {limit.total_seconds():g} s"
+        late = CommTimeout(f"{what}: timed out; {whom} {within}. {why}")
         late.missing = missing
         return late
     whom = "" if waited is None else f" in the exchange with rank {waited}"
     return (CommPeerLost if broke else RuntimeError)(f"{what}: failed{whom}. {why}")
 
 
-def _is_late(error: BaseException) -> bool:
+def _known(error: PeerLostError | RemoteError, what: str, why: str) -> CommPeerLost | CommRemoteError:
+    """Return the error of a communicator for one in which a monitor names the rank."""
+    who = "another rank" if error.rank is None else f"rank {error.rank}"
+    if isinstance(error, PeerLostError):
+        who = "a rank" if error.rank is None else f"{who} (process {error.pid} on {error.host})"
+        found: CommPeerLost | CommRemoteError = CommPeerLost(f"{what}: {who} has ended. {why}")
+    else:
+        found = CommRemoteError(f"{what}: {who} {'was interrupted' if error.is_interrupt else 'has given up'}. {why}")
+    vars(found).update(vars(error))
+    return found
+
+
+def _is_reported(error: BaseException) -> bool:
+    return isinstance(error, CollectiveTimeout) and error.is_reported
+
+
+def is_late(error: BaseException) -> bool:
     """True for gloo's and a store's errors about time limits."""
     return "imed out" in str(error) or (isinstance(error, DistStoreError) and "timeout" in str(error))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -20,6 +20,7 @@ from easydist.groups.sharing import Hosts, is_wanted
 from easydist.groups.standalone import gloo_connections
 from easydist.liveness.limited import within
 from easydist.liveness.monitor import Monitor
+from easydist.liveness.peer import Peer
 from easydist.liveness.rules import PATIENCE
 from easydist.liveness.timed_store import TimedStore
 from easydist.shm.streams import Guard
@@ -42,6 +43,8 @@ class Place(NamedTuple):
     options: CommOptions
     timeout: timedelta
     """The time limit for creating the backend."""
+    known: Mapping[int, Peer] = {}
+    """The other processes by rank, as far as they are known from a communicator that this one is split from."""
 
 
 class Made(NamedTuple):
@@ -146,6 +149,7 @@ def _meet(place: Place) -> tuple[Meeting, Hosts]:
         name=f"the communicator {place.name!r} over shm",
         operation=f"new_comm {place.name!r}",
         instead="Use gloo: new_comm('gloo', …), or 'auto'",
+        known=place.known,
     )
     try:
         return meeting, meeting.introduce(is_wanted() and place.device.type == "cpu")

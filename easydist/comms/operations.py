@@ -9,10 +9,11 @@ from typing import NoReturn, TypeVar
 
 from easydist import modes
 from easydist.agreement.notes import listeners
-from easydist.comms.failures import abort, explained
+from easydist.comms.failures import abort, explained, is_late
 from easydist.comms.hooks import AbortHook, HookArgs, Hooks, PostHook, PreHook, RemovableHandle
 from easydist.comms.options import CommOptions, checked_hints, limited
 from easydist.comms.traced import traced
+from easydist.errors import EasydistError
 from easydist.liveness.monitor import Monitor
 from easydist.transport.backend import Backend
 from easydist.transport.checked import Begin, Hints, checked_timeout
@@ -184,16 +185,23 @@ class Operations(Collectives):
         """Mark the communicator as broken, and return the error to raise."""
         if self._failure is not None or self._is_final:
             return RuntimeError(f"{name}: the operation can no longer complete: {self._failure or 'finalized'}")
-        peers = [] if self.monitor is None else list(self.monitor.peers.values())
-        what = f"{name} in the communicator {self._name!r} (rank {self.get_rank()} of {self.get_size()})"
-        raised = explained(error, what, limit, peers) if isinstance(error, Exception) else error
+        raised = self._explained(name, limit, error) if isinstance(error, Exception) else error
         self._failure = raised
         if raised is not error:
             raised.__cause__ = error
-        if self.monitor is not None:  # the other ranks must not wait for this one
-            self.monitor.ended_by(error)
+        if self.monitor is not None:  # the other ranks must not wait for this one, and raise the same error
+            self.monitor.give_up(raised) if isinstance(raised, EasydistError) else self.monitor.ended_by(error)
         for hook in tuple(self._hooks.failed.values()):
             hook(raised)
         if self._options.abort_process_on_timeout_or_error:
             abort(raised)
         return raised
+
+    def _explained(self, name: str, limit: timedelta, error: Exception) -> Exception:
+        """Return the error to raise; the monitor knows why a connection broke, perhaps on behalf of a third rank."""
+        peer: int | None = getattr(error, "peer", None)
+        if self.monitor is not None and peer is not None and not is_late(error):
+            error = self.monitor.explain(error, peer)
+        peers = [] if self.monitor is None else list(self.monitor.peers.values())
+        what = f"{name} in the communicator {self._name!r} (rank {self.get_rank()} of {self.get_size()})"
+        return explained(error, what, limit, peers)

@@ -38,6 +38,7 @@ class OwnGloo(Gloo):
         self.waits, self.was_interrupted = 0, False
         self.sync_signals: Callable[[], None] = ranks.sync_signals
         self._ranks = ranks
+        ranks.disconnect, ranks.waits_in_memory = self.disconnect, False
         watchdog().add(self)
 
     def wait_alone(self, work: dist.Work, timeout: timedelta | None) -> None:
@@ -53,7 +54,6 @@ class OwnGloo(Gloo):
         """Tell the other ranks, then break the connections. The watchdog calls this."""
         if wait == self.waits:
             self._ranks.interrupted(error)
-            self.disconnect()
 
     def publish(self) -> None:
         """Do nothing. The messages themselves carry all information for ranks of other hosts."""
@@ -72,5 +72,6 @@ class OwnGloo(Gloo):
 
     def close(self) -> None:
         """Close the connections."""
+        self._ranks.detach()
         self.process_group = None
         del self._group

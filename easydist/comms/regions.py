@@ -15,8 +15,9 @@ from datetime import timedelta
 
 import torch
 
-from easydist.comms.failures import CommPeerLost, CommTimeout, lost, named
+from easydist.comms.failures import CommPeerLost, CommTimeout, explained, lost, named
 from easydist.groups.sharing import Exchange, is_wanted
+from easydist.liveness.monitor import Monitor
 from easydist.liveness.peer import Peer, host_id
 from easydist.shm.futex import Futex
 from easydist.shm.segment import Segment
@@ -115,21 +116,32 @@ class Regions:
         assert signals is not None
         return signals[slot]
 
-    def wait(self, slot: int, is_met: Callable[[int], bool], limit: timedelta, senders: Sequence[Peer]) -> None:
+    def wait(
+        self,
+        slot: int,
+        is_met: Callable[[int], bool],
+        limit: timedelta,
+        senders: Sequence[int],
+        monitor: Monitor | None = None,
+    ) -> None:
         """Sleep until the number in a slot of this rank meets a condition.
 
         Args:
             slot: The slot.
             is_met: The condition.
             limit: The time limit.
-            senders: The other ranks that may write the number; empty if they are not known.
+            senders: The other ranks that may write the number.
+            monitor: Knows these ranks; None if there is no monitor.
 
         Raises:
             CommPeerLost: All senders have ended, and the number does not meet the condition.
+            EasydistError: A sender has left the communicator's exchanges, because of an error or to recover it: the
+                same error as in an operation.
             CommTimeout: The number has not met it within ``limit``.
         """
         deadline = time.monotonic() + limit.total_seconds()
-        gone: list[Peer] = []
+        peers = [] if monitor is None else [monitor.peers[rank] for rank in senders]
+        gone, error = list[Peer](), None
         while not is_met(self.value(slot)):
             expected = self._futex.value()
             self._futex.fence()
@@ -138,8 +150,12 @@ class Regions:
             left = deadline - time.monotonic()
             if left <= 0 or (gone and len(gone) == len(senders)):
                 raise self._in_vain(slot, limit, gone, is_late=left <= 0)
+            if error is not None:
+                raise explained(error, "wait_signal", limit, []) from error
             self._futex.sleep(expected, min(left, _LOOK))
-            gone = [peer for peer in senders if peer.has_ended()]  # before the next look, which sees their last signals
+            # Before the next look, which sees their last signals.
+            gone = [peer for peer in peers if peer.has_ended()]
+            error = None if monitor is None else monitor.reported(senders)
 
     def _in_vain(self, slot: int, limit: timedelta, gone: Sequence[Peer], is_late: bool) -> CommTimeout | CommPeerLost:
         held = f"slot {slot} of rank {self.rank} holds {self.value(slot)}"

@@ -14,7 +14,6 @@ from easydist.comms.operations import Operations
 from easydist.comms.regions import Regions, check_fits, numel_of
 from easydist.data.backing import absence
 from easydist.groups.sharing import all_gather
-from easydist.liveness.peer import Peer
 from easydist.transport.staging import flat
 from easydist.transport.work import TorchWork
 
@@ -40,13 +39,13 @@ class _Signal:
     """A wait for a signal."""
 
     def __init__(
-        self, regions: Regions, slot: int, is_met: Callable[[int], bool], limit: timedelta, senders: Sequence[Peer]
+        self, comm: Operations, regions: Regions, slot: int, is_met: Callable[[int], bool], senders: Sequence[int]
     ) -> None:
-        self._regions, self._slot, self._is_met, self._limit = regions, slot, is_met, limit
-        self._senders = senders
+        self._regions, self._slot, self._is_met, self._limit = regions, slot, is_met, comm.time_limit
+        self._senders, self._monitor = senders, comm.monitor
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        self._regions.wait(self._slot, self._is_met, timeout or self._limit, self._senders)
+        self._regions.wait(self._slot, self._is_met, timeout or self._limit, self._senders, self._monitor)
 
     def is_completed(self) -> bool:
         return self._is_met(self._regions.value(self._slot))
@@ -86,8 +85,8 @@ class _Window:
     def _wait(self, slot: int, is_met: Callable[[int], bool], async_op: bool, sender: int | None = None) -> TorchWork:
         """Wait for a number that one rank writes, or any of them (None)."""
         peers = {} if self._comm.monitor is None else self._comm.monitor.peers
-        senders = [peer for rank, peer in peers.items() if sender in (None, rank)]
-        work = TorchWork([_Signal(self._open(), slot, is_met, self._comm.time_limit, senders)])
+        senders = [rank for rank in peers if sender in (None, rank)]
+        work = TorchWork([_Signal(self._comm, self._open(), slot, is_met, senders)])
         if async_op:
             return work.in_background()
         work.wait()
@@ -186,7 +185,8 @@ class TorchCommWindow(_Window):
         Raises:
             TypeError: ``cmp_op`` is not a ``SignalCmpOp``.
             RuntimeError: There is no such slot, or the communicator's time limit has passed (CommTimeout), or all other
-                ranks have ended (CommPeerLost).
+                ranks have ended (CommPeerLost), or one of them has failed or recovers the communicator (the error of an
+                operation).
         """
         if not isinstance(cmp_op, SignalCmpOp):
             raise TypeError(f"wait_signal(): cmp_op must be a SignalCmpOp, got {cmp_op!r}")
@@ -297,7 +297,8 @@ class RegisteredWindow(_Window):
 
         Raises:
             RuntimeError: There is no such rank, or the communicator's time limit has passed (CommTimeout), or the
-                sender has ended without a further signal (CommPeerLost).
+                sender has ended without a further signal (CommPeerLost), or has failed or recovers the communicator
+                (the error of an operation).
         """
         rank = self._comm._rank("peer_rank", peer_rank)
         self._taken[rank] += 1

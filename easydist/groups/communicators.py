@@ -7,6 +7,7 @@ import functools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -22,7 +23,7 @@ from easydist.forks import NOT_A_RANK, groups_of_parents, keep
 from easydist.groups.first_meeting import FirstMeeting
 from easydist.groups.founding import Founding, found
 from easydist.groups.reconnecting import gloo_beside, reconnect
-from easydist.groups.recovering import Attempt, Recovered, Recovery, leave
+from easydist.groups.recovering import ALREADY_RECOVERED, Attempt, Recovered, Recovery
 from easydist.groups.sharing import Hosts, all_gather, attach, introduce, is_wanted
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.peer import host_id
@@ -364,10 +365,12 @@ class Communicators:
             EasydistError: The errors of ``Recovery.run``.
             RuntimeError: The group has been recovered already.
         """
-        leave(self.monitor)
+        self.monitor.recovers()
         self.stop()
+        known: Monitor | None = getattr(self._group, "monitor", None)  # a group in shared memory has met
         if self._recovery is None:
-            known: Monitor | None = getattr(self._group, "monitor", None)  # a group in shared memory has met
+            if known is not None:
+                known.recovers()
             has_met = known is not None or FirstMeeting(self._store, self.monitor).look(self.has_met, timeout)
             self._recovery = Recovery(known or self.monitor, self._store, has_met)
         return self._recovery.run(timeout, connect)
@@ -411,6 +414,9 @@ _CACHE: dict[dist.ProcessGroup, Communicators] = {}
 unregistered: set[dist.ProcessGroup] = set()
 """The groups in use that torch does not know of."""
 
+_retired: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""The groups that have ended because their survivors continue in others."""
+
 _making = threading.RLock()
 """The lock that is held while communicators are made."""
 
@@ -433,6 +439,8 @@ def _make(group: dist.ProcessGroup) -> Communicators:
             _CACHE.pop(gone).let_go()  # a destroyed group keeps its connections open as long as it is cached here
         if group in groups_of_parents:
             raise RuntimeError(NOT_A_RANK)
+        if group in _retired:
+            raise RuntimeError(ALREADY_RECOVERED)
         backend = over(group)
         found = _CACHE[group] = Communicators(Collectives(backend, group.group_name) if backend else None, group)
         return found
@@ -448,6 +456,16 @@ def forget(group: dist.ProcessGroup) -> None:
         if (known := _CACHE.pop(group, None)) is not None:
             known.stop()
             known.let_go()
+
+
+def retire(group: dist.ProcessGroup) -> None:
+    """Release the communicators of a group that has been recovered; no other ones can be made.
+
+    Args:
+        group: The group.
+    """
+    forget(group)
+    _retired.add(group)
 
 
 def _after_fork() -> None:

@@ -14,12 +14,13 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from easydist.errors import RemoteError
 from easydist.groups.sharing import Hosts, introduce, is_wanted, share
 from easydist.liveness import texts
 from easydist.liveness.monitor import Monitor
@@ -40,6 +41,13 @@ _OUTSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.di
 class _Member(Peer):
     """Another rank of a group in shared memory. An awaited rank has not come, whatever call number its page shows."""
 
+    @classmethod
+    def known(cls, rank: int, peer: Peer) -> _Member:
+        """Return the process of a peer of another group as a rank of this one, in which it has no entry yet."""
+        member = cls(rank)
+        vars(member).update(vars(peer), rank=rank, _entry=-1, _original=peer)  # which closes the descriptors
+        return member
+
     def has_finished(self, number: int) -> bool:
         return False
 
@@ -58,13 +66,24 @@ class Meeting:
         name: The name of the group, for errors.
         operation: The call that makes the group.
         instead: The advice in the error if ranks cannot share memory.
+        known: The other processes by rank, as far as they are known from a group from which this one is split. The
+            meeting does not wait for a process that has ended, or recovers that group.
 
     Attributes:
         monitor: The monitor, which knows the other processes.
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, timeout: timedelta, *, name: str, operation: str, instead: str
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        *,
+        name: str,
+        operation: str,
+        instead: str,
+        known: Mapping[int, Peer] | None = None,
     ) -> None:
         self.rank, self.size = rank, size
         self._timeout = timeout.total_seconds()
@@ -72,6 +91,8 @@ class Meeting:
         self._store, self._name, self._instead = TimedStore(store), name, instead
         self.monitor = Monitor(rank, size, self._timeout, self._store, name)
         self.monitor.waits_in_memory, self.monitor.advice = True, texts.ENDED
+        self._known = known or {}
+        self.monitor.peers |= {rank: _Member.known(rank, peer) for rank, peer in self._known.items()}
         self.monitor.begin(operation, site(), NEVER)
         self._turns = itertools.count()
         self._guard_of_group: Guard = self.monitor.guard
@@ -150,6 +171,11 @@ class Meeting:
     def _wait(self, missing: Sequence[int]) -> None:
         """Wait for a moment, or raise if the wait for these ranks cannot succeed."""
         self.monitor.guard(missing)
+        for peer in [self._known[rank] for rank in missing if rank in self._known]:
+            if peer.register():
+                error = RemoteError(texts.recovers(peer.rank))
+                error.rank = peer.rank
+                raise error
         if time.monotonic() >= self._deadline:
             raise self.monitor.late(missing, self._timeout)
         time.sleep(POLL)

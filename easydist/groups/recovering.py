@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from easydist.errors import CollectiveTimeout, EasydistError, LeftOutError, PeerLostError, RemoteError
+from easydist.errors import CollectiveTimeout, EasydistError, LeftOutError, PeerLostError
 from easydist.groups.membership import (
     CONNECTING,
     Action,
@@ -39,6 +39,8 @@ TIMEOUT = 60.0
 
 LIMIT = 10.0
 """Seconds within which members that have all come are connected."""
+
+ALREADY_RECOVERED = "recover: this group has already been recovered. Continue with the group that recover() returned"
 
 _kept: list[Monitor] = []
 """The monitors of recovered groups, kept so that late ranks still find the groups' entries on this process's page."""
@@ -118,10 +120,8 @@ class Recovery:
             RuntimeError: The group has been recovered already.
         """
         if self._is_done:
-            raise RuntimeError(
-                "recover: this group has already been recovered. Continue with the group that recover() returned"
-            )
-        leave(self.monitor)
+            raise RuntimeError(ALREADY_RECOVERED)
+        self.monitor.recovers()
         registers = self._registers()
         try:
             found = self._play(self._machine(timeout), registers, connect)
@@ -131,6 +131,7 @@ class Recovery:
             self._has_met = True  # the store is gone and cannot contradict this; continue on pages, which all can read
             found = self._play(self._machine(timeout), self._pages(error), connect)
         self._is_done = True
+        self.monitor.retire()
         return found
 
     def _machine(self, timeout: float) -> Membership:
@@ -209,12 +210,16 @@ class Recovery:
                 return actions
 
     def _ended(self, heard: list[Told]) -> set[int]:
-        """Return the ranks that have ended, and a lost rank of another host that has not come since."""
+        """Return the ranks that have ended, and a lost rank of another host that has not come since.
+
+        A rank of this host with a broken connection is not lost as long as its process lives: it may come any moment.
+        """
         ended = {peer.rank for peer in self.monitor.peers.values() if peer.is_gone()}
-        lost = getattr(self.monitor.broken, "rank", None)
-        if isinstance(lost, int) and heard[lost].register.stage == Stage.AWAY:
-            ended.add(lost)
-        return ended
+        error = self.monitor.broken
+        lost = error.rank if isinstance(error, PeerLostError) else None
+        if lost is None or lost == self.monitor.rank or self.monitor.peers[lost].is_visible:
+            return ended
+        return ended | {lost} if heard[lost].register.stage == Stage.AWAY else ended
 
     # The store of the new group.
 
@@ -258,15 +263,6 @@ class Recovery:
         store = self._served if address else self._store
         assert store is not None
         return store
-
-
-def leave(monitor: Monitor) -> None:
-    """End the exchanges of the old group for good, so that ranks that wait in it come, too."""
-    if monitor.broken is None or not monitor.broken.is_final:
-        monitor.broken = None
-        error = RemoteError(texts.recovers(monitor.operation or "recover", monitor.rank))
-        error.is_final = True
-        monitor.give_up(error)
 
 
 def _error(action: Raise, monitor: Monitor) -> EasydistError:

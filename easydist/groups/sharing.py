@@ -173,7 +173,7 @@ def _proved(hosts: Hosts, failures: Sequence[str]) -> Hosts:
 
 def _guard(monitor: Monitor, ranks: Sequence[int], waited: float) -> None:
     """Guard a wait for all ranks: the awaited ranks of this host may themselves be waiting for another host."""
-    monitor.guard(list(monitor.peers), waited)
+    monitor.guard(list(monitor.peers), waited, is_exact=False)
 
 
 @functools.cache

@@ -45,6 +45,7 @@ class Heard(NamedTuple):
             group's store.
         has_ended: True if its process has ended.
         has_finished: True if it has left this rank's call after sending all its data.
+        blocks: True if this wait needs data that had not come from it before the look.
     """
 
     rank: int
@@ -52,6 +53,7 @@ class Heard(NamedTuple):
     is_ours: bool | None = True
     has_ended: bool = False
     has_finished: bool = False
+    blocks: bool = False
 
 
 class Parting(enum.Enum):

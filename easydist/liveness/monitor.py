@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from easydist import settings
 from easydist.errors import EasydistError, RemoteError, WireError
@@ -86,12 +86,13 @@ class Monitor(GroupStatus):
         """Seconds until the call's time is over; None outside of calls."""
         return self.time_left(time.monotonic())
 
-    def guard(self, awaited: Sequence[int], waited: float = 0.0) -> None:
+    def guard(self, awaited: Sequence[int], waited: float = 0.0, is_exact: bool = True) -> None:
         """End the wait if it cannot succeed.
 
         Args:
             awaited: The ranks that have not come yet, as far as that is known.
             waited: Seconds waited so far.
+            is_exact: True if the wait needs data of each of these ranks that has not come.
 
         Raises:
             PeerLostError: An awaited rank has ended.
@@ -99,7 +100,7 @@ class Monitor(GroupStatus):
             CollectiveTimeout: The call's time is over.
         """
         self.raise_if_broken()
-        if (error := self._in_vain(awaited)) is not None:
+        if (error := self._in_vain(awaited, is_exact)) is not None:
             self.give_up(error)
         self.raise_if_broken()
 
@@ -121,15 +122,15 @@ class Monitor(GroupStatus):
         if self.broken is None and (error := self._in_vain(list(self.peers))) is not None:
             self.give_up(error, wait=wait)
 
-    def _in_vain(self, awaited: Sequence[int]) -> EasydistError | None:
+    def _in_vain(self, awaited: Sequence[int], is_exact: bool = False) -> EasydistError | None:
         """Return the error because of which the wait cannot succeed; None if it still can."""
         try:
-            return self._found(awaited)
+            return self._found(awaited, is_exact)
         except WireError as error:  # a damaged value in the store, which the error names
             return error
 
-    def _found(self, awaited: Sequence[int]) -> EasydistError | None:
-        cause = self.look(self._heard(awaited))
+    def _found(self, awaited: Sequence[int], is_exact: bool) -> EasydistError | None:
+        cause = self.look(self._heard(awaited, is_exact))
         now = time.monotonic()
         listens, is_late = self.listens(now), self.is_late(now)
         if cause is None and listens:
@@ -147,13 +148,13 @@ class Monitor(GroupStatus):
     def _others_warn(self) -> bool:
         """True if a lower rank of this host waits in this call of all ranks, so that its warning is enough."""
         return self.peer is None and any(
-            peer.rank < self.rank and peer.is_inside(self.number) and not peer.is_stopped()
+            peer.rank < self.rank and peer.is_inside(self.number) and not (peer.is_stopped or peer.has_ended())
             for peer in self.peers.values()
         )
 
-    def _heard(self, awaited: Sequence[int]) -> Iterator[Heard]:
+    def _heard(self, awaited: Sequence[int], is_exact: bool) -> Iterator[Heard]:
         for peer in self._unfinished(awaited):
-            yield self.hear(peer, is_awaited=True)
+            yield self.hear(peer, is_awaited=True)._replace(blocks=is_exact)
         for peer in self._gave_up():
             yield self.hear(peer)
 
@@ -194,6 +195,12 @@ class Monitor(GroupStatus):
     def detach(self) -> None:
         """Drop the references to the connections of a destroyed group."""
         self.disconnect = self.sync_signals = nothing
+
+    def retire(self) -> None:
+        """Keep only the entry on this process's page: other ranks may still read that this group has been recovered."""
+        self.detach()
+        self.peers = {rank: Peer(rank) for rank in self.peers}
+        self._store = None
 
     def begin_reconnecting(self) -> EasydistError | None:
         """Make the phase odd; return the error that broke the old connections."""
@@ -244,11 +251,35 @@ class Monitor(GroupStatus):
         """Leave a call before its end because of Ctrl-C or the like; do nothing if the wait has ended."""
         self.sync_signals()  # now, so that the signal counts for this call
         text = texts.interrupted(self.operation, self.rank, error, self.advice.failed)
-        self.give_up(RemoteError(text), INTERRUPT, wait)
+        self.give_up(self._own(text), INTERRUPT, wait)
 
     def failed(self, error: Exception, wait: int | None = None) -> None:
         """Leave a call before its end because of an error of this rank; do nothing if the wait has ended."""
-        self.give_up(RemoteError(texts.failed(self.operation, self.rank, error, self.advice.failed)), wait=wait)
+        self.give_up(self._own(texts.failed(self.operation, self.rank, error, self.advice.failed)), wait=wait)
+
+    def recovers(self) -> None:
+        """Leave the group for good, in order to recover it: ranks that wait in it hear of that, and come, too."""
+        if self.broken is None or not self.broken.is_final:
+            self.broken = None
+            error = self._own(texts.recovers(self.rank))
+            error.is_final = True
+            self.give_up(error)
+
+    def _own(self, text: str) -> RemoteError:
+        error = RemoteError(text)
+        error.rank = self.rank
+        return error
+
+    def reported(self, ranks: Iterable[int]) -> EasydistError | None:
+        """Return the error that ended the exchanges of this rank, or of one of these ranks; None if none has ended.
+
+        For waits outside of calls.
+        """
+        if self.broken is not None:
+            return again(self.broken)
+        found = (self.judge(self.hear(self.peers[rank], remote=True)) for rank in ranks)
+        cause = next((cause for cause in found if cause is not None), None)
+        return None if cause is None else self.error_of(cause, ())
 
     def post_exception(self, text: str) -> None:
         """Report to the others that this process ends with an exception.

@@ -11,8 +11,9 @@ bytes   content
 16      three u64: the pid, as the process knows it; the number of entries used; the entry of the last call, plus 1
 40      two u64: the signal on which the process writes its stacks, the descriptor of the file; 0 if it does not
 64      length of the body, u64; the body that the process runs while others wait for it (``bodies``)
-512     length of the failure report, u64; the failure report
+512     length, u64; the report of the exception that ended the process
 32768   the entries: 2048 bytes for each group
+2 MiB   the failure reports: for each group 32 KiB, which begin with the length, u64
 ======  =====================================================================
 
 ======  =====================================================================
@@ -30,6 +31,7 @@ bytes   content of an entry
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -43,12 +45,15 @@ from typing import NamedTuple
 
 from easydist.liveness import stacks
 
-_NBYTES = 1 << 21  # the system allocates only the parts that have been touched
 _BODY, _REPORT, _ENTRIES, _ENTRY_NBYTES = 64, 512, 1 << 15, 1 << 11
+_REPORTS, _REPORT_NBYTES = 1 << 21, 1 << 15
 _PLACE, _DESCRIPTION, _REGISTER = 32, 640, 1024
 _VERSION_NBYTES = (_ENTRY_NBYTES - _REGISTER) // 2
 _VERSION = struct.Struct("QII")
-_ENTRY_COUNT = (_NBYTES - _ENTRIES) // _ENTRY_NBYTES
+_ENTRY_COUNT = (_REPORTS - _ENTRIES) // _ENTRY_NBYTES
+_NBYTES = _REPORTS + _ENTRY_COUNT * _REPORT_NBYTES  # the system allocates only the parts that have been touched
+_AT_REST = 32
+"""The number of free entries that are not used yet, so that ranks that still wait can read the last reports there."""
 _LONGEST = _DESCRIPTION - _PLACE - 8
 _SINCE_AND_PARTNER, _SINCE_TO_PLACE = struct.Struct("dq"), struct.Struct("dqQ")
 _PID, _USED, _LAST, _SIGNAL, _STACKS = 2, 3, 4, 5, 6
@@ -87,6 +92,8 @@ class _Page:
         self._words = memoryview(memory).cast("q")
 
     def _text(self, start: int, stop: int) -> str:
+        if not self._words[start >> 3]:
+            return ""
         length = min(int.from_bytes(self._memory[start : start + 8], "little"), stop - start - 8)
         return self._memory[start + 8 : start + 8 + length].decode(errors="replace")
 
@@ -154,15 +161,18 @@ class OwnPage(_Page):
         self.address = os.getpid(), self._descriptor, token.hex()
         self._words[_SIGNAL], self._words[_STACKS] = stacks.agree()
         self._entries = itertools.count()
-        self._free: list[int] = []
+        self._free: collections.deque[int] = collections.deque()
 
     def new_entry(self) -> int:
         """Return a cleared entry for the calls of one more group; -1 if the page is full."""
-        entry = self._free.pop() if self._free else next(self._entries)
+        entry = self._free.popleft() if len(self._free) > _AT_REST else next(self._entries)
         if entry >= _ENTRY_COUNT:
-            return -1
+            if not self._free:
+                return -1
+            entry = self._free.popleft()
         start = _start(entry)
         self._memory[start : start + _ENTRY_NBYTES] = bytes(_ENTRY_NBYTES)
+        self._words[_report_of(entry) >> 3] = 0
         self._words[_USED] = max(self._words[_USED], entry + 1)
         return entry
 
@@ -242,9 +252,15 @@ class OwnPage(_Page):
         """Write the body that the process runs; empty after its end."""
         self._write(_BODY, _REPORT, text.encode(errors="replace"))
 
-    def set_report(self, text: str) -> None:
-        """Write a failure report."""
-        self._write(_REPORT, _ENTRIES, text.encode(errors="replace"))
+    def set_report(self, entry: int, text: str) -> None:
+        """Write the failure report of a group, or with entry -1 that of the process, which counts for all its groups.
+
+        Args:
+            entry: The entry of the group.
+            text: The report as JSON; empty to erase it.
+        """
+        start, stop = (_report_of(entry), _report_of(entry + 1)) if entry >= 0 else (_REPORT, _ENTRIES)
+        self._write(start, stop, text.encode(errors="replace"))
 
 
 class PeerPage(_Page):
@@ -294,9 +310,9 @@ class PeerPage(_Page):
         last = self._words[_LAST]
         return self._place(last - 1) if 0 < last <= _ENTRY_COUNT else ""
 
-    def report(self) -> str:
-        """Return the failure report of the process as JSON; empty if there is none."""
-        return self._text(_REPORT, _ENTRIES)
+    def report(self, entry: int) -> str:
+        """Return the failure report of a group, or with entry -1 that of the process, as JSON; empty if none."""
+        return self._text(*((_report_of(entry), _report_of(entry + 1)) if entry >= 0 else (_REPORT, _ENTRIES)))
 
     def register(self, entry: int) -> str:
         """Return the register of a group; empty if the process has written none."""
@@ -314,6 +330,11 @@ class PeerPage(_Page):
 def _start(entry: int) -> int:
     """Return the offset of an entry."""
     return _ENTRIES + entry * _ENTRY_NBYTES
+
+
+def _report_of(entry: int) -> int:
+    """Return the offset of the failure report of an entry."""
+    return _REPORTS + entry * _REPORT_NBYTES
 
 
 def own_page() -> OwnPage | None:

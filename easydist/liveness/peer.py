@@ -17,7 +17,7 @@ from easydist import settings
 from easydist.liveness import bodies, texts
 from easydist.liveness.bodies import Body
 from easydist.liveness.page import OwnPage, PeerPage
-from easydist.liveness.report import Report
+from easydist.liveness.report import EXCEPTION, Report
 from easydist.liveness.rules import has_finished
 from easydist.liveness.stored import decoded
 
@@ -174,10 +174,6 @@ class Peer:
         """True if it is known to be in the call of this number."""
         return self._page is not None and self.number() == number and self._page.is_inside(self._entry)
 
-    def is_stopped(self) -> bool:
-        """True if its process is known to be stopped or to have ended."""
-        return _state(self.pid)[0] in ("T", "t", *_DEAD)
-
     def is_same_group(self, entry: int) -> bool:
         """True if an entry of its page is that of the group to which this peer belongs."""
         return entry == self._entry >= 0
@@ -197,8 +193,17 @@ class Peer:
         return self._page.register(self._entry) if self._page else ""
 
     def report(self) -> Report | None:
-        """Return its failure report, if it has left one on its page since the group was made; else None."""
-        return self.recent(Report.from_page(self._page.report())) if self._page else None
+        """Return its failure report, if it has left one on its page since the group was made; else None.
+
+        The exception that ended its process goes first, in the words of this group if it has told this group.
+        """
+        if (page := self._page) is None:
+            return None
+        ended, text = page.report(-1), page.report(self._entry) if self._entry >= 0 else ""
+        report = self.recent(Report.from_page(text))
+        if not ended or (report is not None and report.kind == EXCEPTION):
+            return report
+        return self.recent(Report.from_page(ended)) or report
 
     def recent(self, report: Report | None) -> Report | None:
         """Return the report, or None if it is older than the group; both times are of the peer's monotonic clock."""

@@ -71,6 +71,7 @@ class CallProtocol:
         self._over = dict[int, int]()  # for each rank its last meeting attempt that it has left
         self._left_at: float | None = None
         self._seen_ended: set[int] = set()
+        self._seen_left: set[int] = set()
         self._limit = self._began = self._ended = self._exchanged = 0.0
         self._extended, self._is_limit_given = 0.0, False
         self._deadline = self._warn_at = self._listen_at = NOT_IN_TIME
@@ -204,10 +205,19 @@ class CallProtocol:
         return _first((None if self._left_after(one) else self.judge(one)) or self._end_of(one) for one in heard)
 
     def _left_after(self, heard: Heard) -> bool:
-        """True if a rank has left the group for good after sending all its data of this rank's call."""
+        """True if a rank has left the group for good after sending all its data of this rank's call.
+
+        Numbers of calls say so only if all ranks count all calls: those of communicators, and messages of groups of
+        torch, are not counted, or on some ranks only. Data that this wait still needs at the next look says the
+        opposite in any case.
+        """
         report = heard.report
         if report is None or not report.is_final or report.peer is not None:
             return False
+        if heard.blocks:
+            if heard.rank in self._seen_left:
+                return False
+            self._seen_left.add(heard.rank)
         return report.number > self.at and report.number % 1 > 0  # outside of calls
 
     def _end_of(self, heard: Heard) -> Cause | None:

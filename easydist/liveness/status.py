@@ -19,7 +19,7 @@ from easydist.liveness.events import Cause, Heard, Why
 from easydist.liveness.page import OwnPage, own_page
 from easydist.liveness.peer import Peer
 from easydist.liveness.protocol import GroupProtocol
-from easydist.liveness.report import Report
+from easydist.liveness.report import EXCEPTION, Report
 from easydist.liveness.rules import LISTEN_EVERY
 from easydist.liveness.stored import decoded, in_store
 from easydist.liveness.timed_store import TimedStore, is_reachable
@@ -159,7 +159,9 @@ class GroupStatus(GroupProtocol):
             kind, text, self.rank, self.entry, self.phase, number, time.monotonic(), is_final, fields, *self.origin
         ).to_json()
         if self._page is not None:
-            self._page.set_report(report)
+            self._page.set_report(self.entry, report)
+            if kind == EXCEPTION and self.entry >= 0:  # for groups of this process whose monitors tell nobody
+                self._page.set_report(-1, report)
         is_unknown = not self._exchanged  # ranks that have not met this process read the store
         self._write(f"reports/{self.phase}/{self.rank}", report, is_unknown)
         if not is_relayed:
@@ -249,7 +251,7 @@ class GroupStatus(GroupProtocol):
 
     def _ended_with(self, peer: Peer, text: str) -> RemoteError:
         error = RemoteError(texts.raised(self.operation, self.rank, peer.rank, text, self._last_seen(peer)))
-        error.is_final = True
+        error.is_final, error.rank = True, peer.rank
         return error
 
     def _lost(self, peer: Peer, how: str = "") -> PeerLostError:

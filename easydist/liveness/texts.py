@@ -148,9 +148,9 @@ def unreached(operation: str, where: str, is_served_by_rank_0: bool, seconds: fl
     return "\n".join([head, *rows, advice])
 
 
-def recovers(operation: str, rank: int) -> str:
+def recovers(rank: int) -> str:
     """Return the text for ranks that wait in a group that another rank has left to recover it."""
-    return f"{operation}: rank {rank} has left the group to recover it\nCall recover() on this rank, too."
+    return f"recover: rank {rank} has left the group to recover it\nCall recover() on this rank, too."
 
 
 def _group(name: str) -> str:

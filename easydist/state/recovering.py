@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from easydist.agreement.calling import seconds
 from easydist.eager import eager
-from easydist.groups.communicators import forget, of_group, timeout_of, unregistered
+from easydist.groups.communicators import forget, of_group, retire, timeout_of, unregistered
 from easydist.groups.recovering import TIMEOUT, Attempt
 from easydist.groups.standalone import gloo_group
 from easydist.liveness.limited import within
-from easydist.state.default_group import replace_default_group
+from easydist.state.default_group import is_recovered, replace_default_group
 from easydist.state.environment import World
 from easydist.state.process_state import ProcessState
 from easydist.transport.comm import Collectives
@@ -84,7 +84,12 @@ def recover(group: Any = None, *, timeout: Timeout | None = None) -> Any:
     found = comms.recover(limit, functools.partial(_connected, of))
     new = found.made
     if group is None:
+        was_recovered = is_recovered(of)
         replace_default_group(new, _survivor(world, new.rank(), found.hosts))
+        _ = state.world  # the state adopts the new group, and so releases the old one
+        if was_recovered:  # torch keeps its first default group, but this one is easydist's own
+            retire(of)
+            dist.destroy_process_group(of)
     return new
 
 
@@ -118,7 +123,8 @@ def _connected(old: dist.ProcessGroup, attempt: Attempt) -> dist.ProcessGroup:
     else:
         ranks = [dist.get_process_group_ranks(old)[member] for member in attempt.members]
         new = _registered(old, attempt, ranks, name, attempt.left)
-    _c10d._set_pg_timeout(timeout, new)
+    # A group in shared memory has its own, because torch's function knows groups of gloo and NCCL only.
+    new.set_timeout(timeout) if hasattr(new, "monitor") else _c10d._set_pg_timeout(timeout, new)
     try:
         of_group(new).met(attempt.left)  # so that they need no store to recover if a rank dies before their next call
     except BaseException:

@@ -308,7 +308,7 @@ def test_sizes_that_differ_between_ranks_are_found_in_shared_memory(rank, least)
             assert comm.is_broken
         else:
             call(comm)
-            with pytest.raises(CommRemoteError, match="another rank has failed"):
+            with pytest.raises(CommRemoteError, match=r"rank \d has given up"):
                 comm.barrier(False)
 
 
@@ -323,7 +323,7 @@ def test_a_rank_that_comes_after_a_timeout_does_not_wait(rank):
     dist.barrier()
     if rank == 1:
         comm.barrier(False)
-        with pytest.raises(CommRemoteError, match=r"rank 0: CollectiveTimeout: not all ranks came within 0\.1 s"):
+        with pytest.raises(CommTimeout, match=r"rank 1 did not come in time for another rank.*within 0\.1 s"):
             comm.barrier(False)
 
 

@@ -1,6 +1,7 @@
 """Ranks that are stopped, late or interrupted around ``recover``, and survivors without a store."""
 
 import functools
+import re
 from pathlib import Path
 
 import launching
@@ -20,11 +21,20 @@ GO_ON = [
 GO_ON += ["3/comm_gloo/store_lost", "4/shm/group", "4/gloo/group"]
 ALL = ["3/shm/nobody", "3/gloo/nobody", "4/0011/nobody", "3/shm/interrupt", "4/0011/interrupt"]
 OTHER = ["4/0011/store_lost", "3/shm/again"]
+ALONE = ["3/shm/alone", "3/gloo/alone", "4/0011/alone", "3/torch_shm/alone", "3/torch_shm/torch"]
+ALONE += [f"{size}/comm_{kind}/alone" for kind in ("shm", "gloo") for size in (2, 3, 4)]
+ALONE += [f"3/comm_{kind}/{how}" for kind in ("shm", "gloo") for how in ("async", "messages", "split")]
+ALONE += ["3/comm_shm/signal", "3/comm_shm/any_signal"]
+OFTEN = [f"{size}/{kind}/often" for size, kind in [(2, "shm"), (3, "gloo"), (3, "torch_shm"), (4, "0011")]]
+OFTEN += ["3/comm_shm/often", "3/comm_gloo/often"]
+ALONE += [f"{case}/{how}" for how in ("chain", "verb") for case in ("4/comm_shm", "4/comm_gloo")]
+DIES = [f"3/comm_{kind}/{how}" for kind in ("shm", "gloo") for how in ("chain_dies", "split_dies")]
+DIES += ["3/comm_shm/signal_dies"]
 
 
 @functools.cache
 def launched():
-    return launching.launched(SCRIPT, [*OUT, *GO_ON, *ALL, *OTHER])[0]
+    return launching.launched(SCRIPT, [*OUT, *GO_ON, *ALL, *OTHER, *ALONE, *DIES, *OFTEN])[0]
 
 
 def outcome(case):
@@ -85,3 +95,40 @@ def test_a_group_is_recovered_once():
     assert {row["again"] for row in rows.values()} == {
         "recover: this group has already been recovered. Continue with the group that recover() returned"
     }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ALONE)
+def test_who_waits_hears_at_once_that_another_rank_recovers(case):
+    rows, statuses = outcome(case)
+    everyone = list(range(int(case[0])))
+    assert {rank: row["members"] for rank, row in rows.items()} == dict.fromkeys(everyone, everyone)
+    assert statuses == [0] * len(everyone)
+    kind = "CommRemoteError" if "comm" in case and "verb" not in case else "RemoteError"
+    for rank in everyone[:-1]:
+        assert rows[rank]["met"] == kind, rows[rank]["heard"]
+        # A wait for several ranks may first hear of one that has heard of the last one, and recovers, too.
+        who = "[0-9]" if "split" in case or "any_" in case else everyone[-1]
+        assert re.search(f"rank {who} has left the group to recover it", rows[rank]["heard"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", DIES)
+def test_who_waits_outside_of_operations_hears_of_a_death(case):
+    rows, statuses = outcome(case)
+    assert statuses == [0, 0, -9]
+    assert {rank: row["members"] for rank, row in rows.items()} == {0: [0, 1], 1: [0, 1]}
+    for rank in (0, 1):
+        assert rows[rank]["met"] == "CommPeerLost"
+        assert "rank 2" in rows[rank]["heard"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OFTEN)
+def test_threads_and_descriptors_end_with_the_group_that_was_recovered(case):
+    rows, statuses = outcome(case)
+    everyone = list(range(int(case[0])))
+    assert statuses == [0] * len(everyone)
+    assert {rank: (row["members"], row["more"]) for rank, row in rows.items()} == dict.fromkeys(
+        everyone, (everyone, {})
+    )

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -10,8 +11,10 @@ import pytest
 import torch.distributed as dist
 
 import easydist
+from easydist import ProcessState
 from easydist.errors import PeerLostError
 from easydist.groups.communicators import Communicators
+from easydist.groups.registers import Told
 from easydist.testing import distributed
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "recovering.py"
@@ -45,6 +48,8 @@ def check(case, rows, ended):
     pids = [ended["pids"][rank] for rank in left]
     assert {rank: row["pids"] for rank, row in rows.items()} == dict.fromkeys(left, pids)
     assert [(rows[rank]["index"], rows[rank]["sum"]) for rank in left] == [(i, len(left)) for i in range(len(left))]
+    victims = {ended["pids"][rank] for rank in ended["victims"]}
+    assert {pid for row in rows.values() for pid in row["lost"]} <= victims
     if not case.split("/")[1].startswith("comm"):
         assert [(rows[rank]["main"], rows[rank]["local"]) for rank in left] == [(i == 0, i) for i in range(len(left))]
         assert all(rows[rank]["node"] == [0, 1, len(left)] for rank in left)
@@ -88,3 +93,27 @@ def test_an_attempt_that_fails_leaves_no_group():
     assert easydist.gather(2, group=new).tolist() == [2, 2]
     for group in (new, old):
         dist.destroy_process_group(group)
+
+
+@distributed(world_size=3)
+def test_a_rank_of_this_host_is_waited_for_though_an_error_calls_it_lost(rank):
+    """A connection may break, with no reason to be found in time, while the process at its other end lives."""
+    group = dist.new_group()
+    easydist.gather(rank, group=group)
+    monitor = ProcessState().communicators(group).monitor
+    if rank == 2:
+        until = time.monotonic() + 0.5  # long enough for the others to go on without it
+        while time.monotonic() < until and not all(Told.from_json(p.register()).register.slot for p in peers(monitor)):
+            time.sleep(0.01)
+    else:
+        error = PeerLostError("gather: rank 2 is lost: its connection broke")
+        error.rank = 2
+        monitor.give_up(error)
+    new = easydist.recover(group, timeout=launching.within(20))
+    assert easydist.gather(rank, group=new).tolist() == [0, 1, 2]
+    for one in (new, group):
+        dist.destroy_process_group(one)
+
+
+def peers(monitor):
+    return list(monitor.peers.values())

@@ -12,6 +12,7 @@ from easydist.groups.registers import unseen
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.page import OwnPage, PeerPage, own_page
 from easydist.liveness.peer import RECORD_NBYTES, Peer, record
+from easydist.liveness.report import EXCEPTION
 
 
 def test_only_the_same_user_can_open_the_page():
@@ -70,14 +71,37 @@ def test_a_forked_child_that_drops_a_group_does_not_erase_it_from_its_parents_pa
 
 
 def test_a_failure_report_counts_though_the_wall_clock_steps_back(monkeypatch):
-    page = own_page()
-    peer = Peer(1, record(page, -1, True))
+    page, monitor = own_page(), Monitor(0, 2, 1.0)
+    peer = Peer(1, record(page, monitor.entry, True))
     monkeypatch.setattr(time, "time", lambda: 0.0)
+    monitor.post("late", "too late", 1.0)
+    report = peer.report()
+    assert report is not None
+    assert report.text == "too late"
+    assert Peer(1, record(page, monitor.entry, True)).report() is None  # of an earlier group
+
+
+def test_each_group_has_a_report_of_its_own_and_an_exception_counts_for_all():
+    page, monitors = own_page(), [Monitor(0, 2, 1.0), Monitor(0, 2, 1.0), Monitor(0, 2, 1.0)]
+    peers = [Peer(0, record(page, monitor.entry, True)) for monitor in monitors]
     try:
-        Monitor(0, 2, 1.0).post("late", "too late", 1.0)
-        report = peer.report()
-        assert report is not None
-        assert report.text == "too late"
-        assert Peer(1, record(page, -1, True)).report() is None  # of an earlier group
+        for monitor in monitors[:2]:
+            monitor.post("late", f"of {monitor.entry}", 1.0)
+        texts = [report.text for peer in peers if (report := peer.report()) is not None]
+        assert texts == [f"of {monitor.entry}" for monitor in monitors[:2]]
+        monitors[0].post(EXCEPTION, "bad batch", 1.0)
+        assert [peer.report().entry for peer in peers] == [monitors[0].entry] * 3
+        monitors[1].post(EXCEPTION, "bad batch", 1.0)
+        assert [peer.report().entry for peer in peers] == [monitors[i].entry for i in (0, 1, 1)]
     finally:
-        page.set_report("")
+        page.set_report(-1, "")
+
+
+def test_the_last_report_of_a_group_can_be_read_for_some_time_after_its_end():
+    page = OwnPage()
+    entry = page.new_entry()
+    page.set_report(entry, "left")
+    page.free_entry(entry)
+    reader = PeerPage.attach(*page.address)
+    assert page.new_entry() != entry
+    assert reader.report(entry) == "left"

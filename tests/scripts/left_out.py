@@ -2,30 +2,41 @@
 
 python tests/scripts/left_out.py 3/shm/stop 4/0011/kill …
 
-A case is the world size, the backend (shm; gloo; comm_shm; comm_gloo; or for each rank a digit that stands for its
-host), and the scenario.
+A case is the world size, the backend (shm; gloo; torch_shm, i.e. "easydist_shm"; comm_shm; comm_gloo; or for each rank
+a digit that stands for its host), and the scenario. In the scenarios of ``ALONE`` the last rank calls ``recover`` or
+dies, and nothing else tells the others, which wait for it.
 """
 
+import collections
+import contextlib
 import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from forking import forked, side_by_side, statuses, store_of_an_agent
 from launching import within
+from leaks import holdings, once
 
 import easydist
 from easydist import EasydistError, ProcessState
-from easydist.comms import TorchComm, new_comm
+from easydist.comms import SignalCmpOp, TorchComm, new_comm
 from easydist.groups import recovering
 from easydist.groups.recovering import Recovery
 
 SHORT, LONG = within(0.7), within(20)
-AGENT = ("early", "hosts", "stop", "late", "nobody", "interrupt", "group")
+ALONE = ("alone", "async", "verb", "torch", "messages", "chain", "chain_dies", "split", "split_dies")
+ALONE += ("signal", "any_signal", "signal_dies")
+OFTEN = 4
+"""The recoveries of the scenario "often", in which all ranks recover at once."""
+
+AGENT = ("often", "early", "hosts", "stop", "late", "nobody", "interrupt", "group", *ALONE)
 """The scenarios in which no rank serves the store."""
 
 
@@ -63,7 +74,10 @@ class Ranks:
 
     def meet(self, rank: int) -> None:
         """Make the call that one rank misses."""
-        if self.scenario in ("nobody", "interrupt", "connect_stops"):
+        if self.scenario in ("nobody", "interrupt", "connect_stops", "often"):
+            return
+        if self.scenario in ALONE:
+            self.meet_alone(rank)
             return
         if self.scenario == "early" and rank == self.last:
             dist.barrier(ProcessState().process_group)
@@ -88,11 +102,32 @@ class Ranks:
 
             Recovery._connected = stopped  # type: ignore[method-assign]
 
+    def meet_alone(self, rank: int) -> None:
+        """Wait for the last rank, which calls ``recover`` instead, or dies."""
+        if rank == self.last:
+            if self.scenario.endswith("dies"):
+                kill_me()
+            return
+        try:
+            self.wait_for_last()
+        except (EasydistError, RuntimeError) as error:
+            self.met, self.heard = type(error).__name__, str(error)
+
+    def wait_for_last(self) -> None:
+        if self.scenario == "torch":
+            dist.all_reduce(torch.ones(1))
+        else:
+            easydist.gather(0)
+
 
 class Verbs(Ranks):
     """The verbs over the default group."""
 
     def begin(self, rank: int) -> None:
+        if self.backend == "torch_shm":
+            from easydist.process_group import NAME
+
+            dist.init_process_group(NAME, timeout=timedelta(seconds=LONG))
         if self.scenario != "early":
             easydist.gather(rank)
 
@@ -158,13 +193,49 @@ class GivenGroup(Verbs):
         return ranks
 
 
+def threads() -> collections.Counter[str]:
+    """Return the numbers of this process's threads by name."""
+    found: collections.Counter[str] = collections.Counter()
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has ended
+            found[f"thread {path.read_text().strip()}"] += 1
+    return found
+
+
 class Communicator(Ranks):
     """A communicator."""
 
     def begin(self, rank: int) -> None:
-        kind = self.backend.removeprefix("comm_")
-        self.comm: TorchComm = new_comm(kind, torch.device("cpu"), "main", timeout=timedelta(seconds=SHORT))
+        kind, limit = self.backend.removeprefix("comm_"), LONG if self.scenario in ALONE else SHORT
+        self.comm: TorchComm = new_comm(kind, torch.device("cpu"), "main", timeout=timedelta(seconds=limit))
         self.gather(rank)
+        if "signal" in self.scenario:
+            self.window, self.signals = self.comm.new_window(torch.zeros(1)), self.comm.window_allocate(8)
+        elif self.scenario == "verb":
+            easydist.gather(rank, group=self.comm)
+        elif self.scenario == "messages":  # only the last rank and its neighbour know of them
+            self.send_some(rank)
+
+    def send_some(self, rank: int) -> None:
+        for _ in range(3):
+            if rank == self.last:
+                self.comm.send(torch.ones(1), rank - 1, async_op=False)
+            elif rank == self.last - 1:
+                self.comm.recv(torch.ones(1), self.last, async_op=False)
+
+    def wait_for_last(self) -> None:
+        if self.scenario in ("split", "split_dies"):
+            self.comm.split(range(self.size), "part")
+        elif self.scenario in ("signal", "signal_dies"):
+            self.window.wait_signal(self.last, async_op=False)
+        elif self.scenario == "any_signal":
+            self.signals.wait_signal(0, 1, SignalCmpOp.EQ, async_op=True).wait()
+        elif self.scenario == "verb":
+            easydist.gather(0, group=self.comm)
+        elif "chain" in self.scenario:  # each rank waits for the next one only
+            self.comm.recv(torch.ones(1), self.comm.get_rank() + 1, async_op=False)
+        else:
+            self.comm.barrier(async_op=self.scenario == "async").wait()
 
     def gather(self, rank: int) -> list[int]:
         rows = torch.empty(self.comm.get_size(), dtype=torch.int64)
@@ -172,7 +243,10 @@ class Communicator(Ranks):
         return rows.tolist()
 
     def meet(self, rank: int) -> None:
-        if self.scenario == "connect_stops":
+        if self.scenario in ALONE:
+            self.meet_alone(rank)
+            return
+        if self.scenario in ("connect_stops", "often"):
             return
         self.spoil(rank)
         try:
@@ -187,13 +261,15 @@ class Communicator(Ranks):
 
 def work(ranks: Ranks, rank: int) -> None:
     row: dict[str, object] = {"case": ranks.case, "rank": rank, "type": None, "text": "", "members": None}
-    ranks.met = ""
+    ranks.met = ranks.heard = ""
     ranks.begin(rank)
     ranks.meet(rank)
     if ranks.scenario == "connect_stops":
         ranks.stop_before_connecting(rank)
     try:
         row["members"] = ranks.recover(rank)
+        if ranks.scenario == "often":
+            row |= {"more": more(lambda: ranks.recover(rank))}
     except (EasydistError, RuntimeError) as error:
         row |= {"type": type(error).__name__, "text": str(error), "is_runtime": isinstance(error, RuntimeError)}
         row["gone_on"] = getattr(error, "members", None)
@@ -204,7 +280,15 @@ def work(ranks: Ranks, rank: int) -> None:
             easydist.recover(dist.group.WORLD)
         except RuntimeError as error:
             row["again"] = str(error)
-    os.write(1, (json.dumps(row | {"met": ranks.met}) + "\n").encode())
+    os.write(1, (json.dumps(row | {"met": ranks.met, "heard": ranks.heard}) + "\n").encode())
+
+
+def more(recover: Callable[[], object]) -> dict[str, int]:
+    """Return the threads and descriptors that more recoveries leave behind; gloo ends its own in a thread."""
+    before = holdings() + threads()
+    for _ in range(OFTEN):
+        recover()
+    return dict(once(lambda: holdings() + threads() - before))
 
 
 def ranks_of(case: str) -> Ranks:

@@ -23,7 +23,7 @@ from forking import forked, side_by_side, statuses, store_of_an_agent
 from launching import within
 
 import easydist
-from easydist import EasydistError, ProcessState
+from easydist import EasydistError, PeerLostError, ProcessState
 from easydist.comms import ReduceOp, TorchComm, new_comm
 from easydist.groups.recovering import Recovery
 
@@ -149,6 +149,7 @@ def work(case: str, rank: int, plan: Plan) -> None:
     if plan.actions[rank] < 1 << 30:
         die_in_recovering(plan.actions[rank])
     until, calls, recovered = int(size) - len(plan.victims), 0, 0
+    lost: list[int | None] = []
     start = time.monotonic()
     while group.size() > until:
         if calls >= plan.calls[rank] or (rank in plan.victims and recovered and calls > 20):
@@ -157,11 +158,13 @@ def work(case: str, rank: int, plan: Plan) -> None:
         calls += 1
         try:
             group.gather(os.getpid())
-        except EasydistError:
+        except EasydistError as error:
+            lost += [error.pid] if isinstance(error, PeerLostError) else []
             group.recover()
             recovered += 1
     row = {"case": case, "rank": rank, "pid": os.getpid(), "pids": group.gather(os.getpid()), "recovered": recovered}
     row |= {"index": group.rank(), "sum": group.torch_sum(), "seconds": time.monotonic() - start}
+    row |= {"lost": lost}
     row |= {"main": ProcessState().is_main_process, "local": ProcessState().local_process_index}
     if "/comm" not in case:
         row |= {"node": [getattr(ProcessState(), name) for name in ("node_rank", "num_nodes", "local_world_size")]}

@@ -217,6 +217,7 @@ class Gloo(_Group):
             return _Posted(self, fn([tensor], peer, tag), peer, tensor.nbytes >= _LARGE)
         except RuntimeError as error:  # the connection had broken before
             if self.monitor is None:
+                error.peer = peer  # type: ignore[attr-defined]  # as in ``_Posted.wait``
                 raise
             raise self.monitor.explain(error, peer) from error
 
