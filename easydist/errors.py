@@ -7,7 +7,7 @@
     │   ├── comms.CommRemoteError          the same in an operation of a communicator
     │   ├── comms.objcol.RemoteFault       the same in an object collective of a communicator
     │   └── notebook.CellError             a cell failed on a rank
-    ├── PeerLostError                      a rank's process ended, or its connection broke, while others waited for it
+    ├── PeerLostError                      a rank's process ended, or it left the group, while others waited for it
     │   ├── comms.CommPeerLost             the same in an operation of a communicator
     │   └── notebook.RankLostError         the process of a notebook's rank ended
     ├── CollectiveTimeout                  some ranks did not come in time; the text lists them, and all last calls
@@ -128,7 +128,7 @@ class RemoteError(EasydistError):
 
 
 class PeerLostError(EasydistError, ConnectionError):
-    """The error of a wait for a rank if its process ended, or its connection broke.
+    """The error of a wait for a rank if its process ended, its connection broke, or it has left the group.
 
     Attributes:
         rank: The lost rank, in the group.

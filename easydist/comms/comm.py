@@ -20,6 +20,7 @@ from easydist.comms.options import CommOptions, Milliseconds, checked_hints, lim
 from easydist.comms.recover import recovered
 from easydist.comms.window import RegisteredWindow, TorchCommWindow
 from easydist.errors import EasydistError
+from easydist.groups.communicators import Communicators
 from easydist.groups.recovering import TIMEOUT, Recovery
 from easydist.shm.streams import Guard
 from easydist.transport.backend import Backend
@@ -255,13 +256,24 @@ class TorchComm(Operations):
     def finalize(self) -> None:
         """Release the communicator's resources; getters, ``split`` and sub-communicators still work.
 
+        Ranks may call it at different times: what this rank has sent still arrives, and an operation of another rank
+        that needs more of it raises ``CommPeerLost``.
+
         Raises:
             RuntimeError: It was called before.
         """
         if self._is_final:
             raise RuntimeError(f"TorchComm {self._name!r} already finalized")
         self._is_final = True
+        self._announce_leaving()
         super().finalize()
+
+    def _announce_leaving(self) -> None:
+        """Tell the other ranks, in its operations and in verbs, that this rank has left."""
+        if self.monitor is not None:
+            self.monitor.announce_leaving()
+        if isinstance(self.communicators, Communicators):
+            self.communicators.leave()
 
 
 def made_comm(kind: str, place: Place, what: str) -> TorchComm:

@@ -51,12 +51,12 @@ def explained(
     """
     why, broke = f"{state} ({error})", "onnection" in str(error)
     if isinstance(error, PeerLostError | RemoteError):
-        return _known(error, what, why)
-    gone = _left(peers, _GRACE if broke and not isinstance(error, CollectiveTimeout) else 0.0)
+        return _known(error, what, why, peers)
+    gone = _gone(peers, broke and not isinstance(error, CollectiveTimeout))
     if interrupted := [peer.rank for peer in gone if _was_interrupted(peer)]:
         return CommRemoteError(f"{what}: rank {interrupted[0]} was interrupted. {why}")
     if gone:
-        return lost(f"{what}: {named(gone)} has ended. {why}", gone)
+        return lost(f"{what}: {named(gone)} has {how(gone[0])}. {why}", gone)
     waited = getattr(error, "peer", None)
     if isinstance(error, CollectiveTimeout) or is_late(error):
         missing = getattr(error, "missing", ()) or (() if waited is None else (waited,))
@@ -69,12 +69,15 @@ def explained(
     return (CommPeerLost if broke else RuntimeError)(f"{what}: failed{whom}. {why}")
 
 
-def _known(error: PeerLostError | RemoteError, what: str, why: str) -> CommPeerLost | CommRemoteError:
+def _known(
+    error: PeerLostError | RemoteError, what: str, why: str, peers: Sequence[Peer]
+) -> CommPeerLost | CommRemoteError:
     """Return the error of a communicator for one in which a monitor names the rank."""
     who = "another rank" if error.rank is None else f"rank {error.rank}"
     if isinstance(error, PeerLostError):
         who = "a rank" if error.rank is None else f"{who} (process {error.pid} on {error.host})"
-        found: CommPeerLost | CommRemoteError = CommPeerLost(f"{what}: {who} has ended. {why}")
+        gone = next((how(peer) for peer in peers if peer.rank == error.rank), "ended")
+        found: CommPeerLost | CommRemoteError = CommPeerLost(f"{what}: {who} has {gone}. {why}")
     else:
         found = CommRemoteError(f"{what}: {who} {'was interrupted' if error.is_interrupt else 'has given up'}. {why}")
     vars(found).update(vars(error))
@@ -90,14 +93,15 @@ def is_late(error: BaseException) -> bool:
     return "imed out" in str(error) or (isinstance(error, DistStoreError) and "timeout" in str(error))
 
 
-def _left(peers: Sequence[Peer], seconds: float) -> list[Peer]:
-    """Return the ranks that have ended or were interrupted.
+def _gone(peers: Sequence[Peer], broke: bool) -> list[Peer]:
+    """Return the ranks that have ended or were interrupted; if a connection broke, also those that have left.
 
-    A connection breaks a moment before its process is gone, so the call waits up to ``seconds`` for one.
+    A connection breaks a moment before its process is gone, so the call then waits a moment for one.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + (_GRACE if broke else 0.0)
     while not (gone := [peer for peer in peers if _was_interrupted(peer) or peer.is_gone()]):
-        if time.monotonic() >= deadline:
+        gone = [peer for peer in peers if broke and peer.has_left() and not _has_failed(peer)]
+        if gone or time.monotonic() >= deadline:
             break
         time.sleep(0.005)
     return gone
@@ -106,6 +110,12 @@ def _left(peers: Sequence[Peer], seconds: float) -> list[Peer]:
 def _was_interrupted(peer: Peer) -> bool:
     report = peer.report()
     return report is not None and report.kind == INTERRUPT and peer.is_same_group(report.entry)
+
+
+def _has_failed(peer: Peer) -> bool:
+    """True if an operation had failed there before it left: it is not the first that was gone."""
+    report = peer.report()
+    return report is not None and peer.is_same_group(report.entry)
 
 
 def lost(text: str, gone: Sequence[Peer]) -> CommPeerLost:
@@ -120,6 +130,11 @@ def lost(text: str, gone: Sequence[Peer]) -> CommPeerLost:
 def named(peers: Sequence[Peer]) -> str:
     """Return the names of ranks for a text."""
     return ", ".join(f"rank {peer.rank} (process {peer.pid} on {peer.host})" for peer in peers)
+
+
+def how(peer: Peer) -> str:
+    """Return how a rank has gone, for a text."""
+    return "left the communicator" if peer.has_left() and not peer.is_gone() else "ended"
 
 
 def abort(error: BaseException) -> None:

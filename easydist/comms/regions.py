@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import torch
 
-from easydist.comms.failures import CommPeerLost, CommTimeout, explained, lost, named
+from easydist.comms.failures import CommPeerLost, CommTimeout, explained, how, lost, named
 from easydist.groups.sharing import Exchange, is_wanted
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.peer import Peer, host_id
@@ -134,7 +134,7 @@ class Regions:
             monitor: Knows these ranks; None if there is no monitor.
 
         Raises:
-            CommPeerLost: All senders have ended, and the number does not meet the condition.
+            CommPeerLost: All senders have ended, or left the communicator, and the number does not meet the condition.
             EasydistError: A sender has left the communicator's exchanges, because of an error or to recover it: the
                 same error as in an operation.
             CommTimeout: The number has not met it within ``limit``.
@@ -154,14 +154,14 @@ class Regions:
                 raise explained(error, "wait_signal", limit, []) from error
             self._futex.sleep(expected, min(left, _LOOK))
             # Before the next look, which sees their last signals.
-            gone = [peer for peer in peers if peer.has_ended()]
+            gone = [peer for peer in peers if peer.has_ended() or peer.has_left()]
             error = None if monitor is None else monitor.reported(senders)
 
     def _in_vain(self, slot: int, limit: timedelta, gone: Sequence[Peer], is_late: bool) -> CommTimeout | CommPeerLost:
         held = f"slot {slot} of rank {self.rank} holds {self.value(slot)}"
         if not is_late:
-            return lost(f"wait_signal: {named(gone)} has ended without the signal: {held}", gone)
-        ended = f", and {named(gone)} has ended" if gone else ""
+            return lost(f"wait_signal: {named(gone)} has {how(gone[0])} without the signal: {held}", gone)
+        ended = f", and {named(gone)} has {how(gone[0])}" if gone else ""
         return CommTimeout(f"wait_signal timed out after {limit.total_seconds():g} s: {held}{ended}")
 
 

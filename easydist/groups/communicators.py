@@ -343,6 +343,11 @@ class Communicators:
         if self._gloo:
             self._gloo.monitor = None
 
+    def leave(self) -> None:
+        """Tell the other ranks that this one leaves the group; they end waits that need more of it."""
+        if self.size > 1:
+            self.monitor.announce_leaving()
+
     def stop(self) -> None:
         """Stop all transfers through shared memory, so that nothing writes to the caller's tensors after an error."""
         while self._shared:
@@ -436,6 +441,7 @@ def _make(group: dist.ProcessGroup) -> Communicators:
             return found
         kept = dist.distributed_c10d._world.pg_map.keys() | unregistered
         for gone in [known for known in _CACHE if known not in kept]:
+            _CACHE[gone].leave()
             _CACHE.pop(gone).let_go()  # a destroyed group keeps its connections open as long as it is cached here
         if group in groups_of_parents:
             raise RuntimeError(NOT_A_RANK)
@@ -443,7 +449,13 @@ def _make(group: dist.ProcessGroup) -> Communicators:
             raise RuntimeError(ALREADY_RECOVERED)
         backend = over(group)
         found = _CACHE[group] = Communicators(Collectives(backend, group.group_name) if backend else None, group)
+        found.monitor.is_destroyed = functools.partial(_is_destroyed, weakref.ref(group))
         return found
+
+
+def _is_destroyed(group: weakref.ref[dist.ProcessGroup]) -> bool:
+    known = group()
+    return known not in dist.distributed_c10d._world.pg_map and known not in unregistered
 
 
 def forget(group: dist.ProcessGroup) -> None:

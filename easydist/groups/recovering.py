@@ -210,11 +210,11 @@ class Recovery:
                 return actions
 
     def _ended(self, heard: list[Told]) -> set[int]:
-        """Return the ranks that have ended, and a lost rank of another host that has not come since.
+        """Return the ranks that have ended or left, and a lost rank of another host that has not come since.
 
         A rank of this host with a broken connection is not lost as long as its process lives: it may come any moment.
         """
-        ended = {peer.rank for peer in self.monitor.peers.values() if peer.is_gone()}
+        ended = {peer.rank for peer in self.monitor.peers.values() if peer.is_gone() or peer.has_left()}
         error = self.monitor.broken
         lost = error.rank if isinstance(error, PeerLostError) else None
         if lost is None or lost == self.monitor.rank or self.monitor.peers[lost].is_visible:

@@ -15,6 +15,7 @@ class Why(enum.Enum):
     REPORTED = enum.auto()
     ENDED = enum.auto()
     LOST = enum.auto()
+    LEFT = enum.auto()
     BROKE = enum.auto()
     LATE = enum.auto()
 
@@ -23,7 +24,8 @@ class Cause(NamedTuple):
     """The cause for which a wait cannot succeed.
 
     Attributes:
-        why: A peer has reported a failure, ended with an exception, or ended; its connection broke; or time is over.
+        why: A peer has reported a failure, ended with an exception, ended, or left the group; its connection broke; or
+            time is over.
         rank: The rank of the peer; -1 if time is over.
         report: The peer's failure report.
         is_earlier: True if the peer gave up a call that this rank had left before, or has missed.
@@ -45,6 +47,7 @@ class Heard(NamedTuple):
             group's store.
         has_ended: True if its process has ended.
         has_finished: True if it has left this rank's call after sending all its data.
+        has_left: True if it has left the group, so that it sends nothing more.
         blocks: True if this wait needs data that had not come from it before the look.
     """
 
@@ -53,6 +56,7 @@ class Heard(NamedTuple):
     is_ours: bool | None = True
     has_ended: bool = False
     has_finished: bool = False
+    has_left: bool = False
     blocks: bool = False
 
 

@@ -42,6 +42,7 @@ class Monitor(GroupStatus):
     Attributes:
         disconnect: Breaks this process's connections of the group, so that waits in C++ end.
         waits_in_memory: True if the group's ranks share memory, so that each of them checks the others while it waits.
+        is_destroyed: Returns True if the caller has destroyed the group without easydist.
     """
 
     def __init__(self, rank: int, size: int, timeout: float, store: TimedStore | None = None, name: str = "") -> None:
@@ -49,6 +50,7 @@ class Monitor(GroupStatus):
         self.timeout = self._limit = timeout
         self.disconnect: Callable[[], None] = nothing
         self.waits_in_memory = False
+        self.is_destroyed: Callable[[], bool] = _never
         self._lock = threading.Lock()
 
     def begin(self, operation: str, site: str, timeout: float | None = None, peer: int | None = None) -> None:
@@ -192,9 +194,16 @@ class Monitor(GroupStatus):
         if self.broken is not None:
             raise again(self.broken)
 
+    def publish(self) -> None:
+        """Publish this rank's state for ranks of other hosts; if torch has destroyed the group, tell all ranks."""
+        if self.is_destroyed():
+            self.announce_leaving()
+        super().publish()
+
     def detach(self) -> None:
         """Drop the references to the connections of a destroyed group."""
         self.disconnect = self.sync_signals = nothing
+        self.is_destroyed = _never
 
     def retire(self) -> None:
         """Keep only the entry on this process's page: other ranks may still read that this group has been recovered."""
@@ -323,10 +332,15 @@ class Monitor(GroupStatus):
             return cause
 
     def _heard_by_all(self, broken: Peer) -> Iterator[Heard]:
+        self._read_log()
         for peer in [broken, *self.peers.values()]:
             heard = self.hear(peer, remote=True, is_awaited=True)
-            is_done = heard.has_ended and peer not in self._unfinished([peer.rank])
+            is_done = (heard.has_ended or heard.has_left) and peer not in self._unfinished([peer.rank])
             yield heard._replace(has_finished=is_done)
+
+
+def _never() -> bool:
+    return False
 
 
 def again(error: EasydistError) -> EasydistError:

@@ -24,6 +24,8 @@ bytes   content of an entry
 16      the time when the current call began, or the last one ended: double, seconds of the monotonic clock
 24      1 in a call of all ranks, 2 + r in a call with rank r alone, 0 outside of calls
 32      length of the place, u64; the place of the last call (operation, call, file and line)
+624     the time when the entry was made for its group: double, seconds of the monotonic clock
+632     1 once the process has left the group, else 0
 640     length of the description, u64; the first four fields of ``Membership``, as JSON
 1024    the register for recovering the group, twice: number of the version, CRC, length, text
 ======  =====================================================================
@@ -31,31 +33,29 @@ bytes   content of an entry
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
-import itertools
 import json
 import mmap
 import os
 import secrets
 import struct
+import time
 import zlib
+from collections import deque
 from typing import NamedTuple
 
 from easydist.liveness import stacks
 
 _BODY, _REPORT, _ENTRIES, _ENTRY_NBYTES = 64, 512, 1 << 15, 1 << 11
 _REPORTS, _REPORT_NBYTES = 1 << 21, 1 << 15
-_PLACE, _DESCRIPTION, _REGISTER = 32, 640, 1024
+_PLACE, _MADE, _LEFT, _DESCRIPTION, _REGISTER = 32, 624, 632, 640, 1024
 _VERSION_NBYTES = (_ENTRY_NBYTES - _REGISTER) // 2
 _VERSION = struct.Struct("QII")
 _ENTRY_COUNT = (_REPORTS - _ENTRIES) // _ENTRY_NBYTES
 _NBYTES = _REPORTS + _ENTRY_COUNT * _REPORT_NBYTES  # the system allocates only the parts that have been touched
-_AT_REST = 32
-"""The number of free entries that are not used yet, so that ranks that still wait can read the last reports there."""
-_LONGEST = _DESCRIPTION - _PLACE - 8
-_SINCE_AND_PARTNER, _SINCE_TO_PLACE = struct.Struct("dq"), struct.Struct("dqQ")
+_LONGEST = _MADE - _PLACE - 8
+_SINCE_AND_PARTNER, _SINCE_TO_PLACE, _TIME = struct.Struct("dq"), struct.Struct("dqQ"), struct.Struct("d")
 _PID, _USED, _LAST, _SIGNAL, _STACKS = 2, 3, 4, 5, 6
 """Indices of 8-byte words of the page."""
 
@@ -118,7 +118,7 @@ class _Page:
         return Membership(group, meeting, rank, size, number, self._place(entry), partner > 0, peer, since)
 
     def _place(self, entry: int) -> str:
-        return self._text(_start(entry) + _PLACE, _start(entry) + _DESCRIPTION)
+        return self._text(_start(entry) + _PLACE, _start(entry) + _MADE)
 
     def _versions(self, entry: int) -> tuple[int, str]:
         """Return the number and the text of a register's last complete version; number 0 if there is none."""
@@ -160,21 +160,28 @@ class OwnPage(_Page):
         self._words[_PID] = os.getpid()
         self.address = os.getpid(), self._descriptor, token.hex()
         self._words[_SIGNAL], self._words[_STACKS] = stacks.agree()
-        self._entries = itertools.count()
-        self._free: collections.deque[int] = collections.deque()
+        self._free: deque[int] = deque()
 
     def new_entry(self) -> int:
         """Return a cleared entry for the calls of one more group; -1 if the page is full."""
-        entry = self._free.popleft() if len(self._free) > _AT_REST else next(self._entries)
-        if entry >= _ENTRY_COUNT:
+        # Ranks that still wait may read a used entry: that the group was left, and its report. All others come first.
+        if (entry := self._words[_USED]) >= _ENTRY_COUNT:
             if not self._free:
                 return -1
             entry = self._free.popleft()
         start = _start(entry)
-        self._memory[start : start + _ENTRY_NBYTES] = bytes(_ENTRY_NBYTES)
+        _TIME.pack_into(self._memory, start + _MADE, time.monotonic())  # first: it is no longer about the old group
+        self._memory[start : start + _MADE] = bytes(_MADE)
+        self._memory[start + _LEFT : start + _ENTRY_NBYTES] = bytes(_ENTRY_NBYTES - _LEFT)
         self._words[_report_of(entry) >> 3] = 0
         self._words[_USED] = max(self._words[_USED], entry + 1)
         return entry
+
+    def leave(self, entry: int) -> None:
+        """Record that the process has left the group. In a forked child, whose parent still has it, do nothing."""
+        if entry >= 0 and self.address[0] == os.getpid():
+            self._words[(_start(entry) + _LEFT) >> 3] = 1
+            self._write(_start(entry) + _DESCRIPTION, _start(entry) + _REGISTER, b"")
 
     def free_entry(self, entry: int) -> None:
         """Free the entry of a destroyed group. In a forked child, whose parent still has the group, do nothing."""
@@ -321,6 +328,15 @@ class PeerPage(_Page):
     def number(self, entry: int) -> int | None:
         """Return the number of the last call in a group; None if it is not known."""
         return self._words[_start(entry) >> 3] if entry >= 0 else None
+
+    def has_left(self, entry: int, born: float) -> bool:
+        """True if the process has left the group to which the entry belonged at the time ``born`` of its clock."""
+        return entry >= 0 and (bool(self._words[(_start(entry) + _LEFT) >> 3]) or self.is_reused(entry, born))
+
+    def is_reused(self, entry: int, born: float) -> bool:
+        """True if the entry is about a later group than at the time ``born`` of the process's clock."""
+        made: float = _TIME.unpack_from(self._memory, _start(entry) + _MADE)[0]
+        return made > born
 
     def is_inside(self, entry: int) -> bool:
         """True if the process is inside its last call in a group."""

@@ -111,6 +111,7 @@ class Peer:
         self._entry, self._process, self._born = -1, -1, 0.0
         self._page: PeerPage | None = None
         self.shares_pages = False
+        self._told_left: float | None = None
         if told is not None:
             fields = decoded(f"the record of rank {rank}", told, _FIELDS)
             self._born, self.host, self.host_id, _, self._entry, self.pid, *address, self.malformed = fields
@@ -147,6 +148,16 @@ class Peer:
         """True if its process is stopped, by SIGSTOP or by a debugger, as far as this process can tell."""
         return self.is_visible and _state(self.pid)[0] in _STOPPED
 
+    def has_left(self) -> bool:
+        """True if it is known to have left the group, so that it will send nothing more there."""
+        if self._told_left is not None:
+            return True
+        return self._page is not None and self._page.has_left(self._entry, self._born)
+
+    def left(self, number: float) -> None:
+        """Record the report by which it has left the group, between the call before ``number`` and the one after."""
+        self._told_left = number
+
     def is_gone(self) -> bool:
         """True if its process has ended, even if it did so before this process could attach to it."""
         if self._page is None:
@@ -166,7 +177,11 @@ class Peer:
 
     def has_finished(self, number: int) -> bool:
         """True if it is known to have left the call of this number, so that all its data has been sent."""
+        if self._told_left is not None and number < self._told_left:
+            return True
         if self._page is None or (last := self._page.number(self._entry)) is None:
+            return False
+        if self._page.is_reused(self._entry, self._born):
             return False
         return has_finished(number, last, self._page.is_inside(self._entry))
 

@@ -12,6 +12,9 @@ from easydist.liveness.stored import decoded
 EXCEPTION = "exception"
 """The kind of the report that a process posts when it ends with an exception."""
 
+LEAVING = "leaving"
+"""The kind of the report of a rank that has left the group. It is logged, and read as ``Peer.left``."""
+
 INTERRUPT = "interrupt"
 """The kind of a report about Ctrl-C, which may have reached other ranks, too, outside of the call."""
 

@@ -28,6 +28,9 @@ PATIENCE = 0.5
 
 NOT_IN_TIME = float("inf")
 
+_LOOKS, _LOOKS_OF_TWO = 2, 5
+"""The looks at a rank that has ended, or left, until its wait is in vain; the second is for calls of two ranks."""
+
 Explaining = Generator[float, tuple[float, bool, Iterable[Heard]], Cause]
 """Yields the seconds left for looking. Takes the time, True if the store is silent, and the observations.
 
@@ -53,6 +56,7 @@ class CallProtocol:
         was_interrupted: True if Ctrl-C has come since the last call ended: this rank may have missed a call.
         is_awaited: True if others wait for the data that this rank sends in its call.
         is_fresh: True if nothing of this rank's call has been exchanged yet.
+        is_promised: True if the other rank of a call of two has posted all that this one waits for.
         waits: A counter that rises at the beginning and at the end of every wait in C++; even outside of waits.
     """
 
@@ -62,7 +66,7 @@ class CallProtocol:
         self.peer: int | None = None
         self.broken: EasydistError | None = None
         self.was_interrupted = False
-        self.is_awaited, self.is_fresh = False, True
+        self.is_awaited, self.is_fresh, self.is_promised = False, True, False
         self._has_followed = False  # True if this rank, in its call, has moved on to the later call of the others
         self._partner: int | None = None  # the same as peer, but not reset while the call reconnects all ranks
         # The number of calls with the partner, and with each partner, since the last call of all ranks.
@@ -70,7 +74,7 @@ class CallProtocol:
         self._attempt, self._met = 0, list[Announced]()
         self._over = dict[int, int]()  # for each rank its last meeting attempt that it has left
         self._left_at: float | None = None
-        self._seen_ended: set[int] = set()
+        self._looks = dict[int, int]()  # for each rank that has ended or left, the looks at it in this call
         self._seen_left: set[int] = set()
         self._limit = self._began = self._ended = self._exchanged = 0.0
         self._extended, self._is_limit_given = 0.0, False
@@ -89,9 +93,9 @@ class CallProtocol:
         else:
             self.at = self.number + 0.5
             self._turn = self._turns[peer] = self._turns.get(peer, 0) + 1
-        if self._seen_ended:
-            self._seen_ended.clear()
-        self.is_awaited, self.is_fresh, self._has_followed = False, True, False
+        if self._looks:
+            self._looks.clear()
+        self.is_awaited, self.is_fresh, self.is_promised, self._has_followed = False, True, False, False
         self._limit, self._began, self._deadline, self._warn_at = limit, now, now + limit, now + warn_after
         self._listen_at = now + LISTEN_EVERY
         return self.broken is None and (self.was_interrupted or now - self._ended > IDLE)
@@ -221,16 +225,18 @@ class CallProtocol:
         return report.number > self.at and report.number % 1 > 0  # outside of calls
 
     def _end_of(self, heard: Heard) -> Cause | None:
-        """Return the loss of a peer if it had already ended at the previous look.
+        """Return the loss of a peer if it had already ended, or left the group, at earlier looks.
 
-        One look is not enough: data that the peer sent before its end may have arrived since.
+        One look is not enough: data that the peer sent before that may have arrived since. A peer that has left still
+        delivers messages that it has posted for this rank alone, and calls of two ranks have no numbers by which to
+        know whether it has posted one; so they look more often.
         """
-        if not heard.has_ended:
+        why = Why.LOST if heard.has_ended else Why.LEFT if heard.has_left and not self.is_promised else None
+        if why is None:
             return None
-        if heard.rank in self._seen_ended:
-            return Cause(Why.LOST, heard.rank)
-        self._seen_ended.add(heard.rank)
-        return None
+        self._looks[heard.rank] = looks = self._looks.get(heard.rank, 0) + 1
+        enough = _LOOKS_OF_TWO if why is Why.LEFT and self.peer is not None else _LOOKS
+        return Cause(why, heard.rank) if looks >= enough else None
 
     def listens(self, now: float) -> bool:
         """True if it is time to read the reports of other hosts from the store."""
@@ -303,8 +309,9 @@ class CallProtocol:
         return Cause(Why.BROKE, rank)
 
     def _explanation(self, heard: Heard, rank: int) -> Cause | None:
-        is_lost = heard.has_ended and (heard.rank == rank or not heard.has_finished)
-        return self.judge(heard) or (Cause(Why.LOST, heard.rank) if is_lost else None)
+        why = Why.LOST if heard.has_ended else Why.LEFT if heard.has_left else None
+        is_about = why is not None and (heard.rank == rank or not heard.has_finished)
+        return self.judge(heard) or (Cause(why, heard.rank) if why is not None and is_about else None)
 
     # Giving up.
 

@@ -6,6 +6,7 @@ Ranks of one host write both on their pages, which the others read; between host
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 import weakref
@@ -19,7 +20,7 @@ from easydist.liveness.events import Cause, Heard, Why
 from easydist.liveness.page import OwnPage, own_page
 from easydist.liveness.peer import Peer
 from easydist.liveness.protocol import GroupProtocol
-from easydist.liveness.report import EXCEPTION, Report
+from easydist.liveness.report import EXCEPTION, LEAVING, Report
 from easydist.liveness.rules import LISTEN_EVERY
 from easydist.liveness.stored import decoded, in_store
 from easydist.liveness.timed_store import TimedStore, is_reachable
@@ -61,7 +62,7 @@ class GroupStatus(GroupProtocol):
         self._page = own_page() if size > 1 else None
         self.entry = self._page.new_entry() if self._page else -1
         if self._page is not None:
-            weakref.finalize(self, self._page.free_entry, self.entry)
+            weakref.finalize(self, self._page.free_entry, self.entry).atexit = False
         self.describe()
         self._store = store
         self._place = b""
@@ -71,6 +72,7 @@ class GroupStatus(GroupProtocol):
         self._entries_read = 0
         self._lost_store: TimedStore | None = None
         self.unreached: tuple[str, bool] | None = None
+        self._has_left, self._pid = False, os.getpid()
 
     # Pages and the store.
 
@@ -167,6 +169,20 @@ class GroupStatus(GroupProtocol):
         if not is_relayed:
             self._append(report, is_unknown)
 
+    def announce_leaving(self) -> None:
+        """Tell the others that this rank leaves the group, so that they do not wait for it.
+
+        They know by the number of its calls which of their calls it has still served. Nothing may be sent afterwards.
+        """
+        if self._has_left or self._pid != os.getpid():
+            return
+        self._has_left = True
+        if self._page is not None:
+            self._page.leave(self.entry)
+        is_unknown = any(peer.pid is None for peer in self.peers.values())
+        report = Report(LEAVING, "", self.rank, self.entry, self.phase, self.number_of_report, time.monotonic())
+        self._append(report.to_json(), is_unknown)
+
     def _stored_report(self, rank: int) -> Report | None:
         """Return a rank's report of this phase, or of the meeting before it, from the store; None if there is none."""
         keys = [f"reports/{phase}/{rank}" for phase in self.phases]
@@ -176,7 +192,12 @@ class GroupStatus(GroupProtocol):
         """Return the logged reports of ranks on other hosts that may still matter, in the order of posting."""
         while (text := self._read(key := f"{_LOG}/{self._entries_read + 1}")) is not None:
             self._entries_read += 1
-            if (report := Report.from_store(in_store(key), text)) is not None and report.by != self.rank:
+            report = Report.from_store(in_store(key), text)
+            if report is None or report.by == self.rank:
+                continue
+            if report.kind == LEAVING and report.by in self.peers:
+                self.peers[report.by].left(report.number)
+            else:
                 self._log.append(report)
         self._log = [report for report in self._log if self.may_matter(report)]
         return self._log
@@ -191,14 +212,14 @@ class GroupStatus(GroupProtocol):
             logged: Its report, if that has been found in the store's log.
         """
         # Before reading its report: a process posts its report before it ends.
-        has_ended = is_awaited and peer.has_ended()
+        has_ended, has_left = is_awaited and peer.has_ended(), is_awaited and peer.has_left()
         report = peer.report()
         if report is None and remote and not peer.is_visible:
             report = peer.recent(logged or self._stored_report(peer.rank))
         is_ours = None if report is None or not peer.pid else peer.is_same_group(report.entry)
         if self.hinges_on_signals(report, is_ours):
             self.sync_signals()
-        return Heard(peer.rank, report, is_ours, has_ended)
+        return Heard(peer.rank, report, is_ours, has_ended, has_left=has_left)
 
     def _gave_up(self) -> list[Peer]:
         """Return the peers that left this call or an earlier one before its end; they may have begun others since."""
@@ -241,6 +262,8 @@ class GroupStatus(GroupProtocol):
         if cause.why is Why.LATE:
             return self.late(awaited, self.limit)
         peer = self.peers[cause.rank]
+        if cause.why is Why.LEFT:
+            return self._left(peer)
         if cause.report is None:
             return self._lost(peer, ": its connection broke" if cause.why is Why.BROKE else "")
         if cause.why is Why.ENDED:
@@ -260,6 +283,11 @@ class GroupStatus(GroupProtocol):
         what = what if peer.pid else "it left before the ranks had met"
         error = PeerLostError(texts.lost(self.operation, f"rank {peer.rank}", what, self._last_seen(peer)))
         error.rank, error.pid, error.host, error.exit_status = peer.rank, peer.pid, peer.host, status
+        return error
+
+    def _left(self, peer: Peer) -> PeerLostError:
+        error = PeerLostError(texts.left(self.operation, peer.rank, peer.pid, peer.host, self._last_seen(peer)))
+        error.rank, error.pid, error.host = peer.rank, peer.pid, peer.host
         return error
 
     def late(self, awaited: Sequence[int], seconds: float, advice: str = "") -> CollectiveTimeout:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 LOST = "The group cannot continue without it. Restart the job, or call easydist.recover() on the ranks that are left."
+LEFT = "The group cannot continue without it. End the group on all ranks after the same call, or make a new one."
 SILENT = (
     "The store through which the hosts exchange their status does not answer: rank 0, or the launcher, may be stopped."
 )
@@ -97,6 +98,19 @@ def lost(operation: str, who: str, what: str, rows: Sequence[str] = (), advice: 
         The group cannot continue without it. Restart the job, or call easydist.recover() on the ranks that are left.
     """
     return "\n".join([f"{operation}: {who} is lost: {what}", *rows, advice])
+
+
+def left(operation: str, rank: int, pid: int | None, host: str | None, rows: Sequence[str]) -> str:
+    """Return the text about a rank that has left the group while its process goes on.
+
+    Example:
+        >>> print(left("gather", 1, 7, "node1", []))
+        gather: rank 1 has left the group: process 7 on node1 has destroyed or finalized it, and sends nothing more
+        The group cannot continue without it. End the group on all ranks after the same call, or make a new one.
+    """
+    who = "its process" if pid is None else process(pid, host)
+    head = f"{operation}: rank {rank} has left the group: {who} has destroyed or finalized it, and sends nothing more"
+    return "\n".join([head, *rows, LEFT])
 
 
 def raised(operation: str, rank: int, by: int, error: str, rows: Sequence[str]) -> str:

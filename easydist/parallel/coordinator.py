@@ -152,7 +152,11 @@ class GroupCoordinator(Tensors, Experts, Objects, TreePairs):
         self._make_room()
 
     def destroy(self) -> None:
-        """Destroy queues and process groups. Other methods raise afterwards; a second call does nothing."""
+        """Destroy queues and process groups. Other methods raise afterwards; a second call does nothing.
+
+        Ranks may call it at different times: what this rank has sent still arrives, and a call of another rank that
+        needs more of it raises ``PeerLostError``.
+        """
         if not self.is_destroyed:
             end_lines(id(self.communicators))
         self._end_objects()

@@ -186,6 +186,8 @@ class Membership:
 
     def _leave(self) -> None:
         """Destroy the process groups."""
+        if self._communicators is not None:
+            self._communicators.leave()
         groups = {id(group): group for group in (self.cpu_group, self.device_group) if group is not None}
         self.cpu_group = self.device_group = self._communicators = None
         for group in groups.values():

@@ -78,7 +78,7 @@ class Pair:
         """
         self._way = way = way_to(self._comms, self.peer)
         frame = way.receive(self._wait)
-        self._comms.monitor.is_fresh = False
+        self._comms.monitor.is_fresh, self._comms.monitor.is_promised = False, True
         self._comms.monitor.check_reports()  # the sender may have given up before this rank called
         message = frames.decode(frame)
         if message.status == FAULT:
@@ -99,7 +99,7 @@ class Pair:
         """Tell the sender that the message is accepted, and begin to receive its data."""
         parts = [self._way.move("recv", buffer, device) for device, buffer in data]
         self._way.answer(None, self._wait)
-        return Transfer(self._comms, self._operation, self.peer, parts)
+        return Transfer(self._comms, self._operation, self.peer, parts, is_promised=True)
 
     def reject(self, message: Message, error: Exception) -> NoReturn:
         """Raise on both ranks, after receiving the data that is on its way."""

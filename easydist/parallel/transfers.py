@@ -136,13 +136,28 @@ class Transfer:
     """A message under way, with ``wait`` and ``is_completed``.
 
     Dropping the handle is safe: the message still travels, and its memory is freed once it has arrived.
+
+    Args:
+        comms: The group.
+        operation: The call's name, for error messages.
+        peer: The other rank.
+        parts: The parts under way.
+        answer: The receiver's answer; None if there is none to wait for.
+        is_promised: True if the other rank has posted all parts, so that they arrive even if it leaves the group.
     """
 
     _abandon: Any = None
 
     def __init__(
-        self, comms: Communicators, operation: str, peer: int, parts: Sequence[Part], answer: Answer | None = None
+        self,
+        comms: Communicators,
+        operation: str,
+        peer: int,
+        parts: Sequence[Part],
+        answer: Answer | None = None,
+        is_promised: bool = False,
     ) -> None:
+        self._is_promised = is_promised
         self._comms, self._operation, self._peer = comms, operation, peer
         self._parts, self._answer = _Parts(parts) if parts else _NO_PARTS, answer
         self._phase = comms.monitor.phase
@@ -164,7 +179,8 @@ class Transfer:
     def _is_in_vain(self) -> bool:
         """True if no answer can come any more."""
         monitor = self._comms.monitor
-        return monitor.phase != self._phase or monitor.peers[self._peer].has_ended()
+        peer = monitor.peers[self._peer]
+        return monitor.phase != self._phase or peer.has_ended() or (peer.has_left() and not self._is_promised)
 
     def _has_arrived(self) -> bool:
         if not self._parts.is_aside:  # gloo reports the end of a message only to a thread that waits for it
@@ -195,6 +211,8 @@ class Transfer:
 
     def wait_inside(self) -> None:
         """Wait as ``wait`` does, inside of a call."""
+        if self._is_promised:
+            self._comms.monitor.is_promised = True
         try:
             self._demand_connection()
             self._drain()

@@ -93,6 +93,7 @@ class Way(ABC):
         wait(self.move("recv", frame))
         if (nbytes := frames.nbytes_of(frame)) <= FRAME:
             return frame[:nbytes]
+        self._comms.monitor.is_promised = True  # the sender posts all of a message at once
         whole = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         whole[:FRAME].copy_(frame)
         wait(self.move("recv", whole[FRAME:]))
@@ -134,6 +135,7 @@ class _ThroughMemory(Way):
 
     def receive(self, wait: Wait) -> torch.Tensor:
         frame = self._mailbox.receive()
+        self._comms.monitor.is_promised = True
         return self._fetch(wait) if frame is None else frame
 
     def answer(self, error: EasydistError | None, wait: Wait) -> None:

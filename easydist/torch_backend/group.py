@@ -150,6 +150,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
     def _close(self) -> None:
         self._monitor.end()
+        self._monitor.announce_leaving()
         self._backend.close()
 
     def renew(self, store: Store) -> None:

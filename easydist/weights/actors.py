@@ -130,7 +130,7 @@ def _found(key: str, rank: int, deadline: float, name: str) -> Any:
 
 
 def destroy_group(group_name: str = "default") -> None:
-    """Leave the group of that name, if this process is in one. The other members are not involved.
+    """Leave the group of that name, if this process is in one. A call of the others that needs it raises PeerLostError.
 
     Example:
         >>> import easydist.ray

@@ -82,6 +82,7 @@ class PrivateGroup:
 
     def close(self) -> None:
         """Leave the group, and release connections, shared memory and store."""
+        self._communicators.leave()
         self._communicators.stop()
         self._communicators.let_go()
         self.comm.communicators = None

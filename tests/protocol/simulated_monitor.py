@@ -163,7 +163,7 @@ class SimulatedMonitor:
     def in_vain(self, awaited):
         """Why the wait is in vain, and the seconds that it took to see that."""
         machine, now = self.rules, self.world.now
-        if self._looked == self.world.news and not machine._seen_ended and now < machine._deadline < NEVER:
+        if self._looked == self.world.news and not machine._looks and now < machine._deadline < NEVER:
             cause, cost = None, 0.0
         else:
             self._looked = self.world.news
