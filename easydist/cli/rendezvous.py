@@ -19,9 +19,11 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
+from easydist.liveness.limited import within
+
 BACKEND = "easydist-loopback"
 _HOST = "127.0.0.1"
-_TIMEOUT = timedelta(seconds=60)
+_SECONDS = 60.0
 
 
 class LoopbackRendezvous(RendezvousHandler):
@@ -56,7 +58,11 @@ class LoopbackRendezvous(RendezvousHandler):
             raise click.ClickException(f"cannot listen on port {self._port} of {_HOST}: {error.strerror}") from None
         with listener:
             port, self._port = listener.getsockname()[1], 0
-            store = TCPStore(_HOST, port, is_master=True, timeout=_TIMEOUT, master_listen_fd=os.dup(listener.fileno()))
+            descriptor = os.dup(listener.fileno())
+            limit = timedelta(seconds=_SECONDS)
+            store = within(
+                _SECONDS, lambda: TCPStore(_HOST, port, is_master=True, timeout=limit, master_listen_fd=descriptor)
+            )
         return RendezvousInfo(PrefixStore(self._run_id, store), 0, 1, RendezvousStoreInfo(_HOST, port))
 
     def is_closed(self) -> bool:

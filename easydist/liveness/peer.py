@@ -113,7 +113,7 @@ class Peer:
         self.shares_pages = False
         self._told_left: float | None = None
         if told is not None:
-            fields = decoded(f"the record of rank {rank}", told, _FIELDS)
+            fields = decoded("the record of its process", told, _FIELDS)
             self._born, self.host, self.host_id, _, self._entry, self.pid, *address, self.malformed = fields
             is_near = self.host_id == host_id()
             self.shares_pages = is_near and self._entry >= 0
