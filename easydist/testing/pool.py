@@ -102,7 +102,6 @@ class Pool:
         except BaseException:  # Ctrl-C, for instance: an outcome that comes later must not count for the next run
             self._restart()
             raise
-        Path(store).unlink(missing_ok=True)
         failures = [(rank, outcome) for rank, outcome in outcomes if isinstance(outcome, Failure)]
         if any(failure.fatal for _, failure in failures):
             self._restart()
@@ -111,6 +110,10 @@ class Pool:
         return [value for _, value in sorted(outcomes, key=lambda outcome: outcome[0])]
 
     def _next_store(self) -> str:
+        """Return a new file for a store. Nobody removes it before the folder: ranks may still write to it then.
+
+        One that wrote to a removed file would make it anew, and the others' stores would read it from the middle.
+        """
         self._runs += 1
         return str(Path(self._folder.name) / f"store-{self._runs}")
 
