@@ -69,7 +69,7 @@ def test_a_stopped_process_is_not_in_its_body(size, backend, scenario):
     rows, statuses, _ = rows_of(size, backend, scenario)
     assert statuses[-1] == -9, "the test's own end of it"
     assert [rows[rank]["type"] for rank in range(size - 1)] == ["CollectiveTimeout"] * (size - 1)
-    assert f"\n  rank {size - 1}: missing; last seen in main_process_first, call 1, " in rows[0]["text"]
+    assert f"\n  rank {size - 1}: missing; last seen in main_process_first, call 2, " in rows[0]["text"]
 
 
 @pytest.mark.slow

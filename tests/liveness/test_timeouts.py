@@ -55,8 +55,8 @@ def test_a_long_wait_is_mentioned_in_the_log_again_and_again(backend):
     for text in rows[0]["warnings"]:
         assert re.fullmatch(
             r"gather: 1 of 2 ranks did not come within [\d.]+ s\n"
-            rf"  rank 0: waits in gather, call 2, {AT}\n"
-            rf"  rank 1: missing; last seen in gather, call 1, {AT}; process \d+ on \S+ is alive\n"
+            rf"  rank 0: waits in gather, call 3, {AT}\n"
+            rf"  rank 1: missing; last seen in gather, call 2, {AT}; process \d+ on \S+ is alive\n"
             r"Still waiting\.",
             text,
         ), text

@@ -62,9 +62,11 @@ def workers(rank, size):
     if rank:
         seen = [batch for _ in range(2) for batch in DataLoader(range(8), 4, num_workers=2)]
         compute(lambda: store().check(["done"]))
+        store().set(f"heard/{rank}", "1")
         return {"seen": torch.cat(seen).tolist(), "got": reduced(*pending)}
     got = reduced(*pending)
     store().set("done", "1")
+    store().wait([f"heard/{other}" for other in range(1, size)], LIMIT)  # it ends with this process
     return {"got": got}
 
 
