@@ -134,8 +134,10 @@ def _connect(connect: Callable[[Store, float], T], store: Store, monitor: Monito
 
 def _is_of_connections(error: RuntimeError) -> bool:
     """True unless torch cannot make such a group at all."""
-    told = str(error)
-    return isinstance(error, DistError | NoAnswerError) or any(word in told for word in ("onnect", "imed out", "loo"))
+    told = str(error).lower()
+    return isinstance(error, DistError | NoAnswerError) or any(
+        word in told for word in ("connect", "timed out", "gloo")
+    )
 
 
 def gloo_beside(group: dist.ProcessGroup, store: Store, timeout: float) -> Gloo:

@@ -112,7 +112,7 @@ class Pool:
     def _next_store(self) -> str:
         """Return a new file for a store. Nobody removes it before the folder: ranks may still write to it then.
 
-        One that wrote to a removed file would make it anew, and the others' stores would read it from the middle.
+        Writing to a removed file would create a new one, which the other ranks' stores would read from the middle.
         """
         self._runs += 1
         return str(Path(self._folder.name) / f"store-{self._runs}")

@@ -1,4 +1,4 @@
-"""What is left when ``easydist run`` is killed, and where its store listens."""
+"""The ranks and folders of an ``easydist run`` that was killed, and the addresses on which its store listens."""
 
 import os
 import signal
