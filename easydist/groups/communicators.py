@@ -193,7 +193,7 @@ class Communicators:
         began = time.monotonic()
         self._store, self._group = found(self.founding, self.monitor, self._store, (operation, site, timeout))
         with _making:
-            _CACHE[self._group] = self
+            _remember(self._group, self)
         self.founding, self.name = None, self._group.group_name
         self.monitor.name, self.monitor.timeout = self.name, timeout_of(self._group)
         if (backend := over(self._group)) is not None:
@@ -448,9 +448,13 @@ def _make(group: dist.ProcessGroup) -> Communicators:
         if group in _retired:
             raise RuntimeError(ALREADY_RECOVERED)
         backend = over(group)
-        found = _CACHE[group] = Communicators(Collectives(backend, group.group_name) if backend else None, group)
-        found.monitor.is_destroyed = functools.partial(_is_destroyed, weakref.ref(group))
-        return found
+        return _remember(group, Communicators(Collectives(backend, group.group_name) if backend else None, group))
+
+
+def _remember(group: dist.ProcessGroup, comms: Communicators) -> Communicators:
+    _CACHE[group] = comms
+    comms.monitor.is_destroyed = functools.partial(_is_destroyed, weakref.ref(group))
+    return comms
 
 
 def _is_destroyed(group: weakref.ref[dist.ProcessGroup]) -> bool:
