@@ -10,6 +10,7 @@ import os
 import sys
 import time
 
+import torch.distributed as dist
 from forking import forked, side_by_side, statuses, store_of_an_agent
 from launching import within
 
@@ -96,6 +97,18 @@ def damaged(rank, others_are_done):
     first = call(LONG)
     os.write(others_are_done[1], b".")
     return {"first": first, "second": call(LONG)}
+
+
+def destroyed(rank, others_are_done):
+    """Rank 1 destroys the group that the first call has made, and lives on."""
+    call(LONG)
+    if rank == 1:
+        dist.destroy_process_group()
+        os.read(others_are_done[0], 1)
+        return {}
+    first = call(LONG)
+    os.write(others_are_done[1], b".")
+    return {"first": first}
 
 
 CASE = [""]

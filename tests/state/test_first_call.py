@@ -8,7 +8,18 @@ import launching
 import pytest
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "first_call.py"
-CASES = ["2/late", "3/late", "3/never", "3/server", "2/early", "3/early", "2/same", "4/same", "2/damaged"]
+CASES = [
+    "2/late",
+    "3/late",
+    "3/never",
+    "3/server",
+    "2/early",
+    "3/early",
+    "2/same",
+    "4/same",
+    "2/damaged",
+    "2/destroyed",
+]
 pytestmark = pytest.mark.slow
 
 
@@ -89,3 +100,10 @@ def test_a_damaged_value_of_the_store_ends_the_wait_on_all_ranks_and_is_named():
         assert rows[rank]["first"]["type"] == "WireError"
         assert rows[rank]["first"]["text"].startswith("the value of 'reports/log/1' in the group's store is damaged")
         assert rows[rank]["second"] == {"got": [0, 1]}
+
+
+def test_a_rank_that_destroys_the_group_of_the_first_call_is_known_to_have_left():
+    rows, statuses = outcome("2/destroyed")
+    assert statuses == [0, 0]
+    assert rows[0]["first"]["type"] == "PeerLostError"
+    assert rows[0]["first"]["text"].startswith("gather: rank 1 has left the group: ")
