@@ -474,6 +474,17 @@ def forget(group: dist.ProcessGroup) -> None:
             known.let_go()
 
 
+def let_go(group: dist.ProcessGroup) -> None:
+    """Let a group end together with this process, silently: how the process ends says more than that it left.
+
+    Args:
+        group: The group.
+    """
+    with _making:
+        if (known := _CACHE.get(group)) is not None:
+            known.let_go()
+
+
 def retire(group: dist.ProcessGroup) -> None:
     """Release the communicators of a group that has been recovered; no other ones can be made.
 

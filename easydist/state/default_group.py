@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from easydist import forks
+from easydist.groups.communicators import let_go
 from easydist.groups.founding import Founding
 from easydist.liveness.limited import within
 from easydist.liveness.rules import PATIENCE
@@ -153,9 +154,10 @@ def _made_in(store: Store, world: World, backend: str, seconds: float) -> dist.P
     return group
 
 
-def _take_down(group: dist.ProcessGroup | None) -> None:
-    """Destroy the group that easydist made, unless that has been done."""
+def _take_down(group: dist.ProcessGroup) -> None:
+    """Destroy the group that easydist made, unless that has been done, as this process ends."""
     if dist.group.WORLD is group:
+        let_go(group)
         dist.destroy_process_group()
 
 

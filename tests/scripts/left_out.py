@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -193,13 +194,18 @@ class GivenGroup(Verbs):
         return ranks
 
 
+KEPT = collections.Counter({"thread easydist-store": 2, "thread easydist-progress": 1})
+"""The most threads that a process keeps for later calls."""
+
+
 def threads() -> collections.Counter[str]:
-    """Return the numbers of this process's threads by name."""
+    """Return the numbers of this process's threads by name, without those that are kept."""
+    python = {thread.native_id: thread.name for thread in threading.enumerate()}
     found: collections.Counter[str] = collections.Counter()
     for path in Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(OSError):  # it has ended
-            found[f"thread {path.read_text().strip()}"] += 1
-    return found
+            found[f"thread {python.get(int(path.parent.name)) or path.read_text().strip()}"] += 1
+    return found - KEPT
 
 
 class Communicator(Ranks):
