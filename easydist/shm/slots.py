@@ -121,7 +121,7 @@ class Slots:
 
     def has_published(self, rank: int, step: int) -> bool:
         """True if a rank has published ``step``, or a later one."""
-        return bool(self._words[self._step_at[rank]] >= step)
+        return self._words[self._step_at[rank]] >= step
 
     def set_length(self, half: int, length: int) -> None:
         """Set the length of the data in a slot, to be published with the slot."""
@@ -140,19 +140,19 @@ class Slots:
         if asleep:
             self.futex.wake(asleep)
 
-    def count_begun(self) -> None:
-        """Count a collective that this rank begins."""
-        self._words[self._own_begun] += 1
+    def show_begun(self, count: int) -> None:
+        """Show the others how many collectives this rank has begun; it is for error texts only."""
+        self._words[self._own_begun] = count
 
     def show_waiting(self, is_waiting: bool) -> None:
         """Show the others that a thread of this rank waits, or that one no longer does; it is for error texts only."""
         self._words[self._own_waits] = is_waiting
 
-    def bystanders(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of the ranks that have begun as many collectives as this one, and in which no thread waits."""
-        words, mine = self._words, self._words[self._own_begun]
+    def bystanders(self, ranks: Iterable[int], begun: int) -> list[int]:
+        """Return those of the ranks that have begun so many collectives, and in which no thread waits."""
+        words = self._words
         cells = [(rank, self._cell(rank, 0)) for rank in ranks]
-        return [rank for rank, at in cells if words[at + _BEGUN] >= mine and not words[at + _WAITS]]
+        return [rank for rank, at in cells if words[at + _BEGUN] >= begun and not words[at + _WAITS]]
 
     def sleep(self, woken: Callable[[], bool], seconds: float) -> bool:
         """Sleep until another rank has published, or changed a pipe of this rank's.

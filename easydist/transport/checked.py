@@ -109,7 +109,7 @@ class Checked:
 
     def _raws(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return flat tensors in the dtype that the backend moves."""
-        return list(map(self._raw, tensors))
+        return [*tensors] if self._raw is _as_it_is else [*map(self._raw, tensors)]
 
     def _rank(self, what: str, rank: SupportsIndex) -> int:
         value, size = operator.index(rank), self._backend.size
@@ -141,14 +141,14 @@ class Checked:
 
     def _are_plain(self, tensors: Sequence[torch.Tensor]) -> bool:
         """True if ``_check`` accepts the tensors and their memory is flat: most are, and finding that out is quick."""
-        dtype = None
+        device, dtype = self._backend.device, None
         for tensor in tensors:
-            if not self._is_plain(tensor) or not is_flat(tensor):
+            if type(tensor) is not torch.Tensor or tensor.device != device or not is_flat(tensor):
                 return False
             if (own := tensor.dtype) is not dtype and dtype is not None:
                 return False
             dtype = own
-        return True
+        return all(map(is_backed, tensors))
 
     def _is_plain(self, tensor: torch.Tensor) -> bool:
         """True if a tensor is on this device, and has memory."""

@@ -73,6 +73,7 @@ class Shm(Backend):
         self._steps, self._streams = Steps(slots), Streams(slots, guard)
         self._reduced_at_once = min(_REDUCED_AT_ONCE, slots.slot)
         self._mailboxes: dict[int, Mailbox] = {}
+        self._begun = 0
 
     @staticmethod
     def nbytes(size: int, slot: int) -> int:
@@ -151,7 +152,7 @@ class Shm(Backend):
     def bystanders(self, ranks: Iterable[int]) -> list[int]:
         """Return those of the ranks that have begun as many collectives as this one, but wait for nothing."""
         slots: Slots | None = getattr(self._steps, "slots", None)  # not once it is closed
-        return [] if slots is None else slots.bystanders(ranks)
+        return [] if slots is None else slots.bystanders(ranks, self._begun)
 
     def close(self) -> None:
         """Release the memory; operations under way do not end."""
@@ -165,9 +166,11 @@ class Shm(Backend):
         return self._steps.share([mine], [[row] for row in rows])
 
     def _step(self, task: Iterator[Need], *keep: torch.Tensor) -> Pending:
-        begun = self._streams.begin([(None, task)], keep)
-        self._steps.slots.count_begun()
-        return begun
+        self._begun += 1
+        operation = self._streams.begin([(None, task)], keep)
+        if operation.left:  # others may wait for it while this rank does something else
+            self._steps.slots.show_begun(self._begun)
+        return operation
 
     def _swap(self, sends: Sequence[tuple[int, torch.Tensor]], recvs: Sequence[tuple[int, torch.Tensor]]) -> Pending:
         """Send to each rank and receive from it, through the pipes.
