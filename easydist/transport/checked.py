@@ -150,10 +150,6 @@ class Checked:
             dtype = own
         return all(map(is_backed, tensors))
 
-    def _is_plain(self, tensor: torch.Tensor) -> bool:
-        """True if a tensor is on this device, and has memory."""
-        return type(tensor) is torch.Tensor and tensor.device == self._backend.device and is_backed(tensor)
-
     def _check(self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> None:
         """Check that all are tensors of one dtype on the communicator's device, and that outputs can be written."""
         device, dtype = self._backend.device, None
