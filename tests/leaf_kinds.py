@@ -119,7 +119,8 @@ class Sneaky(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return args[0]
+        # Anything else than a tensor would leave torch in a state in which torch.func fails.
+        return args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
 
 
 def from_file(plain):

@@ -294,7 +294,8 @@ class _Moving(Verb[None]):
 
     def _load(self, message: Message) -> torch.Tensor:
         pieces = [(part.block, self._held[part.entry]) for part in message.parts]
-        return packing.pack([block.within(place.box).of(place.tensor) for block, place in pieces if place is not None])
+        held = [block.within(place.box).of(place.tensor) for block, place in pieces if place is not None]
+        return packing.pack([*map(backed, held)])  # conjugate and negative views as their values
 
     def _room(self, message: Message) -> torch.Tensor:
         if len(message.parts) == 1 and (place := self._wanted[message.parts[0].entry]) is not None:

@@ -214,7 +214,7 @@ class Target:
                         memory.copy(there, at + start, part.nbytes)
                     continue
                 pair = place.view(part, part.of(buffer, start, dtype))
-                if pair is not None and pair[0].is_neg():  # which _foreach_copy_ does not take
+                if pair is not None and (pair[0].is_neg() or pair[0].is_conj()):  # _foreach_copy_ takes neither
                     pair[0].copy_(pair[1])
                 elif pair is not None and pair[0].data_ptr() != pair[1].data_ptr():
                     targets.append(pair[0])
