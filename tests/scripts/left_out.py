@@ -34,6 +34,9 @@ from easydist.groups.recovering import Recovery
 SHORT, LONG = within(0.7), within(20)
 ALONE = ("alone", "async", "verb", "torch", "messages", "chain", "chain_dies", "split", "split_dies")
 ALONE += ("signal", "any_signal", "signal_dies")
+QUICK = ("stop", "late", "store_stops", "connect_stops", "early")
+"""The scenarios in which the others wait in vain for one rank."""
+
 OFTEN = 4
 """The recoveries of the scenario "often", in which all ranks recover at once."""
 
@@ -133,7 +136,7 @@ class Verbs(Ranks):
             easydist.gather(rank)
 
     def recover(self, rank: int) -> list[int]:
-        patience = SHORT if self.scenario in ("stop", "late", "store_stops", "early") else LONG
+        patience = SHORT if self.scenario in QUICK else LONG
         if self.scenario == "interrupt" and rank == self.last:
             self.interrupted()
         elif self.scenario == "interrupt" and rank == 0:
@@ -261,7 +264,7 @@ class Communicator(Ranks):
             self.met = type(error).__name__
 
     def recover(self, rank: int) -> list[int]:
-        self.comm = self.comm.recover(timedelta(seconds=SHORT if self.scenario in ("stop", "late") else LONG))
+        self.comm = self.comm.recover(timedelta(seconds=SHORT if self.scenario in QUICK else LONG))
         return self.gather(rank)
 
 
