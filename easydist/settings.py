@@ -15,6 +15,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 _PREFIX = "EASYDIST_"
+
+JOB_KEY = "EASYDIST_JOB_KEY"
+"""The variable whose value nothing ever shows."""
+
+_SECRET = 32
+"""The least characters of a key."""
+
 _LONGEST = 40
 """The most letters of a malformed value in an error: ranks tell it each other in records of limited length."""
 
@@ -42,6 +49,12 @@ def _signal(text: str) -> str:
     return text
 
 
+def _secret(text: str) -> str:
+    if len(text) < _SECRET or any(letter.isspace() for letter in text):
+        raise ValueError
+    return text
+
+
 class Setting(NamedTuple):
     """One variable.
 
@@ -51,6 +64,7 @@ class Setting(NamedTuple):
         default: Its value if the variable is not set.
         safe: Its value if the variable is malformed.
         meaning: Its effect, for ``easydist env`` and the docs.
+        is_secret: True if its value must not be shown.
     """
 
     parse: Callable[[str], Any]
@@ -58,6 +72,7 @@ class Setting(NamedTuple):
     default: Any
     safe: Any
     meaning: str
+    is_secret: bool = False
 
 
 _WORDS = "yes or no (also y/n, true/false, t/f, on/off, 1/0)"
@@ -66,6 +81,14 @@ _NUMBER = "a positive number"
 SETTINGS = {
     "EASYDIST_CHECK": Setting(_switch, _WORDS, True, True, "compare the calls of all ranks"),
     "EASYDIST_HOST_ID": Setting(str, "a text", "", "", "ranks share memory only if this text is equal"),
+    JOB_KEY: Setting(
+        _secret,
+        f"a text of at least {_SECRET} characters without spaces",
+        "",
+        "",
+        "sign what easydist writes to the store with this key",
+        is_secret=True,
+    ),
     "EASYDIST_PICKLE": Setting(_switch, _WORDS, True, False, "allow unrestricted unpickling"),
     "EASYDIST_SHM": Setting(_switch, _WORDS, True, False, "use shared memory on one host"),
     "EASYDIST_STACK_SIGNAL": Setting(
@@ -112,7 +135,7 @@ def fault(env: Mapping[str, str] = os.environ) -> str:
     """
     for name, setting in SETTINGS.items():
         if (text := env.get(name)) is not None and not _is_valid(setting, text.strip()):
-            return f"{name}={ascii(text)[:_LONGEST]}"
+            return f"{name}={'(hidden)' if setting.is_secret and text.strip() else ascii(text)[:_LONGEST]}"
     return ""
 
 
@@ -194,7 +217,9 @@ def _shown(name: str, env: Mapping[str, str]) -> str:
     if (text := env.get(name)) is None:
         default = SETTINGS[name].default
         return f"{ {True: 'yes', '': 'not set'}.get(default) or f'{default:g}' } (default)"
-    return f"MALFORMED {text!a}, takes {SETTINGS[name].expects}" if fault({name: text}) else text.strip()
+    setting, malformed = SETTINGS[name], fault({name: text})
+    shown, text = ("(hidden)", "set") if setting.is_secret else (ascii(text), text.strip())
+    return f"MALFORMED {shown}, takes {setting.expects}" if malformed else text
 
 
 def warn_of_unknown(env: Mapping[str, str] = os.environ) -> None:

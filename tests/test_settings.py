@@ -20,6 +20,7 @@ from easydist.testing import distributed
 SWITCHES = ["EASYDIST_CHECK", "EASYDIST_PICKLE", "EASYDIST_SHM"]
 MALFORMED = {name: ["", "  ", "maybe", "2", "nein", "0 0"] for name in SWITCHES} | {
     "EASYDIST_HOST_ID": ["", "\t"],
+    "EASYDIST_JOB_KEY": ["", "short", "a b" * 20],
     "EASYDIST_STACK_SIGNAL": ["", "USR2", "12"],
     "EASYDIST_WARN_AFTER": ["", "abc", "0", "-1", "nan", "30s"],
 }

@@ -112,6 +112,16 @@ def test_a_raw_call_is_found(line):
     assert unlimited(line)
 
 
+def raw(source):
+    """Return the lines that call a store of torch's, with a limit or without."""
+    return [
+        node.lineno
+        for nodes, stores in scopes(ast.parse(source))
+        for node in nodes
+        if isinstance(node, ast.Call) and asks(node, stores)
+    ]
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -133,3 +143,40 @@ def test_no_module_waits_for_a_store_without_a_limit(path):
         return
     if "torch.distributed" in source or "store" in source.lower():
         assert not [f"{path}:{line}" for line in unlimited(source)]
+
+
+def test_a_raw_call_with_a_limit_is_found():
+    assert raw("def f(store: Store):\n    within(3, lambda: store.set('key', 'value'))")
+    assert not raw("def f(store: TimedStore):\n    within(3, lambda: store.set('key', 'value'))")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_module_writes_or_reads_unsigned_values(path):
+    """``TimedStore`` signs, and checks signatures: nothing else may call a store, not even inside ``within``."""
+    source = path.read_text()
+    if path.name != "timed_store.py" and "easydist.metrics.store" not in source and "store" in source.lower():
+        assert not [f"{path}:{line}" for line in raw(source)]
+
+
+SEALED, OPENED = {"set", "compare_set"}, {"get", "compare_set"}
+
+
+def unsealed(source):
+    """Return the methods that write a value which is not sealed, or return one that is not opened."""
+    found = []
+    for method in [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]:
+        calls = [node for node in ast.walk(method) if isinstance(node, ast.Call)]
+        names = {last_name(call) for call in calls}
+        used = {last_name(call) for call in calls if "_store" in ast.unparse(call.func)}
+        if (used & SEALED and "sealed" not in names) or (used & OPENED and "opened" not in names):
+            found.append(method.name)
+        if used & (METHODS - SEALED - OPENED - {"add", "check", "delete_key", "set_timeout"}):
+            found.append(method.name)
+    return found
+
+
+def test_the_one_writer_signs_and_the_one_reader_checks():
+    source = (PACKAGE / "liveness" / "timed_store.py").read_text()
+    assert not unsealed(source)
+    assert unsealed(source.replace("self._seal.sealed(key, text)", "text")) == ["set_first", "set", "append", "append"]
+    assert unsealed(source.replace("self._seal.opened", "str")) == ["get", "set_first"]

@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from easydist import settings
-from easydist.cli import rank, rendezvous, survivor
+from easydist.cli import job_key, rank, rendezvous, survivor
 from easydist.cli.failures import report
 from easydist.cli.home import PIPE, home
 
@@ -39,18 +39,20 @@ def launch(arguments: Sequence[str]) -> int:
     """Run a script on several ranks, and return when all have ended.
 
     Args:
-        arguments: The arguments of torchrun, and ``-n`` for ``--nproc-per-node``.
+        arguments: The arguments of torchrun, ``-n`` for ``--nproc-per-node``, ``--survivors`` and ``--job-key``.
 
     Returns:
         0, the exit status of the rank that failed first, or 128 and the number of the signal that ended the ranks.
         With ``--survivors``: 0 if any rank of this machine has succeeded.
 
     Raises:
-        click.UsageError: There is no such option, or no such script, or a variable of easydist is malformed.
+        click.UsageError: There is no such option or script, or a variable of easydist or the job's key is malformed.
 
     Source: ``torch.distributed.run``
     """
     args = _parsed(arguments)
+    if args.job_key is not None:
+        os.environ[settings.JOB_KEY] = job_key.read(args.job_key)
     _check_settings()
     with home() as folder:
         args.log_dir = args.log_dir or os.path.join(folder, "logs")
@@ -123,6 +125,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser = torchrun.get_args_parser()
     parser.add_argument("-n", dest="nproc_per_node")
     parser.add_argument("--survivors", action="store_true")
+    parser.add_argument("--job-key")
     parser.error = _fail  # type: ignore[method-assign]
     if "PET_NPROC_PER_NODE" not in os.environ:
         parser.set_defaults(nproc_per_node=str(torch.cuda.device_count() or 2))

@@ -20,7 +20,7 @@ def _files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[
 
 @click.command(
     epilog=_EXAMPLE,
-    options_metavar="[-n N] [-m] [--survivors] [TORCHRUN OPTIONS]",
+    options_metavar="[-n N] [-m] [--survivors] [--job-key FILE] [TORCHRUN OPTIONS]",
     context_settings={
         "ignore_unknown_options": True,
         "allow_interspersed_args": False,
@@ -36,7 +36,8 @@ def run(arguments: tuple[str, ...]) -> None:
     Each line of their output begins with its rank. -n N is the number of ranks on this machine, and -m means that
     SCRIPT is a module. All options of torchrun are accepted, including those for several machines. If ranks fail, the
     traceback of the first one is printed at the end. With --survivors a rank that fails does not end the others, which
-    continue with easydist.recover(). Ctrl-C ends everything that was started; a second one does not wait for it.
+    continue with easydist.recover(). With --job-key the ranks sign what they write to the store; FILE is made if there
+    is none, and every host needs it. Ctrl-C ends everything that was started; a second one does not wait for it.
     """
     from easydist.cli.launch import launch, leave
 

@@ -66,7 +66,7 @@ def meet(world: World, seconds: float) -> Finding:
 def _missing(store: TimedStore, world: World, seconds: float) -> list[int]:
     deadline = time.monotonic() + seconds
     store.set(f"check/{world.rank}", "")
-    while missing := [rank for rank in range(world.size) if not store.check([f"check/{rank}"])]:
+    while missing := [rank for rank in range(world.size) if store.get(f"check/{rank}", rank) is None]:
         if time.monotonic() > deadline:
             break
         time.sleep(POLL)

@@ -51,7 +51,7 @@ class FirstMeeting:
         answer = None
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
-                answer = self._store.compare_set("met", "", _MET)
+                answer = self._store.set_first("met", _MET)
         if answer == _NOT_MET.encode():
             error = RemoteError(texts.unmet(self._monitor.operation))
             error.is_final = True
@@ -79,14 +79,14 @@ class FirstMeeting:
 
     def _look(self, store: TimedStore, deadline: float) -> bool:
         self.announce()
-        answer = store.compare_set("met", "", _NOT_MET)
+        answer = store.set_first("met", _NOT_MET)
         while answer is None:
             if time.monotonic() >= deadline:
                 raise RuntimeError("the store does not answer")
             time.sleep(POLL)
             answer = store.get("met")
         for rank in self._monitor.peers:
-            if (told := store.get(f"who/{rank}")) is not None:
+            if (told := store.get(f"who/{rank}", rank)) is not None:
                 self._monitor.peers[rank] = Peer(rank, told)
         if answer not in (_MET.encode(), _NOT_MET.encode()):
             raise damaged(in_store("met"), answer)

@@ -163,10 +163,13 @@ class Meeting:
         """Send a message to all ranks through the store, and return the messages of all ranks."""
         store, turn = self._store, next(self._turns)
         store.set(f"{turn}/{self.rank}", mine.decode())
-        missing = list(range(self.size))
-        while missing := [r for r in missing if not store.check([f"{turn}/{r}"])]:
-            self._wait(missing)
-        return [store.awaited(f"{turn}/{r}", lambda: self._wait([])) for r in range(self.size)]
+        told: dict[int, bytes] = {}
+        while missing := [r for r in range(self.size) if r not in told]:
+            came = [(r, store.get(f"{turn}/{r}", r)) for r in missing]
+            told |= {r: message for r, message in came if message is not None}
+            if len(told) < self.size:
+                self._wait([r for r in missing if r not in told])
+        return [told[r] for r in range(self.size)]
 
     def _wait(self, missing: Sequence[int]) -> None:
         """Wait for a moment, or raise if the wait for these ranks cannot succeed."""

@@ -99,10 +99,10 @@ def _take(step: Step, store: TimedStore, monitor: Monitor) -> Answer | None:
 
 def _ask(store: TimedStore, ranks: Sequence[int], monitor: Monitor) -> Answer:
     phase = monitor.phase
-    told = {rank: store.get(f"{phase}/here/{rank}") for rank in ranks}
+    told = {rank: store.get(f"{phase}/here/{rank}", rank) for rank in ranks}
     announced = {rank: _announced(f"{phase}/here/{rank}", text) for rank, text in told.items() if text is not None}
     for rank in announced:
-        if monitor.peers[rank].pid is None and (record := store.get(f"who/{rank}")) is not None:
+        if monitor.peers[rank].pid is None and (record := store.get(f"who/{rank}", rank)) is not None:
             monitor.peers[rank] = Peer(rank, record)  # so that its end is noticed before the ranks have met
     return Answer(announced, store.check([f"{phase + 2}/begun"]))
 

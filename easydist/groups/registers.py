@@ -161,7 +161,7 @@ class StoreRegisters:
         """
         found = []
         for rank in range(self._size):
-            text = None if rank == self._rank else self._store.get(key := f"recover/{rank}")
+            text = None if rank == self._rank else self._store.get(key := f"recover/{rank}", rank)
             if self._store.is_silent:
                 return None
             found.append(self._mine if rank == self._rank else Told.from_json(text, in_store(key)))

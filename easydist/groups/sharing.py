@@ -11,13 +11,15 @@ import hashlib
 import json
 import logging
 import os
+import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 
 from easydist import settings
-from easydist.errors import RemoteError
+from easydist.errors import RemoteError, WireError
+from easydist.liveness import signed
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.page import own_page
 from easydist.liveness.peer import RECORD_NBYTES, Peer, by_host, host_id, record
@@ -71,11 +73,13 @@ def introduce(exchange: Exchange, monitor: Monitor, shares: bool, kind: type[Pee
     Raises:
         ValueError: A variable of this process is malformed (``settings``).
         RemoteError: A variable of another rank is; the text is the same on every rank.
+        WireError: The ranks have different job keys; the text is the same on every rank.
     """
     records = exchange(record(own_page(), monitor.entry, shares))
     monitor.describe(hashlib.blake2b(b"".join(records), digest_size=8).hexdigest())  # every rank has the same records
     monitor.peers = {rank: kind(rank, records[rank]) for rank in monitor.peers}
     _check_variables(monitor)
+    _check_keys(monitor)
     return by_host(records)
 
 
@@ -89,6 +93,19 @@ def _check_variables(monitor: Monitor) -> None:
         raise kind("\n".join([f"{monitor.operation}: an environment variable is malformed", *rows]))
     if all(peer.host_id != host_id() for rank, peer in monitor.peers.items() if rank < monitor.rank):
         settings.warn_of_unknown()
+
+
+def _check_keys(monitor: Monitor) -> None:
+    """Check that all ranks have the same job key, or none."""
+    found = {rank: peer.fingerprint for rank, peer in monitor.peers.items()} | {monitor.rank: signed.seal().fingerprint}
+    hosts = [peer.host for _, peer in sorted(monitor.peers.items())]
+    hosts.insert(monitor.rank, socket.gethostname())
+    if rows := signed.difference(found, hosts):
+        monitor.is_awaited = False  # every rank raises here
+        raise WireError(
+            f"{monitor.operation}: the ranks have different job keys\n{rows}\n"
+            "Give all ranks the same key: easydist run --job-key FILE"
+        )
 
 
 def attach(control: Collectives, monitor: Monitor, hosts: Hosts, slots: Sequence[int]) -> tuple[Backend, Hosts]:

@@ -19,6 +19,7 @@ from easydist.liveness.bodies import Body
 from easydist.liveness.page import OwnPage, PeerPage
 from easydist.liveness.report import EXCEPTION, Report
 from easydist.liveness.rules import has_finished
+from easydist.liveness.signed import seal
 from easydist.liveness.stored import decoded
 
 RECORD_NBYTES = 512
@@ -49,7 +50,7 @@ def record(page: OwnPage | None, entry: int, shares: bool) -> bytes:
     """Return the record about this process for its peers; ``shares`` is True if it would use shared memory."""
     address = page.address if page else (os.getpid(), -1, "")
     where = socket.gethostname()[:200], host_id()
-    text = json.dumps([time.monotonic(), *where, shares, entry, *address, settings.fault()])
+    text = json.dumps([time.monotonic(), *where, shares, entry, *address, settings.fault(), seal().fingerprint])
     return text.encode().ljust(RECORD_NBYTES)
 
 
@@ -68,7 +69,7 @@ def by_host(records: Sequence[bytes]) -> list[list[int]]:
     return list(hosts.values()) if all(shares for _, shares in told) else [[rank] for rank in range(len(told))]
 
 
-_FIELDS = (float, str, str, bool, int, int, int, str, str)
+_FIELDS = (float, str, str, bool, int, int, int, str, str, str)
 
 
 _DEAD = ("", "Z", "X")
@@ -100,6 +101,7 @@ class Peer:
         pid: Its process id on that host; None without a record.
         shares_pages: True if, by its record, it is on this host and has a page.
         malformed: Its malformed variable (``settings.fault()`` there); empty if there is none.
+        fingerprint: The fingerprint of its job key; empty if it has none.
     """
 
     def __init__(self, rank: int, told: bytes | None = None) -> None:
@@ -107,14 +109,24 @@ class Peer:
         self.host: str | None = None
         self.host_id: str | None = None
         self.pid: int | None = None
-        self.malformed = ""
+        self.malformed = self.fingerprint = ""
         self._entry, self._process, self._born = -1, -1, 0.0
         self._page: PeerPage | None = None
         self.shares_pages = False
         self._told_left: float | None = None
         if told is not None:
             fields = decoded("the record of its process", told, _FIELDS)
-            self._born, self.host, self.host_id, _, self._entry, self.pid, *address, self.malformed = fields
+            (
+                self._born,
+                self.host,
+                self.host_id,
+                _,
+                self._entry,
+                self.pid,
+                *address,
+                self.malformed,
+                self.fingerprint,
+            ) = fields
             is_near = self.host_id == host_id()
             self.shares_pages = is_near and self._entry >= 0
             if is_near:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from easydist.errors import CollectiveTimeout, EasydistError, PeerLostError, RemoteError
+from easydist.errors import CollectiveTimeout, EasydistError, PeerLostError, RemoteError, WireError
 from easydist.liveness import bodies, texts
 from easydist.liveness.bodies import Body
 from easydist.liveness.events import Cause, Heard, Why
@@ -117,16 +117,16 @@ class GroupStatus(GroupProtocol):
 
     def _seen(self, peer: Peer) -> tuple[int | None, str]:
         """Return the published state of a rank on another host: the number of its last call, and its place."""
-        if (text := self._read(key := f"seen/{peer.rank}")) is None:
+        if (text := self._read(key := f"seen/{peer.rank}", peer.rank)) is None:
             return None, ""
         number, place = decoded(in_store(key), text, (int, str))
         return number, place
 
-    def _read(self, key: str) -> bytes | None:
+    def _read(self, key: str, by: int | None = None) -> bytes | None:
         # The attribute is read once, because the watchdog may set it to None.
         if (store := self._store) is not None and self._has_remote_peers():
             try:
-                return store.get(key)
+                return store.get(key, by)
             except RuntimeError:  # the store has ended with rank 0, and would log each further attempt
                 self._store, self._lost_store = None, store
         return None
@@ -186,13 +186,12 @@ class GroupStatus(GroupProtocol):
     def _stored_report(self, rank: int) -> Report | None:
         """Return a rank's report of this phase, or of the meeting before it, from the store; None if there is none."""
         keys = [f"reports/{phase}/{rank}" for phase in self.phases]
-        return next(filter(None, (Report.from_store(in_store(key), self._read(key)) for key in keys)), None)
+        return next(filter(None, (Report.from_store(in_store(key), self._read(key, rank)) for key in keys)), None)
 
     def _read_log(self) -> list[Report]:
         """Return the logged reports of ranks on other hosts that may still matter, in the order of posting."""
-        while (text := self._read(key := f"{_LOG}/{self._entries_read + 1}")) is not None:
-            self._entries_read += 1
-            report = Report.from_store(in_store(key), text)
+        while (entry := self._next_entry()) is not None:
+            report = Report.from_store(*entry)
             if report is None or report.by == self.rank:
                 continue
             if report.kind == LEAVING and report.by in self.peers:
@@ -201,6 +200,19 @@ class GroupStatus(GroupProtocol):
                 self._log.append(report)
         self._log = [report for report in self._log if self.may_matter(report)]
         return self._log
+
+    def _next_entry(self) -> tuple[str, bytes] | None:
+        """Return the words for the next entry of the log, and its text; None if there is none yet."""
+        key = f"{_LOG}/{self._entries_read + 1}"
+        try:
+            text = self._read(key)
+        except WireError:
+            self._entries_read += 1  # it ends one call, not every call from now on
+            raise
+        if text is None:
+            return None
+        self._entries_read += 1
+        return in_store(key), text
 
     def hear(self, peer: Peer, remote: bool = False, is_awaited: bool = False, logged: Report | None = None) -> Heard:
         """Look at another rank.
@@ -250,7 +262,7 @@ class GroupStatus(GroupProtocol):
         now = time.monotonic()
         looked, told, body = self._told.get(peer.rank, (0.0, None, None))
         if now - looked > LISTEN_EVERY / 2:
-            before, told = told, self._read(f"body/{peer.rank}")
+            before, told = told, self._read(f"body/{peer.rank}", peer.rank)
             body = bodies.of_message(told) if told != before and looked else None
             self._told[peer.rank] = now, told, body
         return body

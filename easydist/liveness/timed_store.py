@@ -1,7 +1,8 @@
 """A store with a time limit on each answer: while the process that serves it is stopped, a call blocks in C++.
 
 The calls are made in threads (``liveness/limited.py``). The caller waits a moment for the answer; until it has come, no
-further call waits. No other module of the library calls a store or makes a connection to one.
+further call waits. No other module of the library calls a store or makes a connection to one. So values
+are signed, and signatures are checked, here (``liveness/signed.py``).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from easydist.liveness.limited import Caller, NoAnswerError, idle_caller, release, within
 from easydist.liveness.rules import PATIENCE
+from easydist.liveness.signed import seal
 
 T = TypeVar("T")
 
@@ -36,7 +38,7 @@ class TimedStore:
     """
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self._store, self._seal = store, seal()
         self._unanswered: Future[Any] | None = None
         self._caller: Caller | None = None
 
@@ -57,41 +59,55 @@ class TimedStore:
 
         Raises:
             RuntimeError: The store is gone.
+            WireError: As for ``get``.
         """
+        if self._seal.key:
+            return all(self.get(key) is not None for key in keys)
         return bool(self._ask(lambda: self._store.check(list(keys))))
 
-    def get(self, key: str) -> bytes | None:
+    def get(self, key: str, by: int | None = None) -> bytes | None:
         """Return the value of a key; None if it is not set, or the store does not answer.
+
+        Args:
+            key: The key.
+            by: The rank that writes this key, for errors; None if several ranks may.
 
         Raises:
             RuntimeError: The store is gone.
+            WireError: The value is not signed with this process's job key.
         """
-        return self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
+        value = self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
+        return None if value is None else self._seal.opened(key, value, by)
 
-    def awaited(self, key: str, wait: Callable[[], None]) -> bytes:
+    def awaited(self, key: str, wait: Callable[[], None], by: int | None = None) -> bytes:
         """Wait for a key, and return its value.
 
         Args:
             key: The key.
             wait: A function to call while the key is missing. It sleeps for a moment, and raises to end the wait.
+            by: As for ``get``.
 
         Raises:
             RuntimeError: The store is gone.
+            WireError: As for ``get``.
         """
-        while (value := self.get(key)) is None:
+        while (value := self.get(key, by)) is None:
             wait()
         return value
 
-    def compare_set(self, key: str, expected: str, text: str) -> bytes | None:
-        """Set a key if its value is ``expected`` (empty: if it is not set); later, if the store does not answer.
+    def set_first(self, key: str, text: str) -> bytes | None:
+        """Set a key unless it is set; later, if the store does not answer.
 
         Returns:
             The value of the key afterwards; None if the store does not answer.
 
         Raises:
             RuntimeError: The store is gone.
+            WireError: As for ``get``.
         """
-        return self._ask(lambda: self._store.compare_set(key, expected, text), is_lasting=True)
+        sealed = self._seal.sealed(key, text)
+        value = self._ask(lambda: self._store.compare_set(key, "", sealed), is_lasting=True)
+        return None if value is None else self._seal.opened(key, value)
 
     def set(self, key: str, text: str) -> None:
         """Set a key; later, if the store does not answer.
@@ -99,7 +115,8 @@ class TimedStore:
         Raises:
             RuntimeError: The store is gone.
         """
-        self._ask(lambda: self._store.set(key, text), is_lasting=True)
+        sealed = self._seal.sealed(key, text)
+        self._ask(lambda: self._store.set(key, sealed), is_lasting=True)
 
     def delete(self, key: str) -> None:
         """Delete a key; later, if the store does not answer.
@@ -115,7 +132,12 @@ class TimedStore:
         Raises:
             RuntimeError: The store is gone.
         """
-        self._ask(lambda: self._store.set(f"{log}/{self._store.add(log, 1)}", text), is_lasting=True)
+
+        def append() -> None:
+            key = f"{log}/{self._store.add(log, 1)}"
+            self._store.set(key, self._seal.sealed(key, text))
+
+        self._ask(append, is_lasting=True)
 
     def add(self, key: str, amount: int, seconds: float) -> int:
         """Add to a counter, and return its new value.

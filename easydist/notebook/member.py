@@ -182,5 +182,5 @@ def _groups_of(store: TimedStore, rank: int) -> dict[str, list[int]]:
             raise TimeoutError(f"the ranks did not connect within {_MEETING:.0f} s: {key} is missing")
         time.sleep(POLL)
 
-    found: dict[str, list[int]] = decoded(in_store(key), store.awaited(key, wait), {str: [int]})
+    found: dict[str, list[int]] = decoded(in_store(key), store.awaited(key, wait, rank), {str: [int]})
     return found

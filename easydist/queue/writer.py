@@ -185,6 +185,8 @@ class WriterEnd(End):
             except WireError as error:
                 self._refusal = f"reader {rank} was not admitted: {error}"
             sender.refuse()
+        if self._listener is not None and self._listener.refused is not None:
+            self._refusal, self._listener.refused = self._listener.refused, None
         if self._listener is not None and self._listener.fault is not None:
             self._refusal = (
                 f"a reader cannot be admitted: {self._listener.fault}. If this process has too many open files, close "

@@ -91,7 +91,7 @@ class PrivateGroup:
 
 def _meet(name: str, store: TimedStore, place: Place, deadline: float, wait: Callable[[], None]) -> None:
     store.set(f"here/{place.rank}", "")
-    while missing := [rank for rank in range(place.size) if not store.check([f"here/{rank}"])]:
+    while missing := [rank for rank in range(place.size) if store.get(f"here/{rank}", rank) is None]:
         if (told := store.get(_LATE)) is not None:
             raise _incomplete(name, decoded(in_store(_LATE), told, [int]), place.size)
         if time.monotonic() > deadline:

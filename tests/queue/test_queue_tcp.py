@@ -38,6 +38,26 @@ def test_wrong_key_is_refused():
         end.close()
 
 
+@pytest.mark.parametrize(("writers", "readers"), [("a" * 40, "b" * 40), ("a" * 40, None), (None, "b" * 40)])
+def test_a_reader_with_another_job_key_is_refused_and_both_ends_say_so(writers, readers, monkeypatch):
+    def have(key):
+        monkeypatch.setenv("EASYDIST_JOB_KEY", key) if key else monkeypatch.delenv("EASYDIST_JOB_KEY", raising=False)
+
+    have(writers)
+    with MessageQueue(1, 0, connect_ip="127.0.0.1") as writer:
+        have(readers)
+        with MessageQueue.create_from_handle(writer.export_handle(), 0) as stranger:
+            eventually(lambda: writer._end._listener._pending or writer._end._listener.accepted() == [])
+            with pytest.raises(ConnectionError, match="reader 0 was not admitted: it has another EASYDIST_JOB_KEY"):
+                writer.enqueue(1, SOON)
+            with pytest.raises(PermissionError, match="rejects this reader: it has another EASYDIST_JOB_KEY than"):
+                stranger.dequeue(SOON)
+        have(writers)
+        with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+            writer.enqueue(2, SOON)
+            assert reader.dequeue(SOON) == 2
+
+
 def test_a_false_writer_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as server:
         writer = MessageQueue(1, 0, connect_ip="127.0.0.1")
@@ -140,7 +160,7 @@ def test_a_reader_that_tells_nonsense_is_refused_and_the_writer_says_so(record):
         handle = writer.export_handle()
         hello = tcp._HELLO.pack(0, bytes(32), record.ljust(tcp.RECORD_NBYTES))
         with socket.create_connection(handle.address) as connection:
-            connection.sendall(hello + tcp._proof(handle.key, b"reader", hello))
+            connection.sendall(hello + 2 * tcp._proof(handle.key, b"reader", hello))
             with pytest.raises(
                 ConnectionError, match="reader 0 was not admitted: the record of its process is damaged"
             ):
