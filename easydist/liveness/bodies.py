@@ -12,9 +12,10 @@ import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from easydist.liveness.page import Membership, own_page
+from easydist.liveness.stored import decoded
 
 _under_way: dict[object, str] = {}
 """The bodies of this process, the innermost last."""
@@ -92,12 +93,17 @@ def message() -> str | None:
     return json.dumps([next(_beats), *body]) if body is not None else None
 
 
-def of_message(told: bytes | None) -> Body | None:
-    """Return the body of a process by its message; None if there is none, or if ``message`` did not write it."""
-    try:
-        fields: Any = json.loads(told or b"null")
-        _, text, calls = fields
-        body = Body(str(text), [(str(group), str(meeting), peer) for group, meeting, peer in calls])
-    except (TypeError, ValueError, RecursionError):
+def of_message(what: str, told: bytes | None) -> Body | None:
+    """Return the body of a process by its message; None if there is none.
+
+    Raises:
+        WireError: ``message`` did not write it; the error names it by ``what``.
+
+    Example:
+        >>> of_message("its body", b'[0, "main_process_first at train.py:7", [["world", "a1", null]]]')
+        Body(text='main_process_first at train.py:7', calls=[('world', 'a1', None)])
+    """
+    if told is None:
         return None
-    return body
+    _, text, calls = decoded(what, told, (int, str, [(str, str, int | None)]))
+    return Body(text, [(group, meeting, peer) for group, meeting, peer in calls])

@@ -7,6 +7,9 @@ from pathlib import Path
 import launching
 import pytest
 
+from easydist.errors import WireError
+from easydist.liveness import bodies
+
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bodies.py"
 SCENARIOS = ["long", "second", "raises", "killed", "stops", "calls", "timeout"]
 CASES = [(3, backend, name) for backend in ("shm", "gloo", "011") for name in SCENARIOS]
@@ -30,6 +33,18 @@ def rows_of(size, backend, scenario):
     found, err = launched()
     rows, statuses = found[f"{size}/{backend}/{scenario}"]
     return rows, statuses, err
+
+
+def test_a_message_is_read_as_it_was_written_and_nothing_else_is():
+    with bodies.running("main_process_first at train.py:7"):
+        first, second = bodies.message(), bodies.message()
+    assert first != second
+    body = bodies.of_message("its body", first.encode())
+    assert body.text == "main_process_first at train.py:7"
+    assert (bodies.message(), bodies.of_message("its body", None)) == (None, None)
+    for damaged in (b"", b"null", b"[1]", b'[0, "a", [["world", "a1"]]]', b'[0, "a", [["world", "a1", "2"]]]'):
+        with pytest.raises(WireError, match=r"^its body is damaged"):
+            bodies.of_message("its body", damaged)
 
 
 @pytest.mark.slow
