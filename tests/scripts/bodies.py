@@ -18,6 +18,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from forking import forked, side_by_side, statuses
+from hearing import Heard
 from launching import within
 
 import easydist
@@ -27,19 +28,6 @@ from easydist.liveness import monitor
 DEADLINE = within(20)
 LIMIT = 2.5
 monitor.WARN_AFTER = LIMIT + 1
-
-
-class Waited(logging.Handler):
-    """A handler that keeps the warnings of easydist, and ends the body of the others."""
-
-    def __init__(self, writing: int) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-        self._writing = writing
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-        os.write(self._writing, b"!")
 
 
 def wait_for(pipe: tuple[int, int]) -> None:
@@ -67,7 +55,7 @@ def work(case: str, rank: int, size: int, pipe: tuple[int, int]) -> None:
     if backend == "easydist_shm":
         importlib.import_module("easydist.process_group")
     state = ProcessState(backend="easydist_shm" if backend == "easydist_shm" else None, timeout=LIMIT)
-    heard = Waited(pipe[1])
+    heard = Heard(pipe[1], 1)  # which ends the body of the others
     logging.getLogger("easydist").addHandler(heard)
     group = state.process_group
     other = dist.new_group(timeout=timedelta(seconds=DEADLINE)) if scenario == "calls" else group

@@ -19,6 +19,7 @@ import time
 
 import torch
 from forking import forked, side_by_side, statuses
+from hearing import Heard
 from launching import within
 
 DEADLINE = within(20)
@@ -28,25 +29,11 @@ VARIABLES |= {"quiet": {"EASYDIST_WARN_AFTER": "60"}, "check": {"EASYDIST_CHECK"
 CHECKED = ("gather", "broadcast", "reduce", "all_to_all", "pad_across_processes")
 
 
-class Heard(logging.Handler):
-    """A handler that keeps the warnings of easydist. The second one lets the other rank come."""
-
-    def __init__(self, writing: int) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-        self._writing = writing
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-        if len(self.texts) == 2:
-            os.write(self._writing, b"!")
-
-
 def wait_late(rank: int, late: int, pipe: tuple[int, int], timeout: float | None) -> dict:
     """Let one rank come after another one has warned twice, or has given up."""
     import easydist
 
-    heard = Heard(pipe[1])
+    heard = Heard(pipe[1], 2)  # which lets the other rank come
     easydist.gather(rank)
     logging.getLogger("easydist").addHandler(heard)
     if rank == late:
