@@ -9,7 +9,8 @@ from easydist.comms.making import Place, register_backend
 from easydist.comms.new_comm import new_comm, wrap
 from easydist.comms.options import BatchP2POptions, CommOptions
 from easydist.comms.window import RegisteredWindow, SignalCmpOp, TorchCommWindow
-from easydist.groups.communicators import SOLO, Communicators, of_comm, of_group
+from easydist.groups.communicators import Communicators
+from easydist.groups.known import SOLO, of_comm, of_group
 from easydist.transport.backend import Backend
 from easydist.transport.backends.c10d import Gloo, Native, over
 from easydist.transport.backends.hierarchical import Hierarchical

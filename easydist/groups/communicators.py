@@ -7,11 +7,10 @@ import functools
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,11 +18,11 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from easydist.errors import EasydistError
-from easydist.forks import NOT_A_RANK, groups_of_parents, keep
+from easydist.forks import NOT_A_RANK
 from easydist.groups.first_meeting import FirstMeeting
 from easydist.groups.founding import Founding, found
 from easydist.groups.reconnecting import gloo_beside, reconnect
-from easydist.groups.recovering import ALREADY_RECOVERED, Attempt, Recovered, Recovery
+from easydist.groups.recovering import Attempt, Recovered, Recovery
 from easydist.groups.sharing import Hosts, all_gather, attach, introduce, is_wanted
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.peer import host_id
@@ -93,6 +92,7 @@ class Communicators:
         control: A communicator of the group on the CPU; None if it has none.
         group: The process group; None if only ``control`` represents the group.
         founding: The group, if its ranks have not made it yet.
+        made: Called with the group and these communicators once the ranks have made it.
 
     Attributes:
         founding: The group that the ranks make in the first call; None once they have made it.
@@ -115,8 +115,9 @@ class Communicators:
         control: Collectives | None,
         group: dist.ProcessGroup | None = None,
         founding: Founding | None = None,
+        made: Callable[[dist.ProcessGroup, Communicators], object] | None = None,
     ) -> None:
-        self.founding = founding
+        self.founding, self._made = founding, made
         if founding is not None:
             self.name, self.rank, self.size = "default", founding.rank, founding.size
         elif control is not None:
@@ -192,9 +193,9 @@ class Communicators:
             return timeout
         began = time.monotonic()
         self._store, self._group = found(self.founding, self.monitor, self._store, (operation, site, timeout))
-        with _making:
-            _remember(self._group, self)
-        self.founding, self.name = None, self._group.group_name
+        if self._made is not None:
+            self._made(self._group, self)
+        self.founding, self._made, self.name = None, None, self._group.group_name
         self.monitor.name, self.monitor.timeout = self.name, timeout_of(self._group)
         if (backend := over(self._group)) is not None:
             self._use(Collectives(backend, self.name))
@@ -413,106 +414,3 @@ def timeout_of(group: dist.ProcessGroup | None) -> float:
             options: Any = group._get_backend(kind).options  # type: ignore[union-attr]
             return float(options._timeout.total_seconds())
     return float(dist.distributed_c10d.default_pg_timeout.total_seconds())
-
-
-_CACHE: dict[dist.ProcessGroup, Communicators] = {}
-unregistered: set[dist.ProcessGroup] = set()
-"""The groups in use that torch does not know of."""
-
-_retired: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-"""The groups that have ended because their survivors continue in others."""
-
-_making = threading.RLock()
-"""The lock that is held while communicators are made."""
-
-SOLO = Communicators(Collectives(Solo(), "solo"))
-"""The communicators of a single process."""
-
-
-def of_group(group: dist.ProcessGroup) -> Communicators:
-    """Return the communicators of ``group``."""
-    found = _CACHE.get(group)
-    return _make(group) if found is None else found
-
-
-def _make(group: dist.ProcessGroup) -> Communicators:
-    with _making:  # two threads that come at once have to get the same communicators, and see each other's calls
-        if (found := _CACHE.get(group)) is not None:
-            return found
-        kept = dist.distributed_c10d._world.pg_map.keys() | unregistered
-        for gone in [known for known in _CACHE if known not in kept]:
-            _CACHE[gone].leave()
-            _CACHE.pop(gone).let_go()  # a destroyed group keeps its connections open as long as it is cached here
-        if group in groups_of_parents:
-            raise RuntimeError(NOT_A_RANK)
-        if group in _retired:
-            raise RuntimeError(ALREADY_RECOVERED)
-        backend = over(group)
-        return _remember(group, Communicators(Collectives(backend, group.group_name) if backend else None, group))
-
-
-def _remember(group: dist.ProcessGroup, comms: Communicators) -> Communicators:
-    _CACHE[group] = comms
-    comms.monitor.is_destroyed = functools.partial(_is_destroyed, weakref.ref(group))
-    return comms
-
-
-def _is_destroyed(group: weakref.ref[dist.ProcessGroup]) -> bool:
-    known = group()
-    return known not in dist.distributed_c10d._world.pg_map and known not in unregistered
-
-
-def forget(group: dist.ProcessGroup) -> None:
-    """Let the next call make new communicators, in which the ranks meet again; all ranks have to call this.
-
-    Args:
-        group: The group. Its store may be a different one in the next call.
-    """
-    with _making:
-        if (known := _CACHE.pop(group, None)) is not None:
-            known.stop()
-            known.let_go()
-
-
-def let_go(group: dist.ProcessGroup) -> None:
-    """Let a group end together with this process, silently: how the process ends says more than that it left.
-
-    Args:
-        group: The group.
-    """
-    with _making:
-        if (known := _CACHE.get(group)) is not None:
-            known.let_go()
-
-
-def retire(group: dist.ProcessGroup) -> None:
-    """Release the communicators of a group that has been recovered; no other ones can be made.
-
-    Args:
-        group: The group.
-    """
-    forget(group)
-    _retired.add(group)
-
-
-def _after_fork() -> None:
-    global _making
-    _making = threading.RLock()  # a thread of the parent may have held the old one
-    keep([group for comms in _CACHE.values() for group in comms.groups()])
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-def of_comm(comm: Collectives) -> Communicators:
-    """Return the communicators of the group of a communicator on the CPU.
-
-    Raises:
-        ValueError: ``comm`` is not on the CPU, so it cannot carry headers.
-    """
-    if comm.get_device().type != "cpu":
-        raise ValueError(f"group= needs a communicator on the CPU, or the ProcessGroup itself; got {comm!r}")
-    with _making:
-        if comm.communicators is None:
-            comm.communicators = Communicators(comm.core())
-    return cast(Communicators, comm.communicators)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from easydist.errors import UnsafeObjectError
-from easydist.groups.communicators import forget
+from easydist.groups.known import forget
 from easydist.liveness.limited import within
 from easydist.liveness.stored import decoded, in_store
 from easydist.liveness.timed_store import POLL, TimedStore

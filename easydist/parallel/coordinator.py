@@ -9,7 +9,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from easydist.agreement.calling import seconds
 from easydist.eager import eager
-from easydist.groups.communicators import unregistered
+from easydist.groups.known import unregistered
 from easydist.groups.standalone import gloo_group
 from easydist.parallel.experts import Experts
 from easydist.parallel.objects import Objects

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb, run
-from easydist.groups.communicators import SOLO, Communicators, of_group, unregistered
+from easydist.groups.communicators import Communicators
+from easydist.groups.known import SOLO, of_group, unregistered
 from easydist.liveness.limited import within
 from easydist.liveness.peer import host_id
 from easydist.liveness.rules import PATIENCE

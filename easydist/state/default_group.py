@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from easydist import forks
-from easydist.groups.communicators import let_go
 from easydist.groups.founding import Founding
+from easydist.groups.known import let_go
 from easydist.liveness.limited import within
 from easydist.liveness.rules import PATIENCE
 from easydist.liveness.timed_store import reached, served

@@ -18,7 +18,8 @@ from easydist.agreement.calling import founding, seconds
 from easydist.agreement.runner import meet
 from easydist.data.split import split
 from easydist.eager import eager
-from easydist.groups.communicators import SOLO, Communicators, of_comm, of_group
+from easydist.groups.communicators import Communicators
+from easydist.groups.known import SOLO, of_group, remember
 from easydist.state.absent import WithAdvice, absent
 from easydist.state.default_group import (
     backend_for,
@@ -31,7 +32,7 @@ from easydist.state.default_group import (
 from easydist.state.distributed_type import DistributedType
 from easydist.state.environment import World, flag, launched
 from easydist.state.first import first, is_first_of_host
-from easydist.transport.comm import Collectives
+from easydist.state.group_argument import of_argument
 from easydist.typing import Group, Timeout, Tree
 
 P = ParamSpec("P")
@@ -186,7 +187,7 @@ class ProcessState(metaclass=WithAdvice):
             timeout = self._options.get("timeout")
             limit = None if timeout is None else timedelta(seconds=seconds(timeout, "ProcessState"))
             group = founding_of(world, self._planned_backend(), limit, self._use)
-            self._first_call = os.getpid(), Communicators(None, founding=group)
+            self._first_call = os.getpid(), Communicators(None, founding=group, made=remember)
         return self._first_call[1]
 
     def _planned_backend(self) -> str:
@@ -207,29 +208,9 @@ class ProcessState(metaclass=WithAdvice):
             if self._group is not None:
                 return of_group(self._group)
             return SOLO if world.size == 1 else self._unfounded(world)
-        if isinstance(group, dist.ProcessGroup):
-            return of_group(group)
-        if isinstance(group, Collectives):
-            return of_comm(group)
-        if group is dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
-            raise ValueError(self._not_a_member())
-        if hasattr(group, "get_group") and hasattr(group, "get_coordinate") and hasattr(group, "ndim"):
-            if group.ndim != 1:
-                raise ValueError(f"a DeviceMesh of {group.ndim} dimensions is not one group: pass mesh[name]")
-            if group.get_coordinate() is None:
-                raise ValueError(self._not_a_member())
-            return of_group(group.get_group())
-        if isinstance(known := getattr(group, "communicators", None), Communicators):
-            return known
-        if isinstance(cpu_group := getattr(group, "cpu_group", None), dist.ProcessGroup):  # vLLM's own coordinator
-            return of_group(cpu_group)
-        raise TypeError(
-            "group= takes None, a ProcessGroup, a one-dimensional DeviceMesh, a TorchComm or a GroupCoordinator, "
-            f"got {type(group).__name__}"
-        )
-
-    def _not_a_member(self) -> str:
-        return f"rank {self.process_index} is not in this group: only its members may call"
+        if (found := of_argument(group)) is None:
+            raise ValueError(f"rank {self.process_index} is not in this group: only its members may call")
+        return found
 
     @property
     def process_index(self) -> int:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from easydist.agreement.calling import seconds
 from easydist.eager import eager
-from easydist.groups.communicators import forget, of_group, retire, timeout_of, unregistered
+from easydist.groups.communicators import timeout_of
+from easydist.groups.known import forget, of_group, retire, unregistered
 from easydist.groups.recovering import TIMEOUT, Attempt
 from easydist.groups.standalone import gloo_group
 from easydist.liveness.limited import within

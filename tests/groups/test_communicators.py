@@ -10,7 +10,7 @@ from groups import BACKENDS, check_works, made
 import easydist
 from easydist import CollectiveTimeout, ProcessState
 from easydist.comms import Hierarchical
-from easydist.groups import communicators
+from easydist.groups import known
 from easydist.groups.communicators import Frames
 from easydist.shm.segment import Segment
 from easydist.testing import distributed
@@ -84,7 +84,7 @@ def test_hosts_stand_in_the_order_of_their_lowest_ranks(rank):
 @distributed(world_size=1)
 def test_two_threads_that_come_first_get_the_same():
     """Else neither would know of the other's calls."""
-    over, arrived, go_on, found = communicators.over, threading.Event(), threading.Event(), []
+    over, arrived, go_on, found = known.over, threading.Event(), threading.Event(), []
 
     def slowly(group):
         arrived.set()
@@ -92,8 +92,8 @@ def test_two_threads_that_come_first_get_the_same():
         return over(group)
 
     with made("gloo") as group, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(communicators, "over", slowly)
-        threads = [threading.Thread(target=lambda: found.append(communicators.of_group(group))) for _ in range(2)]
+        patch.setattr(known, "over", slowly)
+        threads = [threading.Thread(target=lambda: found.append(known.of_group(group))) for _ in range(2)]
         threads[0].start()
         assert arrived.wait(20)
         arrived.clear()

@@ -562,14 +562,14 @@ def test_an_older_instance_works_after_a_reset(rank):
 
 @distributed(world_size=2)
 def test_destroyed_groups_are_forgotten(rank):
-    from easydist.groups import communicators
+    from easydist.groups import known
 
     for _ in range(5):
         group = torch.distributed.new_group([0, 1])
         assert easydist.gather(rank, group=group).tolist() == [0, 1]
         torch.distributed.destroy_process_group(group)
     assert easydist.gather(rank, group=torch.distributed.new_group([0, 1])).tolist() == [0, 1]
-    assert len(communicators._CACHE) == 1
+    assert len(known._CACHE) == 1
 
 
 @distributed(world_size=2)
