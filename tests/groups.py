@@ -1,7 +1,9 @@
 """Groups of all ranks, checks that they work, and faults of one rank."""
 
 import contextlib
+from datetime import timedelta
 
+import launching
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,8 @@ from easydist import ProcessState, memory
 
 BACKENDS = pytest.mark.parametrize("backend", ["shm", "gloo"])
 TREE = {"large": torch.ones(300_000), "small": [torch.ones(1000) for _ in range(30)], "whole": torch.arange(9000)}
+
+DEADLINE = timedelta(seconds=launching.within(10))
 
 
 @contextlib.contextmanager
@@ -63,3 +67,15 @@ def no_memory_from(number):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "empty", empty)
         yield
+
+
+def everyone() -> list[int]:
+    """The ranks that an exchange reaches: shows that the group works."""
+    return easydist.gather_object([ProcessState().process_index])
+
+
+def events(folder, world_size) -> dist.Store:
+    """Return the store in which ranks leave marks for each other beside the group."""
+    store = dist.FileStore(str(folder / "events"), world_size)
+    store.set_timeout(DEADLINE)
+    return store

@@ -4,41 +4,27 @@ import contextlib
 import copy
 import io
 import os
-from datetime import timedelta
 from typing import NamedTuple
 
 import accelerate
-import launching
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from groups import events, everyone
 
 import easydist
-from easydist import DisagreementError, DistributedType, PartialState, ProcessState, RemoteError
+from easydist import DisagreementError, DistributedType, PartialState, ProcessState
 from easydist.state.environment import flag
 from easydist.testing import distributed
 
 EVERY = (1, 2, 3, 4)
 SEVERAL = (2, 3, 4)
-DEADLINE = timedelta(seconds=launching.within(10))
 
 
 class Pair(NamedTuple):
     text: list
     number: torch.Tensor
-
-
-def everyone() -> list[int]:
-    """The ranks that an exchange reaches: shows that the group works."""
-    return easydist.gather_object([ProcessState().process_index])
-
-
-def events(folder, world_size) -> dist.Store:
-    """Return the store in which ranks leave marks for each other beside the group."""
-    store = dist.FileStore(str(folder / "events"), world_size)
-    store.set_timeout(DEADLINE)
-    return store
 
 
 @distributed(world_size=EVERY)
@@ -342,102 +328,11 @@ def test_waiting_while_another_rank_gathers_is_an_error_everywhere(rank, world_s
     assert everyone() == list(range(world_size))
 
 
-@pytest.mark.parametrize(("method", "hosts"), [("main_process_first", 1), ("local_main_process_first", 2)])
-@distributed(world_size=EVERY)
-def test_the_main_process_goes_first(rank, world_size, method, hosts, tmp_path):
-    store = events(tmp_path, world_size)
-    per_host = -(-world_size // hosts)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCAL_RANK", str(rank % per_host))
-        first, others = ([r for r in range(world_size) if (r % per_host == 0) == is_main] for is_main in (True, False))
-        store.set(f"came {rank}", "")
-        with getattr(ProcessState(), method)():
-            if rank in first:
-                store.wait([f"came {r}" for r in others])
-                assert not any(store.check([f"ran {r}"]) for r in others)
-            else:
-                assert store.check([f"ran {r}" for r in first])
-            store.set(f"ran {rank}", "")
-        assert store.check([f"ran {r}" for r in range(world_size)])
-
-
-@pytest.mark.parametrize("method", ["main_process_first", "local_main_process_first"])
-@pytest.mark.parametrize("error", [KeyError("boom"), SystemExit(3)], ids=lambda error: type(error).__name__)
-@distributed(world_size=EVERY)
-def test_when_the_main_process_raises_the_others_do_not_begin(rank, world_size, method, error):
-    ran = []
-    with (  # noqa: PT012 - what runs before is part of the law
-        pytest.raises(type(error) if rank == 0 else RemoteError) as caught,
-        getattr(ProcessState(), method)(),
-    ):
-        ran.append(rank)
-        raise error
-    assert ran == ([0] if rank == 0 else [])
-    if rank:
-        text = f"main_process_first: the body raised on rank 0\n  rank 0: {type(error).__name__}: {error}"
-        assert str(caught.value) == text
-    else:
-        assert caught.value is error
-    assert everyone() == list(range(world_size))
-
-
-@pytest.mark.parametrize("method", ["main_process_first", "local_main_process_first"])
-@distributed(world_size=SEVERAL)
-def test_when_another_process_raises_everybody_hears(rank, world_size, method):
-    ran = []
-    with pytest.raises(ValueError if rank == 1 else RemoteError) as caught, getattr(ProcessState(), method)():  # noqa: PT012
-        ran.append(rank)
-        if rank == 1:
-            raise ValueError("no space")
-    assert ran == [rank]
-    assert str(caught.value) == (
-        "no space" if rank == 1 else "main_process_first: the body raised on rank 1\n  rank 1: ValueError: no space"
-    )
-    assert everyone() == list(range(world_size))
-
-
-@distributed(world_size=4)
-def test_main_process_first_decorates_a_function_and_nests(rank):
-    state = ProcessState()
-
-    @state.main_process_first()
-    def body(value):
-        return value + rank
-
-    assert body(10) == 10 + rank
-    assert everyone() == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("method", ["main_process_first", "local_main_process_first"])
-@distributed(world_size=4)
-def test_the_first_rank_of_a_group_goes_first_in_it(rank, method, tmp_path):
-    store = events(tmp_path, 4)
-    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    with getattr(ProcessState(), method)(group=pairs[rank % 2], timeout=DEADLINE):
-        assert rank < 2 or store.check([f"ran {rank - 2}"])
-        store.set(f"ran {rank}", "")
-    assert store.check([f"ran {r}" for r in (rank % 2, rank % 2 + 2)])
-    easydist.wait_for_everyone(group=pairs[rank % 2], timeout=DEADLINE)
-    assert everyone() == [0, 1, 2, 3]
-
-
 @distributed(world_size=4)
 def test_split_shares_out_among_the_ranks_of_a_group(rank):
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     with ProcessState().split_between_processes(list(range(5)), group=pairs[rank % 2]) as share:
         assert share == ([0, 1, 2] if rank < 2 else [3, 4])
-
-
-@pytest.mark.parametrize("limit", [0, -1.0])
-@distributed(world_size=2)
-def test_a_timeout_that_leaves_no_time_is_refused_before_the_body(rank, limit):
-    ran, state = [], ProcessState()
-    if rank == 0:  # nobody else makes these calls, or hears of them
-        for context in (state.main_process_first, state.local_main_process_first, easydist.together):
-            with pytest.raises(ValueError, match="is not positive"), context(timeout=limit):
-                ran.append(rank)
-    assert not ran
-    assert everyone() == [0, 1]
 
 
 @distributed(world_size=4)
@@ -513,16 +408,6 @@ def test_a_flag_that_says_neither_yes_nor_no_is_an_error_until_it_does(name, val
         assert ProcessState().device == torch.device("cpu")
 
 
-@pytest.mark.slow
-def test_flags_are_read_as_accelerate_reads_them():
-    environment = pytest.importorskip("accelerate.utils.environment")
-    words = ["y", "yes", "t", "true", "on", "1", "n", "no", "f", "false", "off", "0", "True", "NO", "", "2", "ja", " 1"]
-    for word in words:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("FLAG", word)
-            assert outcome(lambda: flag("FLAG")) == outcome(lambda: environment.parse_flag_from_env("FLAG"))
-
-
 def outcome(call):
     """Return the result; for an error its class and the beginning of its text."""
     try:
@@ -531,20 +416,14 @@ def outcome(call):
         return type(error), str(error).split(" of FLAG")[0]
 
 
-@distributed(world_size=(2, 3))
-def test_a_collective_inside_the_first_body_is_an_error_for_all(rank, world_size):
-    with pytest.raises(DisagreementError, match="ranks made different calls"), ProcessState().main_process_first():
-        easydist.gather(torch.ones(1))
-    assert everyone() == list(range(world_size))
-
-
-@distributed(world_size=3)
-def test_contexts_may_be_nested(rank, world_size):
-    state, ran = ProcessState(), []
-    with state.main_process_first(), state.local_main_process_first(), state.main_process_first():
-        ran.append(rank)
-    assert ran == [rank]
-    assert everyone() == list(range(world_size))
+@pytest.mark.slow
+def test_flags_are_read_as_accelerate_reads_them():
+    environment = pytest.importorskip("accelerate.utils.environment")
+    words = ["y", "yes", "t", "true", "on", "1", "n", "no", "f", "false", "off", "0", "True", "NO", "", "2", "ja", " 1"]
+    for word in words:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("FLAG", word)
+            assert outcome(lambda: flag("FLAG")) == outcome(lambda: environment.parse_flag_from_env("FLAG"))
 
 
 def test_on_process_runs_in_a_world_of_one_whatever_the_number():
