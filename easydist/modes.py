@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import torch
 
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
-_fake_mode = torch._C._get_dispatch_mode
+_fake_mode = functools.partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
 _transform = torch._C._functorch.peek_interpreter_stack
 
 
@@ -27,7 +27,7 @@ def without_data() -> str:
     """
     if _transform() is not None:
         return "inside vmap or another transform of torch.func, where one tensor stands for several"
-    return "under FakeTensorMode, where tensors have no data" if _fake_mode(_FAKE) is not None else ""
+    return "under FakeTensorMode, where tensors have no data" if _fake_mode() is not None else ""
 
 
 def demand_data(operation: str) -> None:
@@ -36,8 +36,8 @@ def demand_data(operation: str) -> None:
     Raises:
         TypeError: This thread is in such a mode; the text names the operation.
     """
-    if where := without_data():
-        raise refusal(operation, where)
+    if _transform() is not None or _fake_mode() is not None:  # without another call: every operation asks
+        raise refusal(operation, without_data())
 
 
 def refusal(operation: str, where: str) -> TypeError:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 
-from easydist import modes
 from easydist.agreement.notes import listeners
 from easydist.comms.failures import abort, explained, is_late
 from easydist.comms.hooks import AbortHook, HookArgs, Hooks, PostHook, PreHook, RemovableHandle
@@ -15,6 +14,7 @@ from easydist.comms.options import CommOptions, checked_hints, limited
 from easydist.comms.traced import traced
 from easydist.errors import EasydistError
 from easydist.liveness.monitor import Monitor
+from easydist.modes import demand_data
 from easydist.transport.backend import Backend
 from easydist.transport.checked import Begin, Hints, checked_timeout
 from easydist.transport.comm import Collectives
@@ -58,7 +58,7 @@ class Operations(Collectives):
             run: Runs the exchange over ``core()``, within the time limit.
         """
         limit = self._time_limit
-        modes.demand_data(name)
+        demand_data(name)
         try:
             return run(self.core(), limit)
         except BaseException as error:
@@ -119,7 +119,7 @@ class Operations(Collectives):
         """Return the time limit of an operation, after checking that it can begin."""
         if self._failure is not None or self._is_final:
             raise self._unusable(name)
-        modes.demand_data(name)
+        demand_data(name)
         if hints is not None:
             checked_hints(hints)
         return self._time_limit if timeout is None else limited(checked_timeout(timeout), self._time_limit)

@@ -11,7 +11,7 @@ import torch
 
 from easydist.data.backing import absence, is_backed
 from easydist.transport.backend import Backend
-from easydist.transport.staging import Staging, check_writable, flat, is_flat
+from easydist.transport.staging import Staging, check_writable, flat
 from easydist.transport.work import Begun, TorchWork, handle, wait
 
 Hints = Mapping[str, str] | None
@@ -24,6 +24,7 @@ Begin = Callable[[], Begun]
 BYTES = torch.uint8
 _TIME_LIMIT = timedelta(minutes=10)
 _STRIDED = torch.strided
+_FLAT = (1,)
 _FOREVER = timedelta(days=36500)
 """The longest time limit: gloo counts nanoseconds in 64 bits, so that ``timedelta.max`` would be over at once."""
 
@@ -140,15 +141,26 @@ class Checked:
         return staging, staging.targets(outputs), list(map(flat, inputs))
 
     def _are_plain(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """True if ``_check`` accepts the tensors and their memory is flat: most are, and finding that out is quick."""
+        """True if ``_check`` accepts the tensors and their memory is flat: most are, and finding that out is quick.
+
+        So this calls neither ``is_flat`` nor, for a tensor at the start of its memory, ``is_backed``.
+        """
         device, dtype = self._backend.device, None
-        for tensor in tensors:
-            if type(tensor) is not torch.Tensor or tensor.device != device or not is_flat(tensor):
-                return False
-            if (own := tensor.dtype) is not dtype and dtype is not None:
-                return False
-            dtype = own
-        return all(map(is_backed, tensors))
+        try:
+            for tensor in tensors:
+                if type(tensor) is not torch.Tensor or tensor.device != device or tensor.stride() != _FLAT:
+                    return False
+                if tensor.requires_grad or tensor.is_complex() or tensor.is_neg():
+                    return False
+                if (own := tensor.dtype) is not dtype and dtype is not None:
+                    return False
+                dtype, storage = own, tensor.untyped_storage()
+                is_whole = storage.data_ptr() and storage.nbytes() >= tensor.nbytes and not tensor.storage_offset()
+                if not (is_whole or is_backed(tensor)):
+                    return False
+        except RuntimeError:  # no strides, no storage, or no memory
+            return False
+        return True
 
     def _check(self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> None:
         """Check that all are tensors of one dtype on the communicator's device, and that outputs can be written."""
