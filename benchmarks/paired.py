@@ -1,6 +1,6 @@
 """Compare this checkout with another one: the same work in both, turn by turn, while the other one's ranks wait.
 
-python benchmarks/paired.py CHECKOUT [--ranks 2 4] [--turns 15] [--seconds 0.1] [--only TEXT] [--work verbs comms metrics]
+python benchmarks/paired.py CHECKOUT [--work verbs comms metrics] [--ranks 2 4] [--turns 15] [--seconds 0.1] [--only X]
 
 For each piece of work it prints the median times of both, and this checkout's time over the other's: the ratio of the
 medians, the median, min and max of the turns, and the ratio of the shortest times. EASYDIST_SHM=0 measures gloo.
