@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from torch.distributed import DistStoreError
 
-from easydist.errors import CollectiveTimeout, LeftOutError, PeerLostError, RemoteError
+from easydist.errors import CollectiveTimeout, EasydistError, LeftOutError, PeerLostError, RemoteError
 from easydist.liveness.peer import Peer
 from easydist.liveness.report import INTERRUPT
 
@@ -82,6 +82,21 @@ def _known(
         found = CommRemoteError(f"{what}: {who} {'was interrupted' if error.is_interrupt else 'has given up'}. {why}")
     vars(found).update(vars(error))
     return found
+
+
+def later(text: str, first: BaseException) -> RuntimeError:
+    """Return the error of an operation that cannot complete because an earlier one has failed.
+
+    Args:
+        text: The text about this operation.
+        first: The error of the earlier one. The result has its type and its facts, so that the same handler fits both.
+    """
+    error = RuntimeError(text)
+    if isinstance(first, RuntimeError) and isinstance(first, EasydistError):
+        error = type(first)(text)
+        vars(error).update(vars(first))
+    error.__cause__ = first
+    return error
 
 
 def _is_reported(error: BaseException) -> bool:

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import NoReturn, TypeVar
 
 from easydist.agreement.notes import listeners
-from easydist.comms.failures import abort, explained, is_late
+from easydist.comms.failures import abort, explained, is_late, later
 from easydist.comms.hooks import AbortHook, HookArgs, Hooks, PostHook, PreHook, RemovableHandle
 from easydist.comms.options import CommOptions, checked_hints, limited
 from easydist.comms.traced import traced
@@ -161,9 +161,8 @@ class Operations(Collectives):
     def _unusable(self, name: str) -> RuntimeError:
         if self._is_final:
             return RuntimeError(f"{name}: TorchComm {self._name!r} not initialized: it has been finalized")
-        error = RuntimeError(f"{name}: the communicator {self._name!r} is broken: {self._failure}")
-        error.__cause__ = self._failure
-        return error
+        assert self._failure is not None
+        return later(f"{name}: the communicator {self._name!r} is broken: {self._failure}", self._failure)
 
     def _two_at_once(self, mine: tuple[int, str], other: tuple[int, str]) -> str:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -183,8 +182,10 @@ class Operations(Collectives):
 
     def _failed(self, name: str, limit: timedelta, error: BaseException) -> BaseException:
         """Mark the communicator as broken, and return the error to raise."""
-        if self._failure is not None or self._is_final:
-            return RuntimeError(f"{name}: the operation can no longer complete: {self._failure or 'finalized'}")
+        if self._failure is not None:
+            return later(f"{name}: the operation can no longer complete: {self._failure}", self._failure)
+        if self._is_final:
+            return RuntimeError(f"{name}: the operation can no longer complete: finalized")
         raised = self._explained(name, limit, error) if isinstance(error, Exception) else error
         self._failure = raised
         if raised is not error:

@@ -105,7 +105,7 @@ class Member:
             if all(told[rank].get(name) == ranks[name] for rank in ranks[name]):
                 group.renew(PrefixStore(f"group/{name}", store))
             else:  # one of its ranks is new
-                group.shutdown()
+                group.discard()
 
     def act(self, meta: dict[str, Any], buffers: Sequence[Any], publish: Callable[[Any], None]) -> Any:
         """Perform an action for the notebook.

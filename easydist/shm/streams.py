@@ -8,6 +8,7 @@ those of other communicators, so operations may be waited for in any order; betw
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
@@ -16,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
-from easydist.errors import CollectiveTimeout
+from easydist.errors import CollectiveTimeout, EasydistError
 from easydist.shm.futex import give_core
 from easydist.shm.progress import helper, move_all, running, waits
 from easydist.shm.slots import NEVER, Need, Slots
@@ -52,17 +53,18 @@ class Operation:
         left: The number of its generators that have not ended.
         error: The error that ended it early; else None.
         is_own: True if that error is its own, which ``wait`` then raises itself.
+        is_collective: False for a message between two ranks.
         polled: The times at which it was first polled, and at which a poll last called the guard.
     """
 
-    __slots__ = ("_streams", "error", "is_own", "keep", "left", "polled")
+    __slots__ = ("_streams", "error", "is_collective", "is_own", "keep", "left", "polled")
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self.keep: object = None
         self.left = 0
         self.error: BaseException | None = None
-        self.is_own = False
+        self.is_own, self.is_collective = False, True
         self.polled: tuple[float, float] | None = None
 
     def is_completed(self) -> bool:
@@ -76,6 +78,7 @@ class Operation:
 
         Raises:
             CollectiveTimeout: ``timeout`` is over.
+            EasydistError: The wait for another operation of the communicator has raised it.
             BaseException: The guard raised it.
         """
         try:
@@ -88,6 +91,8 @@ class Operation:
         if self.error is not None:
             if self.is_own:
                 raise self.error
+            if isinstance(self.error, EasydistError):  # whichever is waited for first, its error is about all of them
+                raise copy.copy(self.error) from self.error
             raise RuntimeError(f"this operation can no longer complete: {self.error!r}") from self.error
 
     def one_done(self) -> None:
@@ -271,6 +276,19 @@ class Streams:
         needs = [stream.need for stream in tuple(self._active) if any(op is operation for _, op in tuple(stream.queue))]
         late = {r for step, ranks in needs for r in ranks if step == NEVER or not self._slots.has_published(r, step)}
         return sorted(late)
+
+    def finish(self) -> None:
+        """Wait until the collectives under way have ended.
+
+        Raises:
+            BaseException: The guard raised it; the operations have ended, too.
+        """
+        while operation := next((one for one in self._queued() if one.is_collective), None):
+            operation.wait()
+
+    def _queued(self) -> list[Operation]:
+        # Copies, as in ``_awaited``.
+        return [operation for stream in tuple(self._active) for _, operation in tuple(stream.queue)]
 
     def doze(self, woken: Callable[[], bool], seconds: float) -> bool:
         """Sleep until another rank has moved the operations under way, as ``Slots.sleep`` does."""

@@ -8,6 +8,9 @@ Operations move on by themselves, as gloo's do (``easydist.shm.streams``).
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -23,7 +26,7 @@ from easydist.eager import eager_methods
 from easydist.errors import EasydistError, RemoteError
 from easydist.groups.meeting import NEVER, site
 from easydist.liveness.monitor import Monitor
-from easydist.torch_backend.rendezvous import NAME, begin_meeting
+from easydist.torch_backend.rendezvous import NAME, met
 from easydist.torch_backend.work import GroupWork, Target, Tensors, all_bytes, dense, seen
 from easydist.transport.backend import Backend
 from easydist.transport.backends.solo import Solo
@@ -135,8 +138,21 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         """Change the limit of one wait."""
         self.timeout = timeout
 
+    def finish(self) -> None:
+        """Wait until the collectives under way have ended, within the group's limit: other ranks may need them."""
+        if not self._is_closed:
+            with contextlib.suppress(Exception):  # their own waits raise it
+                self._backend.finish()
+
     def shutdown(self) -> None:
-        """Release the memory. Operations under way never end."""
+        """Wait for the collectives under way, as gloo does, and release the memory. Messages under way never end."""
+        try:
+            self.finish()
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Release the memory at once. Operations under way never end."""
         if not self._is_closed:
             self._is_closed = True
             self._close()
@@ -166,9 +182,9 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         """
         if self.size() == 1:
             return
-        self.shutdown()
-        meeting, self._store = begin_meeting(store, self.rank(), self.size(), self.timeout)
-        self._backend, self._monitor = meeting.join(), meeting.monitor
+        self.discard()
+        meeting, self._store, self._backend = met(store, self.rank(), self.size(), self.timeout)
+        self._monitor = meeting.monitor
         meeting.look_to(self.guard)
         self._under_way, self._is_closed, self._batch = [], False, None
         self._held.clear()
@@ -478,11 +494,20 @@ def _create(store: Store, rank: int, size: int, timeout: timedelta) -> SharedMem
     """Create a group with this backend, for torch."""
     if size == 1:
         return SharedMemoryGroup(Solo(), store, timeout, Monitor(0, 1, timeout.total_seconds()))
-    meeting, own = begin_meeting(store, rank, size, timeout)
-    group = SharedMemoryGroup(meeting.join(), own, timeout, meeting.monitor)
+    meeting, own, backend = met(store, rank, size, timeout)
+    group = SharedMemoryGroup(backend, own, timeout, meeting.monitor)
     meeting.look_to(group.guard)
     return group
 
 
+def _at_exit() -> None:
+    """Wait for collectives that other ranks may need, as gloo does, unless an exception ends the process."""
+    if not hasattr(sys, "last_value"):
+        for group in tuple(dist.distributed_c10d._world.pg_map):
+            if isinstance(group, SharedMemoryGroup):
+                group.finish()
+
+
+atexit.register(_at_exit)
 if NAME not in dist.Backend.backend_list:
     dist.Backend.register_backend(NAME, _create, devices=["cpu"])

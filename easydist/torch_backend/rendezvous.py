@@ -7,14 +7,18 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
+from easydist.errors import PeerLostError
 from easydist.groups.meeting import Meeting
+from easydist.liveness import texts
 from easydist.liveness.timed_store import TimedStore
+from easydist.transport.backends.shm import Shm
 
 NAME = "easydist_shm"
 """The name for ``init_process_group`` and ``new_group``."""
 
+_OPERATION = "init_process_group"
 _INSTEAD = "Use gloo: init_process_group('gloo')"
 
 _place: ContextVar[Store | None] = ContextVar("easydist_meeting_place", default=None)
@@ -37,16 +41,24 @@ def meeting_in(store: Store) -> Iterator[None]:
         _place.reset(token)
 
 
-def begin_meeting(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[Meeting, Store]:
-    """Begin to create a group. Return the meeting of its ranks, and the store that is theirs alone.
+def met(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[Meeting, Store, Shm]:
+    """Let the ranks of a new group meet. Return the meeting, the store that is theirs alone, and their memory.
 
     Args:
         store: The store of groups of this name, one after another. Each generation has keys of its own.
         rank: The rank of this process in the group.
         size: The number of processes in the group.
         timeout: The limit of the meeting.
+
+    Raises:
+        EasydistError: Some ranks did not come, or the store is gone.
+        RuntimeError: The ranks cannot share memory.
     """
     store = _place.get() or store
-    arrival = TimedStore(store).add("came", 1, timeout.total_seconds())
-    own = PrefixStore(f"{(arrival - 1) // size}", store)
-    return Meeting(own, rank, size, timeout, name=NAME, operation="init_process_group", instead=_INSTEAD), own
+    try:
+        arrival = TimedStore(store).add("came", 1, timeout.total_seconds())
+        own = PrefixStore(f"{(arrival - 1) // size}", store)
+        meeting = Meeting(own, rank, size, timeout, name=NAME, operation=_OPERATION, instead=_INSTEAD)
+        return meeting, own, meeting.join()
+    except DistError as error:
+        raise PeerLostError(texts.without_store(_OPERATION)) from error

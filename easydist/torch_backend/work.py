@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -14,6 +15,7 @@ from easydist.data.backing import absence, backed, is_backed
 from easydist.data.leaves import overlaps
 from easydist.data.packing import as_bytes
 from easydist.eager import eager_methods
+from easydist.errors import EasydistError
 from easydist.transport.background import at_once
 from easydist.transport.work import Begun, wait
 
@@ -88,6 +90,8 @@ class GroupWork(dist.Work):
             timeout: The limit; zero means the group's. After a timeout the group can no longer be used.
         """
         if self._error is not None:
+            if isinstance(self._error, EasydistError):
+                raise copy.copy(self._error) from self._error
             raise RuntimeError(f"{self.operation} has failed: {self._error}") from self._error
         if self.is_done:
             return True

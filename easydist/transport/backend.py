@@ -120,6 +120,9 @@ class Backend(ABC):
         messages = [self.recv(*recv) for recv in recvs]
         return TorchWork(messages + [self.send(*send) for send in sends])
 
+    def finish(self) -> None:  # noqa: B027 - most backends' operations go on without them
+        """Wait until the collectives under way have ended, or raise because they cannot."""
+
     def close(self) -> None:  # noqa: B027 - most backends own nothing
         """Release the resources that the backend itself has created."""
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from launching import within
 
-from easydist.comms import RedOpType, ReduceOp, new_comm
+from easydist.comms import CommTimeout, RedOpType, ReduceOp, new_comm
 from easydist.testing import distributed
 
 CPU = torch.device("cpu")
@@ -185,8 +185,9 @@ def test_a_timeout_says_who_and_is_raised_every_time(rank, backend):
                 work.wait()
         assert isinstance(error.value, TimeoutError)
         assert not work.is_completed()
-        with pytest.raises(RuntimeError, match=r"^barrier: the communicator 'main' is broken: recv"):
+        with pytest.raises(CommTimeout, match=r"^barrier: the communicator 'main' is broken: recv") as later:
             comm.barrier(False)
+        assert later.value.missing == error.value.missing == (1,)
         assert comm.is_broken
         assert [type(failure) for failure in failures] == [type(error.value)]
         assert (comm.get_rank(), comm.get_size(), comm.get_name()) == (0, 2, "main")

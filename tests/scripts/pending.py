@@ -1,6 +1,6 @@
 """Ranks of an ``easydist_shm`` group to which something happens while operations are pending for which nobody waits.
 
-python tests/scripts/pending.py workers exit ctrl_c dead prints what the ranks of each case found, as JSON. The ranks
+python tests/scripts/pending.py workers exit ctrl_c dead orphaned prints what the ranks of each case found, as JSON. The ranks
 are forked, so that torch is loaded once.
 """
 
@@ -19,7 +19,6 @@ from launching import within
 from torch.utils.data import DataLoader
 
 import easydist.process_group  # noqa: F401 - registers the backend
-from easydist import PeerLostError
 from easydist.shm import progress
 
 LIMIT = timedelta(seconds=within(20))
@@ -71,14 +70,31 @@ def workers(rank, size):
 
 
 def exit(rank, size):
-    """Rank 1 ends at once, with a message under way that never comes, too."""
+    """Rank 1 ends before rank 0 begins, with a message under way that never comes, too."""
     never = dist.new_group(backend="easydist_shm")
     if rank:
         dist.irecv(torch.ones(9), 0, group=never)
-    pending = begun(rank, size)
-    if rank:
+        for _ in range(3):
+            dist.all_reduce(torch.ones(1_000_000), async_op=True)
+        store().set("ends", "1")
         sys.exit()
-    return {"got": reduced(*pending)}
+    store().wait(["ends"], LIMIT)
+    ended = time.monotonic() + 1  # a process that waits for nothing would end in this time
+    compute(lambda: time.monotonic() > ended)
+    store().set("begun/1", "1")
+    return {"got": reduced(*begun(rank, size))}
+
+
+def orphaned(rank, size):
+    """Rank 0, which serves the store, ends while rank 1 makes a group."""
+    if rank == 0:
+        store().wait(["calls"], LIMIT)
+        os._exit(0)
+    store().set("calls", "1")
+    try:
+        dist.new_group(backend="easydist_shm")
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def ctrl_c(rank, size):
@@ -107,12 +123,11 @@ def dead(rank, size):
     works[0].wait()
     future = works[1].get_future()
     found = []
-    for wait in (future.wait, works[1].wait, works[2].wait):
+    for wait in (future.wait, works[1].wait, works[2].wait, works[2].wait):
         try:
             wait()
         except Exception as error:
-            is_named = isinstance(error, PeerLostError) or "rank 1 is lost" in str(error)
-            found.append(type(error).__name__ if is_named else repr(error))
+            found.append((type(error).__name__, getattr(error, "rank", None)))
     return {"errors": found}
 
 

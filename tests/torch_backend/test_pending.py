@@ -245,7 +245,23 @@ def test_the_thread_ends_before_a_fork_and_is_back_after_it(rank):
     assert tensor[-1].item() == 2
 
 
-CASES = ["workers", "exit", "ctrl_c", "dead"]
+@pytest.mark.slow
+@pytest.mark.parametrize("numel", [4, 4_000_000])
+@distributed(world_size=[2, 3])
+def test_destroying_a_group_waits_for_its_collectives(numel, rank, world_size):
+    made, tensors = group(), ones(numel, 4)
+    if rank == 1:
+        works = [dist.all_reduce(tensor, group=made, async_op=True) for tensor in tensors]
+        store().set("begun", "1")
+        dist.destroy_process_group(made)
+    else:
+        store().wait(["begun"], LIMIT)
+        torch.ones(2000, 2000).mm(torch.ones(2000, 2000))
+        works = [dist.all_reduce(tensor, group=made, async_op=True) for tensor in tensors]
+    wait(works, tensors, world_size)
+
+
+CASES = ["workers", "exit", "ctrl_c", "dead", "orphaned"]
 
 
 @functools.cache
@@ -258,8 +274,11 @@ def pending():
 def test_what_happens_while_operations_are_pending(case):
     rows, statuses = pending()[0][case]
     if case == "dead":
-        assert [rows[rank]["errors"] for rank in (0, 2)] == [["PeerLostError", "RuntimeError", "RuntimeError"]] * 2
+        assert [rows[rank]["errors"] for rank in (0, 2)] == [[["PeerLostError", 1]] * 4] * 2
         assert statuses == [0, -signal.SIGKILL, 0]
+        return
+    if case == "orphaned":
+        assert rows[1]["error"].startswith("PeerLostError: init_process_group: the store through which the ranks")
         return
     assert statuses == [0, 0], pending()[1]
     assert all(row["got"] == [2, 2, 2] for row in rows.values())

@@ -138,10 +138,15 @@ class Shm(Backend):
     def send(self, tensor: torch.Tensor, dst: int) -> Pending:
         self._streams.check()
         put = self._put(POINT_TO_POINT, dst, tensor)
-        return ENDED if put is None else self._streams.begin([put], tensor)
+        return ENDED if put is None else self._message(put, tensor)
 
     def recv(self, tensor: torch.Tensor, src: int) -> Pending:
-        return self._streams.begin([self._take(POINT_TO_POINT, src, tensor)], tensor)
+        return self._message(self._take(POINT_TO_POINT, src, tensor), tensor)
+
+    def _message(self, task: Task, tensor: torch.Tensor) -> Pending:
+        operation = self._streams.begin([task], tensor)
+        operation.is_collective = False
+        return operation
 
     def mailbox(self, peer: int) -> Mailbox:
         """Return the mailbox for short messages to and from another rank; they never mix with other messages."""
@@ -153,6 +158,9 @@ class Shm(Backend):
         """Return those of the ranks that have begun as many collectives as this one, but wait for nothing."""
         slots: Slots | None = getattr(self._steps, "slots", None)  # not once it is closed
         return [] if slots is None else slots.bystanders(ranks, self._begun)
+
+    def finish(self) -> None:
+        self._streams.finish()
 
     def close(self) -> None:
         """Release the memory; operations under way do not end."""
