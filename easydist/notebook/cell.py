@@ -128,7 +128,7 @@ class Cell:
 
     def _hear(self, rank: int) -> None:
         process, outcome = self._ranks[rank], self.outcomes[rank]
-        for message in process.messages():
+        for message in process.messages(drops=self._stop_at < float("inf")):
             kind, content = message["msg_type"], message["content"]
             if kind == "stream":
                 self._output.stream(rank, content["name"], content["text"])

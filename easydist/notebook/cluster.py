@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -202,8 +202,8 @@ class Cluster:
 
     def _look_whether_idle(self, rank: RankProcess) -> None:
         """Check whether a rank that did not react to an interrupt has ended its cell by now."""
-        for message in rank.messages() if rank.request else ():
-            if message["msg_type"] == "execute_reply" and message["parent_header"]["msg_id"] == rank.request:
+        for message in rank.messages(drops=True) if rank.request else ():
+            if message["parent_header"].get("msg_id") == rank.request and _is_last(message):
                 rank.request = ""
 
     def _meet_again(self) -> None:
@@ -444,6 +444,12 @@ def _ended(rank: RankProcess) -> str:
 def _log(rank: RankProcess) -> str:
     log = rank.log()
     return f"; its output:\n{log}" if log else ""
+
+
+def _is_last(message: Mapping[str, Any]) -> bool:
+    """True for the two messages with which a rank ends a cell; one of them may have been read before."""
+    kind: str = message["msg_type"]
+    return kind == "execute_reply" or (kind == "status" and message["content"].get("execution_state") == "idle")
 
 
 def _is(ranks: Sequence[int]) -> str:

@@ -25,6 +25,9 @@ _TOGETHER = 0.05
 _LONGEST = 10_000
 """The number of characters without a line break that count as a line."""
 
+_HELD = 20_000
+"""The most lines of a rank that wait for those of others: a program in C writes a million in one message."""
+
 _END = float("inf")
 """The time at which no line waits any more."""
 
@@ -132,11 +135,15 @@ class Output:
     def _take(self, rank: int, name: str, block: str, now: float) -> None:
         """Take whole lines."""
         self._whole.add(rank, block)
-        if self._flood.is_on:
-            self._flood.take(rank, name, block)
-            return
-        for line in block.split("\n"):
-            self._add(rank, name, line, now)
+        lines = [block] if self._flood.is_on else block.split("\n")
+        while lines and not self._flood.is_on:
+            for line in lines[:_HELD]:
+                self._add(rank, name, line, now)
+            del lines[:_HELD]
+            if len(self._lines[rank]) >= _HELD:
+                self.flush(_END)
+        if lines:
+            self._flood.take(rank, name, "\n".join(lines))
 
     def _add(self, rank: int, name: str, line: str, now: float) -> None:
         if not _rewrites(line):

@@ -33,6 +33,9 @@ _FROM_LAUNCHERS = ("TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_COMM_WORLD_", "PMI_
 _GRACE = 1.0
 """Seconds within which a killed process is collected."""
 
+_LARGE = 1 << 16
+"""The bytes beyond which a piece of text is large."""
+
 _DRAIN = 0.05
 """Seconds for which the messages of one connection are read before something else has its turn."""
 
@@ -118,14 +121,17 @@ class RankProcess:
         self.request = message["header"]["msg_id"]
         self._session.send(self.shell, message, buffers=list(buffers))
 
-    def messages(self) -> Iterator[dict[str, Any]]:
-        """Yield messages that have arrived from the rank, for a short time: it may write faster than they are read."""
+    def messages(self, drops: bool = False) -> Iterator[dict[str, Any]]:
+        """Yield messages that have arrived from the rank, for a short time: it may write faster than they are read.
+
+        Args:
+            drops: True to drop large pieces of text, so that the messages behind them come soon.
+        """
         for connection in (self.iopub, self.shell):
             deadline = time.monotonic() + _DRAIN
-            while (message := self._session.recv(connection)[1]) is not None:
-                yield message
-                if time.monotonic() > deadline:
-                    break
+            while time.monotonic() <= deadline and (frames := _received(connection)):
+                if not (drops and frames[0].startswith(b"stream.") and sum(map(len, frames)) > _LARGE):
+                    yield self._session.deserialize(self._session.feed_identities(frames)[1])
 
     @property
     def has_messages(self) -> bool:
@@ -159,6 +165,15 @@ class RankProcess:
         with contextlib.suppress(OSError):
             return self._log.read_text(errors="replace")[-4000:].strip()
         return ""
+
+
+def _received(connection: zmq.Socket[Any]) -> list[bytes]:
+    """Return the parts of the next message; none if there is no message."""
+    try:
+        frames: list[bytes] = connection.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:
+        return []
+    return frames
 
 
 def free_port() -> int:

@@ -98,6 +98,18 @@ def test_a_flood_is_cut_and_its_file_keeps_everything(page, tmp_path):
     assert len((tmp_path / "whole.txt").read_text().splitlines()) == 20_000
 
 
+@pytest.mark.slow
+def test_a_flood_may_begin_within_one_piece_of_text(page, tmp_path):
+    """As that of a program in C. Its lines are not kept one by one until other ranks may have written the same."""
+    output = Output([0, 1], page, tmp_path / "all")
+    output.stream(0, "stdout", "\n".join(map(str, range(50_000))) + "\n")
+    assert "too many lines" in page.text
+    assert 10_000 <= page.text.count("\n") < 25_000
+    output.close()
+    assert page.text.endswith("rank 0: 49999\n")
+    assert (tmp_path / "all").read_text().count("\n") == 50_000
+
+
 def test_a_flood_goes_on_if_its_file_cannot_be_written(page, tmp_path):
     output = Output([0], page, tmp_path / "no folder" / "whole.txt")
     for start in range(0, 20_000, 1000):

@@ -1,7 +1,7 @@
 """Ranks of an ``easydist_shm`` group to which something happens while operations are pending for which nobody waits.
 
-python tests/scripts/pending.py workers exit ctrl_c dead orphaned prints what the ranks of each case found, as JSON. The ranks
-are forked, so that torch is loaded once.
+python tests/scripts/pending.py workers exit ctrl_c dead orphaned prints what the ranks of each case found, as JSON. The
+ranks are forked, so that torch is loaded once.
 """
 
 import contextlib
