@@ -107,8 +107,14 @@ def screen(groups: list[list[Rank]], stacks: dict[int, str]) -> RenderableType:
 
 
 def _hung_for(job: list[list[Rank]]) -> float:
-    """Return the seconds for which ranks of a job have waited for one that is late; 0 if none is."""
-    return max((rank.seconds for ranks in job if late_ranks(ranks) for rank in ranks if _is_waiting(rank)), default=0.0)
+    """Return the seconds for which a rank of a job has waited for others, also for some not visible here; 0 if none."""
+    return max((rank.seconds for ranks in job for rank in ranks if _awaited(ranks)[rank.membership.rank]), default=0.0)
+
+
+def _awaited(ranks: list[Rank]) -> dict[int, list[int]]:
+    from easydist.cli.ranks import awaited
+
+    return awaited(ranks)
 
 
 def _is_waiting(rank: Rank) -> bool:
@@ -167,9 +173,7 @@ def late_ranks(ranks: list[Rank]) -> list[Rank]:
     Args:
         ranks: The visible ranks of the group.
     """
-    from easydist.cli.ranks import awaited
-
-    waits = awaited(ranks)
+    waits = _awaited(ranks)
     patient = [waits[rank.membership.rank] for rank in ranks if rank.seconds >= _PATIENCE]
     missing = {rank for ranks_awaited in patient for rank in ranks_awaited}
     return [rank for rank in ranks if rank.membership.rank in missing and not waits[rank.membership.rank]]

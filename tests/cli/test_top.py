@@ -176,6 +176,18 @@ def test_the_hung_job_is_first_and_idle_groups_take_a_line(capsys):
     assert [job[0][0].parent for job in jobs(busy + idle + hung)] == [200, 300]
 
 
+def test_a_job_that_waits_for_a_rank_elsewhere_is_before_one_that_waits_for_none(capsys):
+    from rich.console import Console
+
+    idle = [[of_job(200, rank_of(number, in_call=False)) for number in range(3)]]
+    hung = [[of_job(300, rank_of(0)), of_job(300, rank_of(2))]]  # rank 1 is on another host, or has ended
+    Console(width=160).print(screen(idle + hung, {}))
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("job")] == [
+        "300:",
+        "200:",
+    ]
+
+
 def test_a_job_alone_keeps_a_table_between_its_calls(capsys):
     from rich.console import Console
 
