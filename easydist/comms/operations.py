@@ -184,7 +184,7 @@ class Operations(Collectives):
     def _failed(self, name: str, limit: timedelta, error: BaseException) -> BaseException:
         """Mark the communicator as broken, and return the error to raise."""
         if self._failure is not None or self._is_final:
-            return RuntimeError(f"{name}: the operation can no longer complete: {self._failure or 'finalized'}")
+            return self._too_late(name)
         raised = self._explained(name, limit, error) if isinstance(error, Exception) else error
         self._failure = raised
         if raised is not error:
@@ -196,6 +196,16 @@ class Operations(Collectives):
         if self._options.abort_process_on_timeout_or_error:
             abort(raised)
         return raised
+
+    def _too_late(self, name: str) -> RuntimeError:
+        """Return the error of an operation under way when another one failed: of the same type, as on other ranks."""
+        failure = self._failure
+        text = f"{name}: the operation can no longer complete: {failure or 'finalized'}"
+        if not isinstance(failure, RuntimeError) or not isinstance(failure, EasydistError):
+            return RuntimeError(text)
+        error = type(failure)(text)
+        vars(error).update(vars(failure))
+        return error
 
     def _explained(self, name: str, limit: timedelta, error: Exception) -> Exception:
         """Return the error to raise; the monitor knows why a connection broke, perhaps on behalf of a third rank."""
