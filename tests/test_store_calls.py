@@ -1,6 +1,7 @@
 """No wait for a store without a limit: raw stores are called, and connected to, in one module or inside ``within``."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,40 @@ def held(scope, kind):
     return (found & named) - {last_name(target) for target, value in pairs if last_name(value) == "TimedStore"}
 
 
+def timed(tree):
+    """Return the variables, and the attributes, that hold a ``TimedStore`` anywhere in a module."""
+    nodes = list(ast.walk(tree))
+    found = {(ast.Name, arg.arg) for arg in nodes if isinstance(arg, ast.arg) and is_timed(arg.annotation)}
+    found |= {key(node.target) for node in nodes if isinstance(node, ast.AnnAssign) and is_timed(node.annotation)}
+    pairs = [(target, node.value) for node in nodes if isinstance(node, ast.Assign) for target in node.targets]
+    pairs += [(node.target, node.value) for node in nodes if isinstance(node, ast.NamedExpr)]
+    while (
+        new := {key(one) for target, value in pairs for one, held in matched(target, value) if holds(held, found)}
+        - found
+    ):
+        found |= new
+    return found
+
+
+def key(node):
+    return type(node), last_name(node)
+
+
+def is_timed(annotation):
+    return annotation is not None and any(last_name(part) == "TimedStore" for part in ast.walk(annotation))
+
+
+def matched(target, value):
+    both = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+    return zip(target.elts, value.elts, strict=False) if both else [(target, value)]
+
+
+def holds(value, found):
+    if isinstance(value, ast.IfExp):
+        return holds(value.body, found) or holds(value.orelse, found)
+    return last_name(value) == "TimedStore" or (key(value) in found and last_name(value) != "")
+
+
 def gives_a_store(value, known):
     if isinstance(value, ast.IfExp):
         return gives_a_store(value.body, known) or gives_a_store(value.orelse, known)
@@ -69,27 +104,41 @@ def gives_a_store(value, known):
 
 def unlimited(source):
     """Return the lines that wait for a store without a limit."""
-    tree = ast.parse(source)
+    tree, asking = parsed(source)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     limits = [node for node in calls if last_name(node) == "within"]
     limited = {id(part) for node in limits for given in (*node.args, *node.keywords) for part in ast.walk(given)}
     connecting = {id(node) for node in calls if connects(node)}
-    waiting = {
-        id(node)
-        for nodes, stores in scopes(tree)
-        for node in nodes
-        if isinstance(node, ast.Call) and asks(node, stores)
-    }
+    waiting = {id(node) for node in asking}
     return sorted(node.lineno for node in calls if id(node) in (connecting | waiting) - limited)
+
+
+@functools.cache
+def parsed(source):
+    """Return the tree of a module, and its calls of stores of torch's."""
+    return (tree := ast.parse(source)), [*raw_calls(tree)]
+
+
+def raw_calls(tree):
+    """Return the calls of stores of torch's: what is not known to be a ``TimedStore`` is one if its name says store."""
+    known = timed(tree)
+    for nodes, stores in scopes(tree):
+        yield from (node for node in nodes if isinstance(node, ast.Call) and asks(node, stores))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and asks(node, set(), known):
+            yield node
 
 
 def connects(call):
     return last_name(call) in CONNECT and not (call.args and last_name(call.args[0]) == OWN)
 
 
-def asks(call, stores):
-    is_method = isinstance(call.func, ast.Attribute) and call.func.attr in METHODS
-    return is_method and last_name(call.func.value) in stores | GIVE_STORES
+def asks(call, stores, known=None):
+    if not isinstance(call.func, ast.Attribute) or call.func.attr not in METHODS:
+        return False
+    store = call.func.value
+    says_so = known is not None and last_name(store).lower().endswith("store") and key(store) not in known
+    return last_name(store) in stores | GIVE_STORES or (says_so and last_name(store) != "TimedStore")
 
 
 @pytest.mark.parametrize(
@@ -104,6 +153,12 @@ def asks(call, stores):
         "group.get_group_store().check(['key'])",
         "dist.init_process_group('gloo', store=store)",
         "gloo = ProcessGroupGloo(store, 0, 2)",
+        "def f(place):\n    place.store.get('key')",
+        "def f(store):\n    store.get('key')",
+        "class A:\n    def __init__(self, store):\n        self._store = store\n"
+        "    def f(self):\n        self._store.get('key')",
+        "if (store := group.get_group_store()):\n    store.get('key')",
+        "HashStore().get('key')",
         "next(rendezvous('env://'))",
         "dist.new_group([0, 1])",
     ],
@@ -114,12 +169,7 @@ def test_a_raw_call_is_found(line):
 
 def raw(source):
     """Return the lines that call a store of torch's, with a limit or without."""
-    return [
-        node.lineno
-        for nodes, stores in scopes(ast.parse(source))
-        for node in nodes
-        if isinstance(node, ast.Call) and asks(node, stores)
-    ]
+    return [node.lineno for node in parsed(source)[1]]
 
 
 @pytest.mark.parametrize(

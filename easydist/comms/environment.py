@@ -10,8 +10,11 @@ import socket
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
+from easydist.comms.failures import CommTimeout
+from easydist.liveness import texts
+from easydist.liveness.limited import NoAnswerError
 from easydist.liveness.timed_store import reached, served
 from easydist.state.environment import World, launched
 
@@ -56,7 +59,7 @@ def _world() -> World | None:
     return None if world.launcher == "none" else world
 
 
-def default_store(rank: int, timeout: timedelta) -> Store:
+def default_store(rank: int, timeout: timedelta, what: str) -> Store:
     """Return the default group's store, or one at ``MASTER_ADDR`` and ``MASTER_PORT``.
 
     If no launcher serves that store, a rank 0 on its host does: rank 0 of all ranks, or of a communicator.
@@ -64,8 +67,10 @@ def default_store(rank: int, timeout: timedelta) -> Store:
     Args:
         rank: The rank of this process in the communicator.
         timeout: How long to wait for the store.
+        what: The call, for errors.
 
     Raises:
+        CommTimeout: The store is not reached in time.
         RuntimeError: The address is not set.
     """
     if dist.is_initialized():
@@ -77,13 +82,31 @@ def default_store(rank: int, timeout: timedelta) -> Store:
         missing = "MASTER_PORT" if address else "MASTER_ADDR"
         raise RuntimeError(f"new_comm: {missing} env is not set; set it, or pass store=")
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"easydist/comms/{restarts}", _connected(os.getpid(), address, int(port), not rank, timeout))
+    try:
+        store = _connected(os.getpid(), address, int(port), not rank, timeout)
+    except (NoAnswerError, DistError) as error:
+        raise _unreached(what, rank, f"{address}:{port}", timeout) from error
+    return PrefixStore(f"easydist/comms/{restarts}", store)
+
+
+def _unreached(what: str, rank: int, where: str, timeout: timedelta) -> CommTimeout:
+    """Return the error for a store that does not answer; the first rank that serves it may not have come."""
+    is_served = not _has_agent() and rank > 0
+    row = texts.row(rank, f"waits in {what}", "")
+    error = CommTimeout(texts.unreached(what, where, is_served, timeout.total_seconds(), row, texts.UNMADE))
+    error.missing = (0,) if is_served else ()
+    return error
+
+
+def _has_agent() -> bool:
+    """True if torchrun's agent serves the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 @functools.cache
 def _connected(pid: int, address: str, port: int, serves: bool, timeout: timedelta) -> Store:
     """Return a store that lives as long as the process, so that communicators can be created and split at any time."""
-    if serves and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and _is_here(address):
+    if serves and not _has_agent() and _is_here(address):
         with contextlib.suppress(RuntimeError):  # another process serves it already
             return served(address, port, timeout.total_seconds())
     return reached(address, port, timeout.total_seconds())

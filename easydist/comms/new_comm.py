@@ -75,7 +75,9 @@ def new_comm(
     options.hints = dict(checked_hints(hints) or {})
     if high_priority_stream:
         options.hints = {**options.hints, "high_priority_stream": "1"}
-    shared = PrefixStore("easydist/comms", store) if store is not None else default_store(rank, limit)
+    shared = (
+        PrefixStore("easydist/comms", store) if store is not None else default_store(rank, limit, f"new_comm {name!r}")
+    )
     place = Place(PrefixStore(f"{name}/{size}", shared), rank, size, device, name, options, limit)
     return made_comm(backend, place, f"new_comm {name!r}")
 

@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from easydist.errors import EasydistError
 from easydist.forks import NOT_A_RANK
 from easydist.groups.first_meeting import FirstMeeting
-from easydist.groups.founding import Founding, found
+from easydist.groups.founding import Founding, appear, found
 from easydist.groups.reconnecting import gloo_beside, reconnect
 from easydist.groups.recovering import Attempt, Recovered, Recovery
 from easydist.groups.sharing import Hosts, all_gather, attach, introduce, is_wanted
@@ -137,6 +137,7 @@ class Communicators:
         store = None if self._store is None else TimedStore(self._store)
         timeout = timeout_of(group) if founding is None else founding.timeout
         self.monitor = Monitor(self.rank, self.size, timeout, store, self.name)
+        self.monitor.elder = getattr(group, "monitor", None)  # a group in shared memory has met
         self.frames = Frames(self.size)
         self.under_way: dict[str, Any] = {}
         self.turns = threading.RLock()  # a call in a signal handler is an error, not a deadlock
@@ -196,10 +197,18 @@ class Communicators:
         if self._made is not None:
             self._made(self._group, self)
         self.founding, self._made, self.name = None, None, self._group.group_name
+        self.monitor.elder = getattr(self._group, "monitor", None)
         self.monitor.name, self.monitor.timeout = self.name, timeout_of(self._group)
         if (backend := over(self._group)) is not None:
             self._use(Collectives(backend, self.name))
         return None if timeout is None else max(_SHORTEST, timeout - (time.monotonic() - began))
+
+    def appear(self) -> None:
+        """Let the others see this rank before its first call, while it runs a body for which they wait."""
+        if self.founding is not None and self._store is None:
+            self._store = appear(self.founding, self.monitor)
+        if self.size > 1:
+            watchdog().add(self.monitor)  # which tells other hosts, and ranks that have not met this one yet
 
     def make_ready(self) -> None:
         """Connect or reconnect the ranks during a call, if that is necessary; all ranks have to come.

@@ -13,6 +13,8 @@ from easydist.groups.first_meeting import FirstMeeting
 from easydist.groups.reconnecting import reconnect
 from easydist.liveness.limited import NoAnswerError
 from easydist.liveness.monitor import Monitor
+from easydist.liveness.rules import PATIENCE
+from easydist.liveness.status import nothing
 from easydist.liveness.timed_store import TimedStore
 from easydist.liveness.watchdog import signals_wake_watchdog, watchdog
 
@@ -77,6 +79,22 @@ def found(founding: Founding, monitor: Monitor, store: Store | None, call: tuple
         raise
     finally:
         monitor.end(is_done)
+
+
+def appear(founding: Founding, monitor: Monitor) -> Store | None:
+    """Reach the store before the first call, and publish the identity of this rank there.
+
+    Returns:
+        The group's store; None if it is not reached in a moment, for a reason that the first call will name.
+    """
+    limit = min(founding.timeout, PATIENCE)
+    try:
+        store = PrefixStore("easydist", founding.reach(limit, nothing))
+    except (NoAnswerError, DistError):
+        return None
+    monitor.use(TimedStore(store))
+    FirstMeeting(store, monitor).announce()
+    return store
 
 
 def _reached(founding: Founding, monitor: Monitor) -> Store:

@@ -118,5 +118,10 @@ def of_comm(comm: Collectives) -> Communicators:
         raise ValueError(f"group= needs a communicator on the CPU, or the ProcessGroup itself; got {comm!r}")
     with _making:
         if comm.communicators is None:
-            comm.communicators = Communicators(comm.core())
-    return cast(Communicators, comm.communicators)
+            comm.communicators = comms = Communicators(comm.core())
+            if (elder := getattr(comm, "monitor", None)) is not None:
+                elder.share_memory_with(comms.monitor)
+    comms = cast(Communicators, comm.communicators)
+    if (limit := getattr(comm, "time_limit", None)) is not None:  # it may have been changed
+        comms.monitor.timeout = limit.total_seconds()
+    return comms

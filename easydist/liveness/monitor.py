@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from easydist import settings
@@ -43,6 +44,7 @@ class Monitor(GroupStatus):
         disconnect: Breaks this process's connections of the group, so that waits in C++ end.
         waits_in_memory: True if the group's ranks share memory, so that each of them checks the others while it waits.
         is_destroyed: Returns True if the caller has destroyed the group without easydist.
+        younger: Returns the monitor of the verbs that wait in the memory of this group; None if there is none.
     """
 
     def __init__(self, rank: int, size: int, timeout: float, store: TimedStore | None = None, name: str = "") -> None:
@@ -51,6 +53,7 @@ class Monitor(GroupStatus):
         self.disconnect: Callable[[], None] = nothing
         self.waits_in_memory = False
         self.is_destroyed: Callable[[], bool] = _never
+        self.younger: Callable[[], Monitor | None] = _nobody
         self._lock = threading.Lock()
 
     def begin(self, operation: str, site: str, timeout: float | None = None, peer: int | None = None) -> None:
@@ -101,6 +104,8 @@ class Monitor(GroupStatus):
             RemoteError: A rank has ended with an exception, was interrupted, or failed.
             CollectiveTimeout: The call's time is over.
         """
+        if (younger := self.younger()) is not None and younger.left is not None:  # this may be a wait of its call
+            younger.guard(awaited, waited, is_exact)
         self.raise_if_broken()
         if (error := self._in_vain(awaited, is_exact)) is not None:
             self.give_up(error)
@@ -338,9 +343,17 @@ class Monitor(GroupStatus):
             is_done = (heard.has_ended or heard.has_left) and peer not in self._unfinished([peer.rank])
             yield heard._replace(has_finished=is_done)
 
+    def share_memory_with(self, younger: Monitor) -> None:
+        """Let verbs over the same ranks and memory have a monitor of their own, with the rules of their calls."""
+        younger.elder, self.younger = self, weakref.ref(younger)
+
 
 def _never() -> bool:
     return False
+
+
+def _nobody() -> None:
+    return None
 
 
 def again(error: EasydistError) -> EasydistError:

@@ -5,6 +5,7 @@ Ranks of one host write both on their pages, which the others read; between host
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
@@ -50,6 +51,8 @@ class GroupStatus(GroupProtocol):
         unreached: The words for the place of the store while this rank tries to reach it, and True if rank 0 serves
             it; None otherwise.
         bystanders: Returns those of some ranks that have begun the operation, but wait for nothing.
+        elder: The status of another group of the same ranks, which have met there; None if there is none. It shows
+            who has ended or left as long as the ranks have not met in this group.
     """
 
     def __init__(self, rank: int, size: int, store: TimedStore | None = None, name: str = "") -> None:
@@ -59,6 +62,7 @@ class GroupStatus(GroupProtocol):
         self.sync_signals: Callable[[], None] = nothing
         self.advice = texts.RECONNECTS
         self.bystanders: Callable[[Iterable[int]], Sequence[int]] = _none
+        self.elder: GroupStatus | None = None
         self._page = own_page() if size > 1 else None
         self.entry = self._page.new_entry() if self._page else -1
         if self._page is not None:
@@ -224,14 +228,31 @@ class GroupStatus(GroupProtocol):
             logged: Its report, if that has been found in the store's log.
         """
         # Before reading its report: a process posts its report before it ends.
-        has_ended, has_left = is_awaited and peer.has_ended(), is_awaited and peer.has_left()
+        known = self._known(peer)
+        has_ended, has_left = is_awaited and known.has_ended(), is_awaited and known.has_left()
         report = peer.report()
         if report is None and remote and not peer.is_visible:
             report = peer.recent(logged or self._stored_report(peer.rank))
         is_ours = None if report is None or not peer.pid else peer.is_same_group(report.entry)
+        if report is None and is_awaited and (report := self._parting(peer)) is not None:
+            is_ours = True
         if self.hinges_on_signals(report, is_ours):
             self.sync_signals()
         return Heard(peer.rank, report, is_ours, has_ended, has_left=has_left)
+
+    def _known(self, peer: Peer) -> Peer:
+        """Return a rank as the elder group knows it, if the ranks have not met in this group yet."""
+        return self.elder.peers[peer.rank] if peer.pid is None and self.elder is not None else peer
+
+    def _parting(self, peer: Peer) -> Report | None:
+        """Return the report with which a rank has left the elder group for good, before the ranks have met in this one.
+
+        Its number is that of another group, so it counts as one about this call.
+        """
+        if (known := self._known(peer)) is peer or (report := known.report()) is None:
+            return None
+        is_last = report.kind == EXCEPTION or (report.is_final and known.is_same_group(report.entry))
+        return dataclasses.replace(report, number=0.0) if is_last else None
 
     def _gave_up(self) -> list[Peer]:
         """Return the peers that left this call or an earlier one before its end; they may have begun others since."""
@@ -253,7 +274,8 @@ class GroupStatus(GroupProtocol):
 
     def _body_of(self, peer: Peer) -> Body | None:
         """Return the body in which a rank is known to be; None if it waits there for this rank."""
-        body = peer.body() if peer.is_visible else self._told_body(peer)
+        known = self._known(peer)
+        body = known.body() if known.is_visible else self._told_body(peer)
         memberships = [] if body is None or self._page is None else self._page.memberships()
         return None if body is None or body.waits_for(memberships) else body
 
@@ -266,7 +288,14 @@ class GroupStatus(GroupProtocol):
             self._told[peer.rank] = now, told, None  # before decoding: a damaged message ends one call only
             body = bodies.of_message(in_store(key), told) if told != before and looked else None
             self._told[peer.rank] = now, told, body
+            if body is not None and peer.pid is None:
+                self._meet_alone(peer.rank)
         return body
+
+    def _meet_alone(self, rank: int) -> None:
+        """Look up the process of a rank, so that its end is noticed before the ranks have met."""
+        if (record := self._read(f"who/{rank}", rank)) is not None:
+            self.peers[rank] = Peer(rank, record)
 
     # Errors that list the ranks' last calls.
 
@@ -274,7 +303,7 @@ class GroupStatus(GroupProtocol):
         """Return the error for a cause; ``awaited`` are the ranks that have not come."""
         if cause.why is Why.LATE:
             return self.late(awaited, self.limit)
-        peer = self.peers[cause.rank]
+        peer = self._known(self.peers[cause.rank])
         if cause.why is Why.LEFT:
             return self._left(peer)
         if cause.report is None:
@@ -357,10 +386,10 @@ class GroupStatus(GroupProtocol):
         if rank == self.rank:
             return texts.row(rank, f"waits in {self._place.decode()}", "")
         peer = self.peers[rank]
-        body = self._body_of(peer)
+        body, known = self._body_of(peer), self._known(peer)
         state = texts.IDLE if is_idle else texts.state(self._place_of(peer), is_missing, is_unknown)
         state = texts.in_body(body.text) if body else state
-        return texts.row(rank, state, peer.condition(even_if_well=is_missing or is_idle))
+        return texts.row(rank, state, known.condition(even_if_well=is_missing or is_idle))
 
 
 def _none(ranks: Iterable[int]) -> Sequence[int]:

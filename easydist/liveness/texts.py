@@ -50,6 +50,7 @@ RECONNECTS = Advice(
     "Make sure that every rank makes this call, or give it more time (timeout=). The next call reconnects.",
     "The next call of the group reconnects.",
 )
+UNMADE = "Make sure that every rank makes this call, or give it more time (timeout=). Then make it again on all ranks."
 ENDED = Advice(
     "The group can no longer be used. Make a new one, with more time (timeout=).",
     "The group can no longer be used. Make a new one.",

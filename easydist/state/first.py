@@ -9,10 +9,10 @@ from easydist.agreement.calling import seconds, site
 from easydist.agreement.runner import meet, reported
 from easydist.groups.communicators import Communicators
 from easydist.liveness import bodies
-from easydist.liveness.watchdog import watchdog
 from easydist.typing import Timeout
 
 _OPERATION = "main_process_first"
+"""The name for both functions, which may be nested in one another, so that ranks meet in different ones."""
 
 
 def first(comms: Communicators, goes_first: bool, timeout: Timeout | None) -> Iterator[None]:
@@ -27,8 +27,7 @@ def first(comms: Communicators, goes_first: bool, timeout: Timeout | None) -> It
     meet_all = functools.partial(meet, comms, _OPERATION, timeout=limit)
     if not goes_first:
         meet_all()
-    if comms.size > 1:
-        watchdog().add(comms.monitor)  # which tells other hosts, and ranks that have not met this one yet
+    comms.appear()
     with reported(comms, _OPERATION, limit), bodies.running(f"{_OPERATION} at {site()}"):
         yield
     meet_all()

@@ -128,9 +128,11 @@ class TorchWork:
             torch.cuda.current_stream(device).synchronize()
 
     def is_completed(self) -> bool:
-        """True if the operation has completed; one begun with ``async_op=True`` completes without ``wait``."""
-        if self._is_done or self._error is not None or not self._is_driven:
-            return self._error is None and not self._steps and all(p.is_completed() for p in self._pending)
+        """True if ``wait`` would return or raise at once; an operation begun with ``async_op=True`` ends without it."""
+        if self._error is not None:
+            return True
+        if self._is_done or not self._is_driven:
+            return not self._steps and all(p.is_completed() for p in self._pending)
         if not self._is_asked and not self._lock.locked():  # it may be queued behind a long operation
             self._is_asked = True
             at_once(self._drive)

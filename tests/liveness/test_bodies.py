@@ -13,7 +13,15 @@ from easydist.liveness import bodies
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bodies.py"
 SCENARIOS = ["long", "second", "raises", "killed", "stops", "calls", "timeout"]
 CASES = [(3, backend, name) for backend in ("shm", "gloo", "011") for name in SCENARIOS]
-CASES += [(2, "easydist_shm", "long"), (2, "shm", "long"), (4, "0011", "second"), (3, "easydist_shm", "second")]
+CASES += [
+    (2, "shm", "first"),
+    (3, "gloo", "first"),
+    (3, "easydist_shm", "first"),
+    (2, "easydist_shm", "long"),
+    (2, "shm", "long"),
+    (4, "0011", "second"),
+    (3, "easydist_shm", "second"),
+]
 AT = r"main_process_first at \S*bodies\.py:\d+"
 
 
@@ -48,7 +56,7 @@ def test_a_message_is_read_as_it_was_written_and_nothing_else_is():
 
 
 @pytest.mark.slow
-@cases("long", "second")
+@cases("first", "long", "second")
 def test_a_body_may_take_longer_than_the_groups_limit(size, backend, scenario):
     rows, statuses, _ = rows_of(size, backend, scenario)
     assert statuses == [0] * size

@@ -24,9 +24,9 @@ WAITS = {
     "verbs_gloo": ["gather", "recv"],
     "private_shm": ["gather"],
     "private_gloo": ["gather"],
-    "torch_shm": ["all_reduce", "polled", "barrier", "send", "recv"],
-    "comm_shm": ["all_reduce", "asynchronous", "barrier", "recv", "wait_signal"],
-    "comm_gloo": ["all_reduce", "asynchronous", "recv"],
+    "torch_shm": ["all_reduce", "polled", "barrier", "send", "recv", "gather"],
+    "comm_shm": ["all_reduce", "asynchronous", "polled", "barrier", "recv", "wait_signal", "gather"],
+    "comm_gloo": ["all_reduce", "asynchronous", "polled", "recv", "gather"],
     "queue": ["broadcast_object"],
 }
 TAKES = {

@@ -57,7 +57,7 @@ def work(case: str, rank: int, size: int, pipe: tuple[int, int]) -> None:
     state = ProcessState(backend="easydist_shm" if backend == "easydist_shm" else None, timeout=LIMIT)
     heard = Heard(pipe[1], 1)  # which ends the body of the others
     logging.getLogger("easydist").addHandler(heard)
-    group = state.process_group
+    group = None if scenario == "first" else state.process_group
     other = dist.new_group(timeout=timedelta(seconds=DEADLINE)) if scenario == "calls" else group
     slow = size - 1 if scenario in ("second", "stops") else 0
     row: dict[str, object] = {"case": case, "rank": rank, "type": None, "text": "", "ran": False}
@@ -71,7 +71,7 @@ def work(case: str, rank: int, size: int, pipe: tuple[int, int]) -> None:
     if scenario == "timeout":
         os.write(pipe[1], b"!")
     row["warnings"] = heard.texts
-    if scenario in ("long", "second", "raises", "timeout"):
+    if scenario in ("first", "long", "second", "raises", "timeout"):
         row["next"] = easydist.gather(rank).tolist()
     os.write(1, (json.dumps(row) + "\n").encode())
 

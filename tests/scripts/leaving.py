@@ -146,6 +146,10 @@ class SharedMemoryGroup:
     def barrier(self) -> None:
         dist.barrier(self.group)
 
+    def gather(self) -> None:
+        """Make the verbs' first call in the group."""
+        easydist.gather(SMALL, group=self.group)
+
     def send(self) -> None:
         dist.send(LARGE, self.last, self.group)
 
@@ -183,6 +187,12 @@ class Communicator:
 
     def asynchronous(self) -> None:
         self.comm.all_reduce(SMALL.clone(), ReduceOp.SUM, async_op=True).wait()
+
+    def polled(self) -> None:
+        work = self.comm.all_reduce(SMALL.clone(), ReduceOp.SUM, async_op=True)
+        while not work.is_completed():
+            time.sleep(0.01)
+        work.wait()
 
     def barrier(self) -> None:
         self.comm.barrier(False)

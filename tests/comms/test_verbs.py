@@ -1,0 +1,65 @@
+"""Verbs with a communicator as ``group=``: its time limit and theirs, and the errors of works and of making one."""
+
+import socket
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from launching import within
+
+import easydist
+from easydist import CollectiveTimeout
+from easydist.comms import CommTimeout, ReduceOp, new_comm
+from easydist.testing import distributed
+
+CPU = torch.device("cpu")
+on_both = pytest.mark.parametrize("backend", ["shm", "gloo"])
+
+
+def made(backend, seconds):
+    return new_comm(backend, CPU, "main", timeout=timedelta(seconds=seconds))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_met", [False, True])
+@pytest.mark.parametrize("limit", ["of the call", "of the communicator"])
+@on_both
+@distributed(world_size=2)
+def test_a_verb_over_a_communicator_ends_at_its_limit(rank, backend, limit, has_met):
+    comm = made(backend, within(30))
+    if has_met:
+        easydist.gather(rank, group=comm)
+    if limit == "of the communicator":
+        comm.set_timeout(timedelta(seconds=0.3))
+    if rank == 0:
+        with pytest.raises(CollectiveTimeout, match=r"^gather: 1 of 2 ranks .* within 0\.3\d* s"):
+            easydist.gather(rank, group=comm, timeout=0.3 if limit == "of the call" else None)
+    dist.barrier()
+
+
+@pytest.mark.slow
+@on_both
+@distributed(world_size=2)
+def test_works_under_way_when_another_one_fails_fail_with_its_type(rank, backend):
+    comm = made(backend, within(30))
+    comm.barrier(False)
+    if rank == 0:
+        limit = timedelta(seconds=0.2)
+        works = [comm.all_reduce(torch.ones(1), ReduceOp.SUM, True, timeout=limit) for _ in range(3)]
+        for work in works[::-1]:
+            with pytest.raises(CommTimeout, match="rank 1 did not come") as error:
+                work.wait()
+            assert error.value.missing == (1,)
+    dist.barrier()
+
+
+def test_a_communicator_whose_store_is_not_served_names_the_rank_that_has_not_come(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]  # nobody listens there afterwards
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    text = rf"^new_comm 'main': the store at 127\.0\.0\.1:{port}, where .* within 0\.1 s\n  rank 0: missing; it serves"
+    with pytest.raises(CommTimeout, match=text) as error:
+        made("auto", 0.1)
+    assert error.value.missing == (0,)
