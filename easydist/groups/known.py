@@ -41,10 +41,6 @@ def _make(group: dist.ProcessGroup) -> Communicators:
     with _making:  # two threads that come at once have to get the same communicators, and see each other's calls
         if (found := _CACHE.get(group)) is not None:
             return found
-        kept = dist.distributed_c10d._world.pg_map.keys() | unregistered
-        for gone in [known for known in _CACHE if known not in kept]:
-            _CACHE[gone].leave()
-            _CACHE.pop(gone).let_go()  # a destroyed group keeps its connections open as long as it is cached here
         if group in groups_of_parents:
             raise RuntimeError(NOT_A_RANK)
         if group in _retired:
@@ -54,8 +50,12 @@ def _make(group: dist.ProcessGroup) -> Communicators:
 
 
 def remember(group: dist.ProcessGroup, comms: Communicators) -> Communicators:
-    """Let these be the communicators of ``group``, and return them."""
+    """Let these be the communicators of ``group``, release those of destroyed groups, and return them."""
     with _making:
+        kept = dist.distributed_c10d._world.pg_map.keys() | unregistered
+        for gone in [known for known in _CACHE if known not in kept]:
+            _CACHE[gone].leave()
+            _CACHE.pop(gone).let_go()  # a destroyed group keeps its connections open as long as it is cached here
         _CACHE[group] = comms
         comms.monitor.is_destroyed = functools.partial(_is_destroyed, weakref.ref(group))
     return comms

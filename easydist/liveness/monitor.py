@@ -215,6 +215,9 @@ class Monitor(GroupStatus):
         self.detach()
         self.peers = {rank: Peer(rank) for rank in self.peers}
         self._store = None
+        if self.broken is not None:  # its traceback holds the frames of the call, and with them the connections
+            self.broken = again(self.broken)
+            self.broken.raised_in = None
 
     def begin_reconnecting(self) -> EasydistError | None:
         """Make the phase odd; return the error that broke the old connections."""

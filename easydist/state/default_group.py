@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import os
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -38,18 +39,22 @@ _made: list[World] = []
 class _Survivors(NamedTuple):
     """The group of the survivors of a default group."""
 
-    left_of: dist.ProcessGroup
     group: dist.ProcessGroup
     world: World
 
 
-_survivors: _Survivors | None = None
+_survivors: weakref.WeakKeyDictionary[dist.ProcessGroup, _Survivors] = weakref.WeakKeyDictionary()
+"""The survivors of torch's default group, as long as it exists: their group would keep its threads and connections."""
+
+
+def _survivors_of_default() -> _Survivors | None:
+    return None if dist.group.WORLD is None else _survivors.get(dist.group.WORLD)
 
 
 def default_group() -> dist.ProcessGroup | None:
     """Return the default group, made by easydist or by others, or the group of its survivors; None if there is none."""
-    world = dist.group.WORLD
-    return _survivors.group if _survivors is not None and _survivors.left_of is world else world
+    found = _survivors_of_default()
+    return dist.group.WORLD if found is None else found.group
 
 
 def current_rank() -> int:
@@ -62,7 +67,8 @@ def current_rank() -> int:
 
 def is_recovered(group: dist.ProcessGroup) -> bool:
     """True if this is the group of the survivors of a default group."""
-    return _survivors is not None and _survivors.group is group
+    found = _survivors_of_default()
+    return found is not None and found.group is group
 
 
 def replace_default_group(group: dist.ProcessGroup, world: World) -> None:
@@ -72,15 +78,15 @@ def replace_default_group(group: dist.ProcessGroup, world: World) -> None:
         group: The group of the survivors.
         world: This process among the survivors.
     """
-    global _survivors
     assert dist.group.WORLD is not None
-    _survivors = _Survivors(dist.group.WORLD, group, world)
+    _survivors[dist.group.WORLD] = _Survivors(group, world)
 
 
 def world_of(group: dist.ProcessGroup) -> World:
     """Return the world of an existing group; if LOCAL_RANK and the like are unset, all ranks count as one host's."""
-    if _survivors is not None and group is _survivors.group:
-        return _survivors.world
+    found = _survivors_of_default()
+    if found is not None and group is found.group:
+        return found.world
     rank, size = group.rank(), group.size()
     with contextlib.suppress(ValueError):  # variables that another launcher has left over; the group counts
         told = launched(has_group=True)
@@ -150,13 +156,14 @@ def _made_in(store: Store, world: World, backend: str, seconds: float) -> dist.P
     group = dist.group.WORLD
     assert group is not None
     _made.append(world)
-    atexit.register(_take_down, group)
+    atexit.register(_take_down, weakref.ref(group))  # a group that is destroyed before ends its threads then
     return group
 
 
-def _take_down(group: dist.ProcessGroup) -> None:
+def _take_down(made: weakref.ref[dist.ProcessGroup]) -> None:
     """Destroy the group that easydist made, unless that has been done, as this process ends."""
-    if dist.group.WORLD is group:
+    group = made()
+    if group is not None and dist.group.WORLD is group:
         let_go(group)
         dist.destroy_process_group()
 

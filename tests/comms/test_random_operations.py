@@ -1,6 +1,5 @@
 """Random sequences of operations on overlapping communicators, against what one process works out."""
 
-import functools
 from datetime import timedelta
 
 import pytest
@@ -8,55 +7,14 @@ import torch
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from launching import examples, within
+from operations import NAMES, OPS, begin
 
-from easydist.comms import ReduceOp, new_comm
+from easydist.comms import new_comm
 from easydist.testing import default_pool
 
 WORLD = 4
 GROUPS = [(0, 1, 2, 3), (0, 1), (2, 1), (3, 0, 2), (2, 3), (1,)]
 """Members of the communicators, in the order of their ranks; all but the first are splits of it."""
-
-NAMES = ["all_reduce", "reduce", "broadcast", "all_gather", "gather", "all_to_all", "ring", "barrier"]
-OPS = {"SUM": torch.add, "MAX": torch.maximum, "BXOR": torch.bitwise_xor, "PRODUCT": torch.mul}
-
-
-def values(seed, rank, numel):
-    return torch.randint(0, 5, (numel,), generator=torch.Generator().manual_seed(100 * seed + rank))
-
-
-def begin(comm, step, members, me):
-    """Begin one operation; returns the work, what it fills, and what that must be then."""
-    name, _, numel, root, op, seed = step
-    size = len(members)
-    every = [values(seed, r, numel) for r in range(size)]
-    mine, root = every[me].clone(), root % size
-    folded = functools.reduce(OPS[op], every)
-    if name == "all_reduce":
-        return comm.all_reduce(mine, getattr(ReduceOp, op), True), mine, folded
-    if name == "reduce":
-        return comm.reduce(mine, root, getattr(ReduceOp, op), True), mine, folded if me == root else every[me]
-    if name == "broadcast":
-        return comm.broadcast(mine, root, True), mine, every[root]
-    if name == "all_gather":
-        output = torch.empty(size * numel, dtype=torch.int64)
-        return comm.all_gather_single(output, mine, True), output, torch.cat(every)
-    if name == "gather":
-        output = torch.zeros(size * numel, dtype=torch.int64)
-        work = comm.gather_single(output, mine, root, True)
-        return work, output, torch.cat(every) if me == root else torch.zeros_like(output)
-    if name == "all_to_all":
-        whole = [values(seed, r, numel * size) for r in range(size)]
-        output = torch.empty(size * numel, dtype=torch.int64)
-        work = comm.all_to_all_single(output, whole[me], True)
-        return work, output, torch.cat([part[numel * me : numel * (me + 1)] for part in whole])
-    if name == "ring":
-        output = torch.zeros(numel, dtype=torch.int64)
-        batch = comm.batch_op_create()
-        if size > 1:
-            batch.send(mine, (me + 1) % size)
-            batch.recv(output, (me - 1) % size)
-            return batch.issue(True), output, every[(me - 1) % size]
-    return comm.barrier(True), mine, every[me]
 
 
 def play(rank, backend, steps):
@@ -86,9 +44,7 @@ class Operations(RuleBasedStateMachine):
         self.steps = []
 
     @rule(
-        name=st.sampled_from(
-            ["all_reduce", "reduce", "broadcast", "all_gather", "gather", "all_to_all", "ring", "barrier"]
-        ),
+        name=st.sampled_from(NAMES),
         group=st.integers(0, len(GROUPS) - 1),
         numel=st.sampled_from([0, 1, 3, 1000]),
         root=st.integers(0, WORLD - 1),

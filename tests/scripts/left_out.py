@@ -38,9 +38,9 @@ QUICK = ("stop", "late", "store_stops", "connect_stops", "early")
 """The scenarios in which the others wait in vain for one rank."""
 
 OFTEN = 4
-"""The recoveries of the scenario "often", in which all ranks recover at once."""
+"""The further recoveries of the scenarios "often" and "rounds", in which all ranks recover at once."""
 
-AGENT = ("often", "early", "hosts", "stop", "late", "nobody", "interrupt", "group", *ALONE)
+AGENT = ("often", "rounds", "early", "hosts", "stop", "late", "nobody", "interrupt", "group", *ALONE)
 """The scenarios in which no rank serves the store."""
 
 
@@ -78,7 +78,7 @@ class Ranks:
 
     def meet(self, rank: int) -> None:
         """Make the call that one rank misses."""
-        if self.scenario in ("nobody", "interrupt", "connect_stops", "often"):
+        if self.scenario in ("nobody", "interrupt", "connect_stops", "often", "rounds"):
             return
         if self.scenario in ALONE:
             self.meet_alone(rank)
@@ -122,6 +122,13 @@ class Ranks:
             dist.all_reduce(torch.ones(1))
         else:
             easydist.gather(0)
+
+    def again(self, rank: int) -> None:
+        """Recover once more; in "rounds" a default group that easydist has made after the first one was destroyed."""
+        if self.scenario == "rounds":
+            dist.destroy_process_group()
+            self.begin(rank)
+        self.recover(rank)
 
 
 class Verbs(Ranks):
@@ -277,8 +284,8 @@ def work(ranks: Ranks, rank: int) -> None:
         ranks.stop_before_connecting(rank)
     try:
         row["members"] = ranks.recover(rank)
-        if ranks.scenario == "often":
-            row |= {"more": more(lambda: ranks.recover(rank))}
+        if ranks.scenario in ("often", "rounds"):
+            row |= {"more": more(lambda: ranks.again(rank))}
     except (EasydistError, RuntimeError) as error:
         row |= {"type": type(error).__name__, "text": str(error), "is_runtime": isinstance(error, RuntimeError)}
         row["gone_on"] = getattr(error, "members", None)
