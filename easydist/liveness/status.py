@@ -229,7 +229,7 @@ class GroupStatus(GroupProtocol):
         if report is None and remote and not peer.is_visible:
             report = peer.recent(logged or self._stored_report(peer.rank))
         is_ours = None if report is None or not peer.pid else peer.is_same_group(report.entry)
-        if self.hinges_on_signals(report, is_ours):
+        if self.hinges_on_signals(report):
             self.sync_signals()
         return Heard(peer.rank, report, is_ours, has_ended, has_left=has_left)
 
