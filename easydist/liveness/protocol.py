@@ -102,8 +102,7 @@ class GroupProtocol(CallProtocol):
 
     def connect_limit(self, now: float) -> float:
         """Return the seconds that connecting may take; it takes almost none unless a rank has left again."""
-        left = self.time_left(now)
-        return CONNECTED if left is None else min(max(left, SHORTEST), CONNECTED)
+        return min(max(self._ends_at - now, SHORTEST), CONNECTED)
 
     def end_meeting(self) -> None:
         """Make the phase even: the ranks are connected, and the others wait for this rank's next message."""

@@ -143,14 +143,12 @@ class CallProtocol:
 
     # Looks at the other ranks.
 
-    def hinges_on_signals(self, report: Report | None, is_ours: bool | None) -> bool:
-        """True if the meaning of a report depends on whether Ctrl-C has reached this process.
+    def hinges_on_signals(self, report: Report | None) -> bool:
+        """True if the meaning of a report may depend on whether Ctrl-C has reached this process.
 
         The caller then has to make sure that this is known before it judges the report.
         """
-        if report is None or not self._is_interrupt_of_this_call(report):
-            return False
-        return is_ours is not False and self._is_of_this_phase(report)
+        return report is not None and self._is_interrupt_of_this_call(report)
 
     def judge(self, heard: Heard) -> Cause | None:
         """Return the cause that a rank's report is for this rank's call; None if it is none."""
@@ -213,7 +211,7 @@ class CallProtocol:
 
         Numbers of calls say so only if all ranks count all calls: those of communicators, and messages of groups of
         torch, are not counted, or on some ranks only. Data that this wait still needs at the next look says the
-        opposite in any case.
+        opposite in any case. A rank that had given up a call before it left has not come back to that one.
         """
         report = heard.report
         if report is None or not report.is_final or report.peer is not None:
@@ -222,7 +220,8 @@ class CallProtocol:
             if heard.rank in self._seen_left:
                 return False
             self._seen_left.add(heard.rank)
-        return report.number > self.at and report.number % 1 > 0  # outside of calls
+        since = report.number if report.left is None else report.left
+        return since > self.at and report.number % 1 > 0  # outside of calls
 
     def _end_of(self, heard: Heard) -> Cause | None:
         """Return the loss of a peer if it had already ended, or left the group, at earlier looks.
@@ -300,7 +299,9 @@ class CallProtocol:
         deadline = now + grace
         while now < deadline:
             now, is_cut_off, heard = yield deadline - now
-            if is_cut_off:  # its report may still come: a rank is not lost because the store is stopped
+            # Its report may still come: a rank is not lost because the store is stopped. Outside of calls there is no
+            # limit by which to give up.
+            if is_cut_off and self._deadline != NOT_IN_TIME:
                 if self.is_late(now):
                     return Cause(Why.LATE)
                 deadline = now + grace
@@ -309,9 +310,11 @@ class CallProtocol:
         return Cause(Why.BROKE, rank)
 
     def _explanation(self, heard: Heard, rank: int) -> Cause | None:
+        if (cause := self.judge(heard)) is not None:
+            return cause
         why = Why.LOST if heard.has_ended else Why.LEFT if heard.has_left else None
-        is_about = why is not None and (heard.rank == rank or not heard.has_finished)
-        return self.judge(heard) or (Cause(why, heard.rank) if why is not None and is_about else None)
+        is_about = heard.rank == rank or not heard.has_finished
+        return Cause(why, heard.rank) if why is not None and is_about else None
 
     # Giving up.
 
@@ -336,7 +339,7 @@ class CallProtocol:
         if self.broken is not None or wait not in (None, self.waits):
             return Parting.NOTHING
         self.broken, self._left_at = error, self.number_of_report if self._left_at is None else self._left_at
-        error.is_earlier = error.is_earlier and self.is_fresh and not error.is_final
+        error.is_earlier = error.is_earlier and self.is_fresh
         return Parting.DISCONNECT if error.is_earlier else Parting.TELL  # earlier: all ranks begin the same call again
 
 

@@ -236,7 +236,7 @@ class GroupStatus(GroupProtocol):
         is_ours = None if report is None or not peer.pid else peer.is_same_group(report.entry)
         if report is None and is_awaited and (report := self._parting(peer)) is not None:
             is_ours = True
-        if self.hinges_on_signals(report, is_ours):
+        if self.hinges_on_signals(report):
             self.sync_signals()
         return Heard(peer.rank, report, is_ours, has_ended, has_left=has_left)
 

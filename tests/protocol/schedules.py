@@ -1,22 +1,30 @@
-"""The schedule of one simulated run, drawn from a seed: ranks, delays and faults; and the laws that must hold."""
+"""The schedule of one simulated run, drawn from a seed: ranks, delays and faults; and the program of the ranks."""
 
 import random
+from typing import NamedTuple
 
+import sources
+from laws import Laws
+from simulated_comm import SimulatedComm
 from simulated_rank import Failed, SimulatedRank
-from simulated_world import NEVER, PYTHON, Store, Violation, World
+from simulated_world import NEVER, PYTHON, Link, Store, Violation, World
 
-from easydist.errors import EasydistError, RemoteError
-from easydist.liveness.protocol import GroupProtocol
-from easydist.liveness.report import INTERRUPT
+from easydist.errors import EasydistError
 
-SLACK = 5.0
-"""Seconds by which a call may last longer than its limit: looks, answers that do not come, and broken connections."""
+LAST_LIMIT = 25.0
+"""Seconds that each of the last calls may take, when nothing goes wrong any more: more than a store stops."""
 
-AFTERWARDS = 5
-"""Calls of all ranks that are left when nothing goes wrong any more; the last two have to be well."""
-
-SIZES = [2] * 30 + [3] * 36 + [4] * 22 + [5, 6, 7, 8] * 3
+SIZES = [2] * 40 + [3] * 38 + [4] * 16 + [5, 6, 8] * 2
 FAULTS = ["interrupt", "interrupt all", "interrupt step", "late", "late", "fail", "kill", "raise", "stop", "clock"]
+FAULTS += ["freeze", "freeze", "leave", "recover", "body", "store"]
+ALONE = ("interrupt all",)
+THEMES = [ALONE, ("interrupt", "interrupt all", "interrupt step"), ("late", "late", "clock", "freeze", "interrupt")]
+THEMES += [
+    ("leave", "recover", "late", "freeze"),
+    ("stop", "late", "freeze", "kill"),
+    ("interrupt step", "fail", "late"),
+]
+"""Faults that come together more often than chance would have it; one of them comes alone."""
 
 
 class Schedule:
@@ -26,24 +34,42 @@ class Schedule:
         seed: Draws it.
     """
 
+    afterwards = 5
+    """Calls of all ranks that are left when nothing goes wrong any more; the last two have to be well."""
+
     def __init__(self, seed):
         draw = self._draw = random.Random(seed)
         self.seed, self._script = seed, []
-        self.size = draw.choice(SIZES) if draw.random() < 0.995 else draw.choice([16, 32, 64])
+        self.size = draw.choice(SIZES) if draw.random() < 0.998 else draw.choice([16, 32])
         self.way = draw.choice(["shm", "gloo", "hosts"])
         self.hosts = [draw.randrange(2) if self.way == "hosts" else 0 for _ in range(self.size)]
         self.quiet_from = draw.uniform(0.4, 1.8)
+        self._soon = draw.uniform(0.0, self.quiet_from)
         self.thinks = draw.choice([0.02, 0.1, 0.3])
+        self.group_limit = draw.choice([0.6, 2.0])
         self.limits = draw.choice([(0.3, 0.6), (0.5, 3.0), (2.0, 3.0)])
         self.pairs = draw.choice([0.0, 0.0, 0.3, 0.6])
-        self.interrupts, self.steps, self.ends, self.stops, self.clocks = [], {}, [], [], []
-        self.fails, self.lates, self.is_at_once = set(), {}, False
+        self.comms = self._draw_comms() if draw.random() < 0.5 else []
+        self._clear()
         self.store_is_in = draw.choice([None, 0])
-        self.faults = [draw.choice(FAULTS) for _ in range(draw.choice([0, 1, 1, 2, 2, 3, 4]))]
+        kinds, count = draw.choice(THEMES) if draw.random() < 0.5 else FAULTS, draw.choice([0, 1, 2, 2, 3, 3, 4, 5])
+        self.faults = ["interrupt all"] if kinds is ALONE else [draw.choice(kinds) for _ in range(count)]
         for fault in self.faults:
             getattr(self, "_" + fault.replace(" ", "_"))()
 
+    def _clear(self):
+        """Begin without any fault."""
+        self.interrupts, self.steps, self.ends, self.stops, self.clocks = [], {}, [], [], []
+        self.fails, self.lates, self.is_at_once = {}, {}, False
+        self.freezes, self.leaves, self.bodies, self.store_ends = [], {}, {}, None
+
+    def __str__(self):
+        return f"seed {self.seed}"
+
     def _time(self):
+        """Draw the time of a fault; half of them come soon after one another."""
+        if self._draw.random() < 0.5:
+            return self._soon + self._draw.uniform(0.0, 0.1)
         return self._draw.uniform(0.0, self.quiet_from)
 
     def _rank(self):
@@ -53,7 +79,7 @@ class Schedule:
         self.interrupts.append((self._time(), self._rank()))
 
     def _interrupt_all(self):
-        time, apart = self._time(), self._draw.choice([0.0, 0.02, 0.2])
+        time, apart = self._time(), self._draw.choice([0.0, 0.0, 0.02, 0.2])
         self.is_at_once = apart == 0.0
         self.interrupts += [(time + self._draw.uniform(0.0, apart), rank) for rank in range(self.size)]
 
@@ -64,7 +90,7 @@ class Schedule:
         self.lates[self._rank(), self._draw.randrange(12)] = self._draw.uniform(0.3, 4.0)
 
     def _fail(self):
-        self.fails.add((self._rank(), self._draw.randrange(10)))
+        self.fails[self._rank(), self._draw.randrange(10)] = self._draw.choice(["data", "data", "result"])
 
     def _kill(self):
         self.ends.append((self._time(), self._rank(), False))
@@ -79,49 +105,106 @@ class Schedule:
     def _clock(self):
         self.clocks.append((self._time(), self._draw.choice(self.hosts), self._draw.uniform(-5.0, 5.0)))
 
+    def _freeze(self):
+        self.freezes.append((self._time(), self._rank(), self._draw.uniform(0.1, 4.0)))
+
+    def _leave(self):
+        self.leaves[self._rank()] = (self._draw.randrange(10), False)
+
+    def _recover(self):
+        self.leaves[self._rank()] = (self._draw.randrange(10), True)
+
+    def _body(self):
+        self.bodies[self._rank(), self._draw.randrange(8)] = self._draw.uniform(0.3, 6.0)
+
+    def _store(self):
+        self.store_ends = self._time()
+
+    def _draw_comms(self):
+        """Draw communicators: the kind, and the members; as by ``split``."""
+        kinds = ["counted", "shm"] if self.way == "shm" else ["gloo"]
+        found = []
+        for _ in range(self._draw.choice([1, 2])):
+            count = self._draw.randrange(2, self.size + 1)
+            found.append((self._draw.choice(kinds), tuple(sorted(self._draw.sample(range(self.size), count)))))
+        return found
+
     def is_small(self, number):
         """True if the data of a call travels with its headers."""
         return (self.seed + number) % 3 != 0
 
+    def is_posted(self, place):
+        """True if the call of two at a place is a message that its sender posts, without waiting for the receiver."""
+        return (self.seed + place) % 2 == 0
+
     def step(self, place):
-        """None for a call of all ranks, else the two that take part; the same on all ranks."""
+        """Return None for a call of all ranks, or the two that take part, or an ``Op``; the same on all ranks."""
         while len(self._script) <= place:
-            is_pair = self._draw.random() < self.pairs
-            self._script.append(tuple(sorted(self._draw.sample(range(self.size), 2))) if is_pair else None)
+            self._script.append(self._drawn_step())
         return self._script[place]
+
+    def _drawn_step(self):
+        draw = self._draw
+        if self.comms and draw.random() < 0.4:
+            index = draw.randrange(len(self.comms))
+            members = self.comms[index][1]
+            sender = draw.choice(members) if self.way == "shm" and draw.random() < 0.3 else None
+            return Op(index, members, sender)
+        return tuple(sorted(draw.sample(range(self.size), 2))) if draw.random() < self.pairs else None
+
+
+class Op(NamedTuple):
+    """An operation of a communicator.
+
+    Attributes:
+        comm: Its place in ``Schedule.comms``.
+        members: The ranks that take part.
+        sender: The member for whose signal the others wait in a window; None for a collective.
+    """
+
+    comm: int
+    members: tuple
+    sender: int | None
 
 
 class Group:
-    """The ranks of a run, their program, and the laws.
+    """The ranks of a run, and their program.
 
     Args:
         schedule: What happens.
-        kind: The class of the ranks.
-        machine: The class of their rules.
+        code: The loaded modules of easydist.
     """
 
-    def __init__(self, schedule, kind=SimulatedRank, machine=GroupProtocol):
+    def __init__(self, schedule, code):
         self.schedule, self.size, self.hosts = schedule, schedule.size, schedule.hosts
         self.world = world = World(schedule.seed, delay=0.01)
         self.shares, self.everyone = schedule.way == "shm", tuple(range(schedule.size))
-        self.guard_every, self.poll = 0.05 + 0.1 * (self.size > 8), 0.1 + 0.2 * (self.size > 8)
+        self.guard_every = 0.05 + 0.1 * (self.size > 8)
         self.store, self.links, self.connecting = Store(world, schedule.stops), {}, {}
         self.ranks = []
-        self.ranks += [kind(self, rank, schedule.steps.get(rank), machine) for rank in self.everyone]
+        self.laws = Laws(self)
+        self.ranks += [SimulatedRank(self, rank, code) for rank in self.everyone]
+        self.comms = [self._made(index, *comm) for index, comm in enumerate(schedule.comms)]
         self.places, self.is_wild, self.end = [0] * self.size, [False] * self.size, None
-        self._is_inside, self._had_wild = [False] * self.size, False
-        self.outcomes = [{} for _ in self.everyone]
-        self.left, self._came, self.has_end = {}, {}, bool(schedule.ends)
         self._place_of, self._next = [-1], 0
-        self.must_return = {}
+
+    def _made(self, index, kind, members):
+        link = Link(self.world, kind != "gloo")
+        made = {rank: SimulatedComm(self.ranks[rank], index, kind, members, link) for rank in members}
+        for comm in made.values():
+            comm.meet(made)
+        return made
 
     def clock(self, rank):
         """By how much the wall clock of a rank's host is wrong."""
         now, host = self.world.now, self.hosts[rank]
         return sum(step for time, where, step in self.schedule.clocks if where == host and time <= now)
 
-    def run(self):
+    def run(self, check=None):
         """Play it.
+
+        Args:
+            check: Called after each step in place of ``laws.check``.
 
         Raises:
             Violation: A law does not hold.
@@ -132,80 +215,109 @@ class Group:
         for time, rank in schedule.interrupts:
             world.at(time, self.ranks[rank].process.interrupt)
         if schedule.faults == ["interrupt all"] and schedule.is_at_once:
-            world.at(schedule.interrupts[0][0] - 1e-9, self._note_who_is_outside)
+            world.at(schedule.interrupts[0][0] - 1e-9, self.laws.note_who_is_outside)
         for time, rank, has_raised in schedule.ends:
             world.at(time, self.ranks[rank].die, has_raised)
+        for time, rank, seconds in schedule.freezes:
+            world.at(time, self.freeze, rank, seconds)
+        if schedule.store_ends is not None:
+            world.at(schedule.store_ends, self._end_store)
         world.at(schedule.quiet_from + 0.3, self._quiet)
-        world.run(until=2000.0)
-        self._judge()
+        world.check = check or self.laws.check
+        try:
+            world.run(until=2000.0)
+            self.laws.judge()
+        finally:
+            self.laws.is_over = True
+            for process in world.processes:  # now, not at some time by the garbage collector
+                process.body.close()
+
+    def freeze(self, rank, seconds):
+        self.ranks[rank].process.stop(seconds)
+        self.laws.stops(rank, seconds)
+
+    def _end_store(self):
+        self.store.is_gone = True
 
     def _quiet(self):
         for rank in self.ranks:
             rank.process.interrupt_at = None
-        self.end = self.place_of(max(rank.rules.number for rank in self.ranks) + AFTERWARDS) + 1
-
-    def _note_who_is_outside(self):
-        """After a Ctrl-C that reaches all ranks, some of them in one call, the next call of the others succeeds."""
-        inside = {rank.rules.number for rank in self.ranks if self._is_inside[rank.rank]}
-        outside = [rank for rank in self.ranks if not self._is_inside[rank.rank]]
-        if len(inside) == 1 and all(rank.rules.number <= max(inside) for rank in outside) and not self.schedule.pairs:
-            self.must_return = {rank.rank: True for rank in outside}
+        self.end = self.place_of(max(rank.monitor.number for rank in self.ranks) + self.schedule.afterwards) + 1
 
     # The program of each rank.
 
     def _program(self, rank):
         mine = rank.rank
         while self.end is None or self.places[mine] < self.end:
-            members = self.schedule.step(self.places[mine])
-            if members is None or mine in members:
-                yield from self._make_call(rank, members)
+            leaves_at, recovers = self.schedule.leaves.get(mine, (NEVER, False))
+            if self.end is None and self.places[mine] >= leaves_at:
+                rank.monitor.recovers() if recovers else rank.monitor.announce_leaving()
+                self.laws.leaves(rank)
+                return
+            step = self.schedule.step(self.places[mine])
+            if isinstance(step, Op):
+                if mine in step.members:
+                    yield from self._operate(rank, step)
+            elif step is None or mine in step:
+                yield from self._make_call(rank, step)
             self.places[mine] += 1
+
+    def _operate(self, rank, step):
+        """Make an operation of a communicator, unless that is broken."""
+        comm = self.comms[step.comm][rank.rank]
+        if not (yield from self._think(rank, self.places[rank.rank])):
+            self.is_wild[rank.rank] = True
+        if self.is_wild[rank.rank]:  # it no longer knows which operations the others are in
+            comm.finalize()
+        if comm.is_over:
+            return
+        limit = LAST_LIMIT / 3 if self.end is not None else self.world.random.uniform(*self.schedule.limits)
+        self.laws.begins_operation(rank, limit)
+        try:
+            yield from comm.operate(step.sender, self.places[rank.rank], limit)
+            error = None
+        except (EasydistError, KeyboardInterrupt) as caught:
+            error = caught
+        self.laws.ended_operation(rank, comm, error)
 
     def _make_call(self, rank, members):
         mine, place = rank.rank, self.places[rank.rank]
         if not (yield from self._think(rank, place)):
             self.is_wild[mine] = True
         peer = None if members is None else sum(members) - mine
-        limit = self.world.random.uniform(*self.schedule.limits) if self.end is None else 60.0
-        began, self._is_inside[mine] = self.world.now, True
-        if members is None:
-            self._came[mine, rank.rules.number + 1] = began
+        limit = self.world.random.uniform(*self.schedule.limits)
+        limit = LAST_LIMIT if self.end is not None else limit if self.world.random.random() < 0.6 else None
+        self.laws.begins(rank, limit, members)
         try:
             yield from rank.call(
                 None if self.is_wild[mine] else place,
                 limit,
                 peer,
-                self.end is None and (mine, place) in self.schedule.fails,
+                self.schedule.fails.get((mine, place)) if self.end is None else None,
             )
             outcome = None
         except (EasydistError, KeyboardInterrupt, Failed) as error:
             outcome = error
-        self._is_inside[mine] = False
-        if outcome is not None and members is None:
-            self._check_raised(rank, outcome, began, limit)
-        self._ended(rank, outcome, self.world.now - began - limit, members)
+        self.laws.ended(rank, outcome, members)
+        if self.is_wild[mine]:
+            for comms in self.comms:
+                if mine in comms:
+                    comms[mine].finalize()
+        if self.is_wild[mine] and members is None:  # it may have taken the number of the others
+            self.places[mine] = self.place_of(rank.monitor.number)
+            self.is_wild[mine] = rank.has_signal
+        self.laws.outcome(rank, self.places[mine], outcome, members)
 
     def _think(self, rank, place):
         """Act as the rank does between two calls; return False if Ctrl-C ends it."""
         late = self.schedule.lates.get((rank.rank, place), 0.0)
         try:
+            if (seconds := self.schedule.bodies.get((rank.rank, place))) is not None and self.end is None:
+                yield from rank.run_body(seconds)
             yield PYTHON, self.world.now + late + self.world.random.random() * self.schedule.thinks
         except KeyboardInterrupt:
             return False
         return True
-
-    def _ended(self, rank, error, over, members):
-        mine = rank.rank
-        if over > SLACK + self.size / 10:
-            self.fail(f"rank {mine} has waited {over:.1f} s longer than its time in call {self.places[mine]}")
-        if self.is_wild[mine] and members is None:  # it may have taken the number of the others
-            self.places[mine] = self.place_of(rank.rules.number)
-            self.is_wild[mine] = rank.has_signal
-        place = self.places[mine]
-        self.outcomes[mine][place] = error
-        if error is None and members is None:
-            self.must_return.pop(mine, None)
-            self._check_returned(rank, place)
 
     def place_of(self, number):
         """Return the place in the program of the call of all ranks with this number."""
@@ -217,117 +329,35 @@ class Group:
 
     # What the ranks say of themselves.
 
-    def fail(self, text):
-        raise Violation(f"seed {self.schedule.seed}, {self.world.now:.3f} s: {text}")
-
     def signalled(self, rank):
-        if not self._is_inside[rank.rank]:
-            self.is_wild[rank.rank] = self._had_wild = True
+        self.laws.signalled(rank)
 
-    def gave_up(self, rank, kind):
-        if rank.rules.peer is None and rank.rules.at == rank.rules.number:
-            self.left[rank.rank, rank.rules.number] = (self.world.now, rank.rules.phase, kind)
+    def has_left(self, rank):
+        """True if a rank has left the group for good, while its process goes on."""
+        return self.ranks[rank].monitor._has_left or rank in self.laws.leavers
 
     def died(self, rank):
         if self.schedule.store_is_in == rank.rank:
             self.store.is_gone = True
 
     def paired(self, rank, exchange):
-        """Law 1: two ranks never pair different calls."""
         messages = yield from exchange
-        mine = messages[rank.rank]
-        for other, message in messages.items():
-            is_same = message[0] == mine[0] and message[2] == mine[2]
-            is_wild = message[1] is None or mine[1] is None
-            if not is_same or (message[1] != mine[1] and not is_wild):
-                self.fail(f"rank {rank.rank} in {mine[:3]} takes what rank {other} sends in {message[:3]}")
+        self.laws.paired(rank, messages)
+        self.laws.check_time_left(rank)
         return messages
 
-    # Laws.
 
-    def _check_returned(self, rank, place):
-        """Law 2: nobody returns from a call that another rank has given up before."""
-        for other in self.everyone:
-            at, phase, kind = self.left.get((other, rank.rules.number), (NEVER, 0, ""))
-            at = at if kind == "late" else NEVER
-            sees = rank.sees(other)
-            margin = 0.02 if sees else NEVER if self.schedule.stops else 1.0
-            if other != rank.rank and phase >= rank.rules.phase - 1 and at + margin < rank.headers_at:
-                self.fail(f"rank {rank.rank} returns from call {place}, which rank {other} had given up at {at:.3f} s")
-
-    def _check_raised(self, rank, error, began, limit):
-        """Law 3: nobody raises before its time, or long after it could have heard why."""
-        now, mine = self.world.now, rank.rank
-        if "LATE" in str(error) and now < began + limit - 1e-6 and rank.connected_at < began:
-            self.fail(f"rank {mine} raises {error!r} before its time")
-        is_of_interrupt = isinstance(error, RemoteError) and is_reported(error) and rank.rules.is_fresh
-        if self.must_return.pop(mine, False) and is_of_interrupt:
-            self.fail(f"rank {mine} raises {error!r}, although Ctrl-C has reached all ranks")
-        if rank.connected_at >= began or self.schedule.stops:
-            return
-        for other in self.everyone:
-            at, phase, kind = self.left.get((other, rank.rules.number), (NEVER, 0, ""))
-            if kind == INTERRUPT and self.is_wild[mine] and not rank.rules._has_followed:  # it awaits the next call
-                at = self._came.get((other, rank.rules.number + 1), NEVER)
-            heard = NEVER if self.store.is_gone else max(at, began) + 3.0  # hosts hear of one another in the store
-            if rank.sees(other):
-                heard = min(heard, max(at, began, rank.met_at) + 1.0)
-            if other != mine and phase >= rank.rules.phase and now > heard + self.size / 10:
-                self.fail(f"rank {mine} hears only now that rank {other} gave up at {at:.3f} s")
-
-    def _judge(self):
-        alive = [rank for rank in self.ranks if rank.process.is_alive]
-        for rank in alive:
-            if not rank.process.is_done:
-                self.fail(f"rank {rank.rank} waits for ever in call {self.places[rank.rank]}")
-        for rank in alive:
-            self._check_causes(rank.rank)
-            for place in self._place_of[-2:]:
-                self._check_last(rank.rank, place, len(alive) < self.size)
-
-    def _check_causes(self, rank):
-        """Law 2: who raises what others have reported is not alone."""
-        others = [self.outcomes[other] for other in self.everyone if other != rank]
-        latest = max((p for found in others for p, e in found.items() if e and not is_reported(e)), default=-1)
-        for place, error in self.outcomes[rank].items():
-            if self.schedule.step(place) is not None:  # calls of two have no order between those of all ranks
-                place = self._last_of_all(place)
-            is_told = error is not None and is_reported(error) and not error_is_final(error)
-            if is_told and place > latest and not self._had_wild and len(others) == self._count_alive() - 1:
-                self.fail(f"rank {rank} raises {error!r} in call {place}, to which nobody has anything to say")
-
-    def _last_of_all(self, place):
-        """Return the last call of all ranks before a call of two."""
-        return max((at for at in range(place) if self.schedule.step(at) is None), default=-1)
-
-    def _count_alive(self):
-        return sum(rank.process.is_alive for rank in self.ranks)
-
-    def _check_last(self, rank, place, is_final):
-        error = self.outcomes[rank].get(place, "nothing")
-        gone = [other.rank for other in self.ranks if not other.process.is_alive]
-        is_seen = any(one.sees(other) for one in self.ranks if one.process.is_alive for other in gone)
-        if is_final and is_seen and not error_is_final(error):  # the end of a rank that nobody can see is none
-            self.fail(f"rank {rank} has {error!r} in call {place}, when another rank has ended")
-        if not is_final and error is not None:
-            self.fail(f"rank {rank} has {error!r} in call {place}, when all has been well for long")
-
-
-def error_is_final(error):
-    return getattr(error, "is_final", False)
-
-
-def is_reported(error):
-    return getattr(error, "is_reported", False)
-
-
-def play(seed, kind=SimulatedRank, machine=GroupProtocol):
+def play(seed, mutant=None):
     """Play the schedule of a seed.
+
+    Args:
+        seed: The seed.
+        mutant: A fault to put into the code.
 
     Raises:
         Violation: A law does not hold.
     """
-    Group(Schedule(seed), kind, machine).run()
+    Group(Schedule(seed), sources.load(mutant)).run()
 
 
 __all__ = ["Group", "Schedule", "Violation", "play"]

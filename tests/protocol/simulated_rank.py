@@ -1,73 +1,140 @@
-"""The calls of a simulated rank, and how it meets the others: what ``Communicators`` and ``calling`` do."""
+"""The calls of a simulated rank, and how its connections are made: what ``Communicators`` and ``calling`` do."""
 
+import contextlib
 import math
 
-from simulated_monitor import SimulatedMonitor, again
-from simulated_world import CPP, NEVER, PYTHON, STEP, Client, Link
+from simulated_monitor import monitor_class
+from simulated_process import Client, Page, record
+from simulated_world import CPP, NEVER, PYTHON, STEP, Link, Process, running
 
-from easydist.errors import EasydistError, PeerLostError, RemoteError
-from easydist.liveness import rules
-from easydist.liveness.events import Answer, Cause, Do, Why
-from easydist.liveness.report import EXCEPTION
-
-WARN_AFTER, WATCHDOG_EVERY = NEVER, 0.25
+from easydist.errors import EasydistError
 
 
 class Failed(Exception):
     """An error of one rank's own, in the middle of a call."""
 
 
-class SimulatedRank(SimulatedMonitor):
-    """One rank of a group; its arguments are those of ``SimulatedMonitor``."""
+class SimulatedRank:
+    """One rank of a group.
+
+    Args:
+        group: The group.
+        rank: This rank.
+        code: The loaded modules (``sources.load``).
+    """
+
+    def __init__(self, group, rank, code):
+        self.group, self.world, self.rank, self.code = group, group.world, rank, code
+        interrupt_at = group.schedule.steps.get(rank)
+        self.process = process = Process(self.world, group.hosts[rank], interrupt_at, self._on_signal)
+        process.page, process.client = Page(process), Client(self.world, group.store, code.rules.PATIENCE)
+        running.process = process
+        self.monitor = monitor_class(code.monitor.Monitor)(self, rank, group.size, "world")
+        self.monitor.timeout = group.schedule.group_limit
+        self.part = process.client.under("world/")
+        self.monitors = [self.monitor]
+        self.link = self.first = group.links.setdefault("first", Link(self.world, False))
+        self.has_met, self.is_connected, self.is_in_memory = False, True, False
+        self.has_all = False
+        """True if all data of the call has moved."""
+        self.missing = []
+        """The ranks whose data had not come at the last look of a wait in memory."""
+        self.has_signal = False
+        self.ended_at = NEVER
+        self.headers_at = self.connected_at = self.met_at = 0.0
+
+    # Signals, and what the laws want to know.
+
+    def _on_signal(self):
+        self.has_signal = True
+        self.group.signalled(self)
+        self.world.after(self.world.soon() / 4, self.process.later, self._watchdog_hears)
+
+    def notice_signals(self):
+        if self.has_signal:
+            self.has_signal = False
+            self.world.news += 1
+            for monitor in self.monitors:
+                monitor.was_interrupted = True
+
+    def _watchdog_hears(self):
+        if self.has_signal:
+            self.notice_signals()
+            for monitor in self.monitors:
+                monitor.heard_signal()
+
+    def disconnect(self):
+        self.first.close(self.rank)
+
+    def gave_up(self, monitor, error, kind):
+        self.group.laws.gave_up(self, monitor, error, kind)
+
+    def sees(self, rank):
+        """True if this rank knows another one, on its host."""
+        return rank != self.rank and self.monitor.peers[rank].is_visible
 
     # Exchanges.
 
     def exchange(self, link, members, message):
         """Give a message to all members, and take theirs."""
-        key = link.post(self.rank, (self.rules.peer is None, members), message)
+        key = link.post(self.rank, (self.monitor.peer is None, members), message)
         yield STEP, None
-        wait = self._wait_in_memory if link.is_memory else self._wait_in_cpp
-        yield from wait(link, key)
+        yield from self.wait_in(link, key, self.monitor)
         return link.messages(key)
 
-    def _wait_in_memory(self, link, key):
+    def wait_in(self, link, key, monitor):
+        """Wait until an exchange is complete."""
+        wait = self._wait_in_memory if link.is_memory else self._wait_in_cpp
+        yield from wait(link, key, monitor)
+
+    def _wait_in_memory(self, link, key, monitor):
+        rank, began = monitor.rank, self.world.now
         try:
-            link.wait(self.rank, self.process)
+            link.wait(rank, self.process)
             while True:
-                complete, _ = link.state(self.rank, key)
+                complete, _ = link.state(rank, key)
                 if complete is not None and complete <= self.world.now:
                     return
                 pause = self.world.now + self.group.guard_every
                 yield PYTHON, pause if complete is None else min(complete, pause)
-                complete, _ = link.state(self.rank, key)
+                complete, _ = link.state(rank, key)
                 if complete is None or complete > self.world.now:
-                    yield from self.guard(link.missing(key))
+                    self.missing = link.missing(key)
+                    yield from monitor.guard(self.missing, self.world.now - began)
         finally:
-            link.end_wait(self.rank)
+            link.end_wait(rank)
 
-    def _wait_in_cpp(self, link, key):
-        self.rules.waits += 1
-        self.world.after(self.world.random.random() * WATCHDOG_EVERY, self._watch, self.rules.waits)
+    def _wait_in_cpp(self, link, key, monitor):
+        monitor.begin_wait()
+        try:
+            broken = yield from self.wait_for_link(link, key, monitor.rank)
+        finally:
+            monitor.end_wait()
+        if broken is not None:
+            raise (yield from monitor.explain(RuntimeError("Connection closed by peer"), broken))
+        monitor.raise_if_broken()
+
+    def wait_for_link(self, link, key, rank, deadline=NEVER):
+        """Wait in C++; return the rank whose connection broke, or None; or raise at the deadline."""
         broken = None
         try:
-            link.wait(self.rank, self.process)
+            link.wait(rank, self.process)
             while broken is None:
-                complete, broken = link.state(self.rank, key)
+                complete, broken = link.state(rank, key)
                 if complete is not None and complete <= self.world.now:
                     break
+                if self.world.now >= deadline:
+                    raise RuntimeError("timed out")
                 if broken is None:
-                    yield CPP, complete
+                    yield CPP, complete if deadline == NEVER else min(deadline, complete or NEVER)
         finally:
-            link.end_wait(self.rank)
-            self.rules.waits += 1
-        if broken is not None:
-            raise (yield from self.explain(broken))
-        self.raise_if_broken()
+            link.end_wait(rank)
+        return broken
 
     def begin(self, exchange):
         """Make the first exchange of a call; repeat it while a call before this one has failed elsewhere."""
         while True:
-            self.rules.is_awaited = self.rules.peer is None
+            self.monitor.is_awaited = self.monitor.peer is None
             try:
                 return (yield from exchange())
             except EasydistError as error:
@@ -78,8 +145,8 @@ class SimulatedRank(SimulatedMonitor):
     # Meeting and reconnecting.
 
     def make_ready(self):
-        machine = self.rules
-        peer, machine.peer = machine.peer, None
+        monitor = self.monitor
+        peer, monitor.peer = monitor.peer, None
         try:
             while self._is_apart() or not (self.has_met or peer is not None):
                 try:
@@ -88,103 +155,61 @@ class SimulatedRank(SimulatedMonitor):
                     if not error.is_earlier:
                         raise
         finally:
-            machine.peer = peer
+            monitor.peer = peer
 
     def _is_apart(self):
-        return self.rules.broken is not None or not self.is_connected
+        return self.monitor.broken is not None or not self.is_connected
 
     def _meet(self):
-        self.rules.is_awaited = True
-        everyone = self.group.everyone
-        yield from self.group.paired(
-            self, self.exchange(self.first, everyone, ("meet", None, math.ceil(self.rules.at)))
-        )
-        self.met, self.met_at = frozenset(everyone), self.met_at if self.met else self.world.now
+        monitor, everyone = self.monitor, self.group.everyone
+        monitor.is_awaited = True
+        self._announce()
+        messages = yield from self._exchange_records("meet", record(self.process, monitor.entry))
+        monitor.describe("met")
+        monitor.peers = {one: self.code.monitor.Peer(one, messages[one][3]) for one in everyone if one != self.rank}
+        self.met_at = self.met_at or self.world.now
         self.world.news += 1
-        yield from self.group.paired(
-            self, self.exchange(self.first, everyone, ("attach", None, math.ceil(self.rules.at)))
-        )
-        if self.group.shares:
+        yield from self._exchange_records("attach", None)
+        self.is_in_memory = self.group.shares
+        if self.is_in_memory:
             self.link = self.group.links.setdefault((self.first, "memory"), Link(self.world, True))
-            self._waits_in_memory = True
-        self.rules.is_awaited, self.has_met = False, True
+        monitor.waits_in_memory = self.is_in_memory
+        monitor.is_awaited, self.has_met = False, True
+
+    def _announce(self):
+        with contextlib.suppress(RuntimeError):
+            self.part.set(f"who/{self.rank}", record(self.process, self.monitor.entry).decode())
+
+    def _exchange_records(self, kind, told):
+        message = kind, None, math.ceil(self.monitor.at), told
+        return (yield from self.group.paired(self, self.exchange(self.first, self.group.everyone, message)))
 
     def reconnect(self):
-        machine = self.rules
-        if machine.broken is not None and machine.broken.is_final:
-            self.raise_if_broken()
-        self.has_met, broken, link = False, machine.begin_meeting(), None
-        yield STEP, None
+        if self.monitor.broken is not None and self.monitor.broken.is_final:
+            self.monitor.raise_if_broken()
+        self.has_met, link = False, None
+
+        def connect(place, limit):
+            nonlocal link
+            link = self.group.links.setdefault(place, Link(self.world, False))
+            yield from self._connect(place, limit)
+            return link
+
         try:
-            met = yield from self._agree_on_call()
-            yield STEP, None
-            link = self._link_of(met)
-            yield from self._connect(link, met)
-            machine.end_meeting()
-            broken = None
-            yield STEP, None
-        except (Exception, KeyboardInterrupt) as error:
-            self.ended_by(error)
+            made = yield from self.code.reconnecting.reconnect(self.part, self.monitor, connect)
+        except BaseException:
             if link is not None:  # nobody has it any more
                 link.close(self.rank)
             raise
-        finally:
-            machine.broken = machine.broken or broken
         yield STEP, None
-        self.first = self.link = link
+        self.first = self.link = made
         self.is_connected = True
         yield from self._meet()
 
-    def _agree_on_call(self):
-        steps = self.rules.meeting()
-        step = next(steps)
-        try:
-            while True:
-                step = steps.send((yield from self._take(step)))
-        except StopIteration as end:
-            return end.value
-        except RuntimeError:
-            self.give_up(PeerLostError("the store is gone"))
-            self.raise_if_broken()
-
-    def _take(self, step):
-        prefix, now, answer = f"{self.rules.phase}/here", self.world.now, None
-        if step.do is Do.ANNOUNCE:
-            cost = self._demanded().set(f"{prefix}/{self.rank}", step.told)
-            yield PYTHON, now + max(cost, self._demanded().set(f"{self.rules.phase}/begun", True))
-        elif step.do is Do.ASK:
-            told = {rank: self._demanded().get(f"{prefix}/{rank}") for rank in step.ranks}
-            is_passed, cost = self._demanded().get(f"{self.rules.phase + 2}/begun")
-            answer = Answer({rank: one for rank, (one, _) in told.items() if one}, bool(is_passed))
-            yield PYTHON, now + max([cost, *(cost for _, cost in told.values())])
-        elif step.do is Do.PAUSE:
-            yield PYTHON, now + self.group.poll
-        elif step.do is Do.GUARD:
-            yield from self.guard(step.ranks)
-        elif step.do is Do.LISTEN:
-            yield from self.check_reports()
-        elif step.do is Do.NOTICE:
-            self.notice_signals()
-        elif step.do is Do.GIVE_UP:
-            self.give_up(RemoteError("given up"))
-            self.raise_if_broken()
-        elif step.do is Do.MOVE:
-            self._show(self.rules.number)
-        return answer
-
-    def _demanded(self):
-        if self.group.store.is_gone:
-            raise RuntimeError("the store is gone")
-        return self.store or Client(self.world, self.group.store, self.patience)
-
-    def _link_of(self, met):
-        return self.group.links.setdefault((self.rules.phase, tuple(met)), Link(self.world, False))
-
-    def _connect(self, link, met):
+    def _connect(self, place, limit):
         """Connect all ranks in C++, which hears no signals."""
         self.connected_at = self.world.now
-        key, limit = (self.rules.phase, tuple(met)), self.rules.connect_limit(self.world.now)
-        here, deadline = self.group.connecting.setdefault(key, {}), self.world.now + limit
+        here, deadline = self.group.connecting.setdefault(place, {}), self.world.now + limit
         here[self.rank] = self
         if len(here) == self.group.size:
             for other in here.values():
@@ -193,94 +218,101 @@ class SimulatedRank(SimulatedMonitor):
             yield CPP, deadline
         if len(here) < self.group.size:
             here.pop(self.rank)
-            raise self._unconnected()
-
-    def _unconnected(self):
-        everyone = range(self.group.size)
-        why = self.in_vain(everyone)[0] or self.in_vain(everyone)[0]
-        self.give_up(why or self.error_of(Cause(Why.LATE)))
-        return again(self.rules.broken)
+            raise RuntimeError("connect: timed out")
 
     # Calls.
 
-    def call(self, place, limit, peer=None, fails=False):
+    def call(self, place, limit, peer=None, fails=None):
         """One call; returns the messages of all its ranks.
 
         Args:
             place: Where it stands in the program.
-            limit: Seconds that it may take.
+            limit: Seconds that it may take; None: those of the group.
             peer: The only other rank; None: all take part.
-            fails: True if this rank fails in the middle.
+            fails: "data" if this rank fails in the middle, "result" if it does when all data has moved, or None.
         """
-        machine = self.rules
-        may_have_missed = machine.begin_call(self.world.now, limit, WARN_AFTER, peer)
-        self._looked = -1
-        if peer is None:
-            self._show(machine.number)
+        monitor = self.monitor
         try:
+            self.has_all, self.missing = False, []
+            monitor.begin("call", "place", limit, peer)
             yield STEP, None
-            if machine.was_left_before():
-                raise RemoteError("given up")
-            if may_have_missed:
-                heard = [self.hear(rank)[0] for rank in range(self.group.size) if rank != self.rank]
-                if (cause := machine.missed(heard)) is not None:
-                    machine.broken = self.error_of(cause)
-            if machine.broken is not None or not self.has_met:
+            if monitor.broken is not None or not self.has_met:
                 yield from self.make_ready()
             yield STEP, None
-            messages = yield from self._exchanges(place, peer, fails)
+            messages = yield from self._exchanges(place, peer, fails == "data")
+            self.has_all = True
+            if fails == "result":  # no other rank waits for this one any more
+                raise Failed
         except (Exception, KeyboardInterrupt) as caught:
-            self._end_call(caught, peer)
+            self._end_call(caught)
             raise
-        self._end_call(None, peer)
+        self._end_call(None)
         return messages
 
-    def _end_call(self, error, peer):
-        machine = self.rules
-        if error is not None and machine.tells_of(isinstance(error, Exception), False):
-            self.ended_by(error)
-        if peer is None and error is None:
-            self.page.is_inside = False
-        machine.end_call(self.world.now)
+    def _end_call(self, error):
+        monitor = self.monitor
+        if error is not None and monitor.tells_of(isinstance(error, Exception), False):
+            monitor.ended_by(error)
+        is_past_exchange = not (monitor.is_awaited or monitor.is_fresh or monitor.broken)
+        monitor.end(error is None or is_past_exchange)
 
     def _exchanges(self, place, peer, fails):
-        machine = self.rules
-        machine.is_awaited = peer is None
+        monitor = self.monitor
+        monitor.is_awaited = peer is None
         members = self.group.everyone if peer is None else tuple(sorted((self.rank, peer)))
-        yield from self.begin(lambda: self._headers(place, members))
-        machine.is_fresh = False
-        if peer is not None:
-            yield from self.check_reports()
-        machine.is_awaited = True
+        is_posted = peer is not None and self.group.schedule.is_posted(self.group.places[self.rank])
+        if is_posted and self.rank == members[0]:
+            self._post_headers(place, members)
+        else:
+            yield from self.begin(lambda: self._headers(place, members))
+        monitor.is_fresh, monitor.is_promised = False, is_posted
+        if peer is not None and not (is_posted and self.rank == members[0]):
+            yield from monitor.check_reports()
+        monitor.is_awaited = True
         yield STEP, None
         if fails:
             raise Failed
-        if self.group.schedule.is_small(machine.number):  # the data came with the headers
-            machine.is_awaited = False
+        if self.group.schedule.is_small(monitor.number):  # the data came with the headers
+            monitor.is_awaited = False
             return ()
-        messages = self.exchange(self.link, members, ("data", place, machine.number))
+        message = ("data", place, monitor.number)
+        if is_posted and self.rank == members[0]:
+            self.link.post(self.rank, (False, members), message)
+            monitor.is_awaited = False
+            return ()
+        messages = self.exchange(self.link, members, message)
         messages = yield from self.group.paired(self, messages)
-        machine.is_awaited = False
+        monitor.is_awaited = False
         yield STEP, None
         return messages
 
+    def _post_headers(self, place, members):
+        self.link.post(self.rank, (False, members), ("headers", place, self.monitor.number, 0.0))
+
     def _headers(self, place, members):
-        message = ("headers", place, self.rules.number, self.world.now + self.group.clock(self.rank))
+        message = ("headers", place, self.monitor.number, self.world.now + self.group.clock(self.rank))
         messages = yield from self.group.paired(self, self.exchange(self.link, members, message))
         self.headers_at = self.world.now
         yield STEP, None
-        if len(members) == self.group.size and self.rules.peer is None:
+        if self.monitor.peer is None:
             yield from self._listen_after(messages)
 
     def _listen_after(self, messages):
-        now = self.world.now
-        if (apart := self.rules.exchanged(now)) > rules.APART:
+        now, monitor = self.world.now, self.monitor
+        if (apart := monitor.exchanged(now)) > self.code.rules.APART:
             came = min(message[3] for message in messages.values())
-            seems_late = now + self.group.clock(self.rank) > came + rules.APART
-            yield from self.check_reports(self.rules.listens_after(now, apart, seems_late))
+            seems_late = now + self.group.clock(self.rank) > came + self.code.rules.APART
+            yield from monitor.check_reports(remote=monitor.listens_after(now, apart, seems_late))
 
-    def _show(self, number):
-        self.page.is_inside, self.page.number = True, number
+    def run_body(self, seconds):
+        """Run a body for which others wait, as in ``main_process_first``."""
+        page = self.process.page
+        page.set_body("first")
+        self.group.laws.runs_body(seconds)
+        try:
+            yield PYTHON, self.world.now + seconds
+        finally:
+            page.set_body("")
 
     # How it ends.
 
@@ -289,12 +321,18 @@ class SimulatedRank(SimulatedMonitor):
         if not self.process.is_alive or self.process.is_done:
             return
         if has_raised:
-            self.post(EXCEPTION, self.rules.number_of_report)
+            running.process = self.process
+            for monitor in self.monitors:
+                monitor.post_exception("ValueError: x")
         self.process.kill()
         self.world.after(self.world.soon() * 3, self._ended)
         self.world.after(self.world.soon() * 3, self.first.close, self.rank)
+        for comms in self.group.comms:
+            if self.rank in comms:
+                self.world.after(self.world.soon() * 3, comms[self.rank].disconnect)
         self.group.died(self)
 
     def _ended(self):
-        self.page.has_ended = True
+        self.process.has_ended = True
+        self.ended_at = self.world.now
         self.world.news += 1

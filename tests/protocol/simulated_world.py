@@ -2,15 +2,21 @@
 
 It knows nothing of the protocol. A ``Process`` is a generator that yields ``(mode, until)``: it sleeps until a time, or
 until it is woken (None). Ctrl-C ends a pause of the mode ``PYTHON`` at once, and one in ``CPP`` only when that is over.
-``STEP`` takes no time; it is a moment at which Ctrl-C may come.
+``STEP`` takes no time; it is a moment at which Ctrl-C may come. ``PAY`` is one, too, and lasts until the store has
+answered all questions.
 """
 
 import heapq
 import itertools
 import random
+import types
 
-STEP, PYTHON, CPP = "step", "python", "c++"
+STEP, PYTHON, CPP, PAY = "step", "python", "c++", "pay"
 NEVER = float("inf")
+
+
+running = types.SimpleNamespace(process=None)
+"""The process that runs now."""
 
 
 class Violation(AssertionError):
@@ -31,6 +37,9 @@ class World:
         self.delay = delay
         self.news = 0
         """Rises whenever somebody could hear of something new."""
+        self.processes = []
+        self.check = _nothing
+        """Called after each step: the laws."""
         self._events, self._count = [], itertools.count()
 
     def at(self, time, action, *arguments):
@@ -52,24 +61,40 @@ class World:
             if self.now > until:
                 raise Violation(f"something still goes on after {until:g} s")
             action(*arguments)
+            self.check()
+
+
+def _nothing():
+    pass
 
 
 class Process:
-    """A generator that can be interrupted and killed.
+    """A generator that can be interrupted, stopped and killed.
 
     Args:
         world: The world.
+        host: Its host.
         interrupt_at: The count of the step at which Ctrl-C comes; None: at none.
         on_signal: Called when Ctrl-C comes.
+
+    Attributes:
+        pid: Its place in ``world.processes``, from 1 on.
+        page: Its page.
+        client: Its way to the store.
+        has_ended: True once the others can see that it has ended.
     """
 
-    def __init__(self, world, interrupt_at, on_signal):
-        self.world, self.is_alive, self.is_done = world, True, False
+    page = client = None
+
+    def __init__(self, world, host, interrupt_at, on_signal):
+        self.world, self.host, self.is_alive, self.is_done, self.has_ended = world, host, True, False, False
         self.interrupt_at, self._on_signal, self._steps = interrupt_at, on_signal, 0
-        self._has_signal, self._mode, self._token, self._body = False, None, 0, None
+        self._has_signal, self._mode, self._token, self.body, self._stopped_until = False, None, 0, None, 0.0
+        world.processes.append(self)
+        self.pid = len(world.processes)
 
     def start(self, body):
-        self._body = body
+        self.body = body
         self._run(None, None)
 
     def interrupt(self):
@@ -84,39 +109,61 @@ class Process:
     def kill(self):
         self.is_alive, self._token = False, self._token + 1
 
+    def stop(self, seconds):
+        """SIGSTOP, and SIGCONT later."""
+        self._stopped_until = max(self._stopped_until, self.world.now + seconds)
+
+    @property
+    def is_stopped(self):
+        return self.world.now < self._stopped_until
+
+    def later(self, action, *arguments):
+        """Let a thread of this process do something now, or when it is continued."""
+        if self.is_stopped:
+            self.world.at(self._stopped_until, self.later, action, *arguments)
+        elif self.is_alive:
+            running.process = self
+            action(*arguments)
+
     def wake(self):
         """End the pause."""
         self.world.after(0.0, self._resume, self._token)
 
     def _resume(self, token):
-        if token != self._token:
-            return
-        self._mode = None
-        if self._has_signal:
-            self._has_signal = False
-            self._run(None, KeyboardInterrupt())
-        else:
-            self._run(None, None)
+        if token == self._token and self.is_stopped:
+            self.world.at(self._stopped_until, self._resume, token)
+        elif token == self._token:
+            self._mode, has_signal, self._has_signal = None, self._has_signal, False
+            self._run(None, KeyboardInterrupt() if has_signal else None)
 
     def _run(self, value, error):
         self._token += 1
         while self.is_alive:
+            running.process = self
             try:
-                mode, until = self._body.send(value) if error is None else self._body.throw(error)
+                mode, until = self.body.send(value) if error is None else self.body.throw(error)
             except StopIteration:
                 self.is_done = True
                 return
             error = None
+            if mode == PAY:
+                until = self.client.paid()
+                mode = PYTHON if until > self.world.now else STEP
             self._steps += 1
             if self._steps == self.interrupt_at:
                 self.interrupt()
             if self._has_signal and mode != CPP:
                 self._has_signal, error = False, KeyboardInterrupt()
-            elif mode != STEP:
-                self._mode = mode
-                if until is not None:
-                    self.world.at(until, self._resume, self._token)
+            elif mode != STEP or self.is_stopped:
+                self._pause(mode, until)
                 return
+
+    def _pause(self, mode, until):
+        self._mode = mode
+        if mode == STEP:
+            until = self._stopped_until
+        if until is not None:
+            self.world.at(until, self._resume, self._token)
 
 
 class Store:
@@ -140,67 +187,15 @@ class Store:
         self._values[key] = value
         self._world.news += 1
 
+    def state(self):
+        """Return what it holds, and whether it answers, as a value."""
+        now = self._world.now
+        is_silent = any(begin <= now < end for begin, end in self._stops)
+        return frozenset(self._values), self.is_gone, is_silent
+
     def append(self, log, value):
         self._values[log] = self._values.get(log, 0) + 1
         self.set(f"{log}/{self._values[log]}", value)
-
-
-class Client:
-    """One process's way to the store: an answer that does not come in time counts as none.
-
-    Questions of one moment are asked one after the other, so what each of them takes includes those before it.
-
-    Args:
-        world: The world.
-        store: The store.
-        patience: Seconds.
-    """
-
-    def __init__(self, world, store, patience):
-        self._world, self._store, self._patience = world, store, patience
-        self._busy_until = self._silent_until = 0.0
-
-    @property
-    def is_silent(self):
-        return self._silent_until > self._world.now
-
-    def get(self, key):
-        """The value, None without an answer, and the seconds that it takes.
-
-        Raises:
-            RuntimeError: The store is gone.
-        """
-        _, cost = self._ask(is_lasting=False)
-        return (None if self.is_silent else self._store.get(key)), cost
-
-    def set(self, key, value):
-        """The seconds that it takes; it is written when the store answers."""
-        answered, cost = self._ask(is_lasting=True)
-        self._world.at(answered, self._store.set, key, value)
-        return cost
-
-    def append(self, log, value):
-        """Add an entry to a log; the seconds that it takes."""
-        answered, cost = self._ask(is_lasting=True)
-        self._world.at(answered, self._store.append, log, value)
-        return cost
-
-    def _ask(self, is_lasting):
-        now = self._world.now
-        if self._store.is_gone:
-            raise RuntimeError("the store is gone")
-        was_silent = self.is_silent
-        if was_silent and not is_lasting:
-            return None, 0.0
-        asked = max(now, self._busy_until)
-        answered = self._busy_until = self._store.answers_at(asked)
-        if was_silent:  # still, until it has answered this, too
-            self._silent_until = answered
-            return answered, 0.0
-        if answered - asked > self._patience:
-            self._silent_until = answered
-            return answered, asked + self._patience - now
-        return answered, answered - now
 
 
 class Link:
