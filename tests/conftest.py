@@ -1,6 +1,7 @@
 import gc
 import os
 import signal
+import statistics
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,6 +22,10 @@ unmarked = []
 """Lines about slow tests that are not marked slow."""
 
 
+recovered = []
+"""Seconds from the deaths of ranks until all others had recovered, in storms."""
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
@@ -37,12 +42,17 @@ def pytest_runtest_setup():
 
 
 def pytest_runtest_logreport(report):
+    if report.when == "call":
+        recovered.extend(one for name, seconds in report.user_properties if name == "recovered" for one in seconds)
     is_ours = report.when == "call" and report.nodeid.startswith("tests/") and "slow" not in report.keywords
     if is_ours and report.duration > within(0.125):  # a quarter of a second on an idle machine
         unmarked.append(f"{report.duration:6.2f} s  {report.nodeid}")
 
 
 def pytest_terminal_summary(terminalreporter):
+    if recovered:
+        median, most = statistics.median(recovered), max(recovered)
+        terminalreporter.write_line(f"{len(recovered)} recoveries: median {median:.2f} s, at most {most:.2f} s")
     if unmarked:
         terminalreporter.section("slow, but not marked slow (the first to use the pool has started it)")
         for line in sorted(unmarked, reverse=True):
