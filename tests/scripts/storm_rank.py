@@ -220,6 +220,7 @@ class Rank:
         for number in range(REHEARSED):
             step = self.plan.step(-number)
             PLAY[step.kind](self.place, step)
+        self._meet(LONG)  # operations that nobody waits for end, too, before the first rank leaves
         self._end_group()
         watchdog()  # a process keeps it
         dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # the first one opens a pipe for good
