@@ -56,6 +56,7 @@ class EasydistError(Exception):
         is_reported: True if another rank has reported it.
         is_earlier: True if it ended a call that this rank had left before: then the group only has to reconnect.
         is_interrupt: True if Ctrl-C on another rank is the reason.
+        is_told: True if an operation, or a wait, of a communicator has raised it.
     """
 
     raised_in: object = None
@@ -63,6 +64,7 @@ class EasydistError(Exception):
     is_earlier = False
     is_reported = False
     is_interrupt = False
+    is_told = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Reduce the error without ``raised_in``, which only this process has, so that it can be sent to its parent."""

@@ -8,16 +8,17 @@ from datetime import timedelta
 from typing import NoReturn, TypeVar
 
 from easydist.agreement.notes import listeners
-from easydist.comms.failures import abort, explained, is_late
+from easydist.comms.failures import CommDisagreement, abort, explained, is_late
 from easydist.comms.hooks import AbortHook, HookArgs, Hooks, PostHook, PreHook, RemovableHandle
 from easydist.comms.options import CommOptions, checked_hints, limited
 from easydist.comms.traced import traced
-from easydist.errors import EasydistError
+from easydist.errors import DisagreementError, EasydistError
 from easydist.liveness.monitor import Monitor
 from easydist.modes import demand_data
 from easydist.transport.backend import Backend
-from easydist.transport.checked import Begin, Hints, checked_timeout
+from easydist.transport.checked import About, Begin, Hints, checked_timeout
 from easydist.transport.comm import Collectives
+from easydist.transport.described import OWN, described
 from easydist.transport.staging import Staging
 from easydist.transport.work import TorchWork, handle
 
@@ -45,6 +46,8 @@ class Operations(Collectives):
         self._failure: BaseException | None = None
         self._is_final = False
         self._operations = 0
+        if not backend.compares:
+            backend.compare(CommDisagreement, f"The communicator {name!r}")
 
     def core(self) -> Collectives:
         """Return the same ranks and backend for easydist's verbs, without hooks and time limits of its own."""
@@ -60,9 +63,14 @@ class Operations(Collectives):
         limit = self._time_limit
         demand_data(name)
         try:
+            if self._backend.compares:
+                self._backend.call = described(name)
             return run(self.core(), limit)
         except BaseException as error:
             self._fail(name, limit, error)
+        finally:
+            if self._backend.compares:
+                self._backend.call = OWN
 
     @property
     def time_limit(self) -> timedelta:
@@ -106,14 +114,15 @@ class Operations(Collectives):
         hints: Hints,
         timeout: timedelta | None,
         staging: Staging | None = None,
+        about: About = (None, None, None),
     ) -> TorchWork:
         limit = self._limit(name, hints, timeout)
         number = self._operations
         self._operations += 1
         if not self._is_observed():
-            return self._begun(name, begin, async_op, limit, staging)
+            return self._begun(name, begin, async_op, limit, staging, about)
         args = HookArgs(name, bool(async_op), hints, limit, [] if staging is None else staging.outputs)
-        return self._watched(number, args, lambda: self._begun(name, begin, async_op, limit, staging))
+        return self._watched(number, args, lambda: self._begun(name, begin, async_op, limit, staging, about))
 
     def _limit(self, name: str, hints: Hints, timeout: timedelta | None) -> timedelta:
         """Return the time limit of an operation, after checking that it can begin."""
@@ -137,7 +146,9 @@ class Operations(Collectives):
             after(number, args._replace(work=work))
         return work
 
-    def _begun(self, name: str, begin: Begin, async_op: bool, limit: timedelta, staging: Staging | None) -> TorchWork:
+    def _begun(
+        self, name: str, begin: Begin, async_op: bool, limit: timedelta, staging: Staging | None, about: About
+    ) -> TorchWork:
         """Begin the operation, after making sure that no other one of this process is under way."""
         # On a GPU a wait without a limit blocks only the stream; the backend's own watchdog enforces the default limit.
         waits = limit if self._is_on_cpu or limit is not self._time_limit else None
@@ -145,7 +156,12 @@ class Operations(Collectives):
         if (other := self._busy.setdefault("operation", mine)) is not mine:
             raise RuntimeError(self._two_at_once(mine, other))
         try:
-            begun = begin()
+            if (backend := self._backend).compares:
+                backend.call = described(name, *about)
+                begun = begin()
+                backend.call = OWN
+            else:
+                begun = begin()
             if not async_op:
                 return self._ended(begun, waits, staging)
             work = handle(begun).within(waits)
@@ -176,6 +192,10 @@ class Operations(Collectives):
         return "\n".join(lines)
 
     def _fail(self, name: str, limit: timedelta, error: BaseException) -> NoReturn:
+        if isinstance(error, DisagreementError):
+            if self._backend.compares:
+                self._backend.call = OWN
+            error.is_told = True
         raised = self._failed(name, limit, error)
         if raised is error:
             raise error
@@ -185,17 +205,23 @@ class Operations(Collectives):
         """Mark the communicator as broken, and return the error to raise."""
         if self._failure is not None or self._is_final:
             return RuntimeError(f"{name}: the operation can no longer complete: {self._failure or 'finalized'}")
+        if isinstance(error, DisagreementError) and not error.is_final:  # the communicator goes on
+            self._tell_hooks(error)
+            return error
         raised = self._explained(name, limit, error) if isinstance(error, Exception) else error
         self._failure = raised
         if raised is not error:
             raised.__cause__ = error
         if self.monitor is not None:  # the other ranks must not wait for this one, and raise the same error
             self.monitor.give_up(raised) if isinstance(raised, EasydistError) else self.monitor.ended_by(error)
-        for hook in tuple(self._hooks.failed.values()):
-            hook(raised)
-        if self._options.abort_process_on_timeout_or_error:
-            abort(raised)
+        self._tell_hooks(raised)
         return raised
+
+    def _tell_hooks(self, error: BaseException) -> None:
+        for hook in tuple(self._hooks.failed.values()):
+            hook(error)
+        if self._options.abort_process_on_timeout_or_error:
+            abort(error)
 
     def _explained(self, name: str, limit: timedelta, error: Exception) -> Exception:
         """Return the error to raise; the monitor knows why a connection broke, perhaps on behalf of a third rank."""

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from easydist.errors import DisagreementError
 from easydist.transport.background import at_once, in_background
 
 Failed = Callable[[str, timedelta, BaseException], BaseException]
@@ -118,6 +119,8 @@ class TorchWork:
             if self._futures:
                 self._tell_futures()
             if self._error is not None:
+                if isinstance(self._error, DisagreementError):
+                    self._error.is_told = True
                 raise self._error
 
     def wait_blocking(self) -> None:
