@@ -129,9 +129,9 @@ def _changed(draw, name, arguments, size):
 
 
 def play(comm, seed):
-    """Run this rank's drawn program; a last barrier tells a rank that has returned from the operation that differs."""
+    """Run this rank's drawn program, and an operation like no other: it tells ranks that have returned from theirs."""
     programs, is_async = drawn(seed, comm.get_size())
     works = [begin(comm, name, async_op=is_async, **arguments) for name, arguments in programs[comm.get_rank()]]
     for work in works:
         work.wait()
-    comm.barrier(False)
+    begin(comm, "all_gather_single", numel=77)

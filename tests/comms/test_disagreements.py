@@ -1,6 +1,7 @@
 """Communicators whose ranks call different operations, or one with arguments that do not match."""
 
 import os
+from datetime import timedelta
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ SEEDS = int(os.environ["EASYDIST_SEEDS"]) if "EASYDIST_SEEDS" in os.environ else
 
 
 def made(name="main"):
-    return new_comm("shm", torch.device("cpu"), name)
+    return new_comm("shm", torch.device("cpu"), name, timeout=timedelta(seconds=within(20)))
 
 
 def differing(comm, name, mine, other):
