@@ -55,8 +55,8 @@ _LOOK = 0.01
 _CHOICE = 1.0
 """Seconds within which a rank has taken its ticket, unless its process has ended meanwhile."""
 
-UNKNOWN, NOT_BEGUN = -1, -2
-"""In place of the code of a call: it is too long ago, or has not begun."""
+UNKNOWN, NOT_BEGUN, ABSENT = -1, -2, -3
+"""In place of the code of a call: it is too long ago, it has not begun, or the rank takes no part."""
 
 EQUAL = 1 << 30
 """In a code: the number of elements is the same on all ranks."""

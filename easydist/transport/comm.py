@@ -347,7 +347,7 @@ class Collectives(Reductions):
             staging, (target,), _ = self._staged("recv", [tensor])
         memory = self._raw(target)
         return self._run(
-            "recv", lambda: self._backend.recv(memory, rank), async_op, hints, timeout, staging, (target, None, None)
+            "recv", lambda: self._backend.recv(memory, rank), async_op, hints, timeout, staging, (target, rank, None)
         )
 
     def scatter(
@@ -404,7 +404,7 @@ class Collectives(Reductions):
             _, _, (tensor,) = self._staged("send", [], [tensor])
         data = self._raw(tensor)
         return self._run(
-            "send", lambda: self._backend.send(data, rank), async_op, hints, timeout, None, (tensor, None, None)
+            "send", lambda: self._backend.send(data, rank), async_op, hints, timeout, None, (tensor, rank, None)
         )
 
     def _all_gather(self, name: str, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, how: How) -> TorchWork:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from easydist.shm.calls import EQUAL, NOT_BEGUN, UNKNOWN, Call, Dispute, Message
+from easydist.shm.calls import ABSENT, EQUAL, NOT_BEGUN, UNKNOWN, Call, Dispute, Message
 from easydist.transport.reduce_op import OP_BIT, RedOpType, ReduceOp
 
 _NAMES = (
@@ -100,11 +100,16 @@ def text_of(call: Call) -> str:
     op, root = call.code >> OP_BIT & 15, call.code >> _ROOT & 0xFFF
     parts = [_elements(call.code, call.numel)] if _dtype_of(call.code) else []
     parts += [RedOpType(op - 1).name] if op else []
-    parts += [f"root={root - 1}"] if root else []
+    parts += [f"{_PEERS.get(_name_of(call), 'root')}={root - 1}"] if root else []
     return f"{_name_of(call)}({', '.join(parts)})"
 
 
-_STATES = {UNKNOWN: "has gone on to later calls", NOT_BEGUN: "has not come to this call yet"}
+_PEERS = {"send": "dst", "recv": "src"}
+_STATES = {
+    UNKNOWN: "has gone on to later calls",
+    NOT_BEGUN: "has not come to this call yet",
+    ABSENT: "takes no part in it",
+}
 
 
 def _name_of(call: Call) -> str:
@@ -126,16 +131,20 @@ def _size(code: int, nbytes: int) -> str:
     return f"{nbytes} bytes" if dtype is None or nbytes % dtype.itemsize else _elements(code, nbytes // dtype.itemsize)
 
 
-def text(dispute: Dispute, who: str) -> str:
+GOES_ON = "has dropped what was under way, and goes on with the next call."
+BROKEN = "is broken. recover() makes a new one."
+
+
+def text(dispute: Dispute, end: str) -> str:
     """Return the text of the error about a difference.
 
     Args:
         dispute: The difference.
-        who: The communicator.
+        end: What has become of the communicator: its name, and ``GOES_ON`` or ``BROKEN``.
 
     Example:
         >>> one, other = (Call(*described("all_reduce", torch.zeros(n), op=ReduceOp.SUM)) for n in (4, 8))
-        >>> print(text(Dispute([one, other], None), "The communicator 'main'"))
+        >>> print(text(Dispute([one, other], None), f"The communicator 'main' {GOES_ON}"))
         all_reduce: the ranks made different calls
           rank 0: all_reduce(4 elements of float32, SUM)
           rank 1: all_reduce(8 elements of float32, SUM)
@@ -143,17 +152,16 @@ def text(dispute: Dispute, who: str) -> str:
         The communicator 'main' has dropped what was under way, and goes on with the next call.
     """
     if dispute.message is not None and _is_bare(dispute):
-        return _text_of_message(dispute.message, dispute.calls, who)
+        return _text_of_message(dispute.message, dispute.calls, end)
     names = dict.fromkeys(_name_of(call) for call in dispute.calls if call.code >= 0)
     rows = [f"  rank {rank}: {text_of(call)}" for rank, call in enumerate(dispute.calls)]
     if dispute.message is not None:
         rows.append(_row(dispute.message, max(call.code for call in dispute.calls)))
     head = f"{' and '.join(names)}: the ranks made different calls"
-    return "\n".join([head, *rows, f"{_SAME}\n{who} {_GOES_ON}"])
+    return "\n".join([head, *rows, _SAME, end])
 
 
 _SAME = "Every rank has to make the same calls in the same order, with the same dtypes and sizes."
-_GOES_ON = "has dropped what was under way, and goes on with the next call."
 
 
 def _row(message: Message, code: int) -> str:
@@ -166,9 +174,9 @@ def _is_bare(dispute: Dispute) -> bool:
     return all(not call.code & (1 << _DTYPE) - 1 and call.code >= 0 for call in dispute.calls)
 
 
-def _text_of_message(message: Message, calls: Sequence[Call], who: str) -> str:
+def _text_of_message(message: Message, calls: Sequence[Call], end: str) -> str:
     sent, awaited = (_size(calls[rank].code, nbytes) for rank, nbytes in zip(message[:2], message[2:], strict=True))
     return (
         f"send and recv: rank {message.sender} sends {sent}, but rank {message.receiver} expects {awaited}\n"
-        f"Pass tensors of the same dtype and size to both.\n{who} {_GOES_ON}"
+        f"Pass tensors of the same dtype and size to both.\n{end}"
     )

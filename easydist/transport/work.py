@@ -130,6 +130,11 @@ class TorchWork:
         for device in {tensor.device for tensor in outputs if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
 
+    @property
+    def has_ended(self) -> bool:
+        """True if it is known that the operation has completed or failed."""
+        return self._is_done or self._error is not None
+
     def is_completed(self) -> bool:
         """True if the operation has completed; one begun with ``async_op=True`` completes without ``wait``."""
         if self._is_done or self._error is not None or not self._is_driven:

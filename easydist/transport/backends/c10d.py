@@ -245,6 +245,10 @@ class Gloo(_Group):
         posted = [self._post(self._group.recv, tensor, self._members[peer], tag) for tensor, peer in recvs]
         return posted + [self._post(self._group.send, tensor, self._members[peer], tag) for tensor, peer in sends]
 
+    def announce(self) -> None:
+        """Describe the collective that ``call`` is about before its first message is posted."""
+        self._begun()
+
     def _tag(self, tag: int) -> int:
         return tag + _TAGS * self._channel
 

@@ -28,7 +28,7 @@ from easydist.shm.slots import COLLECTIVES, POINT_TO_POINT, Differ, Need, Slots,
 from easydist.shm.steps import Place, Steps
 from easydist.shm.streams import Guard, Streams, Task
 from easydist.transport.backend import Backend
-from easydist.transport.described import OWN, dtype_code, text
+from easydist.transport.described import GOES_ON, OWN, dtype_code, text
 from easydist.transport.reduce_op import ReduceOp, check_reducible, combine
 from easydist.transport.work import ENDED, Pending
 
@@ -91,7 +91,7 @@ class Shm(Backend):
         return Slots.nbytes(size, slot)
 
     def compare(self, error: Callable[[str], DisagreementError], who: str) -> None:
-        self._calls.error_of = lambda dispute: error(text(dispute, who))
+        self._calls.error_of = lambda dispute: error(text(dispute, f"{who} {GOES_ON}"))
         self.compares = self._calls.compares = True
         self.call = OWN
 
