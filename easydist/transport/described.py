@@ -31,6 +31,7 @@ _NAMES = (
     "reduce_scatter_v",
     "scatter",
     "window",
+    "init_device_mesh",
     "send",
     "recv",
     "batch_op",

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from differing import DTYPES, OPERATIONS, OPS, REDUCING, ROOTED, begin, demand_one_error, play
+from differing import DTYPES, EQUAL, OPERATIONS, OPS, REDUCING, ROOTED, begin, demand_one_error, play
 from launching import examples, within
 
 from easydist.comms import CommDisagreement, ReduceOp, new_comm
@@ -14,8 +14,8 @@ from easydist.testing import distributed
 SEEDS = int(os.environ["EASYDIST_SEEDS"]) if "EASYDIST_SEEDS" in os.environ else None
 
 
-def made(name="main"):
-    return new_comm("shm", torch.device("cpu"), name, timeout=timedelta(seconds=within(20)))
+def made(name="main", backend="shm", hints=None):
+    return new_comm(backend, torch.device("cpu"), name, timeout=timedelta(seconds=within(20)), hints=hints)
 
 
 def differing(comm, name, mine, other):
@@ -117,3 +117,58 @@ def test_drawn_programs_in_which_one_operation_differs(rank, world_size):
     comm = made()
     for seed in range(examples(60)) if SEEDS is None else [SEEDS]:
         demand_one_error(lambda seed=seed: play(comm, seed), comm)
+
+
+GLOO = {
+    "size": ("all_reduce", {}, {"numel": 8}),
+    "dtype": ("all_gather", {}, {"dtype": torch.int32}),
+    "op": ("all_reduce", {"numel": 100_000}, {"numel": 100_000, "op": ReduceOp.MAX}),
+    "root": ("broadcast", {}, {"root": 1}),
+    "operation": ("gather", {}, {"name": "all_to_all"}),
+    "empty": ("all_gather_v", {"numel": 0}, {"numel": 3}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", GLOO)
+@distributed(world_size=[2, 3, 4], timeout=within(60))
+def test_waits_over_gloo_end_before_the_limit(what, rank, world_size):
+    comm, (name, mine, other) = made(backend="gloo"), GLOO[what]
+    text = demand_one_error(lambda: differing(comm, name, mine, other), comm, goes_on=False)
+    assert text.endswith("The communicator 'main' is broken. recover() makes a new one.")
+    assert f"  rank 0: {name}(" in text
+    with pytest.raises(RuntimeError, match="is broken"):
+        comm.barrier(False)
+
+
+@pytest.mark.slow
+@distributed(world_size=[2, 3, 4], timeout=within(60))
+def test_messages_over_gloo_that_differ(rank, world_size):
+    comm = made(backend="gloo")
+
+    def exchange():
+        if rank < 2:
+            begin(comm, "send", numel=4) if rank == 0 else begin(comm, "recv", numel=5)
+        comm.barrier(False)
+
+    text = demand_one_error(exchange, comm, goes_on=False)
+    assert text.startswith("send and recv: rank 0 sends 4 elements of float32, but rank 1 expects 5 elements")
+
+
+@pytest.mark.slow
+@distributed(world_size=[2, 3, 4], timeout=within(60))
+def test_headers_before_operations_over_gloo(rank, world_size):
+    comm = made(backend="gloo", hints={"check": "1"})
+    for name in OPERATIONS:
+        for other in ({"numel": 5}, {"dtype": torch.int32}, {"name": "barrier"}):
+            if name != "barrier" and (other.get("numel") is None or name in EQUAL):
+                demand_one_error(lambda name=name, other=other: differing(comm, name, {}, other), comm)
+    one, two = (made(f"hint {i}", "gloo") for i in range(2))
+    asked = {"check": "1"}
+    demand_one_error(lambda: one.all_reduce(torch.ones(4 + rank), ReduceOp.SUM, False, hints=asked), one)
+    if rank < 2:
+        send = lambda: two.send(torch.ones(4), 1, False, hints=asked)  # noqa: E731
+        recv = lambda: two.recv(torch.ones(5), 0, False, hints=asked)  # noqa: E731
+        with pytest.raises(CommDisagreement, match=r"rank 0: send\(4 elements of float32, dst=1\)"):
+            recv() if rank else send()
+    begin(two, "all_reduce")
