@@ -2,7 +2,8 @@
 
     EasydistError
     ├── DisagreementError                  ranks called different operations, or with trees that do not match
-    │   └── UnequalError                   values differ that ``assert_equal`` compares; an AssertionError as well
+    │   ├── UnequalError                   values differ that ``assert_equal`` compares; an AssertionError as well
+    │   └── comms.CommDisagreement         the same in an operation of a communicator
     ├── RemoteError                        another rank failed or ended with an exception; the text contains its error
     │   ├── comms.CommRemoteError          the same in an operation of a communicator
     │   ├── comms.objcol.RemoteFault       the same in an object collective of a communicator
