@@ -2,7 +2,8 @@
 
     EasydistError
     ├── DisagreementError                  ranks called different operations, or with trees that do not match
-    │   └── UnequalError                   values differ that ``assert_equal`` compares; an AssertionError as well
+    │   ├── UnequalError                   values differ that ``assert_equal`` compares; an AssertionError as well
+    │   └── comms.CommDisagreement         the same in an operation of a communicator
     ├── RemoteError                        another rank failed or ended with an exception; the text contains its error
     │   ├── comms.CommRemoteError          the same in an operation of a communicator
     │   ├── comms.objcol.RemoteFault       the same in an object collective of a communicator
@@ -56,6 +57,7 @@ class EasydistError(Exception):
         is_reported: True if another rank has reported it.
         is_earlier: True if it ended a call that this rank had left before: then the group only has to reconnect.
         is_interrupt: True if Ctrl-C on another rank is the reason.
+        is_told: True if an operation, or a wait, of a communicator has raised it.
     """
 
     raised_in: object = None
@@ -63,6 +65,7 @@ class EasydistError(Exception):
     is_earlier = False
     is_reported = False
     is_interrupt = False
+    is_told = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Reduce the error without ``raised_in``, which only this process has, so that it can be sent to its parent."""

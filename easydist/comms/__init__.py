@@ -3,7 +3,7 @@
 from easydist.comms import device_mesh, objcol
 from easydist.comms.batch import BatchSendRecv, P2POp, P2POpType
 from easydist.comms.comm import TorchComm
-from easydist.comms.failures import CommLeftOut, CommPeerLost, CommRemoteError, CommTimeout
+from easydist.comms.failures import CommDisagreement, CommLeftOut, CommPeerLost, CommRemoteError, CommTimeout
 from easydist.comms.hooks import HookArgs, RemovableHandle
 from easydist.comms.making import Place, register_backend
 from easydist.comms.new_comm import new_comm, wrap
@@ -24,6 +24,7 @@ __all__ = [
     "Backend",
     "BatchP2POptions",
     "BatchSendRecv",
+    "CommDisagreement",
     "CommLeftOut",
     "CommOptions",
     "CommPeerLost",

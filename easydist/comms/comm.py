@@ -74,6 +74,8 @@ class TorchComm(Operations):
         super().__init__(backend, name, CommOptions() if options is None else options, made.monitor if made else None)
         self.store, self._kind, self._made = store, kind, made
         self._recovery: Recovery | None = None
+        if made is not None and made.store is not None:
+            self._watch(PrefixStore("calls", made.store))
 
     def look_to(self, guard: Guard) -> None:
         """Let ``guard`` end waits in shared memory.

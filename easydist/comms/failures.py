@@ -10,7 +10,14 @@ from datetime import timedelta
 
 from torch.distributed import DistStoreError
 
-from easydist.errors import CollectiveTimeout, EasydistError, LeftOutError, PeerLostError, RemoteError
+from easydist.errors import (
+    CollectiveTimeout,
+    DisagreementError,
+    EasydistError,
+    LeftOutError,
+    PeerLostError,
+    RemoteError,
+)
 from easydist.liveness.peer import Peer
 from easydist.liveness.report import INTERRUPT
 
@@ -19,6 +26,10 @@ _GRACE = 1.0
 
 _BROKEN = "The communicator is broken. recover() makes a new one of the ranks that are left."
 UNMADE = "The communicator was not created."
+
+
+class CommDisagreement(DisagreementError, RuntimeError):
+    """The ranks called different operations, or one with dtypes, sizes, roots or reductions that do not match."""
 
 
 class CommTimeout(CollectiveTimeout, RuntimeError):

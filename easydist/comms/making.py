@@ -54,6 +54,8 @@ class Made(NamedTuple):
     monitor: Monitor | None = None
     look_to: Callable[[Guard], None] | None = None
     """Sets the guard that ends waits in shared memory."""
+    store: Store | None = None
+    """The store of this communicator and no earlier one of its name."""
 
 
 Factory = Callable[[Place], Backend]
@@ -121,7 +123,7 @@ def make(kind: str, place: Place) -> Made:
     backend = build(own, meeting, hosts)
     meeting.monitor.operation = f"the communicator {place.name!r}"
     meeting.monitor.end()
-    return Made(backend, meeting.monitor, meeting.look_to)
+    return Made(backend, meeting.monitor, meeting.look_to, own.store)
 
 
 def _arrived(place: Place, meet: Callable[[Place], T]) -> tuple[Place, T]:

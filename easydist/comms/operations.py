@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
+
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from easydist.agreement.notes import listeners
-from easydist.comms.failures import abort, explained, is_late, later
+from easydist.comms import headers
+from easydist.comms.failures import CommDisagreement, abort, explained, is_late, later
 from easydist.comms.hooks import AbortHook, HookArgs, Hooks, PostHook, PreHook, RemovableHandle
 from easydist.comms.options import CommOptions, checked_hints, limited
+from easydist.comms.statuses import Statuses
 from easydist.comms.traced import traced
-from easydist.errors import EasydistError
+from easydist.errors import DisagreementError, EasydistError
 from easydist.liveness.monitor import Monitor
+from easydist.liveness.timed_store import TimedStore
+from easydist.liveness.watchdog import watchdog
 from easydist.modes import demand_data
 from easydist.transport.backend import Backend
-from easydist.transport.checked import Begin, Hints, checked_timeout
+from easydist.transport.backends.c10d import Gloo
+from easydist.transport.checked import About, Begin, Hints, checked_timeout
 from easydist.transport.comm import Collectives
+from easydist.transport.described import BROKEN, OWN, Described, described, text
 from easydist.transport.staging import Staging
 from easydist.transport.work import TorchWork, handle
 
 T = TypeVar("T")
+
+_MOST = 64
+"""The most asynchronous operations of which it is known whether they have ended."""
 
 
 class Operations(Collectives):
@@ -45,6 +59,44 @@ class Operations(Collectives):
         self._failure: BaseException | None = None
         self._is_final = False
         self._operations = 0
+        self._checks = False
+        self._checks = self._is_checked = self._asks_for_check(options.hints)
+        self._statuses: Statuses | None = None
+        self._different: str | None = None
+        self._under_way: deque[weakref.ref[TorchWork]] = deque(maxlen=_MOST)
+        if not backend.compares:
+            backend.compare(CommDisagreement, f"The communicator {name!r}")
+
+    def _asks_for_check(self, hints: Mapping[str, str] | None) -> bool:
+        """True if headers go before the operation: over gloo, where its messages are not compared otherwise."""
+        asked = headers.is_asked(hints)
+        return isinstance(self._backend, Gloo) and (self._checks if asked is None else asked)
+
+    def _compare(self, name: str, call: Described, about: About, limit: timedelta | None) -> None:
+        """Exchange headers with the ranks that take part in the operation."""
+        if name != "batch_op":
+            peer = about[1] if name in ("send", "recv") else None
+            assert isinstance(self._backend, Gloo)
+            headers.compare(self._backend, name, call, peer, limit, f"The communicator {self._name!r}")
+
+    def _watch(self, store: Store) -> None:
+        """Compare operations that wait over gloo in a store of this communicator."""
+        if isinstance(self._backend, Gloo):
+            text_of = functools.partial(text, end=f"The communicator {self._name!r} {BROKEN}")
+            me = weakref.WeakMethod(self._is_waiting), weakref.WeakMethod(self._end_waits)
+            is_waiting, end = (functools.partial(_call, method) for method in me)
+            self._statuses = Statuses(TimedStore(store), self._backend, text_of, is_waiting, end)
+            watchdog().add(self._statuses)
+
+    def _is_waiting(self) -> bool:
+        works = [work for ref in tuple(self._under_way) if (work := ref()) is not None]
+        return bool(self._busy) or not all(work.has_ended for work in works)
+
+    def _end_waits(self, text: str) -> None:
+        """End all waits, because the ranks have called different operations; the watchdog calls this."""
+        self._different = text
+        if self._failure is None and isinstance(self._backend, Gloo):
+            self._backend.disconnect()
 
     def core(self) -> Collectives:
         """Return the same ranks and backend for easydist's verbs, without hooks and time limits of its own."""
@@ -60,9 +112,14 @@ class Operations(Collectives):
         limit = self._time_limit
         demand_data(name)
         try:
+            if self._backend.compares:
+                self._backend.call = described(name)
             return run(self.core(), limit)
         except BaseException as error:
             self._fail(name, limit, error)
+        finally:
+            if self._backend.compares:
+                self._backend.call = OWN
 
     @property
     def time_limit(self) -> timedelta:
@@ -106,14 +163,16 @@ class Operations(Collectives):
         hints: Hints,
         timeout: timedelta | None,
         staging: Staging | None = None,
+        about: About = (None, None, None),
     ) -> TorchWork:
         limit = self._limit(name, hints, timeout)
+        self._is_checked = self._checks if hints is None else self._asks_for_check(hints)
         number = self._operations
         self._operations += 1
         if not self._is_observed():
-            return self._begun(name, begin, async_op, limit, staging)
+            return self._begun(name, begin, async_op, limit, staging, about)
         args = HookArgs(name, bool(async_op), hints, limit, [] if staging is None else staging.outputs)
-        return self._watched(number, args, lambda: self._begun(name, begin, async_op, limit, staging))
+        return self._watched(number, args, lambda: self._begun(name, begin, async_op, limit, staging, about))
 
     def _limit(self, name: str, hints: Hints, timeout: timedelta | None) -> timedelta:
         """Return the time limit of an operation, after checking that it can begin."""
@@ -137,7 +196,9 @@ class Operations(Collectives):
             after(number, args._replace(work=work))
         return work
 
-    def _begun(self, name: str, begin: Begin, async_op: bool, limit: timedelta, staging: Staging | None) -> TorchWork:
+    def _begun(
+        self, name: str, begin: Begin, async_op: bool, limit: timedelta, staging: Staging | None, about: About
+    ) -> TorchWork:
         """Begin the operation, after making sure that no other one of this process is under way."""
         # On a GPU a wait without a limit blocks only the stream; the backend's own watchdog enforces the default limit.
         waits = limit if self._is_on_cpu or limit is not self._time_limit else None
@@ -145,7 +206,15 @@ class Operations(Collectives):
         if (other := self._busy.setdefault("operation", mine)) is not mine:
             raise RuntimeError(self._two_at_once(mine, other))
         try:
-            begun = begin()
+            if (backend := self._backend).compares:
+                call = described(name, *about)
+                if self._is_checked:
+                    self._compare(name, call, about, waits)
+                backend.call = call
+                begun = begin()
+                backend.call = OWN
+            else:
+                begun = begin()
             if not async_op:
                 return self._ended(begun, waits, staging)
             work = handle(begun).within(waits)
@@ -156,6 +225,8 @@ class Operations(Collectives):
         if staging is not None:
             staging.deliver(work)
         work.reporting(self._failed, name, limit, () if staging is None else staging.outputs)
+        if self._statuses is not None:
+            self._under_way.append(weakref.ref(work))
         return work.in_background() if self._is_on_cpu else work
 
     def _unusable(self, name: str) -> RuntimeError:
@@ -175,6 +246,10 @@ class Operations(Collectives):
         return "\n".join(lines)
 
     def _fail(self, name: str, limit: timedelta, error: BaseException) -> NoReturn:
+        if isinstance(error, DisagreementError):
+            if self._backend.compares:
+                self._backend.call = OWN
+            error.is_told = True
         raised = self._failed(name, limit, error)
         if raised is error:
             raise error
@@ -186,23 +261,39 @@ class Operations(Collectives):
             return later(f"{name}: the operation can no longer complete: {self._failure}", self._failure)
         if self._is_final:
             return RuntimeError(f"{name}: the operation can no longer complete: finalized")
+        if isinstance(error, DisagreementError) and not error.is_final:  # the communicator goes on
+            self._tell_hooks(error)
+            return error
         raised = self._explained(name, limit, error) if isinstance(error, Exception) else error
         self._failure = raised
         if raised is not error:
             raised.__cause__ = error
         if self.monitor is not None:  # the other ranks must not wait for this one, and raise the same error
             self.monitor.give_up(raised) if isinstance(raised, EasydistError) else self.monitor.ended_by(error)
-        for hook in tuple(self._hooks.failed.values()):
-            hook(raised)
-        if self._options.abort_process_on_timeout_or_error:
-            abort(raised)
+        self._tell_hooks(raised)
         return raised
+
+    def _tell_hooks(self, error: BaseException) -> None:
+        for hook in tuple(self._hooks.failed.values()):
+            hook(error)
+        if self._options.abort_process_on_timeout_or_error:
+            abort(error)
 
     def _explained(self, name: str, limit: timedelta, error: Exception) -> Exception:
         """Return the error to raise; the monitor knows why a connection broke, perhaps on behalf of a third rank."""
+        if self._statuses is not None and (text := self._different or self._statuses.found()) is not None:
+            different = CommDisagreement(text)
+            different.is_final = different.is_told = True
+            return different
         peer: int | None = getattr(error, "peer", None)
         if self.monitor is not None and peer is not None and not is_late(error):
             error = self.monitor.explain(error, peer)
         peers = [] if self.monitor is None else list(self.monitor.peers.values())
         what = f"{name} in the communicator {self._name!r} (rank {self.get_rank()} of {self.get_size()})"
         return explained(error, what, limit, peers)
+
+
+def _call(method: weakref.WeakMethod[Callable[..., Any]], *args: Any) -> Any:
+    """Call a method of a communicator that still exists."""
+    bound = method()
+    return None if bound is None else bound(*args)

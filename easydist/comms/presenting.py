@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from easydist.comms.comm import TorchComm
+from easydist.comms.gloo_group import GlooGroup
 from easydist.comms.own_gloo import OwnGloo
 from easydist.liveness.monitor import Monitor
 
@@ -48,17 +48,14 @@ def group_of(comm: TorchComm, name: str, ranks: Sequence[int]) -> dist.ProcessGr
 def _made(comm: TorchComm, store: Store) -> Any:
     backend = comm.backend
     if isinstance(backend, OwnGloo):
-        group: Any = dist.ProcessGroup(store, comm.get_rank(), comm.get_size())
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend.process_group)
-        return group
+        return GlooGroup(store, comm.get_rank(), comm.get_size(), backend.process_group)
     if comm.get_device().type != "cpu":
         return backend._group  # type: ignore[attr-defined]
     from easydist.torch_backend.group import SharedMemoryGroup  # importing it registers a backend that few need
 
     size = comm.get_size()
     monitor = comm.monitor or Monitor(comm.get_rank(), size, comm.time_limit.total_seconds())
-    group = SharedMemoryGroup(backend, store, comm.time_limit, monitor)
+    group: Any = SharedMemoryGroup(backend, store, comm.time_limit, monitor)
     comm.look_to(group.guard)
     return group
 

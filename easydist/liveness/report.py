@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
-from easydist.errors import CollectiveTimeout, EasydistError, PeerLostError, RemoteError, WireError
+from easydist.errors import CollectiveTimeout, DisagreementError, EasydistError, PeerLostError, RemoteError, WireError
 from easydist.liveness.stored import decoded
 
 EXCEPTION = "exception"
@@ -23,6 +23,7 @@ _KINDS: dict[str, type[EasydistError]] = {
     "lost": PeerLostError,
     "remote": RemoteError,
     "damaged": WireError,
+    "different": DisagreementError,
     INTERRUPT: RemoteError,
 }
 _LONGEST, _LONGEST_JSON = 20_000, 32_000

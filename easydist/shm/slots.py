@@ -4,11 +4,15 @@
     per rank, numbers of 8 bytes              four or more cache lines, written by that rank only:
         step, length, length                  the last step published; the lengths of the data in its slots
         begun, waits                          the collectives begun; 1 if a thread waits in this group
+        word, word                            the calls to which the data in its slots belongs, see ``calls``
+        notice                                1 if another rank has something to tell it; the others write this one
         asleep                                1 if this rank has to be woken, else 0
         posted, per channel and peer          chunks written to the pipe to that peer
         taken, per channel and peer           chunks copied out of the pipe from that peer
         eight numbers, per peer               the numbers of the mailboxes, see ``mailbox``
-        two lengths, per channel and peer     the bytes left of the message with each chunk of the pipe to that peer
+        two pairs, per channel and peer       the bytes left of the message with each chunk of the pipe to that peer,
+                                              and the kind of that message
+        its calls                             see ``calls``
     per rank, data                            two slots, and two chunks of a pipe per channel and peer
     per rank, messages                        two chunks of a mailbox per peer
 
@@ -38,7 +42,10 @@ _CHANNELS = 2
 _LINE = 8
 """The count of 8-byte numbers on a cache line of 64 bytes."""
 
-_STEP, _LENGTH, _BEGUN, _WAITS, _ASLEEP = 0, 1, 3, 4, _LINE
+_STEP, _LENGTH, BEGUN, _WAITS, _WORD, NOTICE, _ASLEEP = 0, 1, 3, 4, 5, 7, _LINE
+_CALLS, _CALLS_PER_RANK = 40, 2
+"""The count of numbers in which a rank describes its calls: those of its own, and those about each rank."""
+
 _PAGE = 4096
 _SLOTS_PER_RANK = 6
 """The room for a rank's data, in slots: two slots, and four for the pipes."""
@@ -48,6 +55,12 @@ _MESSAGES = 1 << 16
 
 NEVER = 1 << 62
 """A step that no rank ever publishes."""
+
+EPOCH = 52
+"""The lowest bit of the epoch in the word of a call and in the kind of a message, see ``calls``."""
+
+Differ = Callable[[int, int, int, int], Exception]
+"""A function of a rank, the kind of its message, its bytes, and the bytes expected; it returns the error to raise."""
 
 Need = tuple[int, tuple[int, ...]]
 """The reason for which a generator waits: a step that these ranks have to publish, or ``NEVER`` and a pipe's peer."""
@@ -71,6 +84,7 @@ class Slots:
         message_chunk: The bytes of a mailbox's chunk.
         others: All ranks except this one.
         futex: The futex on which the ranks sleep.
+        words: The numbers of the control block.
     """
 
     def __init__(self, segment: Segment, rank: int, size: int) -> None:
@@ -83,11 +97,11 @@ class Slots:
         self.chunk = self.slot // size
         self.memory = torch.frombuffer(segment.memory, dtype=torch.uint8)
         self._address = self.memory.data_ptr()
-        self._words = memoryview(segment.memory)[: self._data].cast("q")
+        self.words = self._words = memoryview(segment.memory)[: self._data].cast("q")
         self.futex = Futex(self._words, self._address, rank)
         self._fence, self._release = self.futex.fence, self.futex.release
         self._step_at = [self._cell(r, _STEP) for r in range(size)]
-        self._own_begun, self._own_waits = self._cell(rank, _BEGUN), self._cell(rank, _WAITS)
+        self._own_begun, self._own_waits = self._cell(rank, BEGUN), self._cell(rank, _WAITS)
         self._asleep_at = [(1 << r % 32, self._cell(r, _ASLEEP)) for r in self.others]
         self._pipes: dict[tuple[int, int, int], Pipe] = {}
         self._sleepers: list[None] = []  # one for each thread; lists change in one step, numbers do not
@@ -110,9 +124,19 @@ class Slots:
         return self._data + (_SLOTS_PER_RANK * rank + half) * self.slot
 
     def length(self, rank: int, half: int) -> int:
-        """Return the length that ``set_length`` has set for a slot."""
+        """Return the length that ``describe`` has set for a slot."""
         length: int = self._words[self._step_at[rank] + _LENGTH + half]
         return length
+
+    def word(self, rank: int, half: int) -> int:
+        """Return the word that ``describe`` has set for a slot."""
+        word: int = self._words[self._step_at[rank] + _WORD + half]
+        return word
+
+    def holds(self, rank: int, half: int, length: int, word: int) -> bool:
+        """True if a slot holds data of this length, of the call with this word."""
+        at = self._step_at[rank] + half
+        return self._words[at + _LENGTH] == length and self._words[at + _WORD] == word
 
     def read(self, cell: int) -> int:
         """Return a number of the control block."""
@@ -123,9 +147,11 @@ class Slots:
         """True if a rank has published ``step``, or a later one."""
         return self._words[self._step_at[rank]] >= step
 
-    def set_length(self, half: int, length: int) -> None:
-        """Set the length of the data in a slot, to be published with the slot."""
-        self._words[self._step_at[self.rank] + _LENGTH + half] = length
+    def describe(self, half: int, length: int, word: int) -> None:
+        """Set the length of the data in a slot, and the word of its call, to be published with the slot."""
+        at = self._step_at[self.rank] + half
+        self._words[at + _LENGTH] = length
+        self._words[at + _WORD] = word
 
     def publish(self, step: int) -> None:
         """Announce that this rank's slot is filled for ``step``, and that it has read all it needs of earlier steps."""
@@ -140,6 +166,19 @@ class Slots:
         if asleep:
             self.futex.wake(asleep)
 
+    def calls_cell(self, rank: int) -> int:
+        """Return the first of the cells in which ``rank`` describes its calls."""
+        return self._cell(rank, self._block - _calls(self.size))
+
+    def cell(self, rank: int, number: int) -> int:
+        """Return one of the first cells of a rank: ``BEGUN`` or ``NOTICE``."""
+        return self._cell(rank, number)
+
+    def wake_all(self) -> None:
+        """Wake all ranks that sleep."""
+        self._fence()
+        self.futex.wake(-1 & 0xFFFFFFFF)
+
     def show_begun(self, count: int) -> None:
         """Show the others how many collectives this rank has begun; it is for error texts only."""
         self._words[self._own_begun] = count
@@ -152,7 +191,7 @@ class Slots:
         """Return those of the ranks that have begun so many collectives, and in which no thread waits."""
         words = self._words
         cells = [(rank, self._cell(rank, 0)) for rank in ranks]
-        return [rank for rank, at in cells if words[at + _BEGUN] >= begun and not words[at + _WAITS]]
+        return [rank for rank, at in cells if words[at + BEGUN] >= begun and not words[at + _WAITS]]
 
     def sleep(self, woken: Callable[[], bool], seconds: float) -> bool:
         """Sleep until another rank has published, or changed a pipe of this rank's.
@@ -209,7 +248,7 @@ class Slots:
             (
                 self._cell(src, 2 * _LINE + channel * self.size + dst),
                 self._cell(dst, taken + channel * self.size + src),
-                self._cell(src, lengths + 2 * (channel * self.size + dst)),
+                self._cell(src, lengths + 4 * (channel * self.size + dst)),
             ),
             (first, first + self.chunk),
         )
@@ -255,40 +294,56 @@ class Pipe:
         self._peer, self._asleep = peer
         self._bit, self._need = 1 << self._peer % 32, (NEVER, (self._peer,))
 
-    def put(self, address: int, nbytes: int) -> Iterator[Need]:
+    def put(self, address: int, nbytes: int, kind: int) -> Iterator[Need]:
         """Write the ``nbytes`` at ``address`` into the pipe; end when the last chunk is in it. No bytes are a chunk."""
         for offset in range(0, nbytes or 1, self._chunk):
-            while not self.put_chunk(address + offset, nbytes - offset):
+            while not self._put_chunk(address + offset, nbytes - offset, kind):
                 yield self._need
 
-    def put_whole(self, address: int, nbytes: int) -> bool:
+    def put_whole(self, address: int, nbytes: int, kind: int) -> bool:
         """Write a message at once; return False if it needs several chunks, or if there is no room yet."""
-        return nbytes <= self._chunk and self.put_chunk(address, nbytes)
+        return nbytes <= self._chunk and self._put_chunk(address, nbytes, kind)
 
-    def put_chunk(self, address: int, left: int) -> bool:
+    def _put_chunk(self, address: int, left: int, kind: int) -> bool:
         """Write the next chunk of a message of which ``left`` bytes are left; return False if there is no room yet."""
         words = self._words
         posted = words[self._posted]
         if posted - words[self._taken] >= 2:
             return False
-        words[self._lengths + posted % 2] = left
+        at = self._lengths + posted % 2 * 2
+        words[at], words[at + 1] = left, kind
         copy(self._chunks[posted % 2], address, left if left < self._chunk else self._chunk)
         self._tell(self._posted, posted + 1)
         return True
 
-    def take(self, address: int, nbytes: int) -> Iterator[Need]:
+    def take(self, address: int, nbytes: int, kind: int, differ: Differ) -> Iterator[Need]:
         """Copy the next ``nbytes`` of the pipe to ``address``.
 
+        Args:
+            address: The address.
+            nbytes: The bytes of the message.
+            kind: The kind of the message. Messages of earlier epochs are dropped.
+            differ: Gives the error if the next message has another length or kind.
+
         Raises:
-            SizeMismatch: The next message has another length.
+            Exception: The error of ``differ``.
         """
-        words, chunk, posted = self._words, self._chunk, self._posted
+        words, chunk = self._words, self._chunk
         taken = words[self._taken]
         for offset in range(0, nbytes or 1, chunk):
-            while words[posted] <= taken:
-                yield self._need
-            if (found := words[self._lengths + taken % 2]) != nbytes - offset:
-                raise unequal(self._peer, found + offset, nbytes)
+            while True:
+                while words[self._posted] <= taken:
+                    yield self._need
+                at = self._lengths + taken % 2 * 2
+                if words[at] == nbytes - offset and words[at + 1] == kind:
+                    break
+                if (epoch := words[at + 1] >> EPOCH) == kind >> EPOCH:
+                    raise differ(self._peer, words[at + 1], words[at] + offset, nbytes)
+                if epoch < kind >> EPOCH:
+                    taken += 1
+                    self._tell(self._taken, taken)
+                else:  # its sender has left this epoch, and this rank is about to hear of that
+                    yield self._need
             copy(address + offset, self._chunks[taken % 2], min(chunk, nbytes - offset))
             taken += 1
             self._tell(self._taken, taken)
@@ -317,7 +372,13 @@ def unequal(rank: int, found: int, expected: int) -> SizeMismatch:
 
 def _block(size: int) -> int:
     """Return the count of numbers per rank in the control block."""
-    return 2 * _LINE + 2 * _rounded(_CHANNELS * size, _LINE) + size * _LINE + _rounded(2 * _CHANNELS * size, _LINE)
+    pipes = 2 * _rounded(_CHANNELS * size, _LINE) + _rounded(4 * _CHANNELS * size, _LINE)
+    return 2 * _LINE + pipes + size * _LINE + _calls(size)
+
+
+def _calls(size: int) -> int:
+    """Return the count of numbers in which a rank describes its calls."""
+    return _rounded(_CALLS + _CALLS_PER_RANK * size, _LINE)
 
 
 def _message_chunk(size: int) -> int:

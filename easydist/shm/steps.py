@@ -1,6 +1,8 @@
 """Collectives through the slots, as generators that yield wherever they have to wait for other ranks.
 
 All ranks run the same generators in the same order, so they count the steps and alternate the slots without agreement.
+If the calls are compared (``calls``), each generator takes the word of its call, which is published with the data.
+Otherwise the word is 0 on all ranks.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 
 from easydist.memory import copy
+from easydist.shm.calls import Calls
 from easydist.shm.slots import Need, Slots, unequal
 
 Place = tuple[int, int]
@@ -22,12 +25,16 @@ class Steps:
 
     Args:
         slots: The memory.
+        calls: The calls of the ranks.
     """
 
-    def __init__(self, slots: Slots) -> None:
-        self.slots = slots
-        self._step = 0
-        self._reached_by_all = 0
+    def __init__(self, slots: Slots, calls: Calls) -> None:
+        self.slots, self._calls = slots, calls
+        self.restart(0)
+
+    def restart(self, step: int) -> None:
+        """Count on from a step that no rank has published, and after which no rank reads what was published before."""
+        self._step = self._reached_by_all = step
         self._half = 0
         self._read_in = [-1, -1]
 
@@ -39,19 +46,24 @@ class Steps:
         self.slots.publish(self._step)
         return self._step
 
-    def publish_data(self, half: int, nbytes: int) -> int:
+    def publish_data(self, half: int, nbytes: int, word: int) -> int:
         """Publish a step in which the others read slot ``half``, and the length of all data that it is a part of."""
-        self.slots.set_length(half, nbytes)
+        self.slots.describe(half, nbytes, word)
         return self.publish(half)
 
-    def check_length(self, rank: int, half: int, nbytes: int) -> None:
-        """Check the length that a rank has published with its slot.
+    def check(self, rank: int, half: int, nbytes: int, word: int) -> None:
+        """Check the length and the word that a rank has published with its slot.
 
         Raises:
-            SizeMismatch: It is another one.
+            SizeMismatch: The length is another one, and calls are not compared.
+            DisagreementError: The call is another one.
         """
-        if (found := self.slots.length(rank, half)) != nbytes:
-            raise unequal(rank, found, nbytes)
+        if not self.slots.holds(rank, half, nbytes, word):
+            raise self._differs(rank, half, nbytes, word)
+
+    def _differs(self, rank: int, half: int, nbytes: int, word: int) -> Exception:
+        found = self.slots.length(rank, half)
+        return self._calls.differ(word, rank, found, nbytes) if word else unequal(rank, found, nbytes)
 
     def all_reach(self, step: int) -> Iterator[Need]:
         """Wait until all ranks have published ``step``."""
@@ -74,12 +86,13 @@ class Steps:
             yield from self.all_reach(self._read_in[half] + 1)
         return self.slots.slot_at(self.slots.rank, half)
 
-    def share(self, mine: Sequence[Place], rows: Sequence[Sequence[Place]]) -> Iterator[Need]:
+    def share(self, mine: Sequence[Place], rows: Sequence[Sequence[Place]], word: int) -> Iterator[Need]:
         """Fill the places of ``rows[r]`` with the data of rank r.
 
         Args:
             mine: The places of this rank's data, with as many bytes as ``rows[rank]``; they may be the same places.
             rows: The target places for each rank's data. Rows may differ in size; all ranks pass the same sizes.
+            word: The word of the call.
         """
         slots, rank = self.slots, self.slots.rank
         given, taken = slotfuls(mine, slots.slot), [slotfuls(row, slots.slot) for row in rows]
@@ -88,18 +101,18 @@ class Steps:
             own = given[turn] if turn < len(given) else []
             for address, length, offset in own:
                 copy(slot + offset, address, length)
-            step = self.publish_data(half, _total(mine))
+            step = self.publish_data(half, _total(mine), word)
             for (source, length, _), (target, _, _) in zip(own, taken[rank][turn] if own else [], strict=True):
                 if source != target:
                     copy(target, source, length)
-            yield from self._collect(half, step, rows, taken, turn)
+            yield from self._collect(half, step, rows, taken, turn, word)
 
-    def share_small(self, mine: Place, rows: Sequence[Place]) -> Iterator[Need]:
+    def share_small(self, mine: Place, rows: Sequence[Place], word: int) -> Iterator[Need]:
         """Do as ``share`` with one place per rank, none larger than a slot."""
         slots, nbytes = self.slots, mine[1]
         slot = yield from self.own_slot(half := self.next_half())
         copy(slot, *mine)
-        step = self.publish_data(half, nbytes)
+        step = self.publish_data(half, nbytes, word)
         if (own := rows[slots.rank][0]) != mine[0]:
             copy(own, *mine)
         need = step, slots.others
@@ -107,7 +120,7 @@ class Steps:
             while not slots.has_published(rank, step):
                 yield need
             address, length = rows[rank]
-            self.check_length(rank, half, length)
+            self.check(rank, half, length, word)
             copy(address, slots.slot_at(rank, half), length)
         self._reached_by_all = step
 
@@ -118,19 +131,20 @@ class Steps:
         places: Sequence[Sequence[Place]],
         rows: Sequence[Sequence[Sequence[Piece]]],
         turn: int,
+        word: int,
     ) -> Iterator[Need]:
         slots, need = self.slots, (step, self.slots.others)
         for rank in slots.others:
             while not slots.has_published(rank, step):
                 yield need
-            self.check_length(rank, half, _total(places[rank]))
+            self.check(rank, half, _total(places[rank]), word)
             if turn < len(rows[rank]):
                 slot = slots.slot_at(rank, half)
                 for address, length, offset in rows[rank][turn]:
                     copy(address, slot + offset, length)
         self._reached_by_all = step
 
-    def share_upto(self, rows: Sequence[int], nbytes: int) -> Iterator[Need]:
+    def share_upto(self, rows: Sequence[int], nbytes: int, word: int) -> Iterator[Need]:
         """Fill ``rows[r]`` with the message of rank r; ``rows[rank]`` holds this rank's message, of ``nbytes`` bytes.
 
         The first step carries the lengths, too. There are more steps only if a message is larger than a slot.
@@ -138,19 +152,21 @@ class Steps:
         slots = self.slots
         slot = yield from self.own_slot(half := self.next_half())
         copy(slot, rows[slots.rank], min(slots.slot, nbytes))
-        step = self.publish_data(half, nbytes)
+        step = self.publish_data(half, nbytes, word)
         need, lengths = (step, slots.others), [nbytes] * slots.size
         for rank in slots.others:
             while not slots.has_published(rank, step):
                 yield need
+            if slots.word(rank, half) != word:
+                raise self._differs(rank, half, slots.length(rank, half), word)
             lengths[rank] = length = slots.length(rank, half)
             copy(rows[rank], slots.slot_at(rank, half), min(slots.slot, length))
         self._reached_by_all = step
         if max(lengths) > slots.slot:
             rest = [[(row + slots.slot, n - slots.slot)] for row, n in zip(rows, lengths, strict=True)]
-            yield from self.share(rest[slots.rank], rest)
+            yield from self.share(rest[slots.rank], rest, word)
 
-    def spread(self, places: Sequence[Place], root: int) -> Iterator[Need]:
+    def spread(self, places: Sequence[Place], root: int, word: int) -> Iterator[Need]:
         """Copy the data of ``root`` at its places to the places of all others; the sizes are the same on all ranks."""
         slots, nbytes = self.slots, _total(places)
         for pieces in slotfuls(places, slots.slot) or [[]]:
@@ -159,27 +175,39 @@ class Steps:
                 slot = yield from self.own_slot(half)
                 for address, length, offset in pieces:
                     copy(slot + offset, address, length)
-                self.publish_data(half, nbytes)
+                self.publish_data(half, nbytes, word)
             else:
-                yield from self._fetch(root, half, pieces, nbytes)
+                yield from self._fetch(root, half, pieces, nbytes, word)
 
-    def _fetch(self, root: int, half: int, pieces: Sequence[Piece], nbytes: int) -> Iterator[Need]:
+    def _fetch(self, root: int, half: int, pieces: Sequence[Piece], nbytes: int, word: int) -> Iterator[Need]:
         slots, step = self.slots, self.publish()  # publishing allows others to overwrite slots that this rank has read
         need = (step, (root,))
         while not slots.has_published(root, step):
             yield need
-        self.check_length(root, half, nbytes)
+        self.check(root, half, nbytes, word)
         slot = slots.slot_at(root, half)
         for address, length, offset in pieces:
             copy(address, slot + offset, length)
 
-    def meet(self) -> Iterator[Need]:
+    def meet(self, word: int) -> Iterator[Need]:
         """Wait until all ranks have reached this point."""
-        yield from self.all_reach(self.publish())
+        if not word:
+            yield from self.all_reach(self.publish())
+            return
+        yield from self.own_slot(
+            half := self.next_half()
+        )  # so that no rank publishes another word before all have read
+        yield from self.reach_with(half, 0, word)
+
+    def reach_with(self, half: int, nbytes: int, word: int) -> Iterator[Need]:
+        """Publish slot ``half``, and wait until all ranks have published theirs, with data of the same length."""
+        yield from self.all_reach(self.publish_data(half, nbytes, word))
+        for rank in self.slots.others:
+            self.check(rank, half, nbytes, word)
 
     def close(self) -> None:
         """Release the memory; a generator that runs in another thread keeps it until it stops."""
-        del self.slots
+        del self.slots, self._calls
 
 
 def _total(places: Sequence[Place]) -> int:

@@ -17,10 +17,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
-from easydist.errors import CollectiveTimeout, EasydistError
+from easydist.errors import CollectiveTimeout, DisagreementError, EasydistError
+from easydist.shm.calls import Calls
 from easydist.shm.futex import give_core
 from easydist.shm.progress import helper, move_all, running, waits
-from easydist.shm.slots import NEVER, Need, Slots
+from easydist.shm.slots import NEVER, Need, Pipe, Slots
 
 Guard = Callable[[Sequence[int], float], None]
 """A function that takes the ranks still awaited and the seconds since the wait began; it raises to end the wait."""
@@ -129,12 +130,14 @@ class Streams:
 
     Args:
         slots: The memory.
+        calls: The calls of the ranks.
         guard: The guard that every wait calls about every 50 ms.
     """
 
-    def __init__(self, slots: Slots, guard: Guard) -> None:
-        self._slots, self._guard = slots, guard
-        self._lock = threading.Lock()
+    def __init__(self, slots: Slots, calls: Calls, guard: Guard) -> None:
+        self._slots, self._calls, self._guard = slots, calls, guard
+        self._lock = calls.lock = threading.Lock()
+        calls.end = self._drop
         self._streams: dict[object, _Stream] = {}
         self._active: list[_Stream] = []
         self._error: BaseException | None = None
@@ -159,8 +162,11 @@ class Streams:
             if self._active:
                 self._advance()
             self.check()
+            if self._calls.untold is not None:  # another thread has ended everything under way in the meantime
+                self._calls.tell()
             for key, task in tasks:
-                self._start(key, task, operation)
+                if operation.error is None:
+                    self._start(key, task, operation)
             if operation.left:
                 operation.keep, running[self] = keep, None
         if operation.left:
@@ -177,6 +183,10 @@ class Streams:
         if not stream.queue:
             try:
                 need = next(task, None)
+            except DisagreementError as error:  # for its wait, as if it had come later
+                self._drop(error)
+                operation.error, operation.is_own = error, True
+                return
             except BaseException as error:  # a step was left unfinished
                 self._fail(error)
                 raise
@@ -203,6 +213,9 @@ class Streams:
                 moved = stream.advance() or moved
                 if not stream.queue:
                     self._active.remove(stream)
+        except DisagreementError as error:
+            self._drop(error)
+            return True
         except Exception as error:  # for the operation's own wait: this may be one for another, or no wait at all
             stream.queue[0][1].is_own = True
             self._fail(error)
@@ -262,6 +275,7 @@ class Streams:
         over = limit is not None and now - began >= limit
         if not operation.left or (not over and now - told < _GUARD_EVERY):
             return told
+        self._compare()
         ranks = self._awaited(operation)
         if over:
             late = CollectiveTimeout(f"not all ranks came within {limit:g} s: ranks {ranks} are missing")
@@ -269,6 +283,20 @@ class Streams:
             raise late
         self._guard(ranks, now - began)
         return now
+
+    def _compare(self) -> None:
+        """Compare the ranks' calls.
+
+        Raises:
+            DisagreementError: They differ.
+        """
+        if not self._calls.compares:
+            return
+        with self._lock:
+            error = self._calls.compare()
+            if error is not None:
+                self._drop(error)
+                raise error
 
     def _awaited(self, operation: Operation) -> list[int]:
         """Return the ranks that block the streams of an operation."""
@@ -302,12 +330,26 @@ class Streams:
 
     def fail(self, error: BaseException) -> None:
         """End all operations under way with an error, and refuse new ones; no other thread moves them any more."""
+        if isinstance(error, DisagreementError):  # it has ended the operations already
+            return
         is_locked = self._lock.acquire(timeout=_UNLOCKED)
         try:
             self._fail(error)
         finally:
             if is_locked:
                 self._lock.release()
+
+    def _drop(self, error: DisagreementError) -> None:
+        """End all operations under way with an error that all ranks raise; the next ones can begin."""
+        for key, stream in self._streams.items():
+            if key is None or isinstance(key, Pipe):
+                for _, operation in tuple(stream.queue):
+                    operation.error, operation.is_own, operation.left = error, True, 0
+                stream.queue.clear()
+        self._active = [stream for stream in self._active if stream.queue]
+        if not self._active:
+            running.pop(self, None)
+        self._calls.keep(error)
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
@@ -337,6 +379,7 @@ class Streams:
         self.fail(RuntimeError("it has been closed"))
         helper.release(self)
         self._streams.clear()
+        self._calls.close()
         del self._slots
 
 

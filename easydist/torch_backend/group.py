@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -23,24 +24,20 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from easydist import modes
 from easydist.data.packing import as_bytes
 from easydist.eager import eager_methods
-from easydist.errors import EasydistError, RemoteError
+from easydist.errors import DisagreementError, EasydistError, RemoteError
 from easydist.groups.meeting import NEVER, site
 from easydist.liveness.monitor import Monitor
+from easydist.torch_backend.reductions import begin_all_reduce, plain, reduction, scaled
 from easydist.torch_backend.rendezvous import NAME, met
 from easydist.torch_backend.work import GroupWork, Target, Tensors, all_bytes, dense, seen
 from easydist.transport.backend import Backend
 from easydist.transport.backends.solo import Solo
-from easydist.transport.reduce_op import ReduceOp, check_reducible, combine
+from easydist.transport.checked import About
+from easydist.transport.described import OWN, described
+from easydist.transport.reduce_op import ReduceOp, combine
 from easydist.transport.work import Begun
 
-_OPS: dict[Any, ReduceOp] = {
-    dist.ReduceOp.SUM: ReduceOp.SUM,
-    dist.ReduceOp.AVG: ReduceOp.AVG,
-    dist.ReduceOp.PRODUCT: ReduceOp.PRODUCT,
-    dist.ReduceOp.MIN: ReduceOp.MIN,
-    dist.ReduceOp.MAX: ReduceOp.MAX,
-}
-
+_NOTHING: About = (None, None, None)
 _MOST_HELD = 100
 """The most works without a waiter that stay alive although nothing in Python refers to them; see ``GroupWork``."""
 
@@ -70,12 +67,17 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         super().__init__(backend.rank, backend.size)
         self.timeout = timeout
         self._backend, self._store, self._monitor = backend, store, monitor
+        self._compare()
         self._group_name = self._group_desc = ""
         self.ending = threading.Lock()
         self._under_way: list[None] = []  # one for each operation: lists change in one step, numbers do not
         self._is_closed = False
         self._batch: list[GroupWork] | None = None
         self._held: list[GroupWork] = []
+
+    def _compare(self) -> None:
+        if not self._backend.compares:  # the backend of a communicator does so already
+            self._backend.compare(DisagreementError, "The group")
 
     def __repr__(self) -> str:
         return f"SharedMemoryGroup({self._group_name!r}, rank={self.rank()}, size={self.size()})"
@@ -186,6 +188,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         meeting, self._store, self._backend = met(store, self.rank(), self.size(), self.timeout)
         self._monitor = meeting.monitor
         meeting.look_to(self.guard)
+        self._compare()
         self._under_way, self._is_closed, self._batch = [], False, None
         self._held.clear()
 
@@ -196,9 +199,8 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         (outputs,), (tensor,) = output_tensors, input_tensors
         self._demand_one_per_rank("all_gather", outputs, tensor)
         targets, data = [Target(output) for output in outputs], dense(tensor)
-        return self._begin(
-            "all_gather", lambda: [self._backend.all_gather_v(all_bytes(targets), as_bytes(data))], targets, [data]
-        )
+        gather = lambda: [self._backend.all_gather_v(all_bytes(targets), as_bytes(data))]  # noqa: E731
+        return self._begin("all_gather", (data, None, None), gather, targets, [data])
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> GroupWork:
         """Set ``output = cat([input of rank 0, …])``, or their stack."""
@@ -206,9 +208,8 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             raise ValueError(f"all_gather_single: {self.size()} times {seen(input)} do not fit {seen(output)}")
         target, data = Target(output), dense(input)
         flat = as_bytes(target.dense)
-        return self._begin(
-            "all_gather_single", lambda: [self._backend.all_gather_single(flat, as_bytes(data))], [target], [data]
-        )
+        gather = lambda: [self._backend.all_gather_single(flat, as_bytes(data))]  # noqa: E731
+        return self._begin("all_gather_single", (data, None, None), gather, [target], [data])
 
     def all_gather_single_coalesced(self, output_lists: Tensors, input_list: Tensors, opts: Any = None) -> GroupWork:
         """Call ``all_gather_single`` for several tensors."""
@@ -221,9 +222,10 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> GroupWork:
         """Set in place ``tensor = op(tensor of rank 0, …)`` for each of the tensors."""
-        op = _op("all_reduce", opts, tensors)
+        op = reduction("all_reduce", opts, tensors)
         targets = [Target(tensor, filled=True) for tensor in tensors]
-        return self._begin("all_reduce", lambda: [self._reduce(target, op) for target in targets], targets)
+        reduce = functools.partial(self._reduce_all, targets, op)
+        return self._begin("all_reduce", _about(targets, None, op), reduce, targets)
 
     allreduce_coalesced = allreduce
 
@@ -248,12 +250,13 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None) -> GroupWork:
         """Block until every rank has begun it."""
-        return self._begin("barrier", lambda: [self._backend.barrier()], [])
+        return self._begin("barrier", _NOTHING, lambda: [self._backend.barrier()], [])
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> GroupWork:
         """Set in place ``tensor = tensor of the root``."""
         targets, root = [Target(tensor, filled=True) for tensor in tensors], self._root("broadcast", opts)
-        return self._begin("broadcast", lambda: [self._backend.broadcast(b, root) for b in all_bytes(targets)], targets)
+        spread = functools.partial(self._broadcast_all, all_bytes(targets), root)
+        return self._begin("broadcast", _about(targets, root), spread, targets)
 
     def gather(self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None) -> GroupWork:
         """Set on the root ``output_tensors[0][r] = input_tensors[0] of rank r``."""
@@ -262,15 +265,15 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         if root == self.rank():
             self._demand_one_per_rank("gather", outputs, tensor)
         targets, data = [Target(output) for output in outputs], dense(tensor)
-        return self._begin(
-            "gather", lambda: [self._backend.gather(all_bytes(targets), as_bytes(data), root)], targets, [data]
-        )
+        gather = lambda: [self._backend.gather(all_bytes(targets), as_bytes(data), root)]  # noqa: E731
+        return self._begin("gather", (data, root, None), gather, targets, [data])
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> GroupWork:
         """Receive the tensors that ``src`` sends to this rank, in order."""
         self._demand_message("recv", src, tag)
         targets = [Target(tensor) for tensor in tensors]
-        return self._begin("recv", lambda: [self._backend.recv(flat, src) for flat in all_bytes(targets)], targets)
+        flats = [target.dense.view(-1) for target in targets]
+        return self._begin("recv", _NOTHING, lambda: [self._backend.recv(flat, src) for flat in flats], targets)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> NoReturn:
         """Raise, since each pair of ranks has its own channel.
@@ -282,9 +285,11 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> GroupWork:
         """Set on the root, in place, ``tensor = op(tensor of rank 0, …)``. The other ranks' tensors do not change."""
-        op, is_root = _op("reduce", opts, tensors), self._root("reduce", opts) == self.rank()
+        op, root = reduction("reduce", opts, tensors), self._root("reduce", opts)
+        is_root = root == self.rank()
         targets = [Target(t, filled=True) if is_root else Target(dense(t).clone(), filled=True) for t in tensors]
-        return self._begin("reduce", lambda: [self._reduce(target, op) for target in targets], targets)
+        reduce = functools.partial(self._reduce_all, targets, op)
+        return self._begin("reduce", _about(targets, root, op), reduce, targets)
 
     def reduce_scatter(self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None) -> GroupWork:
         """Set ``output_tensors[0] = op(input_tensors[0][rank] of rank 0, …)``. The ranks' sizes may differ."""
@@ -310,13 +315,14 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             self._demand_one_per_rank("scatter", inputs, output)
         target, data = Target(output), [dense(tensor) for tensor in inputs]
         flat, flats = as_bytes(target.dense), [as_bytes(tensor) for tensor in data]
-        return self._begin("scatter", lambda: [self._backend.scatter(flat, flats, root)], [target], data)
+        about = target.dense, root, None
+        return self._begin("scatter", about, lambda: [self._backend.scatter(flat, flats, root)], [target], data)
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> GroupWork:
         """Send to ``dst``, which receives as many bytes. The tensors may be changed once the work has ended."""
         self._demand_message("send", dst, tag)
         data = [dense(tensor) for tensor in tensors]
-        return self._begin("send", lambda: [self._backend.send(as_bytes(t), dst) for t in data], [], data)
+        return self._begin("send", _NOTHING, lambda: [self._backend.send(t.view(-1), dst) for t in data], [], data)
 
     # The names in torch 2.12 and older.
     _allgather_base = all_gather_single
@@ -335,6 +341,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
     def _begin(
         self,
         operation: str,
+        about: About,
         start: Callable[[], Sequence[Begun]],
         targets: Sequence[Target],
         keep: Tensors = (),
@@ -344,6 +351,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
         Args:
             operation: torch's name for it.
+            about: The description by which the ranks compare it.
             start: Starts it in the backend.
             targets: The tensors to fill.
             keep: Other tensors that must live until the end.
@@ -362,10 +370,13 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         self._monitor.check_reports()  # a rank that gave up an operation had joined it, so no wait would find it
         self._under_way.append(None)
         try:
+            self._backend.call = described(operation, *about)
             works = start()
         except BaseException:
             self.leave(None)
             raise
+        finally:
+            self._backend.call = OWN
         work = GroupWork(operation, works, [target.tensor for target in targets], self, finish, keep)
         if self._batch is not None:
             self._batch.append(work)
@@ -384,27 +395,32 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         while len(self._held) > _MOST_HELD and self._held[0].is_completed():
             self._held.pop(0)
 
-    def _reduce(self, target: Target, op: ReduceOp) -> Begun:
-        return self._backend.all_reduce(target.dense.view(-1), op)
+    def _reduce_all(self, targets: Sequence[Target], op: ReduceOp) -> Sequence[Begun]:
+        return [begin_all_reduce(self._backend, target.dense.view(-1), op) for target in targets]
+
+    def _broadcast_all(self, flats: Tensors, root: int) -> Sequence[Begun]:
+        return [self._backend.broadcast(flat, root) for flat in flats]
 
     def _swap(self, operation: str, outputs: Tensors, inputs: Tensors, targets: Sequence[Target]) -> GroupWork:
         mine = self.rank()
         self._demand_one_per_rank(operation, inputs, outputs[mine] if len(outputs) > mine else None)
         self._demand_one_per_rank(operation, outputs, inputs[mine])
         flats = [as_bytes(output) for output in outputs], [as_bytes(tensor) for tensor in inputs]
-        return self._begin(operation, lambda: [self._backend.all_to_all_v(*flats)], targets, [*outputs, *inputs])
+        about, keep = (inputs[mine], None, None), [*outputs, *inputs]
+        return self._begin(operation, about, lambda: [self._backend.all_to_all_v(*flats)], targets, keep)
 
     def _reduce_scatter(self, operation: str, output: torch.Tensor, inputs: Tensors, opts: Any) -> GroupWork:
-        op = _op(operation, opts, [output])
+        op = reduction(operation, opts, [output])
         self._demand_one_per_rank(operation, inputs, output)
-        target, data = Target(output), [dense(tensor) for tensor in inputs]
+        target, data = Target(output), [scaled(op, dense(tensor)) for tensor in inputs]
         parts = torch.empty((self.size(), output.numel()), dtype=output.dtype, device="cpu")
         flats = [as_bytes(part) for part in parts], [as_bytes(tensor) for tensor in data]
 
         def reduce() -> None:
-            target.dense.view(-1).copy_(combine(op, parts.unbind()))
+            target.dense.view(-1).copy_(combine(plain(op), parts.unbind()))
 
-        return self._begin(operation, lambda: [self._backend.all_to_all_v(*flats)], [target], data, reduce)
+        about = (output, None, op)
+        return self._begin(operation, about, lambda: [self._backend.all_to_all_v(*flats)], [target], data, reduce)
 
     def _parts(self, what: str, tensor: torch.Tensor, sizes: Sequence[int]) -> Tensors:
         length = len(tensor)
@@ -448,6 +464,8 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         monitor = self._monitor
         if self._under_way:  # not if the group has been renewed since
             self._under_way.pop()
+        if isinstance(error, DisagreementError):  # all ranks raise it, and go on
+            error.is_told, error = True, None
         if error is None:
             if not self._under_way:
                 monitor.end()
@@ -476,18 +494,8 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             self._monitor.raise_if_broken()
 
 
-def _op(operation: str, opts: Any, tensors: Tensors) -> ReduceOp:
-    """Return the reduction, after checking it before any byte moves."""
-    asked = dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
-    if asked not in _OPS:
-        known = ", ".join(op.name for op in _OPS)
-        raise ValueError(f"{operation}: {NAME} reduces with {known}, got {getattr(asked, 'name', asked)}; use gloo")
-    op = _OPS[asked]
-    for dtype in {tensor.dtype for tensor in tensors}:
-        if op is ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
-            raise ValueError(f"{operation}: AVG needs floating point, got {dtype}; use SUM and divide")
-        check_reducible(dtype, op)
-    return op
+def _about(targets: Sequence[Target], root: int | None = None, op: ReduceOp | None = None) -> About:
+    return targets[0].dense if targets else None, root, op
 
 
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> SharedMemoryGroup:

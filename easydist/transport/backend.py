@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from easydist.errors import DisagreementError
+from easydist.transport.described import Described
 from easydist.transport.reduce_op import ReduceOp, combine
 from easydist.transport.work import Begun, Pending, TorchWork, handle
 
@@ -29,9 +31,13 @@ class Backend(ABC):
         size: The number of processes in the group.
         moves_any_dtype: True if data that is not reduced may have any dtype, which saves a view of every tensor.
         shares_memory: True if the ranks read each other's memory, so that one more copy costs as much as the exchange.
+        call: The description of the operation that begins next, for backends that compare those of the ranks; None if
+            the callers have compared them already.
+        compares: True if the backend compares the operations of the ranks.
     """
 
-    moves_any_dtype = shares_memory = False
+    moves_any_dtype = shares_memory = compares = False
+    call: Described | None = None
     name: str
     device: torch.device
     rank: int
@@ -122,6 +128,14 @@ class Backend(ABC):
 
     def finish(self) -> None:  # noqa: B027 - most backends' operations go on without them
         """Wait until the collectives under way have ended, or raise because they cannot."""
+
+    def compare(self, error: Callable[[str], DisagreementError], who: str) -> None:  # noqa: B027 - most cannot
+        """Compare the ranks' operations from now on, as ``call`` describes them. All ranks call this.
+
+        Args:
+            error: Makes the error that all ranks raise if operations differ.
+            who: The name of the communicator, for its text.
+        """
 
     def close(self) -> None:  # noqa: B027 - most backends own nothing
         """Release the resources that the backend itself has created."""

@@ -11,6 +11,7 @@ import torch
 
 from easydist.data.backing import absence, is_backed
 from easydist.transport.backend import Backend
+from easydist.transport.reduce_op import ReduceOp
 from easydist.transport.staging import Staging, check_writable, flat
 from easydist.transport.work import Begun, TorchWork, handle, wait
 
@@ -20,6 +21,9 @@ How = tuple[bool, Hints, timedelta | None]
 
 Begin = Callable[[], Begun]
 """A function that begins an operation."""
+
+About = tuple[torch.Tensor | None, int | None, ReduceOp | None]
+"""The tensor, the root and the reduction by which the ranks compare an operation, see ``described``."""
 
 BYTES = torch.uint8
 _TIME_LIMIT = timedelta(minutes=10)
@@ -91,8 +95,12 @@ class Checked:
         hints: Hints,
         timeout: timedelta | None,
         staging: Staging | None = None,
+        about: About = (None, None, None),
     ) -> TorchWork:
-        """Begin an operation with checked arguments, and wait for its end unless it is asynchronous."""
+        """Begin an operation with checked arguments, and wait for its end unless it is asynchronous.
+
+        ``about`` is not used here: verbs compare their calls themselves.
+        """
         limit = checked_timeout(timeout)
         if not async_op:
             return self._ended(begin(), limit or None, staging)

@@ -72,7 +72,15 @@ class Collectives(Reductions):
         demand(
             fits, f"Output tensor size must be input_size * comm_size for {name}: the numbers of elements do not fit"
         )
-        return self._run(name, lambda: self._backend.all_gather_single(target, data), async_op, hints, timeout, staging)
+        return self._run(
+            name,
+            lambda: self._backend.all_gather_single(target, data),
+            async_op,
+            hints,
+            timeout,
+            staging,
+            (data, None, None),
+        )
 
     def all_gather_upto(
         self,
@@ -176,8 +184,10 @@ class Collectives(Reductions):
         demand(input.numel() % size == 0, f"Tensor size must be divisible by comm_size for {name}")
         demand(not _share_memory(output, input), f"{name}: output and input must not share memory")
         outputs, inputs = (split(part, [part.numel() // size] * size) for part in (target, source))
-        targets, data = self._raws(outputs), self._raws(inputs)
-        return self._run(name, lambda: self._backend.all_to_all_v(targets, data), async_op, hints, timeout, staging)
+        targets, data, about = self._raws(outputs), self._raws(inputs), (source, None, None)
+        return self._run(
+            name, lambda: self._backend.all_to_all_v(targets, data), async_op, hints, timeout, staging, about
+        )
 
     def all_to_all_v_single(
         self,
@@ -206,8 +216,10 @@ class Collectives(Reductions):
         )
         self._demand_own(name, counts[0][self.get_rank()], counts[1][self.get_rank()])
         outputs, inputs = split(target, counts[0]), split(source, counts[1])
-        targets, data = self._raws(outputs), self._raws(inputs)
-        return self._run(name, lambda: self._backend.all_to_all_v(targets, data), async_op, hints, timeout, staging)
+        targets, data, about = self._raws(outputs), self._raws(inputs), (source, None, None)
+        return self._run(
+            name, lambda: self._backend.all_to_all_v(targets, data), async_op, hints, timeout, staging, about
+        )
 
     def barrier(self, async_op: bool, hints: Hints = None, timeout: timedelta | None = None) -> TorchWork:
         """Block until every rank has reached this call."""
@@ -224,7 +236,15 @@ class Collectives(Reductions):
         """Law, in place: ``tensor == tensor of root``."""
         rank = self._rank("root", root)
         staging, (target,), _ = self._moved("broadcast", [tensor])
-        return self._run("broadcast", lambda: self._backend.broadcast(target, rank), async_op, hints, timeout, staging)
+        return self._run(
+            "broadcast",
+            lambda: self._backend.broadcast(target, rank),
+            async_op,
+            hints,
+            timeout,
+            staging,
+            (target, rank, None),
+        )
 
     def broadcast_parts(
         self,
@@ -244,7 +264,15 @@ class Collectives(Reductions):
         for tensor in tensors:
             self._check(name, [tensor])
         targets = self._raws(staging.targets(tensors))
-        return self._run(name, lambda: self._backend.broadcast_parts(targets, rank), async_op, hints, timeout, staging)
+        return self._run(
+            name,
+            lambda: self._backend.broadcast_parts(targets, rank),
+            async_op,
+            hints,
+            timeout,
+            staging,
+            (None, rank, None),
+        )
 
     def gather(
         self,
@@ -295,7 +323,9 @@ class Collectives(Reductions):
         fits = output.numel() == input.numel() * size
         demand(fits, f"Output tensor size must be input_size * comm_size for {name}")
         parts = split(target, [target.numel() // size] * size)
-        return self._run(name, lambda: self._backend.gather(parts, data, rank), async_op, hints, timeout, staging)
+        return self._run(
+            name, lambda: self._backend.gather(parts, data, rank), async_op, hints, timeout, staging, (data, rank, None)
+        )
 
     def recv(
         self,
@@ -316,7 +346,9 @@ class Collectives(Reductions):
         if not self._are_plain((tensor,)):
             staging, (target,), _ = self._staged("recv", [tensor])
         memory = self._raw(target)
-        return self._run("recv", lambda: self._backend.recv(memory, rank), async_op, hints, timeout, staging)
+        return self._run(
+            "recv", lambda: self._backend.recv(memory, rank), async_op, hints, timeout, staging, (target, rank, None)
+        )
 
     def scatter(
         self,
@@ -343,7 +375,15 @@ class Collectives(Reductions):
                 own, "All input tensors must have same size as output tensor: own entry must fit the output for scatter"
             )
         staging, (target,), data = self._moved(name, [output_tensor], inputs)
-        return self._run(name, lambda: self._backend.scatter(target, data, rank), async_op, hints, timeout, staging)
+        return self._run(
+            name,
+            lambda: self._backend.scatter(target, data, rank),
+            async_op,
+            hints,
+            timeout,
+            staging,
+            (target, rank, None),
+        )
 
     def send(
         self,
@@ -363,13 +403,15 @@ class Collectives(Reductions):
         if not self._are_plain((tensor,)):
             _, _, (tensor,) = self._staged("send", [], [tensor])
         data = self._raw(tensor)
-        return self._run("send", lambda: self._backend.send(data, rank), async_op, hints, timeout)
+        return self._run(
+            "send", lambda: self._backend.send(data, rank), async_op, hints, timeout, None, (tensor, rank, None)
+        )
 
     def _all_gather(self, name: str, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, how: How) -> TorchWork:
         self._one_per_rank(name, "tensor_list", outputs)
         staging, targets, (data,) = self._moved(name, outputs, [tensor])
         self._demand_own(name, outputs[self.get_rank()].numel(), tensor.numel())
-        return self._run(name, lambda: self._backend.all_gather_v(targets, data), *how, staging)
+        return self._run(name, lambda: self._backend.all_gather_v(targets, data), *how, staging, (data, None, None))
 
     def _all_to_all(
         self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], how: How
@@ -379,13 +421,14 @@ class Collectives(Reductions):
         self._one_per_rank(name, "input_tensor_list", inputs)
         staging, targets, data = self._moved(name, outputs, inputs)
         self._demand_own(name, outputs[rank].numel(), inputs[rank].numel())
-        return self._run(name, lambda: self._backend.all_to_all_v(targets, data), *how, staging)
+        about = (inputs[rank], None, None)
+        return self._run(name, lambda: self._backend.all_to_all_v(targets, data), *how, staging, about)
 
     def _gather(
         self, name: str, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, rank: int, how: How
     ) -> TorchWork:
         staging, targets, (data,) = self._moved(name, outputs, [tensor])
-        return self._run(name, lambda: self._backend.gather(targets, data, rank), *how, staging)
+        return self._run(name, lambda: self._backend.gather(targets, data, rank), *how, staging, (data, rank, None))
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -25,6 +25,10 @@ class RedOpType(enum.IntEnum):
     AVG = 8
 
 
+OP_BIT = 14
+"""The lowest bit of the reduction in the code of a call, see ``described``."""
+
+
 class ReduceOp:
     """A reduction: ``ReduceOp.SUM``, ``AVG``, ``PREMUL_SUM(factor)``, ….
 
@@ -34,6 +38,9 @@ class ReduceOp:
 
     Args:
         opType: Any type except ``PREMUL_SUM``, which needs a factor.
+
+    Attributes:
+        code: The type, as in the description of a call.
 
     Example:
         >>> from easydist.comms import RedOpType, ReduceOp
@@ -63,8 +70,9 @@ class ReduceOp:
             raise TypeError(f"ReduceOp() takes a RedOpType, got {opType!r}")
         if opType is RedOpType.PREMUL_SUM:
             raise RuntimeError("RedOpType.PREMUL_SUM needs a factor: use ReduceOp.PREMUL_SUM(factor)")
-        self._type, self._factor = opType, None
+        self._type, self._factor, self.code = opType, None, opType + 1 << OP_BIT
 
+    code: int
     _type: RedOpType
     _factor: Any
 
@@ -81,7 +89,7 @@ class ReduceOp:
         if not isinstance(factor, torch.Tensor | SupportsIndex | SupportsFloat):
             raise TypeError(f"PREMUL_SUM() takes a number or a tensor, got {factor!r}")
         op = ReduceOp.__new__(ReduceOp)
-        op._type, op._factor = RedOpType.PREMUL_SUM, factor
+        op._type, op._factor, op.code = RedOpType.PREMUL_SUM, factor, RedOpType.PREMUL_SUM + 1 << OP_BIT
         if not isinstance(factor, torch.Tensor):
             op._factor = operator.index(factor) if isinstance(factor, SupportsIndex) else float(factor)
         return op

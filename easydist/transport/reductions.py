@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import SupportsIndex
@@ -9,7 +10,7 @@ from typing import SupportsIndex
 import torch
 
 from easydist.transport.backend import set_to
-from easydist.transport.checked import Checked, Hints, How, demand, split
+from easydist.transport.checked import Begin, Checked, Hints, How, demand, split
 from easydist.transport.reduce_op import ReduceOp, check_reducible
 from easydist.transport.staging import flat
 from easydist.transport.work import Begun, TorchWork, handle
@@ -30,9 +31,12 @@ class Reductions(Checked):
         name = "all_reduce"
         staging, (target,), _ = self._staged(name, [tensor])
         _check_op(name, op, tensor)
+        about = (target, None, op)
         if op.is_scaled:
-            return self.all_reduce_from(tensor, op.scaled(tensor), ReduceOp.SUM, async_op, hints, timeout)
-        return self._run(name, lambda: self._backend.all_reduce(target, op), async_op, hints, timeout, staging)
+            data = flat(op.scaled(tensor))
+            begin: Begin = functools.partial(self._backend.all_reduce_from, target, data, ReduceOp.SUM)
+            return self._run(name, begin, async_op, hints, timeout, staging, about)
+        return self._run(name, lambda: self._backend.all_reduce(target, op), async_op, hints, timeout, staging, about)
 
     def all_reduce_from(
         self,
@@ -58,9 +62,9 @@ class Reductions(Checked):
         demand(output.numel() == input.numel(), f"{name}: output must have as many elements as input")
         if op.is_scaled:
             data = flat(op.scaled(input))
-        plain = _unscaled(op)
+        plain, about = _unscaled(op), (data, None, op)
         return self._run(
-            name, lambda: self._backend.all_reduce_from(target, data, plain), async_op, hints, timeout, staging
+            name, lambda: self._backend.all_reduce_from(target, data, plain), async_op, hints, timeout, staging, about
         )
 
     def reduce(
@@ -76,15 +80,17 @@ class Reductions(Checked):
         name, rank = "reduce", self._rank("root", root)
         staging, (target,), _ = self._staged(name, [tensor])
         _check_op(name, op, tensor)
+        about = (target, rank, op)
         if not op.is_scaled:
-            return self._run(name, lambda: self._backend.reduce(target, rank, op), async_op, hints, timeout, staging)
+            begin: Begin = functools.partial(self._backend.reduce, target, rank, op)
+            return self._run(name, begin, async_op, hints, timeout, staging, about)
         scaled = flat(op.scaled(tensor))
 
         def reduce_scaled() -> Begun:
             work = self._backend.reduce(scaled, rank, ReduceOp.SUM)
             return handle(work).followed_by(lambda: set_to(target, scaled)) if rank == self.get_rank() else work
 
-        return self._run(name, reduce_scaled, async_op, hints, timeout, staging)
+        return self._run(name, reduce_scaled, async_op, hints, timeout, staging, about)
 
     def reduce_scatter(
         self,
@@ -131,7 +137,7 @@ class Reductions(Checked):
         _check_op(name, op, input)
         plain = op.scaled(input) if op.is_scaled else input
         parts = split(flat(plain), [output.numel()] * self.get_size())
-        return self._reduce_scatter(name, output, parts, _unscaled(op), (async_op, hints, timeout))
+        return self._reduce_scatter(name, output, parts, _unscaled(op), (async_op, hints, timeout), op)
 
     def reduce_scatter_v(
         self,
@@ -146,8 +152,15 @@ class Reductions(Checked):
         return self._reduce_scatter("reduce_scatter_v", output, input_list, op, (async_op, hints, timeout))
 
     def _reduce_scatter(
-        self, name: str, output: torch.Tensor, input_list: Sequence[torch.Tensor], op: ReduceOp, how: How
+        self,
+        name: str,
+        output: torch.Tensor,
+        input_list: Sequence[torch.Tensor],
+        op: ReduceOp,
+        how: How,
+        asked: ReduceOp | None = None,
     ) -> TorchWork:
+        """Reduce; ``asked`` is the operation that the caller has asked for, if it differs from ``op``."""
         self._one_per_rank(name, "input_list", input_list)
         staging, (target,), inputs = self._staged(name, [output], input_list)
         _check_op(name, op, output)
@@ -156,7 +169,13 @@ class Reductions(Checked):
         if op.is_scaled:
             inputs = [flat(op.scaled(tensor)) for tensor in input_list]
         plain = _unscaled(op)
-        return self._run(name, lambda: self._backend.reduce_scatter(target, inputs, plain), *how, staging)
+        return self._run(
+            name,
+            lambda: self._backend.reduce_scatter(target, inputs, plain),
+            *how,
+            staging,
+            (target, None, asked or op),
+        )
 
 
 def _check_op(name: str, op: object, tensor: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from easydist.errors import DisagreementError
 from easydist.transport.background import at_once, in_background
 
 Failed = Callable[[str, timedelta, BaseException], BaseException]
@@ -118,6 +119,8 @@ class TorchWork:
             if self._futures:
                 self._tell_futures()
             if self._error is not None:
+                if isinstance(self._error, DisagreementError):
+                    self._error.is_told = True
                 raise self._error
 
     def wait_blocking(self) -> None:
@@ -126,6 +129,11 @@ class TorchWork:
         outputs = [tensor for result in self._results if (tensor := result()) is not None]
         for device in {tensor.device for tensor in outputs if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
+
+    @property
+    def has_ended(self) -> bool:
+        """True if it is known that the operation has completed or failed."""
+        return self._is_done or self._error is not None
 
     def is_completed(self) -> bool:
         """True if ``wait`` would return or raise at once; an operation begun with ``async_op=True`` ends without it."""

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from launching import within
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from easydist.comms import new_comm
 from easydist.comms.device_mesh import init_device_mesh
@@ -48,3 +50,33 @@ def test_making_a_mesh_takes_no_longer_than_the_communicators_limit(rank):
             init_device_mesh((world,), ("dp",))
         assert world.is_broken
     dist.barrier()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@distributed(world_size=2)
+def test_fsdp_with_a_divide_factor(backend, rank, world_size):
+    """It asks for ``PREMUL_SUM``, which torch's gloo does not have."""
+    mesh = init_device_mesh((new_comm(backend, CPU, "fsdp"),), ("dp",))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    whole = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    whole.load_state_dict(model.state_dict())
+    fully_shard(model, mesh=mesh)
+    model.set_gradient_divide_factor(3.0)
+    data = [torch.arange(8.0).view(2, 4) + r for r in range(world_size)]
+    model(data[rank]).sum().backward()
+    for each in data:
+        whole(each).sum().backward()
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad / 3)
+    group, half = mesh.get_group(), dist._make_nccl_premul_sum(0.5)
+    for run in (
+        lambda tensor: dist.all_reduce(tensor, half, group=group),
+        lambda tensor: dist.reduce(tensor, 0, half, group=group),
+        lambda tensor: dist.reduce_scatter(tensor, [torch.ones(3)] * 2, half, group=group),
+    ):
+        run(tensor := torch.ones(3))
+        assert tensor.tolist() == [1.0] * 3
+    dist.all_reduce(tensor := torch.ones(3), group=group)
+    assert tensor.tolist() == [2.0] * 3

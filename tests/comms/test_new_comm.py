@@ -15,7 +15,6 @@ from launching import python, within
 import easydist
 from easydist.comms import (
     BatchP2POptions,
-    CommRemoteError,
     CommTimeout,
     Gloo,
     ReduceOp,
@@ -277,39 +276,6 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(rank):
     with pytest.raises(ModuleNotFoundError, match=r"failed to find backend GLOO, is it registered"):
         made("GLOO")
     assert total(comm) == 2
-
-
-def unequal_calls(rank, least):
-    """Calls in which rank 2 has one element more than the others, with the ranks that can find that out."""
-    n, many, more = least + (rank == 2), (1 << 18) + (rank == 2), torch.ones(least + (rank == 2))
-    root, parts = 0, [torch.ones(n) for _ in range(3)]
-    return {
-        "all_gather": (lambda c: c.all_gather([torch.ones(n)] * 3, more, False), (0, 1, 2)),
-        "all_gather_single": (lambda c: c.all_gather_single(torch.ones(3 * n), more, False), (0, 1, 2)),
-        "all_reduce": (lambda c: c.all_reduce(more, ReduceOp.SUM, False), (0, 1, 2)),
-        "all_reduce of much": (lambda c: c.all_reduce(torch.ones(many), ReduceOp.SUM, False), (0, 1, 2)),
-        "all_to_all": (lambda c: c.all_to_all(parts, [torch.ones(n)] * 3, False), (0, 1, 2)),
-        "broadcast": (lambda c: c.broadcast(more, 2, False), (0, 1)),
-        "gather": (lambda c: c.gather(parts if rank == root else [], more, root, False), (0,)),
-        "scatter": (lambda c: c.scatter(more, parts if rank == root else [], root, False), (2,)),
-        "send and recv": (lambda c: (c.send, c.recv)[rank == 0](more, 2 - rank, False) if rank != 1 else None, (0,)),
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("least", [0, 3])
-@distributed(world_size=3)
-def test_sizes_that_differ_between_ranks_are_found_in_shared_memory(rank, least):
-    for name, (call, finders) in unequal_calls(rank, least).items():
-        comm = made("shm", name)
-        if rank in finders:
-            with pytest.raises(RuntimeError, match=r"rank \d passed \d+ bytes, and this rank expects \d+"):
-                call(comm)
-            assert comm.is_broken
-        else:
-            call(comm)
-            with pytest.raises(CommRemoteError, match=r"rank \d has given up"):
-                comm.barrier(False)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from launching import examples, within
 import easydist.shm.futex
 from easydist.comms import ReduceOp, TorchComm
 from easydist.errors import CollectiveTimeout
+from easydist.shm.calls import Calls
 from easydist.shm.segment import FOLDER, Segment
 from easydist.shm.slots import NEVER, Slots
 from easydist.shm.streams import Operation, Streams
@@ -257,7 +258,8 @@ def test_guard_ends_a_wait(rank):
 @pytest.mark.slow
 def test_a_guard_is_called_while_another_thread_advances_the_same_streams():
     segment, reached = Segment.create(Slots.nbytes(2, 4096)), [0]
-    streams = Streams(Slots(segment, 0, 2), lambda ranks, seconds: None)
+    slots = Slots(segment, 0, 2)
+    streams = Streams(slots, Calls(slots), lambda ranks, seconds: None)
 
     def until(number):
         while reached[0] < number:

@@ -181,7 +181,7 @@ def test_the_mean_of_large_values_in_small_floats_does_not_overflow(rank, dtype)
 @distributed(world_size=2)
 def test_what_is_refused(rank):
     made, tensor = group(), torch.ones(3, dtype=torch.int64)
-    with pytest.raises(ValueError, match="reduces with SUM, AVG, PRODUCT, MIN, MAX, got BXOR; use gloo"):
+    with pytest.raises(ValueError, match="reduces with SUM, AVG, PRODUCT, MIN, MAX, PREMUL_SUM, got BXOR; use gloo"):
         dist.all_reduce(tensor, dist.ReduceOp.BXOR, group=made)
     with pytest.raises(ValueError, match="AVG needs floating point"):
         dist.all_reduce(tensor, dist.ReduceOp.AVG, group=made)

@@ -14,6 +14,7 @@ import functools
 import itertools
 import threading
 from abc import abstractmethod
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 
@@ -21,8 +22,10 @@ import torch
 import torch.distributed as dist
 
 from easydist.data.plan import split_sizes
+from easydist.errors import DisagreementError
 from easydist.liveness.monitor import Monitor
 from easydist.transport.backend import Backend, Transfer, set_to
+from easydist.transport.described import OWN, Described, dtype_code
 from easydist.transport.reduce_op import RedOpType, ReduceOp, combine
 from easydist.transport.work import ENDED, Pending, TorchWork
 from easydist.typing import Device
@@ -39,6 +42,13 @@ _TAGS = 4
 
 _TURN_TAG, _TURNS, _TURN_CHANNELS = 1 << 30, 1 << 20, 1 << 10
 """The tags of operations of several steps: each has its own, because ranks may run the later steps in any order."""
+
+_SIZED_TAG = 1 << 29
+"""The first of as many tags for messages of described operations. A tag is a hash of the operation and the length: gloo
+ends the process if a message is longer than its receiver expects, and leaves memory uninitialised if it is shorter."""
+
+_KEPT = 32
+"""The operations whose descriptions are kept."""
 
 _REDUCED_AT_ONCE = 1 << 15
 """The total bytes of all ranks up to which every rank reduces everything: one turn instead of two."""
@@ -170,11 +180,36 @@ def _wait_aside(monitor: Monitor, work: dist.Work, *timeout: timedelta) -> None:
         raise errors[0]
 
 
+class Posted:
+    """A described operation and its messages.
+
+    Attributes:
+        key: Its number among the collectives, or among the messages to or from one rank.
+        call: Its description.
+        sends: The bytes to each rank.
+        recvs: The bytes from each rank.
+    """
+
+    def __init__(self, key: int, call: Described, turn: int = 0, like: Posted | None = None) -> None:
+        self.key, self.call, self._turn = key, call, turn
+        self.sends: dict[int, int] = {} if like is None else like.sends
+        self.recvs: dict[int, int] = {} if like is None else like.recvs
+
+    def tag(self, nbytes: int) -> int:
+        """Return the tag of its messages of this length."""
+        mixed = ((self.key * _FACTOR + self.call[0]) * _FACTOR + self._turn) * _FACTOR + nbytes
+        return _SIZED_TAG + mixed % _PRIME
+
+
+_FACTOR, _PRIME = 1_000_003, 536_870_909
+
+
 class Gloo(_Group):
     """The backend for tensors on the CPU over a gloo group.
 
     Attributes:
         monitor: The monitor, which finds out why a connection broke; None if the group has none.
+        log: The last described operations.
     """
 
     moves_any_dtype = True
@@ -185,6 +220,11 @@ class Gloo(_Group):
         self._members: Sequence[int] = range(self.size)
         self._channel = 0
         self._turns = itertools.count()
+        self.log: deque[Posted] = deque(maxlen=_KEPT)
+        self._number, self._messages = 0, Counter[tuple[str, int]]()
+
+    def compare(self, error: Callable[[str], DisagreementError], who: str) -> None:
+        self.compares, self.call = True, OWN
 
     def among(self, ranks: Sequence[int], channel: int) -> Gloo:
         """Return a backend among some of the ranks, over the same connections.
@@ -199,22 +239,41 @@ class Gloo(_Group):
         return part
 
     def _exchange(
-        self, sends: Iterable[Transfer], recvs: Iterable[Transfer], tag: int | None = None
+        self, sends: Iterable[Transfer], recvs: Iterable[Transfer], tag: int | Posted | None = None
     ) -> Sequence[Pending]:
-        tag = self._tag(_TAG) if tag is None else tag
+        tag = self._begun() if tag is None else tag
         posted = [self._post(self._group.recv, tensor, self._members[peer], tag) for tensor, peer in recvs]
         return posted + [self._post(self._group.send, tensor, self._members[peer], tag) for tensor, peer in sends]
+
+    def announce(self) -> None:
+        """Describe the collective that ``call`` is about before its first message is posted."""
+        self._begun()
 
     def _tag(self, tag: int) -> int:
         return tag + _TAGS * self._channel
 
-    def _turn(self) -> int:
-        """Return the tag of the next operation of all ranks."""
-        return _TURN_TAG + self._channel % _TURN_CHANNELS * _TURNS + next(self._turns) % _TURNS
+    def _begun(self) -> int | Posted:
+        """Return the tag of the first messages of an operation of all ranks."""
+        if self.call is None or self.call is OWN:
+            return self._tag(_TAG)
+        self._number += 1
+        self.log.append(posted := Posted(self._number, self.call))
+        return posted
 
-    def _post(self, fn: Callable[..., dist.Work], tensor: torch.Tensor, peer: int, tag: int) -> _Posted:
+    def _turn(self, is_first: bool = False) -> int | Posted:
+        """Return the tag of the next messages of an operation of all ranks, or of its first ones."""
+        turn = next(self._turns)
+        if self.call is None or self.call is OWN:
+            return _TURN_TAG + self._channel % _TURN_CHANNELS * _TURNS + turn % _TURNS
+        return self._begun() if is_first else Posted(self._number, self.call, 1, self.log[-1])
+
+    def _post(self, fn: Callable[..., dist.Work], tensor: torch.Tensor, peer: int, tag: int | Posted) -> _Posted:
+        nbytes = tensor.nbytes
+        if isinstance(tag, Posted):
+            way = tag.sends if fn.__name__ == "send" else tag.recvs
+            way[peer], tag = way.get(peer, 0) + nbytes, tag.tag(nbytes)
         try:
-            return _Posted(self, fn([tensor], peer, tag), peer, tensor.nbytes >= _LARGE)
+            return _Posted(self, fn([tensor], peer, tag), peer, nbytes >= _LARGE)
         except RuntimeError as error:  # the connection had broken before
             if self.monitor is None:
                 error.peer = peer  # type: ignore[attr-defined]  # as in ``_Posted.wait``
@@ -248,7 +307,15 @@ class Gloo(_Group):
         return self._message(self._group.recv, tensor, src)
 
     def _message(self, fn: Callable[..., dist.Work], tensor: torch.Tensor, peer: int) -> Pending:
-        return self._post(fn, tensor, self._members[peer], self._tag(_SEND_TAG)) if tensor.numel() else ENDED
+        if self.call is None or self.call is OWN:
+            return self._post(fn, tensor, self._members[peer], self._tag(_SEND_TAG)) if tensor.numel() else ENDED
+        self._messages[way := (fn.__name__, peer)] += 1
+        posted = Posted(self._messages[way], (-dtype_code(tensor.dtype), 0))
+        self.log.append(posted)
+        if tensor.numel():
+            return self._post(fn, tensor, self._members[peer], posted)
+        (posted.sends if fn.__name__ == "send" else posted.recvs)[peer] = 0
+        return ENDED
 
     def all_gather_upto(self, rows: torch.Tensor, nbytes: int) -> TorchWork:
         every = rows.unbind()
@@ -256,7 +323,7 @@ class Gloo(_Group):
         return TorchWork(self._exchange(self._others([mine] * self.size), self._others(every)), keep=[rows])
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> TorchWork:
-        (parent, children), turn = _branch(self.rank, self.size, root), self._turn()
+        (parent, children), turn = _branch(self.rank, self.size, root), self._turn(is_first=True)
         if not tensor.numel():
             return TorchWork()
 

@@ -14,18 +14,21 @@ forbidden.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
 from easydist.data.plan import split_bounds
+from easydist.errors import DisagreementError
 from easydist.memory import copy
+from easydist.shm.calls import Calls
 from easydist.shm.mailbox import Mailbox
 from easydist.shm.segment import Segment
-from easydist.shm.slots import COLLECTIVES, POINT_TO_POINT, Need, Slots
+from easydist.shm.slots import COLLECTIVES, POINT_TO_POINT, Differ, Need, Slots, unequal
 from easydist.shm.steps import Place, Steps
 from easydist.shm.streams import Guard, Streams, Task
 from easydist.transport.backend import Backend
+from easydist.transport.described import GOES_ON, OWN, dtype_code, text
 from easydist.transport.reduce_op import ReduceOp, check_reducible, combine
 from easydist.transport.work import ENDED, Pending
 
@@ -70,7 +73,9 @@ class Shm(Backend):
     def __init__(self, segment: Segment, rank: int, size: int, guard: Guard) -> None:
         self.rank, self.size = rank, size
         slots = Slots(segment, rank, size)
-        self._steps, self._streams = Steps(slots), Streams(slots, guard)
+        self._calls = calls = Calls(slots)
+        self._steps, self._streams = Steps(slots, calls), Streams(slots, calls, guard)
+        calls.restart = self._steps.restart
         self._reduced_at_once = min(_REDUCED_AT_ONCE, slots.slot)
         self._mailboxes: dict[int, Mailbox] = {}
         self._begun = 0
@@ -85,6 +90,15 @@ class Shm(Backend):
         """
         return Slots.nbytes(size, slot)
 
+    def compare(self, error: Callable[[str], DisagreementError], who: str) -> None:
+        self._calls.error_of = lambda dispute: error(text(dispute, f"{who} {GOES_ON}"))
+        self.compares = self._calls.compares = True
+        self.call = OWN
+
+    def _word(self) -> int:
+        """Return the word of the collective that begins; 0 if calls are not compared."""
+        return 0 if self.call is None else self._calls.begin(*self.call)
+
     def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> Pending:
         address, nbytes = output.data_ptr(), data.nbytes
         rows = [(address + r * nbytes, nbytes) for r in range(self.size)]
@@ -93,14 +107,16 @@ class Shm(Backend):
     def all_gather_upto(self, rows: torch.Tensor, nbytes: int) -> Pending:
         address, stride = rows.data_ptr(), rows.shape[1]
         places = [address + r * stride for r in range(self.size)]
-        return self._step(self._steps.share_upto(places, nbytes), rows)
+        return self._step(self._steps.share_upto(places, nbytes, self._word()), rows)
 
     def all_gather_v(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> Pending:
         return self._step(self._share(_place(data), list(map(_place, outputs))), *outputs, data)
 
     def all_gather_parts(self, outputs: Sequence[Sequence[torch.Tensor]], parts: Sequence[torch.Tensor]) -> Pending:
         rows = [list(map(_place, row)) for row in zip(*outputs, strict=True)]
-        return self._step(self._steps.share(list(map(_place, parts)), rows), *itertools.chain(*outputs), *parts)
+        return self._step(
+            self._steps.share(list(map(_place, parts)), rows, self._word()), *itertools.chain(*outputs), *parts
+        )
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Pending:
         return self.all_reduce_from(tensor, tensor, op)
@@ -108,16 +124,16 @@ class Shm(Backend):
     def all_reduce_from(self, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> Pending:
         check_reducible(data.dtype, op)
         reduce = _reduce_at_once if data.nbytes <= self._reduced_at_once else _reduce_in_shares
-        return self._step(reduce(self._steps, output, data, op), output, data)
+        return self._step(reduce(self._steps, output, data, op, self._word()), output, data)
 
     def barrier(self) -> Pending:
-        return self._step(self._steps.meet())
+        return self._step(self._steps.meet(self._word()))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
         return self.broadcast_parts([tensor], root)
 
     def broadcast_parts(self, tensors: Sequence[torch.Tensor], root: int) -> Pending:
-        return self._step(self._steps.spread(list(map(_place, tensors)), root), *tensors)
+        return self._step(self._steps.spread(list(map(_place, tensors)), root, self._word()), *tensors)
 
     def all_to_all_v(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Pending:
         _copy(outputs[self.rank], inputs[self.rank])
@@ -137,16 +153,23 @@ class Shm(Backend):
 
     def send(self, tensor: torch.Tensor, dst: int) -> Pending:
         self._streams.check()
-        put = self._put(POINT_TO_POINT, dst, tensor)
+        put = self._put(POINT_TO_POINT, dst, tensor, self._kind(tensor))
         return ENDED if put is None else self._message(put, tensor)
 
     def recv(self, tensor: torch.Tensor, src: int) -> Pending:
-        return self._message(self._take(POINT_TO_POINT, src, tensor), tensor)
+        return self._message(self._take_message(src, tensor, self._kind(tensor)), tensor)
 
     def _message(self, task: Task, tensor: torch.Tensor) -> Pending:
         operation = self._streams.begin([task], tensor)
         operation.is_collective = False
         return operation
+
+    def _kind(self, tensor: torch.Tensor) -> int:
+        """Return the kind of a message: its epoch and, if it is not part of a verb, its dtype."""
+        if self.call is None:
+            return 0
+        self._calls.check()
+        return self._calls.high | (dtype_code(tensor.dtype) if self.call is not OWN else 0)
 
     def mailbox(self, peer: int) -> Mailbox:
         """Return the mailbox for short messages to and from another rank; they never mix with other messages."""
@@ -170,13 +193,15 @@ class Shm(Backend):
 
     def _share(self, mine: Place, rows: Sequence[Place]) -> Iterator[Need]:
         if max([nbytes for _, nbytes in rows]) <= self._steps.slots.slot:
-            return self._steps.share_small(mine, rows)
-        return self._steps.share([mine], [[row] for row in rows])
+            return self._steps.share_small(mine, rows, self._word())
+        return self._steps.share([mine], [[row] for row in rows], self._word())
 
     def _step(self, task: Iterator[Need], *keep: torch.Tensor) -> Pending:
         self._begun += 1
+        if self._calls.is_entering:
+            task = self._calls.entered(task)
         operation = self._streams.begin([(None, task)], keep)
-        if operation.left:  # others may wait for it while this rank does something else
+        if operation.left and not self.compares:  # others may wait for it while this rank does something else
             self._steps.slots.show_begun(self._begun)
         return operation
 
@@ -186,27 +211,45 @@ class Shm(Backend):
         Empty tensors are sent, too: the other rank may expect data, and must not take the next message for it.
         """
         self._streams.check()
-        tasks = []
+        word, tasks = self._word(), list[Task]()
         for peer, tensor in sends:
-            if peer != self.rank and (put := self._put(COLLECTIVES, peer, tensor)):
+            if peer != self.rank and (put := self._put(COLLECTIVES, peer, tensor, word)):
                 tasks.append(put)
         for peer, tensor in recvs:
             if peer != self.rank:
-                tasks.append(self._take(COLLECTIVES, peer, tensor))
+                tasks.append(self._take(peer, tensor, word))
+        if self._calls.is_entering:
+            tasks = [(key, self._calls.entered(task)) for key, task in tasks]
         return self._streams.begin(tasks, (sends, recvs)) if tasks else ENDED
 
-    def _put(self, channel: int, peer: int, tensor: torch.Tensor) -> Task | None:
+    def _put(self, channel: int, peer: int, tensor: torch.Tensor, kind: int) -> Task | None:
         """Return the task that sends a tensor; None if the pipe has taken it at once."""
         pipe = self._steps.slots.pipe_to(channel, peer)
         address, nbytes = tensor.data_ptr(), tensor.nbytes
-        if self._streams.is_idle(pipe) and pipe.put_whole(address, nbytes):
+        is_free = not (channel == COLLECTIVES and self._calls.is_entering) and self._streams.is_idle(pipe)
+        if is_free and pipe.put_whole(address, nbytes, kind):
             return None
-        return pipe, pipe.put(address, nbytes)
+        return pipe, pipe.put(address, nbytes, kind)
 
-    def _take(self, channel: int, peer: int, tensor: torch.Tensor) -> Task:
-        """Return the task that receives a tensor."""
-        pipe = self._steps.slots.pipe_from(channel, peer)
-        return pipe, pipe.take(tensor.data_ptr(), tensor.nbytes)
+    def _take(self, peer: int, tensor: torch.Tensor, word: int) -> Task:
+        """Return the task that receives a tensor of a collective."""
+        pipe, calls = self._steps.slots.pipe_from(COLLECTIVES, peer), self._calls
+        differ: Differ = _unequal
+        if word:
+            differ = lambda rank, kind, found, expected: calls.differ(word, rank, found, expected)  # noqa: E731
+        return pipe, pipe.take(tensor.data_ptr(), tensor.nbytes, word, differ)
+
+    def _take_message(self, peer: int, tensor: torch.Tensor, kind: int) -> Task:
+        """Return the task that receives a message."""
+        pipe, calls = self._steps.slots.pipe_from(POINT_TO_POINT, peer), self._calls
+        differ: Differ = _unequal
+        if self.call is not None:
+            differ = lambda rank, found, n, expected: calls.differ_in_message(kind, rank, (found, n), expected)  # noqa: E731
+        return pipe, pipe.take(tensor.data_ptr(), tensor.nbytes, kind, differ)
+
+
+def _unequal(rank: int, kind: int, found: int, expected: int) -> Exception:
+    return unequal(rank, found, expected)
 
 
 def _place(tensor: torch.Tensor) -> Place:
@@ -223,22 +266,17 @@ def _view(slots: Slots, rank: int, half: int, like: torch.Tensor, begin: int = 0
     return slots.memory[offset : offset + like.nbytes].view(like.dtype)
 
 
-def _reduce_at_once(steps: Steps, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> Iterator[Need]:
+def _reduce_at_once(steps: Steps, output: torch.Tensor, data: torch.Tensor, op: ReduceOp, word: int) -> Iterator[Need]:
     """Reduce in one step: every rank reduces everything."""
     slots = steps.slots
     copy((yield from steps.own_slot(half := steps.next_half())), *_place(data))
-    yield from _reach_with(steps, half, data.nbytes)
+    yield from steps.reach_with(half, data.nbytes, word)
     output.copy_(combine(op, [data if r == slots.rank else _view(slots, r, half, data) for r in range(slots.size)]))
 
 
-def _reach_with(steps: Steps, half: int, nbytes: int) -> Iterator[Need]:
-    """Publish slot ``half``, and wait until all ranks have published theirs, with data of the same length."""
-    yield from steps.all_reach(steps.publish_data(half, nbytes))
-    for rank in steps.slots.others:
-        steps.check_length(rank, half, nbytes)
-
-
-def _reduce_in_shares(steps: Steps, output: torch.Tensor, data: torch.Tensor, op: ReduceOp) -> Iterator[Need]:
+def _reduce_in_shares(
+    steps: Steps, output: torch.Tensor, data: torch.Tensor, op: ReduceOp, word: int
+) -> Iterator[Need]:
     """Reduce in two steps per slotful: every rank reduces its share of the elements, and all collect the shares."""
     slots, item = steps.slots, data.itemsize
     size = slots.slot // item
@@ -249,7 +287,7 @@ def _reduce_in_shares(steps: Steps, output: torch.Tensor, data: torch.Tensor, op
         slot = yield from steps.own_slot(half := steps.next_half())
         copy(slot, address, item * begin)  # skip this rank's own share, which no other rank reads
         copy(slot + item * stop, address + item * stop, nbytes - item * stop)
-        yield from _reach_with(steps, half, data.nbytes)
+        yield from steps.reach_with(half, data.nbytes, word)
         _reduce_share(slots, half, target, piece, range(begin, stop, _BLOCK), op)
         yield from steps.all_reach(steps.publish(half))
         for rank in slots.others:

@@ -1,0 +1,71 @@
+"""The reductions of ``torch.distributed`` as easydist's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from easydist.torch_backend.rendezvous import NAME
+from easydist.transport.reduce_op import ReduceOp, check_reducible
+from easydist.transport.work import Begun
+
+_OPS: dict[Any, ReduceOp] = {
+    dist.ReduceOp.SUM: ReduceOp.SUM,
+    dist.ReduceOp.AVG: ReduceOp.AVG,
+    dist.ReduceOp.PRODUCT: ReduceOp.PRODUCT,
+    dist.ReduceOp.MIN: ReduceOp.MIN,
+    dist.ReduceOp.MAX: ReduceOp.MAX,
+}
+
+
+def reduction(operation: str, opts: Any, tensors: Any) -> ReduceOp:
+    """Return the reduction that torch's options ask for, after checking it before any byte moves.
+
+    Args:
+        operation: The name of the operation.
+        opts: torch's options; None means a sum.
+        tensors: The tensors to reduce.
+
+    Raises:
+        ValueError: It is not supported, or not for the dtype.
+    """
+    asked = dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
+    op = premultiplied(opts) or _OPS.get(asked)
+    if op is None:
+        known = ", ".join([*(known.name for known in _OPS), "PREMUL_SUM"])
+        raise ValueError(f"{operation}: {NAME} reduces with {known}, got {getattr(asked, 'name', asked)}; use gloo")
+    for dtype in {tensor.dtype for tensor in tensors}:
+        if op is ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
+            raise ValueError(f"{operation}: AVG needs floating point, got {dtype}; use SUM and divide")
+        check_reducible(dtype, plain(op))
+    return op
+
+
+def premultiplied(opts: Any) -> ReduceOp | None:
+    """Return ``PREMUL_SUM`` with its factor if torch's options ask for it; FSDP2 does so for its divide factor."""
+    if opts is None or opts.reduceOp.op != dist.ReduceOp.PREMUL_SUM:
+        return None
+    _, factor = opts.reduceOp.__getstate__()  # torch has no other way to read it
+    return ReduceOp.PREMUL_SUM(factor)
+
+
+def plain(op: ReduceOp) -> ReduceOp:
+    """Return the reduction of values that have been multiplied by its factor already."""
+    return ReduceOp.SUM if op.is_scaled else op
+
+
+def scaled(op: ReduceOp, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values to reduce: a new tensor if they are multiplied by a factor first."""
+    return op.scaled(tensor) if op.is_scaled else tensor
+
+
+def begin_all_reduce(backend: Any, flat: torch.Tensor, op: ReduceOp) -> Begun:
+    """Begin to reduce a flat tensor in place."""
+    begun: Begun
+    if op.is_scaled:
+        begun = backend.all_reduce_from(flat, op.scaled(flat), ReduceOp.SUM)
+    else:
+        begun = backend.all_reduce(flat, op)
+    return begun

@@ -1,0 +1,183 @@
+"""Descriptions of calls, by which ranks compare them: as a number, and as a text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from easydist.shm.calls import ABSENT, EQUAL, NOT_BEGUN, UNKNOWN, Call, Dispute, Message
+from easydist.transport.reduce_op import OP_BIT, RedOpType, ReduceOp
+
+_NAMES = (
+    "a call of easydist",
+    "all_gather",
+    "all_gather_single",
+    "all_gather_upto",
+    "all_gather_v",
+    "all_gather_parts",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "all_to_all_v_single",
+    "barrier",
+    "broadcast",
+    "broadcast_parts",
+    "gather",
+    "gather_single",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_v",
+    "scatter",
+    "window",
+    "init_device_mesh",
+    "send",
+    "recv",
+    "batch_op",
+)
+_EQUAL = {
+    "all_gather",
+    "all_gather_single",
+    "all_reduce",
+    "all_to_all_single",
+    "broadcast",
+    "gather_single",
+    "reduce",
+    "reduce_scatter_single",
+}
+_DTYPES = sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}, key=str)
+_DTYPE, _ROOT = 6, 18
+"""The lowest bits of the dtype and the root in a code. The name is before them; the reduction is between them."""
+
+_NAME_CODES = {name: code | EQUAL * (name in _EQUAL) for code, name in enumerate(_NAMES, 1)}
+_NAME_CODES["all_reduce_from"] = _NAME_CODES["all_reduce"]
+_DTYPE_CODES = {dtype: code + 1 << _DTYPE for code, dtype in enumerate(_DTYPES)}
+
+Described = tuple[int, int]
+"""The code of a call, and its number of elements."""
+
+OWN: Described = (1, 0)
+"""The description of every exchange that is part of one of easydist's verbs, which compare their calls themselves."""
+
+
+def described(
+    name: str, tensor: torch.Tensor | None = None, root: int | None = None, op: ReduceOp | None = None
+) -> Described:
+    """Return the description of a call.
+
+    Args:
+        name: The name of the operation.
+        tensor: The tensor whose dtype and number of elements describe the data; None if there is no data.
+        root: The root.
+        op: The reduction.
+    """
+    code = _NAME_CODES[name]
+    if root is not None:
+        code |= root + 1 << _ROOT
+    if op is not None:
+        code |= op.code
+    if tensor is None:
+        return code, 0
+    return code | _DTYPE_CODES[tensor.dtype], tensor.numel()
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """Return the part of a code that stands for a dtype."""
+    return _DTYPE_CODES[dtype]
+
+
+def text_of(call: Call) -> str:
+    """Return the description of a call as text.
+
+    Example:
+        >>> text_of(Call(*described("broadcast", torch.zeros(3), root=1)))
+        'broadcast(3 elements of float32, root=1)'
+    """
+    if call.code in _STATES:
+        return _STATES[call.code]
+    if call.code == OWN[0]:
+        return _NAMES[0]
+    op, root = call.code >> OP_BIT & 15, call.code >> _ROOT & 0xFFF
+    parts = [_elements(call.code, call.numel)] if _dtype_of(call.code) else []
+    parts += [RedOpType(op - 1).name] if op else []
+    parts += [f"{_PEERS.get(_name_of(call), 'root')}={root - 1}"] if root else []
+    return f"{_name_of(call)}({', '.join(parts)})"
+
+
+_PEERS = {"send": "dst", "recv": "src"}
+_STATES = {
+    UNKNOWN: "has gone on to later calls",
+    NOT_BEGUN: "has not come to this call yet",
+    ABSENT: "takes no part in it",
+}
+
+
+def _name_of(call: Call) -> str:
+    return _NAMES[(call.code & (1 << _DTYPE) - 1) - 1]
+
+
+def _dtype_of(code: int) -> torch.dtype | None:
+    number = code >> _DTYPE & 0xFF
+    return _DTYPES[number - 1] if number else None
+
+
+def _elements(code: int, numel: int) -> str:
+    name = str(_dtype_of(code)).removeprefix("torch.")
+    return f"{numel} element{'s' * (numel != 1)} of {name}"
+
+
+def _size(code: int, nbytes: int) -> str:
+    dtype = _dtype_of(code)
+    return f"{nbytes} bytes" if dtype is None or nbytes % dtype.itemsize else _elements(code, nbytes // dtype.itemsize)
+
+
+GOES_ON = "has dropped what was under way, and goes on with the next call."
+BROKEN = "is broken. recover() makes a new one."
+
+
+def text(dispute: Dispute, end: str) -> str:
+    """Return the text of the error about a difference.
+
+    Args:
+        dispute: The difference.
+        end: What has become of the communicator: its name, and ``GOES_ON`` or ``BROKEN``.
+
+    Example:
+        >>> one, other = (Call(*described("all_reduce", torch.zeros(n), op=ReduceOp.SUM)) for n in (4, 8))
+        >>> print(text(Dispute([one, other], None), f"The communicator 'main' {GOES_ON}"))
+        all_reduce: the ranks made different calls
+          rank 0: all_reduce(4 elements of float32, SUM)
+          rank 1: all_reduce(8 elements of float32, SUM)
+        Every rank has to make the same calls in the same order, with the same dtypes and sizes.
+        The communicator 'main' has dropped what was under way, and goes on with the next call.
+    """
+    if dispute.message is not None and _is_bare(dispute):
+        return _text_of_message(dispute.message, dispute.calls, end)
+    names = dict.fromkeys(_name_of(call) for call in dispute.calls if call.code >= 0)
+    rows = [f"  rank {rank}: {text_of(call)}" for rank, call in enumerate(dispute.calls)]
+    if dispute.message is not None:
+        rows.append(_row(dispute.message, max(call.code for call in dispute.calls)))
+    head = f"{' and '.join(names)}: the ranks made different calls"
+    return "\n".join([head, *rows, _SAME, end])
+
+
+_SAME = "Every rank has to make the same calls in the same order, with the same dtypes and sizes."
+
+
+def _row(message: Message, code: int) -> str:
+    sent, awaited = _size(code, message.sent), _size(code, message.awaited)
+    return f"  rank {message.sender} passes {sent}, of which rank {message.receiver} expects {awaited}"
+
+
+def _is_bare(dispute: Dispute) -> bool:
+    """True if the message is not part of a collective: the codes are only the dtypes of the two ranks."""
+    return all(not call.code & (1 << _DTYPE) - 1 and call.code >= 0 for call in dispute.calls)
+
+
+def _text_of_message(message: Message, calls: Sequence[Call], end: str) -> str:
+    sent, awaited = (_size(calls[rank].code, nbytes) for rank, nbytes in zip(message[:2], message[2:], strict=True))
+    return (
+        f"send and recv: rank {message.sender} sends {sent}, but rank {message.receiver} expects {awaited}\n"
+        f"Pass tensors of the same dtype and size to both.\n{end}"
+    )

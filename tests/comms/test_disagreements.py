@@ -1,0 +1,174 @@
+"""Communicators whose ranks call different operations, or one with arguments that do not match."""
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+from differing import DTYPES, EQUAL, OPERATIONS, OPS, REDUCING, ROOTED, begin, demand_one_error, play
+from launching import examples, within
+
+from easydist.comms import CommDisagreement, ReduceOp, new_comm
+from easydist.testing import distributed
+
+SEEDS = int(os.environ["EASYDIST_SEEDS"]) if "EASYDIST_SEEDS" in os.environ else None
+
+
+def made(name="main", backend="shm", hints=None):
+    return new_comm(backend, torch.device("cpu"), name, timeout=timedelta(seconds=within(20)), hints=hints)
+
+
+def differing(comm, name, mine, other):
+    """All ranks but the last one begin an operation with some arguments, the last one with others, or another one."""
+    is_last = comm.get_rank() == comm.get_size() - 1
+    begin(comm, **({"name": name} | (other if is_last else mine)))
+    comm.barrier(False)
+
+
+@distributed(world_size=[2, 3, 4])
+def test_the_error_names_the_call_of_each_rank(rank, world_size):
+    comm = made()
+    text = demand_one_error(lambda: differing(comm, "all_reduce", {}, {"numel": 8, "op": ReduceOp.MAX}), comm)
+    same = "".join(f"  rank {r}: all_reduce(4 elements of float32, SUM)\n" for r in range(world_size - 1))
+    assert text == (
+        f"all_reduce: the ranks made different calls\n{same}"
+        f"  rank {world_size - 1}: all_reduce(8 elements of float32, MAX)\n"
+        "Every rank has to make the same calls in the same order, with the same dtypes and sizes.\n"
+        "The communicator 'main' has dropped what was under way, and goes on with the next call."
+    )
+    with pytest.raises(CommDisagreement) as caught:
+        differing(comm, "barrier", {}, {"name": "all_reduce"})
+    assert isinstance(caught.value, RuntimeError)
+    assert not comm.is_broken
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPERATIONS)
+@distributed(world_size=[2, 3, 4], timeout=within(60))
+def test_an_operation_against_all_others(name, rank, world_size):
+    comm = made()
+    for other in OPERATIONS:
+        if other != name:
+            text = demand_one_error(lambda other=other: differing(comm, name, {}, {"name": other}), comm)
+            assert f"{name}(" in text
+            assert f"{other}(" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name != "barrier"])
+@distributed(world_size=[2, 3, 4], timeout=within(60))
+def test_an_operation_with_other_arguments(name, rank, world_size):
+    comm, others = made(), [{"numel": n} for n in (0, 5, 300_000)] + [{"dtype": dtype} for dtype in DTYPES[1:]]
+    others += [{"numel": 300_000, "dtype": torch.int32}]
+    others += [{"root": 1}] * (name in ROOTED) + [{"op": op} for op in OPS[1:] if name in REDUCING]
+    for other in others:
+        demand_one_error(lambda other=other: differing(comm, name, {}, other), comm)
+        demand_one_error(lambda other=other: differing(comm, name, {"numel": 200_000}, other | {"numel": 1}), comm)
+
+
+@pytest.mark.slow
+@distributed(world_size=[2, 3, 4])
+def test_messages_that_differ(rank, world_size):
+    comm = made()
+
+    def exchange(sent, awaited):
+        if rank < 2:
+            begin(comm, "send", **sent) if rank == 0 else begin(comm, "recv", **awaited)
+        comm.barrier(False)
+
+    text = demand_one_error(lambda: exchange({"numel": 4}, {"numel": 5}), comm)
+    assert text == (
+        "send and recv: rank 0 sends 4 elements of float32, but rank 1 expects 5 elements of float32\n"
+        "Pass tensors of the same dtype and size to both.\n"
+        "The communicator 'main' has dropped what was under way, and goes on with the next call."
+    )
+    text = demand_one_error(lambda: exchange({}, {"dtype": torch.int32}), comm)
+    assert "rank 0 sends 4 elements of float32, but rank 1 expects 4 elements of int32" in text
+    demand_one_error(lambda: exchange({"numel": 4_000_000}, {}), comm)
+    demand_one_error(lambda: exchange({}, {"numel": 4_000_000}), comm)
+    demand_one_error(lambda: begin(comm, "ring", numel=4 + rank).wait() or comm.barrier(False), comm)
+
+
+@pytest.mark.slow
+@distributed(world_size=[2, 3, 4])
+def test_windows_and_works_that_differ(rank, world_size):
+    comm = made()
+    run = lambda: comm.window_allocate(64) if rank else comm.barrier(False)  # noqa: E731
+    assert "window" in demand_one_error(run, comm)
+
+    def works():
+        begun = [begin(comm, "all_reduce", numel=4 + (rank == 1 and i == 2), async_op=True) for i in range(5)]
+        for work in reversed(begun):
+            work.wait()
+
+    demand_one_error(works, comm)
+    dropped = begin(comm, "all_reduce", numel=4 + rank, async_op=True)
+    demand_one_error(lambda: comm.barrier(False), comm)
+    with pytest.raises(CommDisagreement):
+        dropped.wait()
+    demand_one_error(lambda: begin(comm, "all_gather_v", numel=3 + (rank == 0)) and comm.barrier(False), comm)
+
+
+@pytest.mark.slow
+@pytest.mark.stress
+@distributed(world_size=[2, 3, 4], timeout=within(120))
+def test_drawn_programs_in_which_one_operation_differs(rank, world_size):
+    """``EASYDIST_SEEDS=7`` plays only the seed 7."""
+    comm = made()
+    for seed in range(examples(60)) if SEEDS is None else [SEEDS]:
+        demand_one_error(lambda seed=seed: play(comm, seed), comm)
+
+
+GLOO = {
+    "size": ("all_reduce", {}, {"numel": 8}),
+    "dtype": ("all_gather", {}, {"dtype": torch.int32}),
+    "op": ("all_reduce", {"numel": 100_000}, {"numel": 100_000, "op": ReduceOp.MAX}),
+    "root": ("broadcast", {}, {"root": 1}),
+    "operation": ("gather", {}, {"name": "all_to_all"}),
+    "empty": ("all_gather_v", {"numel": 0}, {"numel": 3}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", GLOO)
+@distributed(world_size=[2, 3, 4], timeout=within(60))
+def test_waits_over_gloo_end_before_the_limit(what, rank, world_size):
+    comm, (name, mine, other) = made(backend="gloo"), GLOO[what]
+    text = demand_one_error(lambda: differing(comm, name, mine, other), comm, goes_on=False)
+    assert text.endswith("The communicator 'main' is broken. recover() makes a new one.")
+    assert f"  rank 0: {name}(" in text
+    with pytest.raises(RuntimeError, match="is broken"):
+        comm.barrier(False)
+
+
+@pytest.mark.slow
+@distributed(world_size=[2, 3, 4], timeout=within(60))
+def test_messages_over_gloo_that_differ(rank, world_size):
+    comm = made(backend="gloo")
+
+    def exchange():
+        if rank < 2:
+            begin(comm, "send", numel=4) if rank == 0 else begin(comm, "recv", numel=5)
+        comm.barrier(False)
+
+    text = demand_one_error(exchange, comm, goes_on=False)
+    assert text.startswith("send and recv: rank 0 sends 4 elements of float32, but rank 1 expects 5 elements")
+
+
+@pytest.mark.slow
+@distributed(world_size=[2, 3, 4], timeout=within(60))
+def test_headers_before_operations_over_gloo(rank, world_size):
+    comm = made(backend="gloo", hints={"check": "1"})
+    for name in OPERATIONS:
+        for other in ({"numel": 5}, {"dtype": torch.int32}, {"name": "barrier"}):
+            if name != "barrier" and (other.get("numel") is None or name in EQUAL):
+                demand_one_error(lambda name=name, other=other: differing(comm, name, {}, other), comm)
+    one, two = (made(f"hint {i}", "gloo") for i in range(2))
+    asked = {"check": "1"}
+    demand_one_error(lambda: one.all_reduce(torch.ones(4 + rank), ReduceOp.SUM, False, hints=asked), one)
+    if rank < 2:
+        send = lambda: two.send(torch.ones(4), 1, False, hints=asked)  # noqa: E731
+        recv = lambda: two.recv(torch.ones(5), 0, False, hints=asked)  # noqa: E731
+        with pytest.raises(CommDisagreement, match=r"rank 0: send\(4 elements of float32, dst=1\)"):
+            recv() if rank else send()
+    begin(two, "all_reduce")
