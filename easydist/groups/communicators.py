@@ -143,7 +143,7 @@ class Communicators:
         self._recovery: Recovery | None = None
         if control is not None:
             self._use(control)
-        self.has_met = self.size == 1
+        self.has_met = self._is_recorded = self.size == 1
         self._waits_in_cpp = True
         self._pid = os.getpid()
 
@@ -249,7 +249,7 @@ class Communicators:
             self._data["cpu"] = self.control = self._over(near, 0)
         self.monitor.waits_in_memory = self.control.get_backend() == "shm"
         self._waits_in_cpp = isinstance(self.control.backend, Gloo | Hierarchical)
-        first.conclude()
+        self._is_recorded = first.conclude()
         self.monitor.is_awaited, self.has_met = False, True
 
     def _use(self, control: Collectives) -> None:
@@ -377,7 +377,9 @@ class Communicators:
         if self._recovery is None:
             if known is not None:
                 known.recovers()
-            has_met = known is not None or FirstMeeting(self._store, self.monitor).look(self.has_met, timeout)
+            has_met = known is not None or FirstMeeting(self._store, self.monitor).look(
+                self.has_met and self._is_recorded, timeout
+            )
             self._recovery = Recovery(known or self.monitor, self._store, has_met)
         return self._recovery.run(timeout, connect)
 

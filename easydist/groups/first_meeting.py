@@ -14,6 +14,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from easydist.errors import PeerLostError, RemoteError
 from easydist.liveness import texts
+from easydist.liveness.limited import NoAnswerError
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.page import own_page
 from easydist.liveness.peer import Peer, record
@@ -42,36 +43,44 @@ class FirstMeeting:
                 told = record(own_page(), self._monitor.entry, False).decode()
                 self._store.set(f"who/{self._monitor.rank}", told)
 
-    def conclude(self) -> None:
+    def conclude(self) -> bool:
         """Record that the ranks have met, after the meeting.
+
+        Returns:
+            False if the store is silent, so that another rank may have recorded the opposite; else True.
 
         Raises:
             RemoteError: Another rank, which has not met the others, is already recovering the group.
         """
-        answer = None
-        if self._store is not None:
-            with contextlib.suppress(RuntimeError):
-                answer = self._store.set_first("met", _MET)
+        if self._store is None:
+            return True
+        try:
+            answer = self._store.set_first("met", _MET)
+        except RuntimeError:  # a store that is gone contradicts nobody
+            return True
         if answer == _NOT_MET.encode():
             error = RemoteError(texts.unmet(self._monitor.operation))
             error.is_final = True
             self._monitor.give_up(error)
             self._monitor.raise_if_broken()
+        return answer is not None
 
     def look(self, has_met: bool, timeout: float) -> bool:
         """Return True if the ranks have met, so that this rank knows all others; called before recovering.
 
         Args:
-            has_met: True if this rank knows that they have met.
+            has_met: True if this rank knows that they have met, and that the store says so.
             timeout: Seconds in which the store has to answer.
 
         Raises:
-            PeerLostError: The store is gone or silent, and this rank does not know all others.
+            PeerLostError: The store is silent, or it is gone and this rank does not know all others.
         """
         if has_met:
             return True
         try:
             return self._store is not None and self._look(self._store, time.monotonic() + timeout)
+        except NoAnswerError as error:  # others may agree in the store when it answers again
+            raise PeerLostError(texts.unrecoverable(self._monitor.rank, self._monitor.name, True)) from error
         except RuntimeError as error:
             if all(peer.pid is not None for peer in self._monitor.peers.values()):
                 return True  # the meeting had got far enough for this rank to know all others
@@ -79,15 +88,22 @@ class FirstMeeting:
 
     def _look(self, store: TimedStore, deadline: float) -> bool:
         self.announce()
-        answer = store.set_first("met", _NOT_MET)
-        while answer is None:
-            if time.monotonic() >= deadline:
-                raise RuntimeError("the store does not answer")
-            time.sleep(POLL)
-            answer = store.get("met")
-        for rank in self._monitor.peers:
-            if (told := store.get(f"who/{rank}", rank)) is not None:
-                self._monitor.peers[rank] = Peer(rank, told)
+        answer = store.set_first("met", _NOT_MET) or _awaited(store, "met", deadline)
         if answer not in (_MET.encode(), _NOT_MET.encode()):
             raise damaged(in_store("met"), answer)
-        return answer == _MET.encode()
+        has_met = answer == _MET.encode()
+        for rank in self._monitor.peers:
+            key = f"who/{rank}"
+            # All that have met must know all others, or some would agree on pages and some in the store.
+            told = _awaited(store, key, deadline, rank) if has_met else store.get(key, rank)
+            if told is not None:
+                self._monitor.peers[rank] = Peer(rank, told)
+        return has_met
+
+
+def _awaited(store: TimedStore, key: str, deadline: float, by: int | None = None) -> bytes:
+    while (value := store.get(key, by)) is None:
+        if time.monotonic() >= deadline:
+            raise NoAnswerError(f"the store does not answer, or {key} is not set")
+        time.sleep(POLL)
+    return value

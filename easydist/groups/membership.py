@@ -152,7 +152,7 @@ class Membership:
         self._deadline, self._end = now + timeout, now + timeout + 3 * limit
         self._since = self._not_before = now
         self._wished_since: float | None = None
-        self._ballot, self._is_connecting = Ballot.NONE, False
+        self._ballot = Ballot.NONE
         self._mine = before or Register()
 
     def begin(self) -> list[Action]:
@@ -194,7 +194,6 @@ class Membership:
         if ended_now := self._ended() or self.tick(now):
             return ended_now
         if self._mine == before and self._may_connect(registers, ended):
-            self._is_connecting = True
             return [Connect(before.slot, before.members)]
         return [Read()] if self._mine == before else [Write(self._mine), Read()]
 
@@ -241,7 +240,7 @@ class Membership:
         if is_settled and slot == self._mine.slot + 1:
             stage = self._mine.stage  # CONNECTED or FAILED: the decision does not change it
         self._mine = Register(stage, slot, members, is_settled)
-        self._ballot, self._is_connecting = Ballot.NONE, False
+        self._ballot = Ballot.NONE
         self._since, self._wished_since, self._not_before = now, None, now
 
     def _peers(self, registers: Sequence[Register]) -> list[Register]:
@@ -287,7 +286,7 @@ class Membership:
     def _may_connect(self, registers: Sequence[Register], ended: AbstractSet[int]) -> bool:
         """True if all members wait for this rank to connect."""
         mine = self._mine
-        if mine.stage != Stage.READY or self._is_connecting or self._ballot is not Ballot.NONE:
+        if mine.stage != Stage.READY or self._ballot is not Ballot.NONE:
             return False
         ready = (_is_at(registers[rank], mine.slot, Stage.READY) for rank in mine.members if rank != self._rank)
         return ended.isdisjoint(mine.members) and all(ready)

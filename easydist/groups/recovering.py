@@ -33,6 +33,7 @@ from easydist.liveness.monitor import Monitor
 from easydist.liveness.timed_store import POLL, TimedStore, reached, served
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 TIMEOUT = 60.0
 """Seconds within which living ranks have to come."""
@@ -104,6 +105,7 @@ class Recovery:
         self._served: Store | None = None
         self._is_done = False
         self._on_pages = False
+        self._registers: Registers
         _kept.append(monitor)
 
     def run(self, timeout: float, connect: Callable[[Attempt], T]) -> Recovered[T]:
@@ -122,14 +124,8 @@ class Recovery:
         if self._is_done:
             raise RuntimeError(ALREADY_RECOVERED)
         self.monitor.recovers()
-        registers = self._registers()
-        try:
-            found = self._play(self._machine(timeout), registers, connect)
-        except RuntimeError as error:
-            if isinstance(error, EasydistError) or self._on_pages:
-                raise
-            self._has_met = True  # the store is gone and cannot contradict this; continue on pages, which all can read
-            found = self._play(self._machine(timeout), self._pages(error), connect)
+        self._registers = self._found_registers()
+        found = self._play(self._machine(timeout), connect)
         self._is_done = True
         self.monitor.retire()
         return found
@@ -138,19 +134,29 @@ class Recovery:
         monitor = self.monitor
         return Membership(monitor.rank, monitor.size, time.monotonic(), timeout, LIMIT, self._told.register)
 
-    def _pages(self, error: RuntimeError) -> Registers:
-        """Return the registers on pages, which ranks of one host still have when the store is gone.
+    def _reach(self, access: Callable[[Registers], U]) -> U:
+        """Read or write the registers. Once the store is gone, ranks of one host continue on their pages.
+
+        The store is gone for all ranks, and each has written its page before the store. So nothing that was decided in
+        the store is lost.
 
         Raises:
-            PeerLostError: The ranks are not on one host, or not all of them are known.
+            PeerLostError: The store is gone, and the ranks are not on one host, or not all of them are known.
         """
-        self._timed = None
         try:
-            return self._registers()
-        except PeerLostError as lost:
-            raise lost from error
+            return access(self._registers)
+        except RuntimeError as error:
+            if isinstance(error, EasydistError) or self._on_pages:
+                raise
+            self._has_met, self._timed = True, None  # the store cannot contradict this any more
+            try:
+                self._registers = self._found_registers()
+            except PeerLostError as lost:
+                raise lost from error
+            self._registers.write(self._told)
+        return access(self._registers)
 
-    def _registers(self) -> Registers:
+    def _found_registers(self) -> Registers:
         monitor = self.monitor
         if self._has_met and monitor.own_page is not None and are_on_one_host(monitor.peers, monitor.entry):
             self._on_pages = True
@@ -163,7 +169,7 @@ class Recovery:
             raise PeerLostError(texts.unrecoverable(monitor.rank, monitor.name))
         return StoreRegisters(self._timed, monitor.rank, monitor.size, monitor.own_page, monitor.entry)
 
-    def _play(self, machine: Membership, registers: Registers, connect: Callable[[Attempt], T]) -> Recovered[T]:
+    def _play(self, machine: Membership, connect: Callable[[Attempt], T]) -> Recovered[T]:
         """Carry out the actions until the last one."""
         made: T | None = None
         actions = machine.begin()
@@ -171,7 +177,7 @@ class Recovery:
             while True:
                 *written, last = actions
                 for action in written:
-                    self._write(action, registers)
+                    self._write(action)
                 if isinstance(last, Return):
                     assert made is not None
                     return Recovered(last.members, made, tuple(self._heard[rank].host for rank in last.members))
@@ -181,28 +187,27 @@ class Recovery:
                     made = self._connected(last, connect)
                     actions = machine.connected(time.monotonic(), made is not None)
                 else:
-                    actions = self._look(machine, registers)
+                    actions = self._look(machine)
         except BaseException as error:
-            is_of_store = isinstance(error, RuntimeError) and not isinstance(error, EasydistError)
-            if not is_of_store and not isinstance(error, LeftOutError | CollectiveTimeout):
-                with contextlib.suppress(RuntimeError):  # the store may be gone
-                    self._write(machine.interrupted()[0], registers)
+            if not isinstance(error, LeftOutError | CollectiveTimeout):
+                with contextlib.suppress(RuntimeError, PeerLostError):  # the store may be gone
+                    self._write(machine.interrupted()[0])
             raise
 
-    def _write(self, action: Action, registers: Registers) -> None:
+    def _write(self, action: Action) -> None:
         assert isinstance(action, Write)
         address = self._told.address
         if action.register.stage == Stage.READY and action.register.members[0] == self.monitor.rank:
             address = self._address(action.register)
-        self._told = Told(action.register, self._host, address)
-        registers.write(self._told)
+        told = self._told = Told(action.register, self._host, address)
+        self._reach(lambda registers: registers.write(told))
 
-    def _look(self, machine: Membership, registers: Registers) -> list[Action]:
+    def _look(self, machine: Membership) -> list[Action]:
         """Read until all registers have been read, or the time is over; return the next actions."""
         while True:
             # Sleep between writing and reading: a switch in the scheduler orders this process's memory accesses.
             time.sleep(POLL)
-            now, heard = time.monotonic(), registers.read()
+            now, heard = time.monotonic(), self._reach(lambda registers: registers.read())
             if heard is not None:
                 self._heard = heard
                 return machine.heard(now, [told.register for told in heard], self._ended(heard))

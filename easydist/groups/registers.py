@@ -162,7 +162,7 @@ class StoreRegisters:
         found = []
         for rank in range(self._size):
             text = None if rank == self._rank else self._store.get(key := f"recover/{rank}", rank)
-            if self._store.is_silent:
+            if rank != self._rank and not self._store.has_answered:
                 return None
             found.append(self._mine if rank == self._rank else Told.from_json(text, in_store(key)))
         return found

@@ -121,14 +121,24 @@ class _Page:
         return self._text(_start(entry) + _PLACE, _start(entry) + _MADE)
 
     def _versions(self, entry: int) -> tuple[int, str]:
-        """Return the number and the text of a register's last complete version; number 0 if there is none."""
-        return max(self._version(_start(entry) + _REGISTER + half * _VERSION_NBYTES) for half in (0, 1))
+        """Return the number and the text of a register's last complete version; number 0 if there is none.
 
-    def _version(self, start: int) -> tuple[int, str]:
-        number, check, length = _VERSION.unpack_from(self._memory, start)
-        text = self._memory[start + _VERSION.size : start + min(_VERSION.size + length, _VERSION_NBYTES)]
-        is_whole = length and check == zlib.crc32(text, number)
-        return (number, text.decode()) if is_whole else (0, "")
+        A reader that is stopped between the halves may find one half old, and the other one being written again. So it
+        looks until two looks are equal.
+        """
+        seen = None
+        while seen != (halves := [self._version(entry, half) for half in (0, 1)]):
+            seen = halves
+        number, text = max(halves)
+        return number, text.decode() if number else ""
+
+    def _version(self, entry: int, half: int) -> tuple[int, bytes]:
+        """Return the number and the text of a half; number 0 if it is being written, or has not been written yet."""
+        start = _start(entry) + _REGISTER + half * _VERSION_NBYTES
+        found = self._memory[start : start + _VERSION_NBYTES]
+        number, check, length = _VERSION.unpack_from(found)
+        text = found[_VERSION.size : _VERSION.size + length]
+        return (number, text) if length and check == zlib.crc32(text, number) else (0, found)
 
     def _write(self, start: int, stop: int, text: bytes) -> None:
         text = text[: stop - start - 8]

@@ -199,11 +199,11 @@ def not_recovered(rank: int, name: str) -> str:
     )
 
 
-def unrecoverable(rank: int, name: str) -> str:
-    """Return the text for survivors that cannot agree because their store is gone."""
+def unrecoverable(rank: int, name: str, is_silent: bool = False) -> str:
+    """Return the text for survivors that cannot agree because their store is gone, or does not answer."""
+    why = "does not answer" if is_silent else "is gone, and so is the rank that hosted it"
     return (
-        f"recover: rank {rank} cannot agree with the survivors of {_group(name)}: the store that they need is "
-        "gone, and so is the rank that hosted it\n"
+        f"recover: rank {rank} cannot agree with the survivors of {_group(name)}: the store that they need {why}\n"
         "On one host, survivors need no store once the ranks have made a call. On several hosts, let the launcher "
         "host it (torchrun, easydist run), or a process that does not end (init_process_group(store=...))."
     )

@@ -35,10 +35,14 @@ class TimedStore:
 
     Args:
         store: The store.
+
+    Attributes:
+        has_answered: True if the last question was answered in time. ``is_silent`` may have changed since.
     """
 
     def __init__(self, store: Store) -> None:
         self._store, self._seal = store, seal()
+        self.has_answered = False
         self._unanswered: Future[Any] | None = None
         self._caller: Caller | None = None
 
@@ -153,7 +157,7 @@ class TimedStore:
         return int(within(seconds, lambda: self._store.add(key, amount)))
 
     def _ask(self, question: Callable[[], T], is_lasting: bool = False) -> T | None:
-        asked = functools.partial(_answered, question)
+        asked, self.has_answered = functools.partial(_answered, question), False
         if self.is_silent:
             if is_lasting and self._caller is not None:
                 self._unanswered = self._caller.begin(asked)  # it stays silent until this is done, too
@@ -161,7 +165,9 @@ class TimedStore:
         caller, self._caller = self._caller or idle_caller(), None
         answer = caller.begin(asked)
         try:
-            return answer.result(PATIENCE)
+            value = answer.result(PATIENCE)
+            self.has_answered = True
+            return value
         except Unanswered:
             return None
         finally:  # also after Ctrl-C

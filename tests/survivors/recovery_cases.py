@@ -1,0 +1,139 @@
+"""Situations of one process that recovers, which no schedule leads to, or too rarely.
+
+Each case takes the modules (``random_recoveries.loaded``), so that mutants can be tried.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import simulated_recovery
+
+from easydist.errors import LeftOutError, PeerLostError
+from easydist.groups.membership import Failure, Raise, Register, Stage
+from easydist.groups.registers import Told
+
+
+def peer(is_gone=False, has_left=False, is_visible=True):
+    return SimpleNamespace(rank=1, is_gone=lambda: is_gone, has_left=lambda: has_left, is_visible=is_visible)
+
+
+def recovery(modules, one=None, lost=None, **fields):
+    """Return the recovery of rank 0 of two, whose peer is this one, and which has heard that a rank is lost."""
+    error = None if lost is None else PeerLostError("gather: a rank is lost")
+    if error is not None:
+        error.rank = lost
+    made = object.__new__(modules[0].Recovery)
+    made.monitor = SimpleNamespace(rank=0, name="g", peers={1: one or peer()}, broken=error)
+    made.__dict__.update(fields)
+    return made
+
+
+def who_has_ended_or_left_is_not_waited_for(modules):
+    there = [Told(Register(Stage.HERE))] * 2
+    assert recovery(modules, peer())._ended(there) == set()
+    assert recovery(modules, peer(is_gone=True))._ended(there) == {1}
+    assert recovery(modules, peer(has_left=True))._ended(there) == {1}
+
+
+def a_lost_rank_of_another_host_is_not_waited_for(modules):
+    away, there = [Told()] * 2, [Told(Register(Stage.HERE))] * 2
+    remote = peer(is_visible=False)
+    assert recovery(modules, remote, lost=1)._ended(away) == {1}
+    assert recovery(modules, remote, lost=1)._ended(there) == set()  # it has come after all
+    assert recovery(modules, remote, lost=0)._ended(away) == set()
+    assert recovery(modules, peer(), lost=1)._ended(away) == set()  # it lives, and may come
+
+
+def a_process_serves_one_store(modules):
+    simulated_recovery.begin(None)
+    simulated_recovery.WORLD.step = lambda: None
+    one = recovery(modules, _served=None, _on_pages=True, _timed=None)
+    assert one._address(Register(slot=3)) == one._address(Register(slot=5)) == "1"
+
+
+def a_silent_store_does_not_answer(modules):
+    for is_silent in (False, True):
+        timed = SimpleNamespace(check=lambda keys: False, is_silent=is_silent)
+        assert recovery(modules, _timed=timed)._answers() is not is_silent
+
+
+def who_is_left_out_is_told_so(modules):
+    error = modules[0]._error(Raise(Failure.LEFT_OUT, (1,)), recovery(modules).monitor)
+    assert isinstance(error, LeftOutError)
+    assert error.members == (1,)
+
+
+def a_silent_store_decides_when_it_answers_again(modules):
+    """Then others may have agreed in it; so knowing all others is not enough."""
+    monitor = SimpleNamespace(rank=0, name="g", entry=0, peers={1: SimpleNamespace(pid=7)})
+    first = modules[1].FirstMeeting(None, monitor)
+    first._store = SimpleNamespace(set=lambda *_: None, set_first=lambda *_: None, get=lambda *_: None)
+    simulated_recovery.begin(None)
+    simulated_recovery.WORLD.step = later
+    with pytest.raises(PeerLostError, match="does not answer"):
+        first.look(False, 1.0)
+
+
+def all_have_to_be_known_where_the_ranks_have_met(modules):
+    """Else this rank would agree in the store, and those that know all others on their pages."""
+    seen = {"met": b"yes"}
+    monitor = SimpleNamespace(rank=0, name="g", entry=0, peers={1: SimpleNamespace(pid=None)})
+    first = modules[1].FirstMeeting(None, monitor)
+    first._store = SimpleNamespace(
+        set=lambda *_: None, set_first=lambda *_: b"yes", get=lambda key, by=None: seen.get(key)
+    )
+    world = simulated_recovery.begin(None)
+    world.processes = [SimpleNamespace(host="a"), SimpleNamespace(host="a", is_dead=False)]
+    world.current = world.processes[0]
+    world.step = lambda seconds: (seen.update({"who/1": b"told"}), later(seconds))
+    assert first.look(False, 1.0)
+    assert monitor.peers[1].pid is not None
+
+
+def an_unanswered_read_is_no_register(modules):
+    """The store may answer again just after that, and is not silent any more."""
+    store = SimpleNamespace(get=lambda *_: None, has_answered=False, is_silent=False)
+    assert modules[0].StoreRegisters(store, 0, 2, None, -1).read() is None
+
+
+def the_page_is_written_before_the_store(modules):
+    """So whoever finds the store gone finds on the pages all that was decided in the store."""
+    written = []
+    store = SimpleNamespace(set=lambda *_: written.append("store"))
+    page = SimpleNamespace(set_register=lambda *_: written.append("page"))
+    modules[0].StoreRegisters(store, 0, 2, page, 0).write(Told())
+    assert written == ["page", "store"]
+
+
+def pages_need_all_ranks_on_this_host(modules):
+    peers = {1: SimpleNamespace(shares_pages=True), 2: SimpleNamespace(shares_pages=False)}
+    assert not modules[0].are_on_one_host(peers, 0)
+
+
+def time_is_taken_before_reading(modules):
+    """A process that is stopped in the middle must not leave out those that came meanwhile."""
+    world = simulated_recovery.begin(None)
+    world.step = later
+    one = recovery(modules, _registers=SimpleNamespace(read=lambda: later(5.0) or [Told(), Told()]))
+    machine = SimpleNamespace(heard=lambda now, registers, ended: now)
+    assert one._look(machine) < 1.0
+
+
+def later(seconds):
+    simulated_recovery.WORLD.now += seconds
+    assert simulated_recovery.WORLD.now < 9.0, "it waits without an end"
+
+
+CASES = [
+    who_has_ended_or_left_is_not_waited_for,
+    a_lost_rank_of_another_host_is_not_waited_for,
+    a_process_serves_one_store,
+    a_silent_store_does_not_answer,
+    who_is_left_out_is_told_so,
+    a_silent_store_decides_when_it_answers_again,
+    all_have_to_be_known_where_the_ranks_have_met,
+    an_unanswered_read_is_no_register,
+    the_page_is_written_before_the_store,
+    pages_need_all_ranks_on_this_host,
+    time_is_taken_before_reading,
+]
