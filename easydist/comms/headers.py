@@ -10,10 +10,8 @@ import torch
 from easydist.comms.failures import CommDisagreement
 from easydist.shm.calls import ABSENT, EQUAL, Call, Dispute
 from easydist.transport.backends.c10d import Gloo
-from easydist.transport.described import GOES_ON, OWN, Described, text
+from easydist.transport.described import GOES_ON, OWN, PAIRS, Described, text
 from easydist.transport.work import wait
-
-_PAIRS = ("send", "recv")
 
 
 def is_asked(hints: Mapping[str, str] | None) -> bool | None:
@@ -36,7 +34,7 @@ def compare(backend: Gloo, name: str, call: Described, peer: int | None, limit: 
         CommDisagreement: They differ; all ranks raise the same error before any data moves.
     """
     mine = torch.tensor(call, dtype=torch.int64)
-    if name in _PAIRS and peer is not None:
+    if name in PAIRS and peer is not None:
         calls = [Call(ABSENT, 0)] * backend.size
         theirs = torch.empty_like(mine)
         wait(backend.batch([(mine, peer)], [(theirs, peer)]), limit)
@@ -49,7 +47,7 @@ def compare(backend: Gloo, name: str, call: Described, peer: int | None, limit: 
         rows = mine.new_empty(backend.size, 2)
         wait(backend.all_gather_single(rows.view(-1), mine), limit)
         calls = pair = [Call(*row) for row in rows.tolist()]
-    if _differ(pair, name in _PAIRS):
+    if _differ(pair, name in PAIRS):
         raise CommDisagreement(text(Dispute(calls, None), f"{who} {GOES_ON}"))
 
 

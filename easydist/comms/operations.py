@@ -28,7 +28,7 @@ from easydist.transport.backend import Backend
 from easydist.transport.backends.c10d import Gloo
 from easydist.transport.checked import About, Begin, Hints, checked_timeout
 from easydist.transport.comm import Collectives
-from easydist.transport.described import BROKEN, OWN, Described, described, text
+from easydist.transport.described import BROKEN, MESSAGE, OWN, PAIRS, Described, described, text
 from easydist.transport.staging import Staging
 from easydist.transport.work import TorchWork, handle
 
@@ -75,7 +75,7 @@ class Operations(Collectives):
     def _compare(self, name: str, call: Described, about: About, limit: timedelta | None) -> None:
         """Exchange headers with the ranks that take part in the operation."""
         if name != "batch_op":
-            peer = about[1] if name in ("send", "recv") else None
+            peer = about[1] if name in PAIRS else None
             assert isinstance(self._backend, Gloo)
             headers.compare(self._backend, name, call, peer, limit, f"The communicator {self._name!r}")
 
@@ -207,10 +207,9 @@ class Operations(Collectives):
             raise RuntimeError(self._two_at_once(mine, other))
         try:
             if (backend := self._backend).compares:
-                call = described(name, *about)
                 if self._is_checked:
-                    self._compare(name, call, about, waits)
-                backend.call = call
+                    self._compare(name, described(name, *about), about, waits)
+                backend.call = MESSAGE if name in PAIRS else described(name, *about)
                 begun = begin()
                 backend.call = OWN
             else:

@@ -52,13 +52,18 @@ _DTYPE, _ROOT = 6, 18
 
 _NAME_CODES = {name: code | EQUAL * (name in _EQUAL) for code, name in enumerate(_NAMES, 1)}
 _NAME_CODES["all_reduce_from"] = _NAME_CODES["all_reduce"]
-_DTYPE_CODES = {dtype: code + 1 << _DTYPE for code, dtype in enumerate(_DTYPES)}
+DTYPE_CODES = {dtype: code + 1 << _DTYPE for code, dtype in enumerate(_DTYPES)}
+"""The part of a code that stands for a dtype."""
 
 Described = tuple[int, int]
 """The code of a call, and its number of elements."""
 
 OWN: Described = (1, 0)
 """The description of every exchange that is part of one of easydist's verbs, which compare their calls themselves."""
+
+PAIRS = frozenset(["send", "recv"])
+MESSAGE: Described = (0, 0)
+"""The description of a message: the backend looks at its tensor."""
 
 
 def described(
@@ -79,12 +84,7 @@ def described(
         code |= op.code
     if tensor is None:
         return code, 0
-    return code | _DTYPE_CODES[tensor.dtype], tensor.numel()
-
-
-def dtype_code(dtype: torch.dtype) -> int:
-    """Return the part of a code that stands for a dtype."""
-    return _DTYPE_CODES[dtype]
+    return code | DTYPE_CODES[tensor.dtype], tensor.numel()
 
 
 def text_of(call: Call) -> str:

@@ -25,7 +25,7 @@ from easydist.data.plan import split_sizes
 from easydist.errors import DisagreementError
 from easydist.liveness.monitor import Monitor
 from easydist.transport.backend import Backend, Transfer, set_to
-from easydist.transport.described import OWN, Described, dtype_code
+from easydist.transport.described import DTYPE_CODES, OWN, Described
 from easydist.transport.reduce_op import RedOpType, ReduceOp, combine
 from easydist.transport.work import ENDED, Pending, TorchWork
 from easydist.typing import Device
@@ -188,10 +188,12 @@ class Posted:
         call: Its description.
         sends: The bytes to each rank.
         recvs: The bytes from each rank.
+        room: The length of the receivers' memory if they do not know that of the message; else None.
     """
 
     def __init__(self, key: int, call: Described, turn: int = 0, like: Posted | None = None) -> None:
         self.key, self.call, self._turn = key, call, turn
+        self.room: int | None = None
         self.sends: dict[int, int] = {} if like is None else like.sends
         self.recvs: dict[int, int] = {} if like is None else like.recvs
 
@@ -270,8 +272,8 @@ class Gloo(_Group):
     def _post(self, fn: Callable[..., dist.Work], tensor: torch.Tensor, peer: int, tag: int | Posted) -> _Posted:
         nbytes = tensor.nbytes
         if isinstance(tag, Posted):
-            way = tag.sends if fn.__name__ == "send" else tag.recvs
-            way[peer], tag = way.get(peer, 0) + nbytes, tag.tag(nbytes)
+            way, length = tag.sends if fn.__name__ == "send" else tag.recvs, tag.room or nbytes
+            way[peer], tag = way.get(peer, 0) + length, tag.tag(length)
         try:
             return _Posted(self, fn([tensor], peer, tag), peer, nbytes >= _LARGE)
         except RuntimeError as error:  # the connection had broken before
@@ -310,7 +312,7 @@ class Gloo(_Group):
         if self.call is None or self.call is OWN:
             return self._post(fn, tensor, self._members[peer], self._tag(_SEND_TAG)) if tensor.numel() else ENDED
         self._messages[way := (fn.__name__, peer)] += 1
-        posted = Posted(self._messages[way], (-dtype_code(tensor.dtype), 0))
+        posted = Posted(self._messages[way], (-DTYPE_CODES[tensor.dtype], 0))
         self.log.append(posted)
         if tensor.numel():
             return self._post(fn, tensor, self._members[peer], posted)
@@ -320,7 +322,10 @@ class Gloo(_Group):
     def all_gather_upto(self, rows: torch.Tensor, nbytes: int) -> TorchWork:
         every = rows.unbind()
         mine = every[self.rank][: max(1, nbytes)]  # the others cannot know that it is empty, and wait for a message
-        return TorchWork(self._exchange(self._others([mine] * self.size), self._others(every)), keep=[rows])
+        tag = self._begun()
+        if isinstance(tag, Posted):
+            tag.room = rows.shape[1]
+        return TorchWork(self._exchange(self._others([mine] * self.size), self._others(every), tag), keep=[rows])
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> TorchWork:
         (parent, children), turn = _branch(self.rank, self.size, root), self._turn(is_first=True)

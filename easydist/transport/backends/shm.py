@@ -28,7 +28,7 @@ from easydist.shm.slots import COLLECTIVES, POINT_TO_POINT, Differ, Need, Slots,
 from easydist.shm.steps import Place, Steps
 from easydist.shm.streams import Guard, Streams, Task
 from easydist.transport.backend import Backend
-from easydist.transport.described import GOES_ON, OWN, dtype_code, text
+from easydist.transport.described import DTYPE_CODES, GOES_ON, OWN, text
 from easydist.transport.reduce_op import ReduceOp, check_reducible, combine
 from easydist.transport.work import ENDED, Pending
 
@@ -97,7 +97,7 @@ class Shm(Backend):
 
     def _word(self) -> int:
         """Return the word of the collective that begins; 0 if calls are not compared."""
-        return 0 if self.call is None else self._calls.begin(*self.call)
+        return 0 if (call := self.call) is None else self._calls.begin(*call)
 
     def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> Pending:
         address, nbytes = output.data_ptr(), data.nbytes
@@ -168,8 +168,9 @@ class Shm(Backend):
         """Return the kind of a message: its epoch and, if it is not part of a verb, its dtype."""
         if self.call is None:
             return 0
-        self._calls.check()
-        return self._calls.high | (dtype_code(tensor.dtype) if self.call is not OWN else 0)
+        calls = self._calls
+        calls.check()
+        return calls.high if self.call is OWN else calls.high | DTYPE_CODES[tensor.dtype]
 
     def mailbox(self, peer: int) -> Mailbox:
         """Return the mailbox for short messages to and from another rank; they never mix with other messages."""
