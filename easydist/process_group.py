@@ -4,6 +4,7 @@ Importing this module registers it. ``import easydist`` alone does not: as soon 
 leaves the default backend of ``init_process_group("cpu:gloo")`` undefined.
 """
 
+import easydist.torch_backend.registration  # noqa: F401 - registers the backend
 from easydist.torch_backend.group import SharedMemoryGroup
 from easydist.torch_backend.rendezvous import NAME
 

@@ -51,7 +51,7 @@ def _made(comm: TorchComm, store: Store) -> Any:
         return GlooGroup(store, comm.get_rank(), comm.get_size(), backend.process_group)
     if comm.get_device().type != "cpu":
         return backend._group  # type: ignore[attr-defined]
-    from easydist.torch_backend.group import SharedMemoryGroup  # importing it registers a backend that few need
+    from easydist.torch_backend.group import SharedMemoryGroup  # few need it
 
     size = comm.get_size()
     monitor = comm.monitor or Monitor(comm.get_rank(), size, comm.time_limit.total_seconds())

@@ -8,10 +8,8 @@ Operations move on by themselves, as gloo's do (``easydist.shm.streams``).
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -31,7 +29,6 @@ from easydist.torch_backend.reductions import begin_all_reduce, plain, reduction
 from easydist.torch_backend.rendezvous import NAME, met
 from easydist.torch_backend.work import GroupWork, Target, Tensors, all_bytes, dense, seen
 from easydist.transport.backend import Backend
-from easydist.transport.backends.solo import Solo
 from easydist.transport.checked import About
 from easydist.transport.described import OWN, described
 from easydist.transport.reduce_op import ReduceOp, combine
@@ -496,26 +493,3 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
 def _about(targets: Sequence[Target], root: int | None = None, op: ReduceOp | None = None) -> About:
     return targets[0].dense if targets else None, root, op
-
-
-def _create(store: Store, rank: int, size: int, timeout: timedelta) -> SharedMemoryGroup:
-    """Create a group with this backend, for torch."""
-    if size == 1:
-        return SharedMemoryGroup(Solo(), store, timeout, Monitor(0, 1, timeout.total_seconds()))
-    meeting, own, backend = met(store, rank, size, timeout)
-    group = SharedMemoryGroup(backend, own, timeout, meeting.monitor)
-    meeting.look_to(group.guard)
-    return group
-
-
-def _at_exit() -> None:
-    """Wait for collectives that other ranks may need, as gloo does, unless an exception ends the process."""
-    if not hasattr(sys, "last_value"):
-        for group in tuple(dist.distributed_c10d._world.pg_map):
-            if isinstance(group, SharedMemoryGroup):
-                group.finish()
-
-
-atexit.register(_at_exit)
-if NAME not in dist.Backend.backend_list:
-    dist.Backend.register_backend(NAME, _create, devices=["cpu"])
