@@ -228,6 +228,8 @@ class Cell:
     def _lost(self, lost: Sequence[int]) -> RankLostError:
         texts = [f"{named([rank])} is lost: {_end(self._ranks[rank])}" for rank in lost]
         released = self._released()
+        if heard := [rank for rank in self._failed if self._has_heard(rank)]:
+            texts.append(f"{named(heard)} waited for {'it' if len(lost) == 1 else 'them'}, and raised PeerLostError")
         advice = (
             f"cluster.restart(ranks={sorted(lost)}) replaces {'it' if len(lost) == 1 else 'them'}, and the others keep "
             "their variables; cluster.restart() starts all ranks again."
@@ -235,6 +237,11 @@ class Cell:
         if len(lost) == len(self._everyone):
             advice = "cluster.restart() starts them again."
         return RankLostError.of("\n".join([*texts, *filter(None, [released]), advice]), self._ranks[lost[0]])
+
+    def _has_heard(self, rank: int) -> bool:
+        """True if a wait of the rank has ended by itself because another one is lost."""
+        outcome = self.outcomes[rank]
+        return outcome.wait is None and outcome.error.get("ename") == "PeerLostError"
 
     def _interrupted(self) -> str:
         if busy := self.running:
