@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import operator
 from collections.abc import Mapping, Sequence
@@ -258,8 +259,8 @@ class TorchComm(Operations):
     def finalize(self) -> None:
         """Release the communicator's resources; getters, ``split`` and sub-communicators still work.
 
-        Ranks may call it at different times: what this rank has sent still arrives, and an operation of another rank
-        that needs more of it raises ``CommPeerLost``.
+        Ranks may call it at different times: it waits for the collectives under way, what this rank has sent still
+        arrives, and an operation of another rank that needs more of it raises ``CommPeerLost``.
 
         Raises:
             RuntimeError: It was called before.
@@ -267,8 +268,17 @@ class TorchComm(Operations):
         if self._is_final:
             raise RuntimeError(f"TorchComm {self._name!r} already finalized")
         self._is_final = True
-        self._announce_leaving()
-        super().finalize()
+        try:
+            self._complete()
+        finally:
+            self._announce_leaving()
+            super().finalize()
+
+    def _complete(self) -> None:
+        """Wait until the collectives under way have ended, within the time limit: other ranks may need them."""
+        if self._failure is None:
+            with contextlib.suppress(Exception):  # their own waits raise it
+                self._backend.finish(self._time_limit)
 
     def _announce_leaving(self) -> None:
         """Tell the other ranks, in its operations and in verbs, that this rank has left."""

@@ -127,12 +127,12 @@ def _connect(connect: Callable[[Store, float], T], store: Store, monitor: Monito
     try:
         return connect(store, limit)
     except RuntimeError as error:
-        if not _is_of_connections(error):
+        if not is_of_connections(error):
             raise
         raise monitor.unconnected(limit) from error
 
 
-def _is_of_connections(error: RuntimeError) -> bool:
+def is_of_connections(error: RuntimeError) -> bool:
     """True unless torch cannot make such a group at all.
 
     The store's errors have types. gloo's are plain: "Gloo connectFullMesh failed with …", "Timed out …". The word gloo

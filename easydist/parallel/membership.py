@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from operator import index
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb, run
 from easydist.groups.communicators import Communicators
 from easydist.groups.known import SOLO, of_group, unregistered
-from easydist.liveness.limited import within
+from easydist.groups.registered import connected, registered
 from easydist.liveness.peer import host_id
-from easydist.liveness.rules import PATIENCE
 from easydist.state import ProcessState
+from easydist.state.default_group import default_group, is_recovered
 from easydist.verbs.objects import gather_object
 
 _Made = tuple["dist.ProcessGroup | None", "dist.ProcessGroup | None"]
 """The group for the CPU, and the group for the accelerator."""
 
+_c10d: Any = dist.distributed_c10d
+"""The module as ``Any``: the number of its next group is private."""
+
+_alone = itertools.count()
 _counts: dict[str, itertools.count[int]] = {}
 _known: weakref.WeakValueDictionary[str, Membership] = weakref.WeakValueDictionary()
 
@@ -42,14 +48,19 @@ def named(unique_name: str) -> Membership:
     return found
 
 
-class _Founding(Verb[None]):
-    """The agreement of all ranks of the world to create the same groups."""
+class _Founding(Verb[_Made]):
+    """The agreement of all ranks of the world to create the same groups, and their creation by ``make``."""
 
     operation = "GroupCoordinator"
     needs_data = False
 
-    def __init__(self, group_ranks: Sequence[Sequence[int]], arguments: dict[str, Any]) -> None:
-        self._lists, self._arguments = group_ranks, arguments
+    def __init__(
+        self,
+        group_ranks: Sequence[Sequence[int]],
+        arguments: dict[str, Any],
+        make: Callable[[Communicators], _Made] = lambda _: (None, None),
+    ) -> None:
+        self._lists, self._arguments, self._make = group_ranks, arguments, make
 
     def prepare(self, comms: Communicators) -> Call:
         lists = [[index(rank) for rank in ranks] for ranks in self._lists]
@@ -58,8 +69,11 @@ class _Founding(Verb[None]):
         told = {name: value for name, value in self._arguments.items() if name != "local_rank"}
         return Call({"group_ranks": lists, **told})
 
-    def result(self, comms: Communicators, agreed: Agreement, arrived: None) -> None:
-        return None
+    def exchange(self, comms: Communicators, agreed: Agreement) -> _Made:
+        return self._make(comms)
+
+    def result(self, comms: Communicators, agreed: Agreement, arrived: _Made) -> _Made:
+        return arrived
 
 
 def _check_lists(lists: Sequence[Sequence[int]], size: int) -> None:
@@ -105,8 +119,8 @@ class Membership:
         backend = str(torch_distributed_backend or "gloo")
         state = ProcessState()
         told = {"backend": backend, "use_device_communicator": bool(use_device_communicator), **options}
-        run(_Founding(group_ranks, {**told, "local_rank": local_rank}), state.communicators())
-        groups = _groups(group_ranks, state.process_index, backend, state.process_group)
+        make = functools.partial(_groups, group_ranks, backend)
+        groups = run(_Founding(group_ranks, {**told, "local_rank": local_rank}, make), state.communicators())
         ranks = next([*ranks] for ranks in group_ranks if state.process_index in ranks)
         self.use_device_communicator = bool(use_device_communicator)
         self._join(ranks, state.process_index, index(local_rank), group_name, groups)
@@ -208,18 +222,37 @@ def _unique(name: str) -> str:
     return f"{name}:{next(_counts.setdefault(name, itertools.count()))}"
 
 
-def _groups(lists: Sequence[Sequence[int]], rank: int, backend: str, world: dist.ProcessGroup | None) -> _Made:
+def _groups(lists: Sequence[Sequence[int]], backend: str, comms: Communicators) -> _Made:
     """Create the groups of all lists, in the same order on all ranks, and return those of this process."""
-    if world is None:
-        return None, None
+    world = ProcessState().process_group if comms.size == 1 else default_group()
     own: _Made = None, None
-    limit = timedelta(seconds=of_group(world).monitor.timeout)  # torch would use its own default
-    for ranks in lists:
-        cpu: Any = _new_group(ranks, limit, "gloo")
-        device: Any = cpu if backend == "gloo" else _new_group(ranks, limit, backend)
-        own = (cpu, device) if rank in ranks else own
+    if world is None:
+        return own
+    make = _in_own_store if is_recovered(world) else _by_torch
+    backends, count = list(dict.fromkeys(["gloo", backend])), _c10d._world.group_count
+    try:
+        for number, ranks in enumerate(lists):
+            made = [make(comms, world, [*ranks], name, number) for name in backends]
+            own = (made[0], made[-1]) if comms.rank in ranks else own
+    finally:
+        if make is _by_torch:  # its names have numbers, which must be equal on all ranks after a failure, too
+            _c10d._world.group_count = count + len(lists) * len(backends)
     return own
 
 
-def _new_group(ranks: Sequence[int], limit: timedelta, backend: str) -> Any:
-    return within(limit.total_seconds() + PATIENCE, lambda: dist.new_group([*ranks], limit, backend))
+def _by_torch(comms: Communicators, world: dist.ProcessGroup, ranks: list[int], backend: str, number: int) -> Any:
+    limit = timedelta(seconds=comms.monitor.timeout)  # torch would use its own default
+    make = functools.partial(dist.new_group, ranks, limit, backend)
+    return connected(make, comms.monitor, ranks, limit.total_seconds())
+
+
+def _in_own_store(comms: Communicators, world: dist.ProcessGroup, ranks: list[int], backend: str, number: int) -> Any:
+    """Create a group of survivors, whom torch's default group cannot connect: its store may be gone."""
+    if comms.rank not in ranks:
+        return None
+    limit = timedelta(seconds=comms.monitor.timeout)
+    call = comms.monitor.number or f"alone-{next(_alone)}"  # a world of one does not count its calls
+    name = f"{world.group_name}/coordinator/{call}/{number}/{backend}"
+    store, every = PrefixStore("coordinators", world.get_group_store()), dist.get_process_group_ranks(world)
+    told = [every[rank] for rank in ranks], ranks.index(comms.rank), backend, store, name, limit, "coordinator"
+    return connected(lambda: registered(*told), comms.monitor, ranks, limit.total_seconds())

@@ -19,6 +19,7 @@ from easydist.parallel import frames
 from easydist.parallel.frames import FAULT, WELL, Message
 from easydist.parallel.transfers import Part, Transfer
 from easydist.parallel.ways import Way, way_to
+from easydist.verbs.ranks import check_peer
 
 _CALLS = ("send_object", "send", "send_tensor_dict")
 _COUNTERPARTS = ("recv_object", "recv", "recv_tensor_dict")
@@ -42,11 +43,7 @@ class Pair:
     _way: Way
 
     def __init__(self, comms: Communicators, operation: str, name: str, peer: int) -> None:
-        if not 0 <= peer < comms.size or peer == comms.rank:
-            raise ValueError(
-                f"{operation}: {name}={peer} is not another rank of the group: it has {comms.size}, "
-                f"this is rank {comms.rank}"
-            )
+        check_peer(comms, operation, name, peer)
         self._comms, self._operation, self.peer = comms, operation, peer
 
     def post(self, kind: int, terms: dict[str, Any], body: torch.Tensor, data: Buffers) -> Transfer:

@@ -305,14 +305,18 @@ class Streams:
         late = {r for step, ranks in needs for r in ranks if step == NEVER or not self._slots.has_published(r, step)}
         return sorted(late)
 
-    def finish(self) -> None:
+    def finish(self, limit: timedelta | None = None) -> None:
         """Wait until the collectives under way have ended.
 
+        Args:
+            limit: The time limit of all waits together; None to leave it to the guard.
+
         Raises:
-            BaseException: The guard raised it; the operations have ended, too.
+            BaseException: The guard raised it, or the time is over; the operations have ended, too.
         """
+        ends = None if limit is None else time.monotonic() + limit.total_seconds()
         while operation := next((one for one in self._queued() if one.is_collective), None):
-            operation.wait()
+            operation.wait(None if ends is None else timedelta(seconds=max(0.0, ends - time.monotonic())))
 
     def _queued(self) -> list[Operation]:
         # Copies, as in ``_awaited``.

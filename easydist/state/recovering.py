@@ -15,6 +15,7 @@ from easydist.eager import eager
 from easydist.groups.communicators import timeout_of
 from easydist.groups.known import forget, of_group, retire, unregistered
 from easydist.groups.recovering import TIMEOUT, Attempt
+from easydist.groups.registered import registered
 from easydist.groups.standalone import gloo_group
 from easydist.liveness.limited import within
 from easydist.state.default_group import is_recovered, replace_default_group
@@ -26,7 +27,7 @@ from easydist.typing import Timeout
 C = TypeVar("C", bound=Collectives)
 
 _c10d: Any = dist.distributed_c10d
-"""The module as ``Any``: torch's function that makes a group from a store is private."""
+"""The module as ``Any``: what it knows of the groups is private."""
 
 
 @overload
@@ -123,7 +124,12 @@ def _connected(old: dist.ProcessGroup, attempt: Attempt) -> dist.ProcessGroup:
         unregistered.add(new)
     else:
         ranks = [dist.get_process_group_ranks(old)[member] for member in attempt.members]
-        new = _registered(old, attempt, ranks, name, attempt.left)
+        backend, limit = _c10d._world.pg_map[old][0], attempt.left
+        new = within(
+            limit.total_seconds(),
+            lambda: registered(ranks, attempt.rank, backend, attempt.store, name, limit, "recovered"),
+            discard=dist.destroy_process_group,
+        )
     # A group in shared memory has its own, because torch's function knows groups of gloo and NCCL only.
     new.set_timeout(timeout) if hasattr(new, "monitor") else _c10d._set_pg_timeout(timeout, new)
     try:
@@ -141,18 +147,3 @@ def _discard(new: dist.ProcessGroup) -> None:
         unregistered.discard(new)
     else:
         dist.destroy_process_group(new)
-
-
-def _registered(
-    old: dist.ProcessGroup, attempt: Attempt, ranks: Sequence[int], name: str, limit: timedelta
-) -> dist.ProcessGroup:
-    """Return a group that torch knows, made as by ``new_group``, but in its own store."""
-    backend = _c10d._world.pg_map[old][0]
-    told = len(ranks), attempt.rank, list(ranks), backend, attempt.store, name
-    new, _ = within(
-        limit.total_seconds(),
-        lambda: _c10d._new_process_group_helper(*told, timeout=limit, group_desc="recovered"),
-        discard=lambda late: dist.destroy_process_group(late[0]),
-    )
-    _c10d._world.pg_group_ranks[new] = {rank: place for place, rank in enumerate(ranks)}
-    return new  # type: ignore[no-any-return]

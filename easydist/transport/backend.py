@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 
@@ -126,8 +127,12 @@ class Backend(ABC):
         messages = [self.recv(*recv) for recv in recvs]
         return TorchWork(messages + [self.send(*send) for send in sends])
 
-    def finish(self) -> None:  # noqa: B027 - most backends' operations go on without them
-        """Wait until the collectives under way have ended, or raise because they cannot."""
+    def finish(self, limit: timedelta | None = None) -> None:  # noqa: B027 - most backends' operations go on alone
+        """Wait until the collectives under way have ended, or raise because they cannot.
+
+        Args:
+            limit: The time limit of all waits together; None to leave it to the guard of the waits.
+        """
 
     def compare(self, error: Callable[[str], DisagreementError], who: str) -> None:  # noqa: B027 - most cannot
         """Compare the ranks' operations from now on, as ``call`` describes them. All ranks call this.

@@ -150,11 +150,6 @@ class _Pair:
     """The messages of two ranks before the data: its kind, or an answer; a status; and the bytes."""
 
     def __init__(self, comms: Communicators, operation: str, name: str, peer: int, kind: int) -> None:
-        if not 0 <= peer < comms.size or peer == comms.rank:
-            raise ValueError(
-                f"{operation}: {name}={peer} is not another rank of the group: it has {comms.size}, "
-                f"this is rank {comms.rank}"
-            )
         self._comms, self._rank, self._operation, self._peer = comms, comms.rank, operation, peer
         self._kind, self._sends = kind, kind if name == "dst" else _ANSWER
         self._told: list[TorchWork] = []

@@ -278,3 +278,19 @@ def test_two_threads_work_on_two_communicators_and_not_on_one(rank, backend):
     for thread in threads:
         thread.join()
     assert sums == {"first": [2] * 50, "second": [2] * 50}
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_finalize_completes_the_collectives_under_way(rank):
+    """A rank drops its work and finalizes; the other one still gets the result."""
+    comm, store = made("shm"), dist.distributed_c10d._get_default_store()
+    large = torch.ones(1 << 22)
+    if rank == 0:
+        comm.all_reduce(large, ReduceOp.SUM, True)
+        store.set("finalizes", "")
+    else:
+        store.wait(["finalizes"])
+        comm.all_reduce(large, ReduceOp.SUM, False)
+        assert large.unique().tolist() == [2.0]
+    comm.finalize()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 
 import torch
 
@@ -183,8 +184,8 @@ class Shm(Backend):
         slots: Slots | None = getattr(self._steps, "slots", None)  # not once it is closed
         return [] if slots is None else slots.bystanders(ranks, self._begun)
 
-    def finish(self) -> None:
-        self._streams.finish()
+    def finish(self, limit: timedelta | None = None) -> None:
+        self._streams.finish(limit)
 
     def close(self) -> None:
         """Release the memory; operations under way do not end."""
