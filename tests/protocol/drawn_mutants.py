@@ -65,7 +65,7 @@ DRAWN = [
         ),
     ),
     (
-        246,
+        "a_report_about_this_call_is_not_about_an_earlier_one",
         Mutant(
             "rules",
             "        return report.number < self.at or (report.number == self.at and self._is_of_others(report))",

@@ -43,6 +43,20 @@ def ranks_that_have_all_come_have_met(code):
     assert met == [Announced(1.0, 1)] * 3
 
 
+def who_is_in_an_earlier_call_has_not_come(code):
+    """The calls that connected ranks go on with have to be the same."""
+    asked, met = _meets(_rank(code), [{0: Announced(1.0, 1), 2: Announced(0.5, 1)}, {2: Announced(1.0, 1)}])
+    assert asked == [[0, 2], [2]]
+    assert met == [Announced(1.0, 1)] * 3
+
+
+def a_report_about_this_call_is_not_about_an_earlier_one(code):
+    """Only those about calls before it are, and those about the call of another pair."""
+    rank = _rank(code)
+    for number, is_earlier in ((1.0, False), (0.5, True)):
+        assert rank.judge(Heard(2, Report("late", "", 2, 0, 0, number, 0.0))).is_earlier is is_earlier
+
+
 def a_meeting_is_carried_out_to_its_end(code):
     """Its result is what the ranks have announced."""
 
@@ -189,6 +203,8 @@ def who_has_left_the_elder_group_for_good_does_not_come_to_this_one(code):
 
 CASES = (
     ranks_that_have_all_come_have_met,
+    who_is_in_an_earlier_call_has_not_come,
+    a_report_about_this_call_is_not_about_an_earlier_one,
     a_meeting_is_carried_out_to_its_end,
     who_has_left_the_meeting_has_to_come_back,
     who_has_come_in_another_attempt_connects_elsewhere,

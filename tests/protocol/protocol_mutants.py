@@ -56,7 +56,7 @@ PAST = {
         ),
     ),
     "meets ranks that are in earlier calls": (
-        37,
+        "who_is_in_an_earlier_call_has_not_come",
         Mutant(
             "protocol",
             "elif min(one.at for one in others.values()) < told.at:",
