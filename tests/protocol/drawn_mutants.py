@@ -65,7 +65,7 @@ DRAWN = [
         ),
     ),
     (
-        246,
+        "a_report_about_this_call_is_not_about_an_earlier_one",
         Mutant(
             "rules",
             "        return report.number < self.at or (report.number == self.at and self._is_of_others(report))",
@@ -307,9 +307,73 @@ DRAWN = [
         ),
     ),
     (1, Mutant("reconnecting", "        return made", "        return None")),
+    (
+        "a_meeting_that_fails_leaves_the_group_broken",
+        Mutant("protocol", "        return broken", "        return None"),
+    ),
+    (
+        "a_meeting_that_fails_leaves_the_group_broken",
+        Mutant(
+            "reconnecting",
+            "        monitor.broken = monitor.broken or broken",
+            "        monitor.broken = monitor.broken and broken",
+        ),
+    ),
+    (
+        "a_meeting_that_fails_leaves_the_group_broken",
+        Mutant("reconnecting", "        monitor.broken = monitor.broken or broken", "        monitor.broken = broken"),
+    ),
+    (
+        "ranks_that_have_all_come_have_met",
+        Mutant(
+            "protocol",
+            "            last = max(one.at for one in others.values())\n            if told.at < last:",
+            "            last = max(one.at for one in others.values())\n            if told.at <= last:",
+        ),
+    ),
+    (
+        "ranks_that_have_all_come_have_met",
+        Mutant("protocol", "            others |= answer.announced if answer else {}", "            pass"),
+    ),
+    (
+        "a_call_of_two_that_the_other_had_left_is_known",
+        Mutant(
+            "protocol",
+            "        return number > self.number or (number == self.number and other.partner is not None and is_left)",
+            "        return number > self.number",
+        ),
+    ),
+    (
+        "connecting_has_a_limit",
+        Mutant(
+            "protocol", "        return min(max((self._ends_at - now) / 2, SHORTEST), CONNECTED)", "        return None"
+        ),
+    ),
+    (
+        "a_rank_that_has_announced_itself_is_observed",
+        Mutant(
+            "reconnecting",
+            '        if monitor.peers[rank].pid is None and (record := store.get(f"who/{rank}", rank)) is not None:',
+            '        if monitor.peers[rank].pid is None or (record := store.get(f"who/{rank}", rank)) is not None:',
+        ),
+    ),
+    (
+        "a_rank_that_has_announced_itself_is_observed",
+        Mutant(
+            "reconnecting",
+            '        if monitor.peers[rank].pid is None and (record := store.get(f"who/{rank}", rank)) is not None:',
+            '        if (record := store.get(f"who/{rank}", rank)) is not None:',
+        ),
+    ),
+    ("a_meeting_is_carried_out_to_its_end", Mutant("reconnecting", "        while True:", "        while False:")),
 ]
 
 EQUIVALENT = {
+    Mutant(
+        "reconnecting",
+        "    attempts = hashlib.blake2b(repr([one.attempt for one in met]).encode(), digest_size=8).hexdigest()",
+        "    attempts = hashlib.blake2b(repr([one.attempt for one in met]).encode(), digest_size=9).hexdigest()",
+    ): "a longer hash names the same place",
     Mutant(
         "rules",
         "            self._over[heard.rank] = max(report.attempt, self._over.get(heard.rank, 0))",
@@ -334,14 +398,4 @@ EQUIVALENT = {
     ): "who has come already is asked again",
 }
 
-UNNOTICED = {
-    Mutant("protocol", "        return broken", "        return None"): "no schedule of those tried",
-    Mutant(
-        "reconnecting",
-        "        monitor.broken = monitor.broken or broken",
-        "        monitor.broken = monitor.broken and broken",
-    ): "no schedule of those tried",
-    Mutant(
-        "reconnecting", "        monitor.broken = monitor.broken or broken", "        monitor.broken = broken"
-    ): "no schedule of those tried",
-}
+UNNOTICED: dict[Mutant, str] = {}

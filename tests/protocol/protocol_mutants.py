@@ -56,7 +56,7 @@ PAST = {
         ),
     ),
     "meets ranks that are in earlier calls": (
-        37,
+        "who_is_in_an_earlier_call_has_not_come",
         Mutant(
             "protocol",
             "elif min(one.at for one in others.values()) < told.at:",
@@ -133,8 +133,8 @@ PAST = {
         "connecting_has_a_limit",
         Mutant(
             "protocol",
-            "min(max(self._ends_at - now, SHORTEST), CONNECTED)",
-            "min(max(0.0, self._ends_at - now) or CONNECTED, CONNECTED)",
+            "min(max((self._ends_at - now) / 2, SHORTEST), CONNECTED)",
+            "min(max(0.0, (self._ends_at - now) / 2) or CONNECTED, CONNECTED)",
         ),
     ),
     "does not count the calls between two ranks": (
@@ -160,5 +160,61 @@ PAST = {
             "Why.LOST if heard.has_ended else Why.LEFT if heard.has_left and not self.is_promised else None",
             "Why.LOST if heard.has_ended else None",
         ),
+    ),
+    "comes to a call that was left": (
+        "a_call_of_two_that_the_other_had_left_is_known",
+        Mutant(
+            "protocol",
+            "return number > self.number or (number == self.number and other.partner is not None and is_left)",
+            "return False",
+        ),
+    ),
+    "does not say since when it has not come back": (
+        "a_rank_says_since_when_it_has_not_come_back",
+        Mutant("rules", "self._turn, self._attempt, self._left_at\n", "self._turn, self._attempt, None\n"),
+    ),
+    "says that it has not come back since the last call that it gave up": (
+        "a_rank_says_since_when_it_has_not_come_back",
+        Mutant("rules", "self.number_of_report if self._left_at is None else self._left_at", "self.number_of_report"),
+    ),
+    "meets who has left": (
+        "who_has_left_the_meeting_has_to_come_back",
+        Mutant("protocol", "one if one.attempt > self._over.get(rank, 0) else NOTHING for", "one for"),
+    ),
+    "waits for a leaver's posted messages as if it had posted none": (
+        "a_message_that_has_been_posted_arrives_from_a_rank_that_has_left",
+        Mutant("rules", "if heard.has_left and not self.is_promised else None", "if heard.has_left else None"),
+    ),
+    "waits for data of a leaver by the numbers of calls alone": (
+        "a_wait_that_needs_more_of_a_rank_that_has_left_is_in_vain",
+        Mutant("rules", "        if heard.blocks:\n", "        if False:\n"),
+    ),
+    "counts time in bodies": (
+        "the_time_in_a_body_does_not_count",
+        Mutant("rules", "self._extended = now + self._limit", "pass"),
+    ),
+    "connects those who have come in different attempts": (
+        "who_has_come_in_another_attempt_connects_elsewhere",
+        Mutant("reconnecting", 'return f"{phase}/{met[0].at}/{attempts}"', 'return f"{phase}/{met[0].at}"'),
+    ),
+    "forgets why it was broken": (
+        "a_meeting_that_fails_leaves_the_group_broken",
+        Mutant("reconnecting", "monitor.broken = monitor.broken or broken", "pass"),
+    ),
+    "does not see the end of a rank that it has not met": (
+        "a_rank_that_has_announced_itself_is_observed",
+        Mutant("reconnecting", "monitor.peers[rank] = Peer(rank, record)", "pass"),
+    ),
+    "connects for as long as the others wait": (
+        3175,
+        Mutant("protocol", "(self._ends_at - now) / 2", "self._ends_at - now"),
+    ),
+    "does not ask for the younger group": (
+        "a_wait_in_shared_memory_is_one_of_the_younger_group_in_its_calls",
+        Mutant("monitor", "younger.guard(awaited, waited, is_exact)", "pass"),
+    ),
+    "waits for who has left the elder group": (
+        "who_has_left_the_elder_group_for_good_does_not_come_to_this_one",
+        Mutant("status", "return dataclasses.replace(report, number=0.0) if is_last else None", "return None"),
     ),
 }

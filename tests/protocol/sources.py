@@ -34,7 +34,7 @@ STEPS = {
 """The functions that become generators, by module."""
 
 WAITS = {
-    *("self._in_vain", "self.check", "self._cause", "self._explained", "looks.send", "time.sleep"),
+    *("younger.guard", "self._in_vain", "self.check", "self._cause", "self._explained", "looks.send", "time.sleep"),
     *("monitor.begin_reconnecting", "monitor.end_meeting", "monitor.unconnected"),
     *("_meet", "_agree_on_call", "_take", "_ask", "_connect", "store.set", "connect", "_ACTIONS[step.do]"),
 }
