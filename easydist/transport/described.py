@@ -53,7 +53,10 @@ _DTYPE, _ROOT = 6, 18
 _NAME_CODES = {name: code | EQUAL * (name in _EQUAL) for code, name in enumerate(_NAMES, 1)}
 _NAME_CODES["all_reduce_from"] = _NAME_CODES["all_reduce"]
 DTYPE_CODES = {dtype: code + 1 << _DTYPE for code, dtype in enumerate(_DTYPES)}
-"""The part of a code that stands for a dtype."""
+"""The part of a code that stands for a dtype; a quantized one moves as the integers that hold it."""
+
+DTYPE_CODES |= dict.fromkeys((torch.quint8, torch.quint4x2, torch.quint2x4), DTYPE_CODES[torch.uint8])
+DTYPE_CODES |= {torch.qint8: DTYPE_CODES[torch.int8], torch.qint32: DTYPE_CODES[torch.int32]}
 
 Described = tuple[int, int]
 """The code of a call, and its number of elements."""

@@ -189,6 +189,8 @@ class Shm(Backend):
 
     def close(self) -> None:
         """Release the memory; operations under way do not end."""
+        self.compares = self._calls.compares = False
+        self.call = None
         self._mailboxes.clear()
         self._streams.close()
         self._steps.close()
