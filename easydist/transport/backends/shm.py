@@ -98,7 +98,10 @@ class Shm(Backend):
 
     def _word(self) -> int:
         """Return the word of the collective that begins; 0 if calls are not compared."""
-        return 0 if (call := self.call) is None else self._calls.begin(*call)
+        if (call := self.call) is None:
+            return 0
+        self._streams.check()  # a call that is refused has no number
+        return self._calls.begin(*call)
 
     def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> Pending:
         address, nbytes = output.data_ptr(), data.nbytes
@@ -158,6 +161,7 @@ class Shm(Backend):
         return ENDED if put is None else self._message(put, tensor)
 
     def recv(self, tensor: torch.Tensor, src: int) -> Pending:
+        self._streams.check()
         return self._message(self._take_message(src, tensor, self._kind(tensor)), tensor)
 
     def _message(self, task: Task, tensor: torch.Tensor) -> Pending:
@@ -189,8 +193,6 @@ class Shm(Backend):
 
     def close(self) -> None:
         """Release the memory; operations under way do not end."""
-        self.compares = self._calls.compares = False
-        self.call = None
         self._mailboxes.clear()
         self._streams.close()
         self._steps.close()
