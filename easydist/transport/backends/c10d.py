@@ -197,9 +197,9 @@ class Posted:
         self.sends: dict[int, int] = {} if like is None else like.sends
         self.recvs: dict[int, int] = {} if like is None else like.recvs
 
-    def tag(self, nbytes: int) -> int:
-        """Return the tag of its messages of this length."""
-        mixed = ((self.key * _FACTOR + self.call[0]) * _FACTOR + self._turn) * _FACTOR + nbytes
+    def tag(self, channel: int, nbytes: int) -> int:
+        """Return the tag of its messages of this length on a channel."""
+        mixed = (((channel * _FACTOR + self.key) * _FACTOR + self.call[0]) * _FACTOR + self._turn) * _FACTOR + nbytes
         return _SIZED_TAG + mixed % _PRIME
 
 
@@ -237,6 +237,7 @@ class Gloo(_Group):
         """
         part = copy.copy(self)
         part._members, part._channel, part._turns = list(ranks), channel, itertools.count()
+        part.log, part._number, part._messages = deque(maxlen=_KEPT), 0, Counter()
         part.rank, part.size = part._members.index(self.rank), len(ranks)
         return part
 
@@ -273,7 +274,7 @@ class Gloo(_Group):
         nbytes = tensor.nbytes
         if isinstance(tag, Posted):
             way, length = tag.sends if fn.__name__ == "send" else tag.recvs, tag.room or nbytes
-            way[peer], tag = way.get(peer, 0) + length, tag.tag(length)
+            way[peer], tag = way.get(peer, 0) + length, tag.tag(self._channel, length)
         try:
             return _Posted(self, fn([tensor], peer, tag), peer, nbytes >= _LARGE)
         except RuntimeError as error:  # the connection had broken before
