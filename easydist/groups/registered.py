@@ -39,7 +39,11 @@ def registered(
         description: The group's description.
     """
     told = len(ranks), rank, list(ranks), backend, store, name
-    new, _ = _c10d._new_process_group_helper(*told, timeout=limit, group_desc=description)
+    new, _ = within(
+        limit.total_seconds(),
+        lambda: _c10d._new_process_group_helper(*told, timeout=limit, group_desc=description),
+        discard=lambda made: _destroyed(made[0]),
+    )
     _c10d._world.pg_group_ranks[new] = {member: place for place, member in enumerate(ranks)}
     return new  # type: ignore[no-any-return]
 

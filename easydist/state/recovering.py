@@ -17,7 +17,6 @@ from easydist.groups.known import forget, of_group, retire, unregistered
 from easydist.groups.recovering import TIMEOUT, Attempt
 from easydist.groups.registered import registered
 from easydist.groups.standalone import gloo_group
-from easydist.liveness.limited import within
 from easydist.state.default_group import is_recovered, replace_default_group
 from easydist.state.environment import World
 from easydist.state.process_state import ProcessState
@@ -125,11 +124,7 @@ def _connected(old: dist.ProcessGroup, attempt: Attempt) -> dist.ProcessGroup:
     else:
         ranks = [dist.get_process_group_ranks(old)[member] for member in attempt.members]
         backend, limit = _c10d._world.pg_map[old][0], attempt.left
-        new = within(
-            limit.total_seconds(),
-            lambda: registered(ranks, attempt.rank, backend, attempt.store, name, limit, "recovered"),
-            discard=dist.destroy_process_group,
-        )
+        new = registered(ranks, attempt.rank, backend, attempt.store, name, limit, "recovered")
     # A group in shared memory has its own, because torch's function knows groups of gloo and NCCL only.
     new.set_timeout(timeout) if hasattr(new, "monitor") else _c10d._set_pg_timeout(timeout, new)
     try:
