@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve()
 Works = dict[str, Callable[[], Any]]
-"""What can be measured, by name. A function that returns a float has measured itself."""
+"""The pieces of work by name. A function that returns a float has measured itself."""
 
 
 def verbs(rank: int, world_size: int) -> Works:

@@ -1,4 +1,4 @@
-"""What a simulated process has in place of a system: a clock, a page, peers, and a client of the store.
+"""The system of a simulated process: a clock, a page, peers, and a client of the store.
 
 The process that runs now is ``running.process``. The loaded modules get these names in place of their own (``names``).
 """

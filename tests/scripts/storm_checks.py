@@ -1,4 +1,4 @@
-"""What must hold in a storm, checked in what the ranks have told."""
+"""The laws of a storm, checked in the reports of the ranks."""
 
 from __future__ import annotations
 

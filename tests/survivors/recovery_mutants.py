@@ -28,7 +28,7 @@ class Mutant(NamedTuple):
 
 
 def mutated(name, mutant):
-    """Load a module anew, with a fault.
+    """Load a module again, with a fault.
 
     Args:
         name: The full name of the module.
