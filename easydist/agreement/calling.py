@@ -34,10 +34,11 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
         timeout: The time limit of the call; None is the group's.
         peer: The only other rank that takes part; None if all ranks do.
         site: The file and line of the call; None for those of the caller.
+        name: The argument that holds the peer.
 
     Raises:
-        TypeError: ``timeout`` is neither a number of seconds nor a timedelta.
-        ValueError: ``timeout`` is not positive.
+        TypeError: ``timeout`` is neither a number of seconds nor a timedelta, or the peer is no integer.
+        ValueError: ``timeout`` is not positive, or the peer is not another rank of the group.
         RuntimeError: Another call of this process is under way in the group, in another thread or below this one. But
             calls that autograd makes in several threads of one backward pass wait for one another.
     """
@@ -45,6 +46,7 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
     __slots__ = (
         "_comms",
         "_given",
+        "_name",
         "_notes",
         "_operation",
         "_peer",
@@ -63,8 +65,9 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
         timeout: Timeout | None = None,
         peer: int | None = None,
         site: str | None = None,
+        name: str = "peer",
     ) -> None:
-        self._comms, self._operation, self._peer, self._given = comms, operation, peer, site
+        self._comms, self._operation, self._peer, self._name, self._given = comms, operation, peer, name, site
         self._timeout = None if timeout is None else seconds(timeout, operation)
         self._signals, self._thread, self._turn = _NO_SIGNALS, threading.get_ident(), False
 
@@ -72,23 +75,33 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
         comms = self._comms
         self._site = self._given or (site() if comms.size > 1 or listeners else "")
         self._notes = Notes(comms, self._operation, self._peer, self._site) if listeners else None
-        if comms.size > 1:
-            try:
+        try:
+            if self._peer is not None:
+                self._peer = self._other_rank(self._peer)
+            if comms.size > 1:
                 self._begin(comms)
-            except BaseException as error:  # Python does not call __exit__ if __enter__ has raised
-                if comms.under_way.get(_CALL) is self:
-                    self.__exit__(type(error), error, error.__traceback__)
-                    raise
-                if self._turn:
-                    comms.turns.release()
-                if self._notes is not None:
-                    self._notes.tell(comms, error)
+        except BaseException as error:  # Python does not call __exit__ if __enter__ has raised
+            if comms.under_way.get(_CALL) is self:
+                self.__exit__(type(error), error, error.__traceback__)
                 raise
+            if self._turn:
+                comms.turns.release()
+            if self._notes is not None:
+                self._notes.tell(comms, error)
+            raise
         return comms
+
+    def _other_rank(self, peer: int) -> int:
+        """Return the peer as the integer that reports take, which are JSON."""
+        if not 0 <= index(peer) < self._comms.size or peer == self._comms.rank:
+            raise ValueError(
+                f"{self._operation}: {self._name}={peer} is not another rank of the group: it has {self._comms.size}, "
+                f"this is rank {self._comms.rank}"
+            )
+        return index(peer)
 
     def _begin(self, comms: Communicators) -> None:
         comms.demand_own_process()
-        self._peer = None if self._peer is None else index(self._peer)  # reports are JSON, which takes no NumPy integer
         self._turn = _in_backward() >= 0 and comms.turns.acquire()
         other = comms.under_way.setdefault(_CALL, self)  # atomic between threads, and for an interrupt
         if other is not self:

@@ -32,6 +32,7 @@ class Verb(ABC, Generic[R]):
     Attributes:
         operation: The name of the verb.
         peer: The only other rank that takes part; None if all ranks do.
+        peer_name: The argument that holds it.
         needs_headers: True if the data cannot move without the header exchange, so that ``check=False`` keeps it.
         needs_data: True if it moves data, and so cannot be called while tensors have none.
         refusal: The error if it cannot be called here; it is raised in place of ``prepare``, so all ranks learn of it.
@@ -40,6 +41,7 @@ class Verb(ABC, Generic[R]):
 
     operation: str
     peer: int | None = None
+    peer_name = "peer"
     needs_headers = True
     needs_data = True
     refusal: Exception | None = None
@@ -94,7 +96,7 @@ def run(verb: Verb[R], comms: Communicators, timeout: Timeout | None = None, che
             verb.refusal = modes.refusal(verb.operation, where)
         with modes.left():
             return run(verb, comms, timeout, check)
-    with calling(comms, verb.operation, timeout, verb.peer, verb.site):
+    with calling(comms, verb.operation, timeout, verb.peer, verb.site, verb.peer_name):
         monitor = comms.monitor
         monitor.is_awaited = verb.peer is None
         agreed = verb.agree(comms, check)

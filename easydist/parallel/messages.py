@@ -19,7 +19,6 @@ from easydist.parallel import frames
 from easydist.parallel.frames import FAULT, WELL, Message
 from easydist.parallel.transfers import Part, Transfer
 from easydist.parallel.ways import Way, way_to
-from easydist.verbs.ranks import check_peer
 
 _CALLS = ("send_object", "send", "send_tensor_dict")
 _COUNTERPARTS = ("recv_object", "recv", "recv_tensor_dict")
@@ -33,17 +32,12 @@ class Pair:
     Args:
         comms: The group.
         operation: The call's name, for error messages.
-        name: The name of the argument that holds the other rank.
         peer: The other rank.
-
-    Raises:
-        ValueError: It is not another rank of the group.
     """
 
     _way: Way
 
-    def __init__(self, comms: Communicators, operation: str, name: str, peer: int) -> None:
-        check_peer(comms, operation, name, peer)
+    def __init__(self, comms: Communicators, operation: str, peer: int) -> None:
         self._comms, self._operation, self.peer = comms, operation, peer
 
     def post(self, kind: int, terms: dict[str, Any], body: torch.Tensor, data: Buffers) -> Transfer:

@@ -123,9 +123,9 @@ class Pairs(Membership):
     ) -> Transfer:
         """Send the result of ``prepare``, an ``Outgoing`` or the bytes of an object; if it raises, send the error."""
         comms, peer = self.communicators, self._peer_of(dst, 1)
-        pair = Pair(comms, operation, "dst", peer)
+        pair = Pair(comms, operation, peer)
         where = modes.without_data()
-        with modes.left() if where else nullcontext(), calling(comms, operation, None, peer):
+        with modes.left() if where else nullcontext(), calling(comms, operation, None, peer, name="dst"):
             try:
                 if where:
                     raise modes.refusal(operation, where)
@@ -145,9 +145,9 @@ class Pairs(Membership):
     ) -> tuple[Any, Transfer]:
         """Return the next message as ``open_`` decodes it, and the transfer of the data that is still under way."""
         comms, peer = self.communicators, self._peer_of(src, -1)
-        pair = Pair(comms, operation, "src", peer)
+        pair = Pair(comms, operation, peer)
         where = modes.without_data()
-        with modes.left() if where else nullcontext(), calling(comms, operation, None, peer):
+        with modes.left() if where else nullcontext(), calling(comms, operation, None, peer, name="src"):
             message = comms.begin(lambda: pair.receive(kind))
             try:
                 if where:

@@ -44,35 +44,14 @@ def named_peer(group: Group, operation: str, name: str, value: Any, group_value:
 
     Raises:
         TypeError: No rank was named, or one was named twice.
-        ValueError: The name is ambiguous, or is not another rank of the group. The other rank cannot learn of it, as
-            nobody knows which one it is.
+        ValueError: The name is ambiguous. The other rank cannot learn of it, as nobody knows which one it is.
     """
     if value is UNSET and group_value is None:
         either(operation, name, UNSET, "", UNSET)
     peer = named_rank(group, operation, name, value, group_value)
     if isinstance(peer, Exception):
         raise peer
-    check_peer(communicators(group), operation, name, peer)  # before the call begins, since it counts those with a peer
     return peer
-
-
-def check_peer(comms: Communicators, operation: str, name: str, peer: Any) -> None:
-    """Check that an argument is another rank of the group.
-
-    Args:
-        comms: The group.
-        operation: The function.
-        name: The argument.
-        peer: Its value.
-
-    Raises:
-        ValueError: It is not.
-    """
-    if not 0 <= peer < comms.size or peer == comms.rank:
-        raise ValueError(
-            f"{operation}: {name}={peer} is not another rank of the group: it has {comms.size}, "
-            f"this is rank {comms.rank}"
-        )
 
 
 def check_rank(comms: Communicators, name: str, rank: Any) -> None:

@@ -48,13 +48,13 @@ class _OfTwo(Verb[R]):
 class SendTensorDict(_OfTwo[None]):
     """The verb ``send_tensor_dict``, which takes the same arguments."""
 
-    operation = "send_tensor_dict"
+    operation, peer_name = "send_tensor_dict", "dst"
 
     def __init__(self, tensor_dict: Tree, dst: int, objects: bool) -> None:
         self._tensor_dict, self.peer, self._objects = tensor_dict, dst, objects
 
     def handshake(self, comms: Communicators) -> None:
-        pair = _Pair(comms, self.operation, "dst", self.peer, _TREE)
+        pair = _Pair(comms, self, _TREE)
         try:
             self.refuse(comms)
             outgoing = Outgoing(self._tensor_dict, self._objects)
@@ -75,13 +75,13 @@ class SendTensorDict(_OfTwo[None]):
 class RecvTensorDict(_OfTwo[Tree]):
     """The verb ``recv_tensor_dict``, which takes the same arguments."""
 
-    operation = "recv_tensor_dict"
+    operation, peer_name = "recv_tensor_dict", "src"
 
     def __init__(self, src: int, into: Tree) -> None:
         self.peer, self._into = src, into
 
     def handshake(self, comms: Communicators) -> None:
-        pair = _Pair(comms, self.operation, "src", self.peer, _TREE)
+        pair = _Pair(comms, self, _TREE)
         encoded = comms.begin(pair.receive)
         try:
             self.refuse(comms)
@@ -105,13 +105,13 @@ class RecvTensorDict(_OfTwo[Tree]):
 class SendObject(_OfTwo[None]):
     """The verb ``send_object``, which takes the same arguments."""
 
-    operation = "send_object"
+    operation, peer_name = "send_object", "dst"
 
     def __init__(self, obj: Any, dst: int, weights_only: bool) -> None:
         self._obj, self.peer, self._weights_only = obj, dst, weights_only
 
     def handshake(self, comms: Communicators) -> None:
-        pair = _Pair(comms, self.operation, "dst", self.peer, _OBJECT)
+        pair = _Pair(comms, self, _OBJECT)
         try:
             self.refuse(comms)
             message = codec.encode(self._obj, weights_only=self._weights_only)
@@ -126,13 +126,13 @@ class SendObject(_OfTwo[None]):
 class RecvObject(_OfTwo[Any]):
     """The verb ``recv_object``, which takes the same arguments."""
 
-    operation = "recv_object"
+    operation, peer_name = "recv_object", "src"
 
     def __init__(self, src: int, weights_only: bool) -> None:
         self.peer, self._weights_only = src, weights_only
 
     def handshake(self, comms: Communicators) -> None:
-        pair = _Pair(comms, self.operation, "src", self.peer, _OBJECT)
+        pair = _Pair(comms, self, _OBJECT)
         message = comms.begin(pair.receive)
         try:
             self.refuse(comms)
@@ -149,9 +149,9 @@ class RecvObject(_OfTwo[Any]):
 class _Pair:
     """The messages of two ranks before the data: its kind, or an answer; a status; and the bytes."""
 
-    def __init__(self, comms: Communicators, operation: str, name: str, peer: int, kind: int) -> None:
-        self._comms, self._rank, self._operation, self._peer = comms, comms.rank, operation, peer
-        self._kind, self._sends = kind, kind if name == "dst" else _ANSWER
+    def __init__(self, comms: Communicators, verb: _OfTwo[Any], kind: int) -> None:
+        self._comms, self._rank, self._operation, self._peer = comms, comms.rank, verb.operation, verb.peer
+        self._kind, self._sends = kind, kind if verb.peer_name == "dst" else _ANSWER
         self._told: list[TorchWork] = []
 
     def tell(self, status: int, data: torch.Tensor | None = None) -> None:

@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo, TCPStore
 
-from easydist.groups.reconnecting import _is_of_connections
+from easydist.groups.reconnecting import is_of_connections
 
 
 def error_of(store):
@@ -28,12 +28,12 @@ def ended():
 
 @pytest.mark.parametrize("store", [HashStore, served, ended])
 def test_a_missing_rank_and_a_store_that_has_ended_are_errors_of_connections(store):
-    assert _is_of_connections(error_of(PrefixStore("group", store())))
+    assert is_of_connections(error_of(PrefixStore("group", store())))
 
 
 def test_a_network_interface_that_does_not_exist_is_none(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere")
     error = error_of(HashStore())
     assert "nowhere" in str(error)
-    assert not _is_of_connections(error)
-    assert not _is_of_connections(RuntimeError("Distributed package doesn't have NCCL built in"))
+    assert not is_of_connections(error)
+    assert not is_of_connections(RuntimeError("Distributed package doesn't have NCCL built in"))
