@@ -2,12 +2,14 @@
 
 the futex                        one cache line
 per rank: its signals            numbers of 8 bytes
+          its waits              two such numbers, see ``SignalWait``
 per rank: its region             at a multiple of 64 bytes
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +18,7 @@ from datetime import timedelta
 import torch
 
 from easydist.comms.failures import CommPeerLost, CommTimeout, explained, how, lost, named
+from easydist.comms.signal_wait import SignalWait
 from easydist.groups.sharing import Exchange, is_wanted
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.peer import Peer, host_id
@@ -46,18 +49,17 @@ class Regions:
     def __init__(self, core: Collectives, exchange: Exchange, nbytes: int, signals: int, fault: str = "") -> None:
         self.rank, self.size, self.nbytes, self.count = core.get_rank(), core.get_size(), nbytes, signals
         self._name = core.get_name()
-        self._regions = _LINE + self.size * _aligned(8 * signals)
+        row = _aligned(8 * (signals + SignalWait.NUMBERS))
+        self._regions = _LINE + self.size * row
         self._check(core, exchange, fault)
         segment = self._attached(exchange, max(1, self._regions + self.size * _aligned(nbytes)))
         self._memory = segment.memory
         self._bytes = torch.frombuffer(segment.memory, dtype=torch.uint8)
         view = memoryview(segment.memory)
         self._futex = Futex(view[:4], ctypes.addressof(ctypes.c_char.from_buffer(segment.memory)), self.rank)
-        row = _aligned(8 * signals)
-        self._signals = [
-            view[_LINE + r * row : _LINE + r * row + 8 * signals].cast("q") if signals else None
-            for r in range(self.size)
-        ]
+        rows = [view[_LINE + r * row : _LINE + (r + 1) * row].cast("q") for r in range(self.size)]
+        self._signals = [numbers[:signals] for numbers in rows]
+        self._waits, self._begun = [numbers[signals:] for numbers in rows], itertools.count(1)
 
     def _check(self, core: Collectives, exchange: Exchange, fault: str) -> None:
         """Make sure that all ranks share a host and ask for the same sizes."""
@@ -102,19 +104,15 @@ class Regions:
 
     def signal(self, rank: int, slot: int, value: int) -> None:
         """Store a number for a rank and wake it. The rank sees all earlier writes of this process before the number."""
-        signals = self._signals[rank]
-        assert signals is not None
         if self._futex.release is not None:
             self._futex.release()
-        signals[slot] = value
+        self._signals[rank][slot] = value
         self._futex.fence()
         self._futex.wake(1 << rank % 32)
 
     def value(self, slot: int) -> int:
         """Return this rank's number in a slot."""
-        signals = self._signals[self.rank]
-        assert signals is not None
-        return signals[slot]
+        return self._signals[self.rank][slot]
 
     def wait(
         self,
@@ -123,6 +121,8 @@ class Regions:
         limit: timedelta,
         senders: Sequence[int],
         monitor: Monitor | None = None,
+        *,
+        blocks: bool = True,
     ) -> None:
         """Sleep until the number in a slot of this rank meets a condition.
 
@@ -132,35 +132,46 @@ class Regions:
             limit: The time limit.
             senders: The other ranks that may write the number.
             monitor: Knows these ranks; None if there is no monitor.
+            blocks: True if this rank signals nobody meanwhile.
 
         Raises:
-            CommPeerLost: All senders have ended, or left the communicator, and the number does not meet the condition.
+            CommPeerLost: A sender has ended, or left the communicator, so have all others or they wait for signals
+                themselves, and the number does not meet the condition.
             EasydistError: A sender has left the communicator's exchanges, because of an error or to recover it: the
                 same error as in an operation.
             CommTimeout: The number has not met it within ``limit``.
         """
         deadline = time.monotonic() + limit.total_seconds()
         peers = [] if monitor is None else [monitor.peers[rank] for rank in senders]
-        gone, error = list[Peer](), None
-        while not is_met(self.value(slot)):
-            expected = self._futex.value()
-            self._futex.fence()
-            if is_met(self.value(slot)):
-                return
-            left = deadline - time.monotonic()
-            if left <= 0 or (gone and len(gone) == len(senders)):
-                raise self._in_vain(slot, limit, gone, is_late=left <= 0)
-            if error is not None:
-                raise explained(error, "wait_signal", limit, []) from error
-            self._futex.sleep(expected, min(left, _LOOK))
-            # Before the next look, which sees their last signals.
-            gone = [peer for peer in peers if peer.has_ended() or peer.has_left()]
-            error = None if monitor is None else monitor.reported(senders)
+        gone, error, is_in_vain = list[Peer](), None, False
+        wait = SignalWait(self._waits, self.rank, next(self._begun) if blocks else 0)
+        try:
+            while not is_met(self.value(slot)):
+                expected = self._futex.value()
+                self._futex.fence()
+                if is_met(self.value(slot)):
+                    return
+                left = deadline - time.monotonic()
+                if left <= 0 or is_in_vain:
+                    raise self._in_vain(slot, limit, gone, senders, is_late=left <= 0)
+                if error is not None:
+                    raise explained(error, "wait_signal", limit, []) from error
+                wait.look()
+                self._futex.sleep(expected, min(left, _LOOK))
+                # Before the next look, which sees their last signals. The first stays first: others end because of it.
+                gone += [peer for peer in peers if peer not in gone and (peer.has_ended() or peer.has_left())]
+                error = None if monitor is None else monitor.reported(senders)
+                is_in_vain = bool(gone) and wait.is_in_vain({*senders} - {peer.rank for peer in gone})
+        finally:
+            wait.end()
 
-    def _in_vain(self, slot: int, limit: timedelta, gone: Sequence[Peer], is_late: bool) -> CommTimeout | CommPeerLost:
+    def _in_vain(
+        self, slot: int, limit: timedelta, gone: Sequence[Peer], senders: Sequence[int], is_late: bool
+    ) -> CommTimeout | CommPeerLost:
         held = f"slot {slot} of rank {self.rank} holds {self.value(slot)}"
         if not is_late:
-            return lost(f"wait_signal: {named(gone)} has {how(gone[0])} without the signal: {held}", gone)
+            rest = "" if len(gone) == len(senders) else ", and all others wait for signals, too"
+            return lost(f"wait_signal: {named(gone)} has {how(gone[0])} without the signal: {held}{rest}", gone)
         ended = f", and {named(gone)} has {how(gone[0])}" if gone else ""
         return CommTimeout(f"wait_signal timed out after {limit.total_seconds():g} s: {held}{ended}")
 

@@ -39,13 +39,20 @@ class _Signal:
     """A wait for a signal."""
 
     def __init__(
-        self, comm: Operations, regions: Regions, slot: int, is_met: Callable[[int], bool], senders: Sequence[int]
+        self,
+        comm: Operations,
+        regions: Regions,
+        slot: int,
+        is_met: Callable[[int], bool],
+        senders: Sequence[int],
+        blocks: bool,
     ) -> None:
         self._regions, self._slot, self._is_met, self._limit = regions, slot, is_met, comm.time_limit
-        self._senders, self._monitor = senders, comm.monitor
+        self._senders, self._monitor, self._blocks = senders, comm.monitor, blocks
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        self._regions.wait(self._slot, self._is_met, timeout or self._limit, self._senders, self._monitor)
+        limit = timeout or self._limit
+        self._regions.wait(self._slot, self._is_met, limit, self._senders, self._monitor, blocks=self._blocks)
 
     def is_completed(self) -> bool:
         return self._is_met(self._regions.value(self._slot))
@@ -86,7 +93,7 @@ class _Window:
         """Wait for a number that one rank writes, or any of them (None)."""
         peers = {} if self._comm.monitor is None else self._comm.monitor.peers
         senders = [rank for rank in peers if sender in (None, rank)]
-        work = TorchWork([_Signal(self._comm, self._open(), slot, is_met, senders)])
+        work = TorchWork([_Signal(self._comm, self._open(), slot, is_met, senders, not async_op)])
         if async_op:
             return work.in_background()
         work.wait()
@@ -185,8 +192,8 @@ class TorchCommWindow(_Window):
         Raises:
             TypeError: ``cmp_op`` is not a ``SignalCmpOp``.
             RuntimeError: There is no such slot, or the communicator's time limit has passed (CommTimeout), or all other
-                ranks have ended (CommPeerLost), or one of them has failed or recovers the communicator (the error of an
-                operation).
+                ranks have ended, or some have and the rest wait for signals without ``async_op`` (CommPeerLost), or one
+                of them has failed or recovers the communicator (the error of an operation).
         """
         if not isinstance(cmp_op, SignalCmpOp):
             raise TypeError(f"wait_signal(): cmp_op must be a SignalCmpOp, got {cmp_op!r}")

@@ -357,6 +357,8 @@ def test_scripts_of_the_original_run_under_a_launcher():
         *[f"{backend}: rank {rank} sums 6" for backend in ("gloo", "shm") for rank in range(3)],
         *[f"{backend}: rank 0 of 2 heard that rank 1 ended by {signal.SIGKILL.value}" for backend in ("gloo", "shm")],
         *[f"rank 1 ended by {signal.SIGKILL.value}: wait_signal: rank 1 "] * 2,
+        *[f"rank 2 ended by {signal.SIGKILL.value}: wait_signal: rank 2 "] * 2,
+        *[f"rank 3 ended by {signal.SIGKILL.value}: wait_signal: rank 3 "] * 3,
         f"rank 1 ended by {signal.SIGKILL.value}: new_comm 'main': rank 1 ",
         "gloo mesh: 4 ranks agree",
         "shm mesh: 4 ranks agree",

@@ -85,6 +85,21 @@ def silence(rank):
     return [error_of(wait) for wait in waits]
 
 
+def stuck(rank, size):
+    """Signal on among those who live, until all of them wait for a signal."""
+    comm = torchcomms.new_comm("shm", CPU, "main", timeout=timedelta(seconds=120))
+    window = comm.window_allocate(8)
+    if rank == size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        window.wait_signal(1, 1, SignalCmpOp.EQ, False)
+        window.signal(0, 7, 0, False)
+    if rank == 0:
+        window.signal(1, 1, 1, False)
+        window.wait_signal(0, 7, SignalCmpOp.EQ, False)
+    return error_of(lambda: window.wait_signal(0, 8, SignalCmpOp.EQ, False))
+
+
 def error_of(wait):
     try:
         wait()
@@ -153,6 +168,8 @@ for backend in ("gloo", "shm"):
 for backend in ("gloo", "shm"):
     print(*launch(2, death, backend)[1], sep="\n")
 print(*launch(2, silence)[1][0], sep="\n")
+for size in (3, 4):
+    print(*launch(size, stuck, size)[1], sep="\n")
 print(*launch(2, death_in_connecting)[1], sep="\n")
 for backend in ("gloo", "shm"):
     print(f"{backend} mesh: {len(launch(4, mesh, backend)[1])} ranks agree")
