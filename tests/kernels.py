@@ -55,6 +55,7 @@ class Kernel:
     def __init__(self):
         self.manager = KernelManager(kernel_name="python3")
         env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[:1]]), "OMP_NUM_THREADS": "1"}
+        env.pop("PYTEST_CURRENT_TEST", None)  # ipykernel would not capture what programs write
         self.manager.start_kernel(env=env)
         self.client = self.manager.client()
         self.client.start_channels()

@@ -29,8 +29,11 @@ _LOOK = 0.1
 _AGAIN = 1.0
 """Seconds after which a rank that continues after an interrupt is interrupted again."""
 
-_STOPS_WITHIN = 3.0
+_STOPS_WITHIN = 5.0
 """Seconds within which ranks must stop after the user has interrupted the cell."""
+
+_OUTPUT_WITHIN = 10.0
+"""Seconds within which what they have written before must have arrived; the end of the cell comes after it."""
 
 
 @dataclass
@@ -73,7 +76,7 @@ class Cell:
         self._interrupted_at: dict[int, float] = {}
         self._look_at = 0.0
         self._interrupted_by_user = threading.Event()
-        self._stop_at = float("inf")
+        self._stop_at = self._stop_latest = float("inf")
 
     @property
     def running(self) -> set[int]:
@@ -122,12 +125,14 @@ class Cell:
             return
         now = time.monotonic()
         if self._stop_at == float("inf"):
-            self._stop_at = now + _STOPS_WITHIN
+            self._stop_at, self._stop_latest = now + _STOPS_WITHIN, now + _OUTPUT_WITHIN
         for rank in self.running:
             self._interrupt(rank, now)
 
     def _hear(self, rank: int) -> None:
         process, outcome = self._ranks[rank], self.outcomes[rank]
+        if outcome.status == "busy" and process.has_messages:
+            self._stop_at = min(max(self._stop_at, time.monotonic() + 10 * _TICK / 1000), self._stop_latest)
         for message in process.messages(drops=self._stop_at < float("inf")):
             kind, content = message["msg_type"], message["content"]
             if kind == "stream":

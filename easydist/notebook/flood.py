@@ -21,6 +21,9 @@ _TAIL = 20
 _WIDTH = 100
 """The number of characters that count as a line."""
 
+_LARGEST = 1 << 30
+"""The most bytes of a cell that its file keeps."""
+
 _LONGEST_TAIL = 20_000
 """The most characters of a rank's last lines."""
 
@@ -71,23 +74,24 @@ class Flood:
 
 
 class Whole:
-    """All lines of a cell. They are written to a file once they are many.
+    """All lines of a cell, up to 1 GiB of them. They are written to a file once they are many.
 
     Args:
         path: The file; None to keep nothing.
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._path, self._height = path, 0
+        self._path, self._height, self._left = path, 0, _LARGEST
         self._held: list[str] = []
         self._file: IO[str] | None = None
 
     def add(self, rank: int, block: str) -> None:
         """Add lines of a rank."""
-        if self._path is None:
+        if self._path is None or self._left <= 0:
             return
         start = f"rank {rank}: "
         text = f"{start}{block}\n".replace("\n", f"\n{start}", block.count("\n"))
+        self._left -= len(text)
         try:
             self._write(text)
         except OSError:  # the disk is full; the cell goes on
@@ -113,7 +117,9 @@ class Whole:
                 self._file.flush()
         except OSError:
             self._path = None
-        return f"all lines are in {self._path}" if self._path is not None and self._file is not None else "not kept"
+        if self._path is None or self._file is None:
+            return "not kept"
+        return f"all lines are in {self._path}" if self._left > 0 else f"their first GiB is in {self._path}"
 
     def close(self) -> None:
         """End the file."""

@@ -36,6 +36,9 @@ _GRACE = 1.0
 _LARGE = 1 << 16
 """The bytes beyond which a piece of text is large."""
 
+_LARGEST_LOG = 1 << 24
+"""The bytes beyond which the log is emptied."""
+
 _DRAIN = 0.05
 """Seconds for which the messages of one connection are read before something else has its turn."""
 
@@ -96,7 +99,7 @@ class RankProcess:
 
     def _start(self, settings: dict[str, Any], lifeline: int, env: dict[str, str]) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "easydist.notebook.kernel", json.dumps(settings)]
-        with self._log.open("wb") as log:
+        with self._log.open("ab") as log:  # to append, as ``_shorten_log`` empties it
             return subprocess.Popen(
                 command,
                 env=env,
@@ -127,11 +130,18 @@ class RankProcess:
         Args:
             drops: True to drop large pieces of text, so that the messages behind them come soon.
         """
+        self._shorten_log()
         for connection in (self.iopub, self.shell):
             deadline = time.monotonic() + _DRAIN
             while time.monotonic() <= deadline and (frames := _received(connection)):
                 if not (drops and frames[0].startswith(b"stream.") and sum(map(len, frames)) > _LARGE):
                     yield self._session.deserialize(self._session.feed_identities(frames)[1])
+
+    def _shorten_log(self) -> None:
+        """Empty the log if it is large: programs that the rank runs may write to it, too."""
+        with contextlib.suppress(OSError):
+            if os.stat(self._log).st_size > _LARGEST_LOG:
+                os.truncate(self._log, 0)
 
     @property
     def has_messages(self) -> bool:
@@ -143,9 +153,13 @@ class RankProcess:
         return self._process.poll()
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the running cell. Outside of cells this does nothing."""
+        """Raise KeyboardInterrupt in the running cell, and interrupt the programs that it runs, as Jupyter does.
+
+        Outside of cells this does nothing to the rank itself.
+        """
         if self.status() is None:
-            os.kill(self.pid, signal.SIGINT)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGINT)
 
     def kill(self) -> None:
         """End the process and everything that it has started."""

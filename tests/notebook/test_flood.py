@@ -70,6 +70,7 @@ ENDLESS = {
     "equal": "%%ranks\nprint('ready')\nimport itertools\nfor i in itertools.count(): print(i)",
     "own": "%%ranks\nprint('ready')\nimport itertools\nfor i in itertools.count(): print(rank, i)",
     "no line break": "%%ranks\nprint('ready')\nwhile True: print(100 * 'x', end=' ')",
+    "program": "%%ranks\nprint('ready')\nimport os\nos.system('yes')",
 }
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from easydist.notebook import flood
 from easydist.notebook.magics import chosen
 from easydist.notebook.output import Output
 
@@ -185,3 +186,15 @@ def test_a_figure_of_another_rank_alone_is_not_lost(page):
 def test_a_line_that_names_no_ranks_is_refused(line):
     with pytest.raises(Exception, match="give ranks between 0 and 3"):
         chosen(line, 4)
+
+
+def test_a_cells_file_keeps_no_more_than_its_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(flood, "_LARGEST", 200_000)
+    whole = flood.Whole(tmp_path / "output.txt")
+    for number in range(40_000):
+        whole.add(0, f"{number:8}")
+    assert whole.place() == f"their first GiB is in {tmp_path / 'output.txt'}"
+    whole.close()
+    lines = (tmp_path / "output.txt").read_text().splitlines()
+    assert lines == [f"rank 0: {number:8}" for number in range(len(lines))]
+    assert len(lines) == -(-200_000 // len("rank 0: 12345678\n"))
