@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 from hypothesis import HealthCheck, settings
-from launching import examples, within
+from launching import crashes, examples, within
 
 from easydist.testing import default_pool
 
@@ -39,6 +39,14 @@ def pytest_collection_finish():
 
 def pytest_runtest_setup():
     default_pool().timeout = within(60)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.failed:
+        report.sections.extend(("launched processes that crashed or were too slow", text) for text in crashes)
+    return report
 
 
 def pytest_runtest_logreport(report):

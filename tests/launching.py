@@ -11,6 +11,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
+crashes = []
+"""What launched processes have written before they crashed or were killed as too slow; a failing test shows it."""
+
 
 def patience():
     """Return the factor by which a step may take longer than on an idle machine, or EASYDIST_TEST_PATIENCE if set."""
@@ -45,13 +48,17 @@ def start(*command, env=os.environ, **options):
 def finished(*processes, seconds=60):
     """Return the output and the errors of each process once all have ended, and kill everything they started."""
     began = time.monotonic()
+    is_late = True
     try:
-        return [_output(process, began, seconds) for process in processes]
+        written = [_output(process, began, seconds) for process in processes]
+        is_late = False
+        return written
     finally:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+            written = process.communicate()
+            crashes.extend([f"{process.args}\n{text[-8000:]}" for text in written] if is_late else [])
 
 
 def _output(process, began, seconds):
@@ -85,4 +92,7 @@ def launched(script, cases):
             rows[row["rank"]] = row
         else:
             statuses += row["statuses"]
+    if crashed := [case for case, (_, ends) in found.items() if {-signal.SIGABRT, -signal.SIGSEGV} & {*ends}]:
+        lines = [line for line in err.splitlines() if not line.startswith("frame #")]
+        crashes.append("\n".join([*crashed, *lines])[-20_000:])
     return found, err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from easydist.testing.pool import default_pool
@@ -15,7 +15,7 @@ def distributed(world_size: int | Sequence[int] = 2, *, timeout: float | None = 
 
     The function may have the parameters ``rank`` and ``world_size``. All its other parameters are pytest's (fixtures,
     ``parametrize``), or hypothesis' (``@given`` goes above ``@distributed``, so that all ranks see the same example),
-    and must be picklable.
+    and must be picklable. ``monkeypatch`` is refused, since nothing would undo its changes in the ranks.
 
     Args:
         world_size: The number of ranks; several numbers create one test each.
@@ -35,6 +35,7 @@ def distributed(world_size: int | Sequence[int] = 2, *, timeout: float | None = 
         def wrapper(*args: Any, **kwargs: Any) -> None:
             given = signature.bind(*args, **kwargs).arguments
             size = given.pop("world_size", world_size)
+            _refuse_monkeypatch(given)
             default_pool().run(wrapper, size, timeout=timeout, **given)
 
         wrapper.each_rank = fn  # type: ignore[attr-defined]
@@ -43,6 +44,15 @@ def distributed(world_size: int | Sequence[int] = 2, *, timeout: float | None = 
         return wrapper if isinstance(world_size, int) else _parametrized(wrapper, world_size)
 
     return decorate
+
+
+def _refuse_monkeypatch(given: Mapping[str, Any]) -> None:
+    """Raise an error for a fixture that can be sent to the ranks, but would undo nothing there."""
+    if names := [name for name, value in given.items() if type(value).__name__ == "MonkeyPatch"]:
+        raise TypeError(
+            f"{names[0]}= belongs to the process of pytest, and would not undo its changes in the ranks: write "
+            "`with pytest.MonkeyPatch.context() as patch:` in the test"
+        )
 
 
 def _outer_signature(fn: Callable[..., Any], several: bool) -> inspect.Signature:

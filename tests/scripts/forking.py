@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import os
 import signal
@@ -74,6 +75,7 @@ def forked(size: int, work: Callable[[int], None], *, is_short: bool = False, **
             os.environ.update(
                 {name: str(value) for name, value in variables.items()}, RANK=str(rank), LOCAL_RANK=str(rank)
             )
+            faulthandler.enable()
             work(rank)
             end() if is_short else sys.exit()
         pids.append(pid)

@@ -266,6 +266,12 @@ def raise_system_exit():
     raise SystemExit(2)
 
 
+def test_monkeypatch_is_refused(monkeypatch):
+    """It would change the ranks' processes for all tests to come."""
+    with pytest.raises(TypeError, match=r"^patch= belongs to the process of pytest"):
+        distributed(world_size=2)(lambda patch: None)(patch=monkeypatch)
+
+
 def test_a_local_function_is_refused():
     def local():
         pass

@@ -75,10 +75,10 @@ def test_a_call_with_another_tensor(name, rank, world_size):
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", ["1", "0"])
 @distributed(world_size=[2, 3])
-def test_the_collectives_of_a_coordinator(shared, rank, world_size, monkeypatch):
-    monkeypatch.setenv("EASYDIST_SHM", shared)
-    ranks = [*range(world_size)]
-    coordinator = GroupCoordinator([ranks], rank, "gloo", use_device_communicator=False)
+def test_the_collectives_of_a_coordinator(shared, rank, world_size):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EASYDIST_SHM", shared)
+        coordinator = GroupCoordinator([[*range(world_size)]], rank, "gloo", use_device_communicator=False)
     is_last = rank == world_size - 1
     calls = {
         "size": lambda: coordinator.all_reduce(torch.ones(8 if is_last else 4)),
