@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
-from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -22,7 +20,6 @@ from easydist.comms.traced import traced
 from easydist.errors import DisagreementError, EasydistError
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.timed_store import TimedStore
-from easydist.liveness.watchdog import watchdog
 from easydist.modes import demand_data
 from easydist.transport.backend import Backend
 from easydist.transport.backends.c10d import Gloo
@@ -33,9 +30,6 @@ from easydist.transport.staging import Staging
 from easydist.transport.work import TorchWork, handle
 
 T = TypeVar("T")
-
-_MOST = 64
-"""The most asynchronous operations of which it is known whether they have ended."""
 
 
 class Operations(Collectives):
@@ -62,8 +56,6 @@ class Operations(Collectives):
         self._checks = False
         self._checks = self._is_checked = self._asks_for_check(options.hints)
         self._statuses: Statuses | None = None
-        self._different: str | None = None
-        self._under_way: deque[weakref.ref[TorchWork]] = deque(maxlen=_MOST)
         if not backend.compares:
             backend.compare(CommDisagreement, f"The communicator {name!r}")
 
@@ -83,20 +75,7 @@ class Operations(Collectives):
         """Compare operations that wait over gloo in a store of this communicator."""
         if isinstance(self._backend, Gloo):
             text_of = functools.partial(text, end=f"The communicator {self._name!r} {BROKEN}")
-            me = weakref.WeakMethod(self._is_waiting), weakref.WeakMethod(self._end_waits)
-            is_waiting, end = (functools.partial(_call, method) for method in me)
-            self._statuses = Statuses(TimedStore(store), self._backend, text_of, is_waiting, end)
-            watchdog().add(self._statuses)
-
-    def _is_waiting(self) -> bool:
-        works = [work for ref in tuple(self._under_way) if (work := ref()) is not None]
-        return bool(self._busy) or not all(work.has_ended for work in works)
-
-    def _end_waits(self, text: str) -> None:
-        """End all waits, because the ranks have called different operations; the watchdog calls this."""
-        self._different = text
-        if self._failure is None and isinstance(self._backend, Gloo):
-            self._backend.disconnect()
+            self._statuses = Statuses(TimedStore(store), self._backend, text_of, self._busy)
 
     def core(self) -> Collectives:
         """Return the same ranks and backend for easydist's verbs, without hooks and time limits of its own."""
@@ -225,7 +204,7 @@ class Operations(Collectives):
             staging.deliver(work)
         work.reporting(self._failed, name, limit, () if staging is None else staging.outputs)
         if self._statuses is not None:
-            self._under_way.append(weakref.ref(work))
+            self._statuses.add(work)
         return work.in_background() if self._is_on_cpu else work
 
     def _unusable(self, name: str) -> RuntimeError:
@@ -280,7 +259,7 @@ class Operations(Collectives):
 
     def _explained(self, name: str, limit: timedelta, error: Exception) -> Exception:
         """Return the error to raise; the monitor knows why a connection broke, perhaps on behalf of a third rank."""
-        if self._statuses is not None and (text := self._different or self._statuses.found()) is not None:
+        if self._statuses is not None and (text := self._statuses.found()) is not None:
             different = CommDisagreement(text)
             different.is_final = different.is_told = True
             return different
@@ -290,9 +269,3 @@ class Operations(Collectives):
         peers = [] if self.monitor is None else list(self.monitor.peers.values())
         what = f"{name} in the communicator {self._name!r} (rank {self.get_rank()} of {self.get_size()})"
         return explained(error, what, limit, peers)
-
-
-def _call(method: weakref.WeakMethod[Callable[..., Any]], *args: Any) -> Any:
-    """Call a method of a communicator that still exists."""
-    bound = method()
-    return None if bound is None else bound(*args)

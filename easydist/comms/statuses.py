@@ -9,16 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from easydist.liveness.stored import decoded, in_store
 from easydist.liveness.timed_store import TimedStore
+from easydist.liveness.watchdog import watchdog
 from easydist.shm.calls import EQUAL, NOT_BEGUN, UNKNOWN, Call, Dispute, Message
 from easydist.transport.backends.c10d import Gloo
+from easydist.transport.work import TorchWork
 
 _PATIENCE = 4
 """The looks at a difference until a rank stops waiting for the descriptions of the others; there are four a second."""
+
+_MOST = 64
+"""The most asynchronous operations of which it is known whether they have ended."""
 
 _FOUND = "different"
 _FORM = {"calls": [(int, int, int, {str: int}, {str: int})], "messages": [(str, int, int, int, int)]}
@@ -34,58 +41,54 @@ class Statuses:
         store: The store of the communicator.
         backend: Its backend.
         text_of: Makes the text of the error for a difference.
-        is_waiting: True while operations are under way.
-        end: Ends them with the error of this text.
-
-    Attributes:
-        waits: Always even, since this object does not wait itself.
-        was_interrupted: Set by the watchdog; not used here.
-        sync_signals: Set by the watchdog; not used here.
+        busy: Holds the operation that has begun and that its caller still waits for.
     """
 
     def __init__(
-        self,
-        store: TimedStore,
-        backend: Gloo,
-        text_of: Callable[[Dispute], str],
-        is_waiting: Callable[[], bool],
-        end: Callable[[str], None],
+        self, store: TimedStore, backend: Gloo, text_of: Callable[[Dispute], str], busy: Mapping[str, object]
     ) -> None:
-        self.waits, self.was_interrupted = 0, False
-        self.sync_signals: Callable[[], None] = _nothing
-        self._store, self._backend, self._text_of = store, backend, text_of
-        self._is_waiting, self._end = is_waiting, end
+        self._store, self._backend, self._text_of, self._busy = store, backend, text_of, busy
+        self._works: deque[weakref.ref[TorchWork]] = deque(maxlen=_MOST)
         self._seen: object = None
+        self._different: str | None = None
         self._told, self._looks = "", 0
+        watchdog().look_regularly(self._look)
 
-    def publish(self) -> None:
-        """Compare the operations if one has been waiting since the last look. The watchdog calls this."""
-        last = self._backend.log[-1] if self._backend.log and self._is_waiting() else None
-        if last is not None and last is self._seen:
-            self._look()
-        self._seen = last
+    def add(self, work: TorchWork) -> None:
+        """Watch an asynchronous operation, too."""
+        self._works.append(weakref.ref(work))
 
     def found(self) -> str | None:
         """Return the text of the error that a rank has found; None if there is none."""
-        text = None
-        with contextlib.suppress(RuntimeError):  # the store is gone
-            text = self._store.get(_FOUND)
-        return None if text is None else text.decode()
+        if self._different is None:
+            with contextlib.suppress(RuntimeError):  # the store is gone
+                text = self._store.get(_FOUND)
+                self._different = None if text is None else text.decode()
+        return self._different
 
     def _look(self) -> None:
+        """Compare the operations if one has been waiting since the last look; end it if they differ."""
+        last = self._backend.log[-1] if self._backend.log and self._is_waiting() else None
+        if last is not None and last is self._seen and self._has_difference():
+            self._backend.disconnect()
+        self._seen = last
+
+    def _is_waiting(self) -> bool:
+        works = [work for ref in tuple(self._works) if (work := ref()) is not None]
+        return bool(self._busy) or not all(work.has_ended for work in works)
+
+    def _has_difference(self) -> bool:
         if (mine := _encoded(self._backend)) != self._told:
             self._store.set(f"calls/{self._backend.rank}", mine)
             self._told = mine
-        if (text := self.found()) is None:
+        if self.found() is None:
             known = {rank: told for rank in range(self._backend.size) if (told := self._of(rank)) is not None}
             dispute = _difference(known, self._backend.size)
             self._looks = 0 if dispute is None else self._looks + 1
             if dispute is None or (len(known) < self._backend.size and self._looks < _PATIENCE):
-                return
-            first = self._store.set_first(_FOUND, self._text_of(dispute))
-            text = None if first is None else first.decode()
-        if text is not None:
-            self._end(text)
+                return False
+            self._store.set_first(_FOUND, self._text_of(dispute))
+        return self.found() is not None
 
     def _of(self, rank: int) -> Described | None:
         text = self._store.get(key := f"calls/{rank}", rank)
@@ -96,21 +99,6 @@ class Statuses:
             {number: (Call(code, numel), sends, recvs) for number, code, numel, sends, recvs in told["calls"]},
             {(way, peer, number): (code, nbytes) for way, peer, number, code, nbytes in told["messages"]},
         )
-
-    def interrupted(self, error: BaseException, wait: int) -> None:
-        """Do nothing."""
-
-    def check_wait(self, wait: int) -> None:
-        """Do nothing."""
-
-    def failed(self, error: Exception, wait: int) -> None:
-        """Do nothing: the operations have their own limits."""
-
-    def post_exception(self, text: str) -> None:
-        """Do nothing."""
-
-
-def _nothing() -> None: ...
 
 
 def _encoded(backend: Gloo) -> str:

@@ -67,6 +67,7 @@ class Watchdog:
 
     def __init__(self) -> None:
         self._monitors: list[weakref.ref[Watched]] = []
+        self._looks: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._signals, self._wakeup = socket.socketpair()
         self._signals.setblocking(False)
         self._wakeup.setblocking(False)
@@ -85,6 +86,10 @@ class Watchdog:
         monitor.sync_signals = self.sync_signals
         known = [ref for ref in self._monitors if ref() not in (None, monitor)]
         self._monitors = [*known, weakref.ref(monitor)]  # a new list: the thread may be reading the old one
+
+    def look_regularly(self, look: Callable[[], None]) -> None:
+        """Call a method four times a second for as long as its object exists; its errors are ignored."""
+        self._looks = [*(ref for ref in self._looks if ref() is not None), weakref.WeakMethod(look)]
 
     def sync_signals(self) -> None:
         """Wait until all signals that have come are known to the monitors."""
@@ -118,6 +123,10 @@ class Watchdog:
                 if number % 2:
                     with contextlib.suppress(Exception):
                         monitor.failed(error, number)
+        for ref in self._looks:
+            with contextlib.suppress(Exception):
+                if (look := ref()) is not None:
+                    look()
 
     def _check(self, monitor: Watched, number: int, interrupted: bool) -> None:
         if interrupted and number % 2:
