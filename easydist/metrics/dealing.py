@@ -223,6 +223,8 @@ def _dispatched(loader: Any, rank: int, size: int, total: int | None) -> Lot:
     if at.has_ended and at.steps:  # it knows the number of samples of its last step
         left = (at.steps - 1) * steps.size + loader.remainder
     dealt = _evened(left, block, size, loader._drop_last, fills=False)
+    if left is not None and 0 < 2 * left < size and not loader._drop_last:
+        dealt = Dealt(block, left, 2 * left)  # it fills the last step with the first one, so some ranks get nothing
     return Lot(steps.passes.tally, dealt, steps.at(dealt.rows, _has_ended(loader)))
 
 

@@ -1,5 +1,7 @@
 """Over an epoch, gather_for_metrics gives what one process gets: each sample once, in the sampler's order."""
 
+import itertools
+
 import launching
 import pytest
 import torch
@@ -112,6 +114,16 @@ def draws(**strategies):
 def test_prepared_loaders(rank, world_size, cases):
     for case in cases:
         check_prepared_loader(rank, world_size, **case)
+
+
+@pytest.mark.slow
+@distributed(world_size=[3, 4])
+def test_a_dispatcher_with_fewer_samples_than_half_the_ranks(rank, world_size):
+    """accelerate fills the only step with the samples that it has, so some ranks get none."""
+    for total, even, split in itertools.product(range(1, 5), (True, False), (True, False)):
+        case = {"total": total, "batch_size": 2, "shuffle": False, "drop_last": False, "dispatch": True}
+        check_prepared_loader(rank, world_size, **case, even=even, split=split, skip=0)
+        check_prepared_loader(rank, world_size, **case | {"total": total + 2}, even=even, split=False, skip=1)
 
 
 def check_prepared_loader(rank, world_size, total, batch_size, shuffle, drop_last, even, split, dispatch, skip):
