@@ -27,7 +27,7 @@ About = tuple[torch.Tensor | None, int | None, ReduceOp | None]
 
 BYTES = torch.uint8
 _TIME_LIMIT = timedelta(minutes=10)
-_STRIDED = torch.strided
+_Tensor, _STRIDED = torch.Tensor, torch.strided
 _FLAT = (1,)
 _FOREVER = timedelta(days=36500)
 """The longest time limit: gloo counts nanoseconds in 64 bits, so that ``timedelta.max`` would be over at once."""
@@ -156,13 +156,15 @@ class Checked:
         device, dtype = self._backend.device, None
         try:
             for tensor in tensors:
-                if type(tensor) is not torch.Tensor or tensor.device != device or tensor.stride() != _FLAT:
+                if type(tensor) is not _Tensor or tensor.device != device or tensor.stride() != _FLAT:
                     return False
-                if tensor.requires_grad or tensor.is_complex() or tensor.is_neg():
+                if tensor.requires_grad or tensor.is_neg():
                     return False
-                if (own := tensor.dtype) is not dtype and dtype is not None:
-                    return False
-                dtype, storage = own, tensor.untyped_storage()
+                if (own := tensor.dtype) is not dtype:
+                    if dtype is not None or own.is_complex:
+                        return False
+                    dtype = own
+                storage = tensor.untyped_storage()
                 is_whole = storage.data_ptr() and storage.nbytes() >= tensor.nbytes and not tensor.storage_offset()
                 if not (is_whole or is_backed(tensor)):
                     return False

@@ -59,6 +59,9 @@ class TorchWork:
     _error: BaseException | None = None
     _reports: tuple[Failed, str, timedelta] | None = None
     _is_driven = _is_asked = _is_done = False
+    _pending: Sequence[Begun] = ()
+    _keep: Sequence[torch.Tensor] = ()
+    _timeout: timedelta | None = None
     _outputs: Sequence[torch.Tensor] = ()
     _results: Sequence[weakref.ref[torch.Tensor]] = ()
 
@@ -68,19 +71,23 @@ class TorchWork:
         keep: Sequence[torch.Tensor] = (),
         timeout: timedelta | None = None,
     ) -> None:
-        self._pending = pending
+        if not pending:
+            self._is_done = True  # and no more: every operation that is waited for at once returns such a work
+            return
+        self._pending, self._keep, self._timeout = pending, keep, timeout
+        self._begin()
+
+    def _begin(self) -> None:
         self._steps: list[Callable[[], Sequence[Begun]]] = []
-        self._keep = keep if pending else ()
-        self._timeout = timeout
         self._lock = threading.Lock()
         self._futures: list[torch.futures.Future[Any]] = []
-        if not pending:
-            self._is_done = True
+        self._is_done = False
 
     def followed_by(self, step: Callable[[], Sequence[Begun]]) -> TorchWork:
         """Add a step, and return this work: ``step`` runs inside ``wait`` and returns the messages to wait for next."""
+        if self._is_done:
+            self._begin()
         self._steps.append(step)
-        self._is_done = False
         return self
 
     def within(self, timeout: timedelta | None) -> TorchWork:
@@ -137,9 +144,9 @@ class TorchWork:
 
     def is_completed(self) -> bool:
         """True if ``wait`` would return or raise at once; an operation begun with ``async_op=True`` ends without it."""
-        if self._error is not None:
+        if self.has_ended:
             return True
-        if self._is_done or not self._is_driven:
+        if not self._is_driven:
             return not self._steps and all(p.is_completed() for p in self._pending)
         if not self._is_asked and not self._lock.locked():  # it may be queued behind a long operation
             self._is_asked = True
@@ -152,8 +159,11 @@ class TorchWork:
         Outputs that have been garbage-collected by then are left out.
         """
         future: torch.futures.Future[Any] = torch.futures.Future()
+        if self._is_done:
+            self._tell(future)
+            return future
         self._futures.append(future)
-        if self._is_done or self._error is not None:
+        if self.has_ended:
             self._tell_futures()
         else:
             at_once(self._drive)
@@ -200,11 +210,13 @@ class TorchWork:
     def _tell_futures(self) -> None:
         while self._futures and (self._is_done or self._error is not None):
             with contextlib.suppress(IndexError):  # two threads may get here at the same time
-                future = self._futures.pop()
-                if self._error is None:
-                    future.set_result([tensor for result in self._results if (tensor := result()) is not None])
-                else:
-                    future.set_exception(self._error)
+                self._tell(self._futures.pop())
+
+    def _tell(self, future: torch.futures.Future[Any]) -> None:
+        if self._error is None:
+            future.set_result([tensor for result in self._results if (tensor := result()) is not None])
+        else:
+            future.set_exception(self._error)
 
 
 Begun: TypeAlias = Pending | TorchWork

@@ -77,7 +77,8 @@ class _Swap(Verb[list[torch.Tensor]]):
         self._gradient.learn(comms, agreed, self)
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> dict[int, torch.Tensor]:
-        leaves, arrived = agreed.call.tree, dict[int, torch.Tensor]()
+        leaves = agreed.call.tree
+        arrived: dict[int, torch.Tensor] = {}
         sent, received = leaves.layout.ordered(self._sent), leaves.layout.ordered(self._received)
         for comm, indices in by_comm(comms, leaves.tensors, range(len(self._flat)), max(agreed.nbytes)):
             dtypes = [leaves.layout.dtypes[i] for i in indices]

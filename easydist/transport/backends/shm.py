@@ -98,10 +98,8 @@ class Shm(Backend):
 
     def _word(self) -> int:
         """Return the word of the collective that begins; 0 if calls are not compared."""
-        if (call := self.call) is None:
-            return 0
         self._streams.check()  # a call that is refused has no number
-        return self._calls.begin(*call)
+        return 0 if (call := self.call) is None else self._calls.begin(*call)
 
     def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> Pending:
         address, nbytes = output.data_ptr(), data.nbytes
@@ -216,8 +214,8 @@ class Shm(Backend):
 
         Empty tensors are sent, too: the other rank may expect data, and must not take the next message for it.
         """
-        self._streams.check()
-        word, tasks = self._word(), list[Task]()
+        word = self._word()
+        tasks: list[Task] = []
         for peer, tensor in sends:
             if peer != self.rank and (put := self._put(COLLECTIVES, peer, tensor, word)):
                 tasks.append(put)
