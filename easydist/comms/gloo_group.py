@@ -1,7 +1,13 @@
-"""A gloo group of ``torch.distributed`` that multiplies before it adds up, as FSDP2 asks for with a divide factor."""
+"""A gloo group of ``torch.distributed`` that multiplies before it adds up, as FSDP2 asks for with a divide factor.
+
+Every operation goes through Python, which lets go of the interpreter while gloo takes the operation. Functional
+collectives, which call a group from C++, do not: a thread of gloo that ends an operation may need the interpreter, with
+the lock that gloo needs to take the next one, and both would wait for ever.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +40,10 @@ class GlooGroup(_Base):  # type: ignore[misc]
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
 
+    def _run(self, name: str, *args: Any, **options: Any) -> Any:
+        """Begin an operation; the arguments that are None are those that the caller has left out."""
+        return getattr(self._plain, name)(*(arg for arg in args if arg is not None), **options)
+
     def get_group_store(self) -> Store:
         """Return the store of the group."""
         return self._store
@@ -47,56 +57,54 @@ class GlooGroup(_Base):  # type: ignore[misc]
         return self._reduced("allreduce_coalesced", tensors, opts)
 
     def _reduced(self, name: str, tensors: Any, opts: Any) -> Any:
-        run = getattr(self._plain, name)
         if (op := premultiplied(opts)) is None:
-            return run(tensors) if opts is None else run(tensors, opts)
+            return self._run(name, tensors, opts)
         for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
             tensor.detach().copy_(op.scaled(tensor))
-        return run(tensors, _summing(opts))
+        return self._run(name, tensors, _summing(opts))
 
     def reduce(self, tensors: Any, opts: Any) -> Any:
         """Reduce in place on the root. The tensors of the other ranks do not change if they are multiplied."""
         if (op := premultiplied(opts)) is None:
-            return self._plain.reduce(tensors, opts)
+            return self._run("reduce", tensors, opts)
         if opts.rootRank != self.rank():
-            return self._plain.reduce([op.scaled(tensor) for tensor in tensors], _summing(opts))
+            return self._run("reduce", [op.scaled(tensor) for tensor in tensors], _summing(opts))
         for tensor in tensors:
             tensor.detach().copy_(op.scaled(tensor))
-        return self._plain.reduce(tensors, _summing(opts))
+        return self._run("reduce", tensors, _summing(opts))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Reduce the parts of lists."""
         if (op := premultiplied(opts)) is None:
-            return self._plain.reduce_scatter(outputs, inputs, opts)
+            return self._run("reduce_scatter", outputs, inputs, opts)
         scaled = [[op.scaled(tensor) for tensor in tensors] for tensors in inputs]
-        return self._plain.reduce_scatter(outputs, scaled, _summing(opts))
+        return self._run("reduce_scatter", outputs, scaled, _summing(opts))
 
-    def _scattered(self, run: Callable[..., Any], output: Any, inputs: Any, opts: Any) -> Any:
+    def _scattered(self, name: str, output: Any, inputs: Any, opts: Any = None) -> Any:
         """Reduce the parts of one tensor, or of several."""
         if (op := premultiplied(opts)) is None:
-            return run(output, inputs) if opts is None else run(output, inputs, opts)
+            return self._run(name, output, inputs, opts)
         is_one = isinstance(inputs, torch.Tensor)
         scaled = op.scaled(inputs) if is_one else [op.scaled(tensor) for tensor in inputs]
-        return run(output, scaled, _summing(opts))
+        return self._run(name, output, scaled, _summing(opts))
 
 
-def _add_scattering(name: str) -> None:
-    """Add one of the names that torch's versions have for ``reduce_scatter`` of tensors."""
-
-    def scatter(self: GlooGroup, output: Any, inputs: Any, opts: Any = None) -> Any:
-        return self._scattered(getattr(self._plain, name), output, inputs, opts)
-
-    if hasattr(dist.ProcessGroup, name):
-        setattr(GlooGroup, name, scatter)
+def _add(method: Callable[..., Any], names: str) -> None:
+    """Add the names of operations of which torch's versions have some; ``method`` takes the name first."""
+    for name in names.split():
+        if hasattr(dist.ProcessGroup, name):
+            setattr(GlooGroup, name, functools.partialmethod(method, name))
 
 
-for _name in (
-    "_reduce_scatter_base",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor_coalesced",
-    "reduce_scatter_single_coalesced",
-):
-    _add_scattering(_name)
+_add(
+    GlooGroup._scattered,
+    "_reduce_scatter_base reduce_scatter_single reduce_scatter_tensor_coalesced reduce_scatter_single_coalesced",
+)
+_add(
+    GlooGroup._run,
+    "_allgather_base all_gather_single all_gather_single_coalesced all_to_all_single allgather allgather_coalesced "
+    "allgather_into_tensor_coalesced alltoall alltoall_base barrier broadcast gather scatter send recv recv_anysource",
+)
 
 
 def _summing(opts: Any) -> Any:

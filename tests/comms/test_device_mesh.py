@@ -8,6 +8,7 @@ import torch.distributed as dist
 from launching import within
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from easydist.comms import new_comm
 from easydist.comms.device_mesh import init_device_mesh
@@ -80,3 +81,33 @@ def test_fsdp_with_a_divide_factor(backend, rank, world_size):
         assert tensor.tolist() == [1.0] * 3
     dist.all_reduce(tensor := torch.ones(3), group=group)
     assert tensor.tolist() == [2.0] * 3
+
+
+@distributed(world_size=2)
+def test_all_operations_of_a_gloo_group_go_through_python(rank):
+    """A functional collective does not let go of the interpreter while gloo takes it, and could then wait for ever."""
+    mesh = init_device_mesh((new_comm("gloo", CPU, "through"),), ("dp",))
+    group = mesh.get_group()
+    others = {
+        "abort",
+        "boxed",
+        "get_group_store",
+        "merge_remote_group",
+        "monitored_barrier",
+        "name",
+        "rank",
+        "set_timeout",
+    }
+    others |= {"shutdown", "size", "split_group", "unbox", "use_pg_for_symm_mem_rendezvous"}
+    methods = {name for name, kind in vars(dist.ProcessGroup).items() if callable(kind) and not name.startswith("_")}
+    operations = methods - others - {"BackendType"}
+    assert len(operations) >= 15
+    assert operations <= vars(type(group)).keys()
+    dist.barrier(group=group)
+    parts = [torch.empty(2) for _ in range(2)]
+    dist.all_gather(parts, torch.full((2,), float(rank)), group=group)
+    dist.all_to_all_single(swapped := torch.empty(2), torch.tensor([0.0, 1.0]) + 10 * rank, group=group)
+    dist.broadcast(told := torch.tensor([rank]), group=group, group_src=1)
+    assert [*map(torch.Tensor.tolist, (*parts, swapped, told))] == [[0, 0], [1, 1], [rank, 10 + rank], [1]]
+    found = DTensor.from_local(torch.full((1,), float(rank)), mesh, [Shard(0)]).full_tensor()
+    assert found.tolist() == [0, 1]

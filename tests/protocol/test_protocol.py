@@ -9,11 +9,11 @@ from sources import load
 
 PARTS = 10
 
-DEPTHS = {2: 100, 3: 40}
-"""The steps that a fault may follow, by the number of ranks; the first calls of two ranks end after about 40."""
-
 IS_DEEP = examples(1) > 1
 """True under ``make stress``."""
+
+DEPTHS = {2: 100, 3: 40} if IS_DEEP else {2: 50, 3: 20}
+"""The steps that a fault may follow, by the number of ranks; the first calls of two ranks end after about 40."""
 
 
 @pytest.mark.stress
@@ -24,6 +24,7 @@ def test_no_schedule_breaks_a_law(part):
         play(seed)
 
 
+@pytest.mark.stress
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["shm", "gloo", "hosts"])
 @pytest.mark.parametrize("size", DEPTHS)
