@@ -2,29 +2,37 @@
 
 torch's own limits do not hold there: ``get`` and the constructor of a ``TCPStore`` wait for an answer for ever. So each
 such call is made in a thread, for which the caller waits. A thread whose call does not return is left to itself, and
-ends if the call ever does.
+ends if the call ever does, but no longer when the interpreter ends.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextvars
+import ctypes
 import os
+import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
 _FAREWELL = 2.0
 """Seconds that the threads have at exit to finish the pending calls."""
 
+_NAME = "easydist-store"
+"""The name of the threads."""
+
 _TICK = 0.05
 """Seconds between two checks while a call is under way."""
+
+_HOLD = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
+"""The signal that holds a thread at exit."""
 
 _KEPT = 2
 """The most threads that are kept for later calls."""
@@ -42,8 +50,7 @@ class Caller:
 
     def __init__(self) -> None:
         self._calls: _Calls = SimpleQueue()
-        self.thread = threading.Thread(target=_serve, args=(self._calls,), name="easydist-store", daemon=True)
-        self.thread.start()
+        threading.Thread(target=_serve, args=(self._calls,), name=_NAME, daemon=True).start()
         self.end = weakref.finalize(self, self._calls.put, None)
         self.end.atexit = False
         _running.add(self)
@@ -110,12 +117,27 @@ def within(
 
 @atexit.register
 def _end_all() -> None:
-    """End the threads: one that were in C++ when the interpreter ends would abort the process."""
-    deadline, callers = time.monotonic() + _FAREWELL, list(_running)
-    for caller in callers:
+    """End the threads, or let those that are still in C++ then never return."""
+    for caller in list(_running):
         caller.end()
-    for caller in callers:
-        caller.thread.join(max(0.0, deadline - time.monotonic()))
+    deadline, threads = time.monotonic() + _FAREWELL, [one for one in threading.enumerate() if one.name == _NAME]
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    hold(threads)
+
+
+def hold(threads: Iterable[threading.Thread]) -> None:
+    """Let those of these threads that are still alive, which must be in C++, sleep until the process has ended.
+
+    A thread that returned to Python while the interpreter ends would abort the process.
+    """
+    if not (alive := [thread for thread in threads if thread.is_alive()]):
+        return
+    c = ctypes.CDLL(None)
+    # pause(2) itself handles the signal: a handler in Python would need the interpreter.
+    c.signal(_HOLD, ctypes.cast(c.pause, ctypes.c_void_p))
+    for thread in alive:
+        signal.pthread_kill(cast(int, thread.ident), _HOLD)
 
 
 def _serve(calls: _Calls) -> None:

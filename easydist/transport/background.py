@@ -15,6 +15,8 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from queue import SimpleQueue
 
+from easydist.liveness.limited import hold
+
 _Drive = Callable[[], object]
 
 _MOST = 4
@@ -81,10 +83,10 @@ class _Line:
     def __init__(self, stop: _Drive) -> None:
         self.stop = stop
         self.waiting: SimpleQueue[_Drive | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self._thread = _start(self._serve)
+        self.thread = _start(self._serve)
 
     def _serve(self) -> None:
         while (drive := self.waiting.get()) is not None:
@@ -93,9 +95,9 @@ class _Line:
 
     def has_ended(self, seconds: float) -> bool:
         """Wait for the end of the thread; return True if it ends in time."""
-        if self._thread is not None:
-            self._thread.join(seconds)
-        return self._thread is None or not self._thread.is_alive()
+        if self.thread is not None:
+            self.thread.join(seconds)
+        return self.thread is None or not self.thread.is_alive()
 
 
 _lines: dict[tuple[int, Hashable], _Line] = {}
@@ -134,6 +136,7 @@ def _end_all_lines() -> None:
         line.stop()
     for line in slow:
         line.has_ended(_FAREWELL)
+    hold(line.thread for line in slow if line.thread is not None)
 
 
 def _let_gloo_threads_finish() -> None:

@@ -32,6 +32,34 @@ print(TimedStore(Late()).check(["key"]))
 """
 
 
+GIVEN_UP = """
+import os, signal, sys, time
+from torch.distributed import TCPStore
+from easydist.liveness.limited import NoAnswerError, within
+
+reader, writer = os.pipe()
+server = os.fork()
+if server == 0:
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    os.write(writer, str(store.port).encode())
+    signal.pause()
+store = TCPStore("127.0.0.1", int(os.read(reader, 16)), None, False, wait_for_workers=False)
+os.kill(server, signal.SIGSTOP)
+try:
+    within(0.1, lambda: store.add("key", 1))
+except NoAnswerError as error:
+    print(error)
+
+class EndsSlowly:
+    def __del__(self, kill=os.kill, sleep=time.sleep, server=server, goes_on=signal.SIGCONT, ends=signal.SIGKILL):
+        kill(server, goes_on)
+        sleep(1)  # while the interpreter ends: the answer comes now
+        kill(server, ends)
+
+sys.modules["ends_slowly"] = EndsSlowly()  # the pending call keeps the script's own globals
+"""
+
+
 class Broken(HashStore):
     def set(self, key, value):
         raise ConnectionError("reset by peer")
@@ -111,7 +139,8 @@ def test_a_value_of_another_form_is_damaged_and_named(text, form):
 
 
 @pytest.mark.slow
-def test_a_question_under_way_does_not_abort_a_process_that_ends(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    assert launching.python(script) == ("False\n", "")
+@pytest.mark.parametrize(
+    ("script", "printed"), [(SCRIPT, "False\n"), (GIVEN_UP, "the store has not answered within 0.1 s\n")]
+)
+def test_a_question_under_way_does_not_abort_a_process_that_ends(script, printed):
+    assert launching.python("-c", script) == (printed, "")

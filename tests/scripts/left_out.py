@@ -222,8 +222,8 @@ class Communicator(Ranks):
     """A communicator."""
 
     def begin(self, rank: int) -> None:
-        kind, limit = self.backend.removeprefix("comm_"), LONG if self.scenario in ALONE else SHORT
-        self.comm: TorchComm = new_comm(kind, torch.device("cpu"), "main", timeout=timedelta(seconds=limit))
+        kind = self.backend.removeprefix("comm_")
+        self.comm: TorchComm = new_comm(kind, torch.device("cpu"), "main", timeout=timedelta(seconds=LONG))
         self.gather(rank)
         if "signal" in self.scenario:
             self.window, self.signals = self.comm.new_window(torch.zeros(1)), self.comm.window_allocate(8)
@@ -255,7 +255,7 @@ class Communicator(Ranks):
 
     def gather(self, rank: int) -> list[int]:
         rows = torch.empty(self.comm.get_size(), dtype=torch.int64)
-        self.comm.all_gather_single(rows, torch.tensor([rank]), async_op=False, timeout=timedelta(seconds=LONG))
+        self.comm.all_gather_single(rows, torch.tensor([rank]), async_op=False)
         return rows.tolist()
 
     def meet(self, rank: int) -> None:
@@ -266,7 +266,7 @@ class Communicator(Ranks):
             return
         self.spoil(rank)
         try:
-            self.comm.barrier(async_op=False)
+            self.comm.barrier(async_op=False, timeout=timedelta(seconds=SHORT))
         except RuntimeError as error:
             self.met = type(error).__name__
 
