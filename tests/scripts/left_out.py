@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -209,13 +210,23 @@ KEPT = collections.Counter({"thread easydist-store": 2, "thread easydist-progres
 
 
 def threads() -> collections.Counter[str]:
-    """Return the numbers of this process's threads by name, without those that are kept."""
-    python = {thread.native_id: thread.name for thread in threading.enumerate()}
+    """Return the numbers of this process's threads by name, without those that are kept.
+
+    A thread of C++ has the name of the main thread until it runs for the first time and names itself.
+    """
+    deadline, main = time.monotonic() + LONG, Path("/proc/self/comm").read_text().strip()
+    while (found := _threads())[f"thread {main}"] and time.monotonic() < deadline:
+        pass
+    return found - KEPT
+
+
+def _threads() -> collections.Counter[str]:
+    names = {thread.native_id: thread.name for thread in threading.enumerate()} | {os.getpid(): "main"}
     found: collections.Counter[str] = collections.Counter()
     for path in Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(OSError):  # it has ended
-            found[f"thread {python.get(int(path.parent.name)) or path.read_text().strip()}"] += 1
-    return found - KEPT
+            found[f"thread {names.get(int(path.parent.name)) or path.read_text().strip()}"] += 1
+    return found
 
 
 class Communicator(Ranks):
