@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from launching import crashes, examples, within
 
+from easydist.shm.progress import running
 from easydist.testing import default_pool
 
 pytest_plugins = ["easydist.testing.plugin"]
@@ -39,6 +40,13 @@ def pytest_collection_finish():
 
 def pytest_runtest_setup():
     default_pool().timeout = within(60)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown():
+    left = list(running)
+    running.clear()
+    assert not left, "operations in shared memory are under way: a thread tries to move them until the last test ends"
 
 
 @pytest.hookimpl(wrapper=True)

@@ -261,9 +261,11 @@ def test_a_guard_is_called_while_another_thread_advances_the_same_streams():
     slots = Slots(segment, 0, 2)
     streams = Streams(slots, Calls(slots), lambda ranks, seconds: None)
 
+    need = NEVER, (1,)
+
     def until(number):
         while reached[0] < number:
-            yield NEVER, (1,)
+            yield need
 
     def advance():
         for number in range(20_000):
@@ -282,6 +284,8 @@ def test_a_guard_is_called_while_another_thread_advances_the_same_streams():
         thread.join()
     finally:
         sys.setswitchinterval(switches)
+    reached[0] = 20_000
+    streams.advance()
 
 
 @distributed(world_size=2)
