@@ -24,6 +24,9 @@ from easydist.liveness.report import INTERRUPT
 _GRACE = 1.0
 """Seconds to wait for the end of a process whose connection broke."""
 
+_SHOWN = 8
+"""The most processes that a text describes."""
+
 _BROKEN = "The communicator is broken. recover() makes a new one of the ranks that are left."
 UNMADE = "The communicator was not created."
 
@@ -73,11 +76,17 @@ def explained(
         missing = getattr(error, "missing", ()) or (() if waited is None else (waited,))
         whom = f"rank {', '.join(map(str, missing))} did not come" if missing else "not all ranks came"
         within = "in time for another rank" if _is_reported(error) else f"within {limit.total_seconds():g} s"
-        late = CommTimeout(f"{what}: timed out; {whom} {within}. {why}")
+        late = CommTimeout(f"{what}: timed out; {whom} {within}{_conditions(peers, missing)}. {why}")
         late.missing = missing
         return late
     whom = "" if waited is None else f" in the exchange with rank {waited}"
     return (CommPeerLost if broke else RuntimeError)(f"{what}: failed{whom}. {why}")
+
+
+def _conditions(peers: Sequence[Peer], ranks: Sequence[int]) -> str:
+    """Return what the system knows of the processes of some ranks, for a text."""
+    found = [text for peer in peers if peer.rank in ranks and (text := peer.condition())]
+    return f": {'; '.join(found[:_SHOWN])}" if found else ""
 
 
 def _known(

@@ -61,6 +61,14 @@ def test_who_does_not_come_in_time_is_left_out_and_told(case):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in OUT if "comm" in case and case.endswith("/stop")])
+def test_a_timeout_of_a_communicator_says_that_a_rank_is_stopped(case):
+    rows, _ = outcome(case)
+    for rank in range(2):
+        assert re.search(r"rank 2 did not come .*: process \d+ on \S+ is alive but stopped", rows[rank]["heard"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", GO_ON)
 def test_survivors_go_on(case):
     rows, statuses = outcome(case)

@@ -279,7 +279,7 @@ class Communicator(Ranks):
         try:
             self.comm.barrier(async_op=False, timeout=timedelta(seconds=SHORT))
         except RuntimeError as error:
-            self.met = type(error).__name__
+            self.met, self.heard = type(error).__name__, str(error)
 
     def recover(self, rank: int) -> list[int]:
         self.comm = self.comm.recover(timedelta(seconds=SHORT if self.scenario in QUICK else LONG))
