@@ -131,13 +131,14 @@ def hold(threads: Iterable[threading.Thread]) -> None:
 
     A thread that returned to Python while the interpreter ends would abort the process.
     """
-    if not (alive := [thread for thread in threads if thread.is_alive()]):
+    if not (threads := [thread for thread in threads if thread.is_alive()]):
         return
     c = ctypes.CDLL(None)
     # pause(2) itself handles the signal: a handler in Python would need the interpreter.
     c.signal(_HOLD, ctypes.cast(c.pause, ctypes.c_void_p))
-    for thread in alive:
-        signal.pthread_kill(cast(int, thread.ident), _HOLD)
+    for thread in threads:
+        if thread.is_alive():  # the call above has let go of the interpreter
+            signal.pthread_kill(cast(int, thread.ident), _HOLD)
 
 
 def _serve(calls: _Calls) -> None:
