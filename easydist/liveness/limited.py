@@ -10,12 +10,13 @@ from __future__ import annotations
 import atexit
 import contextvars
 import ctypes
+import functools
 import os
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
@@ -26,7 +27,7 @@ _FAREWELL = 2.0
 """Seconds that the threads have at exit to finish the pending calls."""
 
 _NAME = "easydist-store"
-"""The name of the threads."""
+"""The name of the threads that make calls of stores."""
 
 _TICK = 0.05
 """Seconds between two checks while a call is under way."""
@@ -45,12 +46,23 @@ class NoAnswerError(RuntimeError):
 _Calls = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
+class CppThread(threading.Thread):
+    """A thread that waits in C++, perhaps until the interpreter ends.
+
+    It would abort the process if it returned to Python then. So at exit, after all other steps, it is made to sleep
+    until the process has ended.
+    """
+
+    def __init__(self, target: Callable[[], object], name: str) -> None:
+        super().__init__(target=target, name=name, daemon=True)
+
+
 class Caller:
     """A thread that makes calls one after another; it ends with this object."""
 
     def __init__(self) -> None:
         self._calls: _Calls = SimpleQueue()
-        threading.Thread(target=_serve, args=(self._calls,), name=_NAME, daemon=True).start()
+        CppThread(functools.partial(_serve, self._calls), _NAME).start()
         self.end = weakref.finalize(self, self._calls.put, None)
         self.end.atexit = False
         _running.add(self)
@@ -116,28 +128,28 @@ def within(
 
 
 @atexit.register
-def _end_all() -> None:
-    """End the threads, or let those that are still in C++ then never return."""
+def _at_exit() -> None:
+    """End the threads that serve; any thread that is then still in C++ never returns."""
     for caller in list(_running):
         caller.end()
-    deadline, threads = time.monotonic() + _FAREWELL, [one for one in threading.enumerate() if one.name == _NAME]
+    deadline, threads = time.monotonic() + _FAREWELL, _alive()
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    hold(threads)
+        if thread.name == _NAME:
+            thread.join(max(0.0, deadline - time.monotonic()))
+    if threads := _alive():
+        _hold(threads)
 
 
-def hold(threads: Iterable[threading.Thread]) -> None:
-    """Let those of these threads that are still alive, which must be in C++, sleep until the process has ended.
+def _alive() -> list[CppThread]:
+    return [thread for thread in threading.enumerate() if isinstance(thread, CppThread)]
 
-    A thread that returned to Python while the interpreter ends would abort the process.
-    """
-    if not (threads := [thread for thread in threads if thread.is_alive()]):
-        return
+
+def _hold(threads: Sequence[CppThread]) -> None:
     c = ctypes.CDLL(None)
     # pause(2) itself handles the signal: a handler in Python would need the interpreter.
     c.signal(_HOLD, ctypes.cast(c.pause, ctypes.c_void_p))
     for thread in threads:
-        if thread.is_alive():  # the call above has let go of the interpreter
+        if thread.is_alive():  # the calls above have let go of the interpreter
             signal.pthread_kill(cast(int, thread.ident), _HOLD)
 
 

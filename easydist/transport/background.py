@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from queue import SimpleQueue
 
-from easydist.liveness.limited import hold
+from easydist.liveness.limited import CppThread
 
 _Drive = Callable[[], object]
 
@@ -59,7 +59,7 @@ class _Background:
 
 
 def _start(target: _Drive) -> threading.Thread:
-    thread = threading.Thread(target=target, name="easydist-work", daemon=True)
+    thread = CppThread(target, "easydist-work")
     thread.start()
     return thread
 
@@ -83,10 +83,10 @@ class _Line:
     def __init__(self, stop: _Drive) -> None:
         self.stop = stop
         self.waiting: SimpleQueue[_Drive | None] = SimpleQueue()
-        self.thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self.thread = _start(self._serve)
+        self._thread = _start(self._serve)
 
     def _serve(self) -> None:
         while (drive := self.waiting.get()) is not None:
@@ -95,9 +95,9 @@ class _Line:
 
     def has_ended(self, seconds: float) -> bool:
         """Wait for the end of the thread; return True if it ends in time."""
-        if self.thread is not None:
-            self.thread.join(seconds)
-        return self.thread is None or not self.thread.is_alive()
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return self._thread is None or not self._thread.is_alive()
 
 
 _lines: dict[tuple[int, Hashable], _Line] = {}
@@ -136,7 +136,6 @@ def _end_all_lines() -> None:
         line.stop()
     for line in slow:
         line.has_ended(_FAREWELL)
-    hold(line.thread for line in slow if line.thread is not None)
 
 
 def _let_gloo_threads_finish() -> None:

@@ -42,6 +42,7 @@ server = os.fork()
 if server == 0:
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     os.write(writer, str(store.port).encode())
+    os.closerange(0, 3)  # else the test would wait for this process, too
     signal.pause()
 store = TCPStore("127.0.0.1", int(os.read(reader, 16)), None, False, wait_for_workers=False)
 os.kill(server, signal.SIGSTOP)

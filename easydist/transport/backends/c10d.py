@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from easydist.data.plan import split_sizes
 from easydist.errors import DisagreementError
+from easydist.liveness.limited import CppThread
 from easydist.liveness.monitor import Monitor
 from easydist.transport.backend import Backend, Transfer, set_to
 from easydist.transport.described import DTYPE_CODES, OWN, Described
@@ -173,7 +174,7 @@ def _wait_aside(monitor: Monitor, work: dist.Work, *timeout: timedelta) -> None:
             errors.append(error)
         ended.set()
 
-    threading.Thread(target=wait, name="easydist-wait", daemon=True).start()
+    CppThread(wait, "easydist-wait").start()
     while not ended.wait(_TICK) and monitor.broken is None:
         pass
     if errors:
