@@ -6,8 +6,10 @@ import pytest
 SCRIPT = """
 import os, signal, sys, time
 import torch
+from scripts.forking import free_port
 from easydist.comms import ReduceOp, new_comm
 
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE="2", GLOO_SOCKET_IFNAME="lo")
 rank = int(os.fork() == 0)
 os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
 comm = new_comm("gloo", torch.device("cpu"), "main")
@@ -36,6 +38,5 @@ OPERATIONS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_a_wait_of_gloo_does_not_abort_a_process_that_ends(name, free_port):
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port, "WORLD_SIZE": 2, "GLOO_SOCKET_IFNAME": "lo"}
-    launching.python("-c", SCRIPT.replace("BEGIN", OPERATIONS[name]), **where)
+def test_a_wait_of_gloo_does_not_abort_a_process_that_ends(name):
+    launching.python("-c", SCRIPT.replace("BEGIN", OPERATIONS[name]))
