@@ -92,7 +92,7 @@ def launched(script, cases):
             rows[row["rank"]] = row
         else:
             statuses += row["statuses"]
-    if crashed := [case for case, (_, ends) in found.items() if {-signal.SIGABRT, -signal.SIGSEGV} & {*ends}]:
+    if crashed := [case for case, (_, ends) in found.items() if {1, -signal.SIGABRT, -signal.SIGSEGV} & {*ends}]:
         lines = [line for line in err.splitlines() if not line.startswith("frame #")]
         crashes.append("\n".join([*crashed, *lines])[-20_000:])
     return found, err

@@ -222,7 +222,7 @@ def reached(
         RuntimeError: No process serves a store there, or it has not answered in time.
     """
     deadline = time.monotonic() + seconds
-    # In Python, since C++ would log each attempt, and a thread in it must not return while the interpreter ends.
+    # In Python, since C++ would log each attempt.
     while not _listens(host, port):
         if check is not None:
             check()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -244,7 +243,7 @@ class Transfer:
             while not parts.ended.wait(_POLL):
                 monitor.guard([self._peer], is_exact=False)  # gloo may have its data
         except BaseException:
-            monitor.disconnect()  # otherwise the thread would go on waiting, even while the interpreter ends
+            monitor.disconnect()  # otherwise the thread would go on waiting
             raise
         if isinstance(parts.error, RuntimeError):
             raise monitor.explain(parts.error, self._peer) from parts.error
@@ -260,9 +259,4 @@ def _aside(parts: _Parts, comms: weakref.ref[Communicators], line: Hashable) -> 
 def aside(drive: Callable[[], None], comms: weakref.ref[Communicators], line: Hashable) -> None:
     """Let the background thread of a group's line wait, until the group's connections break."""
     if (group := comms()) is not None:
-        in_line(id(group), line, drive, functools.partial(_disconnect, comms))
-
-
-def _disconnect(comms: weakref.ref[Communicators]) -> None:
-    if (group := comms()) is not None:
-        group.monitor.disconnect()
+        in_line(id(group), line, drive)

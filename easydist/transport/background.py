@@ -78,10 +78,9 @@ def at_once(drive: _Drive) -> None:
 
 
 class _Line:
-    """A thread with a queue of functions to call; ``stop`` ends the wait of the current one."""
+    """A thread with a queue of functions to call."""
 
-    def __init__(self, stop: _Drive) -> None:
-        self.stop = stop
+    def __init__(self) -> None:
         self.waiting: SimpleQueue[_Drive | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -93,17 +92,17 @@ class _Line:
             drive()
             del drive  # so that an idle thread keeps nothing alive
 
-    def has_ended(self, seconds: float) -> bool:
-        """Wait for the end of the thread; return True if it ends in time."""
+    def end(self, seconds: float) -> None:
+        """End the thread once the queue is empty; wait for that at most this long."""
+        self.waiting.put(None)
         if self._thread is not None:
             self._thread.join(seconds)
-        return self._thread is None or not self._thread.is_alive()
 
 
 _lines: dict[tuple[int, Hashable], _Line] = {}
 
 
-def in_line(owner: int, name: Hashable, drive: _Drive, stop: _Drive) -> None:
+def in_line(owner: int, name: Hashable, drive: _Drive) -> None:
     """Append ``drive``, which raises nothing, to a queue with its own thread, which calls the functions in order.
 
     It takes no lock, so it may be called during garbage collection, which can happen anywhere.
@@ -112,9 +111,8 @@ def in_line(owner: int, name: Hashable, drive: _Drive, stop: _Drive) -> None:
         owner: The owner of the queue, which ends it by ``end_lines``.
         name: The name of the queue among those of its owner.
         drive: The function to call.
-        stop: Ends the wait of ``drive`` when the process ends.
     """
-    line = _Line(stop)
+    line = _Line()
     if (known := _lines.setdefault((owner, name), line)) is line:
         line.start()
     known.waiting.put(drive)
@@ -127,15 +125,10 @@ def end_lines(owner: int) -> None:
 
 
 def _end_all_lines() -> None:
-    """Let messages under way arrive before the interpreter ends: a thread in C++ at that time aborts the process."""
-    lines, until = list(_lines.values()), time.monotonic() + _FAREWELL
-    for line in lines:
-        line.waiting.put(None)
-    slow = [line for line in lines if not line.has_ended(max(0.0, until - time.monotonic()))]
-    for line in slow:
-        line.stop()
-    for line in slow:
-        line.has_ended(_FAREWELL)
+    """Let messages under way arrive before the process ends."""
+    until = time.monotonic() + _FAREWELL
+    for line in list(_lines.values()):
+        line.end(max(0.0, until - time.monotonic()))
 
 
 def _let_gloo_threads_finish() -> None:

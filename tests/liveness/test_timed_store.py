@@ -51,7 +51,7 @@ try:
 except NoAnswerError as error:
     print(error)
 
-class EndsSlowly:
+class EndsSlowly:  # its names are defaults, because the interpreter has emptied modules by then
     def __del__(self, kill=os.kill, sleep=time.sleep, server=server, goes_on=signal.SIGCONT, ends=signal.SIGKILL):
         kill(server, goes_on)
         sleep(1)  # while the interpreter ends: the answer comes now
