@@ -144,26 +144,23 @@ class Operations(Collectives):
         staging: Staging | None = None,
         about: About = (None, None, None),
     ) -> TorchWork:
-        limit = self._limit(name, hints, timeout)
+        if self._failure is not None or self._is_final:
+            raise self._unusable(name)
+        demand_data(name)
+        limit = self._time_limit if hints is None and timeout is None else self._limit(hints, timeout)
         self._is_checked = self._checks if hints is None else self._asks_for_check(hints)
         number = self._operations
         self._operations += 1
-        if not self._is_observed():
+        if not (listeners or self._hooks.before or self._hooks.after):
             return self._begun(name, begin, async_op, limit, staging, about)
         args = HookArgs(name, bool(async_op), hints, limit, [] if staging is None else staging.outputs)
         return self._watched(number, args, lambda: self._begun(name, begin, async_op, limit, staging, about))
 
-    def _limit(self, name: str, hints: Hints, timeout: timedelta | None) -> timedelta:
-        """Return the time limit of an operation, after checking that it can begin."""
-        if self._failure is not None or self._is_final:
-            raise self._unusable(name)
-        demand_data(name)
+    def _limit(self, hints: Hints, timeout: timedelta | None) -> timedelta:
+        """Return the time limit of an operation, after checking what the caller has passed."""
         if hints is not None:
             checked_hints(hints)
         return self._time_limit if timeout is None else limited(checked_timeout(timeout), self._time_limit)
-
-    def _is_observed(self) -> bool:
-        return bool(listeners or self._hooks.before or self._hooks.after)
 
     def _watched(self, number: int, args: HookArgs, run: Callable[[], TorchWork]) -> TorchWork:
         """Run an operation, and report it to the hooks and to a trace."""

@@ -80,6 +80,8 @@ class Slots:
 
     Attributes:
         slot: The bytes of a slot.
+        slots: The addresses of the two slots of each rank.
+        memory: The memory of the segment.
         chunk: The bytes of a pipe's chunk.
         message_chunk: The bytes of a mailbox's chunk.
         others: All ranks except this one.
@@ -95,12 +97,14 @@ class Slots:
         self.message_chunk = _message_chunk(size)
         self.slot = (segment.nbytes - self._data - _messages(size)) // (_SLOTS_PER_RANK * size)
         self.chunk = self.slot // size
-        self.memory = torch.frombuffer(segment.memory, dtype=torch.uint8)
-        self._address = self.memory.data_ptr()
+        self.memory = segment.memory
+        self._address = torch.frombuffer(segment.memory, dtype=torch.uint8).data_ptr()
+        self.slots = [[self._address + self.slot_offset(r, half) for half in (0, 1)] for r in range(size)]
         self.words = self._words = memoryview(segment.memory)[: self._data].cast("q")
         self.futex = Futex(self._words, self._address, rank)
         self._fence, self._release = self.futex.fence, self.futex.release
         self._step_at = [self._cell(r, _STEP) for r in range(size)]
+        self._own_step = self._step_at[rank]
         self._own_begun, self._own_waits = self._cell(rank, BEGUN), self._cell(rank, _WAITS)
         self._asleep_at = [(1 << r % 32, self._cell(r, _ASLEEP)) for r in self.others]
         self._pipes: dict[tuple[int, int, int], Pipe] = {}
@@ -115,21 +119,17 @@ class Slots:
     def _cell(self, rank: int, number: int) -> int:
         return _LINE + rank * self._block + number
 
-    def slot_at(self, rank: int, half: int) -> int:
-        """Return the address of a slot."""
-        return self._address + self.slot_offset(rank, half)
-
     def slot_offset(self, rank: int, half: int) -> int:
         """Return the offset of a slot in ``memory``."""
         return self._data + (_SLOTS_PER_RANK * rank + half) * self.slot
 
     def length(self, rank: int, half: int) -> int:
-        """Return the length that ``describe`` has set for a slot."""
+        """Return the length that was published with a slot."""
         length: int = self._words[self._step_at[rank] + _LENGTH + half]
         return length
 
     def word(self, rank: int, half: int) -> int:
-        """Return the word that ``describe`` has set for a slot."""
+        """Return the word that was published with a slot."""
         word: int = self._words[self._step_at[rank] + _WORD + half]
         return word
 
@@ -147,21 +147,25 @@ class Slots:
         """True if a rank has published ``step``, or a later one."""
         return self._words[self._step_at[rank]] >= step
 
-    def describe(self, half: int, length: int, word: int) -> None:
-        """Set the length of the data in a slot, and the word of its call, to be published with the slot."""
-        at = self._step_at[self.rank] + half
-        self._words[at + _LENGTH] = length
-        self._words[at + _WORD] = word
+    def publish(self, step: int, data: tuple[int, int, int] | None = None) -> None:
+        """Announce that this rank's slot is filled for ``step``, and that it has read all it needs of earlier steps.
 
-    def publish(self, step: int) -> None:
-        """Announce that this rank's slot is filled for ``step``, and that it has read all it needs of earlier steps."""
+        Args:
+            step: The step.
+            data: The slot in which the others read data, its length, and the word of its call.
+        """
+        words, own = self._words, self._own_step
+        if data is not None:
+            half, length, word = data
+            words[own + _LENGTH + half] = length
+            words[own + _WORD + half] = word
         if self._release is not None:
             self._release()
-        self._words[self._step_at[self.rank]] = step
+        words[own] = step
         self._fence()
         asleep = 0
         for bit, cell in self._asleep_at:
-            if self._words[cell]:
+            if words[cell]:
                 asleep |= bit
         if asleep:
             self.futex.wake(asleep)
@@ -243,7 +247,7 @@ class Slots:
         """Return the cells of ``posted``, ``taken`` and the lengths, and the addresses of the two chunks."""
         taken = 2 * _LINE + _rounded(_CHANNELS * self.size, _LINE)
         lengths = 2 * taken - 2 * _LINE + self.size * _LINE
-        first = self.slot_at(src, 2) + 2 * (channel * self.size + dst) * self.chunk
+        first = self._address + self.slot_offset(src, 2) + 2 * (channel * self.size + dst) * self.chunk
         return (
             (
                 self._cell(src, 2 * _LINE + channel * self.size + dst),

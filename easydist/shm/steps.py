@@ -40,28 +40,20 @@ class Steps:
 
     def publish(self, half: int | None = None) -> int:
         """Publish the next step, in which the others read slot ``half``, and return its number."""
-        self._step += 1
+        self._step = step = self._step + 1
         if half is not None:
-            self._read_in[half] = self._step
-        self.slots.publish(self._step)
-        return self._step
+            self._read_in[half] = step
+        self.slots.publish(step)
+        return step
 
     def publish_data(self, half: int, nbytes: int, word: int) -> int:
         """Publish a step in which the others read slot ``half``, and the length of all data that it is a part of."""
-        self.slots.describe(half, nbytes, word)
-        return self.publish(half)
-
-    def check(self, rank: int, half: int, nbytes: int, word: int) -> None:
-        """Check the length and the word that a rank has published with its slot.
-
-        Raises:
-            SizeMismatch: The length is another one, and calls are not compared.
-            DisagreementError: The call is another one.
-        """
-        if not self.slots.holds(rank, half, nbytes, word):
-            raise self._differs(rank, half, nbytes, word)
+        self._step = self._read_in[half] = step = self._step + 1
+        self.slots.publish(step, (half, nbytes, word))
+        return step
 
     def _differs(self, rank: int, half: int, nbytes: int, word: int) -> Exception:
+        """Return the error if a rank has published another length, or the word of another call, with its slot."""
         found = self.slots.length(rank, half)
         return self._calls.differ(word, rank, found, nbytes) if word else unequal(rank, found, nbytes)
 
@@ -84,7 +76,7 @@ class Steps:
         """Wait until no rank reads this rank's slot any more, and return its address."""
         if self._read_in[half] >= self._reached_by_all:
             yield from self.all_reach(self._read_in[half] + 1)
-        return self.slots.slot_at(self.slots.rank, half)
+        return self.slots.slots[self.slots.rank][half]
 
     def share(self, mine: Sequence[Place], rows: Sequence[Sequence[Place]], word: int) -> Iterator[Need]:
         """Fill the places of ``rows[r]`` with the data of rank r.
@@ -120,8 +112,9 @@ class Steps:
             while not slots.has_published(rank, step):
                 yield need
             address, length = rows[rank]
-            self.check(rank, half, length, word)
-            copy(address, slots.slot_at(rank, half), length)
+            if not slots.holds(rank, half, length, word):
+                raise self._differs(rank, half, length, word)
+            copy(address, slots.slots[rank][half], length)
         self._reached_by_all = step
 
     def _collect(
@@ -137,9 +130,10 @@ class Steps:
         for rank in slots.others:
             while not slots.has_published(rank, step):
                 yield need
-            self.check(rank, half, _total(places[rank]), word)
+            if not slots.holds(rank, half, total := _total(places[rank]), word):
+                raise self._differs(rank, half, total, word)
             if turn < len(rows[rank]):
-                slot = slots.slot_at(rank, half)
+                slot = slots.slots[rank][half]
                 for address, length, offset in rows[rank][turn]:
                     copy(address, slot + offset, length)
         self._reached_by_all = step
@@ -160,7 +154,7 @@ class Steps:
             if slots.word(rank, half) != word:
                 raise self._differs(rank, half, slots.length(rank, half), word)
             lengths[rank] = length = slots.length(rank, half)
-            copy(rows[rank], slots.slot_at(rank, half), min(slots.slot, length))
+            copy(rows[rank], slots.slots[rank][half], min(slots.slot, length))
         self._reached_by_all = step
         if max(lengths) > slots.slot:
             rest = [[(row + slots.slot, n - slots.slot)] for row, n in zip(rows, lengths, strict=True)]
@@ -184,8 +178,9 @@ class Steps:
         need = (step, (root,))
         while not slots.has_published(root, step):
             yield need
-        self.check(root, half, nbytes, word)
-        slot = slots.slot_at(root, half)
+        if not slots.holds(root, half, nbytes, word):
+            raise self._differs(root, half, nbytes, word)
+        slot = slots.slots[root][half]
         for address, length, offset in pieces:
             copy(address, slot + offset, length)
 
@@ -203,7 +198,8 @@ class Steps:
         """Publish slot ``half``, and wait until all ranks have published theirs, with data of the same length."""
         yield from self.all_reach(self.publish_data(half, nbytes, word))
         for rank in self.slots.others:
-            self.check(rank, half, nbytes, word)
+            if not self.slots.holds(rank, half, nbytes, word):
+                raise self._differs(rank, half, nbytes, word)
 
     def close(self) -> None:
         """Release the memory; a generator that runs in another thread keeps it until it stops."""

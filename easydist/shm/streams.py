@@ -58,15 +58,14 @@ class Operation:
         polled: The times at which it was first polled, and at which a poll last called the guard.
     """
 
-    __slots__ = ("_streams", "error", "is_collective", "is_own", "keep", "left", "polled")
+    keep: object = None
+    left = 0
+    error: BaseException | None = None
+    is_own, is_collective = False, True
+    polled: tuple[float, float] | None = None
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self.keep: object = None
-        self.left = 0
-        self.error: BaseException | None = None
-        self.is_own, self.is_collective = False, True
-        self.polled: tuple[float, float] | None = None
 
     def is_completed(self) -> bool:
         """True if ``wait`` would return, or raise, at once."""
@@ -132,6 +131,9 @@ class Streams:
         slots: The memory.
         calls: The calls of the ranks.
         guard: The guard that every wait calls about every 50 ms.
+
+    Attributes:
+        error: The error that has ended all operations, so that no further one can begin; else None.
     """
 
     def __init__(self, slots: Slots, calls: Calls, guard: Guard) -> None:
@@ -140,7 +142,7 @@ class Streams:
         calls.end = self._drop
         self._streams: dict[object, _Stream] = {}
         self._active: list[_Stream] = []
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         _all.add(self)
 
     def is_idle(self, key: object) -> bool:
@@ -161,7 +163,8 @@ class Streams:
         with self._lock:
             if self._active:
                 self._advance()
-            self.check()
+            if self.error is not None:
+                self.check()
             if self._calls.untold is not None:  # another thread has ended everything under way in the meantime
                 self._calls.tell()
             for key, task in tasks:
@@ -356,7 +359,7 @@ class Streams:
         self._calls.keep(error)
 
     def _fail(self, error: BaseException) -> None:
-        self._error = error
+        self.error = error
         for stream in self._active:
             for _, operation in tuple(stream.queue):  # a copy, as in ``_awaited``
                 operation.error, operation.left = error, 0
@@ -375,8 +378,8 @@ class Streams:
         Raises:
             RuntimeError: The communicator is closed or broken, or belongs to another process.
         """
-        if self._error is not None:
-            raise RuntimeError(f"this communicator can no longer be used: {self._error}") from self._error
+        if self.error is not None:
+            raise RuntimeError(f"this communicator can no longer be used: {self.error}") from self.error
 
     def close(self) -> None:
         """End all operations, and release the memory."""

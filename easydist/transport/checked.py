@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import SupportsIndex
 
@@ -24,6 +24,9 @@ Begin = Callable[[], Begun]
 
 About = tuple[torch.Tensor | None, int | None, ReduceOp | None]
 """The tensor, the root and the reduction by which the ranks compare an operation, see ``described``."""
+
+Moved = tuple[Staging, list[torch.Tensor], list[torch.Tensor]]
+"""What a backend moves: the staging of an operation, its outputs and its inputs."""
 
 BYTES = torch.uint8
 _TIME_LIMIT = timedelta(minutes=10)
@@ -112,13 +115,14 @@ class Checked:
         wait(begun, timeout)
         work = begun if isinstance(begun, TorchWork) else TorchWork()
         if staging is not None:
-            staging.copy()
+            if staging.copies:
+                staging.copy()
             work.returning(staging.outputs)
         return work
 
-    def _raws(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def _raws(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return flat tensors in the dtype that the backend moves."""
-        return [*tensors] if self._raw is _as_it_is else [*map(self._raw, tensors)]
+        return tensors if self._raw is _as_it_is else [*map(self._raw, tensors)]
 
     def _rank(self, what: str, rank: SupportsIndex) -> int:
         value, size = operator.index(rank), self._backend.size
@@ -131,16 +135,12 @@ class Checked:
         demand(peer != self._backend.rank, f"Cannot {name} self")
         return peer
 
-    def _moved(
-        self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()
-    ) -> tuple[Staging, Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Check the tensors of an operation, and return what the backend moves: its staging, outputs and inputs."""
+    def _moved(self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> Moved:
+        """Check the tensors of an operation, and return what the backend moves."""
         staging, targets, data = self._staged(name, outputs, inputs)
         return staging, self._raws(targets), self._raws(data)
 
-    def _staged(
-        self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()
-    ) -> tuple[Staging, Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    def _staged(self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> Moved:
         """Do as ``_moved``, with the tensors in their own dtype, in which they are reduced."""
         if self._are_plain((*outputs, *inputs)):
             return Staging(*outputs), [*outputs], [*inputs]  # copies: the caller may change its lists
@@ -151,7 +151,7 @@ class Checked:
     def _are_plain(self, tensors: Sequence[torch.Tensor]) -> bool:
         """True if ``_check`` accepts the tensors and their memory is flat: most are, and finding that out is quick.
 
-        So this calls neither ``is_flat`` nor, for a tensor at the start of its memory, ``is_backed``.
+        So this calls neither ``is_flat`` nor, for a tensor with elements, ``is_backed``.
         """
         device, dtype = self._backend.device, None
         try:
@@ -164,9 +164,8 @@ class Checked:
                     if dtype is not None or own.is_complex:
                         return False
                     dtype = own
-                storage = tensor.untyped_storage()
-                is_whole = storage.data_ptr() and storage.nbytes() >= tensor.nbytes and not tensor.storage_offset()
-                if not (is_whole or is_backed(tensor)):
+                storage, end = tensor.untyped_storage(), tensor.nbytes + tensor.storage_offset() * own.itemsize
+                if not ((storage.data_ptr() and storage.nbytes() >= end) or is_backed(tensor)):
                     return False
         except RuntimeError:  # no strides, no storage, or no memory
             return False

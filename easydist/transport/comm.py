@@ -8,7 +8,7 @@ from typing import SupportsIndex
 
 import torch
 
-from easydist.transport.checked import BYTES, Hints, How, demand, split
+from easydist.transport.checked import BYTES, Hints, How, Moved, demand, split
 from easydist.transport.reductions import Reductions
 from easydist.transport.staging import Staging, flat
 from easydist.transport.work import TorchWork
@@ -47,10 +47,12 @@ class Collectives(Reductions):
             tensor_list: One tensor per rank, each with as many elements as ``tensor``.
             tensor: The data that this rank sends; as many elements on every rank.
         """
-        self._one_per_rank("all_gather", "tensor_list", tensor_list)
-        same = all(output.numel() == tensor.numel() for output in tensor_list)
-        demand(same, "All tensors in tensor_list must have same size as input tensor for all_gather")
-        return self._all_gather("all_gather", tensor_list, tensor, (async_op, hints, timeout))
+        name = "all_gather"
+        self._one_per_rank(name, "tensor_list", tensor_list)
+        moved = self._moved(name, tensor_list, [tensor])
+        same = [output.numel() for output in tensor_list].count(tensor.numel()) == len(tensor_list)
+        demand(same, f"All tensors in tensor_list must have same size as input tensor for {name}")
+        return self._all_gather(name, moved, (async_op, hints, timeout))
 
     def all_gather_single(
         self,
@@ -120,7 +122,11 @@ class Collectives(Reductions):
             tensor_list: One tensor per rank, each with as many elements as that rank sends.
             tensor: The data that this rank sends.
         """
-        return self._all_gather("all_gather_v", tensor_list, tensor, (async_op, hints, timeout))
+        name = "all_gather_v"
+        self._one_per_rank(name, "tensor_list", tensor_list)
+        moved = self._moved(name, tensor_list, [tensor])
+        self._demand_own(name, tensor_list[self.get_rank()].numel(), tensor.numel())
+        return self._all_gather(name, moved, (async_op, hints, timeout))
 
     def all_gather_parts(
         self,
@@ -142,7 +148,7 @@ class Collectives(Reductions):
             self._check(name, tensor_list, [tensor])
             self._demand_own(name, tensor_list[self.get_rank()].numel(), tensor.numel())
         outputs = [self._raws(staging.targets(tensor_list)) for tensor_list in tensor_lists]
-        parts = self._raws(map(flat, tensors))
+        parts = self._raws([*map(flat, tensors)])
         return self._run(
             name, lambda: self._backend.all_gather_parts(outputs, parts), async_op, hints, timeout, staging
         )
@@ -407,10 +413,8 @@ class Collectives(Reductions):
             "send", lambda: self._backend.send(data, rank), async_op, hints, timeout, None, (tensor, rank, None)
         )
 
-    def _all_gather(self, name: str, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, how: How) -> TorchWork:
-        self._one_per_rank(name, "tensor_list", outputs)
-        staging, targets, (data,) = self._moved(name, outputs, [tensor])
-        self._demand_own(name, outputs[self.get_rank()].numel(), tensor.numel())
+    def _all_gather(self, name: str, moved: Moved, how: How) -> TorchWork:
+        staging, targets, (data,) = moved
         return self._run(name, lambda: self._backend.all_gather_v(targets, data), *how, staging, (data, None, None))
 
     def _all_to_all(

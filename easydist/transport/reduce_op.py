@@ -136,7 +136,7 @@ class ReduceOp:
         return self._type is other._type and not is_tensor and mine == theirs
 
     def __hash__(self) -> int:
-        return hash(self._type)
+        return self.code
 
     def __repr__(self) -> str:
         return f"ReduceOp.{self._type.name}" + (f"({self._factor!r})" if self.is_scaled else "")
@@ -146,7 +146,7 @@ for _type in RedOpType:
     if _type is not RedOpType.PREMUL_SUM:
         setattr(ReduceOp, _type.name, ReduceOp(_type))
 
-_COMBINE: dict[RedOpType, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+_COMBINE: dict[RedOpType, Callable[..., torch.Tensor]] = {
     RedOpType.SUM: torch.add,
     RedOpType.PRODUCT: torch.mul,
     RedOpType.MIN: torch.minimum,
@@ -194,6 +194,16 @@ def combine(op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     total = functools.reduce(_COMBINE[op.type], parts if wide is dtype else (part.to(wide) for part in parts))
     total = average(total, len(parts)) if op.type is RedOpType.AVG else total
     return total if total.dtype is dtype else total.to(dtype)
+
+
+def combine_into(out: torch.Tensor, op: ReduceOp, parts: Sequence[torch.Tensor]) -> None:
+    """Fill a tensor, which may be one of the parts, with ``combine(op, parts)``; most dtypes need no copy for that."""
+    kind, dtype = op.type, out.dtype
+    if kind is RedOpType.AVG or dtype is torch.uint64 or accumulator(dtype, op) is not dtype or len(parts) == 1:
+        out.copy_(combine(op, parts))
+        return
+    fold = _COMBINE[kind]
+    fold(functools.reduce(fold, parts[:-1]), parts[-1], out=out)
 
 
 def average(total: torch.Tensor, count: int) -> torch.Tensor:

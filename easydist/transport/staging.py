@@ -44,6 +44,7 @@ class Staging:
 
     Attributes:
         outputs: All outputs.
+        copies: Outputs that are not flat, each with the memory from which its values are copied.
 
     Example:
         >>> staging, output = Staging(), torch.zeros(2, 2).t()
@@ -55,7 +56,7 @@ class Staging:
                 [2., 3.]])
     """
 
-    _copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 
     def __init__(self, *outputs: torch.Tensor) -> None:
         self.outputs = [*outputs]
@@ -69,7 +70,7 @@ class Staging:
         memory = flat(tensor)
         self.outputs.append(tensor)
         if memory is not tensor and not is_direct(tensor):
-            self._copies = [*self._copies, (tensor, memory)]
+            self.copies = [*self.copies, (tensor, memory)]
         return memory
 
     def targets(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -78,11 +79,11 @@ class Staging:
 
     def deliver(self, work: TorchWork) -> TorchWork:
         """Let a work copy the values into the outputs at its end, and return it."""
-        return work.followed_by(self.copy) if self._copies else work
+        return work.followed_by(self.copy) if self.copies else work
 
     def copy(self) -> Sequence[Pending]:
         """Copy the values into the outputs."""
-        for tensor, memory in self._copies:
+        for tensor, memory in self.copies:
             tensor.detach().copy_(memory.view(tensor.shape))
         return ()
 

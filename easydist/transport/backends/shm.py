@@ -30,7 +30,7 @@ from easydist.shm.steps import Place, Steps
 from easydist.shm.streams import Guard, Streams, Task
 from easydist.transport.backend import Backend
 from easydist.transport.described import DTYPE_CODES, GOES_ON, OWN, text
-from easydist.transport.reduce_op import ReduceOp, check_reducible, combine
+from easydist.transport.reduce_op import ReduceOp, check_reducible, combine_into
 from easydist.transport.work import ENDED, Pending
 
 _REDUCED_AT_ONCE = 1 << 16
@@ -98,7 +98,8 @@ class Shm(Backend):
 
     def _word(self) -> int:
         """Return the word of the collective that begins; 0 if calls are not compared."""
-        self._streams.check()  # a call that is refused has no number
+        if self._streams.error is not None:
+            self._streams.check()  # a call that is refused has no number
         return 0 if (call := self.call) is None else self._calls.begin(*call)
 
     def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> Pending:
@@ -132,7 +133,7 @@ class Shm(Backend):
         return self._step(self._steps.meet(self._word()))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
-        return self.broadcast_parts([tensor], root)
+        return self._step(self._steps.spread([_place(tensor)], root, self._word()), tensor)
 
     def broadcast_parts(self, tensors: Sequence[torch.Tensor], root: int) -> Pending:
         return self._step(self._steps.spread(list(map(_place, tensors)), root, self._word()), *tensors)
@@ -267,7 +268,9 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 def _view(slots: Slots, rank: int, half: int, like: torch.Tensor, begin: int = 0) -> torch.Tensor:
     """Return a view of a slot with as many elements as ``like``, from byte ``begin`` on."""
     offset = slots.slot_offset(rank, half) + begin
-    return slots.memory[offset : offset + like.nbytes].view(like.dtype)
+    if not (count := like.numel()):
+        return like
+    return torch.frombuffer(slots.memory, dtype=like.dtype, count=count, offset=offset)
 
 
 def _reduce_at_once(steps: Steps, output: torch.Tensor, data: torch.Tensor, op: ReduceOp, word: int) -> Iterator[Need]:
@@ -275,7 +278,8 @@ def _reduce_at_once(steps: Steps, output: torch.Tensor, data: torch.Tensor, op: 
     slots = steps.slots
     copy((yield from steps.own_slot(half := steps.next_half())), *_place(data))
     yield from steps.reach_with(half, data.nbytes, word)
-    output.copy_(combine(op, [data if r == slots.rank else _view(slots, r, half, data) for r in range(slots.size)]))
+    parts = [data if r == slots.rank else _view(slots, r, half, data) for r in range(slots.size)]
+    combine_into(output, op, parts)
 
 
 def _reduce_in_shares(
@@ -296,7 +300,7 @@ def _reduce_in_shares(
         yield from steps.all_reach(steps.publish(half))
         for rank in slots.others:
             begin, stop = (item * bound for bound in bounds[rank])
-            copy(target.data_ptr() + begin, slots.slot_at(rank, half) + begin, stop - begin)
+            copy(target.data_ptr() + begin, slots.slots[rank][half] + begin, stop - begin)
 
 
 def _reduce_share(
@@ -306,6 +310,6 @@ def _reduce_share(
     for begin in blocks:
         mine = piece[begin : min(begin + _BLOCK, blocks.stop)]
         views = [_view(slots, r, half, mine, begin * piece.itemsize) for r in range(slots.size)]
-        total = combine(op, [mine if r == slots.rank else view for r, view in enumerate(views)])
-        target[begin : begin + len(mine)] = total
+        total = target[begin : begin + len(mine)]
+        combine_into(total, op, [mine if r == slots.rank else view for r, view in enumerate(views)])
         views[slots.rank].copy_(total)
