@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 
+from easydist.messages.channels import Channel
 from easydist.transport.comm import Collectives as TorchComm
 
 KINDS = {
@@ -29,8 +30,15 @@ KINDS = {
 
 @contextlib.contextmanager
 def recorded():
-    """Record the operations of this process in order: the kind of each, and its communicator."""
-    operations = []
+    """Record the operations of this process in order: the kind of each, and its communicator.
+
+    Frames between two ranks that share memory are none.
+    """
+    operations, begin = [], Channel._begin
+
+    def of_a_message(channel, carrier, verb, buffer):
+        operations.append((KINDS[verb], carrier))
+        return begin(channel, carrier, verb, buffer)
 
     def recording(name, inner):
         def operation(comm, *args, **kwargs):
@@ -43,6 +51,7 @@ def recorded():
     with pytest.MonkeyPatch.context() as patch:
         for name in KINDS:
             patch.setattr(TorchComm, name, recording(name, getattr(TorchComm, name)))
+        patch.setattr(Channel, "_begin", of_a_message)
         yield operations
 
 

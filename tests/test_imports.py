@@ -60,11 +60,11 @@ def test_importing_easydist_loads_nothing_heavy():
 def test_the_default_device_at_the_import_does_not_matter():
     code = """
 import sys, torch
-import easydist.comms.objcol, easydist.metrics.encoding, easydist.parallel.ways
+import easydist.comms.objcol, easydist.metrics.encoding, easydist.messages.channels
 for name in [name for name in sys.modules if name.startswith("easydist.")]:
     del sys.modules[name]
 with torch.device("meta"):
-    import easydist.comms.objcol, easydist.metrics.encoding, easydist.parallel.ways
+    import easydist.comms.objcol, easydist.metrics.encoding, easydist.messages.channels
 for name, module in sys.modules.copy().items():
     if name.startswith("easydist."):
         for key, value in vars(module).items():

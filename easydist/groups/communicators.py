@@ -7,6 +7,7 @@ import functools
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -142,6 +143,7 @@ class Communicators:
         self.under_way: dict[str, Any] = {}
         self.turns = threading.RLock()  # a call in a signal handler is an error, not a deadlock
         self._recovery: Recovery | None = None
+        self._inboxes: dict[int, deque[Any]] = {}
         if control is not None:
             self._use(control)
         self.has_met = self._is_recorded = self.size == 1
@@ -313,6 +315,10 @@ class Communicators:
         backend = self.control.backend
         return backend.mailbox(peer) if isinstance(backend, Shm) else None
 
+    def inbox(self, peer: int) -> deque[Any]:
+        """Return the messages of a rank that were received while this one waited for something else, see `messages`."""
+        return self._inboxes.setdefault(peer, deque())
+
     def carry_by(self, group: dist.ProcessGroup) -> None:
         """Let another group of the same ranks move the tensors of its devices; call this before the first one moves."""
         self._device_group = group
@@ -405,6 +411,7 @@ class Communicators:
         assert self._group is not None
         assert self._store is not None
         self.stop()
+        self._inboxes.clear()
         self.has_met = False
         self._rebuild(reconnect(self._store, self.monitor, functools.partial(gloo_beside, self._group)))
 

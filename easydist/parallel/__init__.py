@@ -1,5 +1,6 @@
 """Groups for tensor, pipeline and data parallel engines: ``GroupCoordinator``, with vLLM's names."""
 
+from easydist.messages.transfers import Transfer
 from easydist.parallel.capture import GraphCaptureContext
 from easydist.parallel.coordinator import GroupCoordinator
 from easydist.parallel.groups import ParallelGroups, parallel_groups
@@ -19,7 +20,6 @@ from easydist.parallel.parallel_state import (
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
-from easydist.parallel.transfers import Transfer
 
 __all__ = [
     "GraphCaptureContext",

@@ -15,7 +15,6 @@ from easydist.parallel.experts import Experts
 from easydist.parallel.objects import Objects
 from easydist.parallel.tensors import Tensors
 from easydist.parallel.tree_pairs import TreePairs
-from easydist.transport.background import end_lines
 from easydist.typing import Timeout, Tree
 
 
@@ -157,7 +156,5 @@ class GroupCoordinator(Tensors, Experts, Objects, TreePairs):
         Ranks may call it at different times: what this rank has sent still arrives, and a call of another rank that
         needs more of it raises ``PeerLostError``.
         """
-        if not self.is_destroyed:
-            end_lines(id(self.communicators))
         self._end_objects()
         self._leave()

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from easydist import modes
-from easydist.agreement.calling import calling
 from easydist.eager import eager
 from easydist.errors import DisagreementError
-from easydist.format import codec
-from easydist.parallel.frames import FRAME, OBJECT, TENSOR, Message
+from easydist.messages.frames import OBJECT, TENSOR, Message
+from easydist.messages.pair import Buffers, receive, send
 from easydist.parallel.membership import Membership
-from easydist.parallel.messages import Pair
-from easydist.parallel.transfers import Transfer
+from easydist.verbs.object_pair import decoded, encoded
 from easydist.verbs.tensor_dict_messages import Incoming, Outgoing
-
-_ROOM = FRAME - 1024
-"""The most bytes of a tensor dict that fit into one frame together with its terms."""
 
 
 class Pairs(Membership):
@@ -45,12 +37,12 @@ class Pairs(Membership):
         Cost: one message there and one back. 256 KiB and more, or data that is not on the CPU, needs one more there.
         """
 
-        def prepare() -> Outgoing:
+        def prepare() -> tuple[torch.Tensor, Buffers]:
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"send: got {type(tensor).__name__}, not a tensor; use send_object")
-            return Outgoing(tensor.detach())
+            return Outgoing(tensor.detach()).message(self.communicators)
 
-        self._post("send", TENSOR, dst, prepare, {}, waits=True)
+        send(self.communicators, "send", TENSOR, self._peer_of(dst, 1), prepare)
 
     @eager
     def recv(self, size: torch.Size, dtype: torch.dtype, src: int | None = None) -> torch.Tensor:
@@ -67,19 +59,20 @@ class Pairs(Membership):
         Raises:
             DisagreementError: The sent tensor has another dtype or number of elements. The sender raises the same.
         """
+        peer = self._peer_of(src, -1)
 
-        def open_(message: Message) -> Incoming:
+        def open_(message: Message) -> tuple[Incoming, Buffers]:
             wanted = torch.Size(size)
             incoming = Incoming.announced(self.communicators, message.body)
             came = incoming.tree
             if came.dtype is not dtype or came.numel() != wanted.numel():
                 raise DisagreementError(
-                    f"recv: rank {self._peer_of(src, -1)} sends {came.dtype} {tuple(came.shape)}, "
+                    f"recv: rank {peer} sends {came.dtype} {tuple(came.shape)}, "
                     f"but rank {self.rank_in_group} expects {dtype} {tuple(wanted)}"
                 )
-            return incoming
+            return incoming, incoming.buffers()
 
-        incoming, _ = self._receive("recv", TENSOR, src, open_, waits=True)
+        incoming, _ = receive(self.communicators, "recv", TENSOR, peer, open_)
         tensor: torch.Tensor = incoming.finish()
         return tensor.to(self.device).view(size)
 
@@ -94,69 +87,13 @@ class Pairs(Membership):
         Raises:
             RemoteError: ``obj`` cannot travel, or the receiver refuses it. The receiver raises the same.
         """
-        self._post(
-            "send_object", OBJECT, dst, lambda: codec.encode(obj, weights_only=self.weights_only), {}, waits=True
-        )
+        send(self.communicators, "send_object", OBJECT, dst, encoded(obj, self.weights_only))
 
     @eager
     def recv_object(self, src: int) -> Any:
         """Receive the object that one rank sends with ``send_object``."""
-
-        def open_(message: Message) -> Any:
-            return codec.decode(message.body.clone(), weights_only=self.weights_only)
-
-        obj, _ = self._receive("recv_object", OBJECT, src, open_, waits=True)
+        obj, _ = receive(self.communicators, "recv_object", OBJECT, src, decoded(self.weights_only))
         return obj
 
     def _peer_of(self, rank: int | None, step: int) -> int:
         return (self.rank_in_group + step) % self.world_size if rank is None else rank
-
-    def _post(
-        self,
-        operation: str,
-        kind: int,
-        dst: int | None,
-        prepare: Callable[[], Any],
-        terms: dict[str, Any],
-        *,
-        waits: bool,
-    ) -> Transfer:
-        """Send the result of ``prepare``, an ``Outgoing`` or the bytes of an object; if it raises, send the error."""
-        comms, peer = self.communicators, self._peer_of(dst, 1)
-        pair = Pair(comms, operation, peer)
-        where = modes.without_data()
-        with modes.left() if where else nullcontext(), calling(comms, operation, None, peer, name="dst"):
-            try:
-                if where:
-                    raise modes.refusal(operation, where)
-                made = prepare()
-                is_tree = isinstance(made, Outgoing)
-                body = made.announcement(_ROOM) if is_tree else made
-                data = made.buffers(comms) if is_tree else []
-            except Exception as error:
-                raise pair.refuse(kind, error) from error
-            transfer = pair.post(kind, terms, body, data)
-            if waits:
-                transfer.wait_inside()
-            return transfer
-
-    def _receive(
-        self, operation: str, kind: int, src: int | None, open_: Callable[[Message], Any], *, waits: bool
-    ) -> tuple[Any, Transfer]:
-        """Return the next message as ``open_`` decodes it, and the transfer of the data that is still under way."""
-        comms, peer = self.communicators, self._peer_of(src, -1)
-        pair = Pair(comms, operation, peer)
-        where = modes.without_data()
-        with modes.left() if where else nullcontext(), calling(comms, operation, None, peer, name="src"):
-            message = comms.begin(lambda: pair.receive(kind))
-            try:
-                if where:
-                    raise modes.refusal(operation, where)
-                opened = open_(message)
-                data = opened.buffers() if isinstance(opened, Incoming) else []
-            except Exception as error:
-                pair.reject(message, error)
-            transfer = pair.accept(data)
-            if waits:
-                transfer.wait_inside()
-            return opened, transfer

@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch
+
 from easydist.agreement.runner import meet
 from easydist.eager import eager
 from easydist.errors import EasydistError
+from easydist.messages.frames import TENSOR_DICT, Message
+from easydist.messages.pair import Buffers, receive, send
+from easydist.messages.transfers import Transfer
 from easydist.parallel import all_gather_hop
 from easydist.parallel.all_gather_hop import IncomingShares, Terms
-from easydist.parallel.frames import TENSOR_DICT, Message
 from easydist.parallel.pairs import Pairs
-from easydist.parallel.transfers import Transfer
 from easydist.typing import Tree
 from easydist.verbs.tensor_dict_messages import Outgoing
 
@@ -140,30 +143,31 @@ class TreePairs(Pairs):
     ) -> Transfer:
         terms, peer = Terms.of(group, asked), self._peer_of(dst, 1)
 
-        def prepare() -> Outgoing:
+        def prepare() -> tuple[torch.Tensor, Buffers]:
             by_default = terms.size > 1 and all_gather_hop.saves_bytes(
                 self.hosts[self.rank_in_group], self.hosts[peer], group.hosts
             )
             mine, shapes = all_gather_hop.cut(data, terms, 0 if group is None else group.rank_in_group, by_default)
             metadata = {all_gather_hop.METADATA: json.dumps(shapes)} if shapes else None
-            return Outgoing(mine, True, self.weights_only, metadata)
+            return Outgoing(mine, True, self.weights_only, metadata).message(self.communicators)
 
         told = {"gather": terms} if terms.size > 1 else {}
-        return self._post(operation, TENSOR_DICT, dst, prepare, told, waits=waits)
+        return send(self.communicators, operation, TENSOR_DICT, peer, prepare, told, waits=waits)
 
     def _receive_tree(
         self, operation: str, src: int | None, group: Any, asked: Mapping[str, bool] | None, *, waits: bool
     ) -> tuple[IncomingShares, Transfer]:
         terms, comms, peer = Terms.of(group, asked), self.communicators, self._peer_of(src, -1)
 
-        def open_(message: Message) -> IncomingShares:
+        def open_(message: Message) -> tuple[IncomingShares, Buffers]:
             terms.check(message.terms.get("gather"), peer, comms.rank)
-            return IncomingShares.announced(comms, message.body, weights_only=self.weights_only)
+            incoming = IncomingShares.announced(comms, message.body, weights_only=self.weights_only)
+            return incoming, incoming.buffers()
 
         here, there = self.hosts[self.rank_in_group], self.hosts[peer % self.world_size]
         may_share = terms.size > 1 and (here != there or any(terms.asked.values()))
         with _telling(group if may_share else None):
-            return self._receive(operation, TENSOR_DICT, src, open_, waits=waits)
+            return receive(comms, operation, TENSOR_DICT, peer, open_, waits=waits)
 
 
 @contextmanager

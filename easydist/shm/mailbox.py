@@ -4,7 +4,8 @@ A mailbox for one direction consists of two chunks of memory, and of numbers. Th
 
     posted              chunks written
     length, length      bytes of the message that begins in the first, the second chunk
-    sent                messages sent, including those sent another way
+    sent                twice the messages sent, including those sent another way; one more if the sender waits for the
+                        answer to the last one
     elsewhere           0, or one more than the number of the first message sent another way
 
 and the receiver writes, about the messages that it gets:
@@ -55,11 +56,12 @@ class Mailbox:
         self._is_elsewhere = False
         self.refusals: dict[int, Any] = {}
 
-    def post(self, message: torch.Tensor) -> tuple[int, bool]:
+    def post(self, message: torch.Tensor, asks: bool = False) -> tuple[int, bool]:
         """Write a message into the mailbox, if there is room.
 
         Args:
             message: uint8, contiguous; it can be reused when this returns.
+            asks: True if this rank now waits for the answer.
 
         Returns:
             The number of the message, and True if it is in memory. If False, it has to be sent another way.
@@ -71,7 +73,7 @@ class Mailbox:
             self._is_elsewhere = True
             slots.write(self._mine + _ELSEWHERE, number + 1)
         self._sent += 1
-        slots.tell(self._mine + _SENT, self._sent, self._peer)
+        slots.tell(self._mine + _SENT, 2 * self._sent + asks, self._peer)
         return number, is_here
 
     def _comes_here(self, number: int) -> bool:
@@ -107,7 +109,7 @@ class Mailbox:
             The message; None if it is sent another way.
         """
         number, slots = self._received, self._slots
-        self._wait("sent", lambda: slots.read(self._theirs + _SENT) > number)
+        self._wait("sent", lambda: slots.read(self._theirs + _SENT) >> 1 > number)
         self._received += 1
         elsewhere = slots.read(self._theirs + _ELSEWHERE)
         if elsewhere and number >= elsewhere - 1:
@@ -132,9 +134,24 @@ class Mailbox:
         """True if the peer has answered a message."""
         return self._slots.read(self._theirs + _ANSWERED) > number
 
-    def wait_for_answer(self, number: int) -> None:
-        """Wait until the peer has answered a message."""
-        self._wait("answered", lambda: self.has_answer(number))
+    def wait_for_answer(self, number: int, or_asked: bool = False) -> bool:
+        """Wait until the peer has answered a message.
+
+        Args:
+            number: The number of the message.
+            or_asked: True to give up once the peer will not answer, because it waits for an answer of this rank.
+
+        Returns:
+            True if it has answered.
+        """
+        self._wait("answered", lambda: self.has_answer(number) or (or_asked and self._is_asked_instead_of(number)))
+        return self.has_answer(number)
+
+    def _is_asked_instead_of(self, number: int) -> bool:
+        # Only if the peer's last message is the only one without an answer: answers are counted in order.
+        sent = self._slots.read(self._theirs + _SENT)
+        asks = sent % 2 == 1 and sent >> 1 == self.answered + 1 == self._received + 1
+        return asks and not self.has_answer(number)  # read last: a peer that has answered may ask next
 
     def unknown_refusals(self) -> int:
         """Return the number of refusals that are not yet in ``refusals``."""

@@ -11,6 +11,7 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable
 from pathlib import Path
 from queue import SimpleQueue
@@ -102,26 +103,26 @@ class _Line:
 _lines: dict[tuple[int, Hashable], _Line] = {}
 
 
-def in_line(owner: int, name: Hashable, drive: _Drive) -> None:
+def in_line(owner: object, name: Hashable, drive: _Drive) -> None:
     """Append ``drive``, which raises nothing, to a queue with its own thread, which calls the functions in order.
 
     It takes no lock, so it may be called during garbage collection, which can happen anywhere.
 
     Args:
-        owner: The owner of the queue, which ends it by ``end_lines``.
+        owner: The owner of the queue. When it is freed, the thread ends once the queue is empty.
         name: The name of the queue among those of its owner.
         drive: The function to call.
     """
-    line = _Line()
-    if (known := _lines.setdefault((owner, name), line)) is line:
+    key, line = (id(owner), name), _Line()
+    if (known := _lines.setdefault(key, line)) is line:
         line.start()
+        weakref.finalize(owner, _end_line, key).atexit = False
     known.waiting.put(drive)
 
 
-def end_lines(owner: int) -> None:
-    """End the threads of an owner's queues once these are empty."""
-    for key in [key for key in _lines if key[0] == owner]:
-        _lines.pop(key).waiting.put(None)
+def _end_line(key: tuple[int, Hashable]) -> None:
+    if (line := _lines.pop(key, None)) is not None:  # a forked child has none
+        line.waiting.put(None)
 
 
 def _end_all_lines() -> None:

@@ -18,9 +18,10 @@ from easydist.agreement.runner import Verb
 from easydist.errors import DisagreementError
 from easydist.format import codec
 from easydist.groups.communicators import Communicators
+from easydist.messages.pair import Buffers
 from easydist.typing import Tree
 from easydist.verbs.ranks import check_rank
-from easydist.verbs.tensor_dict_messages import Buffers, Incoming, Outgoing
+from easydist.verbs.tensor_dict_messages import Incoming, Outgoing
 from easydist.verbs.tensor_dict_moves import as_bytes, disagreement, move
 
 _FRAME_HEAD = 128

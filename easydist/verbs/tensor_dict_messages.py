@@ -26,15 +26,12 @@ from easydist.format import codec, header, outline
 from easydist.format.header import Header
 from easydist.format.targets import Targets
 from easydist.groups.communicators import Communicators
+from easydist.messages.pair import ROOM, Buffers
 from easydist.typing import Tree
 from easydist.verbs import tensor_dict_recipes as recipes
 from easydist.verbs.tensor_dict_buffers import ReceiveBuffer, demand_nbytes, empty, entry_nbytes, filled, together
 
 DEVICES = "easydist.devices"
-
-Buffers = list[tuple[str, torch.Tensor]]
-"""Messages in the order of sending: the device type of the data, and the buffer to send or to receive into."""
-
 
 _LENGTHS = struct.Struct("<3Q")
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -86,6 +83,10 @@ class Outgoing:
             told[DEVICES] = json.dumps(devices)
         self.header = torch.frombuffer(bytearray(header.encode(tensors, told)), dtype=torch.uint8)
         self._tensors = [tensors[name] for name in header.order(tensors)]
+
+    def message(self, comms: Communicators, room: int = ROOM) -> tuple[torch.Tensor, Buffers]:
+        """Return the announcement, and the messages to send after it."""
+        return self.announcement(room), self.buffers(comms)
 
     def announcement(self, room: int, before: bytes = b"") -> torch.Tensor:
         """Return the first message: the header, the objects, and all data if it is small.

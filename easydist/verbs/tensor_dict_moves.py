@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from easydist.groups.communicators import Communicators
+from easydist.messages.pair import Buffers
 from easydist.transport.comm import Collectives
 from easydist.transport.work import TorchWork
-from easydist.verbs.tensor_dict_messages import Buffers
 
 _SHOWN = 10
 

@@ -6,14 +6,20 @@ data follows. So both sides raise or neither does, and targets are written only 
 
 from __future__ import annotations
 
+import torch
+
 from easydist.agreement.runner import run
 from easydist.arguments import UNSET, hiding
 from easydist.eager import eager
+from easydist.errors import DisagreementError
+from easydist.messages.frames import TENSOR_DICT, Message
+from easydist.messages.pair import Buffers, receive, send
 from easydist.state import communicators
 from easydist.typing import Group, Timeout, Tree
 from easydist.verbs.ranks import named_peer, named_rank
 from easydist.verbs.tensor_dict_broadcast import BroadcastTensorDict
-from easydist.verbs.tensor_dict_pair import RecvTensorDict, SendTensorDict
+from easydist.verbs.tensor_dict_messages import Incoming, Outgoing
+from easydist.verbs.tensor_dict_moves import disagreement
 
 __all__ = ["broadcast_tensor_dict", "recv_tensor_dict", "send_tensor_dict"]
 
@@ -64,14 +70,19 @@ def send_tensor_dict(
             error.
         ValueError: ``dst`` is not another rank of the group, or is ambiguous; only this rank raises this.
 
-    Cost: three messages on the CPU, one of them back, which carry a small tree (32 KiB); a larger tree needs one more
+    Cost: one message there and one back, which carry a small tree (31 KiB); a larger tree needs one more
     message for each tensor of 256 KiB or more, and one for all others. Large tensors are copied only if they are not
     contiguous.
 
     Source: vLLM's ``GroupCoordinator.send_tensor_dict``.
     """
-    peer = named_peer(group, "send_tensor_dict", "dst", dst, group_dst)
-    run(SendTensorDict(tensor_dict, peer, objects), communicators(group), timeout)
+    name = "send_tensor_dict"
+    peer, comms = named_peer(group, name, "dst", dst, group_dst), communicators(group)
+
+    def prepare() -> tuple[torch.Tensor, Buffers]:
+        return Outgoing(tensor_dict, objects).message(comms)
+
+    send(comms, name, TENSOR_DICT, peer, prepare, timeout=timeout)
 
 
 @eager
@@ -118,8 +129,17 @@ def recv_tensor_dict(
 
     Source: vLLM's ``GroupCoordinator.recv_tensor_dict``.
     """
-    peer = named_peer(group, "recv_tensor_dict", "src", src, group_src)
-    return run(RecvTensorDict(peer, into), communicators(group), timeout)
+    name = "recv_tensor_dict"
+    peer, comms = named_peer(group, name, "src", src, group_src), communicators(group)
+
+    def open_(message: Message) -> tuple[Incoming, Buffers]:
+        incoming = Incoming.announced(comms, message.body, into)
+        if misfit := incoming.misfit():
+            raise DisagreementError(disagreement(name, peer, {comms.rank: misfit}))
+        return incoming, incoming.buffers()
+
+    incoming, _ = receive(comms, name, TENSOR_DICT, peer, open_, timeout=timeout)
+    return incoming.finish()
 
 
 @eager

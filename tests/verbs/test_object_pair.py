@@ -76,7 +76,7 @@ def test_both_ranks_hear_of_an_object_that_cannot_travel(rank):
     )
     assert "rank 0: easydist.errors.UnsafeObjectError" in told
     told = both(rank, lambda: easydist.send_object(own, 1), lambda: easydist.recv_object(0, weights_only=True))
-    assert "recv_object: rank 1 failed before the exchange\n  rank 1: easydist.errors.UnsafeObjectError" in told
+    assert "recv_object: rank 1 cannot take what rank 0 sends\n  rank 1: easydist.errors.UnsafeObjectError" in told
 
 
 @pytest.mark.parametrize("denying", [0, 1])
@@ -84,7 +84,9 @@ def test_both_ranks_hear_of_an_object_that_cannot_travel(rank):
 def test_both_ranks_hear_of_a_rank_that_denies_pickle(rank, denying):
     easydist.allow_pickle(rank != denying)
     try:
-        with pytest.raises(RemoteError, match=f"rank {denying} failed .*\n.*UnsafeObjectError: pickle is denied"):
+        with pytest.raises(
+            RemoteError, match=f"rank {denying} .*\n  rank {denying}: .*UnsafeObjectError: pickle is denied"
+        ):
             easydist.send_object(1, 1) if rank == 0 else easydist.recv_object(0)
         if rank == 0:
             easydist.send_object({"a": 1}, 1, weights_only=True)
@@ -101,12 +103,13 @@ def test_objects_and_tensor_dicts_are_received_by_their_own_verbs(rank, size):
     data = {"x": torch.ones(size)}
     told = both(rank, lambda: easydist.send_object(data, 1), lambda: easydist.recv_tensor_dict(0))
     assert told == (
-        "DisagreementError: recv_tensor_dict: rank 0 calls send_object\nRank 1 has to call recv_object to receive it."
+        "DisagreementError: recv_tensor_dict: rank 0 called send_object, rank 1 called recv_tensor_dict\n"
+        "Call recv_object for what send_object sends."
     )
     told = both(rank, lambda: easydist.send_tensor_dict(data, 1), lambda: easydist.recv_object(0))
     assert told == (
-        "DisagreementError: recv_object: rank 0 calls send_tensor_dict\n"
-        "Rank 1 has to call recv_tensor_dict to receive it."
+        "DisagreementError: recv_object: rank 0 called send_tensor_dict, rank 1 called recv_object\n"
+        "Call recv_tensor_dict for what send_tensor_dict sends."
     )
     said = "{0}: ranks 0 and 1 send to each other, and neither receives\nOne of the two has to call {1} first."
     told = both(rank, lambda: easydist.send_object(data, 1), lambda: easydist.send_object(data, 0))

@@ -1,4 +1,4 @@
-"""The messages of two ranks of a coordinator, as bytes.
+"""The messages of two ranks, as bytes.
 
 A frame consists of four 64-bit numbers (kind, status, bytes of the terms, bytes of the body), the terms as JSON, and
 the body. The body of a tensor dict is an ``Announcement``, that of an object a ``codec`` message.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +19,13 @@ FRAME = 1 << 15
 """The bytes of the first part of a message whose length the receiver does not know."""
 
 _HEAD = struct.Struct("<4q")
+HEAD = _HEAD.size
+"""The bytes of the numbers."""
+
 LONGEST = FRAME // 16
 """The most characters of an error. Each may need 12 bytes."""
 
-WELL, FAULT, REFUSED = range(3)
+POSTED, ASKED, FAULT, ACCEPTED, REFUSED = range(5)
 OBJECT, TENSOR, TENSOR_DICT = range(3)
 _ERRORS: dict[str, type[EasydistError]] = {cls.__name__: cls for cls in (RemoteError, DisagreementError)}
 
@@ -31,7 +35,8 @@ class Message(NamedTuple):
 
     Attributes:
         kind: The kind of data: ``OBJECT``, ``TENSOR`` or ``TENSOR_DICT``.
-        status: ``WELL``; ``FAULT`` if the message contains only an error; ``REFUSED`` in an answer.
+        status: ``ASKED`` if the sender waits for the answer before it sends the data, and ``POSTED`` if it does not;
+            ``FAULT`` if the message contains only an error. Of an answer: ``ACCEPTED`` or ``REFUSED``.
         terms: Facts that both sides need; ``"data"`` lists the buffers that follow, as (kind, bytes).
         body: A uint8 tensor.
     """
@@ -42,7 +47,7 @@ class Message(NamedTuple):
     body: torch.Tensor
 
 
-def encode(kind: int, status: int, terms: dict[str, Any], body: torch.Tensor | None = None) -> torch.Tensor:
+def encode(kind: int, status: int, terms: Mapping[str, Any], body: torch.Tensor | None = None) -> torch.Tensor:
     """Encode a message as a frame.
 
     Args:
@@ -51,7 +56,7 @@ def encode(kind: int, status: int, terms: dict[str, Any], body: torch.Tensor | N
         terms: As in ``Message``.
         body: As in ``Message``; None means no bytes.
     """
-    told = json.dumps(terms, separators=(",", ":")).encode() if terms else b""
+    told = json.dumps(dict(terms), separators=(",", ":")).encode() if terms else b""
     head = bytearray(_HEAD.pack(kind, status, len(told), 0 if body is None else body.numel()) + told)
     frame = torch.frombuffer(head, dtype=torch.uint8)
     return frame if body is None else torch.cat([frame, body])
@@ -60,14 +65,14 @@ def encode(kind: int, status: int, terms: dict[str, Any], body: torch.Tensor | N
 def nbytes_of(frame: torch.Tensor) -> int:
     """Return the length of a frame, given its first bytes."""
     _, _, terms, body = _HEAD.unpack_from(frame.numpy().data)
-    return _HEAD.size + int(terms) + int(body)
+    return HEAD + int(terms) + int(body)
 
 
 def decode(frame: torch.Tensor) -> Message:
     """Return the message that ``encode`` has encoded."""
     kind, status, terms, _ = _HEAD.unpack_from(view := frame.numpy().data)
-    told = json.loads(bytes(view[_HEAD.size : _HEAD.size + terms])) if terms else {}
-    return Message(kind, status, told, frame[_HEAD.size + terms :])
+    told = json.loads(bytes(view[HEAD : HEAD + terms])) if terms else {}
+    return Message(kind, status, told, frame[HEAD + terms :])
 
 
 def terms_of(error: EasydistError) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from easydist.agreement.calling import calling
 from easydist.errors import RemoteError
 from easydist.groups.communicators import Communicators
 from easydist.liveness.monitor import Monitor
-from easydist.parallel.frames import WELL, Message, error_of
+from easydist.messages.frames import REFUSED, Message, error_of
 from easydist.transport.background import in_line
 from easydist.transport.work import TorchWork
 
@@ -127,7 +127,7 @@ class Answer:
             EasydistError: The receiver has refused the message.
         """
         answer = self._read()
-        if answer is not None and answer.status != WELL:
+        if answer is not None and answer.status == REFUSED:
             raise error_of(answer.terms)
 
 
@@ -259,4 +259,4 @@ def _aside(parts: _Parts, comms: weakref.ref[Communicators], line: Hashable) -> 
 def aside(drive: Callable[[], None], comms: weakref.ref[Communicators], line: Hashable) -> None:
     """Let the background thread of a group's line wait, until the group's connections break."""
     if (group := comms()) is not None:
-        in_line(id(group), line, drive)
+        in_line(group, line, drive)

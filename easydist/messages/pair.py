@@ -1,0 +1,260 @@
+"""Messages between two ranks: the sender describes the data, and the receiver answers whether it takes it.
+
+A message is a frame (``frames``) and one further message for each buffer whose data is not in the frame. The receiver
+answers each frame: it accepts the message, or refuses it with the reason, and both ranks raise. A sender that waits
+sends the data once it is accepted. One that does not wait posts everything at once; a receiver that refuses such a
+message still receives its data, so that later messages match the right receiver.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from types import MappingProxyType
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from easydist import modes
+from easydist.agreement.calling import calling
+from easydist.errors import DisagreementError, EasydistError, RemoteError
+from easydist.groups.communicators import Communicators
+from easydist.messages import frames
+from easydist.messages.channels import Channel, channel_to
+from easydist.messages.frames import ASKED, FAULT, FRAME, POSTED, REFUSED, Message
+from easydist.messages.transfers import Part, Transfer
+from easydist.typing import Timeout
+
+R = TypeVar("R")
+
+ROOM = FRAME - 1024
+"""The most bytes of a message's body that fit into one frame together with its terms."""
+
+Buffers = Sequence[tuple[str, torch.Tensor]]
+"""Buffers in the order of sending, each with the device type of its data."""
+
+Prepare = Callable[[], tuple[torch.Tensor, Buffers]]
+"""A function that returns the body of a message, and the buffers that follow it."""
+
+Open = Callable[[Message], tuple[R, Buffers]]
+"""A function that returns what a message contains, and the buffers for the data that follows it."""
+
+_CALLS = ("send_object", "send", "send_tensor_dict")
+_COUNTERPARTS = ("recv_object", "recv", "recv_tensor_dict")
+_NO_TERMS: Mapping[str, Any] = MappingProxyType({})
+
+
+def send(
+    comms: Communicators,
+    operation: str,
+    kind: int,
+    dst: int,
+    prepare: Prepare,
+    terms: Mapping[str, Any] = _NO_TERMS,
+    *,
+    waits: bool = True,
+    timeout: Timeout | None = None,
+) -> Transfer:
+    """Send what ``prepare`` returns to one rank; if ``prepare`` raises, send the error.
+
+    Args:
+        comms: The group.
+        operation: The call's name.
+        kind: The kind of data, as in ``Message``.
+        dst: The receiver.
+        prepare: Makes the message.
+        terms: Facts that both sides need.
+        waits: True to return once the receiver has accepted the message, and its data is sent.
+        timeout: The time limit of the call; None is the group's.
+
+    Returns:
+        The message under way; it has ended if ``waits``.
+
+    Raises:
+        RemoteError: ``prepare`` has raised; or the receiver has refused the message. It raises the same.
+        DisagreementError: The receiver expects something else, or sends, too. It raises the same.
+    """
+    pair = Pair(comms, operation, dst)
+    where = modes.without_data()
+    with modes.left() if where else nullcontext(), calling(comms, operation, timeout, dst, name="dst"):
+        try:
+            if where:
+                raise modes.refusal(operation, where)
+            body, data = prepare()
+        except Exception as error:
+            raise pair.refuse(kind, error) from error
+        return pair.ask(kind, terms, body, data) if waits else pair.post(kind, terms, body, data)
+
+
+def receive(
+    comms: Communicators,
+    operation: str,
+    kind: int,
+    src: int,
+    open_: Open[R],
+    *,
+    waits: bool = True,
+    timeout: Timeout | None = None,
+) -> tuple[R, Transfer]:
+    """Receive the next message of one rank; if ``open_`` raises, refuse it.
+
+    Args:
+        comms: The group.
+        operation: The call's name.
+        kind: The kind of data, as in ``Message``.
+        src: The sender.
+        open_: Reads the message.
+        waits: True to return once all data has arrived.
+        timeout: The time limit of the call; None is the group's.
+
+    Returns:
+        What ``open_`` has returned, and the transfer of the data that is still under way.
+
+    Raises:
+        RemoteError: The sender has failed, or ``open_`` has raised. The sender raises the same.
+        DisagreementError: The sender sends something else. It raises the same.
+    """
+    pair = Pair(comms, operation, src)
+    where = modes.without_data()
+    with modes.left() if where else nullcontext(), calling(comms, operation, timeout, src, name="src"):
+        message = comms.begin(lambda: pair.receive(kind))
+        try:
+            if where:
+                raise modes.refusal(operation, where)
+            opened, data = open_(message)
+        except Exception as error:
+            pair.reject(message, error)
+        transfer = pair.accept(message, data)
+        if waits:
+            pair.wait_for(transfer)
+        return opened, transfer
+
+
+class Pair:
+    """This rank and another one of the group, in one call.
+
+    Args:
+        comms: The group.
+        operation: The call's name, for error messages.
+        peer: The other rank.
+    """
+
+    def __init__(self, comms: Communicators, operation: str, peer: int) -> None:
+        self._comms, self._operation, self.peer = comms, operation, peer
+
+    def post(self, kind: int, terms: Mapping[str, Any], body: torch.Tensor, data: Buffers) -> Transfer:
+        """Send a message without waiting. The transfer ends when the receiver has answered."""
+        if data:
+            terms = {**terms, "data": [[device, buffer.numel()] for device, buffer in data]}
+        channel = self._channel()
+        parts, answer = channel.post(frames.encode(kind, POSTED, terms, body))
+        parts += [channel.move("send", buffer, device, asked=False) for device, buffer in data]
+        parts += answer.parts if answer is not None else ()
+        return self._transfer(parts, answer)
+
+    def ask(self, kind: int, terms: Mapping[str, Any], body: torch.Tensor, data: Buffers) -> Transfer:
+        """Send a message, and return when the receiver has accepted it and the data is sent."""
+        frame = frames.encode(kind, ASKED, terms, body)
+        answer = self._comms.begin(lambda: self._asked(kind, frame))
+        if answer is not None and answer.status == REFUSED:
+            raise frames.error_of(answer.terms)
+        channel = self._channel()
+        transfer = self._transfer([channel.move("send", buffer, device, asked=True) for device, buffer in data])
+        self.wait_for(transfer)
+        return transfer
+
+    def _asked(self, kind: int, frame: torch.Tensor) -> Message | None:
+        answer = self._channel().ask(frame, lambda message: self._crossed(kind, message))
+        self._has_heard()
+        return answer
+
+    def _crossed(self, kind: int, message: Message) -> DisagreementError:
+        """Return the error of two ranks that send to each other, which is the same on both."""
+        first, second = sorted((self._comms.rank, self.peer))
+        last = max(kind, message.kind)
+        return DisagreementError(
+            f"{_CALLS[last]}: ranks {first} and {second} send to each other, and neither receives\n"
+            f"One of the two has to call {_COUNTERPARTS[last]} first."
+        )
+
+    def refuse(self, kind: int, error: Exception) -> RemoteError:
+        """Send only the error, and return the error that both ranks raise."""
+        text = (
+            f"{self._operation}: rank {self._comms.rank} failed before the exchange\n  rank {self._comms.rank}: "
+            f"{_lines(error)}\nNothing was changed, and the group keeps working. Fix the error on that rank."
+        )
+        reason = RemoteError(text[: frames.LONGEST])
+        parts, answer = self._channel().post(frames.encode(kind, FAULT, frames.terms_of(reason)))
+        self._transfer([*parts, *(answer.parts if answer is not None else ())], answer)
+        return reason
+
+    def receive(self, kind: int) -> Message:
+        """Wait for the next message.
+
+        Raises:
+            EasydistError: The sender has failed.
+        """
+        channel = self._channel()
+        message = channel.receive()
+        self._comms.monitor.is_promised = message.status != ASKED
+        self._has_heard()
+        if message.status == FAULT:
+            channel.answer(message, None)
+            raise frames.error_of(message.terms)
+        if message.kind != kind:
+            self._refuse_kind(message, kind)
+        return message
+
+    def _has_heard(self) -> None:
+        self._comms.monitor.is_fresh = False
+        self._comms.monitor.check_reports()  # the peer may have given up before this rank came
+
+    def _refuse_kind(self, message: Message, kind: int) -> None:
+        text = (
+            f"{_COUNTERPARTS[kind]}: rank {self.peer} called {_CALLS[message.kind]}, rank {self._comms.rank} called "
+            f"{_COUNTERPARTS[kind]}\nCall {_COUNTERPARTS[message.kind]} for what {_CALLS[message.kind]} sends."
+        )
+        self.reject(message, DisagreementError(text))
+
+    def accept(self, message: Message, data: Buffers) -> Transfer:
+        """Tell the sender that the message is accepted, and begin to receive its data."""
+        channel, is_asked = self._channel(), message.status == ASKED
+        parts = [channel.move("recv", buffer, device, is_asked) for device, buffer in data]
+        channel.answer(message, None)
+        return self._transfer(parts, is_promised=not is_asked)
+
+    def reject(self, message: Message, error: Exception) -> NoReturn:
+        """Raise on both ranks, after receiving the data that is on its way."""
+        text = (
+            f"{self._operation}: rank {self._comms.rank} cannot take what rank {self.peer} sends\n"
+            f"  rank {self._comms.rank}: {_lines(error)}\n"
+            "Nothing was changed, and the group keeps working. Fix the error on that rank."
+        )
+        known: EasydistError = frames.shareable(error, text)
+        channel = self._channel()
+        channel.answer(message, known)
+        for device, nbytes in message.terms.get("data", ()):
+            there = self._comms.data(torch.device(device)).get_device()
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=there)
+            self._wait(channel.move("recv", buffer, device, asked=False))
+        raise known from error
+
+    def wait_for(self, transfer: Transfer) -> None:
+        """Wait for the data, for which the other rank waits, too."""
+        self._comms.monitor.is_awaited = True
+        transfer.wait_inside()
+        self._comms.monitor.is_awaited = False
+
+    def _channel(self) -> Channel:
+        return channel_to(self._comms, self.peer, self._wait)
+
+    def _transfer(self, parts: Sequence[Part], answer: Any = None, is_promised: bool = False) -> Transfer:
+        return Transfer(self._comms, self._operation, self.peer, parts, answer, is_promised)
+
+    def _wait(self, part: Part) -> None:
+        self._transfer([part]).wait_inside()
+
+
+def _lines(error: Exception) -> str:
+    return "".join(traceback.format_exception_only(type(error), error)).strip()
