@@ -26,7 +26,7 @@ from easydist import EasydistError, ProcessState
 from easydist.liveness import monitor
 
 DEADLINE = within(20)
-LIMIT = 2.5
+LIMIT = within(1.25)
 monitor.WARN_AFTER = LIMIT + 1
 
 
