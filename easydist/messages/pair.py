@@ -125,9 +125,11 @@ def receive(
             opened, data = open_(message)
         except Exception as error:
             pair.reject(message, error)
+        comms.monitor.is_awaited = True
         transfer = pair.accept(message, data)
         if waits:
-            pair.wait_for(transfer)
+            transfer.wait_inside()
+        comms.monitor.is_awaited = False
         return opened, transfer
 
 
@@ -159,9 +161,11 @@ class Pair:
         answer = self._comms.begin(lambda: self._asked(kind, frame))
         if answer is not None and answer.status == REFUSED:
             raise frames.error_of(answer.terms)
+        self._comms.monitor.is_awaited = True
         channel = self._channel()
         transfer = self._transfer([channel.move("send", buffer, device, asked=True) for device, buffer in data])
-        self.wait_for(transfer)
+        transfer.wait_inside()
+        self._comms.monitor.is_awaited = False
         return transfer
 
     def _asked(self, kind: int, frame: torch.Tensor) -> Message | None:
@@ -239,12 +243,6 @@ class Pair:
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=there)
             self._wait(channel.move("recv", buffer, device, asked=False))
         raise known from error
-
-    def wait_for(self, transfer: Transfer) -> None:
-        """Wait for the data, for which the other rank waits, too."""
-        self._comms.monitor.is_awaited = True
-        transfer.wait_inside()
-        self._comms.monitor.is_awaited = False
 
     def _channel(self) -> Channel:
         return channel_to(self._comms, self.peer, self._wait)

@@ -176,3 +176,17 @@ def test_what_cannot_travel_or_be_taken_raises_the_same(kind, rank, world_size):
                 text = raised(receive, {"x": torch.ones(1)}, 0) if rank else raised(send, large, 1)
                 assert "ranks disagree on 1 of 1 leaves" in text
         entries.works(rank)
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_what_was_posted_before_two_send_to_each_other_arrives(rank):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EASYDIST_SHM", "0")
+        group = GroupCoordinator([[0, 1]], rank, "gloo", False)
+        handles = [] if rank else group.isend_tensor_dict({"x": 1}, 1)
+        assert "neither receives" in raised(group.send_object, 1, 1 - rank)
+        if rank:
+            assert group.recv_tensor_dict(0) == {"x": 1}
+        waited(handles)
+        group.destroy()
