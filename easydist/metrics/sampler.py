@@ -8,9 +8,10 @@ from operator import index
 import torch
 from torch.utils.data import Sampler
 
+from easydist.data.plan import split_bounds
 from easydist.state import ProcessState
 
-__all__ = ["DistributedBatchSampler", "share", "steps"]
+__all__ = ["DistributedBatchSampler", "steps"]
 
 
 class DistributedBatchSampler(Sampler[list[int]]):
@@ -80,7 +81,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         order = self._order()
         for begin, end in steps(self.total, self.batch_size * self.world_size, self.start, self.drop_last):
-            mine = share(begin, end, self.rank, self.world_size)
+            mine = range(begin, end)[slice(*split_bounds(end - begin, self.world_size, self.rank))]
             yield list(mine) if order is None else order[mine.start : mine.stop].tolist()
 
     def _order(self) -> torch.Tensor | None:
@@ -107,18 +108,6 @@ def steps(total: int, size: int, start: int = 0, drop_last: bool = False) -> Ite
         end = min(begin + size, total)
         if end - begin == size or not drop_last:
             yield begin, end
-
-
-def share(begin: int, end: int, rank: int, world_size: int) -> range:
-    """Return the part of ``range(begin, end)`` for a rank, as ``torch.tensor_split`` splits it.
-
-    Example:
-        >>> [list(share(4, 7, rank, 2)) for rank in range(2)]
-        [[4, 5], [6]]
-    """
-    each, more = divmod(end - begin, world_size)
-    first = begin + rank * each + min(rank, more)
-    return range(first, first + each + (rank < more))
 
 
 def _check(total: int, batch_size: int, rank: int, world_size: int) -> None:

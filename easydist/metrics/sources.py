@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from easydist.data.plan import split_bounds
 from easydist.metrics.collate import Collate
-from easydist.metrics.sampler import DistributedBatchSampler, share, steps
+from easydist.metrics.sampler import DistributedBatchSampler, steps
 
 __all__ = ["Batch", "Indexed", "Sharing", "Source", "Streamed", "is_stream"]
 
@@ -138,7 +139,7 @@ class _Shares(IterableDataset[_Share]):
         stream, begin = islice(self.dataset, self.start, None), self.start
         while rows := list(islice(stream, batch_size * world_size)):
             end = begin + len(rows)
-            mine = share(begin, end, rank, world_size)
+            mine = range(begin, end)[slice(*split_bounds(len(rows), world_size, rank))]
             if len(rows) == batch_size * world_size or not drop_last:
                 yield end, mine, rows[mine.start - begin : mine.stop - begin], rows[0]
             begin = end

@@ -91,7 +91,6 @@ class BroadcastTensorDict(Verb[Tree]):
                 self._message = torch.empty(nbytes[src], dtype=torch.uint8, device="cpu")
             comms.control.broadcast(self._message, src, async_op=False)
         if self._message[0] or any(n for rank, n in enumerate(nbytes) if rank != src):
-            self._message = self._message.clone()  # the next header exchange overwrites the payload
             self._accept(comms)
             carrier = self._data or comms
             with contextlib.nullcontext() if carrier is comms else calling(carrier, self.operation):

@@ -7,10 +7,10 @@ intersections travel.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from easydist.weights.blocks import Block, common, is_covered, shard, whole
+from easydist.weights.blocks import Block, common, is_covered
 
 Layout = Mapping[int, Block]
 """The block of a tensor that each rank holds or wants, by rank."""
@@ -30,35 +30,6 @@ class Transfer(NamedTuple):
     block: Block
 
 
-def laid_out(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> dict[int, Block]:
-    """Return the layout of a ``DTensor``.
-
-    Args:
-        shape: The shape of the whole tensor.
-        mesh: The ranks, as nested lists or a tensor with one dimension for each placement.
-        placements: The placements of ``torch.distributed.tensor``.
-
-    Raises:
-        TypeError: A placement has no values before a reduction.
-
-    Example:
-        >>> from torch.distributed.tensor import Shard
-        >>> laid_out((4, 2), [5, 7], [Shard(0)])
-        {5: Block(start=(0, 0), shape=(2, 2)), 7: Block(start=(2, 0), shape=(2, 2))}
-    """
-    import torch
-
-    ranks = torch.as_tensor(mesh, device="cpu")
-    places = (torch.unravel_index(torch.tensor(i, device="cpu"), ranks.shape) for i in range(ranks.numel()))
-    coordinates = [tuple(int(one) for one in place) for place in places]
-    return {int(ranks[at]): shard(shape, tuple(ranks.shape), at, placements) for at in coordinates}
-
-
-def everywhere(shape: Sequence[int], ranks: Iterable[int]) -> dict[int, Block]:
-    """Return the layout of a tensor that each of these ranks holds whole."""
-    return {rank: whole(shape) for rank in ranks}
-
-
 def plan(shape: Sequence[int], held: Layout, wanted: Layout, load: dict[int, int] | None = None) -> list[Transfer]:
     """Return the transfers that give every rank the block it wants.
 
@@ -76,8 +47,8 @@ def plan(shape: Sequence[int], held: Layout, wanted: Layout, load: dict[int, int
         ValueError: The held blocks do not cover the tensor.
 
     Example:
-        >>> from torch.distributed.tensor import Shard
-        >>> rows, columns = laid_out((4, 4), [0, 1], [Shard(0)]), laid_out((4, 4), [2, 3], [Shard(1)])
+        >>> rows = {0: Block((0, 0), (2, 4)), 1: Block((2, 0), (2, 4))}
+        >>> columns = {2: Block((0, 0), (4, 2)), 3: Block((0, 2), (4, 2))}
         >>> [(one.src, one.dst, one.block.shape) for one in plan((4, 4), rows, columns)]
         [(0, 2, (2, 2)), (1, 2, (2, 2)), (0, 3, (2, 2)), (1, 3, (2, 2))]
     """

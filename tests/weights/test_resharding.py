@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from groups import BACKENDS, made
@@ -16,8 +17,18 @@ from easydist import DisagreementError, RemoteError
 from easydist.testing import distributed
 from easydist.transport.comm import Collectives
 from easydist.weights import LocalShard, Resharding
-from easydist.weights.blocks import Block, common
-from easydist.weights.plan import everywhere, laid_out, plan
+from easydist.weights.blocks import Block, common, shard, whole
+from easydist.weights.plan import plan
+
+
+def laid_out(shape, ranks, placements):
+    """Return the blocks of a DTensor over a mesh of these ranks."""
+    mesh = np.asarray(ranks)
+    return {int(rank): shard(shape, mesh.shape, place, placements) for place, rank in np.ndenumerate(mesh)}
+
+
+def everywhere(shape, ranks):
+    return {rank: whole(shape) for rank in ranks}
 
 
 @st.composite
@@ -55,7 +66,7 @@ def test_every_rank_gets_just_what_it_wants(case):
 
 def test_a_layout_does_not_depend_on_the_default_device():
     with torch.device("meta"):
-        assert laid_out((4,), [3, 5], [Shard(0)]) == {3: Block((0,), (2,)), 5: Block((2,), (2,))}
+        assert shard((4,), (2,), (1,), [Shard(0)]) == Block((2,), (2,))
 
 
 def test_replicas_share_the_work():
