@@ -11,7 +11,7 @@ from importlib.metadata import version
 from typing import Any, SupportsIndex
 
 import torch
-from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, Store
 
 from easydist.comms.batch import BatchSendRecv
 from easydist.comms.failures import UNMADE, explained

@@ -10,7 +10,7 @@ import socket
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, Store
 
 from easydist.comms.failures import CommTimeout
 from easydist.liveness import texts

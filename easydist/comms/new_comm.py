@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store
 
 from easydist.comms.comm import TorchComm, made_comm
 from easydist.comms.environment import default_store, rank_and_size

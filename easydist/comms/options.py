@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store
 
 _DEFAULT_SECONDS = 600.0
 _RESOLUTION = timedelta(milliseconds=1)

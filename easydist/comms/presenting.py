@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store
 
 from easydist.comms.comm import TorchComm
 from easydist.comms.gloo_group import GlooGroup

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store
 
 from easydist.errors import EasydistError
 from easydist.forks import NOT_A_RANK

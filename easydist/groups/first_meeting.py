@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store
 
 from easydist.errors import PeerLostError, RemoteError
 from easydist.liveness import texts

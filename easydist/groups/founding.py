@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch.distributed as dist
-from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, Store
 
 from easydist.errors import EasydistError
 from easydist.groups.first_meeting import FirstMeeting

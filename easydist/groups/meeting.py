@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store
 
 from easydist.errors import RemoteError
 from easydist.groups.sharing import Hosts, introduce, is_wanted, share

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistError, PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, ProcessGroupGloo, Store
 
 from easydist.errors import PeerLostError
 from easydist.liveness import texts

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Generic, TypeVar
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store
 
 from easydist.errors import CollectiveTimeout, EasydistError, LeftOutError, PeerLostError
 from easydist.groups.membership import (

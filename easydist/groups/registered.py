@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import DistError, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, Store
 
 from easydist.errors import PeerLostError
 from easydist.groups.reconnecting import is_of_connections

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from easydist.liveness.limited import within
 from easydist.liveness.rules import PATIENCE

@@ -18,7 +18,7 @@ from concurrent.futures import (
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from easydist.liveness.limited import Caller, NoAnswerError, idle_caller, release, within
 from easydist.liveness.rules import PATIENCE

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, Store
 
 from easydist.errors import UnsafeObjectError
 from easydist.groups.known import forget

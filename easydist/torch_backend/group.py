@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store
 
 from easydist import modes
 from easydist.data.packing import as_bytes

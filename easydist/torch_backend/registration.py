@@ -7,7 +7,7 @@ import sys
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store
 
 from easydist.liveness.monitor import Monitor
 from easydist.torch_backend.group import SharedMemoryGroup

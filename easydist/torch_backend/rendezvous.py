@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from datetime import timedelta
 
-from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, Store
 
 from easydist.errors import PeerLostError
 from easydist.groups.meeting import Meeting

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 import torch
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store
 
 from easydist.errors import CollectiveTimeout, PeerLostError
 from easydist.groups.communicators import Communicators
