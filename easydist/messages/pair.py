@@ -24,9 +24,11 @@ from easydist.messages import frames
 from easydist.messages.channels import Channel, channel_to
 from easydist.messages.frames import ASKED, FAULT, FRAME, POSTED, REFUSED, Message
 from easydist.messages.transfers import Part, Transfer
+from easydist.shm.mailbox import NobodySendsError
 from easydist.typing import Timeout
 
 R = TypeVar("R")
+E = TypeVar("E", bound=EasydistError)
 
 ROOM = FRAME - 1024
 """The most bytes of a message's body that fit into one frame together with its terms."""
@@ -175,11 +177,14 @@ class Pair:
 
     def _crossed(self, kind: int, message: Message) -> DisagreementError:
         """Return the error of two ranks that send to each other, which is the same on both."""
-        first, second = sorted((self._comms.rank, self.peer))
         last = max(kind, message.kind)
-        return DisagreementError(
-            f"{_CALLS[last]}: ranks {first} and {second} send to each other, and neither receives\n"
-            f"One of the two has to call {_COUNTERPARTS[last]} first."
+        return DisagreementError(self._both("send to", "receives", _CALLS[last], _COUNTERPARTS[last]))
+
+    def _both(self, do: str, does_not: str, call: str, counterpart: str) -> str:
+        first, second = sorted((self._comms.rank, self.peer))
+        return (
+            f"{call}: ranks {first} and {second} {do} each other, and neither {does_not}\n"
+            f"One of the two has to call {counterpart} first."
         )
 
     def refuse(self, kind: int, error: Exception) -> RemoteError:
@@ -188,10 +193,13 @@ class Pair:
             f"{self._operation}: rank {self._comms.rank} failed before the exchange\n  rank {self._comms.rank}: "
             f"{_lines(error)}\nNothing was changed, and the group keeps working. Fix the error on that rank."
         )
-        reason = RemoteError(text[: frames.LONGEST])
-        parts, answer = self._channel().post(frames.encode(kind, FAULT, frames.terms_of(reason)))
+        return self._told(kind, RemoteError(text[: frames.LONGEST]))
+
+    def _told(self, kind: int, error: E) -> E:
+        """Send an error, and return it."""
+        parts, answer = self._channel().post(frames.encode(kind, FAULT, frames.terms_of(error)))
         self._transfer([*parts, *(answer.parts if answer is not None else ())], answer)
-        return reason
+        return error
 
     def receive(self, kind: int) -> Message:
         """Wait for the next message.
@@ -200,7 +208,11 @@ class Pair:
             EasydistError: The sender has failed.
         """
         channel = self._channel()
-        message = channel.receive()
+        try:
+            message = channel.receive()
+        except NobodySendsError:
+            text = self._both("receive from", "sends", _COUNTERPARTS[kind], _CALLS[kind])
+            raise self._told(kind, DisagreementError(text)) from None
         self._comms.monitor.is_promised = message.status != ASKED
         self._has_heard()
         if message.status == FAULT:

@@ -11,7 +11,7 @@ A mailbox for one direction consists of two chunks of memory, and of numbers. Th
 and the receiver writes, about the messages that it gets:
 
     taken               chunks copied out
-    answered            messages answered
+    answered            twice the messages answered; one more if the receiver waits for the next one
     refused             the answers that were refusals
 
 A message has to fit into the free chunks as a whole, so that the sender never waits. If it does not, it is sent another
@@ -30,6 +30,11 @@ import torch
 from easydist.memory import copy
 from easydist.shm.slots import NEVER, Need, Slots
 from easydist.shm.streams import Streams
+
+
+class NobodySendsError(RuntimeError):
+    """Both ranks wait for a message of the other one."""
+
 
 _POSTED, _TAKEN, _SENT, _ELSEWHERE, _LENGTH, _, _ANSWERED, _REFUSED = range(8)
 
@@ -107,9 +112,13 @@ class Mailbox:
 
         Returns:
             The message; None if it is sent another way.
+
+        Raises:
+            NobodySendsError: The peer waits, too. The lower of the two ranks raises this; it has to tell the other one.
         """
         number, slots = self._received, self._slots
-        self._wait("sent", lambda: slots.read(self._theirs + _SENT) >> 1 > number)
+        if not self._has_come(number):
+            self._wait_for(number)
         self._received += 1
         elsewhere = slots.read(self._theirs + _ELSEWHERE)
         if elsewhere and number >= elsewhere - 1:
@@ -121,6 +130,25 @@ class Mailbox:
         slots.write(self._mine + _TAKEN, self._taken)
         return message
 
+    def _has_come(self, number: int) -> bool:
+        return self._slots.read(self._theirs + _SENT) >> 1 > number
+
+    def _wait_for(self, number: int) -> None:
+        slots, at = self._slots, self._mine + _ANSWERED
+        slots.tell(at, 2 * self.answered + 1, self._peer)
+        try:
+            self._wait("sent", lambda: self._has_come(number) or self._is_in_vain())
+        finally:
+            slots.write(at, 2 * self.answered)
+        if not self._has_come(number):
+            raise NobodySendsError
+
+    def _is_in_vain(self) -> bool:
+        """True if the peer has answered all messages of this rank, and waits for the next one instead of sending."""
+        slots = self._slots
+        waits = slots.rank < self._peer and slots.read(self._theirs + _ANSWERED) == 2 * self._sent + 1
+        return waits and not self._has_come(self._received)  # read last: it may have sent one before it waits
+
     def answer(self, is_refusal: bool = False) -> None:
         """Answer the last message received: accept or refuse it."""
         slots = self._slots
@@ -128,11 +156,11 @@ class Mailbox:
             self._refused += 1
             slots.write(self._mine + _REFUSED, self._refused)
         self.answered += 1
-        slots.tell(self._mine + _ANSWERED, self.answered, self._peer)
+        slots.tell(self._mine + _ANSWERED, 2 * self.answered, self._peer)
 
     def has_answer(self, number: int) -> bool:
         """True if the peer has answered a message."""
-        return self._slots.read(self._theirs + _ANSWERED) > number
+        return self._slots.read(self._theirs + _ANSWERED) >> 1 > number
 
     def wait_for_answer(self, number: int, or_asked: bool = False) -> bool:
         """Wait until the peer has answered a message.

@@ -163,6 +163,17 @@ def test_two_that_send_to_each_other_raise_the_same(kind, rank, world_size):
 
 
 @pytest.mark.slow
+@distributed(world_size=2)
+def test_two_that_receive_from_each_other_raise_the_same(rank, world_size):
+    with made("shm", rank, world_size) as entries:
+        receivers = [each for _, each in entries.get_tree + entries.get_object]
+        for mine, other in itertools.product(receivers, receivers):
+            text = raised(other if rank else mine, {}, 1 - rank)
+            assert "ranks 0 and 1 receive from each other, and neither sends" in text
+        entries.works(rank)
+
+
+@pytest.mark.slow
 @KINDS
 @distributed(world_size=2)
 def test_what_cannot_travel_or_be_taken_raises_the_same(kind, rank, world_size):
