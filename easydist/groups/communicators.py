@@ -316,7 +316,7 @@ class Communicators:
         return backend.mailbox(peer) if isinstance(backend, Shm) else None
 
     def inbox(self, peer: int) -> deque[Any]:
-        """Return the messages of a rank that were received while this one waited for something else, see `messages`."""
+        """Return the messages of a rank that were received while this one waited for another."""
         return self._inboxes.setdefault(peer, deque())
 
     def carry_by(self, group: dist.ProcessGroup) -> None:
