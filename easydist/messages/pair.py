@@ -146,12 +146,13 @@ class Pair:
 
     def __init__(self, comms: Communicators, operation: str, peer: int) -> None:
         self._comms, self._operation, self.peer = comms, operation, peer
+        self._channel: Channel
 
     def post(self, kind: int, terms: Mapping[str, Any], body: torch.Tensor, data: Buffers) -> Transfer:
         """Send a message without waiting. The transfer ends when the receiver has answered."""
         if data:
             terms = {**terms, "data": [[device, buffer.numel()] for device, buffer in data]}
-        channel = self._channel()
+        channel = channel_to(self._comms, self.peer, self._wait)
         parts, answer = channel.post(frames.encode(kind, POSTED, terms, body))
         parts += [channel.move("send", buffer, device, asked=False) for device, buffer in data]
         parts += answer.parts if answer is not None else ()
@@ -164,14 +165,14 @@ class Pair:
         if answer is not None and answer.status == REFUSED:
             raise frames.error_of(answer.terms)
         self._comms.monitor.is_awaited = True
-        channel = self._channel()
-        transfer = self._transfer([channel.move("send", buffer, device, asked=True) for device, buffer in data])
+        transfer = self._transfer([self._channel.move("send", buffer, device, asked=True) for device, buffer in data])
         transfer.wait_inside()
         self._comms.monitor.is_awaited = False
         return transfer
 
     def _asked(self, kind: int, frame: torch.Tensor) -> Message | None:
-        answer = self._channel().ask(frame, lambda message: self._crossed(kind, message))
+        self._channel = channel_to(self._comms, self.peer, self._wait)
+        answer = self._channel.ask(frame, lambda message: self._crossed(kind, message))
         self._has_heard()
         return answer
 
@@ -197,7 +198,9 @@ class Pair:
 
     def _told(self, kind: int, error: E) -> E:
         """Send an error, and return it."""
-        parts, answer = self._channel().post(frames.encode(kind, FAULT, frames.terms_of(error)))
+        parts, answer = channel_to(self._comms, self.peer, self._wait).post(
+            frames.encode(kind, FAULT, frames.terms_of(error))
+        )
         self._transfer([*parts, *(answer.parts if answer is not None else ())], answer)
         return error
 
@@ -207,7 +210,7 @@ class Pair:
         Raises:
             EasydistError: The sender has failed.
         """
-        channel = self._channel()
+        self._channel = channel = channel_to(self._comms, self.peer, self._wait)
         try:
             message = channel.receive()
         except NobodySendsError:
@@ -235,7 +238,7 @@ class Pair:
 
     def accept(self, message: Message, data: Buffers) -> Transfer:
         """Tell the sender that the message is accepted, and begin to receive its data."""
-        channel, is_asked = self._channel(), message.status == ASKED
+        channel, is_asked = self._channel, message.status == ASKED
         parts = [channel.move("recv", buffer, device, is_asked) for device, buffer in data]
         channel.answer(message, None)
         return self._transfer(parts, is_promised=not is_asked)
@@ -248,16 +251,13 @@ class Pair:
             "Nothing was changed, and the group keeps working. Fix the error on that rank."
         )
         known: EasydistError = frames.shareable(error, text)
-        channel = self._channel()
+        channel = self._channel
         channel.answer(message, known)
         for device, nbytes in message.terms.get("data", ()):
             there = self._comms.data(torch.device(device)).get_device()
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=there)
             self._wait(channel.move("recv", buffer, device, asked=False))
         raise known from error
-
-    def _channel(self) -> Channel:
-        return channel_to(self._comms, self.peer, self._wait)
 
     def _transfer(self, parts: Sequence[Part], answer: Any = None, is_promised: bool = False) -> Transfer:
         return Transfer(self._comms, self._operation, self.peer, parts, answer, is_promised)

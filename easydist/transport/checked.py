@@ -26,7 +26,7 @@ About = tuple[torch.Tensor | None, int | None, ReduceOp | None]
 """The tensor, the root and the reduction by which the ranks compare an operation, see ``described``."""
 
 Moved = tuple[Staging, list[torch.Tensor], list[torch.Tensor]]
-"""What a backend moves: the staging of an operation, its outputs and its inputs."""
+"""The tensors of an operation for its backend: their staging, the outputs and the inputs."""
 
 BYTES = torch.uint8
 _TIME_LIMIT = timedelta(minutes=10)

@@ -133,6 +133,11 @@ def recv_tensor_dict(
     peer, comms = named_peer(group, name, "src", src, group_src), communicators(group)
 
     def open_(message: Message) -> tuple[Incoming, Buffers]:
+        if "gather" in message.terms:
+            raise DisagreementError(
+                f"{name}: rank {peer} sends with an all_gather_group, and this call has none\n"
+                "Receive with the coordinator's recv_tensor_dict and its all_gather_group, or send without one."
+            )
         incoming = Incoming.announced(comms, message.body, into)
         if misfit := incoming.misfit():
             raise DisagreementError(disagreement(name, peer, {comms.rank: misfit}))

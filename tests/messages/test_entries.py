@@ -201,3 +201,18 @@ def test_what_was_posted_before_two_send_to_each_other_arrives(rank):
             assert group.recv_tensor_dict(0) == {"x": 1}
         waited(handles)
         group.destroy()
+
+
+@pytest.mark.slow
+@distributed(world_size=4)
+def test_a_verb_does_not_take_shares_for_tensors(rank):
+    tp = GroupCoordinator([[0, 1], [2, 3]], rank, "gloo", False)
+    pp = GroupCoordinator([[0, 2], [1, 3]], rank, "gloo", False)
+    shares = {"all_gather_group": tp, "all_gather_tensors": {"x": True}}
+    if rank < 2:
+        text = raised(lambda: pp.send_tensor_dict({"x": torch.ones(4)}, 1, **shares))
+    else:
+        text = raised(lambda: easydist.recv_tensor_dict(group_src=0, group=pp))
+    assert text.startswith("DisagreementError: recv_tensor_dict: rank 0 sends with an all_gather_group")
+    pp.destroy()
+    tp.destroy()
