@@ -145,6 +145,18 @@ def test_tensor_dicts_between_two_ranks_and_to_all(rank, tree, count):
 
 
 @distributed(world_size=2)
+def test_nothing_of_a_refused_tree_is_sent(rank):
+    easydist.wait_for_everyone()  # from now on, frames go through shared memory
+
+    def call():
+        tree = {"x": torch.ones(1 if rank else 300_000)}
+        with pytest.raises(easydist.DisagreementError):
+            easydist.recv_tensor_dict(0, into=tree) if rank else easydist.send_tensor_dict(tree, 1)
+
+    assert exchanges(call) == ["send" if rank else "recv"]  # the refusal
+
+
+@distributed(world_size=2)
 def test_synchronize_rng_states():
     assert exchanges(lambda: easydist.synchronize_rng_states(["torch", "numpy", "python"])) == HEADER
 
