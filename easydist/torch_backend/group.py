@@ -31,7 +31,7 @@ from easydist.torch_backend.work import GroupWork, Target, Tensors, all_bytes, d
 from easydist.transport.backend import Backend
 from easydist.transport.checked import About
 from easydist.transport.described import OWN, described
-from easydist.transport.reduce_op import ReduceOp, combine
+from easydist.transport.reduce_op import ReduceOp, combine_into
 from easydist.transport.work import Begun
 
 _NOTHING: About = (None, None, None)
@@ -414,7 +414,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         flats = [as_bytes(part) for part in parts], [as_bytes(tensor) for tensor in data]
 
         def reduce() -> None:
-            target.dense.view(-1).copy_(combine(plain(op), parts.unbind()))
+            combine_into(target.dense.view(-1), plain(op), parts.unbind())
 
         about = (output, None, op)
         return self._begin(operation, about, lambda: [self._backend.all_to_all_v(*flats)], [target], data, reduce)

@@ -27,7 +27,7 @@ from easydist.liveness.limited import CppThread
 from easydist.liveness.monitor import Monitor
 from easydist.transport.backend import Backend, Transfer, set_to
 from easydist.transport.described import DTYPE_CODES, OWN, Described
-from easydist.transport.reduce_op import RedOpType, ReduceOp, combine
+from easydist.transport.reduce_op import RedOpType, ReduceOp, combine, combine_into
 from easydist.transport.work import ENDED, Pending, TorchWork
 from easydist.typing import Device
 
@@ -356,7 +356,7 @@ class Gloo(_Group):
         first, turn = self._swap(chunks, parts), self._turn()
 
         def reduce_and_share() -> Sequence[Pending]:
-            mine.copy_(combine(op, parts))
+            combine_into(mine, op, parts)
             return self._exchange(self._others([mine] * self.size), self._others(chunks), turn)
 
         return first.followed_by(reduce_and_share)
@@ -424,7 +424,7 @@ class Native(_Group):
         parts = tensor.new_empty(self.size, tensor.numel())
 
         def reduce_here() -> Sequence[Pending]:
-            tensor.copy_(combine(op, parts.unbind()))
+            combine_into(tensor, op, parts.unbind())
             return ()
 
         return self.all_gather_single(_bits(parts.view(-1)), _bits(tensor)).followed_by(reduce_here)
