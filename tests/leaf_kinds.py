@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 
 KINDS = {}
@@ -315,6 +316,17 @@ def in_fake_mode(call, plain):
         return call(leaf)
 
 
+def in_functional_mode(call, plain):
+    with FunctionalTensorMode():
+        return call(FunctionalTensor.to_functional(plain))
+
+
+def in_make_fx(call, plain):
+    seen = []
+    make_fx(lambda x: (seen.append(call(x)), x)[1])(plain)
+    return seen[0]
+
+
 def in_vmap(call, plain):
     seen = []
     torch.vmap(lambda x: (seen.append(call(x)), x)[1])(plain)
@@ -329,6 +341,8 @@ def in_grad(call, plain):
 
 INSIDE = {
     "fake, in its mode": in_fake_mode,
+    "functional, in its mode": in_functional_mode,
+    "recorded": in_make_fx,
     "batched": in_vmap,
     "of grad": in_grad,
 }

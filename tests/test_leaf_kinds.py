@@ -24,8 +24,11 @@ REFUSALS |= {"RemoteError", "DisagreementError", "UnsafeObjectError", "WeightsOn
 PASS = {*LOCAL, "pad", "state dict into", "gathered parameters", "coordinator send"}
 """Entries that have no need of the data of some kinds of leaves, or find it: they may return it."""
 
-WEIGHTS = {"state dict", "state dict as half", "published", "resharding", "resharding into"}
-"""Entries that take sharded tensors."""
+TAKEN = {
+    "sharded": {"state dict", "state dict as half", "published", "resharding", "resharding into"},
+    "recorded": {"shm comm all gather of parts", "gloo comm all gather of parts"},  # inside a verb, which has asked
+}
+"""Entries that take leaves of some kinds."""
 
 PICKLED = {name for name in ENTRIES if any(word in name for word in ("object", "queue", "lists", "items"))}
 """Entries that pickle: torch itself knows how to write some kinds that a buffer cannot hold."""
@@ -76,7 +79,7 @@ def check(kind, steps, outcomes):
             assert failed[0] == failed[1], (kind, step, first, second)
         if kind.startswith("quantized") and " comm " in name:
             continue  # communicators move any bytes, and these are int8
-        passes = PASS | PICKLED | (WEIGHTS if kind == "sharded" else set())
+        passes = PASS | PICKLED | TAKEN.get(kind, set())
         if first[1] is None and name not in passes and UNREAD not in f"{first}{second}":
             assert any(failed), (kind, step, first, second)
 

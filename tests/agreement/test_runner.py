@@ -292,6 +292,8 @@ CALLS |= {
 }
 LAYER = torch.nn.Linear(1, 1)
 FAKE = "under FakeTensorMode, where tensors have no data"
+FUNCTIONAL = "under FunctionalTensorMode, where tensors stand for others"
+RECORDED = "inside make_fx, which records operations on this rank's tensors, not the others' part"
 TRANSFORM = "inside vmap or another transform of torch.func, where one tensor stands for several"
 
 
@@ -302,11 +304,32 @@ def under_fake_tensor_mode(call):
         call()
 
 
+def under_functional_tensor_mode(call):
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+    with FunctionalTensorMode():
+        call()
+
+
+def inside_make_fx(call):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    make_fx(lambda x: (call(), x)[1])(torch.ones(2))
+
+
 def inside_vmap(call):
     torch.vmap(lambda row: (call(), row)[1])(torch.ones(2, 2))
 
 
-@pytest.mark.parametrize(("mode", "where"), [(under_fake_tensor_mode, FAKE), (inside_vmap, TRANSFORM)])
+@pytest.mark.parametrize(
+    ("mode", "where"),
+    [
+        (under_fake_tensor_mode, FAKE),
+        (under_functional_tensor_mode, FUNCTIONAL),
+        (inside_make_fx, RECORDED),
+        (inside_vmap, TRANSFORM),
+    ],
+)
 @distributed(world_size=(1, 2))
 def test_a_verb_where_tensors_have_no_data_is_an_error_on_all_ranks(rank, world_size, mode, where):
     group = torch.distributed.group.WORLD
