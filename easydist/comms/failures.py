@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 from torch.distributed import DistStoreError
@@ -76,16 +76,17 @@ def explained(
         missing = getattr(error, "missing", ()) or (() if waited is None else (waited,))
         whom = f"rank {', '.join(map(str, missing))} did not come" if missing else "not all ranks came"
         within = "in time for another rank" if _is_reported(error) else f"within {limit.total_seconds():g} s"
-        late = CommTimeout(f"{what}: timed out; {whom} {within}{_conditions(peers, missing)}. {why}")
+        known = conditions(peer for peer in peers if peer.rank in missing)
+        late = CommTimeout(f"{what}: timed out; {whom} {within}{known}. {why}")
         late.missing = missing
         return late
     whom = "" if waited is None else f" in the exchange with rank {waited}"
     return (CommPeerLost if broke else RuntimeError)(f"{what}: failed{whom}. {why}")
 
 
-def _conditions(peers: Sequence[Peer], ranks: Sequence[int]) -> str:
+def conditions(peers: Iterable[Peer], even_if_well: bool = True) -> str:
     """Return what the system knows of the processes of some ranks, for a text."""
-    found = [text for peer in peers if peer.rank in ranks and (text := peer.condition())]
+    found = [text for peer in peers if (text := peer.condition(even_if_well))]
     return f": {'; '.join(found[:_SHOWN])}" if found else ""
 
 

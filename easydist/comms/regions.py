@@ -17,7 +17,7 @@ from datetime import timedelta
 
 import torch
 
-from easydist.comms.failures import CommPeerLost, CommTimeout, explained, how, lost, named
+from easydist.comms.failures import CommPeerLost, CommTimeout, conditions, explained, how, lost, named
 from easydist.comms.signal_wait import SignalWait
 from easydist.groups.sharing import Exchange, is_wanted
 from easydist.liveness.monitor import Monitor
@@ -153,7 +153,7 @@ class Regions:
                     return
                 left = deadline - time.monotonic()
                 if left <= 0 or is_in_vain:
-                    raise self._in_vain(slot, limit, gone, senders, is_late=left <= 0)
+                    raise self._in_vain(slot, limit, gone, peers, is_late=left <= 0)
                 if error is not None:
                     raise explained(error, "wait_signal", limit, []) from error
                 wait.look()
@@ -166,14 +166,15 @@ class Regions:
             wait.end()
 
     def _in_vain(
-        self, slot: int, limit: timedelta, gone: Sequence[Peer], senders: Sequence[int], is_late: bool
+        self, slot: int, limit: timedelta, gone: Sequence[Peer], senders: Sequence[Peer], is_late: bool
     ) -> CommTimeout | CommPeerLost:
         held = f"slot {slot} of rank {self.rank} holds {self.value(slot)}"
         if not is_late:
             rest = "" if len(gone) == len(senders) else ", and all others wait for signals, too"
             return lost(f"wait_signal: {named(gone)} has {how(gone[0])} without the signal: {held}{rest}", gone)
         ended = f", and {named(gone)} has {how(gone[0])}" if gone else ""
-        return CommTimeout(f"wait_signal timed out after {limit.total_seconds():g} s: {held}{ended}")
+        known = conditions((peer for peer in senders if peer not in gone), even_if_well=False)
+        return CommTimeout(f"wait_signal timed out after {limit.total_seconds():g} s: {held}{ended}{known}")
 
 
 def check_fits(numel: int, offset: int, dtype: torch.dtype, nbytes: int) -> None:

@@ -1,5 +1,9 @@
 """Windows: memory of other ranks, its bounds, and signals."""
 
+import os
+import re
+import signal
+import time
 from datetime import timedelta
 
 import pytest
@@ -7,6 +11,7 @@ import torch
 import torch.distributed as dist
 from launching import within
 
+import easydist
 from easydist.comms import CommTimeout, SignalCmpOp, Solo, TorchComm, new_comm
 from easydist.testing import distributed
 
@@ -72,6 +77,24 @@ def test_bounds_are_checked_and_sizes_agree(rank):
     with pytest.raises(RuntimeError, match=r"wait_signal timed out after 0.05 s: slot 1 of rank . holds 0"):
         window.wait_signal(1, 1, SignalCmpOp.EQ, False)
     assert not comm.is_broken
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_a_wait_that_times_out_says_that_a_sender_is_stopped(rank):
+    comm, process = made(), easydist.gather(os.getpid())[1].item()
+    window = comm.window_allocate(64)
+    comm.set_timeout(timedelta(milliseconds=50))
+    if rank == 1:
+        os.kill(process, signal.SIGSTOP)
+        return
+    said, deadline = "", time.monotonic() + within(10)
+    while "stopped" not in said and time.monotonic() < deadline:
+        with pytest.raises(CommTimeout, match=r"^wait_signal timed out after 0.05 s: slot 0 of rank") as caught:
+            window.wait_signal(0, 1, SignalCmpOp.EQ, False)
+        said = str(caught.value)
+    os.kill(process, signal.SIGCONT)
+    assert re.search(rf"holds 0: process {process} on \S+ is alive but stopped \(SIGSTOP\)$", said), said
 
 
 @pytest.mark.slow
