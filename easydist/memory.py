@@ -29,6 +29,10 @@ _free: defaultdict[int, deque[mmap.mmap]] = defaultdict(deque)
 """The free memory by length. Only single atomic steps change it: tensors are freed in any thread, at any time."""
 
 
+kept = torch.inference_mode(False)
+"""A decorator for functions that make tensors for later calls: those of inference mode are read-only outside of it."""
+
+
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | int = "cpu") -> torch.Tensor:
     """Return a tensor as ``torch.empty`` does; a large one on the CPU gets reused memory, and cannot grow in place.
 

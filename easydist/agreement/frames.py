@@ -23,6 +23,7 @@ from easydist import memory
 from easydist.agreement.call import Call
 from easydist.agreement.notes import listeners, note_arrivals
 from easydist.data import packing
+from easydist.data.packing import Packed
 from easydist.data.plan import fingerprint
 from easydist.groups.communicators import Communicators, Frames
 from easydist.liveness.rules import APART
@@ -114,10 +115,10 @@ class Agreement:
         assert self._frames is not None
         return self._frames.each[rank].narrow(0, _start(self._headers.sizes[rank]), self._headers.payload[rank])
 
-    def payloads(self) -> torch.Tensor:
-        """Return the payloads of all ranks, one row each; all have the same length."""
+    def packed(self, rank: int = 0) -> Packed:
+        """Return the leaves that came as payloads, of all ranks that sent as many sizes as this one."""
         assert self._frames is not None
-        return self._frames.rows.narrow(1, _start(self._headers.sizes[0]), self._headers.payload[0])
+        return self._frames.packed(self.call.tree.layout.packing, _start(self._headers.sizes[rank]))
 
     def sizes(self) -> list[list[int]] | None:
         """Return ``[r][i]``, the size of rank r's leaf i along the free dimension; None if sizes did not come along."""
@@ -170,18 +171,18 @@ def exchange(comms: Communicators, header: Header, sizes: bytes, call: Call) -> 
         frames.view[at + _NUMBERS.size : at + _NUMBERS.size + len(sizes)] = sizes
     stop = _start(count) + payload
     if payload:
-        _pack(call, frames.each[comms.rank][_start(count) : stop])
+        _pack(call, frames, comms.rank, _start(count))
     return _exchange(comms, stop)
 
 
-def _pack(call: Call, out: torch.Tensor) -> None:
+def _pack(call: Call, frames: Frames, rank: int, start: int) -> None:
     first = call.payload[0]
-    if len(call.payload) == 1 and first.dtype is torch.uint8 and first.is_cpu and first.is_contiguous():  # encoded
-        memory.copy(out.data_ptr(), first.data_ptr(), first.numel())
-    elif call.leaves is not None and call.payload is call.leaves.tensors:
-        call.leaves.layout.packing.pack(call.payload, out)
+    if call.leaves is not None and call.payload is call.leaves.tensors:
+        frames.packed(call.leaves.layout.packing, start).pack(rank, call.leaves.tensors)
+    elif len(call.payload) == 1 and first.dtype is torch.uint8 and first.is_cpu and first.is_contiguous():  # encoded
+        memory.copy(frames.each[rank].data_ptr() + start, first.data_ptr(), first.numel())
     else:
-        packing.pack(call.payload, out=out)
+        packing.pack(call.payload, out=frames.each[rank][start : start + call.nbytes])
 
 
 def room_for_fault(comms: Communicators) -> int:

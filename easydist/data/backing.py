@@ -167,6 +167,20 @@ def readable(tensor: torch.Tensor, what: str) -> torch.Tensor:
     return tensor.clone() if tensor._is_zerotensor() else tensor
 
 
+def writable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or one over the same memory that may be written in other threads and at other times.
+
+    torch forbids writing to a tensor of inference mode outside of the mode, and each thread has a mode of its own.
+    """
+    return _as_normal(tensor) if tensor.is_inference() else tensor
+
+
+@torch.inference_mode(False)
+def _as_normal(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
 def _is_unfinished(tensor: torch.Tensor) -> bool:
     functional: Any = sys.modules.get("torch.distributed._functional_collectives")
     return functional is not None and isinstance(tensor, functional.AsyncCollectiveTensor)

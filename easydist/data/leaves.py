@@ -16,7 +16,7 @@ from easydist import tree
 from easydist.data.aliasing import aliases, are_apart, overlap, overlaps_itself, separate
 from easydist.data.backing import backed, is_backed, starts
 from easydist.data.kinds import Kind, kind_of
-from easydist.data.packing import Packing, dtype_name, sort_key
+from easydist.data.packing import Packed, Packing, dtype_name, sort_key
 from easydist.data.plain import described
 from easydist.data.plan import fingerprint
 from easydist.typing import Tree
@@ -356,12 +356,11 @@ class Leaves:
         """Return for each leaf the index of the first one with the same memory; None if all are different."""
         return None if self._begin_apart or self._are_apart else aliases(self.tensors)
 
-    def write_packed(self, buffer: torch.Tensor) -> Tree:
-        """Do as ``write``, with the values of all leaves packed in a buffer."""
-        packing = self.layout.packing
-        if not (self._are_unchanged and self.is_cpu) or 0 in packing.lengths:  # writing nothing is no change, either
-            return self.write(dict(enumerate(packing.unpack(buffer))), False)
-        packing.unpack_to(self.tensors, buffer)
+    def write_packed(self, packed: Packed, row: int) -> Tree:
+        """Do as ``write``, with the values of all leaves from a row of packed ones."""
+        if not (self._are_unchanged and self.is_cpu) or 0 in self.layout.packing.lengths:  # no change, either
+            return self.write(dict(enumerate(packed.views(row))), False)
+        packed.unpack_to(self.tensors, row)
         return self._rebuild(self.values, False)
 
     def write(self, arrived: Mapping[int, torch.Tensor], tied: bool) -> Tree:

@@ -163,7 +163,7 @@ def unpack_rows(
 
     Cost: one copy per leaf; one more, of all leaves together, if they are small and have the same shape.
     """
-    return _packing_of(dtypes, shapes).unpack_rows(rows)
+    return Packed(rows, _packing_of(dtypes, shapes)).joined()
 
 
 class _Run(NamedTuple):
@@ -171,16 +171,28 @@ class _Run(NamedTuple):
 
     dtype: torch.dtype
     leaves: slice
-    shapes: list[tuple[int, ...]]
+    shapes: Sequence[tuple[int, ...]]
     sizes: list[int]
     start: int
     nbytes: int
+    whole: tuple[int, ...] | None
+    """The shape of all leaves concatenated along dim 0; None if ``torch.cat`` cannot do that."""
     is_flat: bool
+    """True if all leaves have one dimension."""
     is_uniform: bool
+    """True if all leaves are small and have the same shape."""
 
-    def of(self, buffer: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return the part of a buffer that holds the run; the buffer itself if it has nothing else."""
-        return buffer if buffer.shape[dim] == self.nbytes else buffer.narrow(dim, self.start, self.nbytes)
+    def shaped(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return a view for each leaf of a flat tensor that holds the run."""
+        pieces = flat.split_with_sizes(self.sizes)
+        return pieces if self.is_flat else [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+
+def _whole(dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+    tail = shapes[0][1:]
+    if not is_copyable(dtype) or not all(shape and shape[1:] == tail for shape in shapes):
+        return None
+    return sum(shape[0] for shape in shapes), *tail
 
 
 class Packing:
@@ -193,66 +205,112 @@ class Packing:
     Attributes:
         nbytes: The length of the buffer.
         lengths: The bytes of each tensor.
+        runs: The runs of tensors with the same dtype.
     """
 
     def __init__(self, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> None:
-        self._runs: list[_Run] = []
+        self.runs: list[_Run] = []
         self.lengths: list[int] = []
         first = self.nbytes = 0
         for dtype, group in itertools.groupby(dtypes):
             last = first + sum(1 for _ in group)
-            run = list(map(tuple, shapes[first:last]))
-            sizes = list(map(math.prod, run))
+            run = tuple(map(tuple, shapes[first:last]))
+            sizes, is_uniform = _sizes_of(run)
             nbytes = sum(sizes) * dtype.itemsize
             self.lengths += [size * dtype.itemsize for size in sizes]
-            is_flat, is_uniform = all(len(s) == 1 for s in run), sizes[0] <= _SMALL and run.count(run[0]) == len(run)
-            self._runs.append(_Run(dtype, slice(first, last), run, sizes, self.nbytes, nbytes, is_flat, is_uniform))
+            place, is_flat = (
+                (slice(first, last), run, sizes, self.nbytes, nbytes),
+                all(len(shape) == 1 for shape in run),
+            )
+            self.runs.append(_Run(dtype, *place, _whole(dtype, run), is_flat, is_uniform))
             first, self.nbytes = last, self.nbytes + nbytes
-
-    def pack(self, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Copy tensors of these dtypes and shapes, all on the CPU, into ``out``."""
-        if len(tensors) <= _FEW * len(self._runs) and all(map(torch.Tensor.is_contiguous, tensors)):
-            at = out.data_ptr()
-            for tensor in tensors:
-                memory.copy(at, tensor.data_ptr(), tensor.nbytes)
-                at += tensor.nbytes
-            return
-        for run in self._runs:
-            part = run.of(out, 0)
-            if run.is_flat and is_copyable(run.dtype):
-                torch.cat(list(tensors[run.leaves]), out=part.view(run.dtype))
-            else:
-                _fill(part, tensors[run.leaves])
 
     def unpack(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return views of a buffer; see the function ``unpack``."""
         views: list[torch.Tensor] = []
-        for run in self._runs:
-            flat = run.of(buffer, 0).view(run.dtype).split_with_sizes(run.sizes)
-            views += flat if run.is_flat else [p.view(shape) for p, shape in zip(flat, run.shapes, strict=True)]
+        for run in self.runs:
+            part = buffer if buffer.shape[0] == run.nbytes else buffer.narrow(0, run.start, run.nbytes)
+            views += run.shaped(part.view(run.dtype))
         return views
 
-    def unpack_to(self, targets: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-        """Copy the tensors in a buffer to ``targets``, all on the CPU: as fast as ``unpack`` alone for small ones."""
-        for run in self._runs:
-            flat = run.of(buffer, 0).view(run.dtype)
-            if run.is_flat:
-                _split_copy(flat, run.sizes, out=targets[run.leaves])
-            else:
-                pieces = flat.split_with_sizes(run.sizes)
-                views = [piece.view(shape) for piece, shape in zip(pieces, run.shapes, strict=True)]
-                torch._foreach_copy_(list(targets[run.leaves]), views)
 
-    def unpack_rows(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Concatenate the leaves of all rows; see the function ``unpack_rows``."""
-        results: list[torch.Tensor] = []
-        for run in self._runs:
-            bits = run.of(rows, 1)
-            if is_copyable(run.dtype):
-                results += _joined(bits.view(run.dtype), run)
+class Packed:
+    """The leaves of every rank in the rows of one buffer; its views are made once, and reused by every call.
+
+    Args:
+        rows: uint8; the length of a row is a multiple of 16 bytes.
+        packing: The layout of the leaves in a row.
+        start: The byte at which they start, a multiple of 16.
+
+    Attributes:
+        flat: For each run of leaves with the same dtype its values, flat, in every row.
+    """
+
+    @memory.kept
+    def __init__(self, rows: torch.Tensor, packing: Packing, start: int = 0) -> None:
+        self._runs = packing.runs
+        self._bits = [rows.narrow(1, start + run.start, run.nbytes) for run in packing.runs]
+        self.flat = [bits.view(run.dtype).unbind() for run, bits in zip(self._runs, self._bits, strict=True)]
+        self._targets: dict[int, list[Any]] = {}
+        self._sources: dict[int, list[Any]] = {}
+
+    def pack(self, row: int, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Copy tensors into a row; they are on the CPU, of any strides."""
+        for run, target in zip(self._runs, self._targets.get(row) or self._targets_in(row), strict=True):
+            if type(target) is torch.Tensor:
+                torch.cat(tensors[run.leaves], out=target)
             else:
-                results += [joined.view(run.dtype) for joined in _joined(bits, run)]
+                torch._foreach_copy_(target, tensors[run.leaves])
+
+    @memory.kept
+    def _targets_in(self, row: int) -> list[Any]:
+        """Return for each run a view of a row that all its leaves fill, or one view for each."""
+        found = self._targets[row] = [
+            run.shaped(flat[row]) if run.whole is None else flat[row].view(run.whole)
+            for run, flat in zip(self._runs, self.flat, strict=True)
+        ]
+        return found
+
+    def unpack_to(self, targets: tuple[torch.Tensor, ...], row: int) -> None:
+        """Copy the values of a row to tensors on the CPU, of any strides."""
+        for run, source in zip(self._runs, self._sources.get(row) or self._sources_in(row), strict=True):
+            if type(source) is torch.Tensor:
+                _split_copy(source, run.sizes, out=targets[run.leaves])
+            else:
+                torch._foreach_copy_(targets[run.leaves], source)
+
+    @memory.kept
+    def _sources_in(self, row: int) -> list[Any]:
+        """Return for each run its values in a row, flat if its leaves are flat, or one view for each."""
+        found = self._sources[row] = [
+            flat[row] if run.is_flat else run.shaped(flat[row]) for run, flat in zip(self._runs, self.flat, strict=True)
+        ]
+        return found
+
+    def views(self, row: int) -> list[torch.Tensor]:
+        """Return a view of each leaf in a row."""
+        shaped = [run.shaped(flat[row]) for run, flat in zip(self._runs, self.flat, strict=True)]
+        return [view for views in shaped for view in views]
+
+    def joined(self) -> list[torch.Tensor]:
+        """Return the leaves, each concatenated over all rows along dim 0, in memory of their own."""
+        results: list[torch.Tensor] = []
+        for run, values in zip(self._runs, self._columns, strict=True):
+            joined = _joined(values, run)
+            results += joined if is_copyable(run.dtype) else [each.view(run.dtype) for each in joined]
         return results
+
+    @functools.cached_property
+    @memory.kept
+    def _columns(self) -> list[torch.Tensor]:
+        """For each run a view of all rows from which ``_joined`` copies."""
+        columns = []
+        for run, bits in zip(self._runs, self._bits, strict=True):
+            values = bits.view(run.dtype) if is_copyable(run.dtype) else bits
+            if run.is_uniform and len(run.shapes) > 1:
+                values = values.view(len(bits), len(run.shapes), *run.shapes[0]).transpose(0, 1)
+            columns.append(values)
+        return columns
 
 
 _known = functools.lru_cache(maxsize=256)(Packing)
@@ -278,21 +336,27 @@ def separate(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> Sequence[to
         return [flat.view(tuple(shapes[0]))]
     if not is_copyable(flat.dtype):
         return [piece.view(flat.dtype) for piece in separate(flat.view(BITS[1]), shapes)]
-    sizes = [math.prod(shape) for shape in shapes]
-    if sizes[0] <= _SMALL and shapes.count(shapes[0]) == len(shapes):
+    sizes, is_uniform = _sizes_of(tuple(map(tuple, shapes)))
+    if is_uniform:
         return cast(Sequence[torch.Tensor], _unbind_copy(flat.view(len(shapes), *shapes[0])))
     return [piece.resize_(tuple(shape)) for piece, shape in zip(_split_copy(flat, sizes), shapes, strict=True)]
 
 
-def _joined(rows: torch.Tensor, run: _Run) -> Sequence[torch.Tensor]:
+@functools.lru_cache(maxsize=256)
+def _sizes_of(shapes: Sequence[tuple[int, ...]]) -> tuple[list[int], bool]:
+    """Return the items of each of several tensors, and True if all are small and have the same shape."""
+    sizes = list(map(math.prod, shapes))
+    return sizes, sizes[0] <= _SMALL and shapes.count(shapes[0]) == len(shapes)
+
+
+def _joined(values: torch.Tensor, run: _Run) -> Sequence[torch.Tensor]:
     """Return the leaves of a run, each concatenated over all rows in its own memory."""
-    count = rows.shape[0]
     if len(run.shapes) == 1:
         first, *rest = run.shapes[0]
-        return [rows.clone(memory_format=torch.contiguous_format).resize_(count * first, *rest)]
-    if run.is_uniform:
-        leaves = rows.view(count, len(run.shapes), *run.shapes[0]).transpose(0, 1)
-        return cast(Sequence[torch.Tensor], _unbind_copy(leaves.flatten(1, 2)))
-    pieces = _split_copy(rows, run.sizes, dim=1)
+        return [values.clone(memory_format=torch.contiguous_format).resize_(len(values) * first, *rest)]
+    if run.is_uniform:  # by leaf, then by row
+        return cast(Sequence[torch.Tensor], _unbind_copy(values.flatten(1, 2)))
+    pieces = _split_copy(values, run.sizes, dim=1)
     # The pieces are new and contiguous, so resize_ changes only the shape; view would create one more tensor for each.
+    count = len(values)
     return [piece.resize_(count * first, *rest) for piece, (first, *rest) in zip(pieces, run.shapes, strict=True)]

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
+from easydist import memory
+from easydist.data.packing import Packed, Packing
 from easydist.errors import EasydistError
 from easydist.forks import NOT_A_RANK
 from easydist.groups.first_meeting import FirstMeeting
@@ -65,6 +67,7 @@ class Frames:
         self._size = size
 
     @functools.cached_property
+    @memory.kept
     def rows(self) -> torch.Tensor:
         """The rows as a tensor: uint8, of shape (group size, ``nbytes``)."""
         return torch.empty((self._size, self.nbytes), dtype=torch.uint8, device="cpu")
@@ -81,6 +84,12 @@ class Frames:
         return columns
 
     @functools.cached_property
+    def packed(self) -> Callable[[Packing, int], Packed]:
+        """The function that returns the leaves of a packing in the rows, from a byte on; it remembers the last ones."""
+        return functools.lru_cache(maxsize=16)(functools.partial(Packed, self.rows))
+
+    @functools.cached_property
+    @memory.kept
     def each(self) -> tuple[torch.Tensor, ...]:
         """The rows one by one: slices of these cost less."""
         return self.rows.unbind()

@@ -13,7 +13,6 @@ from easydist import memory
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb
-from easydist.data.packing import unpack
 from easydist.data.plan import split_sizes
 from easydist.errors import DisagreementError
 from easydist.groups.communicators import Communicators
@@ -54,8 +53,7 @@ class _Sum(Verb[torch.Tensor]):
 
     def _payloads(self, comms: Communicators, agreed: Agreement) -> list[torch.Tensor]:
         """Return the tensors of all ranks if they arrived with the headers."""
-        like = self._tensor
-        return [unpack(agreed.payload(rank), [like.dtype], [like.shape])[0] for rank in range(comms.size)]
+        return [flat.view(self._tensor.shape) for flat in agreed.packed().flat[0]]
 
 
 class AllReduce(_Sum):

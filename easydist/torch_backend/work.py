@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from easydist.data.backing import absence, backed, is_backed
+from easydist.data.backing import absence, backed, is_backed, writable
 from easydist.data.leaves import overlaps
 from easydist.data.packing import as_bytes
 from easydist.eager import eager_methods
@@ -185,16 +185,16 @@ class Target:
             raise TypeError(f"easydist_shm cannot fill {seen(tensor)}, which {reason}")
         self.is_direct = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         if self.is_direct:
-            self.dense = tensor.detach()
+            self.dense = writable(tensor.detach())
             return
         if overlaps(tensor):
             raise ValueError(f"easydist_shm cannot fill {seen(tensor)}, which is expanded; fill a clone")
-        self.dense = dense(tensor) if filled else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        self.dense = writable(dense(tensor) if filled else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
 
     def deliver(self) -> None:
         """Copy the values to the tensor if necessary."""
         if not self.is_direct:
-            self.tensor.detach().copy_(self.dense)
+            writable(self.tensor.detach()).copy_(self.dense)
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

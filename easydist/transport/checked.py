@@ -9,7 +9,7 @@ from typing import SupportsIndex
 
 import torch
 
-from easydist.data.backing import absence, is_backed
+from easydist.data.backing import absence, is_backed, writable
 from easydist.transport.backend import Backend
 from easydist.transport.reduce_op import ReduceOp
 from easydist.transport.staging import Staging, check_writable, flat
@@ -143,7 +143,7 @@ class Checked:
     def _staged(self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> Moved:
         """Do as ``_moved``, with the tensors in their own dtype, in which they are reduced."""
         if self._are_plain((*outputs, *inputs)):
-            return Staging(*outputs), [*outputs], [*inputs]  # copies: the caller may change its lists
+            return Staging(*outputs), [*map(writable, outputs)], [*inputs]  # copies: the caller may change its lists
         self._check(name, outputs, inputs)
         staging = Staging()
         return staging, staging.targets(outputs), list(map(flat, inputs))

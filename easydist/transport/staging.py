@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from easydist.data.backing import backed
+from easydist.data.backing import backed, writable
 from easydist.data.leaves import overlaps
 from easydist.transport.work import Pending, TorchWork
 
@@ -67,7 +67,7 @@ class Staging:
         Raises:
             RuntimeError: Several elements of ``tensor`` share memory.
         """
-        memory = flat(tensor)
+        memory = writable(flat(tensor))
         self.outputs.append(tensor)
         if memory is not tensor and not is_direct(tensor):
             self.copies = [*self.copies, (tensor, memory)]
@@ -84,7 +84,7 @@ class Staging:
     def copy(self) -> Sequence[Pending]:
         """Copy the values into the outputs."""
         for tensor, memory in self.copies:
-            tensor.detach().copy_(memory.view(tensor.shape))
+            writable(tensor.detach()).copy_(memory.view(tensor.shape))
         return ()
 
 

@@ -15,6 +15,7 @@ from easydist.agreement.runner import run
 from easydist.arguments import UNSET, hiding
 from easydist.data import packing
 from easydist.data.leaves import Leaves, as_value
+from easydist.data.packing import Packed
 from easydist.eager import eager
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
@@ -149,7 +150,7 @@ def copy_tensor_to_devices(
     return run(_CopyTensorToDevices(tensor), communicators(group), timeout, check)
 
 
-_Arrived = tuple[Leaves, torch.Tensor | dict[int, torch.Tensor], bool]
+_Arrived = tuple[Leaves, Packed | dict[int, torch.Tensor], bool]
 """The target leaves, the values, packed or by the index of their leaf, and True if tied leaves came only once."""
 
 
@@ -203,7 +204,7 @@ class _Broadcast(TreeVerb):
             shared = self._shared(comms, leaves)
             leaves = shared if agreed.call.absent else leaves
         elif agreed.has_payload:
-            return leaves, agreed.payload(self._source), False
+            return leaves, agreed.packed(self._source), False
         return leaves, _move(comms, leaves, agreed.uniform, self._source), agreed.uniform
 
     def _shared(self, comms: Communicators, leaves: Leaves) -> Leaves:
@@ -221,8 +222,8 @@ class _Broadcast(TreeVerb):
     def result(self, comms: Communicators, agreed: Agreement, arrived: _Arrived | None) -> Tree:
         if arrived is not None and comms.rank != self._source:
             leaves, values, tied = arrived
-            if isinstance(values, torch.Tensor):
-                self._tensor = leaves.write_packed(values)
+            if isinstance(values, Packed):
+                self._tensor = leaves.write_packed(values, self._source)
             else:
                 self._tensor = leaves.write(values, tied)
         if self.gradient is None:

@@ -20,7 +20,7 @@ def from_payloads(
 ) -> list[torch.Tensor]:
     """Return the leaves that came with the headers, concatenated over ranks."""
     if agreement.uniform and not any(dims):
-        return leaves.layout.packing.unpack_rows(agreement.payloads())
+        return agreement.packed().joined()
     return join([agreement.payload(rank) for rank in range(len(shapes))], leaves.layout.dtypes, shapes, dims)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
@@ -14,7 +14,7 @@ from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
 from easydist.data import packing
-from easydist.data.leaves import Leaves, as_value
+from easydist.data.leaves import Layout, Leaves, as_value
 from easydist.eager import eager
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
@@ -23,7 +23,7 @@ from easydist.transport.reduce_op import ReduceOp, combine
 from easydist.transport.work import TorchWork
 from easydist.typing import Group, Reduction, Timeout, Tree
 from easydist.verbs.buckets import by_comm, large_alone, small_payload
-from easydist.verbs.gradients import Adjoint, Gradient, demand_everyone, with_own_gradient
+from easydist.verbs.gradients import Adjoint, Gradient, demand_everyone, has_gradient, with_own_gradient
 from easydist.verbs.ranks import check_rank, named_rank
 from easydist.verbs.reductions import BITWISE, OPS, check_dtypes, named_reduction
 from easydist.verbs.trees import TreeVerb, leaves_of
@@ -153,6 +153,8 @@ class _Group(NamedTuple):
 
     dtype: torch.dtype
     members: Sequence[int]
+    is_run: bool = False
+    """True if these are all leaves of one dtype, and the values are accumulated in it."""
     is_bound: bool = False
     """True for a second reduction of integers, as floats, which shows whether the exact result fits 64 bits."""
 
@@ -192,10 +194,12 @@ class Reduce(TreeVerb):
         if self._dst is not None:
             arguments["dst"] = index(self._dst)
         call = Call(arguments, leaves, nbytes=leaves.layout.packing.nbytes)
-        if small_payload(comms, leaves):
-            groups = _groups(leaves, leaves.travelling(True), reduction)
-            call.payload = [_flat(leaves, group.dtype, group.members) for group in groups]
-            call.nbytes = sum(map(packing.nbytes, call.payload))
+        if payload := small_payload(comms, leaves):
+            groups = _groups(leaves.layout, leaves.travelling(True), reduction)
+            call.payload = payload
+            if not all(group.is_run for group in groups):
+                call.payload = [_flat(leaves, group.dtype, group.members) for group in groups]
+                call.nbytes = sum(map(packing.nbytes, call.payload))
         return call if self.gradient is None else self.gradient.ask(call, leaves, comms)
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> list[_Total] | None:
@@ -206,7 +210,7 @@ class Reduce(TreeVerb):
         travelling = leaves.travelling(agreed.uniform)
         begun = []
         for comm, indices in by_comm(comms, leaves.tensors, travelling, total):
-            for group in _groups(leaves, indices, self._reduction):
+            for group in _groups(leaves.layout, indices, self._reduction):
                 for bucket in large_alone(group.members, nbytes) if comm.backend.shares_memory else [group.members]:
                     part = group._replace(members=bucket)
                     begun.append((part, *_begin(comm, leaves, part, op, None if group.is_bound else self._dst)))
@@ -235,11 +239,14 @@ class Reduce(TreeVerb):
 
     def _from_payloads(self, comms: Communicators, agreed: Agreement) -> Iterator[_Total]:
         """Reduce the data that came with the headers."""
-        op, leaves = OPS[self._reduction], agreed.call.tree
+        op, leaves, payload = OPS[self._reduction], agreed.call.tree, agreed.call.payload
         assert op is not None
-        dtypes, shapes = [flat.dtype for flat in agreed.call.payload], [flat.shape for flat in agreed.call.payload]
-        columns = zip(*[packing.unpack(agreed.payload(r), dtypes, shapes) for r in range(comms.size)], strict=True)
-        groups = _groups(leaves, leaves.travelling(agreed.uniform), self._reduction)
+        if payload is leaves.tensors:
+            columns: Iterable[Sequence[torch.Tensor]] = agreed.packed().flat
+        else:
+            dtypes, shapes = [flat.dtype for flat in payload], [flat.shape for flat in payload]
+            columns = zip(*[packing.unpack(agreed.payload(r), dtypes, shapes) for r in range(comms.size)], strict=True)
+        groups = _groups(leaves.layout, leaves.travelling(agreed.uniform), self._reduction)
         for group, parts in zip(groups, columns, strict=True):
             yield group, combine(op, parts)
 
@@ -295,12 +302,14 @@ def _results(
 ) -> dict[int, torch.Tensor]:
     """Return each leaf's part of the total, in the dtype of its result and on its own device."""
     dtypes, default = leaves.layout.dtypes, torch.get_default_dtype()
+    shapes = [leaves.layout.shapes[i] for i in members]
+    if leaves.is_cpu and has_gradient(total.dtype) and {dtypes[i] for i in members} == {total.dtype}:
+        return dict(zip(members, packing.separate(total, shapes), strict=True))
     floats = [default if isinstance(leaves.values[i], torch.Tensor) else torch.float64 for i in members]
     kinds = [
         (leaves.tensors[i].device, _result_dtype(dtypes[i], reduction, scale, floating))
         for i, floating in zip(members, floats, strict=True)
     ]
-    shapes = [leaves.layout.shapes[i] for i in members]
     if kinds.count(kinds[0]) == len(kinds):
         return dict(zip(members, packing.separate(total.to(*kinds[0]), shapes), strict=True))
     found: dict[int, torch.Tensor] = {}
@@ -322,17 +331,23 @@ def _check_bound(leaves: Leaves, members: Sequence[int], bound: torch.Tensor, re
         )
 
 
-def _groups(leaves: Leaves, indices: Sequence[int], reduction: str) -> list[_Group]:
+def _groups(layout: Layout, indices: Sequence[int], reduction: str) -> Sequence[_Group]:
     """Return the groups of leaves that are reduced together; large items come first, as in a packed buffer."""
-    dtypes = leaves.layout.dtypes
+    return _grouped(layout, indices if type(indices) is range else tuple(indices), reduction)
+
+
+@functools.lru_cache(maxsize=256)
+def _grouped(layout: Layout, indices: Sequence[int], reduction: str) -> Sequence[_Group]:
+    dtypes = layout.dtypes
     accumulated = {dtype: _accumulated_in(dtype, reduction) for dtype in set(dtypes)}
     groups: dict[torch.dtype, list[int]] = {}
     for i in indices:
         groups.setdefault(accumulated[dtypes[i]], []).append(i)
-    runs = [_Group(*group) for group in groups.items()]
+    is_whole = len(indices) == len(dtypes)
+    runs = [_Group(dtype, i, is_whole and {dtypes[one] for one in i} == {dtype}) for dtype, i in groups.items()]
     # A leaf may be a Python number on one rank and a tensor on another: choose by dtype and shape, which are the same.
     if reduction in ("sum", "prod"):
-        single = [i for i in indices if dtypes[i] is torch.int64 and not leaves.layout.shapes[i]]
+        single = [i for i in indices if dtypes[i] is torch.int64 and not layout.shapes[i]]
         runs += [_Group(torch.float64, single, is_bound=True)] if single else []
     return sorted(runs, key=lambda group: packing.sort_key(group.dtype))
 

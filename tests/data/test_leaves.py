@@ -11,7 +11,7 @@ from trees import ARRAYS, LEAVES, SCALARS, TENSORS, Batch, assert_same, bits, re
 
 from easydist import tree
 from easydist.data.leaves import Leaves, as_array, as_tensor, as_value
-from easydist.data.packing import as_bytes, sort_key
+from easydist.data.packing import Packed, as_bytes, sort_key
 
 PROPERTY = settings(max_examples=60, deadline=None)
 
@@ -236,12 +236,18 @@ def test_write_copies_nothing_onto_itself():
     assert [value._version for value in data.values()] == before
 
 
+def write_packed(leaves, values):
+    row = torch.zeros(16, dtype=torch.uint8)
+    row[: values.nbytes] = as_bytes(values)
+    leaves.write_packed(Packed(row.view(1, 16), leaves.layout.packing), 0)
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["tensors", "packed"])
 def test_an_empty_leaf_is_not_changed_by_a_write(packed):
     base = torch.ones(3)
     leaves = Leaves({"empty": base[2:2], "other": torch.zeros(1)})
     before, new = base._version, torch.ones(1)
-    leaves.write_packed(as_bytes(new)) if packed else leaves.write({0: new[:0], 1: new}, False)
+    write_packed(leaves, new) if packed else leaves.write({0: new[:0], 1: new}, False)
     assert (base._version, leaves.tensors[1].tolist()) == (before, [1])
 
 
@@ -251,7 +257,7 @@ def test_a_write_is_seen_by_autograd(packed, detach):
     weight = torch.nn.Parameter(torch.ones(2))
     loss = (weight * weight).sum()
     leaves = Leaves(weight.detach() if detach else weight)
-    leaves.write_packed(as_bytes(torch.zeros(2))) if packed else leaves.write({0: torch.zeros(2)}, False)
+    write_packed(leaves, torch.zeros(2)) if packed else leaves.write({0: torch.zeros(2)}, False)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 

@@ -80,23 +80,38 @@ def test_packing_into_a_buffer_writes_the_same_bytes_there(values):
     assert bits(out) == bits(want)
 
 
+def known(tensors, count):
+    """The leaves of a known packing in rows of a buffer, from byte 16 on, and the rows."""
+    layout = packing.Packing([t.dtype for t in tensors], [t.shape for t in tensors])
+    rows = torch.zeros((count, (layout.nbytes // 16 + 2) * 16), dtype=torch.uint8)
+    return packing.Packed(rows, layout, 16), rows
+
+
 @PROPERTY
 @given(sorted_lists)
 def test_a_packing_that_is_known_writes_the_same_bytes(values):
-    tensors = [value.detach() for value in values]
-    out = torch.zeros(sum(map(packing.nbytes, tensors)), dtype=torch.uint8)
-    packing.Packing([t.dtype for t in tensors], [t.shape for t in tensors]).pack(tensors, out)
-    assert bits(out) == bits(packing.pack(tensors))
+    tensors = tuple([value.detach() for value in values])
+    packed, rows = known(tensors, 3)
+    for row in (2, 0, 0):  # the second time with the same views
+        packed.pack(row, tensors)
+    want, nothing = packing.pack(tensors), torch.zeros(16, dtype=torch.uint8)
+    for row, values in enumerate((want, want * 0, want)):
+        assert bits(rows[row]) == bits(torch.cat([nothing, values, nothing, nothing])[: rows.shape[1]])
 
 
 @PROPERTY
 @given(sorted_lists)
 def test_a_packing_that_is_known_fills_tensors_of_any_strides(values):
-    tensors = [value.detach().resolve_conj().resolve_neg() for value in values]
+    tensors = tuple([value.detach().resolve_conj().resolve_neg() for value in values])
     targets = [torch.zeros((*t.shape, 2), dtype=t.dtype)[..., 1] if t.ndim else torch.zeros_like(t) for t in tensors]
-    known = packing.Packing([t.dtype for t in tensors], [t.shape for t in tensors])
-    known.unpack_to(targets, packing.pack(tensors))
+    targets = tuple(targets)
+    packed, _ = known(tensors, 2)
+    packed.pack(1, tensors)
+    for target in targets:
+        target.zero_()
+    packed.unpack_to(targets, 1)
     assert_same(targets, tensors)
+    assert_same(tuple(packed.views(1)), tensors)
 
 
 @pytest.mark.parametrize("count", [1, 2])
