@@ -102,12 +102,13 @@ def _fill(part: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     if len(tensors) == 1:  # one copy for any strides and device, whereas cat needs a flat tensor on the same device
         part.view(dtype).view(tensors[0].shape).copy_(tensors[0].detach())
         return
-    flat = [tensor if tensor.ndim == 1 else tensor.reshape(-1) for tensor in tensors]
-    if not (part.is_cpu and all(tensor.is_cpu for tensor in flat)):
-        flat = [tensor.to(part.device) for tensor in flat]
+    if not (part.is_cpu and all(tensor.is_cpu for tensor in tensors)):
+        tensors = [tensor.to(part.device) for tensor in tensors]
+    if (whole := _whole(dtype, [tensor.shape for tensor in tensors])) is None:
+        tensors, whole = [tensor if tensor.ndim == 1 else tensor.reshape(-1) for tensor in tensors], (-1,)
     if not is_copyable(dtype):
-        flat, dtype = [tensor.view(BITS[1]) for tensor in flat], BITS[1]
-    torch.cat(flat, out=part.view(dtype))
+        tensors, dtype = [tensor.view(BITS[1]) for tensor in tensors], BITS[1]
+    torch.cat([*tensors], out=part.view(dtype).view(whole))
 
 
 def is_copyable(dtype: torch.dtype) -> bool:
@@ -187,6 +188,13 @@ class _Run(NamedTuple):
         pieces = flat.split_with_sizes(self.sizes)
         return pieces if self.is_flat else [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
+    def columns(self, bits: torch.Tensor) -> torch.Tensor:
+        """Return a view of the run's bytes in all rows, from which ``_joined`` copies."""
+        values = bits.view(self.dtype) if is_copyable(self.dtype) else bits
+        if not self.is_uniform or len(self.shapes) == 1:
+            return values
+        return values.view(len(bits), len(self.shapes), *self.shapes[0]).transpose(0, 1)
+
 
 def _whole(dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
     tail = shapes[0][1:]
@@ -241,18 +249,20 @@ class Packed:
         rows: uint8; the length of a row is a multiple of 16 bytes.
         packing: The layout of the leaves in a row.
         start: The byte at which they start, a multiple of 16.
-
-    Attributes:
-        flat: For each run of leaves with the same dtype its values, flat, in every row.
     """
 
-    @memory.kept
     def __init__(self, rows: torch.Tensor, packing: Packing, start: int = 0) -> None:
         self._runs = packing.runs
         self._bits = [rows.narrow(1, start + run.start, run.nbytes) for run in packing.runs]
-        self.flat = [bits.view(run.dtype).unbind() for run, bits in zip(self._runs, self._bits, strict=True)]
+        self._columns = [run.columns(bits) for run, bits in zip(self._runs, self._bits, strict=True)]
         self._targets: dict[int, list[Any]] = {}
         self._sources: dict[int, list[Any]] = {}
+
+    @functools.cached_property
+    @memory.kept
+    def flat(self) -> list[tuple[torch.Tensor, ...]]:
+        """For each run of leaves with the same dtype its values, flat, in every row."""
+        return [bits.view(run.dtype).unbind() for run, bits in zip(self._runs, self._bits, strict=True)]
 
     def pack(self, row: int, tensors: tuple[torch.Tensor, ...]) -> None:
         """Copy tensors into a row; they are on the CPU, of any strides."""
@@ -299,18 +309,6 @@ class Packed:
             joined = _joined(values, run)
             results += joined if is_copyable(run.dtype) else [each.view(run.dtype) for each in joined]
         return results
-
-    @functools.cached_property
-    @memory.kept
-    def _columns(self) -> list[torch.Tensor]:
-        """For each run a view of all rows from which ``_joined`` copies."""
-        columns = []
-        for run, bits in zip(self._runs, self._bits, strict=True):
-            values = bits.view(run.dtype) if is_copyable(run.dtype) else bits
-            if run.is_uniform and len(run.shapes) > 1:
-                values = values.view(len(bits), len(run.shapes), *run.shapes[0]).transpose(0, 1)
-            columns.append(values)
-        return columns
 
 
 _known = functools.lru_cache(maxsize=256)(Packing)

@@ -86,7 +86,8 @@ class Frames:
     @functools.cached_property
     def packed(self) -> Callable[[Packing, int], Packed]:
         """The function that returns the leaves of a packing in the rows, from a byte on; it remembers the last ones."""
-        return functools.lru_cache(maxsize=16)(functools.partial(Packed, self.rows))
+        rows = self.rows
+        return functools.lru_cache(maxsize=16)(memory.kept(lambda packing, start: Packed(rows, packing, start)))
 
     @functools.cached_property
     @memory.kept

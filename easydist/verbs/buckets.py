@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -19,6 +20,9 @@ Shapes = Sequence[Sequence[int]]
 
 LARGE = 1 << 18
 """The bytes from which a leaf is sent alone, because copying it into a packed buffer costs more than a message."""
+
+new = functools.partial(torch.Tensor.clone, memory_format=torch.contiguous_format)
+"""The function that returns a copy of a tensor in memory of its own."""
 
 
 def dims_of(leaves: Leaves, dim: int, operation: str) -> list[int]:

@@ -26,6 +26,7 @@ from easydist.verbs.buckets import (
     dims_of,
     every_shape,
     large_alone,
+    new,
     pad_first,
     small_payload,
     smallest,
@@ -206,6 +207,8 @@ class Gather(TreeVerb):
     def exchange(self, comms: Communicators, agreed: Agreement) -> Moved:
         leaves = agreed.call.tree
         shapes = every_shape(comms, leaves, self._dim, agreed)
+        if comms.size == 1:
+            return shapes, {i: new(leaves.tensors[i]) for i in leaves.travelling(agreed.uniform)}
         return shapes, None if agreed.has_payload else self._gather(comms, leaves, shapes, agreed.uniform)
 
     def _gather(

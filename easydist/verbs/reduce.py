@@ -22,7 +22,7 @@ from easydist.transport.comm import Collectives
 from easydist.transport.reduce_op import ReduceOp, combine
 from easydist.transport.work import TorchWork
 from easydist.typing import Group, Reduction, Timeout, Tree
-from easydist.verbs.buckets import by_comm, large_alone, small_payload
+from easydist.verbs.buckets import by_comm, large_alone, new, small_payload
 from easydist.verbs.gradients import Adjoint, Gradient, demand_everyone, has_gradient, with_own_gradient
 from easydist.verbs.ranks import check_rank, named_rank
 from easydist.verbs.reductions import BITWISE, OPS, check_dtypes, named_reduction
@@ -204,6 +204,8 @@ class Reduce(TreeVerb):
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> list[_Total] | None:
         op, leaves = OPS[self._reduction], agreed.call.tree
+        if comms.size == 1:
+            return []
         if agreed.has_payload and op is not None and agreed.call.payload:
             return None
         nbytes, total = leaves.layout.packing.lengths, leaves.layout.packing.nbytes
@@ -220,7 +222,7 @@ class Reduce(TreeVerb):
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: list[_Total] | None) -> Tree:
         reduction, scale, leaves = self._reduction, self._scale, agreed.call.tree
-        results: dict[int, torch.Tensor] = {}
+        results: dict[int, torch.Tensor] = self._alone(leaves, agreed.uniform) if comms.size == 1 else {}
         is_receiver = self._dst in (None, comms.rank)
         for group, flat in self._from_payloads(comms, agreed) if arrived is None else arrived:
             if group.is_bound:
@@ -236,6 +238,18 @@ class Reduce(TreeVerb):
             divisor = comms.size if reduction == "mean" else 1
             results = with_own_gradient(leaves.values, results, lambda own: _scaled(own, divisor, scale))
         return leaves.rebuild(results, agreed.uniform, as_value)
+
+    def _alone(self, leaves: Leaves, tied: bool) -> dict[int, torch.Tensor]:
+        """Return the results of a single rank."""
+        reduction, scale, tensors, dtypes = self._reduction, self._scale, leaves.tensors, leaves.layout.dtypes
+        if scale == 1.0 and all(map(has_gradient, set(dtypes))):
+            return {i: new(tensors[i]) for i in leaves.travelling(tied)}
+        return {
+            i: _finish(new(tensors[i].to(_accumulated_in(dtypes[i], reduction))), reduction, scale, 1).to(
+                _dtype_of(leaves, i, reduction, scale)
+            )
+            for i in leaves.travelling(tied)
+        }
 
     def _from_payloads(self, comms: Communicators, agreed: Agreement) -> Iterator[_Total]:
         """Reduce the data that came with the headers."""
@@ -301,15 +315,11 @@ def _results(
     leaves: Leaves, members: Sequence[int], total: torch.Tensor, reduction: str, scale: float
 ) -> dict[int, torch.Tensor]:
     """Return each leaf's part of the total, in the dtype of its result and on its own device."""
-    dtypes, default = leaves.layout.dtypes, torch.get_default_dtype()
+    dtypes = leaves.layout.dtypes
     shapes = [leaves.layout.shapes[i] for i in members]
     if leaves.is_cpu and has_gradient(total.dtype) and {dtypes[i] for i in members} == {total.dtype}:
         return dict(zip(members, packing.separate(total, shapes), strict=True))
-    floats = [default if isinstance(leaves.values[i], torch.Tensor) else torch.float64 for i in members]
-    kinds = [
-        (leaves.tensors[i].device, _result_dtype(dtypes[i], reduction, scale, floating))
-        for i, floating in zip(members, floats, strict=True)
-    ]
+    kinds = [(leaves.tensors[i].device, _dtype_of(leaves, i, reduction, scale)) for i in members]
     if kinds.count(kinds[0]) == len(kinds):
         return dict(zip(members, packing.separate(total.to(*kinds[0]), shapes), strict=True))
     found: dict[int, torch.Tensor] = {}
@@ -365,7 +375,7 @@ def _accumulated_in(dtype: torch.dtype, reduction: str) -> torch.dtype:
 
 def _finish(total: torch.Tensor, reduction: str, scale: float, size: int) -> torch.Tensor:
     """Apply the mean and the scale, in place if the dtype allows it; return the result."""
-    if reduction == "mean":
+    if reduction == "mean" and size > 1:
         total /= size
     if scale == 1.0:
         return total
@@ -374,13 +384,13 @@ def _finish(total: torch.Tensor, reduction: str, scale: float, size: int) -> tor
     return total.to(torch.float64) * scale
 
 
-@functools.lru_cache(maxsize=256)
-def _result_dtype(dtype: torch.dtype, reduction: str, scale: float, floating: torch.dtype) -> torch.dtype:
-    """Return the dtype of a leaf's result, which is ``floating`` for the mean of integers."""
-    if dtype.is_floating_point or dtype.is_complex:
+def _dtype_of(leaves: Leaves, index: int, reduction: str, scale: float) -> torch.dtype:
+    """Return the dtype of a leaf's result."""
+    dtype: torch.dtype = leaves.layout.dtypes[index]
+    if has_gradient(dtype):
         return dtype
     if reduction == "mean" or scale != 1.0:
-        return floating
+        return torch.get_default_dtype() if isinstance(leaves.values[index], torch.Tensor) else torch.float64
     if reduction in ("sum", "prod"):
         return torch.uint64 if dtype is torch.uint64 else torch.int64
     return dtype
