@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -155,9 +156,9 @@ def loops(rank: int, world_size: int, count: int) -> Iterable[Loop]:
     """Yield all rows."""
     total = count * BATCH_SIZE * world_size - 5
     for name, way in (("shared memory", "1"), ("gloo", "0")):
-        os.environ["EASYDIST_SHM"] = way
         group = dist.new_group()
-        easydist.gather(rank, group=group)  # the ranks meet, with the setting that applies now
+        with mock.patch.dict(os.environ, EASYDIST_SHM=way):
+            easydist.gather(rank, group=group)  # the ranks meet, with the setting that applies now
         for title, ours in (("", loop_of_ours), (", collected", loop_collected)):
             yield Loop(
                 f"{count} batches{title}, {name}",
