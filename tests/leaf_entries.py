@@ -21,6 +21,7 @@ from easydist.parallel import GroupCoordinator
 from easydist.queue import MessageQueue
 
 CPU, SUM = torch.device("cpu"), ReduceOp.SUM
+ones = functools.partial(torch.ones, dtype=torch.float32, device=CPU)  # whatever the defaults are
 ENTRIES, IN_PLACE, ALONE = {}, set(), set()
 
 
@@ -53,9 +54,9 @@ def entries(prefix, names, make, **options):
 def like(leaf):
     """Return a plain tensor of the leaf's shape and dtype, as far as it has them."""
     try:
-        return torch.ones(tuple(leaf.shape), dtype=torch.int8 if leaf.is_quantized else leaf.dtype)
+        return ones(tuple(leaf.shape), dtype=torch.int8 if leaf.is_quantized else leaf.dtype)
     except (RuntimeError, ValueError, TypeError):
-        return torch.ones(4, 6)
+        return ones(4, 6)
 
 
 class Env:
@@ -97,15 +98,15 @@ class Env:
 
     def works(self):
         """Make sure that everything made so far still works on both ranks."""
-        assert easydist.gather(torch.tensor([self.rank])).tolist() == [0, 1]
+        assert easydist.gather(self.rank).tolist() == [0, 1]
         for comm in self.__dict__.get("_comms", {}).values():
-            comm.all_reduce(ones := torch.ones(2), SUM, False)
-            assert ones.tolist() == [2, 2]
+            comm.all_reduce(two := ones(2), SUM, False)
+            assert two.tolist() == [2, 2]
         if "group" in self.__dict__:
-            dist.all_reduce(ones := torch.ones(2), group=self.group)
-            assert ones.tolist() == [2, 2]
+            dist.all_reduce(two := ones(2), group=self.group)
+            assert two.tolist() == [2, 2]
         if "coordinator" in self.__dict__:
-            assert self.coordinator.all_reduce(torch.ones(2)).tolist() == [2, 2]
+            assert self.coordinator.all_reduce(ones(2)).tolist() == [2, 2]
         if "queue" in self.__dict__:
             assert self.queue.broadcast_object("here" if self.rank == 0 else None) == "here"
 
@@ -113,18 +114,18 @@ class Env:
 VERBS = {
     "gather": lambda env, x: easydist.gather({"x": x}),
     "gather along dim 1": lambda env, x: easydist.gather({"x": x}, dim=1),
-    "gather to one": lambda env, x: easydist.gather({"x": x, "y": torch.ones(3)}, dst=0),
+    "gather to one": lambda env, x: easydist.gather({"x": x, "y": ones(3)}, dst=0),
     "gather as list": lambda env, x: easydist.gather([x], as_list=True),
     "gather of equal leaves": lambda env, x: easydist.gather([x, x, {"x": x}]),
     "gather without check": lambda env, x: easydist.gather({"x": x}, check=False),
     "reduce sum": lambda env, x: easydist.reduce({"x": x}, "sum"),
-    "reduce mean": lambda env, x: easydist.reduce([x, torch.ones(2)], "mean", 0.5),
+    "reduce mean": lambda env, x: easydist.reduce([x, ones(2)], "mean", 0.5),
     "reduce max": lambda env, x: easydist.reduce(x, "max"),
     "reduce none": lambda env, x: easydist.reduce({"x": x}, "none"),
     "scatter": lambda env, x: easydist.scatter({"x": x}),
     "scatter from 1": lambda env, x: easydist.scatter({"x": x} if env.rank else None, 1),
     "all to all": lambda env, x: easydist.all_to_all({"x": x}),
-    "pad": lambda env, x: easydist.pad_across_processes({"x": x, "y": torch.ones(1 + env.rank)}),
+    "pad": lambda env, x: easydist.pad_across_processes({"x": x, "y": ones(1 + env.rank)}),
     "copy to devices": lambda env, x: easydist.copy_tensor_to_devices({"x": x} if env.rank else None),
     "broadcast to none": lambda env, x: easydist.broadcast({"x": x} if env.rank else None, 1),
     "gather object": lambda env, x: easydist.gather_object([{"x": x}]),
@@ -144,7 +145,7 @@ VERBS = {
     "counts": lambda env, x: compute(_updated(Counts(), keys=x)),
     "state dict": lambda env, x: weights.broadcast_state_dict({"x": x} if env.rank else None, 1),
     "state dict as half": lambda env, x: weights.broadcast_state_dict(
-        {"x": x, "y": torch.ones(3)} if env.rank else {}, 1, dtype=torch.float16
+        {"x": x, "y": ones(3)} if env.rank else {}, 1, dtype=torch.float16
     ),
     "published": lambda env, x: _published(env, x),
     "resharding": lambda env, x: _resharded(env, {"x": x}),
@@ -155,7 +156,7 @@ ALONE -= {"scatter", "gather without check", "published"}
 
 def _rows(env, x):
     count = _size(x)
-    return torch.arange(count) + env.rank * count
+    return torch.arange(count, device=CPU) + env.rank * count
 
 
 def _size(x):
@@ -200,7 +201,7 @@ def pad_to_the_longer(env, leaf, twin):
 
 TARGETS = {
     "broadcast into": lambda env, x, y: easydist.broadcast({"x": x if env.rank else y}),
-    "broadcast into two": lambda env, x, y: easydist.broadcast([x, torch.ones(2)] if env.rank else [y, torch.ones(2)]),
+    "broadcast into two": lambda env, x, y: easydist.broadcast([x, ones(2)] if env.rank else [y, ones(2)]),
     "state dict into": lambda env, x, y: weights.broadcast_state_dict({"x": x if env.rank else y}),
     "resharding into": lambda env, x, y: weights.Resharding(*(({"x": y}, None), (None, {"x": x}))[env.rank]).run(),
     "tensor dict into": lambda env, x, y: (
@@ -256,7 +257,7 @@ MESSAGES = {
         {"x": x} if env.rank == 0 else None
     ),
     "queue": lambda env, x: _queued(env, x),
-    "queue of dict": lambda env, x: _queued(env, {"x": x, "y": torch.ones(3)}),
+    "queue of dict": lambda env, x: _queued(env, {"x": x, "y": ones(3)}),
 }
 entries("", MESSAGES, lambda name, env, leaf, twin: MESSAGES[name](env, leaf), alone=False)
 
