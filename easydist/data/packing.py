@@ -276,8 +276,7 @@ class Packed:
     def _targets_in(self, row: int) -> list[Any]:
         """Return for each run a view of a row that all its leaves fill, or one view for each."""
         found = self._targets[row] = [
-            run.shaped(flat[row]) if run.whole is None else flat[row].view(run.whole)
-            for run, flat in zip(self._runs, self.flat, strict=True)
+            run.shaped(flat) if run.whole is None else flat.view(run.whole) for run, flat in self._parts(row)
         ]
         return found
 
@@ -292,15 +291,16 @@ class Packed:
     @memory.kept
     def _sources_in(self, row: int) -> list[Any]:
         """Return for each run its values in a row, flat if its leaves are flat, or one view for each."""
-        found = self._sources[row] = [
-            flat[row] if run.is_flat else run.shaped(flat[row]) for run, flat in zip(self._runs, self.flat, strict=True)
-        ]
+        found = self._sources[row] = [flat if run.is_flat else run.shaped(flat) for run, flat in self._parts(row)]
         return found
 
     def views(self, row: int) -> list[torch.Tensor]:
         """Return a view of each leaf in a row."""
-        shaped = [run.shaped(flat[row]) for run, flat in zip(self._runs, self.flat, strict=True)]
-        return [view for views in shaped for view in views]
+        return [view for run, flat in self._parts(row) for view in run.shaped(flat)]
+
+    def _parts(self, row: int) -> list[tuple[_Run, torch.Tensor]]:
+        """Return the runs, each with its values in a row."""
+        return [(run, bits[row].view(run.dtype)) for run, bits in zip(self._runs, self._bits, strict=True)]
 
     def joined(self) -> list[torch.Tensor]:
         """Return the leaves, each concatenated over all rows along dim 0, in memory of their own."""
