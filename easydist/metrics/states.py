@@ -44,7 +44,8 @@ class GatherStates(GatherObject):
     def result(self, comms: Communicators, agreed: Agreement, arrived: Any) -> list[Any] | None:
         """Return each part with its state on every rank; None on ranks other than ``dst``."""
         every = super().result(comms, agreed, arrived)
-        if every is None:
-            return None
-        every[comms.rank] = self._value
-        return list(zip(self._parts, zip(*every, strict=True), strict=True))
+        return None if every is None else list(zip(self._parts, zip(*every, strict=True), strict=True))
+
+    def own(self) -> Any:
+        """Return this rank's states themselves."""
+        return self._value

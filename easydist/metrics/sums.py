@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from operator import index
 from typing import Any, cast
 
@@ -303,7 +303,7 @@ class _Compute(GatherObject):
         self._leaves, self._spec = tree.flatten(self._metrics, lambda value: not tree.is_container(value))
         named = dict(zip(self._spec.paths, self._leaves, strict=True))
         _check(named)
-        self._value = {path: metric.state() for path, metric in named.items()}
+        self._value = tuple([named[path].state() for path in sorted(named)])
         call = super().prepare(comms)
         kinds = {path: type(named[path]).__name__ for path in sorted(named)}
         call.arguments = {"metrics": kinds.get("", kinds)}  # a single metric has no path
@@ -312,11 +312,13 @@ class _Compute(GatherObject):
     def result(self, comms: Communicators, agreed: Agreement, arrived: list[torch.Tensor] | None) -> Any:
         rows = super().result(comms, agreed, arrived)
         assert rows is not None
-        return self._spec.rebuild(list(self._values(rows)))
+        states = dict(zip(sorted(self._spec.paths), zip(*rows, strict=True), strict=True))
+        metrics = zip(self._spec.paths, self._leaves, strict=True)
+        return self._spec.rebuild([metric.merged([*states[path]]) for path, metric in metrics])
 
-    def _values(self, rows: list[dict[str, Any]]) -> Iterator[Any]:
-        for path, metric in zip(self._spec.paths, self._leaves, strict=True):
-            yield metric.merged([row[path] for row in rows])
+    def own(self) -> Any:
+        """Return this rank's states themselves, which are not changed."""
+        return self._value
 
 
 def _check(named: dict[str, Any]) -> None:

@@ -282,12 +282,16 @@ class GatherObject(Verb["list[Any] | None"]):
         if self._dst not in (None, comms.rank):
             return None
         values = [
-            self._mine.own()
+            self.own()
             if rank == comms.rank
             else self._mine.decoded(agreed.payload(rank).clone() if arrived is None else arrived[rank])
             for rank in range(comms.size)
         ]
         return _chained(values) if isinstance(self._value, list) else values
+
+    def own(self) -> Any:
+        """Return this rank's value as it stands in the result: a copy, like the others."""
+        return self._mine.own()
 
 
 class BroadcastObjectList(Verb[list[Any]]):
