@@ -241,15 +241,14 @@ class Reduce(TreeVerb):
 
     def _alone(self, leaves: Leaves, tied: bool) -> dict[int, torch.Tensor]:
         """Return the results of a single rank."""
-        reduction, scale, tensors, dtypes = self._reduction, self._scale, leaves.tensors, leaves.layout.dtypes
+        reduction, scale, dtypes = self._reduction, self._scale, leaves.layout.dtypes
+        indices, results = leaves.travelling(tied), dict[int, torch.Tensor]()
         if scale == 1.0 and all(map(has_gradient, set(dtypes))):
-            return {i: new(tensors[i]) for i in leaves.travelling(tied)}
-        return {
-            i: _finish(new(tensors[i].to(_accumulated_in(dtypes[i], reduction))), reduction, scale, 1).to(
-                _dtype_of(leaves, i, reduction, scale)
-            )
-            for i in leaves.travelling(tied)
-        }
+            return {i: new(leaves.tensors[i]) for i in indices}
+        for i in indices:
+            own = new(leaves.tensors[i].to(_accumulated_in(dtypes[i], reduction)))
+            results[i] = _finish(own, reduction, scale, 1).to(_dtype_of(leaves, i, reduction, scale))
+        return results
 
     def _from_payloads(self, comms: Communicators, agreed: Agreement) -> Iterator[_Total]:
         """Reduce the data that came with the headers."""
