@@ -53,7 +53,8 @@ def shell_status(status: int) -> int:
 
 def statuses(folder: str) -> dict[int, int]:
     """Return the exit statuses of the ranks of this host, by rank."""
-    return {int(path.name): int(path.read_text()) for path in sorted(Path(folder).iterdir())}
+    told = {int(path.name): int(path.read_text()) for path in Path(folder).iterdir()}
+    return dict(sorted(told.items()))
 
 
 if __name__ == "__main__":

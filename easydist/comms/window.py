@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import operator
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import SupportsIndex
@@ -46,13 +47,18 @@ class _Signal:
         is_met: Callable[[int], bool],
         senders: Sequence[int],
         blocks: bool,
+        unmet: Callable[[], object],
     ) -> None:
         self._regions, self._slot, self._is_met, self._limit = regions, slot, is_met, comm.time_limit
-        self._senders, self._monitor, self._blocks = senders, comm.monitor, blocks
+        self._senders, self._monitor, self._blocks, self._unmet = senders, comm.monitor, blocks, unmet
 
     def wait(self, timeout: timedelta | None = None) -> None:
         limit = timeout or self._limit
-        self._regions.wait(self._slot, self._is_met, limit, self._senders, self._monitor, blocks=self._blocks)
+        try:
+            self._regions.wait(self._slot, self._is_met, limit, self._senders, self._monitor, blocks=self._blocks)
+        except BaseException:
+            self._unmet()
+            raise
 
     def is_completed(self) -> bool:
         return self._is_met(self._regions.value(self._slot))
@@ -89,11 +95,18 @@ class _Window:
         self._view(rank, [tensor.numel()], tensor.dtype, offset).copy_(flat(tensor))
         return TorchWork()
 
-    def _wait(self, slot: int, is_met: Callable[[int], bool], async_op: bool, sender: int | None = None) -> TorchWork:
-        """Wait for a number that one rank writes, or any of them (None)."""
+    def _wait(
+        self,
+        slot: int,
+        is_met: Callable[[int], bool],
+        async_op: bool,
+        sender: int | None = None,
+        unmet: Callable[[], object] = lambda: None,
+    ) -> TorchWork:
+        """Wait for a number that one rank writes, or any of them (None); call ``unmet`` if the wait fails."""
         peers = {} if self._comm.monitor is None else self._comm.monitor.peers
         senders = [rank for rank in peers if sender in (None, rank)]
-        work = TorchWork([_Signal(self._comm, self._open(), slot, is_met, senders, not async_op)])
+        work = TorchWork([_Signal(self._comm, self._open(), slot, is_met, senders, not async_op, unmet)])
         if async_op:
             return work.in_background()
         work.wait()
@@ -173,7 +186,7 @@ class TorchCommWindow(_Window):
             RuntimeError: There is no such slot or rank, or the number is too large.
         """
         rank, value = self._comm._rank("dst_rank", dst_rank), operator.index(signal_val)
-        if not -_LARGEST <= value <= _LARGEST:
+        if not -_LARGEST - 1 <= value <= _LARGEST:
             raise RuntimeError(f"signal_val must be a number of 64 bits, got {value}")
         self._open().signal(rank, self._slot(signal_disp), value)
         return TorchWork()
@@ -224,6 +237,7 @@ class RegisteredWindow(_Window):
         super().__init__(comm)
         self._tensor: torch.Tensor | None = None
         self._sent, self._taken = [0] * comm.get_size(), [0] * comm.get_size()
+        self._lock = threading.Lock()
 
     def tensor_register(self, tensor: torch.Tensor) -> None:
         """Move a tensor's values into memory that the other ranks can access. All ranks call it, with one size.
@@ -296,7 +310,7 @@ class RegisteredWindow(_Window):
         return TorchWork()
 
     def wait_signal(self, peer_rank: SupportsIndex, async_op: bool) -> TorchWork:
-        """Wait for the next signal of a rank. Each signal is consumed once; a call that raises consumes none.
+        """Wait for the next signal of a rank. Each signal is consumed once; a wait that raises consumes none.
 
         Args:
             peer_rank: The sender.
@@ -308,10 +322,12 @@ class RegisteredWindow(_Window):
                 (the error of an operation).
         """
         rank = self._comm._rank("peer_rank", peer_rank)
-        self._taken[rank] += 1
-        count = self._taken[rank]
-        try:
-            return self._wait(rank, lambda seen: seen >= count, async_op, rank)
-        except BaseException:
-            self._taken[rank] -= 1
-            raise
+        self._open()
+        count = self._take(rank, 1)
+        return self._wait(rank, lambda seen: seen >= count, async_op, rank, lambda: self._take(rank, -1))
+
+    def _take(self, rank: int, count: int) -> int:
+        """Consume signals of a rank, or give them back; return the number of those that are consumed."""
+        with self._lock:
+            self._taken[rank] += count
+            return self._taken[rank]

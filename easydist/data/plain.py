@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator, KeysView, Set, ValuesView
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -124,8 +125,8 @@ def _holds_data(value: Any) -> bool:
 def _inside(item: Any) -> Iterable[Any]:
     """Return the contents of an object, as far as they can be read without running the object's code."""
     if isinstance(item, dict):
-        return [*item.values()]
-    if isinstance(item, list | tuple | set | frozenset | ValuesView):
+        return [*item, *item.values()]
+    if isinstance(item, list | tuple | set | frozenset | deque | ValuesView):
         return [*item]
     if tree.is_leaf(item):
         return []
@@ -136,7 +137,12 @@ def _inside(item: Any) -> Iterable[Any]:
 
 def _slots(cls: type) -> Iterable[str]:
     slots = cls.__dict__.get("__slots__", ())
-    return [slots] if isinstance(slots, str) else slots
+    names = [slots] if isinstance(slots, str) else slots
+    # Python puts the class before a private name.
+    return [
+        f"_{cls.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+        for name in names
+    ]
 
 
 def _of_slot(item: Any, name: str) -> Any:

@@ -163,7 +163,7 @@ def share(
         try:
             memory = segment or Segment.attach(name, Shm.nbytes(len(here), slot))
             backend = Shm(memory, here.index(rank), len(here), guard)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             failure = f"rank {rank} cannot attach the memory of rank {here[0]} ({error})"
     failures = exchange(failure.encode())
     if segment is not None:  # every rank that can has attached by now

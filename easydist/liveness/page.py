@@ -199,15 +199,20 @@ class OwnPage(_Page):
             self._write(_start(entry) + _DESCRIPTION, _start(entry) + _REGISTER, b"")
             self._free.append(entry)
 
-    def describe(self, entry: int, *who: str | int) -> None:
+    def describe(self, entry: int, group: str, *who: str | int) -> None:
         """Write which rank of which group an entry is about.
 
         Args:
             entry: The entry of the group.
-            *who: The first four fields of ``Membership``.
+            group: The name of the group; the end of one that is too long is left out.
+            *who: The next three fields of ``Membership``.
         """
-        if entry >= 0:
-            self._write(_start(entry) + _DESCRIPTION, _start(entry) + _REGISTER, json.dumps(who).encode())
+        if entry < 0:
+            return
+        start, stop = _start(entry) + _DESCRIPTION, _start(entry) + _REGISTER
+        while len(text := json.dumps([group, *who]).encode()) > stop - start - 8:
+            group = group[: len(group) // 2]
+        self._write(start, stop, text)
 
     def begin(self, entry: int, place: bytes, now: float, number: int | None = None, peer: int | None = None) -> None:
         """Record that a call begins.

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from easydist.errors import CollectiveTimeout, DisagreementError, EasydistError, PeerLostError, RemoteError, WireError
-from easydist.liveness.stored import decoded
+from easydist.liveness.stored import damaged, decoded
 
 EXCEPTION = "exception"
 """The kind of the report that a process posts when it ends with an exception."""
@@ -99,7 +99,7 @@ class Report:
         """Return the report of a page; None if the text is empty or incomplete."""
         try:
             return cls(**json.loads(text)) if text else None
-        except ValueError:  # read while it was being written
+        except (ValueError, TypeError):  # read while it was being written, or from another version of easydist
             return None
 
     @classmethod
@@ -109,7 +109,12 @@ class Report:
         Raises:
             WireError: The text is no report; the error names it by ``what``.
         """
-        return None if text is None else cls(**decoded(what, text, _FORM))
+        if text is None:
+            return None
+        report = cls(**decoded(what, text, _FORM))
+        if report.kind not in _KINDS and report.kind not in (EXCEPTION, LEAVING):
+            raise damaged(what, text)
+        return report
 
     def is_about(self, number: int) -> bool:
         """True if the posting rank left this call or an earlier one before its end, or left the group for good.

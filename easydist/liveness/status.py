@@ -23,7 +23,7 @@ from easydist.liveness.peer import Peer
 from easydist.liveness.protocol import GroupProtocol
 from easydist.liveness.report import EXCEPTION, LEAVING, Report
 from easydist.liveness.rules import LISTEN_EVERY
-from easydist.liveness.stored import decoded, in_store
+from easydist.liveness.stored import damaged, decoded, in_store
 from easydist.liveness.timed_store import TimedStore, is_reachable
 
 _LOG = "reports/log"
@@ -198,7 +198,9 @@ class GroupStatus(GroupProtocol):
             report = Report.from_store(*entry)
             if report is None or report.by == self.rank:
                 continue
-            if report.kind == LEAVING and report.by in self.peers:
+            if report.by not in self.peers:
+                raise damaged(*entry)
+            if report.kind == LEAVING:
                 self.peers[report.by].left(report.number)
             else:
                 self._log.append(report)

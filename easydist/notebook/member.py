@@ -53,7 +53,6 @@ class Member:
 
         Args:
             epoch: The number of this meeting.
-            epoch: The number of this meeting.
         """
         store = FileStore(os.path.join(self._folder, f"store-{epoch}"), self._size)
         shared = TimedStore(store)

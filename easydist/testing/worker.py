@@ -138,6 +138,8 @@ def _arguments(fn: Callable[..., Any], task: Task) -> tuple[tuple[Any, ...], dic
     if not wanted:
         return task.args, task.kwargs
     others = [name for name in names if name not in wanted]
+    if len(task.args) > len(others):
+        raise TypeError(f"{fn!r} has no parameters for {len(task.args) - len(others)} of {len(task.args)} arguments")
     return (), {**dict(zip(others, task.args, strict=False)), **task.kwargs, **wanted}
 
 

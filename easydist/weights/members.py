@@ -81,7 +81,8 @@ class Member:
             The version.
 
         Raises:
-            EasydistError: As for ``publish``. This member's weights do not change.
+            EasydistError: As for ``publish``. This member's weights do not change, unless another one has committed the
+                version that this one had received: then it has that now.
 
         Cost: a header exchange and an all-gather of a few bytes; if members lack the version, that of ``publish``.
         """

@@ -61,7 +61,8 @@ def test_bounds_are_checked_and_sizes_agree(rank):
         (lambda: window.get_tensor(0, (-1,), torch.float64, 0), "must not be negative"),
         (lambda: window.get_tensor(5, (1,), torch.float64, 0), "rank must be in range"),
         (lambda: window.signal(2, 1, 0, False), r"signal_disp must be in range \[0, 2\), but got 2"),
-        (lambda: window.signal(0, 1 << 64, 0, False), "64 bits"),
+        (lambda: window.signal(0, 1 << 63, 0, False), "64 bits"),
+        (lambda: window.signal(0, -(1 << 63) - 1, 0, False), "64 bits"),
         (lambda: window.wait_signal(-1, 1, SignalCmpOp.EQ, False), "signal_disp must be in range"),
         (lambda: comm.window_allocate(8 * (1 + rank)), r"different windows: \[8, 16\] bytes"),
         (lambda: comm.window_allocate(-8), "cannot have -8 bytes"),
@@ -71,8 +72,9 @@ def test_bounds_are_checked_and_sizes_agree(rank):
             call()
     with pytest.raises(TypeError, match="SignalCmpOp"):
         window.wait_signal(0, 1, "EQ", False)
-    window.signal(0, -5, rank, False)
-    window.wait_signal(0, -5, SignalCmpOp.LE, False).wait()
+    for number in (-5, (1 << 63) - 1, -(1 << 63)):
+        window.signal(0, number, rank, False)
+        window.wait_signal(0, number, SignalCmpOp.LE, False).wait()
     comm.set_timeout(timedelta(milliseconds=50))
     with pytest.raises(RuntimeError, match=r"wait_signal timed out after 0.05 s: slot 1 of rank . holds 0"):
         window.wait_signal(1, 1, SignalCmpOp.EQ, False)
@@ -156,12 +158,13 @@ def test_registered_tensors_are_the_windows_memory(rank):
         window.tensor_deregister()
 
 
-def test_a_wait_that_times_out_consumes_no_signal():
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_wait_that_times_out_consumes_no_signal(async_op):
     comm = TorchComm(Solo())
     window = comm.new_window(torch.zeros(1))
     comm.set_timeout(timedelta(milliseconds=20))
     with pytest.raises(RuntimeError, match="timed out"):
-        window.wait_signal(0, False)
+        window.wait_signal(0, async_op).wait()
     window.signal(0, False)
     window.wait_signal(0, False)
 

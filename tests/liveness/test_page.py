@@ -30,6 +30,15 @@ def test_processes_whose_host_has_a_long_or_foreign_identifier_see_each_other(mo
     assert not Peer(1, told).shares_pages
 
 
+@pytest.mark.parametrize("name", ["g" * 400, "ü" * 400, "\U0001f600" * 100, "\0" * 100, "\udcff" * 100])
+def test_a_group_with_a_long_or_foreign_name_is_seen(name):
+    page = OwnPage()
+    entry = page.new_entry()
+    page.describe(entry, name, "0123456789abcdef", 3, 4)
+    ((group, meeting, rank, size, *_),) = page.memberships()
+    assert (name.startswith(group), len(group) > 20, meeting, rank, size) == (True, True, "0123456789abcdef", 3, 4)
+
+
 def test_the_end_of_a_process_is_seen_without_a_descriptor_of_it(monkeypatch):
     monkeypatch.delattr(os, "pidfd_open")
     peer = Peer(1, record(own_page(), 0, True))

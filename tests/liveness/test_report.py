@@ -1,15 +1,18 @@
 """Failure reports, written and read in one process."""
 
+import json
 import signal
 
 import launching
 import pytest
+import torch.distributed as dist
 
-from easydist.errors import CollectiveTimeout, PeerLostError
+from easydist.errors import CollectiveTimeout, PeerLostError, WireError
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.page import own_page
 from easydist.liveness.peer import Peer, record
 from easydist.liveness.report import EXCEPTION, INTERRUPT, Report, kind_of
+from easydist.liveness.timed_store import TimedStore
 
 
 def posted(error):
@@ -61,6 +64,23 @@ def test_who_passes_on_that_another_rank_was_interrupted_says_so():
 def test_a_rank_that_has_left_a_call_is_heard_while_it_fails_in_later_ones(kind):
     report = Report(kind, "", 0, 0, 1, 7.0, 0.0, left=5.0)
     assert [report.is_about(number) for number in (4, 5, 6)] == [False, True, True]
+
+
+@pytest.mark.parametrize("changed", [{"kind": "unknown"}, {"by": 2}, {"by": -1}, {"text": 3}])
+def test_a_logged_report_of_another_form_is_damaged_and_ends_one_call_only(changed):
+    store = dist.HashStore()
+    reader = Monitor(0, 2, timeout=1.0, store=TimedStore(store))
+    right = json.loads(Report("late", "gather: …", 1, 0, 0, 2.0, 0.0, left=1.0).to_json())
+    for number, told in enumerate((right | changed, right), 1):
+        store.set(f"reports/log/{number}", json.dumps(told))
+    with pytest.raises(WireError, match="is damaged, or from another version"):
+        reader._read_log()
+    assert [report.by for report in reader._read_log()] == [1]
+
+
+@pytest.mark.parametrize("text", ["", "[", "[1]", '{"kind": "late"}', '{"unknown": 1}'])
+def test_what_is_no_report_on_a_page_is_none(text):
+    assert Report.from_page(text) is None
 
 
 def test_a_report_about_another_group_of_the_process_is_not_about_this_one():

@@ -149,6 +149,11 @@ def test_run_returns_what_each_rank_returned(ranks, world_size):
     assert works(world_size)
 
 
+def test_arguments_without_a_parameter_are_refused():
+    for error in failures(2, rank_and_size, 1, 2):
+        assert "has no parameters for 2 of 2 arguments" in str(error)
+
+
 def test_workers_stay():
     assert default_pool().run(os.getpid, 3) == default_pool().run(os.getpid, 3)
 

@@ -3,6 +3,7 @@
 import datetime
 import enum
 import pathlib
+from collections import deque
 
 import pytest
 import torch
@@ -38,6 +39,19 @@ class Slotted:
 
     def __init__(self, x):
         self.x = x
+
+
+class Heir(Slotted):
+    """Has nothing of its own."""
+
+    __slots__ = ()
+
+
+class Private:
+    __slots__ = ("__x",)
+
+    def __init__(self, x):
+        self.__x = x
 
 
 class Tokenizer:
@@ -93,7 +107,9 @@ def test_long_texts_that_differ_at_their_end_are_told_apart(rank):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("hides", ["bag", "slots", "set", "values", "cache", "iterator"])
+@pytest.mark.parametrize(
+    "hides", ["bag", "deque", "keys", "slots", "heir", "private", "set", "values", "cache", "iterator"]
+)
 @distributed(world_size=(1, 2))
 def test_an_object_that_holds_tensors_is_refused_by_name(rank, verb, hides):
     def cache():
@@ -105,7 +121,11 @@ def test_an_object_that_holds_tensors_is_refused_by_name(rank, verb, hides):
 
     make, text = {
         "bag": (lambda: Bag(X), "is a test_trees.Bag that holds tensors.*easydist.tree.register"),
+        "deque": (lambda: Bag(deque([X])), "is a test_trees.Bag that holds tensors"),
+        "keys": (lambda: Bag({X: "x"}), "is a test_trees.Bag that holds tensors"),
         "slots": (lambda: Slotted([X.numpy()]), "is a test_trees.Slotted that holds tensors"),
+        "heir": (lambda: Heir(X), "is a test_trees.Heir that holds tensors"),
+        "private": (lambda: Private(X), "is a test_trees.Private that holds tensors"),
         "set": (lambda: {X}, "is a set that holds tensors without an order"),
         "values": (lambda: {"a": X}.values(), "is a dict_values that holds tensors"),
         "cache": (cache, "DynamicCache that holds tensors"),
