@@ -14,7 +14,7 @@ ranks = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo quick test stress coverage lint format docs captures bench matrix clean
+.PHONY: help demo quick test stress mutants coverage lint format docs captures bench matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ test: $(VENV)/.test ## run the tests; ARGS="-k gather -x" goes to pytest
 
 stress: $(VENV)/.test ## many more random calls, messages and trees; STRESS=100000 calls
 	EASYDIST_STRESS=$(STRESS) $(PYTEST) -m stress $(ARGS)
+
+mutants: $(VENV)/.test ## plant faults, and see whether the tests notice them; ARGS="data verbs" for some rooms
+	$(BIN)/python tests/mutants/planting.py $(ARGS)
 
 coverage: $(VENV)/.test ## run the tests and list the lines they miss
 	$(BIN)/coverage erase

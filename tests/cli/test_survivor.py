@@ -1,0 +1,9 @@
+"""What a launch that lets survivors go on knows of its ranks."""
+
+from easydist.cli.survivor import statuses
+
+
+def test_statuses_come_in_the_order_of_ranks(tmp_path):
+    for rank, status in ((10, 1), (9, -9), (2, 0)):
+        (tmp_path / str(rank)).write_text(str(status))
+    assert [*statuses(str(tmp_path)).items()] == [(2, 0), (9, -9), (10, 1)]

@@ -1,0 +1,63 @@
+"""Faults of ``easydist/agreement``."""
+
+from mutants.planting import Mutant
+
+MUTANTS = [
+    Mutant(
+        "agreement/call.py",
+        "Call.structure",
+        "return fingerprint((structure, plain)) if plain else structure",
+        "return structure",
+        "tests/agreement/test_mismatch_matrix.py -k gather",
+    ),
+    Mutant(
+        "agreement/frames.py",
+        "_start",
+        "8 * (sizes + sizes % 2)",
+        "8 * sizes",
+        "tests/agreement/test_agree.py::test_data_behind_any_number_of_sizes_starts_where_every_dtype_may",
+    ),
+    Mutant(
+        "agreement/frames.py",
+        "Headers.of_well",
+        "if status == WELL",
+        "if status != FAULT",
+        "tests/agreement/test_agree.py::test_a_default_device_does_not_matter",
+    ),
+    Mutant(
+        "agreement/agree.py",
+        "_raise_together",
+        "len(faults) == comms.size and len(",
+        "len(",
+        "tests/agreement/test_agree.py::test_the_original_error_is_the_cause_on_the_rank_that_failed",
+    ),
+    Mutant(
+        "agreement/calling.py",
+        "calling._other_rank",
+        " or peer == self._comms.rank:",
+        ":",
+        "tests/verbs/test_object_pair.py::test_a_rank_that_is_no_other_rank_is_refused",
+    ),
+    Mutant(
+        "agreement/runner.py",
+        "run",
+        "monitor.is_awaited = True\n",
+        "monitor.is_awaited = False\n",
+        "tests/agreement/test_runner.py::"
+        "test_a_rank_that_fails_before_its_data_moves_ends_the_call_for_all[shm-broadcast]",
+    ),
+    Mutant(
+        "agreement/runner.py",
+        "meet",
+        "isinstance(fault, EasydistError) and fault.raised_in is comms",
+        "isinstance(fault, EasydistError)",
+        "tests/agreement/test_mismatch_matrix.py::test_a_body_that_raises_on_one_rank",
+    ),
+    Mutant(
+        "agreement/notes.py",
+        "Notes.tell",
+        "_open.notes, self._around = self._around, None",
+        "_open.notes, self._around = None, None",
+        "tests/test_tracing.py",
+    ),
+]

@@ -1,0 +1,93 @@
+"""Faults of ``easydist/metrics``."""
+
+from mutants.planting import Mutant
+
+MUTANTS = [
+    Mutant(
+        "metrics/store.py",
+        "Store.rows",
+        "_as_slice(torch.argsort(torch.argsort(numbers, stable=True)))",
+        "_as_slice(torch.argsort(numbers, stable=True))",
+        "tests/metrics/test_collector.py::test_files_take_what_is_above_the_limit_and_end_with_the_collector",
+    ),
+    Mutant(
+        "metrics/windows.py",
+        "_same_objects",
+        "spec.paths == other.paths and spec.plain == other.plain",
+        "spec.plain == other.plain",
+        "tests/metrics/test_collector.py::test_another_value_of_one_sample_is_an_error_that_names_it",
+    ),
+    Mutant(
+        "metrics/dtypes.py",
+        "_is_same_date",
+        "((found.astype(values.dtype) == values) | np.isnat(values))",
+        "(found.astype(values.dtype) == values)",
+        "tests/metrics/test_dtypes.py::test_a_sample_that_came_twice_may_be_of_another_width",
+    ),
+    Mutant(
+        "metrics/loader.py",
+        "DistributedLoader.__iter__",
+        "        self._next = _Place(epoch, 0)\n",
+        "",
+        "tests/metrics/test_loader.py::test_an_epoch_that_was_left_begins_again "
+        "tests/metrics/test_loader.py::test_the_epoch_that_was_loaded_is_gone_on_with",
+    ),
+    Mutant(
+        "metrics/sources.py",
+        "_Shares.__iter__",
+        "islice(self.dataset, self.start, None), self.start",
+        "islice(self.dataset, self.start, None), 0",
+        "tests/metrics/test_loader.py::test_workers_give_the_same",
+    ),
+    Mutant(
+        "metrics/tally.py",
+        "Tally._begin",
+        "if at.finished == last.serial or last.has_ended:",
+        "if last.has_ended:",
+        "tests/metrics/test_usage.py::test_rows_of_unknown_batches_are_refused",
+    ),
+    Mutant(
+        "metrics/gather.py",
+        "_GatherForMetrics.validate",
+        "        if not is_same:  # a call failed on some ranks only\n            self._tally.lose()\n",
+        "",
+        "tests/metrics/test_usage.py::test_ranks_that_count_differently_after_a_failure_refuse_together",
+    ),
+    Mutant(
+        "metrics/exact.py",
+        "numbers",
+        " or array.dtype.itemsize > 8",
+        "",
+        "tests/metrics/test_sums.py::test_wrong_values_are_refused_and_nothing_is_added",
+    ),
+    Mutant(
+        "metrics/torchmetrics.py",
+        "sync_dist",
+        "part._update_count = count",
+        "pass",
+        "tests/metrics/test_torchmetrics.py::test_a_rank_may_have_no_data",
+    ),
+    Mutant(
+        "metrics/dealing.py",
+        "_strided",
+        "each * size - skipped * steps.size - (steps.done or 0)",
+        "each * size - (steps.done or 0)",
+        "tests/metrics/test_gather_for_metrics.py::test_samplers_that_deal_every_nth_sample",
+    ),
+    Mutant(
+        "metrics/loader.py",
+        "DistributedLoader.__len__",
+        "self.total // size if self._source.sharing.drop_last else -(-self.total // size)",
+        "-(-self.total // size)",
+        "tests/metrics/test_loader.py::test_steps_and_epochs "
+        "tests/metrics/test_loader.py::test_an_epoch_is_followed_by_another_order",
+    ),
+    Mutant(
+        "metrics/order.py",
+        "_order",
+        "    _check_last(rows, last, block, rest)\n",
+        "",
+        "tests/metrics/test_usage.py::test_rows_of_unknown_batches_are_refused "
+        "tests/metrics/test_gather_for_metrics.py::test_another_loader_than_the_one_that_was_meant_is_noticed",
+    ),
+]

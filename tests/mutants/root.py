@@ -1,0 +1,62 @@
+"""Faults of the modules in ``easydist`` itself."""
+
+from mutants.planting import Mutant
+
+MUTANTS = [
+    Mutant(
+        "tree.py",
+        "",
+        "_PRINT_ALIKE = frozenset({str, int})",
+        "_PRINT_ALIKE = frozenset({str, int, bool})",
+        "tests/test_tree.py::test_equal_keys_of_other_types_keep_paths_of_their_own",
+    ),
+    Mutant(
+        "tree.py",
+        "_flatten",
+        "if not skip and plain.issuperset(",
+        "if plain.issuperset(",
+        "tests/test_tree.py::test_skip_leaves_a_step_to_the_structure_at_any_depth",
+    ),
+    Mutant(
+        "memory.py",
+        "_give_back",
+        "if _kept() + room <= _KEPT:",
+        "if _kept() + room < _KEPT:",
+        "tests/test_memory.py::test_what_is_kept_has_a_limit",
+    ),
+    Mutant(
+        "memory.py",
+        "_Lent.__del__",
+        "if self.memory is not None and not is_finalizing():",
+        "if self.memory is not None:",
+        "tests/test_memory.py::test_a_result_that_lives_until_the_end_ends_in_silence",
+    ),
+    Mutant(
+        "modes.py",
+        "",
+        '    _KEYS.FUNCTIONAL: "under FunctionalTensorMode, where tensors stand for others",\n',
+        "",
+        "tests/agreement/test_runner.py::test_a_verb_where_tensors_have_no_data_is_an_error_on_all_ranks",
+    ),
+    Mutant(
+        "arguments.py",
+        "either",
+        "chosen = value if other is UNSET else other",
+        "chosen = value if other is UNSET or not other else other",
+        "tests/data/test_structure.py::test_the_argument_has_the_name_of_the_published_page_as_well",
+    ),
+    Mutant(
+        "settings.py",
+        "fault",
+        "'(hidden)' if setting.is_secret and text.strip() else ascii(text)[:_LONGEST]",
+        "ascii(text)[:_LONGEST]",
+        "tests/test_settings.py tests/state/test_job_key.py -k the_variable",
+    ),
+    Mutant(
+        "logging.py",
+        "_in_turn",
+        "for _ in range(comms.rank, comms.size):",
+        "for _ in range(comms.rank + 1, comms.size):",
+        "tests/test_logging.py",
+    ),
+]

@@ -1,0 +1,71 @@
+"""Faults of ``easydist/shm``."""
+
+from mutants.planting import Mutant
+
+MUTANTS = [
+    Mutant(
+        "shm/steps.py",
+        "Steps.own_slot",
+        "self._read_in[half] >= self._reached_by_all",
+        "self._read_in[half] > self._reached_by_all",
+        "tests/shm/test_shm.py::test_random_calls",
+    ),
+    Mutant(
+        "shm/slots.py",
+        "Pipe._put_chunk",
+        "words[self._taken] >= 2",
+        "words[self._taken] > 2",
+        "tests/shm/test_shm.py::test_both_send_before_they_receive",
+    ),
+    Mutant(
+        "shm/mailbox.py",
+        "Mailbox.receive",
+        "number >= elsewhere - 1",
+        "number >= elsewhere",
+        "tests/shm/test_mailbox.py",
+    ),
+    Mutant(
+        "shm/ring.py",
+        "RingWriter._lowest",
+        "return min(",
+        "return max(",
+        "tests/queue/test_queue.py::test_all_readers_get_all_objects_in_order "
+        "tests/queue/test_queue_ends.py::test_slow_readers_make_the_writer_wait",
+    ),
+    Mutant(
+        "shm/streams.py",
+        "Operation.wait",
+        "            self._streams.fail(error)\n",
+        "",
+        "tests/shm/test_shm.py::test_guard_ends_a_wait",
+    ),
+    Mutant(
+        "shm/streams.py",
+        "Operation.one_done",
+        "        if not self.left:\n            self.keep = None\n",
+        "",
+        "tests/transport/test_conformance.py::test_tensors_live_as_long_as_their_operation",
+    ),
+    Mutant(
+        "shm/calls.py",
+        "Calls.leave",
+        "        for rank in slots.others:\n            words[slots.cell(rank, NOTICE)] = 1\n",
+        "",
+        "tests/comms/test_disagreements.py::test_messages_that_differ",
+    ),
+    Mutant(
+        "shm/progress.py",
+        "_after_fork_in_parent",
+        "helper.resume()",
+        "helper.is_awake = False",
+        "tests/torch_backend/test_pending.py::test_the_thread_ends_before_a_fork_and_is_back_after_it",
+    ),
+    # Unnoticed when it was first planted.
+    Mutant(
+        "shm/segment.py",
+        "Segment.attach",
+        "(status.st_dev, status.st_ino, status.st_size) != (device, inode, nbytes)",
+        "(status.st_dev, status.st_size) != (device, nbytes)",
+        "tests/shm/test_shm.py::test_close_gives_the_memory_back tests/queue/test_queue.py::test_misuse",
+    ),
+]

@@ -1,0 +1,70 @@
+"""Faults of ``easydist/state``."""
+
+from mutants.planting import Mutant
+
+MUTANTS = [
+    Mutant(
+        "state/environment.py",
+        "launched",
+        "names[: 3 if in_step else 2]",
+        "names[:2]",
+        "tests/state/test_environment.py",
+    ),
+    Mutant(
+        "state/environment.py",
+        "_world",
+        "_int(env, names[2], rank)",
+        "_int(env, names[2], 0)",
+        "tests/state/test_environment.py",
+    ),
+    Mutant(
+        "state/default_group.py",
+        "world_of",
+        "if (told.rank, told.size) == (rank, size):",
+        "if told.size == size:",
+        "tests/state/test_state.py -k adopted",
+    ),
+    Mutant(
+        "state/first.py",
+        "is_first_of_host",
+        "hosts.index(hosts[comms.rank]) == comms.rank",
+        "comms.rank == 0",
+        "tests/state/test_main_process_first.py -k test_the_first_rank_of_a_group_goes_first_in_it",
+    ),
+    Mutant(
+        "state/process_state.py",
+        "ProcessState.local_world_size",
+        "self._hosts()[world.rank]",
+        "self._hosts()[0]",
+        "tests/state/test_state.py::test_ranks_of_an_adopted_group_know_their_hosts_after_the_first_call",
+    ),
+    Mutant(
+        "state/process_state.py",
+        "ProcessState._only",
+        "here() or not self.use_distributed",
+        "here()",
+        "tests/state/test_state.py::test_on_process_runs_in_a_world_of_one_whatever_the_number",
+    ),
+    Mutant(
+        "state/recovering.py",
+        "_survivor",
+        "sum(here[:rank])",
+        "sum(here[: rank + 1])",
+        "tests/groups/test_recovering.py::test_the_survivors_go_on",
+    ),
+    Mutant(
+        "state/group_argument.py",
+        "of_argument",
+        "return None if group.get_coordinate() is None else of_group(group.get_group())",
+        "return of_group(group.get_group())",
+        "tests/state/test_state.py::test_a_rank_outside_a_mesh_is_told_so",
+    ),
+    # Unnoticed when it was first planted.
+    Mutant(
+        "state/environment.py",
+        "_tasks_here",
+        "if node >= len(counts):",
+        "if node > len(counts):",
+        "tests/state/test_environment.py",
+    ),
+]

@@ -1,0 +1,63 @@
+"""Faults of ``easydist/testing``."""
+
+from mutants.planting import Mutant
+
+MUTANTS = [
+    Mutant(
+        "testing/pool.py",
+        "Pool.run",
+        "            self._restart()\n            raise\n",
+        "            raise\n",
+        "tests/testing/test_testing.py::test_a_run_that_was_broken_off_leaves_no_outcomes_for_the_next",
+    ),
+    Mutant(
+        "testing/pool.py",
+        "default_pool",
+        " or _default._owner != os.getpid()",
+        "",
+        "tests/testing/test_testing.py::test_workers_stay tests/testing/test_testing.py::test_two_pools_share_nothing",
+    ),
+    Mutant(
+        "testing/worker.py",
+        "_apply",
+        "in reversed(filters)",
+        "in filters",
+        "tests/testing/test_testing.py::test_warning_filters_travel",
+    ),
+    Mutant(
+        "testing/worker.py",
+        "_outcome",
+        "dist.distributed_c10d._world.group_count = 0",
+        "dist.distributed_c10d._world.group_count += 0",
+        "tests/testing/test_testing.py::test_a_group_that_was_not_made_leaves_no_trace",
+    ),
+    Mutant(
+        "testing/decorator.py",
+        "distributed",
+        "size, timeout=timeout, **given",
+        "size, **given",
+        "tests/testing/test_testing.py::test_the_body_runs_on_every_rank "
+        "tests/testing/test_testing.py::test_ranks_get_the_time_that_the_caller_says",
+    ),
+    Mutant(
+        "testing/stacks.py",
+        "is_whole",
+        "is_main and thread.endswith",
+        "bool(main) and thread.endswith",
+        "tests/testing/test_stacks.py::test_a_dump_is_whole_at_its_end_and_not_before",
+    ),
+    Mutant(
+        "testing/conformance.py",
+        "run_battery",
+        "        _gather,\n",
+        "",
+        "tests/testing/test_testing.py::test_the_battery_catches_a_broken_one",
+    ),
+    Mutant(
+        "testing/cases.py",
+        "sample",
+        "manual_seed(1000 * rank + numel)",
+        "manual_seed(numel)",
+        "tests/testing/test_testing.py::test_the_battery_catches_a_broken_one",
+    ),
+]

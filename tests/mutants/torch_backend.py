@@ -1,0 +1,65 @@
+"""Faults of ``easydist/torch_backend``."""
+
+from mutants.planting import Mutant
+
+MUTANTS = [
+    Mutant(
+        "torch_backend/group.py",
+        "SharedMemoryGroup.reduce",
+        "Target(dense(t).clone(), filled=True)",
+        "Target(dense(t), filled=True)",
+        "tests/torch_backend/test_process_group.py::test_reductions",
+    ),
+    Mutant(
+        "torch_backend/group.py",
+        "SharedMemoryGroup.all_gather_single",
+        "output.nbytes != input.nbytes",
+        "output.nbytes < input.nbytes",
+        "tests/torch_backend/test_process_group.py::test_operations_on_one_tensor "
+        "tests/torch_backend/test_process_group.py::test_what_is_refused",
+    ),
+    Mutant(
+        "torch_backend/group.py",
+        "SharedMemoryGroup._end_coalescing",
+        "batch, self._batch = self._batch or [], None",
+        "batch = self._batch or []",
+        "tests/torch_backend/test_process_group.py::test_nothing_is_held_after_the_end "
+        "tests/torch_backend/test_process_group.py::test_work_and_future",
+    ),
+    Mutant(
+        "torch_backend/group.py",
+        "SharedMemoryGroup.renew",
+        "self._under_way, self._is_closed, self._batch = [], False, None",
+        "self._under_way, self._batch = [], None",
+        "tests/torch_backend/test_ends_of_groups.py::test_a_group_is_renewed_in_place",
+    ),
+    Mutant(
+        "torch_backend/work.py",
+        "GroupWork.__del__",
+        "self._owner.hold(self)",
+        "pass",
+        "tests/torch_backend/test_training_on_shared_memory.py::test_ddp_join "
+        "tests/torch_backend/test_pending.py::test_join_with_inputs_as_uneven_as_can_be",
+    ),
+    Mutant(
+        "torch_backend/work.py",
+        "Target.__init__",
+        " and not tensor.is_neg()",
+        "",
+        "tests/test_leaf_kinds.py -k negative",
+    ),
+    Mutant(
+        "torch_backend/reductions.py",
+        "reduction",
+        "not (dtype.is_floating_point or dtype.is_complex)",
+        "not dtype.is_floating_point",
+        "tests/torch_backend/test_process_group.py::test_reductions",
+    ),
+    Mutant(
+        "torch_backend/registration.py",
+        "_at_exit",
+        "group.finish()",
+        "pass",
+        "tests/torch_backend/test_pending.py::test_what_happens_while_operations_are_pending",
+    ),
+]

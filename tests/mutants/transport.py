@@ -1,0 +1,91 @@
+"""Faults of ``easydist/transport``."""
+
+from mutants.planting import Mutant
+
+MUTANTS = [
+    Mutant(
+        "transport/reduce_op.py",
+        "_combine_uint64",
+        "op.type in (RedOpType.MIN, RedOpType.MAX)",
+        "op.type is RedOpType.MIN",
+        "tests/transport/test_reduce_op.py",
+    ),
+    Mutant(
+        "transport/checked.py",
+        "checked_timeout",
+        "return timeout if timeout is None else min(timeout, _FOREVER)",
+        "return timeout",
+        "tests/comms/test_bugs.py::test_the_longest_time_limit_is_not_over_at_once",
+    ),
+    Mutant(
+        "transport/work.py",
+        "TorchWork.within",
+        "self._timeout = timeout or None",
+        "self._timeout = timeout",
+        "tests/transport/test_work.py",
+    ),
+    Mutant(
+        "transport/background.py",
+        "_end_line",
+        "        line.waiting.put(None)\n",
+        "        pass\n",
+        "tests/transport/test_lines.py",
+    ),
+    Mutant(
+        "transport/reductions.py",
+        "Reductions._reduce_scatter",
+        "[flat(op.scaled(tensor)) for tensor in input_list]",
+        "[flat(tensor) for tensor in input_list]",
+        "tests/transport/test_conformance.py::test_solo",
+    ),
+    Mutant(
+        "transport/described.py",
+        "described",
+        "    if op is not None:\n        code |= op.code\n",
+        "",
+        "tests/comms/test_disagreements.py::test_the_error_names_the_call_of_each_rank",
+    ),
+    Mutant(
+        "transport/backends/c10d.py",
+        "Gloo._tag",
+        "_TAGS * self._channel",
+        "self._channel",
+        "tests/transport/test_conformance.py::test_what_is_sent_on_one_channel_meets_nothing_of_another",
+    ),
+    Mutant(
+        "transport/backends/hierarchical.py",
+        "Hierarchical.reduce",
+        "total = tensor.clone()",
+        "total = tensor",
+        "tests/transport/test_hierarchical.py::test_reduce_to_one_and_scatter_of_a_reduction",
+    ),
+    Mutant(
+        "transport/backends/hierarchical.py",
+        "Hierarchical._reduce",
+        "average(total, self.size)",
+        "average(total, len(parts))",
+        "tests/transport/test_hierarchical.py::test_battery[two_and_one-3]",
+    ),
+    Mutant(
+        "transport/backends/shm.py",
+        "_view",
+        "slots.slot_offset(rank, half) + begin",
+        "slots.slot_offset(rank, half)",
+        "tests/transport/test_conformance.py::test_floats_are_reduced_in_rank_order",
+    ),
+    # Unnoticed when they were first planted: the leader of a host fails.
+    Mutant(
+        "transport/backends/c10d.py",
+        "Gloo.among",
+        "        part = copy.copy(self)\n",
+        "        part = copy.copy(self)\n        part.monitor = None\n",
+        "tests/liveness/test_loss.py::test_a_process_that_ends_is_named",
+    ),
+    Mutant(
+        "transport/backends/hierarchical.py",
+        "Hierarchical.close",
+        "        self._near.close()\n",
+        "",
+        "tests/transport/test_hierarchical.py::test_an_operation_that_fails_ends_the_backend",
+    ),
+]
