@@ -36,7 +36,7 @@ stress: $(VENV)/.test ## many more random calls, messages and trees; STRESS=1000
 	EASYDIST_STRESS=$(STRESS) $(PYTEST) -m stress $(ARGS)
 
 mutants: $(VENV)/.test ## plant faults, and see whether the tests notice them; ARGS="data verbs" for some rooms
-	$(BIN)/python tests/mutants/planting.py $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m mutants.planting $(ARGS)
 
 coverage: $(VENV)/.test ## run the tests and list the lines they miss
 	$(BIN)/coverage erase

@@ -126,7 +126,7 @@ class _SynchronizeRngStates(BroadcastObjectList):
     operation = "synchronize_rng_states"
 
     def __init__(self, rng_types: Sequence[str] | None, generator: torch.Generator | None) -> None:
-        super().__init__([], 0, weights_only=False)
+        super().__init__([], 0, weights_only=True)
         self._rng_types, self._generator = rng_types, generator
 
     def prepare(self, comms: Communicators) -> Call:

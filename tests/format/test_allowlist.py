@@ -1,8 +1,10 @@
 """The classes that restricted decoding allows, and the ways to allow more."""
 
 import os
+import random
 
 import launching
+import numpy as np
 import pytest
 import torch
 import trees
@@ -12,6 +14,7 @@ from trees import CASES, Batch, Color, Items, Point, assert_same
 import easydist
 from easydist import UnsafeObjectError
 from easydist.format import codec
+from easydist.testing import distributed
 
 
 def test_the_error_names_the_global_and_says_how_to_allow_it():
@@ -97,6 +100,20 @@ def test_the_switch_denies_pickle_everywhere():
         with pytest.raises(UnsafeObjectError, match="pickle is denied"):
             call()
     assert easydist.gather_object({"a": 1}, weights_only=True) == [{"a": 1}]
+
+
+@distributed(world_size=2)
+def test_random_states_travel_where_pickle_is_denied(rank):
+    easydist.allow_pickle(False)
+    try:
+        torch.manual_seed(rank)
+        np.random.seed(rank)
+        random.seed(rank)
+        easydist.synchronize_rng_states(["torch", "numpy", "python", "generator"], torch.Generator().manual_seed(rank))
+        drawn = [torch.rand(1).item(), float(np.random.rand()), random.random()]
+    finally:
+        easydist.allow_pickle(True)
+    assert easydist.gather_object([drawn]) == [drawn] * 2
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Faults planted in the sources, one at a time, to see whether the tests of their room notice them.
 
-``python tests/mutants/planting.py [ROOM …]`` runs the tests that each fault names on a copy of the checkout that has
-the fault. They have to fail, or not to end in time.
+``make mutants`` (``PYTHONPATH=tests python -m mutants.planting [ROOM …]``) runs the tests that each fault names on a
+copy of the checkout that has the fault. They have to fail, or not to end in time.
 """
 
 import argparse
@@ -154,5 +154,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     main()
