@@ -159,6 +159,20 @@ def test_functions_that_call_others_are_rows_of_their_own():
     assert len({call.site for call in trace.calls}) == 1
 
 
+@distributed(world_size=2)
+def test_a_call_made_while_another_one_pickles_does_not_take_its_record(rank):
+    group = dist.new_group()
+
+    class Asks:
+        def __reduce__(self):
+            easydist.gather(rank, group=group)
+            return int, (rank,)
+
+    with easydist.trace() as trace:
+        assert easydist.gather_object(Asks()) == [0, 1]
+    assert [(call.operation, len(call.came)) for call in trace.calls] == [("gather", 2), ("gather_object", 2)]
+
+
 def test_nothing_is_recorded_after_the_end():
     trace = easydist.trace()
     easydist.gather(1)

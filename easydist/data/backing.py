@@ -72,8 +72,8 @@ def is_backed(tensor: torch.Tensor) -> bool:
         >>> is_backed(x[1:]), is_backed(torch._efficientzerotensor(4))
         (True, False)
         >>> _ = x.untyped_storage().resize_(8)
-        >>> is_backed(x), is_backed(x[:2])
-        (False, True)
+        >>> is_backed(x), is_backed(x[:2]), is_backed(x[1:3])
+        (False, True, False)
 
     Cost: 0.3 µs.
     """

@@ -204,7 +204,9 @@ class _Planning(Verb[dict[str, list[Transfer]]]):
         names = {name for one in wanted.values() for name in one}
         types: dict[str, Any] = {name: one[name][:2] for one in held.values() for name in sorted(one) if name in names}
         if wrong := _wrong(names, types, held, wanted):
-            raise shared(comms, DisagreementError("\n".join(["Resharding: the layouts do not fit", *wrong[:10]])))
+            more = [f"  … and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
+            lines = ["Resharding: the layouts do not fit", *wrong[:_SHOWN], *more]
+            raise shared(comms, DisagreementError("\n".join(lines)))
         self.dtypes = {name: getattr(torch, types[name][0]) for name in sorted(types)}
         self.dtypes = dict(sorted(self.dtypes.items(), key=lambda one: (sort_key(one[1]), one[0])))
         load: dict[int, int] = {}
@@ -221,6 +223,8 @@ class _Planning(Verb[dict[str, list[Transfer]]]):
 
 
 _Side = Mapping[int, Mapping[str, Any]]
+_SHOWN = 10
+"""The most entries that an error shows."""
 
 
 def _layout(name: str, side: _Side) -> dict[int, Block]:

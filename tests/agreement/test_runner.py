@@ -7,9 +7,10 @@ import psutil
 import pytest
 import torch
 from groups import BACKENDS, check_works, made, of_all
+from launching import within
 
 import easydist
-from easydist import RemoteError
+from easydist import CollectiveTimeout, RemoteError
 from easydist.agreement.runner import Verb, run
 from easydist.messages.pair import Pair
 from easydist.metrics import Counts, compute
@@ -351,6 +352,20 @@ def test_both_ends_of_a_pair_raise_where_one_has_no_data(rank):
         call = (lambda: easydist.recv_tensor_dict(0)) if rank else lambda: easydist.send_tensor_dict({"x": 1}, 1)
         with pytest.raises((TypeError, RemoteError), match=said):
             under_fake_tensor_mode(call) if rank == fake else call()
+    assert easydist.gather(rank).tolist() == [0, 1]
+
+
+@distributed(world_size=2)
+def test_an_error_of_another_group_in_a_body_is_told_to_the_others(rank):
+    def body():
+        with easydist.together(timeout=within(20)):
+            if rank:
+                raise error
+
+    error = CollectiveTimeout("in another group")
+    with pytest.raises(CollectiveTimeout if rank else RemoteError) as caught:
+        body()
+    assert caught.value is error if rank else "rank 1" in str(caught.value)
     assert easydist.gather(rank).tolist() == [0, 1]
 
 

@@ -51,13 +51,13 @@ MUTANTS = [
         "meet",
         "isinstance(fault, EasydistError) and fault.raised_in is comms",
         "isinstance(fault, EasydistError)",
-        "tests/agreement/test_mismatch_matrix.py::test_a_body_that_raises_on_one_rank",
+        "tests/agreement/test_runner.py::test_an_error_of_another_group_in_a_body_is_told_to_the_others",
     ),
     Mutant(
         "agreement/notes.py",
         "Notes.tell",
         "_open.notes, self._around = self._around, None",
         "_open.notes, self._around = None, None",
-        "tests/test_tracing.py",
+        "tests/test_tracing.py::test_a_call_made_while_another_one_pickles_does_not_take_its_record",
     ),
 ]

@@ -29,7 +29,7 @@ MUTANTS = [
         "is_backed",
         "tensor.data_ptr() - base + nbytes <= storage.nbytes()",
         "nbytes <= storage.nbytes()",
-        "tests/data/test_kinds.py tests/data/test_leaves.py",
+        "easydist/data/backing.py",
     ),
     Mutant(
         "data/kinds.py",

@@ -210,6 +210,12 @@ def test_layouts_that_do_not_fit_are_refused_everywhere(rank):
     refused(DisagreementError, "  v  is wanted, but no rank holds it", {"w": w}, {"v": w})
     refused(DisagreementError, r"w  is float32 \(4,\), rank 1 wants float32 \(5,\)", {"w": w}, {"w": torch.zeros(5)})
     refused(DisagreementError, r"rank 1 wants int64 \(4,\)", {"w": w}, {"w": torch.zeros(4, dtype=torch.int64)})
+    refused(
+        DisagreementError,
+        r"  9  is wanted, but no rank holds it\n  … and 2 more$",
+        {"w": w},
+        {f"{i:x}": w for i in range(12)},
+    )
     half = LocalShard(w[:2], (0,), (4,))
     refused(DisagreementError, r"blocks of ranks \[0\] do not make up a tensor of shape \(4,\)", {"w": half}, {"w": w})
     refused(RemoteError, "not a dense tensor", {"w": w.to_sparse()}, {"w": w})
