@@ -324,3 +324,33 @@ def test_neither_saving_nor_loading_copies_the_data(path):
     assert resident() - before < 20_000_000  # the data are 80 MB
     easydist.load(path, into=data)
     assert resident() - before < 20_000_000
+
+
+def test_a_file_and_then_its_name_are_on_the_disk(tmp_path, monkeypatch):
+    done, sync, replace = [], os.fsync, os.replace
+
+    def synced(descriptor):
+        done.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        sync(descriptor)
+
+    def named(source, target):
+        assert done == [os.fspath(source)]
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", named)
+    easydist.save({"x": torch.ones(2)}, tmp_path / "file")
+    assert done[1:] == [str(tmp_path)]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_save_that_ends_early_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, error):
+    def ends(descriptor):
+        raise error
+
+    easydist.save({"x": torch.ones(2)}, path := tmp_path / "file")
+    monkeypatch.setattr(os, "fsync", ends)
+    with pytest.raises(error):
+        easydist.save({"x": torch.zeros(2)}, path)
+    assert [*tmp_path.iterdir()] == [path]
+    assert_same(easydist.load(path), {"x": torch.ones(2)})
