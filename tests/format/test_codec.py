@@ -43,6 +43,15 @@ def test_any_tree_round_trips(data):
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize("odd", ["a\0b", "", "\0", "\ud800", "ü", "x" * 20_000])
+def test_long_lists_of_different_strings_arrive_whatever_is_in_them(odd, weights_only):
+    for at in (0, 7, 40):
+        strings = [f"sample {i}" for i in range(41)]
+        strings[at] = odd
+        assert round_trip(strings, weights_only) == strings
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
 def test_one_object_stays_one_object_and_views_part(weights_only):
     base, array = torch.arange(4000), np.arange(4000)
     data = [base, base, base[:3000], array, array, {"deep": base}]

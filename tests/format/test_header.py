@@ -50,6 +50,15 @@ foreign = st.dictionaries(
 # --- round trips
 
 
+def test_a_tensor_without_elements_may_start_where_another_one_does():
+    buffer = raw({"a": entry([2], [0, 2]), "none": entry([0], [0, 0]), "b": entry([1], [2, 3])}, b"\1\2\3")
+    assert_same(read(buffer), {"none": torch.empty(0, dtype=torch.uint8), "a": bytes_of(1, 2), "b": bytes_of(3)})
+
+
+def bytes_of(*values):
+    return torch.tensor(values, dtype=torch.uint8)
+
+
 @PROPERTY
 @given(named, st.dictionaries(NAMES, NAMES, max_size=3))
 def test_decode_is_the_inverse_of_chunks_bit_for_bit(values, metadata):

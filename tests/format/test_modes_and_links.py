@@ -79,8 +79,10 @@ def test_the_group_is_kept_or_gets_no_permission(tmp_path, monkeypatch):
 
 
 @NEEDS_ROOT
+@pytest.mark.parametrize("mode", [0o1777, 0o1770])
 @pytest.mark.parametrize("way", ["file", "missing file", "folder", "chain", "own link to it"])
-def test_a_link_of_another_user_in_a_sticky_folder_is_refused(tmp_path, sticky, way):
+def test_a_link_of_another_user_in_a_sticky_folder_is_refused(tmp_path, sticky, way, mode):
+    sticky.chmod(mode)
     (secret := tmp_path / "authorized").write_text("before")
     path = sticky / "x.safetensors"
     if way == "file":
