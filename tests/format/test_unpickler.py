@@ -21,7 +21,9 @@ from pickles import Calls, made, message, named, refused, tensor_call, tensor_wi
 from trees import Batch, Point
 
 import easydist
+from easydist import WireError
 from easydist.format import codec
+from easydist.format.unpickler import Unpickler
 
 SENTINEL = "easydist_was_here"
 
@@ -247,3 +249,11 @@ def test_attributes_of_tensors_cannot_hide_methods():
     assert "attribute __array_interface__ of a Tensor" in refused(pickle.dumps(tensor_with(memory), 5))
     assert "attributes of a list" in refused(pickle.dumps(Calls(easydist.format.parts.set_attributes, [], {"x": 1}), 5))
     assert "the state of a Tensor" in refused(pickle.dumps(Calls(*tensor_call(), state={"x": 1}), 5))
+
+
+@pytest.mark.parametrize("buffers", [[b"x"], [b"x", b"y"]])
+def test_a_buffer_that_no_object_takes_is_an_error(buffers):
+    data = pickle.dumps({"a": 1}, 5)
+    assert Unpickler(memoryview(data)).load() == {"a": 1}
+    with pytest.raises(WireError, match="it is not complete, or data is left over"):
+        Unpickler(memoryview(data), buffers).load()
