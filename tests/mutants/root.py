@@ -50,7 +50,7 @@ MUTANTS = [
         "fault",
         "'(hidden)' if setting.is_secret and text.strip() else ascii(text)[:_LONGEST]",
         "ascii(text)[:_LONGEST]",
-        "tests/test_settings.py tests/state/test_job_key.py -k the_variable",
+        "tests/cli/test_run_key.py::test_env_and_errors_never_show_the_key",
     ),
     Mutant(
         "logging.py",
