@@ -429,3 +429,16 @@ def test_machine_without_membarrier(monkeypatch):
     segment.unlink()
     with pytest.raises(OSError, match="membarrier"):
         Shm(segment, 0, 1, patient)
+
+
+@pytest.mark.parametrize("changed", ["device", "inode", "size"])
+def test_another_file_than_the_announced_one_is_not_attached(changed):
+    segment = Segment.create(4096)
+    try:
+        pid, number, device, inode = map(int, segment.name.split("/"))
+        assert Segment.attach(segment.name, 4096).nbytes == 4096
+        name = f"{pid}/{number}/{device + (changed == 'device')}/{inode + (changed == 'inode')}"
+        with pytest.raises(PermissionError, match="is not the segment that was announced"):
+            Segment.attach(name, 4096 + (changed == "size"))
+    finally:
+        segment.unlink()
