@@ -134,6 +134,7 @@ def test_missing_and_repeated_samples_are_named_on_all_ranks(rank):
         (torch.tensor([3]), torch.tensor([4]), "3 and 4"),
         (["a"], ["b"], "'a' and 'b'"),
         ([{"box": torch.ones(2)}], [{"box": torch.zeros(2)}], "index 5 came with different values"),
+        ([{"box": 1}], [{"mask": 1}], "index 5 came with different values"),
     ],
 )
 @distributed(world_size=2)

@@ -151,6 +151,10 @@ def test_an_epoch_that_was_left_begins_again(rank):
     collected(loader, 2)
     assert (loader.epoch, loader.position) == (0, 12)
     assert list(chain(*collected(loader))) == order_of(20, True, 0)
+    state = loader.state_dict() | {"position": 12}
+    loader.load_state_dict(state)
+    assert len(list(chain(*collected(loader, 1)))) == 6  # the rest of the epoch begins, and is left, too
+    assert list(chain(*collected(loader))) == order_of(20, True, state["epoch"])
 
 
 @distributed(world_size=2)

@@ -320,6 +320,17 @@ def test_a_loop_that_stops_early_keeps_what_it_gathered(rank, world_size):
     assert gather_for_metrics(kept, loader=loader).tolist() == [*range(2 * world_size)]
 
 
+@distributed(world_size=2)
+def test_a_pass_that_came_to_its_end_without_its_rows_is_an_error_in_the_next_one(rank, world_size):
+    loader = strided(rank, world_size, 11, 1)
+    for step, batch in enumerate(loader):
+        if step == 0:
+            gather_for_metrics(rows(batch), loader=loader)
+    batch = next(iter(loader))
+    with pytest.raises(ValueError, match="the last pass over the loader, the call of each step gathered 2 of 12 rows"):
+        gather_for_metrics(rows(batch), loader=loader)
+
+
 class Shards(torch.utils.data.Sampler):
     """Contiguous shards, as transformers' SequentialDistributedSampler dealt them."""
 
