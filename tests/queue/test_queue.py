@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import threading
+import time
 from datetime import timedelta
 
 import launching
@@ -19,6 +20,7 @@ import easydist.queue.writer
 from easydist import UnsafeObjectError
 from easydist.format import codec
 from easydist.queue import Handle, MessageQueue
+from easydist.queue.end import deadline
 from easydist.shm.ring import RingReader, RingWriter, Shape
 from easydist.testing import distributed
 
@@ -313,3 +315,10 @@ def test_ring_takes_memory_only_where_readers_lag():
     assert taken() < 13 << 20
     writer.close()
     reader.close()
+
+
+@pytest.mark.parametrize("timeout", [timedelta(days=2), timedelta(milliseconds=1500), 1.5])
+def test_a_timeout_may_be_days_or_parts_of_a_second(timeout):
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    before = time.monotonic()
+    assert before <= deadline(timeout) - seconds <= time.monotonic()

@@ -137,6 +137,8 @@ def test_slurm_on_hosts_with_different_numbers_of_tasks():
     env = {**SLURM, "SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "4,3"}
     assert launched({**env, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}).local_size == 4
     assert launched({**env, "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}).local_size == 3
+    with pytest.raises(ValueError, match=r"='4,3' does not say how many tasks are on host 2$"):
+        launched({**env, "SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"})
 
 
 def test_srun_with_pmi2_across_hosts_is_slurms_world():
