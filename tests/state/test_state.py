@@ -15,6 +15,7 @@ from groups import events, everyone
 
 import easydist
 from easydist import DisagreementError, DistributedType, PartialState, ProcessState
+from easydist.state.default_group import world_of
 from easydist.state.environment import flag
 from easydist.testing import distributed
 
@@ -457,3 +458,19 @@ def test_an_empty_local_rank_is_an_unset_one(rank):
         patch.setenv("LOCAL_RANK", "")
         ProcessState._reset_state()
         assert ProcessState().local_process_index == rank
+
+
+@distributed(world_size=2)
+def test_variables_that_another_launch_has_left_over_do_not_count(rank):
+    before = dict(os.environ)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234", "LOCAL_WORLD_SIZE": "2"}
+    try:
+        for told, size in ((1 - rank, 2), (rank, 3)):
+            os.environ.update(address | {"RANK": str(told), "LOCAL_RANK": str(told), "WORLD_SIZE": str(size)})
+            world = world_of(dist.group.WORLD)
+            assert (world.launcher, world.rank, world.size) == ("adopted", rank, 2)
+        os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+        assert world_of(dist.group.WORLD).launcher == "torchrun"
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
