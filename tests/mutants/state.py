@@ -29,7 +29,7 @@ MUTANTS = [
         "is_first_of_host",
         "hosts.index(hosts[comms.rank]) == comms.rank",
         "comms.rank == 0",
-        "tests/state/test_main_process_first.py -k test_the_first_rank_of_a_group_goes_first_in_it",
+        "tests/state/test_main_process_first.py::test_the_first_rank_of_a_group_on_each_host_goes_first",
     ),
     Mutant(
         "state/process_state.py",

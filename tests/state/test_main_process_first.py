@@ -92,6 +92,21 @@ def test_the_first_rank_of_a_group_goes_first_in_it(rank, method, tmp_path):
     assert everyone() == [0, 1, 2, 3]
 
 
+@distributed(world_size=4)
+def test_the_first_rank_of_a_group_on_each_host_goes_first(rank, tmp_path):
+    store = events(tmp_path, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EASYDIST_HOST_ID", f"host {rank // 2}")
+        group = dist.new_group([0, 1, 2, 3])
+        with ProcessState().local_main_process_first(group=group, timeout=DEADLINE):
+            if rank % 2 == 0:
+                store.set(f"came {rank}", "")
+                store.wait([f"came {other}" for other in (0, 2)])  # both are inside
+            assert rank % 2 == 0 or store.check([f"came {rank - 1}"])
+        easydist.wait_for_everyone(group=group, timeout=DEADLINE)
+    assert everyone() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("limit", [0, -1.0])
 @distributed(world_size=2)
 def test_a_timeout_that_leaves_no_time_is_refused_before_the_body(rank, limit):
