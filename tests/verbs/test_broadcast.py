@@ -130,6 +130,18 @@ def test_copy_tensor_to_devices_finds_the_one_holder(rank, world_size):
         assert got["x"].tolist() == [holder] * 2
     with pytest.raises(ValueError, match=r"exactly one rank has to hold the tensor, but ranks \[\] do"):
         easydist.copy_tensor_to_devices(None)
+    if world_size > 1:
+        with pytest.raises(ValueError, match=r"exactly one rank has to hold the tensor, but ranks \[0, 1\] do"):
+            easydist.copy_tensor_to_devices(torch.ones(2) if rank < 2 else None)
+
+
+@distributed(world_size=(2, 3))
+def test_a_structure_larger_than_a_frame_comes_from_any_source(rank, world_size):
+    source = world_size - 1
+    tree = {f"{'a long name ' * 3}{i}": torch.tensor([i]) for i in range(1500)}
+    got = easydist.broadcast(tree if rank == source else None, from_process=source)
+    assert list(got) == list(tree)
+    assert torch.cat([*got.values()]).tolist() == [*range(1500)]
 
 
 @distributed(world_size=2)

@@ -127,3 +127,15 @@ def test_a_rank_that_is_no_other_rank_is_refused(rank):
         with pytest.raises(ValueError, match=f"^recv_object: src{said}"):
             easydist.recv_object(other)
     works_on(rank)
+
+
+@pytest.mark.parametrize("numel", [10, 3_000, 30_000])
+@distributed(world_size=2)
+def test_what_was_received_keeps_its_values_while_more_comes(rank, numel):
+    sent = [torch.full((numel,), float(i)) for i in range(3)]
+    if rank == 0:
+        for tensor in sent:
+            easydist.send_object(tensor, 1)
+    else:
+        got = [easydist.recv_object(0) for _ in sent]
+        assert [tensor.unique().tolist() for tensor in got] == [[0.0], [1.0], [2.0]]
