@@ -15,7 +15,12 @@ from easydist.transport.work import wait
 
 
 def is_asked(hints: Mapping[str, str] | None) -> bool | None:
-    """Return what the hints say about headers; None if they say nothing."""
+    """Return what the hints say about headers; None if they say nothing.
+
+    Example:
+        >>> is_asked({"check": "1"}), is_asked({"check": "0"}), is_asked({"other": "1"}), is_asked(None)
+        (True, False, None, None)
+    """
     return hints["check"] == "1" if hints and "check" in hints else None
 
 

@@ -326,6 +326,9 @@ def test_without_a_launcher_the_error_says_what_to_set(monkeypatch):
     monkeypatch.setenv("TORCHCOMM_SIZE", "1")
     with pytest.raises(RuntimeError, match=r"^Invalid value for environment variable TORCHCOMM_RANK: x"):
         made("gloo")
+    monkeypatch.setenv("TORCHCOMM_RANK", "1")
+    with pytest.raises(RuntimeError, match=r"^Unable to determine rank and size: rank 1 is outside of 1 ranks$"):
+        made("gloo")
     monkeypatch.setenv("TORCHCOMM_RANK", "0")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(RuntimeError, match=r"MASTER_ADDR env is not set"):

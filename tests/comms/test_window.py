@@ -169,6 +169,18 @@ def test_a_wait_that_times_out_consumes_no_signal(async_op):
     window.wait_signal(0, False)
 
 
+def test_signals_that_came_together_are_consumed_one_by_one():
+    comm = TorchComm(Solo())
+    window = comm.new_window(torch.zeros(1))
+    comm.set_timeout(timedelta(milliseconds=20))
+    window.signal(0, False)
+    window.signal(0, False)
+    for _ in range(2):
+        window.wait_signal(0, False)
+    with pytest.raises(RuntimeError, match="timed out"):
+        window.wait_signal(0, False)
+
+
 def test_a_window_outlives_nothing_but_its_views():
     view = TorchComm(Solo()).window_allocate(16).get_tensor(0, (2,), torch.int64, 0)
     view.fill_(3)

@@ -29,7 +29,7 @@ MUTANTS = [
         "is_asked",
         'hints["check"] == "1" if hints',
         "True if hints",
-        "tests/comms/test_disagreements.py::test_headers_before_operations_over_gloo",
+        "easydist/comms/headers.py",
     ),
     Mutant(
         "comms/statuses.py",
@@ -43,7 +43,7 @@ MUTANTS = [
         "RegisteredWindow.wait_signal",
         "seen >= count",
         "seen == count",
-        "tests/comms/test_window.py::test_registered_tensors_are_the_windows_memory",
+        "tests/comms/test_window.py::test_signals_that_came_together_are_consumed_one_by_one",
     ),
     Mutant(
         "comms/signal_wait.py",
