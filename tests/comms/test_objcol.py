@@ -109,6 +109,8 @@ def test_a_fault_of_one_rank_is_raised_on_all_and_the_communicator_works_on(rank
             call()
     with pytest.raises(RuntimeError, match=r"lists have \[2, 3, 4\] elements"):
         objcol.broadcast_object_list(comm, [None] * (rank + 2), 0)
+    with pytest.raises(RuntimeError, match=r"lists have \[2, 3, 2\] elements"):
+        objcol.broadcast_object_list(comm, [None] * (2 + rank % 2), 0)
     with pytest.raises(RuntimeError, match="root must be in range"):
         objcol.gather_object(comm, 1, 3)
 
