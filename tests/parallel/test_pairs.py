@@ -364,3 +364,16 @@ def test_many_messages_of_many_lengths_keep_their_order(rank, world_size):
                 assert torch.equal(got["x"], data["x"])
                 if step % 7 == 0:
                     group.send_object(step, 0)
+
+
+@distributed(world_size=3)
+def test_the_neighbours_of_three_ranks(rank, world_size):
+    with made(rank, world_size) as group:
+        after, before = (rank + 1) % 3, (rank - 1) % 3
+        assert (group.next_rank, group.prev_rank) == (after, before)
+        for turn in range(3):  # one sends to the next rank, and that one receives from the previous one
+            if rank == turn:
+                group.send(torch.tensor([rank]))
+            if before == turn:
+                assert group.recv(torch.Size([1]), torch.int64).tolist() == [before]
+        easydist.wait_for_everyone()
