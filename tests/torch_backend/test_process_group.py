@@ -199,6 +199,9 @@ def test_what_is_refused(rank):
         dist.all_gather([torch.zeros(2, dtype=torch.int64)] * 2, tensor, group=made)
     with pytest.raises(ValueError, match="needs 2 tensors"):
         dist.all_gather([torch.zeros_like(tensor)], tensor, group=made)
+    for numel in (5, 7):
+        with pytest.raises(ValueError, match=rf"2 times torch.int64 \(3,\) on cpu do not fit torch.int64 \({numel},\)"):
+            made.all_gather_single(tensor.new_zeros(numel), tensor)
     expanded = torch.zeros(1, 2).expand(3, 2)
     with pytest.raises(ValueError, match=r"cannot fill torch.float32 \(3, 2\) on cpu, which is expanded; fill a clone"):
         dist.all_reduce(expanded, group=made)
