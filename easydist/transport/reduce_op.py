@@ -202,8 +202,13 @@ def combine_into(out: torch.Tensor, op: ReduceOp, parts: Sequence[torch.Tensor])
     if kind is RedOpType.AVG or dtype is torch.uint64 or accumulator(dtype, op) is not dtype or len(parts) == 1:
         out.copy_(combine(op, parts))
         return
-    fold = _COMBINE[kind]
-    fold(functools.reduce(fold, parts[:-1]), parts[-1], out=out)
+    fold, address = _COMBINE[kind], out.data_ptr()
+    if any(part.data_ptr() == address for part in parts[2:]):  # it is read after the first two
+        fold(functools.reduce(fold, parts[:-1]), parts[-1], out=out)
+        return
+    fold(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        fold(out, part, out=out)
 
 
 def average(total: torch.Tensor, count: int) -> torch.Tensor:

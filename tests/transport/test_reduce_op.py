@@ -8,6 +8,7 @@ import torch
 from trees import bits
 
 from easydist.comms import ReduceOp, combine
+from easydist.transport.reduce_op import combine_into
 
 OPS = {ReduceOp.SUM: np.add, ReduceOp.PRODUCT: np.multiply, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}
 WHOLE = ["u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8"]
@@ -39,3 +40,14 @@ def test_narrow_floats_are_rounded_once(dtype):
 def test_nan_is_passed_on(op, dtype):
     parts = [torch.tensor([1.0, float("nan")]).to(dtype), torch.tensor([float("nan"), 1.0]).to(dtype)]
     assert combine(op, parts).float().isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.uint64, torch.complex64])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_combine_into_gives_what_combine_gives_also_into_a_part(count, dtype):
+    for place in (None, *range(count)):
+        parts = [torch.tensor([1, 3, 7]).mul(number + 2).to(dtype) for number in range(count)]
+        want = combine(ReduceOp.SUM, parts)
+        out = torch.zeros(3, dtype=dtype) if place is None else parts[place]
+        combine_into(out, ReduceOp.SUM, parts)
+        assert out.tolist() == want.tolist()
