@@ -30,7 +30,7 @@ _free: defaultdict[int, deque[mmap.mmap]] = defaultdict(deque)
 
 
 kept = torch.inference_mode(False)
-"""A decorator for functions that make tensors for later calls: those of inference mode are read-only outside of it."""
+"""A decorator for functions that make tensors for later calls or other threads: inference mode makes read-only ones."""
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | int = "cpu") -> torch.Tensor:

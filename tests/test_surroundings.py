@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import easydist
+import easydist.process_group  # registers easydist_shm
 from easydist.comms import ReduceOp, new_comm
 from easydist.testing import default_pool, distributed
 
@@ -92,13 +93,16 @@ def test_an_operation_begun_in_inference_mode_ends_outside_of_it(rank, backend):
     group = dist.new_group(backend="gloo" if backend == "gloo" else "easydist_shm")
     for numel in (6, 1 << 18):
         with torch.inference_mode():
-            mine = [torch.full((numel // 2, 2), rank + 1.0) for _ in range(4)]
+            mine = [torch.full((numel // 2, 2), rank + 1.0) for _ in range(8)]
             columns = mine[1].t()
             works = [comm.all_reduce(mine[0], ReduceOp.SUM, True), comm.all_reduce(columns, ReduceOp.SUM, True)]
+            works += [comm.reduce(mine[4], 0, ReduceOp.PREMUL_SUM(0.5), True)]
+            works += [comm.reduce_scatter(mine[5], [mine[6], mine[7]], ReduceOp.PREMUL_SUM(0.5), True)]
             works += [dist.all_reduce(mine[2], group=group, async_op=True)]
             works += [dist.broadcast(mine[3], group_src=1, group=group, async_op=True)]
         for work in works:
             work.wait()
-        assert [tensor.unique().tolist() for tensor in mine] == [[3.0], [3.0], [3.0], [2.0]]
+        assert [tensor.unique().tolist() for tensor in mine[:4]] == [[3.0], [3.0], [3.0], [2.0]]
+        assert [tensor.unique().tolist() for tensor in mine[4:6]] == [[2.0 if rank else 1.5], [1.5]]
         assert all(tensor.is_inference() for tensor in mine)
     assert easydist.gather(rank).tolist() == [0, 1]

@@ -10,6 +10,8 @@ from typing import Any, SupportsFloat, SupportsIndex
 
 import torch
 
+from easydist import memory
+
 
 class RedOpType(enum.IntEnum):
     """The types of reductions; the numbers are torchcomms'."""
@@ -109,6 +111,7 @@ class ReduceOp:
         """True for ``PREMUL_SUM``."""
         return self._factor is not None
 
+    @memory.kept
     def scaled(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the values of ``tensor`` times the factor, of the same dtype and shape, in new memory.
 
