@@ -130,9 +130,6 @@ def copy_to(address: int, tensors: Sequence[torch.Tensor]) -> None:
         address += length
 
 
-_FEW = 6
-"""The number of tensors of one dtype up to which a copy of each costs less than ``torch.cat`` of all."""
-
 _SMALL = 256
 """The number of items up to which one more copy costs less than a change of shape from Python."""
 
@@ -226,11 +223,8 @@ class Packing:
             sizes, is_uniform = _sizes_of(run)
             nbytes = sum(sizes) * dtype.itemsize
             self.lengths += [size * dtype.itemsize for size in sizes]
-            place, is_flat = (
-                (slice(first, last), run, sizes, self.nbytes, nbytes),
-                all(len(shape) == 1 for shape in run),
-            )
-            self.runs.append(_Run(dtype, *place, _whole(dtype, run), is_flat, is_uniform))
+            kinds = _whole(dtype, run), all(len(shape) == 1 for shape in run), is_uniform
+            self.runs.append(_Run(dtype, slice(first, last), run, sizes, self.nbytes, nbytes, *kinds))
             first, self.nbytes = last, self.nbytes + nbytes
 
     def unpack(self, buffer: torch.Tensor) -> list[torch.Tensor]:

@@ -210,7 +210,7 @@ class OwnPage(_Page):
         if entry < 0:
             return
         start, stop = _start(entry) + _DESCRIPTION, _start(entry) + _REGISTER
-        while len(text := json.dumps([group, *who]).encode()) > stop - start - 8:
+        while len(text := json.dumps([group, *who]).encode()) > stop - start - 8 and group:
             group = group[: len(group) // 2]
         self._write(start, stop, text)
 

@@ -1,4 +1,4 @@
-"""What a launch that lets survivors go on knows of its ranks."""
+"""The exit statuses of ranks in a launch with survivors."""
 
 from easydist.cli.survivor import statuses
 

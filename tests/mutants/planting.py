@@ -107,9 +107,7 @@ def _outcome(mutant, folder, seconds):
             pytest.wait()
         output.seek(0)
         text = output.read().decode(errors="replace")
-    if status == 0:
-        return "unnoticed"
-    return "noticed" if status == 1 or "Error" in text else f"pytest ended with {status}: {text[-300:]}"
+    return {0: "unnoticed", 1: "noticed"}.get(status) or f"pytest ended with {status}: {text[-300:]}"
 
 
 def copied(folder):
