@@ -14,6 +14,7 @@ import torch
 from torch.distributed import DistError, PrefixStore, Store
 
 from easydist.comms.batch import BatchSendRecv
+from easydist.comms.circles import Splits
 from easydist.comms.failures import UNMADE, explained
 from easydist.comms.making import Made, Place, make
 from easydist.comms.operations import Operations
@@ -75,8 +76,9 @@ class TorchComm(Operations):
         super().__init__(backend, name, CommOptions() if options is None else options, made.monitor if made else None)
         self.store, self._kind, self._made = store, kind, made
         self._recovery: Recovery | None = None
+        self._splits: Splits | None = None
         if made is not None and made.store is not None:
-            self._watch(PrefixStore("calls", made.store))
+            self.watch(PrefixStore("calls", made.store))
 
     def look_to(self, guard: Guard) -> None:
         """Let ``guard`` end waits in shared memory.
@@ -172,7 +174,8 @@ class TorchComm(Operations):
 
         Raises:
             RuntimeError: A rank does not exist or is listed twice, this rank is not a member, or some members did not
-                come in time (CommTimeout), have ended (CommPeerLost) or recover this communicator (CommRemoteError).
+                come in time (CommTimeout), have ended (CommPeerLost), recover this communicator (CommRemoteError), or
+                wait for this rank in a ``split`` with another list (CommDisagreement, on all of these ranks).
         """
         members = self._members(ranks)
         checked_hints(hints)
@@ -187,8 +190,10 @@ class TorchComm(Operations):
         store = PrefixStore(f"split/{'-'.join(map(str, members))}", self.store)
         peers = {} if self.monitor is None else self.monitor.peers
         known = {i: peers[member] for i, member in enumerate(members) if member in peers}
-        place = Place(store, rank, len(members), self.get_device(), name, options, limit, known)
-        return made_comm(self._kind, place, what)
+        splits = self._splits = self._splits or Splits(self.store, self.get_rank(), self.get_size())
+        place = Place(store, rank, len(members), self.get_device(), name, options, limit, known, splits.look)
+        with splits.waiting(members, name):
+            return made_comm(self._kind, place, what)
 
     def recover(self, timeout: timedelta | None = None) -> TorchComm:
         """Create a communicator of the surviving ranks after a rank has died or has not come. All survivors call it.

@@ -22,6 +22,7 @@ from easydist.liveness.limited import within
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.peer import Peer
 from easydist.liveness.rules import PATIENCE
+from easydist.liveness.status import nothing
 from easydist.liveness.timed_store import TimedStore
 from easydist.shm.streams import Guard
 from easydist.transport.backend import Backend
@@ -45,6 +46,8 @@ class Place(NamedTuple):
     """The time limit for creating the backend."""
     known: Mapping[int, Peer] = {}
     """The other processes by rank, as far as they are known from a communicator that this one is split from."""
+    look: Callable[[], None] = nothing
+    """Called again and again while the ranks meet; it raises if they cannot."""
 
 
 class Made(NamedTuple):
@@ -152,6 +155,7 @@ def _meet(place: Place) -> tuple[Meeting, Hosts]:
         operation=f"new_comm {place.name!r}",
         instead="Use gloo: new_comm('gloo', …), or 'auto'",
         known=place.known,
+        look=place.look,
     )
     try:
         return meeting, meeting.introduce(is_wanted() and place.device.type == "cpu")

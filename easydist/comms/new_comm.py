@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -121,4 +122,16 @@ def wrap(process_group: dist.ProcessGroup, device: torch.device | None = None) -
         raise RuntimeError(
             f"wrap: the group {name!r} cannot move tensors on {chosen} for a communicator; make one with new_comm"
         )
-    return TorchComm(backend, name, options, store=store, kind=backend.name)
+    comm = TorchComm(backend, name, options, store=store, kind=backend.name)
+    comm.watch(_calls(process_group, store))
+    return comm
+
+
+_wrapped: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""How often each group was wrapped."""
+
+
+def _calls(group: dist.ProcessGroup, store: Store) -> Store:
+    """Return the store for the calls of a communicator over a group: the i-th one of each rank is the same one."""
+    _wrapped[group] = number = _wrapped.get(group, 0) + 1
+    return PrefixStore(f"wrapped/{number}", store)

@@ -57,7 +57,7 @@ class Operations(Collectives):
         self._checks = self._is_checked = self._asks_for_check(options.hints)
         self._statuses: Statuses | None = None
         if not backend.compares:
-            backend.compare(CommDisagreement, f"The communicator {name!r}")
+            backend.compare(CommDisagreement, f"The communicator {name!r}", self._busy.__len__)
 
     def _asks_for_check(self, hints: Mapping[str, str] | None) -> bool:
         """True if headers go before the operation: over gloo, where its messages are not compared otherwise."""
@@ -71,8 +71,12 @@ class Operations(Collectives):
             assert isinstance(self._backend, Gloo)
             headers.compare(self._backend, name, call, peer, limit, f"The communicator {self._name!r}")
 
-    def _watch(self, store: Store) -> None:
-        """Compare operations that wait over gloo in a store of this communicator."""
+    def watch(self, store: Store) -> None:
+        """Compare operations that wait over gloo.
+
+        Args:
+            store: A store of this communicator alone.
+        """
         if isinstance(self._backend, Gloo):
             text_of = functools.partial(text, end=f"The communicator {self._name!r} {BROKEN}")
             self._statuses = Statuses(TimedStore(store), self._backend, text_of, self._busy)

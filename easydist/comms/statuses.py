@@ -3,6 +3,9 @@
 The messages of operations that differ never meet, so both ranks wait. A rank that waits for a while writes its last
 operations to the store, reads those of the others, and ends the wait if they differ. No message is sent for that, and
 a rank that does not wait writes nothing.
+
+Ranks may also wait for one another in a circle, as in ``easydist.shm.cycles``. So a rank writes what it waits for, too,
+unless another thread may begin operations; and once it sees a circle, it counts its looks there.
 """
 
 from __future__ import annotations
@@ -12,13 +15,17 @@ import json
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from easydist.comms.circles import Looks
 from easydist.liveness.stored import decoded, in_store
 from easydist.liveness.timed_store import TimedStore
 from easydist.liveness.watchdog import watchdog
-from easydist.shm.calls import EQUAL, NOT_BEGUN, UNKNOWN, Call, Dispute, Message
-from easydist.transport.backends.c10d import Gloo
+from easydist.shm.calls import ABSENT, EQUAL, NOT_BEGUN, UNKNOWN, Call, Dispute, Message
+from easydist.shm.cycles import circle_of
+from easydist.shm.progress import handles, is_alone
+from easydist.transport.backends.c10d import KEPT, Gloo, Posted
+from easydist.transport.described import described_message
 from easydist.transport.work import TorchWork
 
 _PATIENCE = 4
@@ -28,10 +35,38 @@ _MOST = 64
 """The most asynchronous operations of which it is known whether they have ended."""
 
 _FOUND = "different"
-_FORM = {"calls": [(int, int, int, {str: int}, {str: int})], "messages": [(str, int, int, int, int)]}
+_FORM = {
+    "calls": [(int, int, int, {str: int}, {str: int})],
+    "messages": [(str, int, int, int, int)],
+    "wait": (int, int),
+    "needs": [(int, str, int)],
+    "looks": int,
+}
+_NO_WAIT = Call(0, 0)
 
-Described = tuple[dict[int, tuple[Call, dict[str, int], dict[str, int]]], dict[tuple[str, int, int], tuple[int, int]]]
-"""The collectives by their numbers, with the bytes to and from each rank; the messages by direction, peer, number."""
+
+class _Told(NamedTuple):
+    """What a rank has written."""
+
+    calls: dict[int, tuple[Call, dict[str, int], dict[str, int]]]
+    """Its collectives by their numbers, with the bytes to and from each rank."""
+    messages: dict[tuple[str, int, int], tuple[int, int]]
+    """The dtypes and bytes of its messages by direction, peer, number."""
+    wait: Call
+    """The operation for which it waits, if it begins nothing else before that has ended."""
+    needs: list[tuple[int, str, int]]
+    """What it waits for: the rank, and the direction and number of the message (or ``"call"`` and a number) that this
+    rank has to begin."""
+    looks: int
+    """Its looks at a circle of which it is a part."""
+
+    def last(self, what: str, peer: int) -> int | None:
+        """Return the number of the last collective, or of the last message to or from a peer; None if unknown."""
+        numbers = (
+            [*self.calls] if what == "call" else [n for way, rank, n in self.messages if (way, rank) == (what, peer)]
+        )
+        is_whole = len(self.calls) + len(self.messages) < KEPT
+        return max(numbers) if numbers else 0 if is_whole else None
 
 
 class Statuses:
@@ -48,15 +83,16 @@ class Statuses:
         self, store: TimedStore, backend: Gloo, text_of: Callable[[Dispute], str], busy: Mapping[str, object]
     ) -> None:
         self._store, self._backend, self._text_of, self._busy = store, backend, text_of, busy
-        self._works: deque[weakref.ref[TorchWork]] = deque(maxlen=_MOST)
+        self._works: deque[tuple[weakref.ref[TorchWork], Posted | None]] = deque(maxlen=_MOST)
         self._seen: object = None
         self._different: str | None = None
         self._told, self._looks = "", 0
+        self._circle = Looks()
         watchdog().look_regularly(self._look)
 
     def add(self, work: TorchWork) -> None:
-        """Watch an asynchronous operation, too."""
-        self._works.append(weakref.ref(work))
+        """Watch an asynchronous operation, too, which is the last that has begun."""
+        self._works.append((weakref.ref(work), self._last()))
 
     def found(self) -> str | None:
         """Return the text of the error that a rank has found; None if there is none."""
@@ -68,21 +104,41 @@ class Statuses:
 
     def _look(self) -> None:
         """Compare the operations if one has been waiting since the last look; end it if they differ."""
-        last = self._backend.log[-1] if self._backend.log and self._is_waiting() else None
+        last = self._last() if self._is_waiting() else None
         if last is not None and last is self._seen and self._has_difference():
             self._backend.disconnect()
         self._seen = last
 
+    def _last(self) -> Posted | None:
+        return self._backend.log[-1] if self._backend.log else None
+
     def _is_waiting(self) -> bool:
-        works = [work for ref in tuple(self._works) if (work := ref()) is not None]
+        works = [work for ref, _ in tuple(self._works) if (work := ref()) is not None]
         return bool(self._busy) or not all(work.has_ended for work in works)
 
-    def _has_difference(self) -> bool:
-        if (mine := _encoded(self._backend)) != self._told:
+    def _awaited(self) -> Posted | None:
+        """Return the last part of the operation that has to end before this rank begins another one."""
+        if self._busy:
+            return self._last()
+        for thread, handle in handles.copy().items():
+            for ref, posted in tuple(self._works):
+                if handle is ref() and is_alone(thread):
+                    return posted
+        return None
+
+    def _write(self) -> None:
+        mine = _encoded(self._backend, self._awaited(), self._circle.count)
+        if mine != self._told:
             self._store.set(f"calls/{self._backend.rank}", mine)
             self._told = mine
+
+    def _has_difference(self) -> bool:
+        self._write()
         if self.found() is None:
             known = {rank: told for rank in range(self._backend.size) if (told := self._of(rank)) is not None}
+            if (dispute := self._circle_in(known)) is not None:
+                self._store.set_first(_FOUND, self._text_of(dispute))
+                return self.found() is not None
             dispute = _difference(known, self._backend.size)
             self._looks = 0 if dispute is None else self._looks + 1
             if dispute is None or (len(known) < self._backend.size and self._looks < _PATIENCE):
@@ -90,19 +146,60 @@ class Statuses:
             self._store.set_first(_FOUND, self._text_of(dispute))
         return self.found() is not None
 
-    def _of(self, rank: int) -> Described | None:
+    def _circle_in(self, known: Mapping[int, _Told]) -> Dispute | None:
+        """Return the waits of a circle of which this rank is a part, once all of its ranks have looked at it again."""
+        ranks = circle_of(self._backend.rank, self._backend.size, lambda one, other: _waits_for(known, one, other))
+        if not self._circle.are_enough(ranks, {rank: (told.needs, told.looks) for rank, told in known.items()}):
+            return None
+        calls = [known[rank].wait if rank in ranks else Call(ABSENT, 0) for rank in range(self._backend.size)]
+        return Dispute(calls, None)
+
+    def _of(self, rank: int) -> _Told | None:
         text = self._store.get(key := f"calls/{rank}", rank)
         if text is None:
             return None
         told: Any = decoded(in_store(key), text, _FORM)
-        return (
+        return _Told(
             {number: (Call(code, numel), sends, recvs) for number, code, numel, sends, recvs in told["calls"]},
             {(way, peer, number): (code, nbytes) for way, peer, number, code, nbytes in told["messages"]},
+            Call(*told["wait"]),
+            [*map(tuple, told["needs"])],
+            told["looks"],
         )
 
 
-def _encoded(backend: Gloo) -> str:
+def _waits_for(known: Mapping[int, _Told], rank: int, other: int) -> bool:
+    """True if a rank waits for something that another one, which waits, too, has not begun."""
+    if rank not in known or other not in known or not known[other].needs:
+        return False
+    needed = [(what, number) for peer, what, number in known[rank].needs if peer == other]
+    return any((last := known[other].last(what, rank)) is not None and last < number for what, number in needed)
+
+
+def _needs(parts: Sequence[Posted]) -> list[tuple[int, str, int]]:
+    """Return what the parts of an operation need from other ranks, see ``_Told``.
+
+    Data that it receives is needed from all senders; of several messages that it sends, some may have gone.
+    """
+    is_call = parts[0].call[0] > 0
+    recvs = [(peer, "call" if is_call else "to", part.key) for part in parts for peer in part.recvs]
+    sends = [(peer, "call" if is_call else "from", part.key) for part in parts for peer in part.sends]
+    return recvs or (sends if len(sends) == 1 else [])
+
+
+def _wait(part: Posted) -> Call:
+    """Return the description of an operation of which this is a part."""
+    if part.call[0] > 0:
+        return Call(*part.call)
+    name, sizes = ("recv", part.recvs) if part.recvs else ("send", part.sends)
+    ((peer, nbytes),) = sizes.items()
+    return Call(*described_message(name, -part.call[0], nbytes, peer))
+
+
+def _encoded(backend: Gloo, awaited: Posted | None, looks: int) -> str:
     log = [*backend.log]
+    parts = [] if awaited is None else [one for one in log if one.batch is awaited.batch]
+    needing = next((part for part in parts if part.recvs), awaited)
     calls = [(one.key, *one.call, one.sends, one.recvs) for one in log if one.call[0] > 0]
     messages = [
         (way, peer, one.key, -one.call[0], nbytes)
@@ -111,13 +208,14 @@ def _encoded(backend: Gloo) -> str:
         for way, sizes in (("to", one.sends), ("from", one.recvs))
         for peer, nbytes in sizes.items()
     ]
-    return json.dumps({"calls": calls, "messages": messages})
+    wait, needs = (_NO_WAIT, []) if needing is None or not parts else (_wait(needing), _needs(parts))
+    return json.dumps({"calls": calls, "messages": messages, "wait": wait, "needs": needs, "looks": looks})
 
 
-def _difference(known: Mapping[int, Described], size: int) -> Dispute | None:
+def _difference(known: Mapping[int, _Told], size: int) -> Dispute | None:
     """Return the first difference between the operations of the ranks."""
-    for number in sorted({number for calls, _ in known.values() for number in calls}):
-        told = {rank: calls[number] for rank, (calls, _) in known.items() if number in calls}
+    for number in sorted({number for told in known.values() for number in told.calls}):
+        told = {rank: of.calls[number] for rank, of in known.items() if number in of.calls}
         first = next(iter(told.values()))[0]
         differs = any(_differ(first, call) for call, _, _ in told.values())
         message = None if differs or first.code & EQUAL else _mismatch(told)
@@ -130,11 +228,11 @@ def _differ(one: Call, other: Call) -> bool:
     return one.code != other.code or bool(one.code & EQUAL and one.numel != other.numel)
 
 
-def _call(known: Mapping[int, Described], told: Mapping[int, Sequence[Any]], rank: int, number: int) -> Call:
+def _call(known: Mapping[int, _Told], told: Mapping[int, Sequence[Any]], rank: int, number: int) -> Call:
     if rank in told:
         call: Call = told[rank][0]
         return call
-    is_past = rank in known and max(known[rank][0], default=0) > number
+    is_past = rank in known and max(known[rank].calls, default=0) > number
     return Call(UNKNOWN if is_past else NOT_BEGUN, 0)
 
 
@@ -148,10 +246,10 @@ def _mismatch(told: Mapping[int, tuple[Call, dict[str, int], dict[str, int]]]) -
     return None
 
 
-def _mismatched_message(known: Mapping[int, Described], size: int) -> Dispute | None:
-    for receiver, (_, messages) in known.items():
-        for (way, sender, number), awaited in messages.items():
-            sent = known[sender][1].get(("to", receiver, number)) if sender in known else None
+def _mismatched_message(known: Mapping[int, _Told], size: int) -> Dispute | None:
+    for receiver, told in known.items():
+        for (way, sender, number), awaited in told.messages.items():
+            sent = known[sender].messages.get(("to", receiver, number)) if sender in known else None
             if way == "from" and sent is not None and sent != awaited:
                 calls = [Call(0, 0)] * size
                 calls[sender], calls[receiver] = Call(sent[0], 0), Call(awaited[0], 0)

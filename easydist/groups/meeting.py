@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -25,6 +25,7 @@ from easydist.groups.sharing import Hosts, introduce, is_wanted, share
 from easydist.liveness import texts
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.peer import Peer
+from easydist.liveness.status import nothing
 from easydist.liveness.timed_store import POLL, TimedStore
 from easydist.shm.streams import Guard
 from easydist.transport.backends.shm import Shm
@@ -68,6 +69,7 @@ class Meeting:
         instead: The advice in the error if ranks cannot share memory.
         known: The other processes by rank, as far as they are known from a group from which this one is split. The
             meeting does not wait for a process that has ended, or recovers that group.
+        look: Called again and again while this rank waits; it raises to end the meeting.
 
     Attributes:
         monitor: The monitor, which knows the other processes.
@@ -84,6 +86,7 @@ class Meeting:
         operation: str,
         instead: str,
         known: Mapping[int, Peer] | None = None,
+        look: Callable[[], None] = nothing,
     ) -> None:
         self.rank, self.size = rank, size
         self._timeout = timeout.total_seconds()
@@ -91,7 +94,7 @@ class Meeting:
         self._store, self._name, self._instead = TimedStore(store), name, instead
         self.monitor = Monitor(rank, size, self._timeout, self._store, name)
         self.monitor.waits_in_memory, self.monitor.advice = True, texts.ENDED
-        self._known = known or {}
+        self._known, self._look = known or {}, look
         self.monitor.peers |= {rank: _Member.known(rank, peer) for rank, peer in self._known.items()}
         self.monitor.begin(operation, site(), NEVER)
         self._turns = itertools.count()
@@ -174,6 +177,7 @@ class Meeting:
     def _wait(self, missing: Sequence[int]) -> None:
         """Wait for a moment, or raise if the wait for these ranks cannot succeed."""
         self.monitor.guard(missing)
+        self._look()
         for peer in [self._known[rank] for rank in missing if rank in self._known]:
             if peer.register():
                 error = RemoteError(texts.recovers(peer.rank))

@@ -36,6 +36,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from easydist.errors import DisagreementError
+from easydist.shm.cycles import Cycles
 from easydist.shm.futex import give_core
 from easydist.shm.slots import BEGUN, EPOCH, NEVER, NOTICE, Need, Slots
 
@@ -111,6 +112,7 @@ class Calls:
         high: The epoch, as in words and kinds.
         is_entering: True until all ranks are known to have left the epoch before.
         number: The number of the last call; its upper bits are the epoch.
+        cycles: The ranks' waits for one another.
     """
 
     def __init__(self, slots: Slots) -> None:
@@ -128,6 +130,7 @@ class Calls:
         self.lock: AbstractContextManager[object] = nullcontext()
         self.untold: DisagreementError | None = None
         self._suspected: int | None = None
+        self.cycles = Cycles(slots)
 
     def begin(self, code: int, numel: int) -> int:
         """Describe the next collective, and return its word.
@@ -227,6 +230,20 @@ class Calls:
         self._suspected = number
         return None if number is None or number != before else self._differ_at(number, None)
 
+    def cycle(self, flags: Sequence[int], call: tuple[int, int] | None) -> DisagreementError | None:
+        """Return the error to raise if this rank and others wait for one another, or if a rank has found so.
+
+        Args:
+            flags: What this rank waits for, see ``cycles``.
+            call: The description of the message for which it waits; None if that is a collective.
+        """
+        if self._has_ended():
+            return self.leave()
+        found = self.cycles.look(flags, self._call(self._rank, self.number) if call is None else call)
+        if found is None:
+            return None
+        return self._dispute([Call(*found.get(rank, (ABSENT, 0))) for rank in range(self._slots.size)], None)
+
     def _first_difference(self) -> int | None:
         found = [number for rank in self._slots.others if (number := self._difference(rank)) is not None]
         return min(found, default=None)
@@ -316,6 +333,7 @@ class Calls:
 
     def close(self) -> None:
         """Release the memory."""
+        self.cycles.close()
         del self._slots, self._words
 
 

@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 _LOOK, _LOOK_LATER = 0.002, 0.008
@@ -54,11 +54,30 @@ class Waited(Protocol):
     left: int
 
 
+class Handle(Protocol):
+    """Several operations, of this module or others, for which a thread waits together."""
+
+    @property
+    def parts(self) -> Sequence[object]:
+        """Those that have not ended."""
+
+
 running: dict[Movable, None] = {}
 """The communicators with an operation under way."""
 
 waits: list[Waited] = []
 """The operations for which threads of this process sleep."""
+
+handles: dict[int, Handle] = {}
+"""The handles for which threads wait; another thread may be completing their operations."""
+
+OWN_THREADS = "easydist-"
+"""The beginning of the names of easydist's own threads."""
+
+
+def is_alone(mine: int | None) -> bool:
+    """True if all threads of this process but one are easydist's own."""
+    return all(thread.ident == mine or thread.name.startswith(OWN_THREADS) for thread in threading.enumerate())
 
 
 def move_all() -> bool:

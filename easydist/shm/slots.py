@@ -12,7 +12,7 @@
         eight numbers, per peer               the numbers of the mailboxes, see ``mailbox``
         two pairs, per channel and peer       the bytes left of the message with each chunk of the pipe to that peer,
                                               and the kind of that message
-        its calls                             see ``calls``
+        its calls, and its wait               see ``calls`` and ``cycles``
     per rank, data                            two slots, and two chunks of a pipe per channel and peer
     per rank, messages                        two chunks of a mailbox per peer
 
@@ -45,6 +45,9 @@ _LINE = 8
 _STEP, _LENGTH, BEGUN, _WAITS, _WORD, NOTICE, _ASLEEP = 0, 1, 3, 4, 5, 7, _LINE
 _CALLS, _CALLS_PER_RANK = 40, 2
 """The count of numbers in which a rank describes its calls: those of its own, and those about each rank."""
+
+_WAIT, _WAIT_PER_RANK = 4, 1
+"""The same for its wait."""
 
 _PAGE = 4096
 _SLOTS_PER_RANK = 6
@@ -174,6 +177,10 @@ class Slots:
         """Return the first of the cells in which ``rank`` describes its calls."""
         return self._cell(rank, self._block - _calls(self.size))
 
+    def wait_cell(self, rank: int) -> int:
+        """Return the first of the cells in which ``rank`` describes its wait, which are after its calls."""
+        return self.calls_cell(rank) + _CALLS + _CALLS_PER_RANK * self.size
+
     def cell(self, rank: int, number: int) -> int:
         """Return one of the first cells of a rank: ``BEGUN`` or ``NOTICE``."""
         return self._cell(rank, number)
@@ -241,6 +248,7 @@ class Slots:
         cells, chunks = self._pipe(channel, src, dst)
         peer = dst if src == self.rank else src
         pipe = Pipe(self._words, self.futex, cells, chunks, self.chunk, (peer, self._cell(peer, _ASLEEP)))
+        pipe.channel, pipe.is_out = channel, src == self.rank
         return self._pipes.setdefault((channel, src, dst), pipe)
 
     def _pipe(self, channel: int, src: int, dst: int) -> tuple[tuple[int, int, int], tuple[int, int]]:
@@ -281,7 +289,15 @@ class Slots:
 
 
 class Pipe:
-    """The pipe from one rank to another; ``put`` and ``take`` are generators that yield to wait for the peer."""
+    """The pipe from one rank to another; ``put`` and ``take`` are generators that yield to wait for the peer.
+
+    Attributes:
+        peer: The other rank.
+        channel: Its channel.
+        is_out: True if this rank fills it.
+    """
+
+    channel, is_out = COLLECTIVES, False
 
     def __init__(
         self,
@@ -295,8 +311,8 @@ class Pipe:
         self._words, self._futex = words, futex
         self._posted, self._taken, self._lengths = cells
         self._chunks, self._chunk = chunks, chunk
-        self._peer, self._asleep = peer
-        self._bit, self._need = 1 << self._peer % 32, (NEVER, (self._peer,))
+        self.peer, self._asleep = peer
+        self._bit, self._need = 1 << self.peer % 32, (NEVER, (self.peer,))
 
     def put(self, address: int, nbytes: int, kind: int) -> Iterator[Need]:
         """Write the ``nbytes`` at ``address`` into the pipe; end when the last chunk is in it. No bytes are a chunk."""
@@ -342,7 +358,7 @@ class Pipe:
                 if words[at] == nbytes - offset and words[at + 1] == kind:
                     break
                 if (epoch := words[at + 1] >> EPOCH) == kind >> EPOCH:
-                    raise differ(self._peer, words[at + 1], words[at] + offset, nbytes)
+                    raise differ(self.peer, words[at + 1], words[at] + offset, nbytes)
                 if epoch < kind >> EPOCH:
                     taken += 1
                     self._tell(self._taken, taken)
@@ -381,8 +397,8 @@ def _block(size: int) -> int:
 
 
 def _calls(size: int) -> int:
-    """Return the count of numbers in which a rank describes its calls."""
-    return _rounded(_CALLS + _CALLS_PER_RANK * size, _LINE)
+    """Return the count of numbers in which a rank describes its calls and its wait."""
+    return _rounded(_CALLS + _WAIT + (_CALLS_PER_RANK + _WAIT_PER_RANK) * size, _LINE)
 
 
 def _message_chunk(size: int) -> int:

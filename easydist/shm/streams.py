@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 from easydist.errors import CollectiveTimeout, DisagreementError, EasydistError
+from easydist.shm import cycles
 from easydist.shm.calls import Calls
 from easydist.shm.futex import give_core
-from easydist.shm.progress import helper, move_all, running, waits
+from easydist.shm.progress import OWN_THREADS, handles, helper, is_alone, move_all, running, waits
 from easydist.shm.slots import NEVER, Need, Pipe, Slots
 
 Guard = Callable[[Sequence[int], float], None]
@@ -40,6 +41,9 @@ does not wake this wait. Later sleeps take a twentieth of the time in which noth
 _UNLOCKED = 1.0
 """Seconds after which a lock does not come free: a signal's exception has struck while this thread took it."""
 
+_SEVERAL = -1
+"""In place of the thread that begins all operations: there are several."""
+
 _all: weakref.WeakSet[Streams] = weakref.WeakSet()
 
 
@@ -56,9 +60,11 @@ class Operation:
         is_own: True if that error is its own, which ``wait`` then raises itself.
         is_collective: False for a message between two ranks.
         polled: The times at which it was first polled, and at which a poll last called the guard.
+        describe: Returns the description of a message, see ``calls``; None for a collective.
     """
 
     keep: object = None
+    describe: Callable[[], tuple[int, int]] | None = None
     left = 0
     error: BaseException | None = None
     is_own, is_collective = False, True
@@ -134,6 +140,7 @@ class Streams:
 
     Attributes:
         error: The error that has ended all operations, so that no further one can begin; else None.
+        excludes: Returns a true value while the caller lets no other thread begin an operation.
     """
 
     def __init__(self, slots: Slots, calls: Calls, guard: Guard) -> None:
@@ -143,6 +150,8 @@ class Streams:
         self._streams: dict[object, _Stream] = {}
         self._active: list[_Stream] = []
         self.error: BaseException | None = None
+        self.excludes: Callable[[], object] = _never
+        self._thread: int | None = None
         _all.add(self)
 
     def is_idle(self, key: object) -> bool:
@@ -160,6 +169,8 @@ class Streams:
             RuntimeError: The communicator is closed or broken, or belongs to another process.
         """
         operation = Operation(self)
+        if threading.get_ident() != self._thread:
+            self._used_by_another()
         with self._lock:
             if self._active:
                 self._advance()
@@ -262,8 +273,11 @@ class Streams:
                     if self.spin(operation):
                         return
                     moved = time.monotonic()
-                told = self._tell_guard(operation, began, told, limit)
+                before, told = told, self._tell_guard(operation, began, told, limit)
+                if told > before and self._calls.compares and self._is_stuck(operation):
+                    self._find_cycle(operation)
         finally:
+            self._calls.cycles.end()
             slots.show_waiting(False)
             waits.remove(operation)
 
@@ -300,6 +314,50 @@ class Streams:
             if error is not None:
                 self._drop(error)
                 raise error
+
+    def _used_by_another(self) -> None:
+        """Note which thread begins the operations."""
+        is_first = self._thread is None and not threading.current_thread().name.startswith(OWN_THREADS)
+        self._thread = threading.get_ident() if is_first else _SEVERAL
+
+    def _is_stuck(self, operation: Operation) -> bool:
+        """True if this process begins no operation of the communicator until this one has ended."""
+        if threading.get_ident() != self._thread:
+            handle = handles.get(self._thread or 0)
+            if handle is None or operation not in handle.parts:
+                return False
+        return bool(self.excludes()) or is_alone(self._thread)
+
+    def _find_cycle(self, operation: Operation) -> None:
+        """Make sure that this rank and others do not wait for one another for ever.
+
+        Raises:
+            DisagreementError: They do.
+        """
+        with self._lock:
+            self._advance()
+            if not operation.left:
+                return
+            call = None if operation.describe is None else operation.describe()
+            error = self._calls.cycle(self._flags(operation), call)
+            if error is not None:
+                self._drop(error)
+                raise error
+
+    def _flags(self, operation: Operation) -> list[int]:
+        """Return what an operation needs from each rank, and what this rank has begun for it, see ``cycles``."""
+        flags, slots = [0] * self._slots.size, self._slots
+        for key, stream in self._streams.items():
+            if not stream.queue:
+                continue
+            is_awaited = any(queued is operation for _, queued in stream.queue)
+            step, ranks = stream.need
+            if isinstance(key, Pipe):
+                flags[key.peer] |= cycles.begun(key) | (cycles.need(key) if is_awaited else 0)
+            elif key is None:
+                late = [rank for rank in ranks if is_awaited and not slots.has_published(rank, step)]
+                flags = [flag | cycles.BEGUN | cycles.STEP * (rank in late) for rank, flag in enumerate(flags)]
+        return flags
 
     def _awaited(self, operation: Operation) -> list[int]:
         """Return the ranks that block the streams of an operation."""
@@ -378,6 +436,8 @@ class Streams:
         Raises:
             RuntimeError: The communicator is closed or broken, or belongs to another process.
         """
+        if threading.get_ident() != self._thread:
+            self._used_by_another()
         if self.error is not None:
             raise RuntimeError(f"this communicator can no longer be used: {self.error}") from self.error
 
@@ -388,6 +448,10 @@ class Streams:
         self._streams.clear()
         self._calls.close()
         del self._slots
+
+
+def _never() -> bool:
+    return False
 
 
 def _after_fork() -> None:

@@ -134,12 +134,16 @@ class Backend(ABC):
             limit: The time limit of all waits together; None to leave it to the guard of the waits.
         """
 
-    def compare(self, error: Callable[[str], DisagreementError], who: str) -> None:  # noqa: B027 - most cannot
+    def compare(  # noqa: B027 - most cannot
+        self, error: Callable[[str], DisagreementError], who: str, excludes: Callable[[], object] | None = None
+    ) -> None:
         """Compare the ranks' operations from now on, as ``call`` describes them. All ranks call this.
 
         Args:
             error: Makes the error that all ranks raise if operations differ.
             who: The name of the communicator, for its text.
+            excludes: Returns a true value while the caller lets no other thread begin an operation; None if it never
+                does so.
         """
 
     def close(self) -> None:  # noqa: B027 - most backends own nothing

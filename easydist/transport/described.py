@@ -65,6 +65,8 @@ OWN: Described = (1, 0)
 """The description of every exchange that is part of one of easydist's verbs, which compare their calls themselves."""
 
 PAIRS = frozenset(["send", "recv"])
+"""The operations of two ranks. They are compared by their data; a text that names one is about ranks in a circle."""
+
 MESSAGE: Described = (0, 0)
 """The description of a message: the backend looks at its tensor."""
 
@@ -88,6 +90,19 @@ def described(
     if tensor is None:
         return code, 0
     return code | DTYPE_CODES[tensor.dtype], tensor.numel()
+
+
+def described_message(name: str, dtype: int, nbytes: int, peer: int) -> Described:
+    """Return the description of a message, for a text.
+
+    Args:
+        name: ``"send"`` or ``"recv"``.
+        dtype: The part of the code that stands for the dtype.
+        nbytes: The bytes.
+        peer: The other rank.
+    """
+    kind = _dtype_of(dtype)
+    return _NAME_CODES[name] | dtype | peer + 1 << _ROOT, nbytes if kind is None else nbytes // kind.itemsize
 
 
 def text_of(call: Call) -> str:
@@ -158,14 +173,17 @@ def text(dispute: Dispute, end: str) -> str:
     if dispute.message is not None and _is_bare(dispute):
         return _text_of_message(dispute.message, dispute.calls, end)
     names = dict.fromkeys(_name_of(call) for call in dispute.calls if call.code >= 0)
+    is_circle = dispute.message is None and not PAIRS.isdisjoint(names)
     rows = [f"  rank {rank}: {text_of(call)}" for rank, call in enumerate(dispute.calls)]
     if dispute.message is not None:
         rows.append(_row(dispute.message, max(call.code for call in dispute.calls)))
-    head = f"{' and '.join(names)}: the ranks made different calls"
-    return "\n".join([head, *rows, _SAME, end])
+    what = "ranks wait for one another for ever" if is_circle else "the ranks made different calls"
+    return "\n".join([f"{' and '.join(names)}: {what}", *rows, _MEET if is_circle else _SAME, end])
 
 
 _SAME = "Every rank has to make the same calls in the same order, with the same dtypes and sizes."
+
+_MEET = "Every recv needs a send of the other rank, which must not wait for this one before; batches need no order."
 
 
 def _row(message: Message, code: int) -> str:

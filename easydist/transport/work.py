@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from easydist.errors import DisagreementError
+from easydist.shm.progress import handles
 from easydist.transport.background import at_once, in_background
 
 Failed = Callable[[str, timedelta, BaseException], BaseException]
@@ -121,14 +122,23 @@ class TorchWork:
             RuntimeError: The operation failed; every further ``wait`` raises the same error again.
         """
         if not self._is_done:
-            with self._lock:
-                self._finish()
+            handles[mine := threading.get_ident()] = self
+            try:
+                with self._lock:
+                    self._finish()
+            finally:
+                handles.pop(mine, None)
             if self._futures:
                 self._tell_futures()
             if self._error is not None:
                 if isinstance(self._error, DisagreementError):
                     self._error.is_told = True
                 raise self._error
+
+    @property
+    def parts(self) -> Sequence[Begun]:
+        """The parts that have not ended."""
+        return self._pending
 
     def wait_blocking(self) -> None:
         """Block the CPU until the operation has completed; on a GPU, too."""

@@ -139,4 +139,4 @@ def test_threads_and_descriptors_end_with_the_group_that_was_recovered(case):
     everyone = list(range(int(case[0])))
     assert statuses == [0] * len(everyone)
     assert {rank: row["members"] for rank, row in rows.items()} == dict.fromkeys(everyone, everyone)
-    assert all(row["more"] == {} for row in rows.values())
+    assert {rank: row["more"] for rank, row in rows.items()} == {rank: {} for rank in everyone}

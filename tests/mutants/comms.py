@@ -4,6 +4,27 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "comms/statuses.py",
+        "_waits_for",
+        "or not known[other].needs",
+        "",
+        "tests/comms/test_cycles.py::test_drawn_programs_end_over_gloo",
+    ),
+    Mutant(
+        "comms/statuses.py",
+        "_needs",
+        "return recvs or (sends if len(sends) == 1 else [])",
+        "return recvs",
+        "tests/comms/test_cycles.py::test_over_gloo",
+    ),
+    Mutant(
+        "comms/circles.py",
+        "Splits._ended",
+        "[told for rank, told in known.items() if rank in self._mine",
+        "[told for rank, told in known.items() if rank not in self._mine",
+        "tests/comms/test_cycles.py::test_splits_with_other_lists",
+    ),
+    Mutant(
         "comms/comm.py",
         "TorchComm.split",
         "options = copy.copy(self._options)",

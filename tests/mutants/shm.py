@@ -54,6 +54,27 @@ MUTANTS = [
         "tests/comms/test_disagreements.py::test_messages_that_differ",
     ),
     Mutant(
+        "shm/cycles.py",
+        "Cycles._needs",
+        " & ~(words[there + _FLAGS + rank] >> _BEGUN)",
+        "",
+        "tests/comms/test_cycles.py::test_a_message_that_another_one_precedes_is_no_circle",
+    ),
+    Mutant(
+        "shm/cycles.py",
+        "need",
+        "<< pipe.channel",
+        "<< 0",
+        "tests/comms/test_cycles.py::test_ranks_in_a_circle_raise_before_the_limit",
+    ),
+    Mutant(
+        "shm/progress.py",
+        "is_alone",
+        "return all(",
+        "return True or all(",
+        "tests/comms/test_cycles.py::test_a_thread_that_may_send_later_breaks_a_circle",
+    ),
+    Mutant(
         "shm/progress.py",
         "_after_fork_in_parent",
         "helper.resume()",

@@ -26,7 +26,7 @@ from easydist.errors import DisagreementError
 from easydist.liveness.limited import CppThread
 from easydist.liveness.monitor import Monitor
 from easydist.transport.backend import Backend, Transfer, set_to
-from easydist.transport.described import DTYPE_CODES, OWN, Described
+from easydist.transport.described import DTYPE_CODES, MESSAGE, OWN, Described
 from easydist.transport.reduce_op import RedOpType, ReduceOp, combine, combine_into
 from easydist.transport.work import ENDED, Pending, TorchWork
 from easydist.typing import Device
@@ -48,7 +48,7 @@ _SIZED_TAG = 1 << 29
 """The first of as many tags for messages of described operations. A tag is a hash of the operation and the length: gloo
 ends the process if a message is longer than its receiver expects, and leaves memory uninitialised if it is shorter."""
 
-_KEPT = 32
+KEPT = 32
 """The operations whose descriptions are kept."""
 
 _REDUCED_AT_ONCE = 1 << 15
@@ -190,10 +190,14 @@ class Posted:
         sends: The bytes to each rank.
         recvs: The bytes from each rank.
         room: The length of the receivers' memory if they do not know that of the message; else None.
+        batch: The description of the batch that this message is a part of; ``call`` if it is no message of a batch.
     """
 
-    def __init__(self, key: int, call: Described, turn: int = 0, like: Posted | None = None) -> None:
+    def __init__(
+        self, key: int, call: Described, turn: int = 0, like: Posted | None = None, batch: Described | None = None
+    ) -> None:
         self.key, self.call, self._turn = key, call, turn
+        self.batch = batch or call
         self.room: int | None = None
         self.sends: dict[int, int] = {} if like is None else like.sends
         self.recvs: dict[int, int] = {} if like is None else like.recvs
@@ -223,10 +227,12 @@ class Gloo(_Group):
         self._members: Sequence[int] = range(self.size)
         self._channel = 0
         self._turns = itertools.count()
-        self.log: deque[Posted] = deque(maxlen=_KEPT)
+        self.log: deque[Posted] = deque(maxlen=KEPT)
         self._number, self._messages = 0, Counter[tuple[str, int]]()
 
-    def compare(self, error: Callable[[str], DisagreementError], who: str) -> None:
+    def compare(
+        self, error: Callable[[str], DisagreementError], who: str, excludes: Callable[[], object] | None = None
+    ) -> None:
         self.compares, self.call = True, OWN
 
     def among(self, ranks: Sequence[int], channel: int) -> Gloo:
@@ -238,7 +244,7 @@ class Gloo(_Group):
         """
         part = copy.copy(self)
         part._members, part._channel, part._turns = list(ranks), channel, itertools.count()
-        part.log, part._number, part._messages = deque(maxlen=_KEPT), 0, Counter()
+        part.log, part._number, part._messages = deque(maxlen=KEPT), 0, Counter()
         part.rank, part.size = part._members.index(self.rank), len(ranks)
         return part
 
@@ -314,7 +320,8 @@ class Gloo(_Group):
         if self.call is None or self.call is OWN:
             return self._post(fn, tensor, self._members[peer], self._tag(_SEND_TAG)) if tensor.numel() else ENDED
         self._messages[way := (fn.__name__, peer)] += 1
-        posted = Posted(self._messages[way], (-DTYPE_CODES[tensor.dtype], 0))
+        batch = None if self.call is MESSAGE else self.call
+        posted = Posted(self._messages[way], (-DTYPE_CODES[tensor.dtype], 0), batch=batch)
         self.log.append(posted)
         if tensor.numel():
             return self._post(fn, tensor, self._members[peer], posted)

@@ -29,7 +29,7 @@ from easydist.shm.slots import COLLECTIVES, POINT_TO_POINT, Differ, Need, Slots,
 from easydist.shm.steps import Place, Steps
 from easydist.shm.streams import Guard, Streams, Task
 from easydist.transport.backend import Backend
-from easydist.transport.described import DTYPE_CODES, GOES_ON, OWN, text
+from easydist.transport.described import DTYPE_CODES, GOES_ON, OWN, described, text
 from easydist.transport.reduce_op import ReduceOp, check_reducible, combine_into
 from easydist.transport.work import ENDED, Pending
 
@@ -91,15 +91,18 @@ class Shm(Backend):
         """
         return Slots.nbytes(size, slot)
 
-    def compare(self, error: Callable[[str], DisagreementError], who: str) -> None:
+    def compare(
+        self, error: Callable[[str], DisagreementError], who: str, excludes: Callable[[], object] | None = None
+    ) -> None:
         self._calls.error_of = lambda dispute: error(text(dispute, f"{who} {GOES_ON}"))
         self.compares = self._calls.compares = True
         self.call = OWN
+        if excludes is not None:
+            self._streams.excludes = excludes
 
     def _word(self) -> int:
         """Return the word of the collective that begins; 0 if calls are not compared."""
-        if self._streams.error is not None:
-            self._streams.check()  # a call that is refused has no number
+        self._streams.check()  # a call that is refused has no number
         return 0 if (call := self.call) is None else self._calls.begin(*call)
 
     def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> Pending:
@@ -157,15 +160,18 @@ class Shm(Backend):
     def send(self, tensor: torch.Tensor, dst: int) -> Pending:
         self._streams.check()
         put = self._put(POINT_TO_POINT, dst, tensor, self._kind(tensor))
-        return ENDED if put is None else self._message(put, tensor)
+        return ENDED if put is None else self._message("send", put, tensor, dst)
 
     def recv(self, tensor: torch.Tensor, src: int) -> Pending:
         self._streams.check()
-        return self._message(self._take_message(src, tensor, self._kind(tensor)), tensor)
+        return self._message("recv", self._take_message(src, tensor, self._kind(tensor)), tensor, src)
 
-    def _message(self, task: Task, tensor: torch.Tensor) -> Pending:
+    def _message(self, name: str, task: Task, tensor: torch.Tensor, peer: int) -> Pending:
         operation = self._streams.begin([task], tensor)
         operation.is_collective = False
+        if operation.left:
+            about = None if self.call is OWN else (name, tensor, peer)
+            operation.describe = lambda: OWN if about is None else described(*about)
         return operation
 
     def _kind(self, tensor: torch.Tensor) -> int:
