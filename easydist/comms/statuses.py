@@ -169,8 +169,8 @@ class Statuses:
 
 
 def _waits_for(known: Mapping[int, _Told], rank: int, other: int) -> bool:
-    """True if a rank waits for something that another one, which waits, too, has not begun."""
-    if rank not in known or other not in known or not known[other].needs:
+    """True if a rank waits for something that another one has not begun."""
+    if rank not in known or other not in known:
         return False
     needed = [(what, number) for peer, what, number in known[rank].needs if peer == other]
     return any((last := known[other].last(what, rank)) is not None and last < number for what, number in needed)

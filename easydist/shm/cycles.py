@@ -137,11 +137,10 @@ class Cycles:
             self._words[self._own + _WAIT] = 0
 
     def _needs(self, rank: int, other: int) -> bool:
-        """True if a rank waits for something that another one, which waits, too, has not begun."""
+        """True if a rank waits for something that another one has not begun."""
         words, at, there = self._words, self._at[rank], self._at[other]
-        if not (words[at + _WAIT] and words[there + _WAIT]):
-            return False
-        return bool(words[at + _FLAGS + other] & ~(words[there + _FLAGS + rank] >> _BEGUN) & _NEEDS)
+        needs = words[at + _FLAGS + other] & ~(words[there + _FLAGS + rank] >> _BEGUN) & _NEEDS
+        return bool(words[at + _WAIT] and needs)
 
     def _call(self, rank: int) -> tuple[int, int]:
         code, numel = self._words[self._at[rank] + _CODE : self._at[rank] + _FLAGS].tolist()

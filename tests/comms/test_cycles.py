@@ -109,6 +109,44 @@ def hear(comm):
     comm.barrier(False)
 
 
+def late():
+    """Wait for longer than the others need to find a circle."""
+    threading.Event().wait(1.2)
+
+
+@pytest.mark.slow
+@distributed(world_size=3, timeout=within(60))
+def test_only_the_operation_counts_for_which_a_rank_waits(rank, world_size):
+    """Rank 2 waits for rank 0, of which a barrier that it does not wait for needs rank 2; rank 1 is late."""
+    comm, data = made(), torch.full((3,), float(rank))
+    if rank == 0:
+        work = comm.barrier(True)
+        comm.recv(data, 1, False)
+        comm.send(data, 2, False)
+        work.wait()
+    elif rank == 1:
+        late()
+        comm.send(data, 0, False)
+        comm.barrier(False)
+    else:
+        comm.recv(data, 0, False)
+        comm.barrier(False)
+    assert data.tolist() == [1, 1, 1]
+
+
+@pytest.mark.slow
+@distributed(world_size=3, timeout=within(60))
+def test_after_an_error_ranks_wait_for_a_late_one(rank, world_size):
+    """Ranks 0 and 1 have begun all that the other one needs, and wait until rank 2 has heard of the error."""
+    comm = made()
+    demand_one_error(lambda: comm.all_reduce(torch.ones(3 + rank), ReduceOp.SUM, False), comm, goes_on=False)
+    if rank == 2:
+        late()
+    outputs = list(torch.zeros(3, 2))
+    comm.all_to_all(outputs, [torch.full((2,), float(rank))] * 3, False)
+    assert torch.stack(outputs)[:, 0].tolist() == [0, 1, 2]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("receives_in", ["thread", "main thread"])
 @distributed(world_size=2, timeout=within(60))

@@ -6,8 +6,8 @@ MUTANTS = [
     Mutant(
         "comms/statuses.py",
         "_waits_for",
-        "or not known[other].needs",
-        "",
+        "last < number for",
+        "last <= number for",
         "tests/comms/test_cycles.py::test_drawn_programs_end_over_gloo",
     ),
     Mutant(
@@ -57,7 +57,7 @@ MUTANTS = [
         "Statuses._is_waiting",
         " or not all(work.has_ended for work in works)",
         "",
-        "tests/comms/test_disagreements.py::test_messages_over_gloo_that_differ",
+        "tests/comms/test_cycles.py::test_over_gloo",
     ),
     Mutant(
         "comms/window.py",
