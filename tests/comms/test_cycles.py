@@ -109,9 +109,9 @@ def hear(comm):
     comm.barrier(False)
 
 
-def late():
+def late(seconds=1.2):
     """Wait for longer than the others need to find a circle."""
-    threading.Event().wait(1.2)
+    threading.Event().wait(seconds)
 
 
 @pytest.mark.slow
@@ -136,15 +136,26 @@ def test_only_the_operation_counts_for_which_a_rank_waits(rank, world_size):
 
 @pytest.mark.slow
 @distributed(world_size=3, timeout=within(60))
-def test_after_an_error_ranks_wait_for_a_late_one(rank, world_size):
-    """Ranks 0 and 1 have begun all that the other one needs, and wait until rank 2 has heard of the error."""
+def test_after_an_error_ranks_wait_for_one_that_has_not_heard_of_it(rank, world_size):
+    """Ranks 0 and 1 have begun all that the other one needs, but nothing moves before rank 2 has raised the error."""
     comm = made()
-    demand_one_error(lambda: comm.all_reduce(torch.ones(3 + rank), ReduceOp.SUM, False), comm, goes_on=False)
     if rank == 2:
-        late()
+        late(3.0)
+    assert error_of(lambda: comm.all_reduce(torch.ones(3 + rank), ReduceOp.SUM, False))
     outputs = list(torch.zeros(3, 2))
     comm.all_to_all(outputs, [torch.full((2,), float(rank))] * 3, False)
     assert torch.stack(outputs)[:, 0].tolist() == [0, 1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@distributed(world_size=3, timeout=within(60))
+def test_ranks_that_wait_in_one_call_for_a_late_one(backend, rank, world_size):
+    comm = made(backend=backend)
+    if rank == 2:
+        late(2.5)
+    begin(comm, "all_reduce")
+    begin(comm, "all_to_all")
 
 
 @pytest.mark.slow

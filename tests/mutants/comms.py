@@ -8,7 +8,7 @@ MUTANTS = [
         "_waits_for",
         "last < number for",
         "last <= number for",
-        "tests/comms/test_cycles.py::test_drawn_programs_end_over_gloo",
+        "tests/comms/test_cycles.py::test_ranks_that_wait_in_one_call_for_a_late_one",
     ),
     Mutant(
         "comms/statuses.py",

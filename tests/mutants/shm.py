@@ -58,7 +58,7 @@ MUTANTS = [
         "Cycles._needs",
         " & ~(words[there + _FLAGS + rank] >> _BEGUN)",
         "",
-        "tests/comms/test_cycles.py::test_after_an_error_ranks_wait_for_a_late_one",
+        "tests/comms/test_cycles.py::test_after_an_error_ranks_wait_for_one_that_has_not_heard_of_it",
     ),
     Mutant(
         "shm/streams.py",
