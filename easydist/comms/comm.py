@@ -284,6 +284,8 @@ class TorchComm(Operations):
         if self._failure is None:
             with contextlib.suppress(Exception):  # their own waits raise it
                 self._backend.finish(self._time_limit)
+            if self._statuses is not None:
+                self._statuses.finish()
 
     def _announce_leaving(self) -> None:
         """Tell the other ranks, in its operations and in verbs, that this rank has left."""

@@ -31,9 +31,6 @@ from easydist.transport.work import TorchWork
 _PATIENCE = 4
 """The looks at a difference until a rank stops waiting for the descriptions of the others; there are four a second."""
 
-_MOST = 64
-"""The most asynchronous operations of which it is known whether they have ended."""
-
 _FOUND = "different"
 _FORM = {
     "calls": [(int, int, int, {str: int}, {str: int})],
@@ -83,7 +80,7 @@ class Statuses:
         self, store: TimedStore, backend: Gloo, text_of: Callable[[Dispute], str], busy: Mapping[str, object]
     ) -> None:
         self._store, self._backend, self._text_of, self._busy = store, backend, text_of, busy
-        self._works: deque[tuple[weakref.ref[TorchWork], Posted | None]] = deque(maxlen=_MOST)
+        self._works: deque[tuple[weakref.ref[TorchWork], Posted | None]] = deque()
         self._seen: object = None
         self._different: str | None = None
         self._told, self._looks = "", 0
@@ -92,7 +89,16 @@ class Statuses:
 
     def add(self, work: TorchWork) -> None:
         """Watch an asynchronous operation, too, which is the last that has begun."""
+        while self._works and ((first := self._works[0][0]()) is None or first.has_ended):
+            self._works.popleft()
         self._works.append((weakref.ref(work), self._last()))
+
+    def finish(self) -> None:
+        """Wait until the collectives under way have ended, each within its time limit."""
+        for ref, posted in tuple(self._works):
+            if posted is not None and posted.call[0] > 0 and (work := ref()) is not None:
+                with contextlib.suppress(Exception):  # its own wait raises it
+                    work.wait()
 
     def found(self) -> str | None:
         """Return the text of the error that a rank has found; None if there is none."""

@@ -281,10 +281,11 @@ def test_two_threads_work_on_two_communicators_and_not_on_one(rank, backend):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 @distributed(world_size=2)
-def test_finalize_completes_the_collectives_under_way(rank):
+def test_finalize_completes_the_collectives_under_way(backend, rank):
     """A rank drops its work and finalizes; the other one still gets the result."""
-    comm, store = made("shm"), dist.distributed_c10d._get_default_store()
+    comm, store = made(backend), dist.distributed_c10d._get_default_store()
     large = torch.ones(1 << 22)
     if rank == 0:
         comm.all_reduce(large, ReduceOp.SUM, True)

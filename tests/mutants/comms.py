@@ -18,6 +18,13 @@ MUTANTS = [
         "tests/comms/test_cycles.py::test_over_gloo",
     ),
     Mutant(
+        "comms/comm.py",
+        "TorchComm._complete",
+        "self._statuses.finish()",
+        "pass",
+        "tests/comms/test_bugs.py::test_finalize_completes_the_collectives_under_way",
+    ),
+    Mutant(
         "comms/circles.py",
         "Splits._ended",
         "[told for rank, told in known.items() if rank in self._mine",
