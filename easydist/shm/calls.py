@@ -132,8 +132,8 @@ class Calls:
         self._suspected: int | None = None
         self.cycles = Cycles(slots)
 
-    def begin(self, code: int, numel: int) -> int:
-        """Describe the next collective, and return its word.
+    def begin(self, call: tuple[int, int]) -> int:
+        """Describe the next collective by its code and its number of elements, and return its word.
 
         Raises:
             DisagreementError: The ranks have disagreed about an earlier call.
@@ -143,8 +143,8 @@ class Calls:
             self.look()
         self.number = number = self.number + 1
         at = self._own + (number % _KEPT << 1)
+        code, words[at + 1] = call
         words[at] = code
-        words[at + 1] = numel
         words[self._begun] = number
         self._fingerprint = fingerprint = (self._fingerprint * _FACTOR + code) & _FINGERPRINT
         return self.high | (number & _NUMBERS) << 32 | fingerprint

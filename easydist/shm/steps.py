@@ -189,16 +189,21 @@ class Steps:
         if not word:
             yield from self.all_reach(self.publish())
             return
-        yield from self.own_slot(
-            half := self.next_half()
-        )  # so that no rank publishes another word before all have read
+        half = self.next_half()
+        if self._read_in[half] >= self._reached_by_all:  # no rank publishes another word before all have read
+            yield from self.own_slot(half)
         yield from self.reach_with(half, 0, word)
 
     def reach_with(self, half: int, nbytes: int, word: int) -> Iterator[Need]:
         """Publish slot ``half``, and wait until all ranks have published theirs, with data of the same length."""
-        yield from self.all_reach(self.publish_data(half, nbytes, word))
-        for rank in self.slots.others:
-            if not self.slots.holds(rank, half, nbytes, word):
+        slots, step = self.slots, self.publish_data(half, nbytes, word)
+        need = step, slots.others
+        for rank in slots.others:
+            while not slots.has_published(rank, step):
+                yield need
+        self._reached_by_all = step
+        for rank in slots.others:
+            if not slots.holds(rank, half, nbytes, word):
                 raise self._differs(rank, half, nbytes, word)
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from easydist.data.backing import absence, is_backed, writable
 from easydist.transport.backend import Backend
 from easydist.transport.reduce_op import ReduceOp
 from easydist.transport.staging import Staging, check_writable, flat
-from easydist.transport.work import Begun, TorchWork, handle, wait
+from easydist.transport.work import COMPLETED, ENDED, Begun, TorchWork, handle, wait
 
 Hints = Mapping[str, str] | None
 How = tuple[bool, Hints, timedelta | None]
@@ -112,13 +112,14 @@ class Checked:
 
     def _ended(self, begun: Begun, timeout: timedelta | None, staging: Staging | None) -> TorchWork:
         """Wait for the end of an operation, and return its handle."""
-        wait(begun, timeout)
+        if begun is not ENDED:
+            wait(begun, timeout)
+        if staging is None:
+            return begun if isinstance(begun, TorchWork) else COMPLETED
+        if staging.copies:
+            staging.copy()
         work = begun if isinstance(begun, TorchWork) else TorchWork()
-        if staging is not None:
-            if staging.copies:
-                staging.copy()
-            work.returning(staging.outputs)
-        return work
+        return work.returning(staging.outputs)
 
     def _raws(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return flat tensors in the dtype that the backend moves."""

@@ -229,6 +229,9 @@ class TorchWork:
             future.set_exception(self._error)
 
 
+COMPLETED = TorchWork()
+"""The handle of all operations without outputs that have ended."""
+
 Begun: TypeAlias = Pending | TorchWork
 """An operation that has begun."""
 

@@ -103,7 +103,7 @@ class Shm(Backend):
     def _word(self) -> int:
         """Return the word of the collective that begins; 0 if calls are not compared."""
         self._streams.check()  # a call that is refused has no number
-        return 0 if (call := self.call) is None else self._calls.begin(*call)
+        return 0 if (call := self.call) is None else self._calls.begin(call)
 
     def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> Pending:
         address, nbytes = output.data_ptr(), data.nbytes
