@@ -4,7 +4,7 @@ import sys
 
 import lazy_loader
 
-from easydist import forks as _forks  # registers a hook that has to see every fork
+from easydist.base import forks as _forks  # registers a hook that has to see every fork
 
 __version__ = "0.1.0.dev0"
 

@@ -40,7 +40,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from easydist import html
+from easydist.base import html
 
 _PACKAGE = str(Path(__file__).parent)
 

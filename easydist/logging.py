@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from easydist.agreement.runner import meet, reported
-from easydist.eager import eager
+from easydist.base.eager import eager
 from easydist.state import communicators
 from easydist.state.default_group import current_rank
 from easydist.typing import Group, Timeout

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, SupportsIndex
 
-from easydist import html
 from easydist.agreement.notes import Notes, listeners
+from easydist.base import html
 from easydist.state import communicators, together
 from easydist.typing import Group
 from easydist.verbs.objects import gather_object

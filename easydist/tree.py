@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree
 
-from easydist import html
+from easydist.base import html
 from easydist.typing import Tree
 
 __all__ = [

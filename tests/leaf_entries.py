@@ -14,7 +14,8 @@ import torch.distributed as dist
 from launching import within
 
 import easydist
-from easydist import modes, weights
+from easydist import weights
+from easydist.base import modes
 from easydist.comms import ReduceOp, new_comm, objcol
 from easydist.metrics import Counts, Sums, WeightedMean, compute
 from easydist.parallel import GroupCoordinator

@@ -11,7 +11,8 @@ import torch
 from launching import ROOT, python
 
 import easydist
-from easydist import html, tree
+from easydist import tree
+from easydist.base import html
 
 
 class Balanced(HTMLParser):

@@ -14,11 +14,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
-from easydist import modes
 from easydist.agreement.agree import Reported, agree, text_of, trust
 from easydist.agreement.call import Call
 from easydist.agreement.calling import calling
 from easydist.agreement.frames import Agreement
+from easydist.base import modes
 from easydist.errors import EasydistError
 from easydist.groups.communicators import Communicators
 from easydist.typing import Timeout

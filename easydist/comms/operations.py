@@ -11,6 +11,7 @@ from typing import NoReturn, TypeVar
 from torch.distributed import Store
 
 from easydist.agreement.notes import listeners
+from easydist.base.modes import demand_data
 from easydist.comms import headers
 from easydist.comms.failures import CommDisagreement, abort, explained, is_late, later
 from easydist.comms.hooks import AbortHook, HookArgs, Hooks, PostHook, PreHook, RemovableHandle
@@ -20,7 +21,6 @@ from easydist.comms.traced import traced
 from easydist.errors import DisagreementError, EasydistError
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.timed_store import TimedStore
-from easydist.modes import demand_data
 from easydist.transport.backend import Backend
 from easydist.transport.backends.c10d import Gloo
 from easydist.transport.checked import About, Begin, Hints, checked_timeout

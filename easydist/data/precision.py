@@ -10,7 +10,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar, overload
 import torch
 
 from easydist import tree
-from easydist.arguments import UNSET, either, hiding
+from easydist.base.arguments import UNSET, either, hiding
 from easydist.typing import T, Tree
 
 __all__ = ["convert_outputs_to_fp32", "convert_to_fp32"]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from easydist import tree
-from easydist.arguments import UNSET, either, hiding
+from easydist.base.arguments import UNSET, either, hiding
 from easydist.data.backing import readable
 from easydist.data.leaves import as_tensor, check_unmasked, is_numeric
 from easydist.errors import ShapeError

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from easydist import html
+from easydist.base import html
 from easydist.data.packing import as_bytes, dtype_name, nbytes, sort_key
 from easydist.errors import WireError
 

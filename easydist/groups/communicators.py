@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from easydist import memory
+from easydist.base.forks import NOT_A_RANK
 from easydist.data.packing import Packed, Packing
 from easydist.errors import EasydistError
-from easydist.forks import NOT_A_RANK
 from easydist.groups.first_meeting import FirstMeeting
 from easydist.groups.founding import Founding, appear, found
 from easydist.groups.reconnecting import gloo_beside, reconnect

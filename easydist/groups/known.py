@@ -10,7 +10,7 @@ from typing import cast
 
 import torch.distributed as dist
 
-from easydist.forks import NOT_A_RANK, groups_of_parents, keep
+from easydist.base.forks import NOT_A_RANK, groups_of_parents, keep
 from easydist.groups.communicators import Communicators
 from easydist.groups.recovering import ALREADY_RECOVERED
 from easydist.transport.backends.c10d import over

@@ -16,8 +16,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from easydist import modes
 from easydist.agreement.calling import calling
+from easydist.base import modes
 from easydist.errors import DisagreementError, EasydistError, RemoteError
 from easydist.groups.communicators import Communicators
 from easydist.messages import frames

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from operator import index
 from typing import Any
 
-from easydist.arguments import UNSET, hiding
-from easydist.eager import eager_methods
+from easydist.base.arguments import UNSET, hiding
+from easydist.base.eager import eager_methods
 from easydist.metrics.columns import as_indices
 from easydist.metrics.schema import Schema, nbytes_of, opened
 from easydist.metrics.store import Store

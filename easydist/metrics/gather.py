@@ -12,7 +12,7 @@ from easydist import tree
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
-from easydist.eager import eager
+from easydist.base.eager import eager
 from easydist.groups.communicators import Communicators
 from easydist.metrics.columns import as_indices, has_rows, opened, padded, taken
 from easydist.metrics.dealing import lot_of, lot_of_last

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb, run
-from easydist.eager import eager, eager_methods
+from easydist.base.eager import eager, eager_methods
 from easydist.errors import DisagreementError
 from easydist.groups.communicators import Communicators
 from easydist.metrics.collate import Collate

@@ -15,8 +15,8 @@ from easydist import tree
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
+from easydist.base.eager import eager
 from easydist.data.backing import backed
-from easydist.eager import eager
 from easydist.groups.communicators import Communicators
 from easydist.metrics.columns import are_plain
 from easydist.metrics.exact import ExactSum, floats, numbers

@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeAlias
 
 from easydist.agreement.call import Call
 from easydist.agreement.runner import run
+from easydist.base.eager import eager
 from easydist.data.structure import send_to_device
-from easydist.eager import eager
 from easydist.groups.communicators import Communicators
 from easydist.metrics.states import GatherStates
 from easydist.state import communicators

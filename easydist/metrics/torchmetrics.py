@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from easydist.agreement.runner import run
+from easydist.base.eager import eager
 from easydist.data.structure import send_to_device
-from easydist.eager import eager
 from easydist.metrics.states import GatherStates
 from easydist.state import communicators
 from easydist.typing import Group, Timeout

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from easydist import html
+from easydist.base import html
 
 _COLUMNS = ("rank", "pid", "state", "operation", "at", "waits for", "for", "memory")
 _TEXTS = ("state", "operation", "at", "waits for")

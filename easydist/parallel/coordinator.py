@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from easydist.agreement.calling import seconds
-from easydist.eager import eager
+from easydist.base.eager import eager
 from easydist.groups.known import unregistered
 from easydist.groups.standalone import gloo_group
 from easydist.parallel.experts import Experts

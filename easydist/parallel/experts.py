@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from easydist.agreement.runner import run
-from easydist.eager import eager
+from easydist.base.eager import eager
 from easydist.parallel.collectives import AllGatherV, ReduceScatter
 from easydist.parallel.membership import Membership
 

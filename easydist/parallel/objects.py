@@ -6,7 +6,7 @@ from typing import Any
 
 from easydist.agreement.calling import calling
 from easydist.agreement.runner import run
-from easydist.eager import eager
+from easydist.base.eager import eager
 from easydist.parallel.membership import Membership
 from easydist.queue import Handle, MessageQueue
 from easydist.state import communicators

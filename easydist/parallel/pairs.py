@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from easydist.eager import eager
+from easydist.base.eager import eager
 from easydist.errors import DisagreementError
 from easydist.messages.frames import OBJECT, TENSOR, Message
 from easydist.messages.pair import Buffers, receive, send

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from easydist.agreement.runner import meet, run
-from easydist.eager import eager
+from easydist.base.eager import eager
 from easydist.parallel import compiled
 from easydist.parallel.capture import GraphCaptureContext, capturing, is_captured
 from easydist.parallel.collectives import AllGatherV, AllReduce, ReduceScatter

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from easydist.agreement.runner import meet
-from easydist.eager import eager
+from easydist.base.eager import eager
 from easydist.errors import EasydistError
 from easydist.messages.frames import TENSOR_DICT, Message
 from easydist.messages.pair import Buffers, receive, send

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from easydist import modes
 from easydist.agreement.runner import meet
+from easydist.base import modes
 from easydist.format import codec
 from easydist.groups.communicators import Communicators
 from easydist.liveness.peer import host_id

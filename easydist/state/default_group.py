@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from easydist import forks
+from easydist.base import forks
 from easydist.groups.founding import Founding
 from easydist.groups.known import let_go
 from easydist.liveness.limited import within

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Protocol, TypeVar, o
 import torch
 import torch.distributed as dist
 
-from easydist import forks, settings
+from easydist import settings
 from easydist.agreement.calling import founding, seconds
 from easydist.agreement.runner import meet
+from easydist.base import forks
+from easydist.base.eager import eager
 from easydist.data.split import split
-from easydist.eager import eager
 from easydist.groups.communicators import Communicators
 from easydist.groups.known import SOLO, of_group, remember
 from easydist.state.absent import WithAdvice, absent

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, overload
 import torch.distributed as dist
 
 from easydist.agreement.calling import seconds
-from easydist.eager import eager
+from easydist.base.eager import eager
 from easydist.groups.communicators import timeout_of
 from easydist.groups.known import forget, of_group, retire, unregistered
 from easydist.groups.recovering import TIMEOUT, Attempt

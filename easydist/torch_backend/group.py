@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
-from easydist import modes
+from easydist.base import modes
+from easydist.base.eager import eager_methods
 from easydist.data.packing import as_bytes
-from easydist.eager import eager_methods
 from easydist.errors import DisagreementError, EasydistError, RemoteError
 from easydist.groups.meeting import NEVER, site
 from easydist.liveness.monitor import Monitor

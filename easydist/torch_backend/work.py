@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from easydist.base.eager import eager_methods
 from easydist.data.backing import absence, backed, is_backed, writable
 from easydist.data.leaves import overlaps
 from easydist.data.packing import as_bytes
-from easydist.eager import eager_methods
 from easydist.errors import EasydistError
 from easydist.transport.background import at_once
 from easydist.transport.work import Begun, wait

@@ -12,11 +12,11 @@ from easydist.agreement.agree import agree
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
-from easydist.arguments import UNSET, hiding
+from easydist.base.arguments import UNSET, hiding
+from easydist.base.eager import eager
 from easydist.data import packing
 from easydist.data.leaves import Leaves, as_value
 from easydist.data.packing import Packed
-from easydist.eager import eager
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.transport.comm import Collectives

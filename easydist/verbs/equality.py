@@ -12,8 +12,8 @@ from easydist.agreement.call import Call, shortened
 from easydist.agreement.disagreement import SHOWN, values_text
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb, run
+from easydist.base.eager import eager
 from easydist.data.values import NBYTES, Value, digest_of, values_of
-from easydist.eager import eager
 from easydist.errors import UnequalError
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators

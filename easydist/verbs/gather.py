@@ -13,9 +13,9 @@ from easydist import tree
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
+from easydist.base.eager import eager
 from easydist.data import packing
 from easydist.data.leaves import Indexed, Leaves, as_array, as_value
-from easydist.eager import eager
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.transport.comm import Collectives

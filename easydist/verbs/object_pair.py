@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from easydist.arguments import UNSET, hiding
-from easydist.eager import eager
+from easydist.base.arguments import UNSET, hiding
+from easydist.base.eager import eager
 from easydist.format import codec
 from easydist.messages.frames import OBJECT, Message
 from easydist.messages.pair import Buffers, receive, send

@@ -16,8 +16,8 @@ from easydist import memory
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb, run
-from easydist.arguments import UNSET, either, hiding
-from easydist.eager import eager
+from easydist.base.arguments import UNSET, either, hiding
+from easydist.base.eager import eager
 from easydist.format import codec
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators

@@ -18,10 +18,10 @@ from easydist import tree
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
+from easydist.base.eager import eager
 from easydist.data.backing import backed
 from easydist.data.leaves import Leaves, as_array
 from easydist.data.structure import TensorInformation
-from easydist.eager import eager
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.typing import Group, T, Timeout, Tree

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb, meet, reported, run
-from easydist.arguments import UNSET, either, hiding
+from easydist.base.arguments import UNSET, either, hiding
 from easydist.data.backing import absence
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators

@@ -14,7 +14,7 @@ import torch
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
-from easydist.eager import eager
+from easydist.base.eager import eager
 from easydist.groups.communicators import Communicators
 from easydist.state import ProcessState, communicators
 from easydist.typing import Group, Timeout

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from easydist.arguments import UNSET, either
+from easydist.base.arguments import UNSET, either
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.typing import Group

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from easydist.agreement.runner import run
-from easydist.arguments import UNSET, hiding
-from easydist.eager import eager
+from easydist.base.arguments import UNSET, hiding
+from easydist.base.eager import eager
 from easydist.errors import DisagreementError
 from easydist.messages.frames import TENSOR_DICT, Message
 from easydist.messages.pair import Buffers, receive, send

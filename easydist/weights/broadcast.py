@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from easydist.agreement.runner import run
-from easydist.arguments import UNSET, hiding
-from easydist.eager import eager
+from easydist.base.arguments import UNSET, hiding
+from easydist.base.eager import eager
 from easydist.state import communicators
 from easydist.typing import Device, Group, Timeout
 from easydist.verbs.ranks import named_rank

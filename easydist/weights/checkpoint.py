@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from easydist.agreement.runner import run
-from easydist.arguments import UNSET, hiding
-from easydist.eager import eager
+from easydist.base.arguments import UNSET, hiding
+from easydist.base.eager import eager
 from easydist.errors import WireError
 from easydist.format.files import load
 from easydist.state import communicators

@@ -9,7 +9,7 @@ import torch
 
 from easydist.agreement.call import Call
 from easydist.agreement.runner import run
-from easydist.eager import eager
+from easydist.base.eager import eager
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.typing import Device, Timeout

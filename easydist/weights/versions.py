@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from easydist.agreement.runner import run
-from easydist.arguments import UNSET, hiding
+from easydist.base.arguments import UNSET, hiding
 from easydist.typing import Group, Timeout
 from easydist.weights.exchange import BUCKET_NBYTES, Sending
 from easydist.weights.members import Member, Publish

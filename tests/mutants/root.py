@@ -32,14 +32,14 @@ MUTANTS = [
         "tests/test_memory.py::test_a_result_that_lives_until_the_end_ends_in_silence",
     ),
     Mutant(
-        "modes.py",
+        "base/modes.py",
         "",
         '    _KEYS.FUNCTIONAL: "under FunctionalTensorMode, where tensors stand for others",\n',
         "",
         "tests/agreement/test_runner.py::test_a_verb_where_tensors_have_no_data_is_an_error_on_all_ranks",
     ),
     Mutant(
-        "arguments.py",
+        "base/arguments.py",
         "either",
         "chosen = value if other is UNSET else other",
         "chosen = value if other is UNSET or not other else other",

@@ -1,0 +1,1 @@
+"""What all other rooms build on, and no user imports: arguments with two names, torch's modes, forks, HTML."""
