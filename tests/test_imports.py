@@ -52,7 +52,11 @@ def run(*code: str) -> str:
 def test_importing_easydist_loads_nothing_heavy():
     before = "import sys; before = set(sys.modules)"
     loaded = set(run(before, "import easydist", "print(*set(sys.modules) - before)").split())
-    assert {name for name in loaded if name.startswith("easydist")} == {"easydist", "easydist.base", "easydist.base.forks"}
+    assert {name for name in loaded if name.startswith("easydist")} == {
+        "easydist",
+        "easydist.base",
+        "easydist.base.forks",
+    }
     assert {name.split(".")[0] for name in loaded} <= sys.stdlib_module_names | {"easydist", "lazy_loader"}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,6 @@ from typing import Any
 from torch.distributed import Store
 
 from easydist.comms.failures import UNMADE, CommDisagreement
-from easydist.liveness.rules import PATIENCE
 from easydist.liveness.stored import decoded, in_store
 from easydist.liveness.timed_store import TimedStore
 from easydist.shm.cycles import circle_of, reached
@@ -51,7 +51,7 @@ class Looks:
         return bool(circle) and all(now >= before + _ENOUGH for now, before in zip(counts, self._counts, strict=True))
 
 
-_FORM = {"number": int, "ranks": [int], "name": str, "looks": int, "different": str}
+_FORM = {"call": str, "ranks": [int], "name": str, "looks": int, "different": str}
 
 
 class Splits:
@@ -78,15 +78,15 @@ class Splits:
             ranks: The list.
             name: The name of the new communicator.
         """
-        number = self._store.add(f"splits/{self._rank}", 1, PATIENCE)
-        self._mine = {"number": number, "ranks": [*ranks], "name": name, "different": ""}
+        self._mine = {"call": os.urandom(8).hex(), "ranks": [*ranks], "name": name, "different": ""}
         self._seen = ""
         self._write()
         try:
             yield
         finally:
             if not self._mine["different"]:
-                self._store.delete(f"split/{self._rank}")
+                with contextlib.suppress(RuntimeError):  # the store is gone
+                    self._store.delete(f"split/{self._rank}")
 
     def _write(self) -> None:
         self._store.set(f"split/{self._rank}", json.dumps(self._mine | {"looks": self._looks.count}))
@@ -103,8 +103,8 @@ class Splits:
         known = {rank: told for rank in range(self._size) if (told := self._of(rank)) is not None}
         waiting = {rank: told for rank, told in known.items() if not told["different"]}
         if circle := self._circle_in(waiting):
-            self._seen = "different/" + "-".join(f"{rank}.{known[rank]['number']}" for rank in circle)
-            if self._looks.are_enough(circle, {rank: (told["number"], told["looks"]) for rank, told in known.items()}):
+            self._seen = "different/" + "-".join(known[rank]["call"] for rank in circle)
+            if self._looks.are_enough(circle, {rank: (told["call"], told["looks"]) for rank, told in known.items()}):
                 self._store.set_first(self._seen, _text(known, circle))
             self._write()
         for found in filter(None, [self._seen, *self._ended(known)]):

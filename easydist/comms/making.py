@@ -189,7 +189,8 @@ def _gloo(place: Place, meeting: Meeting, hosts: Hosts) -> Backend:
     hints = place.options.hints
     where = {key: hints[key] for key in ("hostname", "interface") if key in hints}
     try:
-        gloo = gloo_connections(PrefixStore("gloo", place.store), place.rank, place.size, meeting.left, **where)
+        store, limit = PrefixStore("gloo", place.store), meeting.left
+        gloo = gloo_connections(store, place.rank, place.size, limit, meeting.check, **where)
     except RuntimeError as error:
         what, peers = meeting.monitor.operation, list(meeting.monitor.peers.values())
         raise explained(error, what, place.timeout, peers, UNMADE) from error

@@ -423,7 +423,8 @@ class Communicators:
         self.stop()
         self._inboxes.clear()
         self.has_met = False
-        self._rebuild(reconnect(self._store, self.monitor, functools.partial(gloo_beside, self._group)))
+        check = functools.partial(self.monitor.guard, [*self.monitor.peers])
+        self._rebuild(reconnect(self._store, self.monitor, functools.partial(gloo_beside, self._group, check)))
 
     def _rebuild(self, backend: Gloo) -> None:
         cpu = self._data.get("cpu")

@@ -176,6 +176,12 @@ class Meeting:
 
     def _wait(self, missing: Sequence[int]) -> None:
         """Wait for a moment, or raise if the wait for these ranks cannot succeed."""
+        self.check(missing)
+        time.sleep(POLL)
+
+    def check(self, missing: Sequence[int] | None = None) -> None:
+        """Raise if the wait for some ranks cannot succeed; None is for all."""
+        missing = [*self.monitor.peers] if missing is None else missing
         self.monitor.guard(missing)
         self._look()
         for peer in [self._known[rank] for rank in missing if rank in self._known]:
@@ -185,7 +191,6 @@ class Meeting:
                 raise error
         if time.monotonic() >= self._deadline:
             raise self.monitor.late(missing, self._timeout)
-        time.sleep(POLL)
 
     def _impossible(self, reasons: Sequence[str]) -> RuntimeError:
         return RuntimeError(f"{self._name} needs memory that all ranks share: {'; '.join(reasons)}. {self._instead}")

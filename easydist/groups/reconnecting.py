@@ -11,19 +11,19 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistError, PrefixStore, ProcessGroupGloo, Store
+from torch.distributed import DistError, PrefixStore, Store
 
 from easydist.errors import PeerLostError
+from easydist.groups.standalone import gloo_connections
 from easydist.liveness import texts
 from easydist.liveness.events import Announced, Answer, Do, Step
-from easydist.liveness.limited import NoAnswerError, within
+from easydist.liveness.limited import NoAnswerError
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.peer import Peer
-from easydist.liveness.rules import PATIENCE
 from easydist.liveness.stored import decoded, in_store
 from easydist.liveness.timed_store import POLL, TimedStore
 from easydist.transport.backends.c10d import Gloo
@@ -143,14 +143,14 @@ def is_of_connections(error: RuntimeError) -> bool:
     return any(word in str(error).lower() for word in ("connect", "timed out"))
 
 
-def gloo_beside(group: dist.ProcessGroup, store: Store, timeout: float) -> Gloo:
+def gloo_beside(group: dist.ProcessGroup, check: Callable[[], None], store: Store, timeout: float) -> Gloo:
     """Make a gloo group of the members of ``group``.
 
     Args:
         group: A group that this process belongs to.
+        check: Called again and again meanwhile; it raises to give up.
         store: The store in which the members connect; no other group uses it.
         timeout: Seconds that connecting may take, and each wait of the new group.
     """
-    limit, rank, size = timedelta(seconds=timeout), group.rank(), group.size()
-    gloo: Any = within(timeout + PATIENCE, lambda: ProcessGroupGloo(store, rank, size, limit))
+    gloo = gloo_connections(store, group.rank(), group.size(), timedelta(seconds=timeout), check)
     return Gloo(gloo, torch.device("cpu"), "gloo")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from easydist.liveness.limited import within
 from easydist.liveness.rules import PATIENCE
+from easydist.liveness.timed_store import InterruptibleStore
 
 
 def gloo_group(
@@ -33,13 +35,15 @@ def gloo_group(
     group: Any = dist.ProcessGroup(PrefixStore("group", store), rank, size)
     group._set_default_backend(kind)
     where = {"hostname": host} if host else {}
-    gloo = gloo_connections(PrefixStore("gloo", store), rank, size, timeout, **where)
+    gloo = gloo_connections(PrefixStore("gloo", store), rank, size, timeout, None, **where)
     group._register_backend(torch.device("cpu"), kind, gloo)
     group._set_group_name(name)
     return group  # type: ignore[no-any-return]
 
 
-def gloo_connections(store: Store, rank: int, size: int, timeout: timedelta, **where: str) -> Any:
+def gloo_connections(
+    store: Store, rank: int, size: int, timeout: timedelta, check: Callable[[], None] | None = None, **where: str
+) -> Any:
     """Connect the members by gloo alone, and return a backend that belongs to no group.
 
     Args:
@@ -47,6 +51,7 @@ def gloo_connections(store: Store, rank: int, size: int, timeout: timedelta, **w
         rank: As in ``gloo_group``.
         size: As in ``gloo_group``.
         timeout: As in ``gloo_group``.
+        check: Called again and again meanwhile; it raises to give up.
         where: ``hostname``, this process's own address, or ``interface``; if neither is given, gloo chooses.
 
     Raises:
@@ -55,7 +60,13 @@ def gloo_connections(store: Store, rank: int, size: int, timeout: timedelta, **w
     options = _Gloo._Options()
     options._timeout = timeout
     options._devices = [_Gloo.create_device(**where) if where else _Gloo.create_default_device()]
-    return within(timeout.total_seconds() + PATIENCE, lambda: _Gloo(store, rank, size, options))
+    seconds = timeout.total_seconds()
+    there = InterruptibleStore(store, seconds)
+    try:
+        return within(seconds + PATIENCE, lambda: _Gloo(there, rank, size, options), check)
+    except BaseException:
+        there.give_up()
+        raise
 
 
 _Gloo: Any = ProcessGroupGloo

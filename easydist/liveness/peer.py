@@ -82,9 +82,20 @@ def _state(pid: int | None) -> list[str]:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split() or [""]
     except (FileNotFoundError, ProcessLookupError):
-        return [""]
+        return ["?" if _is_hidden(pid) else ""]
     except OSError:  # it exists, and is hidden from this user
         return ["?"]
+
+
+def _is_hidden(pid: int | None) -> bool:
+    """True if there is such a process of another user, which the system does not show to this one."""
+    try:
+        os.kill(pid or 0, 0)
+    except PermissionError:
+        return True
+    except ProcessLookupError:
+        pass
+    return False
 
 
 class Peer:
@@ -146,9 +157,9 @@ class Peer:
         return self._page is not None
 
     def has_ended(self) -> bool:
-        """True if its process is known to have ended."""
+        """True if its process is known to have ended, even if it did so before this process could attach to it."""
         if self._page is None or self.pid is None:
-            return False
+            return self.shares_pages and self.host_id == _host_id() and _state(self.pid)[0] in _DEAD
         if self._process >= 0:
             poller = select.poll()
             poller.register(self._process, select.POLLIN)
@@ -171,10 +182,8 @@ class Peer:
         self._told_left = number
 
     def is_gone(self) -> bool:
-        """True if its process has ended, even if it did so before this process could attach to it."""
-        if self._page is None:
-            return self.shares_pages and _state(self.pid)[0] in _DEAD
-        return self.has_ended()
+        """Do as ``has_ended``; also if ``EASYDIST_HOST_ID`` says that it is on this host."""
+        return self.has_ended() or (self._page is None and self.shares_pages and _state(self.pid)[0] in _DEAD)
 
     def exit_status(self) -> int | None:
         """Return its exit status, negative for a signal; None if its parent has already collected it."""

@@ -177,6 +177,47 @@ class TimedStore:
                 self._caller, self._unanswered = caller, answer
 
 
+class InterruptibleStore(Store):
+    """A store in which torch's own waits end once the caller gives up, so that no thread and no socket stays behind.
+
+    torch calls its methods from C++. The values may be any bytes.
+
+    Args:
+        store: The store.
+        seconds: The time limit of all waits.
+    """
+
+    def __init__(self, store: Store, seconds: float) -> None:
+        super().__init__()
+        self._timed, self._ends = TimedStore(store), time.monotonic() + seconds
+
+    def give_up(self) -> None:
+        """End a wait in another thread, and all further ones."""
+        self._ends = 0.0
+
+    def set(self, key: str, value: Any) -> None:
+        """Set a key."""
+        self._timed.set(key, bytes(value).decode("latin-1"))
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key, and return its value."""
+        return self._timed.awaited(key, self._pause).decode().encode("latin-1")
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait for keys."""
+        for key in keys:
+            self._timed.awaited(key, self._pause)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """True if all these keys have been set."""
+        return self._timed.check(keys)
+
+    def _pause(self) -> None:
+        if time.monotonic() >= self._ends:
+            raise RuntimeError("timed out, or given up, in the store through which the ranks connect")
+        time.sleep(POLL)
+
+
 def _answered(question: Callable[[], T]) -> T:
     try:
         return question()

@@ -28,7 +28,7 @@ ALONE += ["3/comm_shm/signal", "3/comm_shm/any_signal"]
 OFTEN = [f"{size}/{kind}/often" for size, kind in [(2, "shm"), (3, "gloo"), (3, "torch_shm"), (4, "0011")]]
 OFTEN += ["3/comm_shm/often", "3/comm_gloo/often", "2/shm/rounds"]
 ALONE += [f"{case}/{how}" for how in ("chain", "verb") for case in ("4/comm_shm", "4/comm_gloo")]
-DIES = [f"3/comm_{kind}/{how}" for kind in ("shm", "gloo") for how in ("chain_dies", "split_dies")]
+DIES = [f"3/comm_{kind}/{how}" for kind in ("shm", "gloo") for how in ("chain_dies", "split_dies", "connect_dies")]
 DIES += ["3/comm_shm/signal_dies"]
 
 

@@ -28,13 +28,13 @@ from leaks import holdings, once
 
 import easydist
 from easydist import EasydistError, ProcessState
-from easydist.comms import SignalCmpOp, TorchComm, new_comm
+from easydist.comms import SignalCmpOp, TorchComm, making, new_comm
 from easydist.groups import recovering
 from easydist.groups.recovering import Recovery
 
 SHORT, LONG = within(0.7), within(20)
 ALONE = ("alone", "async", "verb", "torch", "messages", "chain", "chain_dies", "split", "split_dies")
-ALONE += ("signal", "any_signal", "signal_dies")
+ALONE += ("signal", "any_signal", "signal_dies", "connect_dies")
 QUICK = ("stop", "late", "store_stops", "connect_stops", "early")
 """The scenarios in which the others wait in vain for one rank."""
 
@@ -110,7 +110,10 @@ class Ranks:
     def meet_alone(self, rank: int) -> None:
         """Wait for the last rank, which calls ``recover`` instead, or dies."""
         if rank == self.last:
-            if self.scenario.endswith("dies"):
+            if self.scenario == "connect_dies":  # after the ranks have met
+                making._shm = making._gloo = kill_me  # type: ignore[assignment]
+                self.wait_for_last()
+            elif self.scenario.endswith("dies"):
                 kill_me()
             return
         try:
@@ -251,7 +254,7 @@ class Communicator(Ranks):
                 self.comm.recv(torch.ones(1), self.last, async_op=False)
 
     def wait_for_last(self) -> None:
-        if self.scenario in ("split", "split_dies"):
+        if self.scenario in ("split", "split_dies", "connect_dies"):
             self.comm.split(range(self.size), "part")
         elif self.scenario in ("signal", "signal_dies"):
             self.window.wait_signal(self.last, async_op=False)
