@@ -73,6 +73,17 @@ MUTANTS = [
         "slots.slot_offset(rank, half)",
         "tests/transport/test_conformance.py::test_floats_are_reduced_in_rank_order",
     ),
+    Mutant(
+        "transport/backends/c10d.py",
+        "Gloo._exchange",
+        """        posted = [self._post(self._group.recv, tensor, self._members[peer], tag) for tensor, peer in recvs]
+        return posted + [self._post(self._group.send, tensor, self._members[peer], tag) for tensor, peer in sends]
+""",
+        """        posted = [self._post(self._group.send, tensor, self._members[peer], tag) for tensor, peer in sends]
+        return [self._post(self._group.recv, tensor, self._members[peer], tag) for tensor, peer in recvs] + posted
+""",
+        "tests/transport/test_broken_connections.py",
+    ),
     # Unnoticed when they were first planted: the leader of a host fails.
     Mutant(
         "transport/backends/c10d.py",

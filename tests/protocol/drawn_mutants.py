@@ -73,7 +73,7 @@ DRAWN = [
         ),
     ),
     (
-        256,
+        4434,
         Mutant(
             "rules",
             "        return self.broken is None and (self.was_interrupted or now - self._ended > IDLE)",

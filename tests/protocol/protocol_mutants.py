@@ -44,7 +44,7 @@ PAST = {
         Mutant("status", "store.append(_LOG, report)", 'store.set(f"{_LOG}/1", report)'),
     ),
     "reports on its page only once it has met the others": (
-        256,
+        400,
         Mutant("status", "is_unknown = not self._exchanged", "is_unknown = False"),
     ),
     "passes an interrupt on as another error": (
@@ -206,7 +206,7 @@ PAST = {
         Mutant("reconnecting", "monitor.peers[rank] = Peer(rank, record)", "pass"),
     ),
     "connects for as long as the others wait": (
-        3175,
+        1125,
         Mutant("protocol", "(self._ends_at - now) / 2", "self._ends_at - now"),
     ),
     "does not ask for the younger group": (

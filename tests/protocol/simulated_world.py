@@ -202,7 +202,8 @@ class Link:
     """The connections of ranks: gloo's, or shared memory.
 
     In memory a message is there once it is written, whatever becomes of its sender. Between gloo's pairs it moves when
-    both sides are there, and a side that has closed its connections gets and gives nothing.
+    both sides are there, and a side that has closed its connections gets and gives nothing. A rank that has noticed a
+    closed connection can post nothing: gloo refuses what it wants to receive, which easydist posts before all it sends.
 
     Args:
         world: The world.
@@ -211,16 +212,23 @@ class Link:
 
     def __init__(self, world, is_memory):
         self._world, self.is_memory = world, is_memory
-        self._turns, self._posts, self._closed, self._waiting = {}, {}, {}, {}
+        self._turns, self._posts, self._closed, self._waiting, self._refused = {}, {}, {}, {}, {}
 
     def post(self, rank, members, message):
         """Give a message to all members, a channel and its ranks; returns the key of this exchange."""
         turn = self._turns[rank, members] = self._turns.get((rank, members), 0) + 1
         posts = self._posts.setdefault((members, turn), {})
         posts[rank] = (self._world.now, self._world.soon() * (0.01 if self.is_memory else 1.0), message)
+        if (broken := self._noticed(rank, members[1])) is not None:
+            self._refused[rank, (members, turn)] = broken
         if len(posts) == len(members[1]):
             self._wake()
         return members, turn
+
+    def _noticed(self, rank, members):
+        """The first member of which a rank knows that their connection is broken; None if it knows of none."""
+        noticed = {one for one, time in self._closed.items() if time + self._world.delay <= self._world.now}
+        return next((one for one in members if one != rank and not noticed.isdisjoint((one, rank))), None)
 
     def close(self, rank):
         """All connections of a rank break; the others hear of it in a moment."""
@@ -243,11 +251,13 @@ class Link:
         """When the exchange is complete for a rank (None: not known), and the first rank whose connection is broken."""
         members, _ = key
         posts, last = self._posts[key], 0.0
+        if (rank, key) in self._refused:
+            return None, self._refused[rank, key]
         mine = posts[rank][0]
         for other in members[1]:
             if other == rank:
                 continue
-            if other not in posts:
+            if other not in posts or (other, key) in self._refused:
                 is_broken = not self.is_memory and (other in self._closed or rank in self._closed)
                 return None, other if is_broken else None
             sent, delay, _ = posts[other]

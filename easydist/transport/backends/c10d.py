@@ -252,6 +252,8 @@ class Gloo(_Group):
         self, sends: Iterable[Transfer], recvs: Iterable[Transfer], tag: int | Posted | None = None
     ) -> Sequence[Pending]:
         tag = self._begun() if tag is None else tag
+        # Receive first: if a connection has broken, gloo refuses that before this rank has sent anything. So no rank
+        # gets all headers of a call that another one has given up, even if no store can tell it.
         posted = [self._post(self._group.recv, tensor, self._members[peer], tag) for tensor, peer in recvs]
         return posted + [self._post(self._group.send, tensor, self._members[peer], tag) for tensor, peer in sends]
 
