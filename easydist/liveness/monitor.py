@@ -160,7 +160,8 @@ class Monitor(GroupStatus):
         )
 
     def _heard(self, awaited: Sequence[int], is_exact: bool) -> Iterator[Heard]:
-        for peer in self._unfinished(awaited):
+        # Ranks that meet need all others until they are connected, also those that have come, or have ended this call.
+        for peer in self.peers.values() if self.phase % 2 else self._unfinished(awaited):
             yield self.hear(peer, is_awaited=True)._replace(blocks=is_exact)
         for peer in self._gave_up():
             yield self.hear(peer)

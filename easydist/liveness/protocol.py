@@ -75,6 +75,8 @@ class GroupProtocol(CallProtocol):
             elif behind := _behind(others | {self.rank: told}):
                 yield Step(Do.GIVE_UP if self.rank in behind else Do.PAUSE)
                 others |= dict.fromkeys(behind, NOTHING)
+            elif self._looks:  # a rank has ended: connecting would be in vain, and the next look says so
+                yield Step(Do.PAUSE)
             else:
                 yield Step(Do.LISTEN)
                 if self._still_there(others) == others:

@@ -12,6 +12,7 @@ SCENARIOS = ["kill", "exit", "raise", "stop", "late", "interrupt", "together", "
 CASES = [(3, "shm", name) for name in SCENARIOS]
 CASES += [(3, "gloo", name) for name in SCENARIOS]
 CASES += [(3, "shm", "kill_first"), (3, "gloo", "kill_first"), (4, "0011", "kill_first")]
+CASES += [(3, "shm", "kill_meeting"), (3, "gloo", "kill_meeting")]
 CASES += [(size, "shm", name) for size in (2, 4) for name in ("kill", "late", "raise")]
 CASES += [(4, "0011", name) for name in ("kill", "late", "interrupt", "stop", "store_stops")] + [
     (4, "0001", "kill")
@@ -77,6 +78,16 @@ def test_a_process_that_ends_before_its_first_call_is_named(world_size, backend,
         lost = rf"gather: rank {world_size - 1} is lost: process \d+ on \S+ ended \(killed by SIGKILL\)\n"
         assert re.match(lost, row["text"])
         assert row["fields"]["rank"] == world_size - 1
+        assert row["next"] == "PeerLostError"
+
+
+@pytest.mark.slow
+@cases("kill_meeting")
+def test_the_end_of_a_process_that_has_come_to_reconnect_is_noticed(world_size, backend, scenario):
+    rows, status = survivors(world_size, backend, scenario, "PeerLostError")
+    assert status == -9
+    for row in rows:
+        assert re.match(r"gather: rank 2 is lost: process \d+ on \S+ ended ", row["text"])
         assert row["next"] == "PeerLostError"
 
 

@@ -78,7 +78,9 @@ class Laws:
             self._seen[rank] = seen
 
     def _check_deadline(self, rank):
-        """Law 4: nobody waits past its time, also not for the store."""
+        """Law 4: nobody waits past its time, also not for the store; a process that has ended no longer waits."""
+        if not rank.process.is_alive:
+            return
         if max(self.world.now, rank.process.client.busy_until) > self._ends_at[rank.rank]:
             self.fail(f"rank {rank.rank} waits longer than its time in call {self.group.places[rank.rank]}")
 
@@ -270,9 +272,17 @@ class Laws:
                 self._check_promptness(rank, left, began)
 
     def _check_end(self, rank, other, began):
-        """Law 4, for the end of a rank that can be seen, and had not begun this call or not sent its data."""
-        is_needed = other.monitor.number < rank.monitor.number or other.rank in rank.missing
-        heard = max(other.ended_at, began, rank.met_at) + self._stopped[rank.rank] + 2.0 + self.group.size / 10
+        """Law 4, for the end of a rank that can be seen, and had not begun this call or not sent its data.
+
+        The first data of a call may have come from a rank that has ended since. Then only the wait for the second, or
+        for connecting again, needs that rank. And ranks that have not met cannot know one another's processes before
+        they have read of them in the store, which may have been silent.
+        """
+        has_begun = other.monitor.number >= rank.monitor.number
+        is_needed = not has_begun or other.rank in rank.missing or rank.monitor.phase % 2
+        known = rank.monitor.peers[other.rank].known_since if self.group.schedule.stops else rank.met_at
+        heard = max(other.ended_at, rank.waits_since if has_begun else began, known)
+        heard += self._stopped[rank.rank] + 2.0 + self.group.size / 10
         if is_needed and self.world.now > heard:
             self.fail(f"rank {rank.rank} hears only now that rank {other.rank} ended at {other.ended_at:.3f} s")
 

@@ -83,6 +83,24 @@ def who_has_left_the_meeting_has_to_come_back(code):
     assert met[2].attempt == 2
 
 
+def ranks_that_meet_observe_those_that_have_come(code):
+    """They need all others until they are connected; other waits do not look at ranks that have ended the call."""
+    peers = {0: SimpleNamespace(rank=0), 2: SimpleNamespace(rank=2)}
+    for phase, observed in ((2, [2]), (3, [0, 2])):
+        monitor = SimpleNamespace(phase=phase, peers=peers, _gave_up=list)
+        monitor._unfinished = lambda awaited: [peers[rank] for rank in awaited]
+        monitor.hear = lambda peer, is_awaited: Heard(peer.rank)
+        assert [heard.rank for heard in code.monitor.Monitor._heard(monitor, [2], True)] == observed
+
+
+def nobody_connects_to_a_rank_that_has_ended(code):
+    """It counts as lost at the second look only, and connecting would take half of the time."""
+    rank = _rank(code)
+    assert rank.look([Heard(2, has_ended=True)]) is None
+    _, met = _meets(rank, [{0: Announced(1.0, 1), 2: Announced(1.0, 1)}])
+    assert met is None
+
+
 def who_has_come_in_another_attempt_connects_elsewhere(code):
     """One of two ranks may have met the other before it left the meeting and came back."""
     first, second = ([Announced(1.0, 1), Announced(1.0, attempt)] for attempt in (1, 2))
@@ -207,6 +225,8 @@ CASES = (
     a_report_about_this_call_is_not_about_an_earlier_one,
     a_meeting_is_carried_out_to_its_end,
     who_has_left_the_meeting_has_to_come_back,
+    ranks_that_meet_observe_those_that_have_come,
+    nobody_connects_to_a_rank_that_has_ended,
     who_has_come_in_another_attempt_connects_elsewhere,
     a_rank_that_has_announced_itself_is_observed,
     a_meeting_that_fails_leaves_the_group_broken,

@@ -209,6 +209,14 @@ PAST = {
         1125,
         Mutant("protocol", "(self._ends_at - now) / 2", "self._ends_at - now"),
     ),
+    "observes only those who have not come to a meeting": (
+        163907,
+        Mutant("monitor", "self.peers.values() if self.phase % 2 else self._unfinished", "self._unfinished"),
+    ),
+    "connects to ranks that have ended": (
+        "nobody_connects_to_a_rank_that_has_ended",
+        Mutant("protocol", "elif self._looks:", "elif False:"),
+    ),
     "does not ask for the younger group": (
         "a_wait_in_shared_memory_is_one_of_the_younger_group_in_its_calls",
         Mutant("monitor", "younger.guard(awaited, waited, is_exact)", "pass"),

@@ -170,7 +170,7 @@ def _peer_class(real):
             if told is None:
                 return
             pid, self._entry, self._born = (float(part) if "." in part else int(part) for part in told.decode().split())
-            self._other = running.process.world.processes[pid - 1]
+            self._other, self.known_since = running.process.world.processes[pid - 1], running.process.world.now
             self.pid, self.host, self.host_id = pid, str(self._other.host), str(self._other.host)
             if self._other.host == running.process.host:
                 self._page = self._other.page

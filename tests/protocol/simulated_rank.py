@@ -39,6 +39,8 @@ class SimulatedRank:
         """True if all data of the call has moved."""
         self.missing = []
         """The ranks whose data had not come at the last look of a wait in memory."""
+        self.waits_since = 0.0
+        """When the last wait in memory, or for all ranks to reconnect, began."""
         self.has_signal = False
         self.ended_at = NEVER
         self.headers_at = self.connected_at = self.met_at = 0.0
@@ -89,6 +91,7 @@ class SimulatedRank:
 
     def _wait_in_memory(self, link, key, monitor):
         rank, began = monitor.rank, self.world.now
+        self.waits_since = began
         try:
             link.wait(rank, self.process)
             while True:
@@ -187,7 +190,7 @@ class SimulatedRank:
     def reconnect(self):
         if self.monitor.broken is not None and self.monitor.broken.is_final:
             self.monitor.raise_if_broken()
-        self.has_met, link = False, None
+        self.has_met, self.waits_since, link = False, self.world.now, None
 
         def connect(place, limit):
             nonlocal link

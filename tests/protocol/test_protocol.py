@@ -17,8 +17,13 @@ ONCE = {
     18651: "the same, and the store ended before the others had read the report",
     278320: "the same, and the late rank was stopped",
     321731: "the same, after the ranks had reconnected",
+    92410: "a rank that ended while it waited for a silent store counted as one that waits on when the store answered",
+    413896: "a rank of shared memory ended after it had sent its headers; for another one, the last header came later",
+    39450: "a rank that came to the others' second call while the store was silent, and ended, could not be known",
+    163907: "a rank had come to a meeting, and ended while the others waited for one more",
+    263451: "two ranks had come to a meeting, and ended before the third one came, which tried to connect to them",
 }
-"""Schedules that have broken a law once."""
+"""Schedules that have broken a law once, and what happened in them."""
 
 DEPTHS = {2: 100, 3: 40} if IS_DEEP else {2: 50, 3: 20}
 """The steps that a fault may follow, by the number of ranks; the first calls of two ranks end after about 40."""

@@ -6,6 +6,7 @@ A case is the world size, the backend (shm; gloo; or for each rank a digit that 
 The ranks are forked, so that torch is loaded once. A rank misbehaves once all others wait for it.
 """
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -20,10 +21,11 @@ from forking import forked, side_by_side, statuses
 from launching import within
 
 import easydist
-from easydist import EasydistError, ProcessState
+from easydist import CollectiveTimeout, EasydistError, ProcessState
 
 DEADLINE = within(15)
 TIMEOUT = dict.fromkeys(("stop_inside", "late", "store_stops"), within(0.5)) | {"stop": within(1.5)}  # it waits first
+TIMEOUT["kill_meeting"] = within(10)
 
 
 def others_wait() -> None:
@@ -84,6 +86,19 @@ def data_exchange(rank: int, world_size: int, scenario: str) -> None:
     easydist.gather(torch.ones(100_000), timeout=TIMEOUT.get(scenario))
 
 
+def come_to_reconnect(rank: int, world_size: int) -> None:
+    """Let the last rank end once it has come to reconnect, while others wait there for rank 0, which hears of it."""
+    monitor = ProcessState().communicators().monitor
+    deadline = time.monotonic() + DEADLINE
+    while rank == 0 and not ((report := monitor.peers[1].report()) and report.is_final):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with contextlib.suppress(CollectiveTimeout):
+        easydist.gather(rank, timeout=0.2)
+    if rank == world_size - 1:
+        monitor.guard = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+
+
 def meet(scenario: str, rank: int, world_size: int) -> None:
     """Make the call that the last rank spoils, or the rank that serves the store."""
     if scenario == "together":
@@ -94,6 +109,8 @@ def meet(scenario: str, rank: int, world_size: int) -> None:
         dist.barrier(ProcessState().process_group)
         if rank == world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
+    elif scenario == "kill_meeting":
+        come_to_reconnect(rank, world_size)
     elif rank == (0 if scenario == "store_stops" else world_size - 1):
         misbehave(scenario)
     easydist.gather({"x": torch.ones(3)}, timeout=TIMEOUT.get(scenario))
