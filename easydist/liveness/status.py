@@ -322,7 +322,7 @@ class GroupStatus(GroupProtocol):
         return error
 
     def _lost(self, peer: Peer, how: str = "") -> PeerLostError:
-        status = peer.exit_status() if peer.is_visible else None
+        status = peer.exit_status() if peer.is_visible or peer.has_ended() else None
         what = f"{texts.process(peer.pid, peer.host)}{how or f' ended ({texts.status_text(status)})'}"
         what = what if peer.pid else "it left before the ranks had met"
         error = PeerLostError(texts.lost(self.operation, f"rank {peer.rank}", what, self._last_seen(peer)))
