@@ -333,19 +333,23 @@ class Monitor(GroupStatus):
             next(looks)
             while True:
                 # If the store is silent here, the peer may have read a report there that this rank cannot read now.
-                is_cut_off = self._has_remote_peers() and self._is_cut_off
-                looks.send((time.monotonic(), is_cut_off, self._heard_by_all(broken)))
+                # It may also have fallen silent during the look, of which nothing can be concluded, either.
+                was_cut_off, heard = self._is_cut_off, list(self._heard_by_all(broken))
+                is_cut_off = self._has_remote_peers() and (was_cut_off or self._is_cut_off)
+                looks.send((time.monotonic(), is_cut_off, heard))
                 time.sleep(_LOOK_EVERY)
         except StopIteration as end:
             cause: Cause = end.value
             return cause
 
     def _heard_by_all(self, broken: Peer) -> Iterator[Heard]:
-        self._read_log()
+        logged = self._read_log()
         for peer in [broken, *self.peers.values()]:
             heard = self.hear(peer, remote=True, is_awaited=True)
             is_done = (heard.has_ended or heard.has_left) and peer not in self._unfinished([peer.rank])
             yield heard._replace(has_finished=is_done)
+        for report in logged:  # a later report may have replaced the one about this call
+            yield self.hear(self.peers[report.by], remote=True, logged=report)
 
     def share_memory_with(self, younger: Monitor) -> None:
         """Let verbs over the same ranks and memory have a monitor of their own, with the rules of their calls."""

@@ -91,8 +91,12 @@ class GroupProtocol(CallProtocol):
         return {rank: one if one.attempt > self._over.get(rank, 0) else NOTHING for rank, one in others.items()}
 
     def _follow(self, at: float) -> Generator[Step, Answer | None, None]:
-        """Move on to the later call that others are in; give up instead unless Ctrl-C made this rank miss it."""
-        if at > math.ceil(self.at):
+        """Move on to the later call that others are in; give up instead unless Ctrl-C made this rank miss it.
+
+        A call of two is given up then, too: the other rank has left it with the missed call, and would take what is
+        sent now for a message of a later one.
+        """
+        if is_missed := at > math.ceil(self.at):
             yield Step(Do.NOTICE)
             if not self.was_interrupted:
                 yield Step(Do.GIVE_UP)
@@ -101,6 +105,9 @@ class GroupProtocol(CallProtocol):
         self.at = self.number + 0.5 * is_between
         self._has_followed = True
         yield Step(Do.MOVE)
+        if is_missed and is_between:
+            self._turns.clear()
+            yield Step(Do.GIVE_UP)
 
     def connect_limit(self, now: float) -> float:
         """Return the seconds that connecting may take; it takes almost none unless a rank has left again.

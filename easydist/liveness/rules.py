@@ -209,19 +209,20 @@ class CallProtocol:
     def _left_after(self, heard: Heard) -> bool:
         """True if a rank has left the group for good after sending all its data of this rank's call.
 
-        Numbers of calls say so only if all ranks count all calls: those of communicators, and messages of groups of
-        torch, are not counted, or on some ranks only. Data that this wait still needs at the next look says the
-        opposite in any case. A rank that had given up a call before it left has not come back to that one.
+        It has left outside of calls, or in a later call of two. Numbers of calls say so only if all ranks count all
+        calls: those of communicators, and messages of groups of torch, are not counted, or on some ranks only. Data
+        that this wait still needs at the next look says the opposite in any case. A rank that had given up a call
+        before it left has not come back to that one.
         """
         report = heard.report
-        if report is None or not report.is_final or report.peer is not None:
+        if report is None or not report.is_final:
             return False
         if heard.blocks:
             if heard.rank in self._seen_left:
                 return False
             self._seen_left.add(heard.rank)
         since = report.number if report.left is None else report.left
-        return since > self.at and report.number % 1 > 0  # outside of calls
+        return since > self.at and report.number % 1 > 0  # not in a call of all ranks
 
     def _end_of(self, heard: Heard) -> Cause | None:
         """Return the loss of a peer if it had already ended, or left the group, at earlier looks.

@@ -364,7 +364,11 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         modes.demand_data(operation)
         self._let_go()
         self._monitor.begin(operation, site(), NEVER)
-        self._monitor.check_reports()  # a rank that gave up an operation had joined it, so no wait would find it
+        try:
+            self._monitor.check_reports()  # a rank that gave up an operation had joined it, so no wait would find it
+        except BaseException:
+            self._monitor.end(is_done=False)
+            raise
         self._under_way.append(None)
         try:
             self._backend.call = described(operation, *about)
@@ -463,13 +467,12 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             self._under_way.pop()
         if isinstance(error, DisagreementError):  # all ranks raise it, and go on
             error.is_told, error = True, None
-        if error is None:
-            if not self._under_way:
-                monitor.end()
-        elif isinstance(error, EasydistError):
+        if isinstance(error, EasydistError):
             monitor.give_up(error)
-        elif not isinstance(error, Exception):
+        elif error is not None and not isinstance(error, Exception):
             monitor.interrupted(error)
+        if not self._under_way:  # also after an error: a body that follows waits for nobody in this group
+            monitor.end(error is None and monitor.broken is None)
 
     def guard(self, awaited: Sequence[int], waited: float) -> None:
         """End a wait that is in vain.

@@ -34,6 +34,13 @@ MUTANTS = [
         "tests/torch_backend/test_ends_of_groups.py::test_a_group_is_renewed_in_place",
     ),
     Mutant(
+        "torch_backend/group.py",
+        "SharedMemoryGroup.leave",
+        "monitor.end(error is None and monitor.broken is None)",
+        "error or monitor.end()",
+        "tests/torch_backend/test_ends_of_groups.py::test_a_failed_operation_is_under_way_no_more",
+    ),
+    Mutant(
         "torch_backend/work.py",
         "GroupWork.__del__",
         "self._owner.hold(self)",

@@ -117,6 +117,13 @@ def who_leaves_for_good_has_sent_what_it_had_not_given_up(code):
     assert rank.check([Heard(2, report)]).why is Why.REPORTED
 
 
+def who_knows_of_a_loss_in_a_later_call_of_two_has_sent_what_it_had_not_given_up(code):
+    """It has come to that call by completing this one."""
+    for number, left, is_well in ((1.5, 1.5, True), (1.5, 1.0, False), (0.5, 0.5, False)):
+        report = Report("lost", "", 2, 0, 0, number, 0.0, is_final=True, peer=0, turn=1, left=left)
+        assert (_rank(code).check([Heard(2, report)]) is None) == is_well
+
+
 def a_report_outside_of_calls_counts_unless_its_rank_has_left(code):
     """A communicator gives up outside of calls, and is lost by that."""
     report = Report("remote", "", 2, 0, 0, 1.5, 0.0, left=1.5)
@@ -194,6 +201,7 @@ CASES = {
         a_broken_connection_waits_for_a_silent_store_only_while_a_call_has_time,
         who_has_ended_with_an_exception_has_sent_what_it_had_finished,
         who_leaves_for_good_has_sent_what_it_had_not_given_up,
+        who_knows_of_a_loss_in_a_later_call_of_two_has_sent_what_it_had_not_given_up,
         a_report_outside_of_calls_counts_unless_its_rank_has_left,
         a_report_from_before_the_ranks_reconnected_is_over,
         an_interrupt_that_is_passed_on_stays_one,

@@ -160,8 +160,8 @@ DRAWN = [
         "a_report_outside_of_calls_counts_unless_its_rank_has_left",
         Mutant(
             "rules",
-            "        if report is None or not report.is_final or report.peer is not None:",
-            "        if report is None or report.peer is not None:",
+            "        if report is None or not report.is_final:",
+            "        if report is None:",
         ),
     ),
     (

@@ -167,7 +167,8 @@ class Laws:
         ranks = self.group.ranks
         inside = {rank.monitor.number for rank in ranks if self._inside[rank.rank] is not None}
         outside = [rank for rank in ranks if self._inside[rank.rank] is None]
-        if len(inside) == 1 and all(rank.monitor.number <= max(inside) for rank in outside):
+        # A rank further behind first comes to calls that the others gave up before, and raises what ended those.
+        if len(inside) == 1 and all(0 <= max(inside) - rank.monitor.number <= 1 for rank in outside):
             self._must_return = set() if self.group.schedule.pairs else {rank.rank for rank in outside}
 
     def paired(self, rank, messages):
@@ -309,9 +310,16 @@ class Laws:
                 if rank.sees(other) and self._is_in_body(other) and not rank.monitor._is_limit_given:
                     self.fail(f"rank {rank.rank} misses rank {other}, which is in a body")
                 monitor = self.group.ranks[other].monitor
-                is_there = self._inside[other] is not None and self._inside[other][0] < self.world.now - 0.5
+                # A rank that is stopped between its last look and the error cannot know who has come meanwhile.
+                is_there = self._inside[other] is not None and self._awake(rank.rank, self._inside[other][0]) > 0.5
                 if rank.sees(other) and monitor.number >= rank.monitor.number and is_there:
                     self.fail(f"rank {rank.rank} misses rank {other}, which is in call {monitor.number}")
+
+    def _awake(self, rank, since):
+        """Return the seconds since a time in which a rank has not been stopped."""
+        now, freezes = self.world.now, self.group.schedule.freezes
+        stops = [(max(begin, since), min(begin + seconds, now)) for begin, one, seconds in freezes if one == rank]
+        return now - since - sum(max(0.0, end - begin) for begin, end in stops)
 
     def _is_in_body(self, rank):
         process = self.group.ranks[rank].process

@@ -151,6 +151,19 @@ def _interrupted():
     raise KeyboardInterrupt
 
 
+def a_call_of_two_ends_with_the_call_of_all_that_its_rank_has_missed(code):
+    """The rank takes the others' number for its next call; what it sent now, the other rank would take for later."""
+    for peer, at, ends in ((2, 2.0, True), (2, 1.5, True), (2, 1.0, False), (None, 3.0, False)):
+        rank = code.protocol.GroupProtocol(1, 3)
+        rank.begin_call(0.0, 1.0, 9.0, peer)
+        rank.was_interrupted = True
+        found = [step.do for step in rank._follow(at)]
+        assert (Do.GIVE_UP in found) is ends
+        assert (rank.number, rank.at % 1) == (((1, 0.5) if ends else (0, 0.5)) if peer else (3, 0.0))
+        rank.begin_call(0.0, 1.0, 9.0, 2)
+        assert rank._turn == (1 if ends or peer is None else 2)
+
+
 def a_rank_says_since_when_it_has_not_come_back(code):
     """Later reports do not change it; data of calls after that one is not to be expected of it."""
     rank = _rank(code)
@@ -230,6 +243,7 @@ CASES = (
     who_has_come_in_another_attempt_connects_elsewhere,
     a_rank_that_has_announced_itself_is_observed,
     a_meeting_that_fails_leaves_the_group_broken,
+    a_call_of_two_ends_with_the_call_of_all_that_its_rank_has_missed,
     a_rank_says_since_when_it_has_not_come_back,
     a_message_that_has_been_posted_arrives_from_a_rank_that_has_left,
     a_wait_that_needs_more_of_a_rank_that_has_left_is_in_vain,

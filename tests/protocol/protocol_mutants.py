@@ -39,6 +39,26 @@ PAST = {
         "reports_of_other_hosts_are_read_if_somebody_may_have_given_up",
         Mutant("rules", "return seems_late or apart > LISTEN_EVERY or now - self._began > APART", "return seems_late"),
     ),
+    "raises a loss from a later call of two in a call of all": (
+        "who_knows_of_a_loss_in_a_later_call_of_two_has_sent_what_it_had_not_given_up",
+        Mutant(
+            "rules",
+            "        if report is None or not report.is_final:",
+            "        if report is None or not report.is_final or report.peer is not None:",
+        ),
+    ),
+    "sends in a call of two what the other rank takes for later": (
+        "a_call_of_two_ends_with_the_call_of_all_that_its_rank_has_missed",
+        Mutant("protocol", "        if is_missed and is_between:", "        if False:"),
+    ),
+    "does not notice that the store falls silent at its last look": (
+        38651,
+        Mutant("monitor", "(was_cut_off or self._is_cut_off)", "was_cut_off"),
+    ),
+    "explains a broken connection by the last report of each rank alone": (
+        8217,
+        Mutant("monitor", "        for report in logged:  #", "        for report in ():  #"),
+    ),
     "replaces the last report of the log": (
         191,
         Mutant("status", "store.append(_LOG, report)", 'store.set(f"{_LOG}/1", report)'),
@@ -103,7 +123,14 @@ PAST = {
             "            self.number += 1\n            self.at = self.number + 0.5\n",
         ),
     ),
-    "goes on behind the others": (183, Mutant("protocol", "yield Step(Do.GIVE_UP)", "pass")),
+    "goes on behind the others": (
+        183,
+        Mutant(
+            "protocol",
+            "            if not self.was_interrupted:\n                yield Step(Do.GIVE_UP)",
+            "            if not self.was_interrupted:\n                pass",
+        ),
+    ),
     "remembers reports from before the ranks have reconnected": (
         "a_report_from_before_the_ranks_reconnected_is_over",
         Mutant("rules", "return report.phase >= self.phase\n", "return True\n"),
@@ -206,7 +233,7 @@ PAST = {
         Mutant("reconnecting", "monitor.peers[rank] = Peer(rank, record)", "pass"),
     ),
     "connects for as long as the others wait": (
-        1125,
+        "connecting_has_a_limit",
         Mutant("protocol", "(self._ends_at - now) / 2", "self._ends_at - now"),
     ),
     "observes only those who have not come to a meeting": (

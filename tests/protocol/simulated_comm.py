@@ -83,6 +83,8 @@ class SimulatedComm:
                 self.monitor.give_up(error)
             else:
                 self.monitor.ended_by(error)
+            if self.kind == "counted":
+                self.monitor.end(is_done=False)
             raise
 
     def _collective(self, place, limit):

@@ -238,6 +238,8 @@ class SimulatedRank:
         try:
             self.has_all, self.missing = False, []
             monitor.begin("call", "place", limit, peer)
+            if peer is not None or not self.is_in_memory:
+                self.notice_signals()  # as ``signals_wake_watchdog``: earlier ones do not end the waits of this call
             yield STEP, None
             if monitor.broken is not None or not self.has_met:
                 yield from self.make_ready()

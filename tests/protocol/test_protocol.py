@@ -22,6 +22,15 @@ ONCE = {
     39450: "a rank that came to the others' second call while the store was silent, and ended, could not be known",
     163907: "a rank had come to a meeting, and ended while the others waited for one more",
     263451: "two ranks had come to a meeting, and ended before the third one came, which tried to connect to them",
+    384329: "a call of two followed the others past a call of all, and sent what the other rank took in a later call",
+    440730: "a rank stopped in a call of all raised what had ended the group in a later call of two",
+    168672: "the same, of a rank that had left to recover",
+    38651: "the store fell silent during the last look for a report, and a rank that had left one counted as lost",
+    8217: "a rank gave up two calls in turn, and counted as lost because the second report had replaced the first",
+    446372: "a body after a failed operation counted as one that waits in that group",
+    16066: "Ctrl-C between two calls ended the second, in the simulation alone",
+    208536: "the law expected ranks to return from a call that had been given up before Ctrl-C",
+    305340: "the law expected a stopped rank to know who had come meanwhile",
 }
 """Schedules that have broken a law once, and what happened in them."""
 

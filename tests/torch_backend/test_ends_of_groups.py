@@ -14,6 +14,7 @@ import torch.distributed as dist
 import easydist
 from easydist.errors import CollectiveTimeout, RemoteError
 from easydist.liveness.monitor import Monitor
+from easydist.liveness.page import PeerPage
 from easydist.process_group import NAME
 from easydist.shm.segment import Segment
 from easydist.testing import distributed
@@ -56,6 +57,22 @@ def test_timeout_names_who_is_missing(rank):
     dist.barrier()
     with pytest.raises(CollectiveTimeout, match=r"all_reduce: 1 of 3 ranks did not come"):
         dist.barrier(group=made)
+
+
+@distributed(world_size=2)
+def test_a_failed_operation_is_under_way_no_more(rank):
+    made = group(timeout=timedelta(seconds=0.2))
+    dist.barrier(group=made)
+    if rank == 0:
+        with pytest.raises(CollectiveTimeout):
+            dist.all_reduce(torch.ones(3), group=made)
+    dist.barrier()
+    if rank == 1:  # it hears of that before it joins the operation
+        with pytest.raises(CollectiveTimeout):
+            dist.all_reduce(torch.ones(3), group=made)
+    told = [one for one in PeerPage.find(os.getpid()).memberships() if "all_reduce, call 3" in one.place]
+    assert [one.is_in_call for one in told] == [False]  # else the others take a body that follows for one that waits
+    dist.barrier()
 
 
 @distributed(world_size=2)
