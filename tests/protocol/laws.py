@@ -20,6 +20,10 @@ SLACK = 5.0
 """Seconds by which a call may last longer than its limit: looks, answers that do not come, and broken connections."""
 
 
+ASKING = 0.6
+"""Seconds for which a rank may ask a silent store between its last look and its error: ``PATIENCE`` and a bit."""
+
+
 class GaveUp(NamedTuple):
     """A rank that has given a call up.
 
@@ -311,7 +315,7 @@ class Laws:
                     self.fail(f"rank {rank.rank} misses rank {other}, which is in a body")
                 monitor = self.group.ranks[other].monitor
                 # A rank that is stopped between its last look and the error cannot know who has come meanwhile.
-                is_there = self._inside[other] is not None and self._awake(rank.rank, self._inside[other][0]) > 0.5
+                is_there = self._inside[other] is not None and self._awake(rank.rank, self._inside[other][0]) > ASKING
                 if rank.sees(other) and monitor.number >= rank.monitor.number and is_there:
                     self.fail(f"rank {rank.rank} misses rank {other}, which is in call {monitor.number}")
 
@@ -322,8 +326,9 @@ class Laws:
         return now - since - sum(max(0.0, end - begin) for begin, end in stops)
 
     def _is_in_body(self, rank):
-        process = self.group.ranks[rank].process
-        return process.page.body() and process.is_alive and not process.is_stopped
+        one, process = self.group.ranks[rank], self.group.ranks[rank].process
+        is_known = self.world.now > one.body_since + ASKING or not self.group.schedule.stops
+        return is_known and process.page.body() and process.is_alive and not process.is_stopped
 
     def _has_parted(self, rank, other):
         """True if a rank has broken its connections, or left."""

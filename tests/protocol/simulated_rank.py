@@ -42,7 +42,7 @@ class SimulatedRank:
         self.waits_since = 0.0
         """When the last wait in memory, or for all ranks to reconnect, began."""
         self.has_signal = False
-        self.ended_at = NEVER
+        self.ended_at, self.body_since = NEVER, 0.0
         self.headers_at = self.connected_at = self.met_at = 0.0
 
     # Signals, and what the laws want to know.
@@ -313,6 +313,7 @@ class SimulatedRank:
         """Run a body for which others wait, as in ``main_process_first``."""
         page = self.process.page
         page.set_body("first")
+        self.body_since = self.world.now
         self.group.laws.runs_body(seconds)
         try:
             yield PYTHON, self.world.now + seconds
