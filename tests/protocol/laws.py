@@ -281,12 +281,13 @@ class Laws:
 
         The first data of a call may have come from a rank that has ended since. Then only the wait for the second, or
         for connecting again, needs that rank. And ranks that have not met cannot know one another's processes before
-        they have read of them in the store, which may have been silent.
+        they have read of them in the store, which may have been silent. A call of a group that is lost raises as it
+        begins: the last wait was in an earlier call, and the rank may have been elsewhere since.
         """
         has_begun = other.monitor.number >= rank.monitor.number
         is_needed = not has_begun or other.rank in rank.missing or rank.monitor.phase % 2
         known = rank.monitor.peers[other.rank].known_since if self.group.schedule.stops else rank.met_at
-        heard = max(other.ended_at, rank.waits_since if has_begun else began, known)
+        heard = max(other.ended_at, began, rank.waits_since if has_begun else 0.0, known)
         heard += self._stopped[rank.rank] + 2.0 + self.group.size / 10
         if is_needed and self.world.now > heard:
             self.fail(f"rank {rank.rank} hears only now that rank {other.rank} ended at {other.ended_at:.3f} s")
