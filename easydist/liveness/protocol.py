@@ -93,21 +93,18 @@ class GroupProtocol(CallProtocol):
     def _follow(self, at: float) -> Generator[Step, Answer | None, None]:
         """Move on to the later call that others are in; give up instead unless Ctrl-C made this rank miss it.
 
-        A call of two is given up then, too: the other rank has left it with the missed call, and would take what is
-        sent now for a message of a later one.
+        A call of two is given up in any case: the other rank has left it before the call of all that this one has
+        missed, and would take what is sent now for a message of a later call.
         """
-        if is_missed := at > math.ceil(self.at):
-            yield Step(Do.NOTICE)
-            if not self.was_interrupted:
-                yield Step(Do.GIVE_UP)
         is_between = self.at > self.number
+        if at > math.ceil(self.at):
+            yield Step(Do.NOTICE)
+            if is_between or not self.was_interrupted:
+                yield Step(Do.GIVE_UP)
         self.number = math.ceil(at) - is_between
         self.at = self.number + 0.5 * is_between
         self._has_followed = True
         yield Step(Do.MOVE)
-        if is_missed and is_between:
-            self._turns.clear()
-            yield Step(Do.GIVE_UP)
 
     def connect_limit(self, now: float) -> float:
         """Return the seconds that connecting may take; it takes almost none unless a rank has left again.
