@@ -424,7 +424,7 @@ class Communicators:
         self._inboxes.clear()
         self.has_met = False
         check = functools.partial(self.monitor.guard, [*self.monitor.peers])
-        self._rebuild(reconnect(self._store, self.monitor, functools.partial(gloo_beside, self._group, check)))
+        self._rebuild(reconnect(self._store, self.monitor, functools.partial(gloo_beside, self._group, check=check)))
 
     def _rebuild(self, backend: Gloo) -> None:
         cpu = self._data.get("cpu")

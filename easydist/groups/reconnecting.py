@@ -143,14 +143,16 @@ def is_of_connections(error: RuntimeError) -> bool:
     return any(word in str(error).lower() for word in ("connect", "timed out"))
 
 
-def gloo_beside(group: dist.ProcessGroup, check: Callable[[], None], store: Store, timeout: float) -> Gloo:
+def gloo_beside(
+    group: dist.ProcessGroup, store: Store, timeout: float, check: Callable[[], None] | None = None
+) -> Gloo:
     """Make a gloo group of the members of ``group``.
 
     Args:
         group: A group that this process belongs to.
-        check: Called again and again meanwhile; it raises to give up.
         store: The store in which the members connect; no other group uses it.
         timeout: Seconds that connecting may take, and each wait of the new group.
+        check: Called again and again meanwhile; it raises to give up.
     """
     gloo = gloo_connections(store, group.rank(), group.size(), timedelta(seconds=timeout), check)
     return Gloo(gloo, torch.device("cpu"), "gloo")

@@ -82,20 +82,20 @@ def _state(pid: int | None) -> list[str]:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split() or [""]
     except (FileNotFoundError, ProcessLookupError):
-        return ["?" if _is_hidden(pid) else ""]
+        return ["?" if _exists(pid) else ""]
     except OSError:  # it exists, and is hidden from this user
         return ["?"]
 
 
-def _is_hidden(pid: int | None) -> bool:
-    """True if there is such a process of another user, which the system does not show to this one."""
+def _exists(pid: int | None) -> bool:
+    """True if there is such a process, although the system does not show its status."""
     try:
         os.kill(pid or 0, 0)
-    except PermissionError:
-        return True
     except ProcessLookupError:
+        return False
+    except PermissionError:
         pass
-    return False
+    return pid is not None
 
 
 class Peer:
@@ -159,7 +159,8 @@ class Peer:
     def has_ended(self) -> bool:
         """True if its process is known to have ended, even if it did so before this process could attach to it."""
         if self._page is None or self.pid is None:
-            return self.shares_pages and self.host_id == _host_id() and _state(self.pid)[0] in _DEAD
+            is_here = self.shares_pages and self.host_id == _host_id() != socket.gethostname()
+            return is_here and _state(self.pid)[0] in _DEAD
         if self._process >= 0:
             poller = select.poll()
             poller.register(self._process, select.POLLIN)
