@@ -1,1 +1,1 @@
-"""What all other rooms build on, and no user imports: arguments with two names, torch's modes, forks, HTML."""
+"""Rooms below all others, for this package only: arguments with two names, torch's modes, forks, HTML."""

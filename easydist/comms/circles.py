@@ -18,38 +18,10 @@ from torch.distributed import Store
 from easydist.comms.failures import UNMADE, CommDisagreement
 from easydist.liveness.stored import decoded, in_store
 from easydist.liveness.timed_store import TimedStore
-from easydist.shm.cycles import circle_of, reached
-
-_ENOUGH = 2
-"""The looks of each rank in a circle after which it counts."""
+from easydist.shm.cycles import Looks, circle_of, reached
 
 _LOOK_EVERY = 0.25
 """Seconds between two looks."""
-
-Wait = tuple[object, int]
-"""What distinguishes the wait of a rank from its next one, and its looks."""
-
-
-class Looks:
-    """The looks of one rank at the circle that it sees.
-
-    Attributes:
-        count: The number of looks.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._circle: list[tuple[int, object]] = []
-        self._counts: list[int] = []
-
-    def are_enough(self, ranks: Sequence[int], waits: Mapping[int, Wait]) -> bool:
-        """Look at the ranks of a circle; return True once all of them have looked at it again."""
-        self.count += bool(ranks)
-        circle, counts = [(rank, waits[rank][0]) for rank in ranks], [waits[rank][1] for rank in ranks]
-        if circle != self._circle:
-            self._circle, self._counts = circle, counts
-        return bool(circle) and all(now >= before + _ENOUGH for now, before in zip(counts, self._counts, strict=True))
-
 
 _FORM = {"call": str, "ranks": [int], "name": str, "looks": int, "different": str}
 

@@ -17,12 +17,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from easydist.comms.circles import Looks
 from easydist.liveness.stored import decoded, in_store
 from easydist.liveness.timed_store import TimedStore
 from easydist.liveness.watchdog import watchdog
 from easydist.shm.calls import ABSENT, EQUAL, NOT_BEGUN, UNKNOWN, Call, Dispute, Message
-from easydist.shm.cycles import circle_of
+from easydist.shm.cycles import Looks, circle_of
 from easydist.shm.progress import handles, is_alone
 from easydist.transport.backends.c10d import KEPT, Gloo, Posted
 from easydist.transport.described import described_message
@@ -43,7 +42,7 @@ _NO_WAIT = Call(0, 0)
 
 
 class _Told(NamedTuple):
-    """What a rank has written."""
+    """The operations of a rank, and its wait, as it has written them."""
 
     calls: dict[int, tuple[Call, dict[str, int], dict[str, int]]]
     """Its collectives by their numbers, with the bytes to and from each rank."""
@@ -52,8 +51,8 @@ class _Told(NamedTuple):
     wait: Call
     """The operation for which it waits, if it begins nothing else before that has ended."""
     needs: list[tuple[int, str, int]]
-    """What it waits for: the rank, and the direction and number of the message (or ``"call"`` and a number) that this
-    rank has to begin."""
+    """The needs of this wait: the rank, and the direction and number of the message, or ``"call"`` and a number, that
+    this rank has to begin."""
     looks: int
     """Its looks at a circle of which it is a part."""
 

@@ -10,7 +10,7 @@ has looked again, several times, and nothing has moved: what one look moves, the
 
     4 numbers per rank, written by that rank:
         wait                             the number of its wait; another one whenever something has moved; 0 for none
-        looks                            its looks so far
+        looks                            its looks so far at a circle
         code, elements                   the operation for which it waits
     1 number per rank and other rank:
         flags                            what it needs from that rank, and what it has begun for it
@@ -18,7 +18,7 @@ has looked again, several times, and nothing has moved: what one look moves, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from easydist.shm.slots import Pipe, Slots
 
@@ -80,6 +80,32 @@ def reached(rank: int, size: int, needs: Callable[[int, int], bool]) -> dict[int
     return ways
 
 
+class Looks:
+    """The looks of one rank at the circle that it sees.
+
+    Attributes:
+        count: The number of looks.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._circle: list[tuple[int, object]] = []
+        self._counts: list[int] = []
+
+    def are_enough(self, ranks: Sequence[int], waits: Mapping[int, tuple[object, int]]) -> bool:
+        """Look at a circle; return True once all of its ranks have looked at it again.
+
+        Args:
+            ranks: The ranks of the circle; none if there is none.
+            waits: For each rank a value that distinguishes its wait from its next one, and the looks that it shows.
+        """
+        self.count += bool(ranks)
+        circle, counts = [(rank, waits[rank][0]) for rank in ranks], [waits[rank][1] for rank in ranks]
+        if circle != self._circle:
+            self._circle, self._counts = circle, counts
+        return bool(circle) and all(now >= before + _ENOUGH for now, before in zip(counts, self._counts, strict=True))
+
+
 class Cycles:
     """One rank's view of the waits.
 
@@ -91,10 +117,8 @@ class Cycles:
         self._slots, self._words, self._rank = slots, slots.words, slots.rank
         self._at = [slots.wait_cell(rank) for rank in range(slots.size)]
         self._own = self._at[slots.rank]
-        self._wait = self._looks = 0
+        self._wait, self._looks = 0, Looks()
         self._shown: object = None
-        self._suspected: list[tuple[int, int]] = []
-        self._seen: list[int] = []
 
     def look(self, flags: Sequence[int], call: tuple[int, int]) -> dict[int, tuple[int, int]] | None:
         """Show this rank's wait, and look at those of the others.
@@ -108,14 +132,9 @@ class Cycles:
         """
         self._show(flags, call)
         ranks = circle_of(self._rank, self._slots.size, self._needs)
-        circle = [(rank, self._words[self._at[rank] + _WAIT]) for rank in ranks]
-        looks = [self._words[self._at[rank] + _LOOKS] for rank, _ in circle]
-        if not circle or circle != self._suspected:
-            self._suspected, self._seen = circle, looks
-            return None
-        if any(now < before + _ENOUGH for now, before in zip(looks, self._seen, strict=True)):
-            return None
-        return {rank: self._call(rank) for rank, _ in circle}
+        words, at = self._words, self._at
+        waits = {rank: (words[at[rank] + _WAIT], words[at[rank] + _LOOKS]) for rank in ranks}
+        return {rank: self._call(rank) for rank in ranks} if self._looks.are_enough(ranks, waits) else None
 
     def _show(self, flags: Sequence[int], call: tuple[int, int]) -> None:
         words, own = self._words, self._own
@@ -125,9 +144,8 @@ class Cycles:
             for cell, number in enumerate(shown, own + _CODE):
                 words[cell] = number
             self._wait, self._shown = self._wait + 1, shown
-        self._looks += 1
         self._slots.write(own + _WAIT, self._wait)
-        self._slots.write(own + _LOOKS, self._looks)
+        self._slots.write(own + _LOOKS, self._looks.count)
         self._slots.futex.fence()
 
     def end(self) -> None:
