@@ -188,7 +188,7 @@ class Meeting:
             if peer.register():
                 error = RemoteError(texts.recovers(peer.rank))
                 error.rank = peer.rank
-                raise error
+                raise self.monitor.in_vain() or error  # it may recover because of a rank that has ended
         if time.monotonic() >= self._deadline:
             raise self.monitor.late(missing, self._timeout)
 

@@ -317,11 +317,14 @@ class Monitor(GroupStatus):
 
     def unconnected(self, seconds: float) -> EasydistError:
         """Return the error for ranks that have met but were not connected in time, because one has left again."""
-        everyone = list(self.peers)
-        why = self._in_vain(everyone) or self._in_vain(everyone)  # an ended rank counts as lost at the second look
-        self.give_up(why or self.late(everyone, seconds))
+        self.give_up(self.in_vain() or self.late(list(self.peers), seconds))
         assert self.broken is not None
         return again(self.broken)
+
+    def in_vain(self) -> EasydistError | None:
+        """Return why no wait for all others can succeed; None if it still can."""
+        everyone = list(self.peers)
+        return self._in_vain(everyone) or self._in_vain(everyone)  # an ended rank counts as lost at the second look
 
     def _cause(self, error: Exception, broken: Peer) -> EasydistError:
         cause = Cause(Why.LATE) if "imed out" in str(error) else self._explained(broken)

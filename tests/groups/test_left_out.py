@@ -29,7 +29,7 @@ OFTEN = [f"{size}/{kind}/often" for size, kind in [(2, "shm"), (3, "gloo"), (3, 
 OFTEN += ["3/comm_shm/often", "3/comm_gloo/often", "2/shm/rounds"]
 ALONE += [f"{case}/{how}" for how in ("chain", "verb") for case in ("4/comm_shm", "4/comm_gloo")]
 DIES = [f"3/comm_{kind}/{how}" for kind in ("shm", "gloo") for how in ("chain_dies", "split_dies", "connect_dies")]
-DIES += ["3/comm_shm/signal_dies"]
+DIES += ["3/comm_shm/signal_dies", "3/comm_shm/connect_dies_late", "3/comm_gloo/connect_dies_late"]
 
 
 @functools.cache
@@ -128,7 +128,7 @@ def test_who_waits_outside_of_operations_hears_of_a_death(case):
     assert statuses == [0, 0, -9]
     assert {rank: row["members"] for rank, row in rows.items()} == {0: [0, 1], 1: [0, 1]}
     for rank in (0, 1):
-        assert rows[rank]["met"] == "CommPeerLost"
+        assert rows[rank]["met"] == "CommPeerLost", rows[rank]["heard"]
         assert "rank 2" in rows[rank]["heard"]
 
 

@@ -29,12 +29,13 @@ from leaks import holdings, once
 import easydist
 from easydist import EasydistError, ProcessState
 from easydist.comms import SignalCmpOp, TorchComm, making, new_comm
+from easydist.comms.circles import Splits
 from easydist.groups import recovering
 from easydist.groups.recovering import Recovery
 
 SHORT, LONG = within(0.7), within(20)
 ALONE = ("alone", "async", "verb", "torch", "messages", "chain", "chain_dies", "split", "split_dies")
-ALONE += ("signal", "any_signal", "signal_dies", "connect_dies")
+ALONE += ("signal", "any_signal", "signal_dies", "connect_dies", "connect_dies_late")
 QUICK = ("stop", "late", "store_stops", "connect_stops", "early")
 """The scenarios in which the others wait in vain for one rank."""
 
@@ -50,12 +51,12 @@ def kill_me(*args: object) -> None:
 
 
 class Ranks:
-    """The shared part of a case's ranks: pipes, for messages that must not go through easydist."""
+    """The shared part of a case's ranks: a pipe, for messages that must not go through easydist."""
 
     def __init__(self, case: str) -> None:
         self.case = case
         self.size, self.backend, self.scenario = int(case.split("/")[0]), *case.split("/")[1:]
-        self.done, self.go = os.pipe(), os.pipe()
+        self.done = os.pipe()
         self.last = self.size - 1
 
     def tell(self, pipe: tuple[int, int], times: int = 1) -> None:
@@ -110,7 +111,7 @@ class Ranks:
     def meet_alone(self, rank: int) -> None:
         """Wait for the last rank, which calls ``recover`` instead, or dies."""
         if rank == self.last:
-            if self.scenario == "connect_dies":  # after the ranks have met
+            if "connect_dies" in self.scenario:  # after the ranks have met
                 making._shm = making._gloo = kill_me  # type: ignore[assignment]
                 self.wait_for_last()
             elif self.scenario.endswith("dies"):
@@ -246,6 +247,18 @@ class Communicator(Ranks):
         elif self.scenario == "messages":  # only the last rank and its neighbour know of them
             self.send_some(rank)
 
+    def notice_late(self) -> None:
+        """Let this rank look again only when rank 0 has noticed the death, and recovers."""
+        assert self.comm.monitor is not None
+        peers, look = self.comm.monitor.peers, Splits.look
+
+        def late(splits: Splits) -> None:
+            while peers[self.last].has_ended() and not peers[0].register():
+                pass
+            look(splits)
+
+        Splits.look = late  # type: ignore[method-assign]
+
     def send_some(self, rank: int) -> None:
         for _ in range(3):
             if rank == self.last:
@@ -254,7 +267,9 @@ class Communicator(Ranks):
                 self.comm.recv(torch.ones(1), self.last, async_op=False)
 
     def wait_for_last(self) -> None:
-        if self.scenario in ("split", "split_dies", "connect_dies"):
+        if self.scenario == "connect_dies_late" and self.comm.get_rank() == 1:
+            self.notice_late()
+        if self.scenario in ("split", "split_dies") or "connect_dies" in self.scenario:
             self.comm.split(range(self.size), "part")
         elif self.scenario in ("signal", "signal_dies"):
             self.window.wait_signal(self.last, async_op=False)
