@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -58,6 +59,10 @@ class EasydistError(Exception):
         is_earlier: True if it ended a call that this rank had left before: then the group only has to reconnect.
         is_interrupt: True if Ctrl-C on another rank is the reason.
         is_told: True if an operation, or a wait, of a communicator has raised it.
+        call: The number of the call of all ranks that it ends, for ranks that wait for a message instead: they count
+            that call as made. Else None.
+        circle: The waits that it ends, if ranks wait for one another in a circle: each rank, its partner, and the kind
+            and the number of the message.
     """
 
     raised_in: object = None
@@ -66,6 +71,8 @@ class EasydistError(Exception):
     is_reported = False
     is_interrupt = False
     is_told = False
+    call: int | None = None
+    circle: Sequence[Sequence[int]] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Reduce the error without ``raised_in``, which only this process has, so that it can be sent to its parent."""

@@ -71,6 +71,7 @@ class Monitor(GroupStatus):
         now = time.monotonic()
         may_have_missed = self.begin_call(now, self.timeout if timeout is None else timeout, WARN_AFTER, peer)
         self._is_limit_given = timeout is not None
+        self.crossing.wait = None
         self.operation, self.site, self._place = operation, site, f"{operation}, call {self.number}, at {site}".encode()
         if self._page is not None:
             self._page.begin(self.entry, self._place, now, self.number if peer is None else None, peer)
@@ -142,6 +143,8 @@ class Monitor(GroupStatus):
         listens, is_late = self.listens(now), self.is_late(now)
         if cause is None and listens:
             cause = self.look(self._heard_from_afar())
+        if cause is None and (ranks := self._waits_in_vain(listens)):
+            return self._crossed(ranks)
         if cause is None and (listens or is_late) and self._waits_for_a_body(awaited):
             self.extend(now)
         elif cause is None and is_late:
@@ -222,8 +225,14 @@ class Monitor(GroupStatus):
 
     def begin_reconnecting(self) -> EasydistError | None:
         """Make the phase odd; return the error that broke the old connections."""
+        self.crossing.end()
         with self._lock:
             return self.begin_meeting()
+
+    def end_meeting(self) -> None:
+        """Make the phase even: the ranks are connected."""
+        self.crossing.begun.clear()
+        super().end_meeting()
 
     def give_up_for_others(self) -> None:
         """Give the call up, because the other ranks have given it up and are in a later one.

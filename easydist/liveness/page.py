@@ -22,8 +22,10 @@ bytes   content of an entry
 0       number of the last call of all ranks
 8       1 inside that call, 0 after it
 16      the time when the current call began, or the last one ended: double, seconds of the monotonic clock
-24      1 in a call of all ranks, 2 + r in a call with rank r alone, 0 outside of calls
+24      u32: 1 in a call of all ranks, 2 + r in a call with rank r alone, 0 outside of calls
+28      u32: twice the number of the message for which it waits there, plus its kind (``Wait``); 0 for none
 32      length of the place, u64; the place of the last call (operation, call, file and line)
+616     1 + the rank that it holds up (``Wait``); 0 for none
 624     the time when the entry was made for its group: double, seconds of the monotonic clock
 632     1 once the process has left the group, else 0
 640     length of the description, u64; the first four fields of ``Membership``, as JSON
@@ -49,15 +51,37 @@ from easydist.liveness import stacks
 
 _BODY, _REPORT, _ENTRIES, _ENTRY_NBYTES = 64, 512, 1 << 15, 1 << 11
 _REPORTS, _REPORT_NBYTES = 1 << 21, 1 << 15
-_PLACE, _MADE, _LEFT, _DESCRIPTION, _REGISTER = 32, 624, 632, 640, 1024
+_PLACE, _HOLDS, _MADE, _LEFT, _DESCRIPTION, _REGISTER = 32, 616, 624, 632, 640, 1024
 _VERSION_NBYTES = (_ENTRY_NBYTES - _REGISTER) // 2
 _VERSION = struct.Struct("QII")
 _ENTRY_COUNT = (_REPORTS - _ENTRIES) // _ENTRY_NBYTES
 _NBYTES = _REPORTS + _ENTRY_COUNT * _REPORT_NBYTES  # the system allocates only the parts that have been touched
-_LONGEST = _MADE - _PLACE - 8
+_LONGEST = _HOLDS - _PLACE - 8
 _SINCE_AND_PARTNER, _SINCE_TO_PLACE, _TIME = struct.Struct("dq"), struct.Struct("dqQ"), struct.Struct("d")
+_PARTNER = (1 << 32) - 1
+"""The bits of the call's kind."""
+
+_LAST_MESSAGE = (1 << 31) - 1
+
 _PID, _USED, _LAST, _SIGNAL, _STACKS = 2, 3, 4, 5, 6
 """Indices of 8-byte words of the page."""
+
+
+class Wait(NamedTuple):
+    """The wait of a rank for a message in a call with one other rank.
+
+    Attributes:
+        partner: The other rank.
+        kind: What that has to do: 0 to send the message, 1 to receive it.
+        number: The number of the message among those of this kind between the two, from 1.
+        held: The rank before this one in a circle of waits, if that waits for a message that this one has not begun;
+            -1 if it is not known to.
+    """
+
+    partner: int
+    kind: int
+    number: int
+    held: int = -1
 
 
 class Membership(NamedTuple):
@@ -113,12 +137,13 @@ class _Page:
         except (TypeError, ValueError):  # a free entry, or read while it was being written
             return None
         since, partner = _SINCE_AND_PARTNER.unpack_from(self._memory, start + 16)
+        partner &= _PARTNER
         peer = partner - 2 if partner > 1 else None
         number = self._words[start >> 3]
         return Membership(group, meeting, rank, size, number, self._place(entry), partner > 0, peer, since)
 
     def _place(self, entry: int) -> str:
-        return self._text(_start(entry) + _PLACE, _start(entry) + _MADE)
+        return self._text(_start(entry) + _PLACE, _start(entry) + _HOLDS)
 
     def _versions(self, entry: int) -> tuple[int, str]:
         """Return the number and the text of a register's last complete version; number 0 if there is none.
@@ -235,6 +260,22 @@ class OwnPage(_Page):
             words[start >> 3] = number
         words[_LAST] = entry + 1
 
+    def wait(self, entry: int, wait: Wait) -> None:
+        """Record a wait in the call that has begun; number 0 for none any more.
+
+        Example:
+            >>> page = OwnPage()
+            >>> entry = page.new_entry()
+            >>> page.begin(entry, b"recv_object", 0.0, peer=3)
+            >>> page.wait(entry, Wait(3, 0, 1))
+            >>> PeerPage.attach(*page.address).waits(entry)
+            Wait(partner=3, kind=0, number=1, held=-1)
+        """
+        if entry >= 0:
+            self._words[(_start(entry) + _HOLDS) >> 3] = 1 + wait.held  # first: the one before is about another wait
+            told = (2 * wait.number + wait.kind) & _LAST_MESSAGE
+            self._words[(_start(entry) + 24) >> 3] = told << 32 | 2 + wait.partner
+
     def end(self, entry: int, now: float, is_done: bool = True) -> None:
         """Record that the last call has ended; unless ``is_done``, its number still counts as under way."""
         if entry < 0:
@@ -343,6 +384,13 @@ class PeerPage(_Page):
     def number(self, entry: int) -> int | None:
         """Return the number of the last call in a group; None if it is not known."""
         return self._words[_start(entry) >> 3] if entry >= 0 else None
+
+    def waits(self, entry: int) -> Wait | None:
+        """Return the wait of the process for a message; None if it waits for none."""
+        word = self._words[(_start(entry) + 24) >> 3] if entry >= 0 else 0
+        if not (told := word >> 32):
+            return None
+        return Wait((word & _PARTNER) - 2, told % 2, told // 2, self._words[(_start(entry) + _HOLDS) >> 3] - 1)
 
     def has_left(self, entry: int, born: float) -> bool:
         """True if the process has left the group to which the entry belonged at the time ``born`` of its clock."""

@@ -44,7 +44,7 @@ _FORM = {
     "attempt": int,
     "left": float | None,
 }
-_FIELDS = ("rank", "pid", "host", "exit_status", "missing")
+_FIELDS = ("rank", "pid", "host", "exit_status", "missing", "call", "circle")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -339,6 +339,8 @@ class CallProtocol:
         """
         if self.broken is not None or wait not in (None, self.waits):
             return Parting.NOTHING
+        if error.call is not None:  # the next call has the same number on all ranks
+            self.number, self.at = max(self.number, error.call), max(self.at, float(error.call))
         self.broken, self._left_at = error, self.number_of_report if self._left_at is None else self._left_at
         error.is_earlier = error.is_earlier and self.is_fresh
         return Parting.DISCONNECT if error.is_earlier else Parting.TELL  # earlier: all ranks begin the same call again

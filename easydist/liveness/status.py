@@ -6,6 +6,7 @@ Ranks of one host write both on their pages, which the others read; between host
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import socket
@@ -14,11 +15,12 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from easydist.errors import CollectiveTimeout, EasydistError, PeerLostError, RemoteError, WireError
+from easydist.errors import CollectiveTimeout, DisagreementError, EasydistError, PeerLostError, RemoteError, WireError
 from easydist.liveness import bodies, texts
 from easydist.liveness.bodies import Body
+from easydist.liveness.crossing import Crossing
 from easydist.liveness.events import Cause, Heard, Why
-from easydist.liveness.page import OwnPage, own_page
+from easydist.liveness.page import OwnPage, Wait, own_page
 from easydist.liveness.peer import Peer
 from easydist.liveness.protocol import GroupProtocol
 from easydist.liveness.report import EXCEPTION, LEAVING, Report
@@ -51,6 +53,7 @@ class GroupStatus(GroupProtocol):
         unreached: The words for the place of the store while this rank tries to reach it, and True if rank 0 serves
             it; None otherwise.
         bystanders: Returns those of some ranks that have begun the operation, but wait for nothing.
+        crossing: The messages to and from the other ranks, and the wait for one of them.
         elder: The status of another group of the same ranks, which have met there; None if there is none. It shows
             who has ended or left as long as the ranks have not met in this group.
     """
@@ -65,6 +68,7 @@ class GroupStatus(GroupProtocol):
         self.elder: GroupStatus | None = None
         self._page = own_page() if size > 1 else None
         self.entry = self._page.new_entry() if self._page else -1
+        self.crossing = Crossing(rank, self._page, self.entry)
         if self._page is not None:
             weakref.finalize(self, self._page.free_entry, self.entry).atexit = False
         self.describe()
@@ -238,6 +242,8 @@ class GroupStatus(GroupProtocol):
         is_ours = None if report is None or not peer.pid else peer.is_same_group(report.entry)
         if report is None and is_awaited and (report := self._parting(peer)) is not None:
             is_ours = True
+        if report is not None and self._ends_my_wait(report):
+            report = dataclasses.replace(report, peer=self.rank, turn=self._turn)
         if self.hinges_on_signals(report):
             self.sync_signals()
         return Heard(peer.rank, report, is_ours, has_ended, has_left=has_left)
@@ -267,6 +273,55 @@ class GroupStatus(GroupProtocol):
         if self.peer is not None:
             return [self.peers[self.peer]]
         return [self.peers[r] for r in ranks if r in self.peers and not self.peers[r].has_finished(self.number)]
+
+    # Messages that others wait for.
+
+    def _waits_in_vain(self, listens: bool) -> Sequence[int]:
+        """Return the ranks that wait for one another in different calls, this one among them; none if none do.
+
+        Args:
+            listens: True to read and write the store, too.
+        """
+        if not self.is_fresh or self.is_promised or self.phase % 2:  # while they reconnect, they have yet to hear why
+            return ()
+        if self._partner is not None:
+            if listens:
+                self._tell_of_wait()
+            return self.crossing.circle(functools.partial(self._wait_of, remote=listens))
+        rank = self.crossing.needs_me(self.peers, self.number)
+        if rank is None and listens:
+            rank = self._needs_me_from_afar()
+        return () if rank is None else (self.rank, rank)
+
+    def _ends_my_wait(self, report: Report) -> bool:
+        """True if a report is about a circle, and this rank's wait is part of it."""
+        circle, wait = report.fields.get("circle"), self.crossing.wait
+        return isinstance(circle, list) and wait is not None and [self.rank, *wait[:3]] in circle
+
+    def _wait_of(self, rank: int, remote: bool) -> Wait | None:
+        if (peer := self.peers.get(rank)) is None:
+            return None
+        if peer.is_visible or not remote or (text := self._read(key := f"waits/{rank}", rank)) is None:
+            return peer.waits()
+        phase, _, *wait = decoded(in_store(key), text, (int,) * 6)
+        return Wait(*wait) if phase == self.phase else None
+
+    def _tell_of_wait(self) -> None:
+        """Tell ranks that do not see this rank's page for which message it waits; the one whose message it is first."""
+        if (wait := self.crossing.wait) is not None:
+            self._write(f"waits/{self.rank}", json.dumps([self.phase, self.number, *wait]))
+            self._write(f"awaited/{wait.partner}", str(self.rank))
+
+    def _needs_me_from_afar(self) -> int | None:
+        """Return the rank that has told this one last that it waits for it, if it does so instead of coming here."""
+        if (text := self._read(key := f"awaited/{self.rank}")) is None:
+            return None
+        rank: int = decoded(in_store(key), text, int)
+        if rank not in self.peers or (told := self._read(key := f"waits/{rank}", rank)) is None:
+            return None
+        phase, number, *wait = decoded(in_store(key), told, (int,) * 6)
+        is_current = phase == self.phase and number < self.number
+        return rank if is_current and self.crossing.holds(rank, Wait(*wait)) else None
 
     # Bodies that others wait for.
 
@@ -327,6 +382,18 @@ class GroupStatus(GroupProtocol):
         what = what if peer.pid else "it left before the ranks had met"
         error = PeerLostError(texts.lost(self.operation, f"rank {peer.rank}", what, self._last_seen(peer)))
         error.rank, error.pid, error.host, error.exit_status = peer.rank, peer.pid, peer.host, status
+        return error
+
+    def _crossed(self, ranks: Sequence[int]) -> DisagreementError:
+        places = {rank: self._place_of(self.peers[rank]) for rank in ranks if rank != self.rank}
+        places[self.rank] = self._place.decode()
+        rows = [texts.row(rank, f"waits in {places[rank]}", "") for rank in sorted(places)]
+        error = DisagreementError(texts.crossed(rows, self.advice.failed))
+        if self.peer is None:
+            error.call = self.number
+        else:
+            waits = {rank: self._wait_of(rank, remote=True) for rank in ranks} | {self.rank: self.crossing.wait}
+            error.circle = [[rank, *wait[:3]] for rank, wait in waits.items() if wait is not None]
         return error
 
     def _left(self, peer: Peer) -> PeerLostError:

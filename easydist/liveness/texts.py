@@ -34,6 +34,9 @@ def cut_off(host: str, store_host: str, port: int) -> str:
     )
 
 
+MATCH = "Make the calls of all ranks in the same order everywhere. Where ranks send in a circle, one receives first."
+
+
 class Advice(NamedTuple):
     """The advice at the end of an error.
 
@@ -112,6 +115,21 @@ def left(operation: str, rank: int, pid: int | None, host: str | None, rows: Seq
     who = "its process" if pid is None else process(pid, host)
     head = f"{operation}: rank {rank} has left the group: {who} has destroyed or finalized it, and sends nothing more"
     return "\n".join([head, *rows, LEFT])
+
+
+def crossed(rows: Sequence[str], advice: str) -> str:
+    """Return the text for ranks that wait for one another in different calls.
+
+    Example:
+        >>> print(crossed([row(0, "waits in gather", ""), row(1, "waits in recv_object", "")], RECONNECTS.failed))
+        ranks wait for one another, in calls that do not match
+          rank 0: waits in gather
+          rank 1: waits in recv_object
+        Make the calls of all ranks in the same order everywhere. Where ranks send in a circle, one receives first.
+        The next call of the group reconnects.
+    """
+    head = "ranks wait for one another, in calls that do not match"
+    return "\n".join([head, *rows, MATCH, advice])
 
 
 def raised(operation: str, rank: int, by: int, error: str, rows: Sequence[str]) -> str:

@@ -20,6 +20,8 @@ from easydist.agreement.calling import calling
 from easydist.base import modes
 from easydist.errors import DisagreementError, EasydistError, RemoteError
 from easydist.groups.communicators import Communicators
+from easydist.liveness.crossing import RECEIVE, SEND
+from easydist.liveness.page import Wait
 from easydist.messages import frames
 from easydist.messages.channels import Channel, channel_to
 from easydist.messages.frames import ASKED, FAULT, FRAME, POSTED, REFUSED, Message
@@ -152,11 +154,11 @@ class Pair:
         """Send a message without waiting. The transfer ends when the receiver has answered."""
         if data:
             terms = {**terms, "data": [[device, buffer.numel()] for device, buffer in data]}
-        channel = channel_to(self._comms, self.peer, self._wait)
+        channel, message = channel_to(self._comms, self.peer, self._wait), self._begin(SEND)
         parts, answer = channel.post(frames.encode(kind, POSTED, terms, body))
         parts += [channel.move("send", buffer, device, asked=False) for device, buffer in data]
         parts += answer.parts if answer is not None else ()
-        return self._transfer(parts, answer)
+        return self._transfer(parts, answer, message)
 
     def ask(self, kind: int, terms: Mapping[str, Any], body: torch.Tensor, data: Buffers) -> Transfer:
         """Send a message, and return when the receiver has accepted it and the data is sent."""
@@ -172,12 +174,14 @@ class Pair:
 
     def _asked(self, kind: int, frame: torch.Tensor) -> Message | None:
         self._channel = channel_to(self._comms, self.peer, self._wait)
+        self._comms.monitor.crossing.show(self._begin(SEND))
         answer = self._channel.ask(frame, lambda message: self._crossed(kind, message))
         self._has_heard()
         return answer
 
     def _crossed(self, kind: int, message: Message) -> DisagreementError:
         """Return the error of two ranks that send to each other, which is the same on both."""
+        self._begin(RECEIVE)  # its message was taken, to be refused
         last = max(kind, message.kind)
         return DisagreementError(self._both("send to", "receives", _CALLS[last], _COUNTERPARTS[last]))
 
@@ -198,6 +202,7 @@ class Pair:
 
     def _told(self, kind: int, error: E) -> E:
         """Send an error, and return it."""
+        self._begin(SEND)
         parts, answer = channel_to(self._comms, self.peer, self._wait).post(
             frames.encode(kind, FAULT, frames.terms_of(error))
         )
@@ -211,9 +216,11 @@ class Pair:
             EasydistError: The sender has failed.
         """
         self._channel = channel = channel_to(self._comms, self.peer, self._wait)
+        self._comms.monitor.crossing.show(self._begin(RECEIVE))
         try:
             message = channel.receive()
         except NobodySendsError:
+            self._comms.monitor.crossing.begun[RECEIVE, self.peer] -= 1
             text = self._both("receive from", "sends", _COUNTERPARTS[kind], _CALLS[kind])
             raise self._told(kind, DisagreementError(text)) from None
         self._comms.monitor.is_promised = message.status != ASKED
@@ -259,8 +266,17 @@ class Pair:
             self._wait(channel.move("recv", buffer, device, asked=False))
         raise known from error
 
-    def _transfer(self, parts: Sequence[Part], answer: Any = None, is_promised: bool = False) -> Transfer:
-        return Transfer(self._comms, self._operation, self.peer, parts, answer, is_promised)
+    def _transfer(
+        self,
+        parts: Sequence[Part],
+        answer: Any = None,
+        message: Wait | None = None,
+        is_promised: bool = False,
+    ) -> Transfer:
+        return Transfer(self._comms, self._operation, self.peer, parts, answer, message, is_promised)
+
+    def _begin(self, kind: int) -> Wait:
+        return self._comms.monitor.crossing.begin(kind, self.peer)
 
     def _wait(self, part: Part) -> None:
         self._transfer([part]).wait_inside()

@@ -15,6 +15,7 @@ from easydist.agreement.calling import calling
 from easydist.errors import RemoteError
 from easydist.groups.communicators import Communicators
 from easydist.liveness.monitor import Monitor
+from easydist.liveness.page import Wait
 from easydist.messages.frames import REFUSED, Message, error_of
 from easydist.transport.background import in_line
 from easydist.transport.work import TorchWork
@@ -142,6 +143,7 @@ class Transfer:
         peer: The other rank.
         parts: The parts under way.
         answer: The receiver's answer; None if there is none to wait for.
+        message: The message to be answered, as the receiver counts it.
         is_promised: True if the other rank has posted all parts, so that they arrive even if it leaves the group.
     """
 
@@ -154,9 +156,10 @@ class Transfer:
         peer: int,
         parts: Sequence[Part],
         answer: Answer | None = None,
+        message: Wait | None = None,
         is_promised: bool = False,
     ) -> None:
-        self._is_promised = is_promised
+        self._message, self._is_promised = message, is_promised
         self._comms, self._operation, self._peer = comms, operation, peer
         self._parts, self._answer = _Parts(parts) if parts else _NO_PARTS, answer
         self._phase = comms.monitor.phase
@@ -206,6 +209,8 @@ class Transfer:
             self._is_done = True
             return
         with calling(self._comms, self._operation, None, self._peer):
+            if self._message is not None:
+                self._comms.monitor.crossing.show(self._message)
             self.wait_inside()
 
     def wait_inside(self) -> None:

@@ -145,3 +145,28 @@ def test_a_value_of_another_form_is_damaged_and_named(text, form):
 )
 def test_a_question_under_way_does_not_abort_a_process_that_ends(script, printed):
     assert launching.python("-c", script) == (printed, "")
+
+
+class Deleted(HashStore):
+    """A store in which another rank deletes a key after the first question about it, as torch's TCPStore reads it."""
+
+    def check(self, keys):
+        found = super().check(keys)
+        for key in keys if found else []:
+            self.delete_key(key)
+        return found
+
+    def get(self, key):
+        return super().get(key) if super().check([key]) else b""
+
+
+def test_a_key_that_is_deleted_while_it_is_read_counts_as_missing():
+    store = Deleted()
+    store.set("key", "value")
+    assert TimedStore(store).get("key") is None
+
+
+def test_an_empty_value_is_a_value():
+    store = HashStore()
+    store.set("key", "")
+    assert TimedStore(store).get("key") == b""

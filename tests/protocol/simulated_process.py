@@ -79,6 +79,7 @@ class _Entry:
     def __init__(self, made):
         self.number, self.is_inside, self.report, self.has_left, self.place = 0, 0, "", False, b""
         self.made, self.who, self.peer, self.is_in_call = made, None, None, False
+        self.wait = None
 
 
 class Page:
@@ -105,14 +106,18 @@ class Page:
 
     def begin(self, entry, place, now, number=None, peer=None):
         one = self._entries[entry]
-        one.place, one.peer, one.is_in_call = place, peer, True
+        one.place, one.peer, one.is_in_call, one.wait = place, peer, True, None
         if number is not None:
             one.is_inside, one.number = 1, number
         self._changed()
 
     def end(self, entry, now, is_done=True):
         one = self._entries[entry]
-        one.is_in_call, one.is_inside = False, one.is_inside and not is_done
+        one.is_in_call, one.is_inside, one.wait = False, one.is_inside and not is_done, None
+        self._changed()
+
+    def wait(self, entry, wait):
+        self._entries[entry].wait = wait if wait.number else None
         self._changed()
 
     def leave(self, entry):
@@ -140,6 +145,9 @@ class Page:
 
     def number(self, entry):
         return self._entries[entry].number
+
+    def waits(self, entry):
+        return self._entries[entry].wait
 
     def is_inside(self, entry):
         return bool(self._entries[entry].is_inside)

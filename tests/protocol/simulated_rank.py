@@ -267,6 +267,7 @@ class SimulatedRank:
         members = self.group.everyone if peer is None else tuple(sorted((self.rank, peer)))
         is_posted = peer is not None and self.group.schedule.is_posted(self.group.places[self.rank])
         if is_posted and self.rank == members[0]:
+            self._begin_message(members, waits=False)
             self._post_headers(place, members)
         else:
             yield from self.begin(lambda: self._headers(place, members))
@@ -294,7 +295,16 @@ class SimulatedRank:
     def _post_headers(self, place, members):
         self.link.post(self.rank, (False, members), ("headers", place, self.monitor.number, 0.0))
 
+    def _begin_message(self, members, waits=True):
+        """Begin the message of a call of two, which the lower rank sends."""
+        if (peer := self.monitor.peer) is not None:
+            crossing = self.code.crossing
+            message = self.monitor.crossing.begin(crossing.RECEIVE if self.rank == members[1] else crossing.SEND, peer)
+            if waits:
+                self.monitor.crossing.show(message)
+
     def _headers(self, place, members):
+        self._begin_message(members)
         message = ("headers", place, self.monitor.number, self.world.now + self.group.clock(self.rank))
         messages = yield from self.group.paired(self, self.exchange(self.link, members, message))
         self.headers_at = self.world.now

@@ -22,6 +22,7 @@ FILES = {
     "rules": "liveness/rules.py",
     "protocol": "liveness/protocol.py",
     "peer": "liveness/peer.py",
+    "crossing": "liveness/crossing.py",
     "status": "liveness/status.py",
     "monitor": "liveness/monitor.py",
     "reconnecting": "groups/reconnecting.py",

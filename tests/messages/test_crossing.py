@@ -1,0 +1,167 @@
+"""Ranks that wait for one another in different calls raise the same error, and programs that end raise none."""
+
+import contextlib
+import random
+import time
+
+import groups
+import pytest
+import torch
+from launching import examples
+from test_entries import made, waited
+
+import easydist
+from easydist.errors import DisagreementError
+from easydist.parallel import GroupCoordinator
+from easydist.testing import distributed
+
+TREE, LARGE = {"x": torch.arange(3)}, {"x": torch.ones(1 << 19)}
+LIMIT = 120
+"""Seconds that no test waits for: a wait in vain ends before."""
+
+KINDS = pytest.mark.parametrize("kind", ["shm", "gloo", "hosts"])
+FEW = ("recv_tensor_dict", "send_object")
+"""The messages that are tried where an error takes seconds: between hosts, which look at the store once a second."""
+
+
+@contextlib.contextmanager
+def coordinator(kind, rank, world_size):
+    """A new group, whose ranks have not met."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EASYDIST_SHM", str(int(kind != "gloo")))
+        if kind == "hosts":
+            patch.setenv("EASYDIST_HOST_ID", f"host {rank}")
+        group = GroupCoordinator([[*range(world_size)]], rank, "gloo", False)
+        yield group
+        group.destroy()
+
+
+def messages(group, other):
+    """The ways to wait for a message of another rank."""
+    return {
+        "recv_tensor_dict": lambda: easydist.recv_tensor_dict(group_src=other, group=group, timeout=LIMIT),
+        "send_tensor_dict": lambda: easydist.send_tensor_dict(TREE, group_dst=other, group=group, timeout=LIMIT),
+        "send_tensor_dict of much": lambda: easydist.send_tensor_dict(LARGE, group_dst=other, group=group),
+        "recv_object": lambda: easydist.recv_object(group_src=other, group=group, timeout=LIMIT),
+        "send_object": lambda: group.send_object(1, other),
+        "recv_tensor_dict of the coordinator": lambda: group.recv_tensor_dict(other),
+        "isend_tensor_dict": lambda: waited(group.isend_tensor_dict(TREE, other)),
+        "irecv_tensor_dict": lambda: group.irecv_tensor_dict(other),
+    }
+
+
+def crossed(group, call):
+    """Return the text of the error, which is the same on all ranks, after which the group works in step."""
+    with pytest.raises(DisagreementError) as caught:
+        call()
+    texts = groups.of_all(str(caught.value))
+    assert len({*texts}) == 1, texts
+    assert easydist.gather_object(len(texts), group=group, timeout=LIMIT) == [len(texts)] * len(texts)
+    assert texts[0].startswith("ranks wait for one another, in calls that do not match\n")
+    return texts[0]
+
+
+def gathered(group):
+    return easydist.gather(torch.ones(2), group=group, timeout=LIMIT)
+
+
+@pytest.mark.slow
+@KINDS
+@distributed(world_size=[2, 3])
+def test_a_message_meets_a_call_of_all_ranks(kind, rank, world_size):
+    with coordinator(kind, rank, world_size) as group:
+        for name, wait in messages(group, 0).items():
+            if kind == "hosts" and name not in FEW:
+                continue
+            text = crossed(group, wait if rank == 1 else lambda: gathered(group))
+            assert f"rank 1: waits in {name.split()[0].removeprefix('i')}" in text.replace("waits in i", "waits in ")
+            assert "waits in gather" in text
+
+
+@pytest.mark.slow
+@KINDS
+@distributed(world_size=[3, 4])
+def test_who_waits_for_such_a_rank_raises_the_same(kind, rank, world_size):
+    with coordinator(kind, rank, world_size) as group:
+        for first in FEW:
+            waits = {1: messages(group, 0)[first], 2: messages(group, 1)["recv_object"]}
+            crossed(group, waits.get(rank, lambda: gathered(group)))
+
+
+@pytest.mark.slow
+@KINDS
+@distributed(world_size=[3, 4])
+def test_ranks_that_wait_in_a_circle_raise_the_same(kind, rank, world_size):
+    with coordinator(kind, rank, world_size) as group:
+        for step in (1, -1) if kind != "hosts" else (1,):
+            for name in messages(group, 0) if kind == "shm" else FEW:
+                text = crossed(group, messages(group, (rank + step) % world_size)[name])
+                assert text.count("\n  rank ") == world_size
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_two_that_receive_from_each_other_over_gloo_raise_the_same(rank, world_size):
+    with made("gloo", rank, world_size) as entries:
+        receivers = [each for _, each in entries.get_tree + entries.get_object]
+        for receive in receivers:
+            with pytest.raises(DisagreementError, match="ranks wait for one another") as caught:
+                receive({}, 1 - rank)
+            assert len({*groups.of_all(str(caught.value))}) == 1
+        entries.works(rank)
+
+
+class Program:
+    """Drawn calls of all ranks, and messages between two of them, in the same order on all ranks.
+
+    Args:
+        group: The group.
+        rank: This rank.
+        seed: The seed.
+    """
+
+    def __init__(self, group, rank, seed):
+        self.group, self.rank, self.random = group, rank, random.Random(seed)
+        self.handles = []
+
+    def run(self, steps):
+        for step in range(steps):
+            late = self.random.randrange(self.group.world_size) if self.random.random() < 0.15 else None
+            kind = self.random.choice(["all", "dict", "dict", "object", "posted", "posted", "waits"])
+            src, dst = self.random.sample(range(self.group.world_size), 2)
+            value = {"x": torch.full((self.random.choice([1, 100, 1 << 18]),), step)}
+            if late == self.rank:
+                time.sleep(0.12)  # the others look around meanwhile
+            self.step(kind, src, dst, value, step)
+        waited(self.handles)
+
+    def step(self, kind, src, dst, value, step):
+        if kind == "all":
+            assert easydist.gather_object(step, group=self.group) == [step] * self.group.world_size
+        elif kind == "waits":
+            waited(self.handles)
+            self.handles.clear()
+        elif self.rank == src:
+            self.send(kind, dst, value, step)
+        elif self.rank == dst and kind == "object":
+            assert self.group.recv_object(src) == step
+        elif self.rank == dst:
+            assert torch.equal(easydist.recv_tensor_dict(group_src=src, group=self.group)["x"], value["x"])
+
+    def send(self, kind, dst, value, step):
+        if kind == "posted":
+            self.handles += self.group.isend_tensor_dict(value, dst)
+        elif kind == "dict":
+            easydist.send_tensor_dict(value, group_dst=dst, group=self.group)
+        else:
+            self.group.send_object(step, dst)
+
+
+@pytest.mark.slow
+@pytest.mark.stress
+@KINDS
+@distributed(world_size=[2, 3, 4])
+def test_programs_that_end_raise_nothing(kind, rank, world_size):
+    for seed in range(examples(2)):
+        with coordinator(kind, rank, world_size) as group:
+            Program(group, rank, seed).run(60)
