@@ -11,7 +11,9 @@ from launching import examples
 from test_entries import made, waited
 
 import easydist
-from easydist.errors import DisagreementError
+from easydist.errors import DisagreementError, RemoteError
+from easydist.groups.known import of_group
+from easydist.liveness.crossing import RECEIVE, SEND
 from easydist.parallel import GroupCoordinator
 from easydist.testing import distributed
 
@@ -54,9 +56,9 @@ def crossed(group, call):
     """Return the text of the error, which is the same on all ranks, after which the group works in step."""
     with pytest.raises(DisagreementError) as caught:
         call()
-    texts = groups.of_all(str(caught.value))
+    texts = easydist.gather_object(str(caught.value), group=group, timeout=LIMIT)  # at once: others may still wait
     assert len({*texts}) == 1, texts
-    assert easydist.gather_object(len(texts), group=group, timeout=LIMIT) == [len(texts)] * len(texts)
+    assert not of_group(group.cpu_group).monitor.crossing.begun
     assert texts[0].startswith("ranks wait for one another, in calls that do not match\n")
     return texts[0]
 
@@ -97,6 +99,21 @@ def test_ranks_that_wait_in_a_circle_raise_the_same(kind, rank, world_size):
             for name in messages(group, 0) if kind == "shm" else FEW:
                 text = crossed(group, messages(group, (rank + step) % world_size)[name])
                 assert text.count("\n  rank ") == world_size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["shm", "gloo"])
+@distributed(world_size=4)
+def test_who_waits_for_a_rank_of_a_circle_goes_on(kind, rank, world_size):
+    with coordinator(kind, rank, world_size) as group:
+        if rank < 3:
+            with pytest.raises(DisagreementError, match="ranks wait for one another"):
+                group.recv_object((rank + 1) % 3)
+        if rank == 0:
+            group.send_object("later", 3)
+        elif rank == 3:
+            assert group.recv_object(0) == "later"
+        assert easydist.gather_object(rank, group=group) == [0, 1, 2, 3]
 
 
 @pytest.mark.slow
@@ -165,3 +182,32 @@ def test_programs_that_end_raise_nothing(kind, rank, world_size):
     for seed in range(examples(2)):
         with coordinator(kind, rank, world_size) as group:
             Program(group, rank, seed).run(60)
+
+
+def counts_match(group, rank):
+    """Check that what one rank has begun to send is what the other one has begun to receive."""
+    begun = of_group(group.cpu_group).monitor.crossing.begun
+    mine = [begun[kind, 1 - rank] for kind in (SEND, RECEIVE)]
+    told = groups.of_all(mine)
+    assert told[0] == told[1][::-1]
+    return mine
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["shm", "gloo"])
+@distributed(world_size=2)
+def test_both_ranks_count_the_same_messages_whatever_becomes_of_them(kind, rank, world_size):
+    with coordinator(kind, rank, world_size) as group:
+        with pytest.raises(DisagreementError, match="send to each other"):
+            group.send_object(1, 1 - rank)
+        assert counts_match(group, rank) == [1, 1]
+        with pytest.raises(RemoteError, match="failed before the exchange"):
+            group.send_object(lambda: None, 1) if rank == 0 else group.recv_object(0)
+        with pytest.raises(DisagreementError, match="recv_object: rank 0 called send_tensor_dict"):
+            group.send_tensor_dict(TREE, 1) if rank == 0 else group.recv_object(0)
+        waited(group.isend_tensor_dict(TREE, 1)) if rank == 0 else group.recv_tensor_dict(0)
+        assert counts_match(group, rank) == ([4, 1] if rank == 0 else [1, 4])
+        if kind == "shm":
+            with pytest.raises(DisagreementError, match="receive from each other"):
+                group.recv_object(1 - rank)
+            assert sum(counts_match(group, rank)) == 6  # the lower rank tells the other one

@@ -59,4 +59,32 @@ MUTANTS = [
         "",
         "tests/parallel/test_handles.py::test_a_handle_from_before_the_ranks_connected_again_says_so",
     ),
+    Mutant(
+        "messages/pair.py",
+        "Pair._crossed",
+        "        self._begin(RECEIVE)  # its message was taken, to be refused\n",
+        "",
+        "tests/messages/test_crossing.py::test_both_ranks_count_the_same_messages_whatever_becomes_of_them",
+    ),
+    Mutant(
+        "messages/pair.py",
+        "Pair._told",
+        "        self._begin(SEND)\n",
+        "",
+        "tests/messages/test_crossing.py::test_both_ranks_count_the_same_messages_whatever_becomes_of_them",
+    ),
+    Mutant(
+        "messages/pair.py",
+        "Pair.post",
+        "self._begin(SEND)",
+        "None",
+        "tests/messages/test_crossing.py::test_both_ranks_count_the_same_messages_whatever_becomes_of_them",
+    ),
+    Mutant(
+        "messages/transfers.py",
+        "Transfer.wait",
+        "if self._message is not None:",
+        "if False:",
+        "tests/messages/test_crossing.py::test_a_message_meets_a_call_of_all_ranks",
+    ),
 ]
