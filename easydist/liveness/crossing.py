@@ -9,16 +9,24 @@ doubt, however long a message is on its way: the partner knows whether it has be
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 
 from easydist.liveness.page import OwnPage, Wait
 from easydist.liveness.peer import Peer
+from easydist.liveness.stored import decoded, in_store
 
 SEND, RECEIVE = range(2)
 
 LookUp = Callable[[int], Wait | None]
 """A function of a rank; it returns the wait of that rank."""
+
+Read = Callable[[str, int | None], bytes | None]
+"""A function that reads a key of the store, which one rank has written if that is given; None if it is not set."""
+
+Write = Callable[[str, str], None]
+"""A function that sets a key of the store."""
 
 
 class Crossing:
@@ -61,6 +69,10 @@ class Crossing:
             self.show(Wait(self.wait.partner, 0, 0))
         self.wait = None
 
+    def is_in(self, circle: object) -> bool:
+        """True if this rank's wait is one of a circle that another rank has found."""
+        return isinstance(circle, list) and self.wait is not None and [self._rank, *self.wait[:3]] in circle
+
     def needs_me(self, peers: Mapping[int, Peer], number: int) -> int | None:
         """Return a rank that waits for this one, and so does not come to this call of all ranks; None if none does."""
         waiting = (rank for rank, peer in peers.items() if self.holds(rank, peer.waits()) and _is_before(peer, number))
@@ -92,6 +104,29 @@ class Crossing:
             ranks.append(wait.partner)
             wait = look_up(wait.partner)
         return ranks if wait is not None and wait.partner == self._rank else []
+
+    # In the store, for ranks that do not see one another's pages.
+
+    def tell(self, write: Write, phase: int, number: int) -> None:
+        """Tell for which message this rank waits, in this phase and after this call of all ranks."""
+        if self.wait is not None:
+            write(f"waits/{self._rank}", json.dumps([phase, number, *self.wait]))
+            write(f"awaited/{self.wait.partner}", str(self._rank))
+
+    def told(self, read: Read, rank: int, phase: int) -> tuple[int, Wait] | None:
+        """Return the last call of all ranks of another rank, and the wait of which it has told after that."""
+        if (text := read(key := f"waits/{rank}", rank)) is None:
+            return None
+        told_phase, number, *wait = decoded(in_store(key), text, (int,) * 6)
+        return (number, Wait(*wait)) if told_phase == phase else None
+
+    def needs_me_from_afar(self, read: Read, ranks: Container[int], phase: int, number: int) -> int | None:
+        """Return the rank that has told this one last that it waits for it, if it does so instead of coming here."""
+        if (text := read(key := f"awaited/{self._rank}", None)) is None:
+            return None
+        rank: int = decoded(in_store(key), text, int)
+        told = self.told(read, rank, phase) if rank in ranks else None
+        return rank if told is not None and told[0] < number and self.holds(rank, told[1]) else None
 
 
 def _is_before(peer: Peer, number: int) -> bool:

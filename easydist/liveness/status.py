@@ -242,7 +242,7 @@ class GroupStatus(GroupProtocol):
         is_ours = None if report is None or not peer.pid else peer.is_same_group(report.entry)
         if report is None and is_awaited and (report := self._parting(peer)) is not None:
             is_ours = True
-        if report is not None and self._ends_my_wait(report):
+        if report is not None and self.crossing.is_in(report.fields.get("circle")):
             report = dataclasses.replace(report, peer=self.rank, turn=self._turn)
         if self.hinges_on_signals(report):
             self.sync_signals()
@@ -286,42 +286,19 @@ class GroupStatus(GroupProtocol):
             return ()
         if self._partner is not None:
             if listens:
-                self._tell_of_wait()
+                self.crossing.tell(self._write, self.phase, self.number)
             return self.crossing.circle(functools.partial(self._wait_of, remote=listens))
         rank = self.crossing.needs_me(self.peers, self.number)
         if rank is None and listens:
-            rank = self._needs_me_from_afar()
+            rank = self.crossing.needs_me_from_afar(self._read, self.peers, self.phase, self.number)
         return () if rank is None else (self.rank, rank)
 
-    def _ends_my_wait(self, report: Report) -> bool:
-        """True if a report is about a circle, and this rank's wait is part of it."""
-        circle, wait = report.fields.get("circle"), self.crossing.wait
-        return isinstance(circle, list) and wait is not None and [self.rank, *wait[:3]] in circle
-
     def _wait_of(self, rank: int, remote: bool) -> Wait | None:
-        if (peer := self.peers.get(rank)) is None:
-            return None
-        if peer.is_visible or not remote or (text := self._read(key := f"waits/{rank}", rank)) is None:
-            return peer.waits()
-        phase, _, *wait = decoded(in_store(key), text, (int,) * 6)
-        return Wait(*wait) if phase == self.phase else None
-
-    def _tell_of_wait(self) -> None:
-        """Tell ranks that do not see this rank's page for which message it waits; the one whose message it is first."""
-        if (wait := self.crossing.wait) is not None:
-            self._write(f"waits/{self.rank}", json.dumps([self.phase, self.number, *wait]))
-            self._write(f"awaited/{wait.partner}", str(self.rank))
-
-    def _needs_me_from_afar(self) -> int | None:
-        """Return the rank that has told this one last that it waits for it, if it does so instead of coming here."""
-        if (text := self._read(key := f"awaited/{self.rank}")) is None:
-            return None
-        rank: int = decoded(in_store(key), text, int)
-        if rank not in self.peers or (told := self._read(key := f"waits/{rank}", rank)) is None:
-            return None
-        phase, number, *wait = decoded(in_store(key), told, (int,) * 6)
-        is_current = phase == self.phase and number < self.number
-        return rank if is_current and self.crossing.holds(rank, Wait(*wait)) else None
+        peer = self.peers.get(rank)
+        if peer is None or peer.is_visible or not remote:
+            return None if peer is None else peer.waits()
+        told = self.crossing.told(self._read, rank, self.phase)
+        return None if told is None else told[1]
 
     # Bodies that others wait for.
 

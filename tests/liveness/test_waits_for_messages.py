@@ -40,7 +40,7 @@ def monitors(calls):
         other.end()
     other.begin("recv_object", "here", peer=0)
     other.crossing.show(other.crossing.begin(RECEIVE, 0))
-    other._tell_of_wait()
+    other.crossing.tell(other._write, other.phase, other.number)
     one.begin("gather", "here")
     return one, other
 
