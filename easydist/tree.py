@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils import _pytree
 
 from easydist.base import html
+from easydist.base.torch_private import NODES, register_node
 from easydist.typing import Tree
 
 __all__ = [
@@ -72,7 +72,7 @@ def is_container(data: object) -> bool:
 
 def is_registered(data: object) -> bool:
     """True if the class of ``data`` is registered with ``torch.utils._pytree``."""
-    return type(data) in _pytree.SUPPORTED_NODES
+    return type(data) in NODES
 
 
 def is_namedtuple(data: object) -> bool:
@@ -200,7 +200,7 @@ def _kind_of(data: Any) -> _Kind | None:
     cls = type(data)
     if cls in _BUILTIN:
         return _BUILTIN[cls]
-    if (node := _pytree.SUPPORTED_NODES.get(cls)) is not None:
+    if (node := NODES.get(cls)) is not None:
         return _registered(node)
     if isinstance(data, tuple):
         return _NAMEDTUPLE if is_namedtuple(data) else _TUPLE_SUBCLASS
@@ -224,7 +224,7 @@ def register(cls: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any,
     Raises:
         ValueError: ``cls`` is registered already.
     """
-    _pytree.register_pytree_node(cls, flatten, unflatten)
+    register_node(cls, flatten, unflatten)
 
 
 class _Static(NamedTuple):

@@ -13,16 +13,14 @@ from operator import index
 from types import TracebackType
 
 import numpy as np
-import torch
 
 from easydist.agreement.notes import Notes, listeners
+from easydist.base.torch_private import backward_id
 from easydist.groups.communicators import Communicators
 from easydist.typing import Timeout
 
 _NO_SIGNALS: contextlib.AbstractContextManager[bool | None] = contextlib.nullcontext()
 _CALL = "call"
-_in_backward = torch._C._current_graph_task_id
-"""The function that returns the number of the backward pass in which this thread is, and -1 outside of one."""
 
 
 class calling:  # noqa: N801 - a context manager, read as a phrase
@@ -102,7 +100,7 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
 
     def _begin(self, comms: Communicators) -> None:
         comms.demand_own_process()
-        self._turn = _in_backward() >= 0 and comms.turns.acquire()
+        self._turn = backward_id() >= 0 and comms.turns.acquire()
         other = comms.under_way.setdefault(_CALL, self)  # atomic between threads, and for an interrupt
         if other is not self:
             raise RuntimeError(self._two_at_once(other))

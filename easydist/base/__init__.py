@@ -1,1 +1,1 @@
-"""Rooms below all others, for this package only: arguments with two names, torch's modes, forks, HTML."""
+"""Modules below all others, for this package only: arguments with two names, forks, HTML, and what torch hides."""

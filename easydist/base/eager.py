@@ -7,13 +7,13 @@ import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from easydist.base.torch_private import eval_frame
+
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
 
 _set_strategy: Callable[[Any, Any], None] | None = None
-with contextlib.suppress(ImportError, AttributeError, TypeError):  # not part of torch's public interface
-    from torch._C._dynamo import eval_frame
-
+with contextlib.suppress(AttributeError, TypeError):
     _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
     eval_frame.set_code_exec_strategy((lambda: None).__code__, _SKIP)
     _set_strategy = eval_frame.set_code_exec_strategy

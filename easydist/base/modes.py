@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import torch
+from easydist.base import torch_private
+from easydist.base.torch_private import mode_depth, mode_of, transform
 
-_transform = torch._C._functorch.peek_interpreter_stack
-_depth = torch._C._len_torch_dispatch_stack
-_get = torch._C._get_dispatch_mode
-_KEYS = torch._C._TorchDispatchModeKey
-_MODES = {
-    _KEYS.FAKE: "under FakeTensorMode, where tensors have no data",
-    _KEYS.PROXY: "inside make_fx, which records operations on this rank's tensors, not the others' part",
-    _KEYS.FUNCTIONAL: "under FunctionalTensorMode, where tensors stand for others",
+_KINDS = {
+    "FAKE": "under FakeTensorMode, where tensors have no data",
+    "PROXY": "inside make_fx, which records operations on this rank's tensors, not the others' part",
+    "FUNCTIONAL": "under FunctionalTensorMode, where tensors stand for others",
 }
+_MODES = {getattr(torch_private.MODE_KEYS, kind, None): text for kind, text in _KINDS.items()}
 
 
 def without_data() -> str:
@@ -24,6 +22,7 @@ def without_data() -> str:
     Example:
         >>> without_data()
         ''
+        >>> import torch
         >>> seen = []
         >>> _ = torch.vmap(lambda x: seen.append(without_data()) or x)(torch.ones(2))
         >>> seen
@@ -31,9 +30,9 @@ def without_data() -> str:
 
     Cost: 0.1 µs without such a mode, which is the usual case.
     """
-    if _transform() is not None:
+    if transform() is not None:
         return "inside vmap or another transform of torch.func, where one tensor stands for several"
-    return next((text for key, text in _MODES.items() if _get(key) is not None), "") if _depth() else ""
+    return next((text for key, text in _MODES.items() if mode_of(key) is not None), "") if mode_depth() else ""
 
 
 def demand_data(operation: str) -> None:
@@ -42,7 +41,7 @@ def demand_data(operation: str) -> None:
     Raises:
         TypeError: This thread is in such a mode; the text names the operation.
     """
-    if (_transform() is not None or _depth()) and (where := without_data()):  # few calls: every operation asks
+    if (transform() is not None or mode_depth()) and (where := without_data()):  # few calls: every operation asks
         raise refusal(operation, where)
 
 
@@ -54,13 +53,11 @@ def refusal(operation: str, where: str) -> TypeError:
 @contextlib.contextmanager
 def left() -> Iterator[None]:
     """Leave these modes for the body."""
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    with temporarily_clear_interpreter_stack():
-        modes = [torch._C._unset_dispatch_mode(key) for key in _MODES]
+    with torch_private.transforms_left():
+        modes = [torch_private.unset_mode(key) for key in _MODES]
         try:
             yield
         finally:
             for mode in modes:
                 if mode is not None:
-                    torch._C._set_dispatch_mode(mode)
+                    torch_private.set_mode(mode)

@@ -15,6 +15,9 @@ from typing import Any, cast
 import torch
 from torch.nn.parameter import is_lazy
 
+from easydist.base import torch_private
+from easydist.base.torch_private import is_zerotensor
+
 _storage_of = torch.Tensor.untyped_storage
 _length_of = torch.UntypedStorage.nbytes
 _address_of = torch.UntypedStorage.data_ptr
@@ -97,7 +100,7 @@ def absence(tensor: torch.Tensor) -> str:
         >>> absence(torch.ones(2)), absence(torch.ones(2, device="meta"))
         ('', 'is a meta tensor, which has no data; pass a tensor with data')
     """
-    with torch._C.DisableTorchFunctionSubclass():  # a subclass may give any answer
+    with torch_private.DisableTorchFunctionSubclass():  # a subclass may give any answer
         return _absence(tensor)
 
 
@@ -127,12 +130,12 @@ def _without_memory(tensor: torch.Tensor) -> str:
     fake = sys.modules.get("torch._subclasses.fake_tensor")
     if fake is not None and isinstance(tensor, fake.FakeTensor):
         return "is a FakeTensor, which has no data; pass a tensor with data"
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if torch_private.is_functorch_wrapped(tensor):
         return "belongs to vmap, grad or another transform of torch.func, and has no memory of its own; pass its result"
-    if _contains_others(tensor) or torch._is_functional_tensor(tensor):
+    if _contains_others(tensor) or torch_private.is_functional(tensor):
         name = "functional tensor" if type(tensor) in _PLAIN else type(tensor).__name__
         return f"is a {name}, which has no memory of its own; pass the tensors in it"
-    if tensor._is_zerotensor():
+    if is_zerotensor(tensor):
         return "is a ZeroTensor, whose zeros are not in memory (pass a clone)"
     return (
         f"{_LOST}: {tensor.untyped_storage().nbytes()} bytes are left in its storage, which was resized "
@@ -145,7 +148,7 @@ def _contains_others(tensor: torch.Tensor) -> bool:
     if type(tensor) in _PLAIN:
         return False
     return hasattr(type(tensor), "__tensor_flatten__") or (
-        torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python) and not is_backed(tensor)
+        torch_private.dispatch_keys(tensor).has(torch_private.PYTHON_KEY) and not is_backed(tensor)
     )
 
 
@@ -165,7 +168,7 @@ def readable(tensor: torch.Tensor, what: str) -> torch.Tensor:
         return tensor
     if reason.startswith(_LOST):
         raise TypeError(f"{what} {reason}")
-    return tensor.clone() if tensor._is_zerotensor() else tensor
+    return tensor.clone() if is_zerotensor(tensor) else tensor
 
 
 def writable(tensor: torch.Tensor) -> torch.Tensor:
@@ -205,8 +208,8 @@ def backed(tensor: torch.Tensor, what: str = "the value") -> torch.Tensor:
     """
     if _is_unfinished(tensor):
         tensor = cast(torch.Tensor, cast(Any, tensor).wait())
-    with torch._C.DisableTorchFunctionSubclass():
-        if tensor._is_zerotensor() and not tensor.is_meta:
+    with torch_private.DisableTorchFunctionSubclass():
+        if is_zerotensor(tensor) and not tensor.is_meta:
             tensor = tensor.clone()
         if reason := _absence(tensor):
             raise TypeError(f"{what} {reason}")

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch._C._dynamo.guards import TensorGuards
+
+from easydist.base.torch_private import TensorGuards, has_storage
 
 _TENSORS = frozenset([torch.Tensor])
 _is_cpu, _is_meta, _is_nested, _requires_grad = map(
     operator.attrgetter, ("is_cpu", "is_meta", "is_nested", "requires_grad")
 )
-_has_storage = torch._C._has_storage
 _is_neg, _is_contiguous = torch.Tensor.is_neg, torch.Tensor.is_contiguous
 _PLAIN_DTYPES = frozenset(
     dtype
@@ -79,9 +79,7 @@ def kind_of(values: Sequence[Any], paths: tuple[str, ...]) -> Kind | None:
 
 def _have_strides(values: Sequence[Any]) -> bool:
     """True if a guard may look at the values: it ends the process at a nested tensor, or one in vmap."""
-    return (
-        _TENSORS.issuperset(map(type, values)) and not any(map(_is_nested, values)) and all(map(_has_storage, values))
-    )
+    return _TENSORS.issuperset(map(type, values)) and not any(map(_is_nested, values)) and all(map(has_storage, values))
 
 
 def _kind(values: Sequence[Any]) -> Kind | None:

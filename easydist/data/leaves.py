@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from easydist import tree
+from easydist.base.torch_private import foreach_copy, is_zerotensor
 from easydist.data.aliasing import aliases, are_apart, overlap, overlaps_itself, separate
 from easydist.data.backing import backed, is_backed, starts
 from easydist.data.kinds import Kind, kind_of
@@ -380,14 +381,14 @@ class Leaves:
                 targets.append(tensor)
                 sources.append(view)
         if targets:
-            torch._foreach_copy_(targets, sources)
+            foreach_copy(targets, sources)
         return self._rebuild(done, tied)
 
 
 def unwritable(value: Any) -> str:
     """Return the reason why a leaf cannot be written in place; empty if it can be written."""
     if isinstance(value, torch.Tensor):
-        if value._is_zerotensor():
+        if is_zerotensor(value):
             return "is a ZeroTensor, whose zeros are not in memory (pass a clone)"
         if not value.is_contiguous() and overlaps(value):
             kind = "an expanded tensor" if 0 in value.stride() else "a tensor with strides"

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from easydist import memory
+from easydist.base.torch_private import foreach_copy
 from easydist.typing import Device
 
 
@@ -264,7 +265,7 @@ class Packed:
             if type(target) is torch.Tensor:
                 torch.cat(tensors[run.leaves], out=target)
             else:
-                torch._foreach_copy_(target, tensors[run.leaves])
+                foreach_copy(target, tensors[run.leaves])
 
     @memory.kept
     def _targets_in(self, row: int) -> list[Any]:
@@ -280,7 +281,7 @@ class Packed:
             if type(source) is torch.Tensor:
                 _split_copy(source, run.sizes, out=targets[run.leaves])
             else:
-                torch._foreach_copy_(targets[run.leaves], source)
+                foreach_copy(targets[run.leaves], source)
 
     @memory.kept
     def _sources_in(self, row: int) -> list[Any]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from easydist.base.eager import eager_methods
+from easydist.base.torch_private import backward_id
 from easydist.data.backing import absence, backed, is_backed, writable
 from easydist.data.leaves import overlaps
 from easydist.data.packing import as_bytes
@@ -148,7 +149,7 @@ class GroupWork(dist.Work):
         them at the end.
         """
         future: torch.futures.Future[Any] = torch.futures.Future()
-        if torch._C._current_graph_task_id() != _NO_BACKWARD:
+        if backward_id() != _NO_BACKWARD:
             future.set_result(self.result())
         elif self.is_completed():
             self._tell(future)

@@ -9,6 +9,7 @@ from typing import SupportsIndex
 
 import torch
 
+from easydist.base.torch_private import is_zerotensor
 from easydist.data.backing import absence, is_backed, writable
 from easydist.transport.backend import Backend
 from easydist.transport.reduce_op import ReduceOp
@@ -212,7 +213,7 @@ class Checked:
 
 def _check_backed(name: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor without memory; the zeros of a ZeroTensor get some later."""
-    if (reason := absence(tensor)) and not tensor._is_zerotensor():
+    if (reason := absence(tensor)) and not is_zerotensor(tensor):
         raise TypeError(f"{name}() takes tensors with memory, but this one {reason}")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from easydist.base.torch_private import is_zerotensor
 from easydist.data.backing import backed, writable
 from easydist.data.leaves import overlaps
 from easydist.transport.work import Pending, TorchWork
@@ -20,7 +21,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     """
     if is_flat(tensor):
         return tensor  # the rest of this function costs two microseconds
-    if type(tensor) is not torch.Tensor or not is_direct(tensor) or tensor._is_zerotensor():
+    if type(tensor) is not torch.Tensor or not is_direct(tensor) or is_zerotensor(tensor):
         tensor = backed(tensor).contiguous()
     # A single element may have any stride.
     return tensor.detach().as_strided((tensor.numel(),), (1,))
@@ -95,7 +96,7 @@ def check_writable(name: str, tensor: torch.Tensor) -> None:
         RuntimeError: Some do: the tensor is expanded, for instance.
         TypeError: It is a ZeroTensor.
     """
-    if tensor._is_zerotensor():
+    if is_zerotensor(tensor):
         raise TypeError(f"{name}: the zeros of a ZeroTensor are not in memory: pass a clone")
     if not tensor.is_contiguous() and overlaps(tensor):
         raise RuntimeError(

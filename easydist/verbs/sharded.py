@@ -15,6 +15,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from easydist.base.torch_private import disabled_function, missing, swap_impl
+
 _FSDP = "torch.distributed.fsdp._fully_shard"
 
 
@@ -25,7 +27,13 @@ def is_sharded(parameter: torch.Tensor) -> bool:
 
 
 def full(parameter: Any) -> torch.Tensor:
-    """Return the full tensor, as a parameter that the sharded one can be swapped with."""
+    """Return the full tensor, as a parameter that the sharded one can be swapped with.
+
+    Raises:
+        NotImplementedError: This torch has no function for that.
+    """
+    if disabled_function is None or swap_impl is None:
+        raise NotImplementedError(f"GatheredParameters: torch {torch.__version__} lacks {', '.join(missing())}")
     full = parameter.detach().full_tensor().clone().as_subclass(_whole_type(cast(Any, type(parameter))))
     full._is_param = True  # makes isinstance(…, nn.Parameter) true
     return cast(torch.Tensor, full.requires_grad_(parameter.requires_grad))
@@ -36,7 +44,7 @@ def _whole_type(dtensor: Any) -> Any:
     """Return a plain tensor class with the slots of DTensor, because ``swap_tensors`` requires equal slots."""
     body = {
         "__slots__": dtensor.__dict__["__slots__"],
-        "__torch_function__": torch._C._disabled_torch_function_impl,
+        "__torch_function__": disabled_function,
         "__deepcopy__": lambda self, memo: _plain(self, self.clone()),
         "__reduce_ex__": lambda self, protocol: _plain(self, self).__reduce_ex__(protocol),
     }
@@ -100,7 +108,7 @@ def _swap(one: Any, other: Any) -> None:
             delattr(tensor, slot)
         for slot, value in new.items():
             setattr(tensor, slot, value)
-    torch._C._swap_tensor_impl(one, other)
+    swap_impl(one, other)
 
 
 def _fsdp_modules() -> list[nn.Module]:

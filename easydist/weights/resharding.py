@@ -13,6 +13,7 @@ from easydist.agreement.agree import shared
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb, run
+from easydist.base.torch_private import is_zerotensor
 from easydist.data import packing
 from easydist.data.backing import backed, is_backed
 from easydist.data.leaves import as_tensor, unwritable
@@ -189,7 +190,7 @@ class _Planning(Verb[dict[str, list[Transfer]]]):
             if reason := unwritable(place.tensor):
                 raise ValueError(f"[{name!r}] {reason}, so it cannot be written in place")
         for name, (place, shape) in found[0].items():
-            if place.tensor._is_zerotensor():
+            if is_zerotensor(place.tensor):
                 found[0][name] = place_at(place.tensor.clone(), place.box), shape
         self.places = [{name: place for name, (place, _) in one.items()} for one in found]
         self._mine = {

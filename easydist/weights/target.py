@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from easydist import memory
+from easydist.base.torch_private import foreach_copy
 from easydist.data.aliasing import overlap
 from easydist.data.leaves import Leaves
 from easydist.data.packing import dtype_name
@@ -222,7 +223,7 @@ class Target:
             start += part.nbytes
         if targets:  # copies from a GPU into pinned memory do not block the next message
             is_behind = self._wanted.pin and not buffer.is_cpu
-            torch._foreach_copy_(targets, values, non_blocking=is_behind)
+            foreach_copy(targets, values, non_blocking=is_behind)
             self._behind |= {buffer.device} if is_behind else set()
 
     def finish(self) -> Any:

@@ -1,0 +1,135 @@
+"""All of torch that is used without being public, and what happens in a torch that does not have it.
+
+Every other module asks this one. A name that is gone costs speed, or the recognition of a rare case; no call breaks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+_missing: list[str] = []
+
+
+def missing() -> list[str]:
+    """Return the names that this torch does not have.
+
+    Example:
+        >>> missing()
+        []
+    """
+    return list(_missing)
+
+
+def _found(path: str, default: Any) -> Any:
+    """Return what a dotted name refers to; ``default`` if torch does not have it."""
+    module, _, name = path.rpartition(".")
+    with contextlib.suppress(AttributeError, ImportError):
+        names = module.split(".")
+        for last in range(len(names), 0, -1):
+            with contextlib.suppress(ImportError):
+                start = importlib.import_module(".".join(names[:last]))
+                return getattr(functools.reduce(getattr, names[last:], start), name)
+    _missing.append(path)
+    return default
+
+
+def _copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], non_blocking: bool = False) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking)
+
+
+def _refuse(cls: type) -> None:
+    raise NotImplementedError(f"this torch ({torch.__version__}) has no registry of containers, so {cls} stays a leaf")
+
+
+class _NoGuard:
+    """A guard that recognises nothing."""
+
+    def __init__(self, *tensors: torch.Tensor, **kinds: Any) -> None: ...
+
+    def check(self, *tensors: torch.Tensor) -> bool:
+        return False
+
+
+class _NoKeys:
+    def has(self, key: Any) -> bool:
+        return False
+
+
+backward_id = _found("torch._C._current_graph_task_id", lambda: -1)
+"""Returns the number of this thread's backward pass, -1 outside of one. Without it: calls of several threads of one
+backward pass are an error, and DDP's reductions complete in background threads in backward, too."""
+
+foreach_copy = _found("torch._foreach_copy_", _copy_each)
+"""Copies many tensors in one call. Without it: one by one."""
+
+TensorGuards = _found("torch._C._dynamo.guards.TensorGuards", _NoGuard)
+"""Recognises tensors of the same kind. Without it: every call looks at each tensor, 0.25 µs more for each."""
+
+has_storage = _found("torch._C._has_storage", lambda tensor: False)
+"""True for tensors that a guard may look at. Without it: as without ``TensorGuards``."""
+
+DisableTorchFunctionSubclass = _found("torch._C.DisableTorchFunctionSubclass", contextlib.nullcontext)
+"""The context in which subclasses of tensors cannot answer themselves. Without it: they can."""
+
+is_functorch_wrapped = _found("torch._C._functorch.is_functorch_wrapped_tensor", lambda tensor: False)
+"""True for a tensor inside vmap, grad and the like. Without it: its error says that it has lost its memory."""
+
+is_functional = _found("torch._is_functional_tensor", lambda tensor: False)
+"""True for a functional tensor. Without it: the same."""
+
+is_zerotensor = _found("torch.Tensor._is_zerotensor", lambda tensor: False)
+"""True for a tensor whose zeros are not in memory, which autograd makes. Without it: it is refused as one without
+memory."""
+
+dispatch_keys = _found("torch._C._dispatch_keys", lambda tensor: _NoKeys())
+"""Returns the keys by which torch chooses the implementation for a tensor. Without it: subclasses that consist of other
+tensors are recognised by ``__tensor_flatten__`` only."""
+
+PYTHON_KEY = _found("torch._C.DispatchKey.Python", None)
+"""The key of a tensor class that is written in Python."""
+
+transform = _found("torch._C._functorch.peek_interpreter_stack", lambda: None)
+"""Returns the innermost transform of ``torch.func`` in this thread. Without it: a call inside one is refused because
+its tensors have no memory."""
+
+transforms_left = _found("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", contextlib.nullcontext)
+"""The context outside of these transforms. Without it: the same."""
+
+mode_depth = _found("torch._C._len_torch_dispatch_stack", lambda: 0)
+"""Returns the number of modes of this thread that see every operation. Without it: as without ``transform``."""
+
+mode_of = _found("torch._C._get_dispatch_mode", lambda key: None)
+"""Returns the mode of a kind. Without it: the same."""
+
+unset_mode = _found("torch._C._unset_dispatch_mode", lambda key: None)
+"""Ends the mode of a kind, and returns it. Without it: the same."""
+
+set_mode = _found("torch._C._set_dispatch_mode", lambda mode: None)
+"""Begins a mode again. Without it: the same."""
+
+MODE_KEYS = _found("torch._C._TorchDispatchModeKey", None)
+"""The kinds of modes: ``FAKE``, ``PROXY``, ``FUNCTIONAL``. Without it: the same."""
+
+eval_frame = _found("torch._C._dynamo.eval_frame", None)
+"""The part of torch.compile that decides per function. Without it: compiled callers trace into calls, and break their
+graph a few frames later."""
+
+NODES = _found("torch.utils._pytree.SUPPORTED_NODES", {})
+"""The classes whose instances are containers, for torch. Without it: those of Python and dataclasses are, no others."""
+
+register_node = _found("torch.utils._pytree.register_pytree_node", lambda cls, flatten, unflatten: _refuse(cls))
+"""Makes instances of a class containers, for torch. Without it: ``tree.register`` is an error."""
+
+disabled_function = _found("torch._C._disabled_torch_function_impl", None)
+"""What a class of tensors has that torch treats as plain tensors. Without it: ``GatheredParameters`` is an error for
+parameters of FSDP2."""
+
+swap_impl = _found("torch._C._swap_tensor_impl", None)
+"""Swaps the values of two tensors, wherever they are referenced. Without it: the same."""

@@ -1,0 +1,103 @@
+"""Call verbs on two ranks in a torch that lacks one of its private names. Prints a line for each name.
+
+python tests/scripts/without_names.py torch._C._has_storage …
+"""
+
+import importlib.abc
+import importlib.util
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+MODULE = "easydist.base.torch_private"
+SOURCE = Path(__file__).parents[2] / "easydist" / "base" / "torch_private.py"
+
+
+class Without(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Loads the module in which the names stand with a name in place of another one that torch does not have."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
+        return importlib.util.spec_from_loader(name, self) if name == MODULE else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        text = SOURCE.read_text()
+        assert text.count(f'"{self.name}"') == 1
+        exec(text.replace(f'"{self.name}"', '"torch.no_such_name"'), module.__dict__)
+        assert module.missing() == ["torch.no_such_name"]
+
+
+def check(rank: int) -> None:
+    """Make calls of each kind, and compare what comes with what one process would compute."""
+    import easydist
+
+    tree = {"x": torch.full((3,), float(rank)), "y": [torch.arange(4).view(2, 2).t() + rank, True], "n": rank + 1.5}
+    for _ in range(4):  # later calls recognise the tensors of earlier ones
+        gathered = easydist.gather({"x": tree["x"], "y": tree["y"][0]})
+        assert torch.equal(gathered["x"], torch.tensor([0.0, 0, 0, 1, 1, 1]))
+        assert torch.equal(easydist.reduce(tree["x"], "sum"), torch.ones(3))
+        assert torch.equal(easydist.broadcast({"x": tree["x"].clone()})["x"], torch.zeros(3))
+    assert easydist.gather_object({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
+    x = torch.full((2,), float(rank), requires_grad=True)
+    easydist.gather(x, differentiable=True).square().sum().backward()
+    assert torch.equal(x.grad, torch.full((2,), 4.0 * rank))
+    if rank == 0:
+        easydist.send_tensor_dict(tree, dst=1)
+    else:
+        assert easydist.recv_tensor_dict(src=0)["n"] == 1.5
+    into = {"x": torch.ones(3), "bits": torch.zeros(2, dtype=torch.bfloat16)}
+    easydist.broadcast_tensor_dict(into if rank else {"x": torch.zeros(3), "bits": torch.ones(2, dtype=torch.bfloat16)})
+    refused(lambda: easydist.gather(torch.empty(2, device="meta")))
+    refused(lambda: easydist.gather(torch.ones(2).to_sparse()))
+    assert easydist.gather(torch.ones(1)).tolist() == [1, 1]
+
+
+def refused(call: Callable[[], object]) -> None:
+    """Check that a call is an error on all ranks."""
+    try:
+        call()
+    except Exception:
+        return
+    raise AssertionError("no error")
+
+
+def rank_without(name: str, rank: int, store: str) -> int:
+    """Fork a rank, and return its pid."""
+    if pid := os.fork():
+        return pid
+    status = 1
+    try:
+        sys.meta_path.insert(0, Without(name))
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        )
+        check(rank)
+        dist.destroy_process_group()
+        status = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def main(names: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for number, name in enumerate(names):
+            pids = [rank_without(name, rank, f"{folder}/{number}") for rank in range(2)]
+            ended = {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids}
+            print(f"{name}: {'works' if ended == {0} else 'breaks'}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

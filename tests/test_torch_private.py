@@ -1,0 +1,49 @@
+"""What is used of torch without being public stands in one module, and no call needs it."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from launching import python
+
+import easydist
+from easydist.base import torch_private
+
+PACKAGE = Path(easydist.__file__).parent
+SOURCE = Path(torch_private.__file__)
+NAMES = re.findall(r'_found\("([\w.]+)"', SOURCE.read_text())
+SCRIPT = Path(__file__).parent / "scripts" / "without_names.py"
+
+
+def private(path):
+    """Return the private names of torch in a module, as dotted names."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            found.append(ast.unparse(node))
+    return [name for name in found if re.fullmatch(r"torch[\w.]*\._[a-zA-Z][\w.]*", name)]
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_other_module_uses_private_names(path):
+    allowed = {"torch.utils.data.dataloader._BaseDataLoaderIter"} if path.name == "passes.py" else set()
+    assert path == SOURCE or {*private(path)} <= allowed
+
+
+def test_private_names_are_found():
+    assert "torch._C._has_storage" not in private(SOURCE)  # it looks them up by their text
+    assert len(NAMES) > 20
+    assert all('"""' in line for line in re.findall(r"_found\(.*\n(.*)", SOURCE.read_text())[1:])
+
+
+def test_this_torch_has_all_of_them():
+    assert torch_private.missing() == []
+
+
+@pytest.mark.slow
+def test_calls_work_without_any_one_of_them():
+    out, _ = python(SCRIPT, *NAMES, seconds=120)
+    assert out.splitlines() == [f"{name}: works" for name in NAMES]
