@@ -11,6 +11,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
+MOST = 12
+"""The highest patience: on a machine that is busier than that, nobody waits for the tests any more."""
+
 crashes = []
 """What launched processes have written before they crashed or were killed as too slow; a failing test shows it."""
 
@@ -18,7 +21,7 @@ crashes = []
 def patience():
     """Return the factor by which a step may take longer than on an idle machine, or EASYDIST_TEST_PATIENCE if set."""
     told = os.environ.get("EASYDIST_TEST_PATIENCE")
-    return float(told) if told else 2 + os.getloadavg()[0] / (os.cpu_count() or 1)
+    return float(told) if told else min(MOST, 2 + os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def examples(count):

@@ -244,4 +244,5 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 def split(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Return the first elements of a flat tensor, in parts of these sizes."""
-    return list(tensor[: sum(sizes)].split(list(sizes)))
+    rest = tensor.numel() - sum(sizes)
+    return list(tensor.split_with_sizes([*sizes, rest])[:-1])  # tensor.split takes twice as long
