@@ -17,6 +17,7 @@ from easydist import settings
 from easydist.errors import EasydistError, RemoteError, WireError
 from easydist.liveness import texts
 from easydist.liveness.events import Cause, Heard, Parting, Why
+from easydist.liveness.page import Wait
 from easydist.liveness.peer import Peer
 from easydist.liveness.report import EXCEPTION, INTERRUPT, fields_of, kind_of
 from easydist.liveness.status import GroupStatus, nothing
@@ -111,6 +112,14 @@ class Monitor(GroupStatus):
         if (error := self._in_vain(awaited, is_exact)) is not None:
             self.give_up(error)
         self.raise_if_broken()
+
+    def waits_for(self, message: Wait) -> None:
+        """Let the others see for which message this rank waits, unless the call has a limit of its own.
+
+        Such a call may well be meant to end in vain, after which this rank comes to the others' call.
+        """
+        if not self._is_limit_given:
+            self.crossing.show(message)
 
     def begin_wait(self) -> None:
         """Begin a wait in C++, which the watchdog monitors."""

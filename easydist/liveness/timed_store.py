@@ -80,13 +80,10 @@ class TimedStore:
             RuntimeError: The store is gone.
             WireError: The value is not signed with this process's job key.
         """
-        value = self._ask(lambda: self._value(key) if self._store.check([key]) else None)
+        value = self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
+        if value == b"" and not self._ask(lambda: self._store.check([key])):
+            return None  # it has just been deleted: torch then reads it as empty
         return None if value is None else self._seal.opened(key, value, by)
-
-    def _value(self, key: str) -> bytes | None:
-        """Return the value of a key that was there; None if it is no longer."""
-        value: bytes = self._store.get(key)
-        return value if value or self._store.check([key]) else None  # torch reads a key as empty that was just deleted
 
     def awaited(self, key: str, wait: Callable[[], None], by: int | None = None) -> bytes:
         """Wait for a key, and return its value.

@@ -174,7 +174,7 @@ class Pair:
 
     def _asked(self, kind: int, frame: torch.Tensor) -> Message | None:
         self._channel = channel_to(self._comms, self.peer, self._wait)
-        self._comms.monitor.crossing.show(self._begin(SEND))
+        self._comms.monitor.waits_for(self._begin(SEND))
         answer = self._channel.ask(frame, lambda message: self._crossed(kind, message))
         self._has_heard()
         return answer
@@ -216,7 +216,7 @@ class Pair:
             EasydistError: The sender has failed.
         """
         self._channel = channel = channel_to(self._comms, self.peer, self._wait)
-        self._comms.monitor.crossing.show(self._begin(RECEIVE))
+        self._comms.monitor.waits_for(self._begin(RECEIVE))
         try:
             message = channel.receive()
         except NobodySendsError:

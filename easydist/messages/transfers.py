@@ -210,7 +210,7 @@ class Transfer:
             return
         with calling(self._comms, self._operation, None, self._peer):
             if self._message is not None:
-                self._comms.monitor.crossing.show(self._message)
+                self._comms.monitor.waits_for(self._message)
             self.wait_inside()
 
     def wait_inside(self) -> None:

@@ -11,16 +11,13 @@ from launching import examples
 from test_entries import made, waited
 
 import easydist
-from easydist.errors import DisagreementError, RemoteError
+from easydist.errors import CollectiveTimeout, DisagreementError, RemoteError
 from easydist.groups.known import of_group
 from easydist.liveness.crossing import RECEIVE, SEND
 from easydist.parallel import GroupCoordinator
 from easydist.testing import distributed
 
 TREE, LARGE = {"x": torch.arange(3)}, {"x": torch.ones(1 << 19)}
-LIMIT = 120
-"""Seconds that no test waits for: a wait in vain ends before."""
-
 KINDS = pytest.mark.parametrize("kind", ["shm", "gloo", "hosts"])
 FEW = ("recv_tensor_dict", "send_object")
 """The messages that are tried where an error takes seconds: between hosts, which look at the store once a second."""
@@ -41,10 +38,10 @@ def coordinator(kind, rank, world_size):
 def messages(group, other):
     """The ways to wait for a message of another rank."""
     return {
-        "recv_tensor_dict": lambda: easydist.recv_tensor_dict(group_src=other, group=group, timeout=LIMIT),
-        "send_tensor_dict": lambda: easydist.send_tensor_dict(TREE, group_dst=other, group=group, timeout=LIMIT),
+        "recv_tensor_dict": lambda: easydist.recv_tensor_dict(group_src=other, group=group),
+        "send_tensor_dict": lambda: easydist.send_tensor_dict(TREE, group_dst=other, group=group),
         "send_tensor_dict of much": lambda: easydist.send_tensor_dict(LARGE, group_dst=other, group=group),
-        "recv_object": lambda: easydist.recv_object(group_src=other, group=group, timeout=LIMIT),
+        "recv_object": lambda: easydist.recv_object(group_src=other, group=group),
         "send_object": lambda: group.send_object(1, other),
         "recv_tensor_dict of the coordinator": lambda: group.recv_tensor_dict(other),
         "isend_tensor_dict": lambda: waited(group.isend_tensor_dict(TREE, other)),
@@ -56,7 +53,7 @@ def crossed(group, call):
     """Return the text of the error, which is the same on all ranks, after which the group works in step."""
     with pytest.raises(DisagreementError) as caught:
         call()
-    texts = easydist.gather_object(str(caught.value), group=group, timeout=LIMIT)  # at once: others may still wait
+    texts = easydist.gather_object(str(caught.value), group=group)  # at once: others may still wait
     assert len({*texts}) == 1, texts
     assert not of_group(group.cpu_group).monitor.crossing.begun
     assert texts[0].startswith("ranks wait for one another, in calls that do not match\n")
@@ -64,7 +61,7 @@ def crossed(group, call):
 
 
 def gathered(group):
-    return easydist.gather(torch.ones(2), group=group, timeout=LIMIT)
+    return easydist.gather(torch.ones(2), group=group)
 
 
 @pytest.mark.slow
@@ -99,6 +96,18 @@ def test_ranks_that_wait_in_a_circle_raise_the_same(kind, rank, world_size):
             for name in messages(group, 0) if kind == "shm" else FEW:
                 text = crossed(group, messages(group, (rank + step) % world_size)[name])
                 assert text.count("\n  rank ") == world_size
+
+
+@pytest.mark.slow
+@KINDS
+@distributed(world_size=3)
+def test_a_call_with_a_limit_of_its_own_may_end_in_vain(kind, rank, world_size):
+    with coordinator(kind, rank, world_size) as group:
+        for _ in range(2):
+            if rank == 0:
+                with pytest.raises(CollectiveTimeout, match="recv_tensor_dict: 1 of 3 ranks did not come"):
+                    easydist.recv_tensor_dict(group_src=1, group=group, timeout=1.5)
+            assert gathered(group).tolist() == [1] * 6
 
 
 @pytest.mark.slow

@@ -160,9 +160,9 @@ MUTANTS = [
     ),
     Mutant(
         "liveness/timed_store.py",
-        "TimedStore._value",
-        "value or self._store.check([key])",
-        "True",
+        "TimedStore.get",
+        'if value == b"" and not self._ask(lambda: self._store.check([key])):',
+        "if False:",
         "tests/liveness/test_timed_store.py",
     ),
 ]

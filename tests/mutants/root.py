@@ -34,7 +34,7 @@ MUTANTS = [
     Mutant(
         "base/modes.py",
         "",
-        '    _KEYS.FUNCTIONAL: "under FunctionalTensorMode, where tensors stand for others",\n',
+        '    "FUNCTIONAL": "under FunctionalTensorMode, where tensors stand for others",\n',
         "",
         "tests/agreement/test_runner.py::test_a_verb_where_tensors_have_no_data_is_an_error_on_all_ranks",
     ),

@@ -301,7 +301,7 @@ class SimulatedRank:
             crossing = self.code.crossing
             message = self.monitor.crossing.begin(crossing.RECEIVE if self.rank == members[1] else crossing.SEND, peer)
             if waits:
-                self.monitor.crossing.show(message)
+                self.monitor.waits_for(message)
 
     def _headers(self, place, members):
         self._begin_message(members)
