@@ -21,7 +21,7 @@ IDLE = 0.05
 """Seconds without a call after which this process may have missed reports of its peers."""
 
 APART = 0.05
-"""Seconds since the last exchange after which others may have come to the current one, and given it up."""
+"""Seconds since the last call began after which others may have come to the current one, and given it up."""
 
 PATIENCE = 0.5
 """Seconds within which a store answers, if it answers at all."""
@@ -114,12 +114,14 @@ class CallProtocol:
         return self._deadline if self._is_limit_given else max(self._deadline, self._extended)
 
     def exchanged(self, now: float) -> float:
-        """Record that the headers of all ranks have arrived; return the seconds since the previous time.
+        """Record that the headers of all ranks have arrived; return the seconds since the previous such call began.
 
         If that is more than ``APART``, a rank may have waited and given up before the last one came: the headers that
-        it had sent arrive all the same. The clock is the monotonic one, because the wall clock may be set in between.
+        it had sent arrive all the same. No rank can have left the previous call before this one began it. When its
+        headers arrived is not known to a process that was stopped then. The clock is the monotonic one, because the
+        wall clock may be set in between.
         """
-        before, self._exchanged = self._exchanged, now
+        before, self._exchanged = self._exchanged, self._began
         return now - before
 
     def listens_after(self, now: float, apart: float, seems_late: bool) -> bool:

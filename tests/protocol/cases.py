@@ -65,7 +65,7 @@ def a_rank_that_is_not_known_may_be_ahead_only_while_all_reconnect(code):
 
 
 def reports_of_other_hosts_are_read_if_somebody_may_have_given_up(code):
-    """By the wall clocks, by the time since the last exchange, or by the time in this call."""
+    """By the wall clocks, by the time since the last call began, or by the time in this call."""
     rank = _rank(code)
     assert rank.listens_after(0.01, 0.5, seems_late=True)
     assert rank.listens_after(0.01, 1.5, seems_late=False)

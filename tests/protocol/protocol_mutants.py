@@ -35,6 +35,10 @@ PAST = {
         71,
         Mutant("rules", "        return now - before", "        return 0.0"),
     ),
+    "does not count the time in which it was stopped at the end of the last call": (
+        5166641,
+        Mutant("rules", "self._exchanged = self._exchanged, self._began", "self._exchanged = self._exchanged, now"),
+    ),
     "believes the wall clock": (
         "reports_of_other_hosts_are_read_if_somebody_may_have_given_up",
         Mutant("rules", "return seems_late or apart > LISTEN_EVERY or now - self._began > APART", "return seems_late"),

@@ -28,6 +28,8 @@ ONCE = {
     38651: "the store fell silent during the last look for a report, and a rank that had left one counted as lost",
     8217: "a rank gave up two calls in turn, and counted as lost because the second report had replaced the first",
     446372: "a body after a failed operation counted as one that waits in that group",
+    5166641: "a rank was stopped at the end of a call, and came to the next one just after the others had given it up",
+    5222949: "the same, with a call of two and an operation in between",
     16066: "Ctrl-C between two calls ended the second, in the simulation alone",
     208536: "the law expected ranks to return from a call that had been given up before Ctrl-C",
     305340: "the law expected a stopped rank to know who had come meanwhile",
