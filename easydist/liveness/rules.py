@@ -302,12 +302,14 @@ class CallProtocol:
         deadline = now + grace
         while now < deadline:
             now, is_cut_off, heard = yield deadline - now
-            # Its report may still come: a rank is not lost because the store is stopped. Outside of calls there is no
-            # limit by which to give up.
+            # Its report may still come: a rank is not lost because the store is stopped. The grace begins again with
+            # the first look at which the store answers. Outside of calls there is no limit by which to give up.
             if is_cut_off and self._deadline != NOT_IN_TIME:
                 if self.is_late(now):
                     return Cause(Why.LATE)
-                deadline = now + grace
+                deadline = NOT_IN_TIME
+            else:
+                deadline = min(deadline, now + grace)
             if (cause := _first(self._explanation(one, rank) for one in heard)) is not None:
                 return cause
         return Cause(Why.BROKE, rank)

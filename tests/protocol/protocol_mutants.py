@@ -152,6 +152,10 @@ PAST = {
             "return None if heard.is_ours is False or report.number != self.at else Cause",
         ),
     ),
+    "counts the time until a silent store answers as time in which a report could have come": (
+        5034678,
+        Mutant("rules", "                deadline = NOT_IN_TIME\n", "                deadline = now + grace\n"),
+    ),
     "loses who cannot be heard": (
         "a_broken_connection_waits_for_a_silent_store_only_while_a_call_has_time",
         Mutant("rules", "if is_cut_off and self._deadline != NOT_IN_TIME:", "if False:"),
