@@ -357,7 +357,10 @@ class Monitor(GroupStatus):
                 # It may also have fallen silent during the look, of which nothing can be concluded, either.
                 was_cut_off, heard = self._is_cut_off, list(self._heard_by_all(broken))
                 is_cut_off = self._has_remote_peers() and (was_cut_off or self._is_cut_off)
-                looks.send((time.monotonic(), is_cut_off, heard))
+                now = time.monotonic()
+                if is_cut_off and self._waits_for_a_body(list(self.peers)):
+                    self.extend(now)
+                looks.send((now, is_cut_off, heard))
                 time.sleep(_LOOK_EVERY)
         except StopIteration as end:
             cause: Cause = end.value

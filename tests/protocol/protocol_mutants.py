@@ -59,6 +59,10 @@ PAST = {
         38651,
         Mutant("monitor", "(was_cut_off or self._is_cut_off)", "was_cut_off"),
     ),
+    "counts time in bodies while it cannot find out why a connection broke": (
+        1148252,
+        Mutant("monitor", "if is_cut_off and self._waits_for_a_body(list(self.peers)):", "if False:"),
+    ),
     "explains a broken connection by the last report of each rank alone": (
         8217,
         Mutant("monitor", "        for report in logged:  #", "        for report in ():  #"),

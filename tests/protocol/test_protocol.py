@@ -31,6 +31,7 @@ ONCE = {
     5166641: "a rank was stopped at the end of a call, and came to the next one just after the others had given it up",
     5222949: "the same, with a call of two and an operation in between",
     5034678: "the store answered again just before a report came, and its author counted as lost at the first look",
+    1148252: "a connection broke while the store was silent, and a rank in a body counted as one that did not come",
     16066: "Ctrl-C between two calls ended the second, in the simulation alone",
     208536: "the law expected ranks to return from a call that had been given up before Ctrl-C",
     305340: "the law expected a stopped rank to know who had come meanwhile",
