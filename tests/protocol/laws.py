@@ -61,6 +61,7 @@ class Laws:
         self._inside, self._had_wild = [None] * size, False
         self._ends_at, self._is_limited, self._bodies_end = [NEVER] * size, [True] * size, 0.0
         self._came, self._must_return, self._disturbed = {}, set(), set()
+        self._counted = [0.0] * size
         self._outcomes = [{} for _ in range(size)]
         self._operating = set()
         self._stopped = [0.0] * size
@@ -79,6 +80,8 @@ class Laws:
         seen = (monitor.number, monitor.phase, monitor.broken is not None and monitor.broken.is_final)
         if seen != self._seen[rank]:
             self._check_growth(rank, self._seen[rank], seen)
+            if monitor.number != self._seen[rank][0]:
+                self._counted[rank] = self.world.now
             self._seen[rank] = seen
 
     def _check_deadline(self, rank):
@@ -316,9 +319,14 @@ class Laws:
                     self.fail(f"rank {rank.rank} misses rank {other}, which is in a body")
                 monitor = self.group.ranks[other].monitor
                 # A rank that is stopped between its last look and the error cannot know who has come meanwhile.
-                is_there = self._inside[other] is not None and self._awake(rank.rank, self._inside[other][0]) > ASKING
+                is_there = self._awake(rank.rank, self._here_since(other)) > ASKING
                 if rank.sees(other) and monitor.number >= rank.monitor.number and is_there:
                     self.fail(f"rank {rank.rank} misses rank {other}, which is in call {monitor.number}")
+
+    def _here_since(self, rank):
+        """Return when a rank began its call, or moved on to that of the others; ``NEVER`` outside of calls."""
+        inside = self._inside[rank]
+        return NEVER if inside is None else max(inside[0], self._counted[rank])
 
     def _awake(self, rank, since):
         """Return the seconds since a time in which a rank has not been stopped."""
