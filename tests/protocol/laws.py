@@ -335,9 +335,10 @@ class Laws:
         return now - since - sum(max(0.0, end - begin) for begin, end in stops)
 
     def _is_in_body(self, rank):
+        """True if a rank is in a body, and others can know it: it was not stopped, either, when they last looked."""
         one, process = self.group.ranks[rank], self.group.ranks[rank].process
-        is_known = self.world.now > one.body_since + ASKING or not self.group.schedule.stops
-        return is_known and process.page.body() and process.is_alive and not process.is_stopped
+        since = max(one.body_since if self.group.schedule.stops else 0.0, process.stopped_until)
+        return self.world.now > since + ASKING and process.page.body() and process.is_alive
 
     def _has_parted(self, rank, other):
         """True if a rank has broken its connections, or left."""

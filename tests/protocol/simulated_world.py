@@ -82,6 +82,7 @@ class Process:
         page: Its page.
         client: Its way to the store.
         has_ended: True once the others can see that it has ended.
+        stopped_until: When it was continued last, or will be.
     """
 
     page = client = None
@@ -89,7 +90,7 @@ class Process:
     def __init__(self, world, host, interrupt_at, on_signal):
         self.world, self.host, self.is_alive, self.is_done, self.has_ended = world, host, True, False, False
         self.interrupt_at, self._on_signal, self._steps = interrupt_at, on_signal, 0
-        self._has_signal, self._mode, self._token, self.body, self._stopped_until = False, None, 0, None, 0.0
+        self._has_signal, self._mode, self._token, self.body, self.stopped_until = False, None, 0, None, 0.0
         world.processes.append(self)
         self.pid = len(world.processes)
 
@@ -111,16 +112,16 @@ class Process:
 
     def stop(self, seconds):
         """SIGSTOP, and SIGCONT later."""
-        self._stopped_until = max(self._stopped_until, self.world.now + seconds)
+        self.stopped_until = max(self.stopped_until, self.world.now + seconds)
 
     @property
     def is_stopped(self):
-        return self.world.now < self._stopped_until
+        return self.world.now < self.stopped_until
 
     def later(self, action, *arguments):
         """Let a thread of this process do something now, or when it is continued."""
         if self.is_stopped:
-            self.world.at(self._stopped_until, self.later, action, *arguments)
+            self.world.at(self.stopped_until, self.later, action, *arguments)
         elif self.is_alive:
             running.process = self
             action(*arguments)
@@ -131,7 +132,7 @@ class Process:
 
     def _resume(self, token):
         if token == self._token and self.is_stopped:
-            self.world.at(self._stopped_until, self._resume, token)
+            self.world.at(self.stopped_until, self._resume, token)
         elif token == self._token:
             self._mode, has_signal, self._has_signal = None, self._has_signal, False
             self._run(None, KeyboardInterrupt() if has_signal else None)
@@ -161,7 +162,7 @@ class Process:
     def _pause(self, mode, until):
         self._mode = mode
         if mode == STEP:
-            until = self._stopped_until
+            until = self.stopped_until
         if until is not None:
             self.world.at(until, self._resume, self._token)
 

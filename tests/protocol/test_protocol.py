@@ -36,6 +36,8 @@ ONCE = {
     208536: "the law expected ranks to return from a call that had been given up before Ctrl-C",
     305340: "the law expected a stopped rank to know who had come meanwhile",
     1159191: "the law expected a rank to know who had moved on, after its last look, from an earlier call to its own",
+    5354559: "the law expected a rank to know of a body whose process was stopped at its last look",
+    5067613: "the same, and it asked a silent store after that look",
     1130565: "a rank ended while another one was in a body, whose next call raised at once, in a group lost before",
 }
 """Schedules that have broken a law once, and what happened in them."""
