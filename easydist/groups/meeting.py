@@ -128,7 +128,8 @@ class Meeting:
             )
         backend, failures = share(self._exchange, self.rank, hosts, _SLOTS, self._guard)
         if backend is None or any(failures):
-            raise self._impossible([text for text in failures if text])
+            # The memory of a rank that has ended cannot be attached, either.
+            raise self.monitor.in_vain() or self._impossible([text for text in failures if text])
         self.monitor.bystanders = functools.partial(_bystanders, weakref.ref(backend))
         self.monitor.end()
         return backend

@@ -13,8 +13,12 @@ BOUND = 3.0
 """Seconds from the last death until all survivors have recovered, on a quiet machine."""
 
 KNOWN = {"RuntimeError", "PeerLostError", "RemoteError", "CommPeerLost", "CommRemoteError", "KeyboardInterrupt"}
-LATE = {"CollectiveTimeout", "CommTimeout", "LeftOutError", "CommLeftOut"}
+KNOWN |= {"LeftOutError", "CommLeftOut"}  # of ranks that were interrupted while they recovered
+LATE = {"CollectiveTimeout", "CommTimeout"}
 """The types of errors, in all storms and in those with a rank that is stopped."""
+
+STORE = "thread easydist-store"
+"""A thread that waits for a store; it ends once the store's process goes on."""
 
 
 class Log:
@@ -86,7 +90,13 @@ def _differences(log: Log) -> list[str]:
 
 
 def _leftovers(log: Log) -> list[str]:
-    return [f"rank {event['rank']} keeps {event['left']}" for event in log.of("end") if event["left"]]
+    found = []
+    for event in log.of("end"):
+        before = Log([other for other in log.events if other["at"] <= event["at"]])
+        waits = {STORE} if before.ranks("stopped") - before.ranks("continued", "killed") else set()
+        if left := {what: count for what, count in event["left"].items() if what not in waits}:
+            found.append(f"rank {event['rank']} keeps {left}")
+    return found
 
 
 def _faults_of(plan: Plan, log: Log, event: Event) -> list[str]:
