@@ -1,7 +1,9 @@
 """A store that answers late, and a process that ends meanwhile."""
 
+import gc
 import threading
 import time
+import weakref
 from queue import SimpleQueue
 
 import launching
@@ -10,6 +12,7 @@ from torch.distributed import HashStore
 
 from easydist.errors import PeerLostError, WireError
 from easydist.liveness.limited import NoAnswerError, within
+from easydist.liveness.monitor import Monitor
 from easydist.liveness.stored import decoded, in_store
 from easydist.liveness.timed_store import TimedStore
 
@@ -170,3 +173,21 @@ def test_an_empty_value_is_a_value():
     store = HashStore()
     store.set("key", "")
     assert TimedStore(store).get("key") == b""
+
+
+class Ended(HashStore):
+    """A store whose process has ended."""
+
+    def check(self, keys):
+        raise RuntimeError("connection reset")
+
+
+def test_a_group_that_was_recovered_keeps_no_connection_to_a_store_that_has_ended():
+    monitor = Monitor(0, 2, 60.0, TimedStore(Ended()))
+    store = weakref.ref(monitor._store)
+    monitor.hear(monitor.peers[1], remote=True)
+    assert monitor._store is None
+    assert store() is not None  # for the text of an error
+    monitor.retire()
+    gc.collect()
+    assert store() is None

@@ -165,4 +165,11 @@ MUTANTS = [
         "if False:",
         "tests/liveness/test_timed_store.py",
     ),
+    Mutant(
+        "liveness/monitor.py",
+        "Monitor.retire",
+        "self._store = self._lost_store = None",
+        "self._store = None",
+        "tests/liveness/test_timed_store.py",
+    ),
 ]
