@@ -142,6 +142,7 @@ class Communicators:
         self._shared: list[Backend] = []
         self._hosts: Hosts = []
         self._store: Store | None = None
+        self._asked: TimedStore | None = None  # the same store, to reconnect
         if group is not None and self.size > 1:
             self._store = PrefixStore("easydist", group.get_group_store())
         self._data: dict[str, Collectives] = {}
@@ -424,7 +425,9 @@ class Communicators:
         self._inboxes.clear()
         self.has_met = False
         check = functools.partial(self.monitor.guard, [*self.monitor.peers])
-        self._rebuild(reconnect(self._store, self.monitor, functools.partial(gloo_beside, self._group, check=check)))
+        if self._asked is None or self._asked.plain is not self._store:
+            self._asked = TimedStore(self._store)
+        self._rebuild(reconnect(self._asked, self.monitor, functools.partial(gloo_beside, self._group, check=check)))
 
     def _rebuild(self, backend: Gloo) -> None:
         cpu = self._data.get("cpu")

@@ -71,7 +71,7 @@ def found(founding: Founding, monitor: Monitor, store: Store | None, call: tuple
         with signals_wake_watchdog():
             own = store or _reached(founding, monitor)
             FirstMeeting(own, monitor).announce()
-            group = reconnect(own, monitor, founding.make)
+            group = reconnect(TimedStore(own), monitor, founding.make)
         is_done = True
         return Founded(own, group)
     except BaseException as error:

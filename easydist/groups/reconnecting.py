@@ -31,11 +31,12 @@ from easydist.transport.backends.c10d import Gloo
 T = TypeVar("T")
 
 
-def reconnect(store: Store, monitor: Monitor, connect: Callable[[Store, float], T]) -> T:
+def reconnect(store: TimedStore, monitor: Monitor, connect: Callable[[Store, float], T]) -> T:
     """Make connections once all ranks have come to the same call.
 
     Args:
-        store: The group's store, with a prefix that only easydist uses.
+        store: The group's store, with a prefix that only easydist uses; the same in every attempt, so that no more than
+            one thread waits for it if it does not answer.
         monitor: The group's monitor; its call takes the highest number that any rank has reached.
         connect: Makes the connections, in a store for this alone and within a number of seconds.
 
@@ -44,8 +45,8 @@ def reconnect(store: Store, monitor: Monitor, connect: Callable[[Store, float], 
     """
     broken = monitor.begin_reconnecting()
     try:
-        met = _meet(TimedStore(store), monitor)
-        made = _connect(connect, PrefixStore(_place(monitor.phase, met), store), monitor)
+        met = _meet(store, monitor)
+        made = _connect(connect, PrefixStore(_place(monitor.phase, met), store.plain), monitor)
         monitor.end_meeting()  # inside try: from now on Ctrl-C ends a call of connected ranks
         broken = None
         return made

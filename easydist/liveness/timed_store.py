@@ -51,6 +51,11 @@ class TimedStore:
         """True if the store has not answered in time, and still has not."""
         return self._unanswered is not None and not self._unanswered.done()
 
+    @property
+    def plain(self) -> Store:
+        """The store, for torch."""
+        return self._store
+
     def address(self) -> tuple[str, int] | None:
         """Return the host and the port at which the store is served; None if it is no ``TCPStore``."""
         store: Any = self._store

@@ -1,6 +1,7 @@
 """A store that answers late, and a process that ends meanwhile."""
 
 import gc
+import socket
 import threading
 import time
 import weakref
@@ -191,3 +192,41 @@ def test_a_group_that_was_recovered_keeps_no_connection_to_a_store_that_has_ende
     monitor.retire()
     gc.collect()
     assert store() is None
+
+
+FAILING_CALLS = """
+import os, signal, threading
+import torch
+import easydist
+from easydist import CollectiveTimeout
+
+rank = 1
+if (pid := os.fork()) == 0:
+    rank = 0
+os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+easydist.gather(torch.ones(1))
+if rank == 0:  # it serves the store
+    os.closerange(0, 3)
+    signal.pause()
+os.kill(pid, signal.SIGSTOP)
+counts = []
+for _ in range(4):
+    try:
+        easydist.gather(torch.ones(1), timeout=0.7)
+    except CollectiveTimeout:
+        counts.append(sum(thread.name == "easydist-store" for thread in threading.enumerate()))
+os.kill(pid, signal.SIGKILL)
+print(*counts, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_calls_that_fail_while_a_store_is_stopped_leave_no_further_threads():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    out, _ = launching.python("-c", FAILING_CALLS, **address)
+    counts = [int(count) for count in out.split()]
+    assert len(counts) == 4
+    assert counts[-1] <= max(2, counts[0])

@@ -71,7 +71,7 @@ def names(module, loaded):
     if module == "monitor":
         found["WARN_AFTER"] = NEVER
     if module == "reconnecting":
-        found |= {"TimedStore": lambda store: store, "PrefixStore": lambda prefix, _: prefix, "POLL": POLL}
+        found |= {"PrefixStore": lambda prefix, _: prefix, "POLL": POLL}
     return found
 
 
@@ -287,6 +287,7 @@ class _Part:
         self.address, self.paid = client.address, client.paid
 
     is_silent = property(lambda self: self._client.is_silent)
+    plain = None
 
     def get(self, key, by=None):
         return self._client.get(self._prefix + key, by)
