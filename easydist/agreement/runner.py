@@ -55,6 +55,7 @@ class Verb(ABC, Generic[R]):
         """Exchange the calls of all ranks, and check that they are the same."""
         prepare = functools.partial(self.prepare if self.refusal is None else self.refuse, comms)
         trusted = None if self.needs_headers else trust(comms, prepare, check)
+        comms.monitor.is_one_way = trusted is not None
         return trusted or agree(comms, self.operation, prepare, check)
 
     def refuse(self, comms: Communicators) -> Call:

@@ -13,7 +13,8 @@ _KINDS = {
     "PROXY": "inside make_fx, which records operations on this rank's tensors, not the others' part",
     "FUNCTIONAL": "under FunctionalTensorMode, where tensors stand for others",
 }
-_MODES = {getattr(torch_private.MODE_KEYS, kind, None): text for kind, text in _KINDS.items()}
+_KEYS = torch_private.MODE_KEYS
+_MODES = {getattr(_KEYS, kind): text for kind, text in _KINDS.items() if hasattr(_KEYS, kind)}
 
 
 def without_data() -> str:

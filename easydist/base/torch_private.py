@@ -1,6 +1,7 @@
-"""All of torch that is used without being public, and what happens in a torch that does not have it.
+"""What is used of torch without being public, process groups aside, and what happens in a torch that lacks it.
 
-Every other module asks this one. A name that is gone costs speed, or the recognition of a rare case; no call breaks.
+Every other module asks this one. A name that is gone costs speed, or the recognition of a rare case. Only
+``tree.register`` and ``GatheredParameters`` cannot do without theirs, and say so.
 """
 
 from __future__ import annotations
@@ -57,9 +58,8 @@ class _NoGuard:
         return False
 
 
-class _NoKeys:
-    def has(self, key: Any) -> bool:
-        return False
+def _no_mode(key: Any) -> None:
+    return None
 
 
 backward_id = _found("torch._C._current_graph_task_id", lambda: -1)
@@ -88,12 +88,18 @@ is_zerotensor = _found("torch.Tensor._is_zerotensor", lambda tensor: False)
 """True for a tensor whose zeros are not in memory, which autograd makes. Without it: it is refused as one without
 memory."""
 
-dispatch_keys = _found("torch._C._dispatch_keys", lambda tensor: _NoKeys())
+dispatch_keys = _found("torch._C._dispatch_keys", None)
 """Returns the keys by which torch chooses the implementation for a tensor. Without it: subclasses that consist of other
 tensors are recognised by ``__tensor_flatten__`` only."""
 
 PYTHON_KEY = _found("torch._C.DispatchKey.Python", None)
-"""The key of a tensor class that is written in Python."""
+"""The key of a tensor class that is written in Python. Without it: the same."""
+
+
+def is_of_python(tensor: torch.Tensor) -> bool:
+    """True if the class of a tensor is known to be written in Python."""
+    return None not in (dispatch_keys, PYTHON_KEY) and bool(dispatch_keys(tensor).has(PYTHON_KEY))
+
 
 transform = _found("torch._C._functorch.peek_interpreter_stack", lambda: None)
 """Returns the innermost transform of ``torch.func`` in this thread. Without it: a call inside one is refused because
@@ -105,14 +111,17 @@ transforms_left = _found("torch._functorch.pyfunctorch.temporarily_clear_interpr
 mode_depth = _found("torch._C._len_torch_dispatch_stack", lambda: 0)
 """Returns the number of modes of this thread that see every operation. Without it: as without ``transform``."""
 
-mode_of = _found("torch._C._get_dispatch_mode", lambda key: None)
+mode_of = _found("torch._C._get_dispatch_mode", _no_mode)
 """Returns the mode of a kind. Without it: the same."""
 
-unset_mode = _found("torch._C._unset_dispatch_mode", lambda key: None)
+set_mode = _found("torch._C._set_dispatch_mode", None)
+"""Begins a mode again. Without it: the same."""
+
+unset_mode = _found("torch._C._unset_dispatch_mode", None)
 """Ends the mode of a kind, and returns it. Without it: the same."""
 
-set_mode = _found("torch._C._set_dispatch_mode", lambda mode: None)
-"""Begins a mode again. Without it: the same."""
+if set_mode is None or unset_mode is None:  # no mode may be ended that cannot begin again
+    unset_mode = mode_of = set_mode = _no_mode
 
 MODE_KEYS = _found("torch._C._TorchDispatchModeKey", None)
 """The kinds of modes: ``FAKE``, ``PROXY``, ``FUNCTIONAL``. Without it: the same."""

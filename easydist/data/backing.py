@@ -147,9 +147,7 @@ def _contains_others(tensor: torch.Tensor) -> bool:
     """True if tensors of its class dispatch to other tensors instead of holding values."""
     if type(tensor) in _PLAIN:
         return False
-    return hasattr(type(tensor), "__tensor_flatten__") or (
-        torch_private.dispatch_keys(tensor).has(torch_private.PYTHON_KEY) and not is_backed(tensor)
-    )
+    return hasattr(type(tensor), "__tensor_flatten__") or (torch_private.is_of_python(tensor) and not is_backed(tensor))
 
 
 def readable(tensor: torch.Tensor, what: str) -> torch.Tensor:

@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
 
-from easydist.liveness.page import OwnPage, Wait
+from easydist.liveness.page import Held, OwnPage, Wait
 from easydist.liveness.peer import Peer
 from easydist.liveness.stored import decoded, in_store
 
 SEND, RECEIVE = range(2)
 
-LookUp = Callable[[int], Wait | None]
-"""A function of a rank; it returns the wait of that rank."""
+MOST = 256
+"""The most ranks of a circle that is looked for, so that a report can name their waits."""
+
+Seen = tuple[Wait, Held] | None
+LookUp = Callable[[int], Seen]
+"""A function of a rank; it returns the wait of that rank, and which other wait it holds up."""
 
 Read = Callable[[str, int | None], bytes | None]
 """A function that reads a key of the store, which one rank has written if that is given; None if it is not set."""
@@ -40,12 +45,16 @@ class Crossing:
     Attributes:
         begun: The messages that this rank has begun since the ranks were connected, by kind and rank.
         wait: Its wait in the present call; None if it waits for no message.
+        is_told: True if the store has a wait of this rank.
     """
 
     def __init__(self, rank: int, page: OwnPage | None, entry: int) -> None:
         self._rank, self._page, self._entry = rank, page, entry
         self.begun = Counter[tuple[int, int]]()
         self.wait: Wait | None = None
+        self.is_told = False
+        self._held: Held = None
+        self._lock = threading.Lock()  # the watchdog looks at waits in C++ while this rank may begin the next one
 
     def begin(self, kind: int, rank: int) -> Wait:
         """Count a message, and return the wait for the other rank's part in it.
@@ -59,9 +68,10 @@ class Crossing:
 
     def show(self, wait: Wait) -> None:
         """Let the others see this wait until the call ends."""
-        self.wait = wait
-        if self._page is not None:
-            self._page.wait(self._entry, wait)
+        with self._lock:
+            self.wait, self._held = wait, None
+            if self._page is not None:
+                self._page.wait(self._entry, wait)
 
     def end(self) -> None:
         """End the wait before the call ends."""
@@ -71,54 +81,77 @@ class Crossing:
 
     def is_in(self, circle: object) -> bool:
         """True if this rank's wait is one of a circle that another rank has found."""
-        return isinstance(circle, list) and self.wait is not None and [self._rank, *self.wait[:3]] in circle
+        return isinstance(circle, list) and self.wait is not None and [self._rank, *self.wait] in circle
 
     def needs_me(self, peers: Mapping[int, Peer], number: int) -> int | None:
         """Return a rank that waits for this one, and so does not come to this call of all ranks; None if none does."""
         waiting = (rank for rank, peer in peers.items() if self.holds(rank, peer.waits()) and _is_before(peer, number))
         return next(waiting, None)
 
-    def holds(self, rank: int, wait: Wait | None) -> bool:
+    def holds(self, rank: int, seen: Seen) -> bool:
         """True if this rank has not begun the message for which another one waits."""
-        return wait is not None and wait.partner == self._rank and wait.number > self.begun[wait.kind, rank]
+        if seen is None or seen[0].partner != self._rank:
+            return False
+        return seen[0].number > self.begun[seen[0].kind, rank]
 
-    def circle(self, look_up: LookUp) -> list[int]:
-        """Return the ranks of the circle in which this one waits, if it is the lowest of them; else none.
+    def circle(self, look_up: LookUp) -> dict[int, Wait]:
+        """Return the waits of the circle in which this rank waits, by rank, if it is the lowest of them; else none.
 
-        Each rank of a circle shows which rank before it waits for a message that it has not begun. It does so for as
-        long as it waits itself, so once all show it, nothing can move.
+        Each rank of a circle shows for which message the rank before it waits, if it has not begun that one. This stays
+        true for as long as it waits itself, so once all show it, nothing can move.
         """
-        ranks = self._seen(look_up)
-        if not ranks or self.wait is None or not self.holds(before := ranks[-1], look_up(before)):
-            return []
-        if self.wait.held != before:
-            self.show(self.wait._replace(held=before))
-        waits = {rank: look_up(rank) for rank in ranks[1:]}
-        all_show_it = all((wait := waits[two]) and wait.held == one for one, two in itertools.pairwise(ranks))
-        return ranks if self._rank == min(ranks) and all_show_it and self._seen(look_up) == ranks else []
+        mine = self.wait
+        if mine is None or not (ranks := self._seen(mine, look_up)):
+            return {}
+        seen = {self._rank: (mine, self._held), **{rank: look_up(rank) for rank in ranks[1:]}}
+        before = ranks[-1]
+        if not self.holds(before, seen[before]) or not self._show_held(mine, before, seen[before]):
+            return {}
+        all_show_it = all(_is_held(one, seen[one], seen[two]) for one, two in itertools.pairwise(ranks))
+        found = {rank: one[0] for rank, one in seen.items() if one is not None}
+        return found if self._rank == min(ranks) and all_show_it and self._seen(mine, look_up) == ranks else {}
 
-    def _seen(self, look_up: LookUp) -> list[int]:
+    def _seen(self, mine: Wait, look_up: LookUp) -> list[int]:
         """Return the ranks that wait for one another in a circle, from this one on; none if they are in none."""
-        ranks, wait = [self._rank], self.wait
-        while wait is not None and wait.partner not in ranks:
-            ranks.append(wait.partner)
-            wait = look_up(wait.partner)
-        return ranks if wait is not None and wait.partner == self._rank else []
+        ranks, partner = [self._rank], mine.partner
+        while partner != self._rank:
+            if partner in ranks or len(ranks) == MOST or (seen := look_up(partner)) is None:
+                return []
+            ranks.append(partner)
+            partner = seen[0].partner
+        return ranks
+
+    def _show_held(self, mine: Wait, rank: int, seen: Seen) -> bool:
+        """Show that this rank holds up another one; False if its own wait has ended meanwhile."""
+        assert seen is not None
+        with self._lock:
+            if self.wait is not mine:
+                return False
+            if (held := (rank, seen[0].number, seen[0].kind)) != self._held:
+                self._held = held
+                if self._page is not None:
+                    self._page.holds(self._entry, rank, seen[0])
+        return True
 
     # In the store, for ranks that do not see one another's pages.
 
-    def tell(self, write: Write, phase: int, number: int) -> None:
-        """Tell for which message this rank waits, in this phase and after this call of all ranks."""
-        if self.wait is not None:
-            write(f"waits/{self._rank}", json.dumps([phase, number, *self.wait]))
-            write(f"awaited/{self.wait.partner}", str(self._rank))
+    def tell(self, write: Write, call: Callable[[], tuple[int, int]]) -> None:
+        """Tell for which message this rank waits, in a phase and after a call of all ranks, which ``call`` returns."""
+        if (mine := self.wait) is None:
+            return
+        text = json.dumps([*call(), *mine, *(self._held or (-1, 0, 0))])
+        if self.wait is mine:  # else the next call has begun, which may have another number
+            self.is_told = True
+            write(f"waits/{self._rank}", text)
+            write(f"awaited/{mine.partner}", str(self._rank))
 
-    def told(self, read: Read, rank: int, phase: int) -> tuple[int, Wait] | None:
+    def told(self, read: Read, rank: int, phase: int) -> tuple[int, Seen] | None:
         """Return the last call of all ranks of another rank, and the wait of which it has told after that."""
-        if (text := read(key := f"waits/{rank}", rank)) is None:
+        if not (text := read(key := f"waits/{rank}", rank)):
             return None
-        told_phase, number, *wait = decoded(in_store(key), text, (int,) * 6)
-        return (number, Wait(*wait)) if told_phase == phase else None
+        told_phase, number, *wait = decoded(in_store(key), text, (int,) * 8)
+        held = None if wait[3] < 0 else (wait[3], wait[4], wait[5])
+        return (number, (Wait(*wait[:3]), held)) if told_phase == phase else None
 
     def needs_me_from_afar(self, read: Read, ranks: Container[int], phase: int, number: int) -> int | None:
         """Return the rank that has told this one last that it waits for it, if it does so instead of coming here."""
@@ -127,6 +160,17 @@ class Crossing:
         rank: int = decoded(in_store(key), text, int)
         told = self.told(read, rank, phase) if rank in ranks else None
         return rank if told is not None and told[0] < number and self.holds(rank, told[1]) else None
+
+    def untell(self, write: Write) -> None:
+        """Take back what the store has: a later group may use the same one."""
+        if self.is_told:
+            self.is_told = False
+            write(f"waits/{self._rank}", "")
+
+
+def _is_held(rank: int, seen: Seen, after: Seen) -> bool:
+    """True if the rank after another one shows that it holds up the wait in which that is seen."""
+    return seen is not None and after is not None and after[1] == (rank, seen[0].number, seen[0].kind)
 
 
 def _is_before(peer: Peer, number: int) -> bool:

@@ -84,6 +84,8 @@ class Monitor(GroupStatus):
     def end(self, is_done: bool = True) -> None:
         """End the call; ``is_done`` is False if this rank has not sent all the data that others wait for."""
         now = time.monotonic()
+        if self.crossing.is_told:
+            self.crossing.untell(self._write)
         self.end_call(now)
         if self._page is not None:
             self._page.end(self.entry, now, is_done and self.peer is None)
@@ -152,8 +154,8 @@ class Monitor(GroupStatus):
         listens, is_late = self.listens(now), self.is_late(now)
         if cause is None and listens:
             cause = self.look(self._heard_from_afar())
-        if cause is None and (ranks := self._waits_in_vain(listens)):
-            return self._crossed(ranks)
+        if cause is None and (crossed := self._crossed(listens)) is not None:
+            return crossed
         if cause is None and (listens or is_late) and self._waits_for_a_body(awaited):
             self.extend(now)
         elif cause is None and is_late:

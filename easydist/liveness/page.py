@@ -25,7 +25,8 @@ bytes   content of an entry
 24      u32: 1 in a call of all ranks, 2 + r in a call with rank r alone, 0 outside of calls
 28      u32: twice the number of the message for which it waits there, plus its kind (``Wait``); 0 for none
 32      length of the place, u64; the place of the last call (operation, call, file and line)
-616     1 + the rank that it holds up (``Wait``); 0 for none
+616     u32: 1 + a rank that waits for a message which this one has not begun (``Crossing.circle``); 0 for none
+620     u32: that message, as above
 624     the time when the entry was made for its group: double, seconds of the monotonic clock
 632     1 once the process has left the group, else 0
 640     length of the description, u64; the first four fields of ``Membership``, as JSON
@@ -74,14 +75,15 @@ class Wait(NamedTuple):
         partner: The other rank.
         kind: What that has to do: 0 to send the message, 1 to receive it.
         number: The number of the message among those of this kind between the two, from 1.
-        held: The rank before this one in a circle of waits, if that waits for a message that this one has not begun;
-            -1 if it is not known to.
     """
 
     partner: int
     kind: int
     number: int
-    held: int = -1
+
+
+Held = tuple[int, int, int] | None
+"""A rank whose message has not been begun, the number of that message, and its kind; None if there is none."""
 
 
 class Membership(NamedTuple):
@@ -269,12 +271,16 @@ class OwnPage(_Page):
             >>> page.begin(entry, b"recv_object", 0.0, peer=3)
             >>> page.wait(entry, Wait(3, 0, 1))
             >>> PeerPage.attach(*page.address).waits(entry)
-            Wait(partner=3, kind=0, number=1, held=-1)
+            (Wait(partner=3, kind=0, number=1), None)
         """
         if entry >= 0:
-            self._words[(_start(entry) + _HOLDS) >> 3] = 1 + wait.held  # first: the one before is about another wait
-            told = (2 * wait.number + wait.kind) & _LAST_MESSAGE
-            self._words[(_start(entry) + 24) >> 3] = told << 32 | 2 + wait.partner
+            self._words[(_start(entry) + _HOLDS) >> 3] = 0  # first: it is about the wait before
+            self._words[(_start(entry) + 24) >> 3] = _message(wait) << 32 | 2 + wait.partner
+
+    def holds(self, entry: int, rank: int, wait: Wait) -> None:
+        """Record that a rank waits for a message which this one has not begun, and will not during its own wait."""
+        if entry >= 0:
+            self._words[(_start(entry) + _HOLDS) >> 3] = _message(wait) << 32 | 1 + rank
 
     def end(self, entry: int, now: float, is_done: bool = True) -> None:
         """Record that the last call has ended; unless ``is_done``, its number still counts as under way."""
@@ -385,12 +391,14 @@ class PeerPage(_Page):
         """Return the number of the last call in a group; None if it is not known."""
         return self._words[_start(entry) >> 3] if entry >= 0 else None
 
-    def waits(self, entry: int) -> Wait | None:
-        """Return the wait of the process for a message; None if it waits for none."""
+    def waits(self, entry: int) -> tuple[Wait, Held] | None:
+        """Return the wait of the process for a message, and what it has recorded of another one; None if none."""
         word = self._words[(_start(entry) + 24) >> 3] if entry >= 0 else 0
         if not (told := word >> 32):
             return None
-        return Wait((word & _PARTNER) - 2, told % 2, told // 2, self._words[(_start(entry) + _HOLDS) >> 3] - 1)
+        held = self._words[(_start(entry) + _HOLDS) >> 3]
+        other = ((held & _PARTNER) - 1, held >> 33, held >> 32 & 1) if held else None
+        return Wait((word & _PARTNER) - 2, told % 2, told // 2), other
 
     def has_left(self, entry: int, born: float) -> bool:
         """True if the process has left the group to which the entry belonged at the time ``born`` of its clock."""
@@ -404,6 +412,11 @@ class PeerPage(_Page):
     def is_inside(self, entry: int) -> bool:
         """True if the process is inside its last call in a group."""
         return entry >= 0 and bool(self._words[(_start(entry) >> 3) + 1])
+
+
+def _message(wait: Wait) -> int:
+    """Return the message of a wait in 31 bits."""
+    return (2 * wait.number + wait.kind) & _LAST_MESSAGE
 
 
 def _start(entry: int) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from easydist import settings
 from easydist.liveness import bodies, texts
 from easydist.liveness.bodies import Body
-from easydist.liveness.page import OwnPage, PeerPage, Wait
+from easydist.liveness.page import Held, OwnPage, PeerPage, Wait
 from easydist.liveness.report import EXCEPTION, Report
 from easydist.liveness.rules import has_finished
 from easydist.liveness.signed import seal
@@ -211,9 +211,11 @@ class Peer:
         """True if it is known to be in the call of this number."""
         return self._page is not None and self.number() == number and self._page.is_inside(self._entry)
 
-    def waits(self) -> Wait | None:
-        """Return its wait for a message of one other rank; None if it is not known to wait for one."""
-        return self._page.waits(self._entry) if self._page else None
+    def waits(self) -> tuple[Wait, Held] | None:
+        """Return its wait for a message, and the rank that it holds up; None if it is not known to wait for one."""
+        if self._page is None or self._page.is_reused(self._entry, self._born):
+            return None
+        return self._page.waits(self._entry)
 
     def is_same_group(self, entry: int) -> bool:
         """True if an entry of its page is that of the group to which this peer belongs."""

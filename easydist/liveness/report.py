@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any
 
 from easydist.errors import CollectiveTimeout, DisagreementError, EasydistError, PeerLostError, RemoteError, WireError
@@ -29,6 +30,12 @@ _KINDS: dict[str, type[EasydistError]] = {
 _LONGEST, _LONGEST_JSON = 20_000, 32_000
 """The most characters in the text of a report, and in a report as JSON; one that does not fit a page is unreadable."""
 
+_CHECKED: dict[str, Callable[[Any], bool]] = {
+    "call": lambda value: type(value) is int and 0 <= value < 1 << 53,
+    "circle": lambda value: isinstance(value, list) and all(_is_row(row) for row in value),
+}
+"""The attributes on which the reader acts, and whether it may."""
+
 _FORM = {
     "kind": str,
     "text": str,
@@ -45,6 +52,10 @@ _FORM = {
     "left": float | None,
 }
 _FIELDS = ("rank", "pid", "host", "exit_status", "missing", "call", "circle")
+
+
+def _is_row(row: object) -> bool:
+    return isinstance(row, list) and len(row) == 4 and all(type(number) is int for number in row)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +141,8 @@ class Report:
         error = _KINDS[self.kind](self.text)
         error.is_final, error.is_interrupt = self.is_final, self.kind == INTERRUPT
         for name, value in self.fields.items():
-            setattr(error, name, tuple(value) if isinstance(value, list) else value)
+            if name not in _CHECKED or _CHECKED[name](value):
+                setattr(error, name, tuple(value) if isinstance(value, list) else value)
         return error
 
 

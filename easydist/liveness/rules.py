@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 
 from easydist.errors import EasydistError
 from easydist.liveness.events import Announced, Cause, Heard, Parting, Why
@@ -56,6 +56,7 @@ class CallProtocol:
         was_interrupted: True if Ctrl-C has come since the last call ended: this rank may have missed a call.
         is_awaited: True if others wait for the data that this rank sends in its call.
         is_fresh: True if nothing of this rank's call has been exchanged yet.
+        is_one_way: True if a call of all ranks leaves out the headers, so that this rank may not need all others.
         is_promised: True if the other rank of a call of two has posted all that this one waits for.
         waits: A counter that rises at the beginning and at the end of every wait in C++; even outside of waits.
     """
@@ -67,6 +68,7 @@ class CallProtocol:
         self.broken: EasydistError | None = None
         self.was_interrupted = False
         self.is_awaited, self.is_fresh, self.is_promised = False, True, False
+        self.is_one_way = False
         self._has_followed = False  # True if this rank, in its call, has moved on to the later call of the others
         self._partner: int | None = None  # the same as peer, but not reset while the call reconnects all ranks
         # The number of calls with the partner, and with each partner, since the last call of all ranks.
@@ -96,6 +98,7 @@ class CallProtocol:
         if self._looks:
             self._looks.clear()
         self.is_awaited, self.is_fresh, self.is_promised, self._has_followed = False, True, False, False
+        self.is_one_way = False
         self._limit, self._began, self._deadline, self._warn_at = limit, now, now + limit, now + warn_after
         self._listen_at = now + LISTEN_EVERY
         return self.broken is None and (self.was_interrupted or now - self._ended > IDLE)
@@ -343,11 +346,18 @@ class CallProtocol:
         """
         if self.broken is not None or wait not in (None, self.waits):
             return Parting.NOTHING
-        if error.call is not None:  # the next call has the same number on all ranks
-            self.number, self.at = max(self.number, error.call), max(self.at, float(error.call))
+        if error.call is not None and error.call > self.number:  # as if this rank had made that call, too
+            self.number, self.at = error.call, float(error.call)
+            self._turns.clear()
+        for rank in self._waited_for_me(error.circle):  # as if this rank had made the call of that one, too
+            self._turns[rank] = self._turns.get(rank, 0) + 1
         self.broken, self._left_at = error, self.number_of_report if self._left_at is None else self._left_at
         error.is_earlier = error.is_earlier and self.is_fresh
         return Parting.DISCONNECT if error.is_earlier else Parting.TELL  # earlier: all ranks begin the same call again
+
+    def _waited_for_me(self, circle: Sequence[Sequence[int]]) -> list[int]:
+        """Return the rank that has waited for this one in a circle; none if this one has waited for it, too."""
+        return [rank for rank, partner, *_ in circle if partner == self.rank and rank != self._partner]
 
 
 def _first(causes: Iterable[Cause | None]) -> Cause | None:

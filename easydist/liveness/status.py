@@ -18,9 +18,9 @@ from typing import Any
 from easydist.errors import CollectiveTimeout, DisagreementError, EasydistError, PeerLostError, RemoteError, WireError
 from easydist.liveness import bodies, texts
 from easydist.liveness.bodies import Body
-from easydist.liveness.crossing import Crossing
+from easydist.liveness.crossing import Crossing, Seen
 from easydist.liveness.events import Cause, Heard, Why
-from easydist.liveness.page import OwnPage, Wait, own_page
+from easydist.liveness.page import OwnPage, own_page
 from easydist.liveness.peer import Peer
 from easydist.liveness.protocol import GroupProtocol
 from easydist.liveness.report import EXCEPTION, LEAVING, Report
@@ -185,6 +185,7 @@ class GroupStatus(GroupProtocol):
         if self._has_left or self._pid != os.getpid():
             return
         self._has_left = True
+        self.crossing.untell(self._write)
         if self._page is not None:
             self._page.leave(self.entry)
         is_unknown = any(peer.pid is None for peer in self.peers.values())
@@ -276,29 +277,38 @@ class GroupStatus(GroupProtocol):
 
     # Messages that others wait for.
 
-    def _waits_in_vain(self, listens: bool) -> Sequence[int]:
-        """Return the ranks that wait for one another in different calls, this one among them; none if none do.
+    def _crossed(self, listens: bool) -> DisagreementError | None:
+        """Return the error if ranks wait for one another in different calls, this one among them; None if none do.
 
         Args:
             listens: True to read and write the store, too.
         """
         if not self.is_fresh or self.is_promised or self.phase % 2:  # while they reconnect, they have yet to hear why
-            return ()
+            return None
         if self._partner is not None:
             if listens:
-                self.crossing.tell(self._write, self.phase, self.number)
-            return self.crossing.circle(functools.partial(self._wait_of, remote=listens))
-        rank = self.crossing.needs_me(self.peers, self.number)
-        if rank is None and listens:
+                self.crossing.tell(self._write, lambda: (self.phase, self.number))
+            waits = self.crossing.circle(functools.partial(self._wait_of, remote=listens))
+            return self._waiting([*waits], circle=[[rank, *wait] for rank, wait in waits.items()]) if waits else None
+        rank = None if self.is_one_way else self.crossing.needs_me(self.peers, self.number)
+        if rank is None and listens and not self.is_one_way:
             rank = self.crossing.needs_me_from_afar(self._read, self.peers, self.phase, self.number)
-        return () if rank is None else (self.rank, rank)
+        return None if rank is None else self._waiting([self.rank, rank], call=self.number)
 
-    def _wait_of(self, rank: int, remote: bool) -> Wait | None:
+    def _wait_of(self, rank: int, remote: bool) -> Seen:
         peer = self.peers.get(rank)
         if peer is None or peer.is_visible or not remote:
             return None if peer is None else peer.waits()
         told = self.crossing.told(self._read, rank, self.phase)
         return None if told is None else told[1]
+
+    def _waiting(self, ranks: Sequence[int], **facts: Any) -> DisagreementError:
+        places = {rank: self._place_of(self.peers[rank]) for rank in ranks if rank != self.rank}
+        places[self.rank] = self._place.decode()
+        rows = [texts.row(rank, f"waits in {places[rank]}", "") for rank in sorted(places)[:_ROWS]]
+        error = DisagreementError(texts.crossed(rows, self.advice.failed))
+        vars(error).update(facts)
+        return error
 
     # Bodies that others wait for.
 
@@ -359,18 +369,6 @@ class GroupStatus(GroupProtocol):
         what = what if peer.pid else "it left before the ranks had met"
         error = PeerLostError(texts.lost(self.operation, f"rank {peer.rank}", what, self._last_seen(peer)))
         error.rank, error.pid, error.host, error.exit_status = peer.rank, peer.pid, peer.host, status
-        return error
-
-    def _crossed(self, ranks: Sequence[int]) -> DisagreementError:
-        places = {rank: self._place_of(self.peers[rank]) for rank in ranks if rank != self.rank}
-        places[self.rank] = self._place.decode()
-        rows = [texts.row(rank, f"waits in {places[rank]}", "") for rank in sorted(places)]
-        error = DisagreementError(texts.crossed(rows, self.advice.failed))
-        if self.peer is None:
-            error.call = self.number
-        else:
-            waits = {rank: self._wait_of(rank, remote=True) for rank in ranks} | {self.rank: self.crossing.wait}
-            error.circle = [[rank, *wait[:3]] for rank, wait in waits.items() if wait is not None]
         return error
 
     def _left(self, peer: Peer) -> PeerLostError:

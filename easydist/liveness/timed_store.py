@@ -30,6 +30,9 @@ POLL = 0.005
 """Seconds between two looks for a key: the store's own wait cannot be interrupted."""
 
 
+_DELETED = "\0deleted"
+
+
 class TimedStore:
     """A ``torch.distributed`` store that never blocks the caller for long.
 
@@ -86,9 +89,8 @@ class TimedStore:
             WireError: The value is not signed with this process's job key.
         """
         value = self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
-        if value == b"" and not self._ask(lambda: self._store.check([key])):
-            return None  # it has just been deleted: torch then reads it as empty
-        return None if value is None else self._seal.opened(key, value, by)
+        opened = None if value is None else self._seal.opened(key, value, by)
+        return None if opened == _DELETED.encode() else opened
 
     def awaited(self, key: str, wait: Callable[[], None], by: int | None = None) -> bytes:
         """Wait for a key, and return its value.
@@ -130,12 +132,15 @@ class TimedStore:
         self._ask(lambda: self._store.set(key, sealed), is_lasting=True)
 
     def delete(self, key: str) -> None:
-        """Delete a key; later, if the store does not answer.
+        """Let a key count as missing; later, if the store does not answer.
+
+        It stays in the store: if another rank has just checked that it is there, torch's ``get`` would wait for it, and
+        all other questions of that process with it.
 
         Raises:
             RuntimeError: The store is gone.
         """
-        self._ask(lambda: self._store.delete_key(key), is_lasting=True)
+        self.set(key, _DELETED)
 
     def append(self, log: str, text: str) -> None:
         """Append an entry to a log, which has the keys ``log/1``, ``log/2``, …; later, if the store does not answer.

@@ -216,11 +216,13 @@ class Pair:
             EasydistError: The sender has failed.
         """
         self._channel = channel = channel_to(self._comms, self.peer, self._wait)
-        self._comms.monitor.waits_for(self._begin(RECEIVE))
+        if not self._comms.inbox(self.peer):  # what is there has been counted
+            self._comms.monitor.waits_for(self._begin(RECEIVE))
         try:
             message = channel.receive()
         except NobodySendsError:
             self._comms.monitor.crossing.begun[RECEIVE, self.peer] -= 1
+            self._comms.monitor.crossing.end()
             text = self._both("receive from", "sends", _COUNTERPARTS[kind], _CALLS[kind])
             raise self._told(kind, DisagreementError(text)) from None
         self._comms.monitor.is_promised = message.status != ASKED

@@ -209,7 +209,7 @@ class Transfer:
             self._is_done = True
             return
         with calling(self._comms, self._operation, None, self._peer):
-            if self._message is not None:
+            if self._message is not None and self._comms.monitor.phase == self._phase:
                 self._comms.monitor.waits_for(self._message)
             self.wait_inside()
 

@@ -40,23 +40,34 @@ def monitors(calls):
         other.end()
     other.begin("recv_object", "here", peer=0)
     other.crossing.show(other.crossing.begin(RECEIVE, 0))
-    other.crossing.tell(other._write, other.phase, other.number)
+    other.crossing.tell(other._write, lambda: (other.phase, other.number))
     one.begin("gather", "here")
     return one, other
 
 
 def test_ranks_of_other_hosts_tell_it_in_the_store():
-    one, other = monitors(calls=0)
-    assert one._waits_in_vain(listens=True) == (0, 1)
-    assert one._waits_in_vain(listens=False) == ()
-    assert other._wait_of(1, remote=True) is None
+    one, _ = monitors(calls=0)
+    assert one._crossed(listens=True).call == 1
+    assert one._crossed(listens=False) is None
     one.crossing.begin(SEND, 1)
-    assert one._waits_in_vain(listens=True) == ()
+    assert one._crossed(listens=True) is None
 
 
 def test_who_told_it_after_this_call_is_not_needed_in_it():
     one, _ = monitors(calls=1)
-    assert one._waits_in_vain(listens=True) == ()
+    assert one._crossed(listens=True) is None
+
+
+def test_a_call_without_headers_may_not_need_all_others():
+    one, _ = monitors(calls=0)
+    one.is_one_way = True
+    assert one._crossed(listens=True) is None
+
+
+def test_what_was_told_is_taken_back_at_the_end_of_the_call():
+    one, other = monitors(calls=0)
+    other.end()
+    assert one._crossed(listens=True) is None
 
 
 def ranks(count):
@@ -65,7 +76,7 @@ def ranks(count):
 
 
 def circles(made, look_up):
-    return [one.crossing.circle(look_up) for one in made]
+    return [[*one.crossing.circle(look_up)] for one in made]
 
 
 @pytest.mark.parametrize("kind", [SEND, RECEIVE])
@@ -109,9 +120,8 @@ def test_the_lowest_rank_of_a_circle_finds_it_once_all_show_it(size):
         one.waits_for((rank + 1) % size, SEND)
     for rank in range(1, size):
         assert not made[rank].crossing.circle(look_up)
-    assert made[0].crossing.circle(look_up) == [*range(size)]
-    made[0].crossing.show(made[0].waits()._replace(held=-1))
-    made[1].crossing.show(made[1].waits()._replace(held=-1))
+    assert [*made[0].crossing.circle(look_up)] == [*range(size)]
+    made[1].crossing.show(made[1].crossing.wait)
     assert not made[0].crossing.circle(look_up)  # rank 1 may have begun the message
 
 
@@ -138,5 +148,16 @@ def test_a_new_wait_of_one_rank_is_another_circle():
         one.waits_for(1 - rank, RECEIVE)
     circles(made, look_up)
     made[1].crossing.show(Wait(0, SEND, 2))
-    assert made[1].waits().held == -1
     assert not made[0].crossing.circle(look_up)
+
+
+def test_an_old_view_of_a_rank_is_no_part_of_a_circle():
+    made, look_up = ranks(3)
+    for rank, one in enumerate(made):
+        one.waits_for((rank + 1) % 3, RECEIVE)
+    made[1].crossing.circle(look_up)
+    old = made[1].waits()
+    made[1].crossing.begin(SEND, 0)  # the message for which rank 0 waits: it is on its way
+    made[1].waits_for(2, RECEIVE)
+    made[2].crossing.circle(look_up)
+    assert not made[0].crossing.circle(lambda rank: old if rank == 1 else look_up(rank))

@@ -219,4 +219,76 @@ def test_both_ranks_count_the_same_messages_whatever_becomes_of_them(kind, rank,
         if kind == "shm":
             with pytest.raises(DisagreementError, match="receive from each other"):
                 group.recv_object(1 - rank)
+            assert rank == 1 or of_group(group.cpu_group).monitor.crossing.wait is None
             assert sum(counts_match(group, rank)) == 6  # the lower rank tells the other one
+
+
+def passed(group, rank, value):
+    """Send from rank 0 to rank 1."""
+    if rank == 0:
+        group.send_object(value, 1)
+    elif rank == 1:
+        assert group.recv_object(0) == value
+
+
+def refused(call):
+    with pytest.raises(DisagreementError, match="ranks wait for one another"):
+        call()
+
+
+@pytest.mark.slow
+@KINDS
+@distributed(world_size=3)
+def test_messages_after_the_error_are_in_step(kind, rank, world_size):
+    with coordinator(kind, rank, world_size) as group:
+        for turn in range(3):
+            passed(group, rank, turn)
+        refused(lambda: group.recv_object(0) if rank == 1 else gathered(group))
+        passed(group, rank, "at once") if rank < 2 else gathered(group)
+        passed(group, rank, "and again")
+        gathered(group) if rank < 2 else None
+        refused(lambda: group.send_object(1, (rank + 1) % 3))
+        for turn in range(3):
+            passed(group, rank, turn)
+        gathered(group)
+
+
+@pytest.mark.slow
+@distributed(world_size=3)
+def test_a_broadcast_without_headers_needs_its_source_only(rank, world_size):
+    with coordinator("gloo", rank, world_size) as group:
+        gathered(group)
+        large = torch.full((1 << 20,), float(rank))
+        time.sleep(1.2 if rank == 0 else 0)
+        if rank == 2:  # the others look around meanwhile
+            assert group.recv_object(1) == "first"
+        easydist.broadcast(large, group_src=0, group=group, check=False)
+        if rank == 1:
+            group.send_object("first", 2)
+        assert large[0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["shm", "gloo"])
+@distributed(world_size=2)
+def test_a_message_from_before_the_ranks_connected_again_is_awaited_no_more(kind, rank, world_size):
+    with coordinator(kind, rank, world_size) as group:
+        gathered(group)
+        if rank == 0:
+            handles = group.isend_tensor_dict(TREE, 1)
+        else:
+            group.recv_tensor_dict(0)
+        with pytest.raises(CollectiveTimeout):
+            easydist.gather(torch.ones(1), group=group, timeout=0.5) if rank == 0 else no_call(group)
+        gathered(group)
+        if rank == 0:
+            with contextlib.suppress(RemoteError, RuntimeError):  # its end was not known before
+                waited(handles)
+            time.sleep(0.5)
+        gathered(group)
+
+
+def no_call(group):
+    """Come late to a call that the others have given up."""
+    time.sleep(1)
+    easydist.gather(torch.ones(1), group=group)

@@ -91,8 +91,8 @@ MUTANTS = [
     Mutant(
         "liveness/crossing.py",
         "Crossing.holds",
-        "wait.number > self.begun",
-        "wait.number >= self.begun",
+        "seen[0].number > self.begun",
+        "seen[0].number >= self.begun",
         "tests/liveness/test_waits_for_messages.py",
     ),
     Mutant(
@@ -112,14 +112,14 @@ MUTANTS = [
     Mutant(
         "liveness/crossing.py",
         "Crossing.circle",
-        " and wait.held == one",
+        " and all_show_it",
         "",
         "tests/liveness/test_waits_for_messages.py",
     ),
     Mutant(
         "liveness/page.py",
         "OwnPage.wait",
-        "self._words[(_start(entry) + _HOLDS) >> 3] = 1 + wait.held",
+        "self._words[(_start(entry) + _HOLDS) >> 3] = 0",
         "pass",
         "tests/liveness/test_waits_for_messages.py",
     ),
@@ -133,13 +133,13 @@ MUTANTS = [
     Mutant(
         "liveness/rules.py",
         "CallProtocol.leave",
-        "if error.call is not None:",
+        "if error.call is not None and error.call > self.number:",
         "if False:",
         "tests/messages/test_crossing.py::test_a_message_meets_a_call_of_all_ranks",
     ),
     Mutant(
         "liveness/status.py",
-        "GroupStatus._waits_in_vain",
+        "GroupStatus._crossed",
         " or self.phase % 2",
         "",
         "tests/messages/test_crossing.py::test_a_message_meets_a_call_of_all_ranks",
@@ -147,7 +147,7 @@ MUTANTS = [
     Mutant(
         "liveness/crossing.py",
         "Crossing.is_in",
-        " and [self._rank, *self.wait[:3]] in circle",
+        " and [self._rank, *self.wait] in circle",
         "",
         "tests/messages/test_crossing.py::test_who_waits_for_a_rank_of_a_circle_goes_on",
     ),
@@ -160,9 +160,9 @@ MUTANTS = [
     ),
     Mutant(
         "liveness/timed_store.py",
-        "TimedStore.get",
-        'if value == b"" and not self._ask(lambda: self._store.check([key])):',
-        "if False:",
+        "TimedStore.delete",
+        "self.set(key, _DELETED)",
+        "self._ask(lambda: self._store.delete_key(key), is_lasting=True)",
         "tests/liveness/test_timed_store.py",
     ),
     Mutant(

@@ -83,7 +83,7 @@ MUTANTS = [
     Mutant(
         "messages/transfers.py",
         "Transfer.wait",
-        "if self._message is not None:",
+        "if self._message is not None and self._comms.monitor.phase == self._phase:",
         "if False:",
         "tests/messages/test_crossing.py::test_a_message_meets_a_call_of_all_ranks",
     ),

@@ -117,7 +117,12 @@ class Page:
         self._changed()
 
     def wait(self, entry, wait):
-        self._entries[entry].wait = wait if wait.number else None
+        self._entries[entry].wait = (wait, None) if wait.number else None
+        self._changed()
+
+    def holds(self, entry, rank, wait):
+        one = self._entries[entry]
+        one.wait = one.wait and (one.wait[0], (rank, wait.number, wait.kind))
         self._changed()
 
     def leave(self, entry):

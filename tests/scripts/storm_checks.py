@@ -93,7 +93,8 @@ def _leftovers(log: Log) -> list[str]:
     found = []
     for event in log.of("end"):
         before = Log([other for other in log.events if other["at"] <= event["at"]])
-        waits = {STORE} if before.ranks("stopped") - before.ranks("continued", "killed") else set()
+        earlier = Log([other for other in before.events if other["at"] < event["at"] - 1])  # it looks before it tells
+        waits = {STORE} if before.ranks("stopped") - earlier.ranks("continued", "killed") else set()
         if left := {what: count for what, count in event["left"].items() if what not in waits}:
             found.append(f"rank {event['rank']} keeps {left}")
     return found

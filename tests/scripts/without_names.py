@@ -15,6 +15,8 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 MODULE = "easydist.base.torch_private"
 SOURCE = Path(__file__).parents[2] / "easydist" / "base" / "torch_private.py"
@@ -58,6 +60,11 @@ def check(rank: int) -> None:
     easydist.broadcast_tensor_dict(into if rank else {"x": torch.zeros(3), "bits": torch.ones(2, dtype=torch.bfloat16)})
     refused(lambda: easydist.gather(torch.empty(2, device="meta")))
     refused(lambda: easydist.gather(torch.ones(2).to_sparse()))
+    with FakeTensorMode():
+        refused(lambda: easydist.gather(torch.ones(2)))
+        assert isinstance(torch.ones(2), FakeTensor)  # the mode goes on
+    refused(lambda: torch.vmap(lambda x: easydist.gather(x))(torch.ones(2, 2)))
+    refused(lambda: easydist.gather(TwoTensor(torch.ones(2), torch.ones(2))))
     assert easydist.gather(torch.ones(1)).tolist() == [1, 1]
 
 
