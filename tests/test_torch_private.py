@@ -1,4 +1,4 @@
-"""What is used of torch without being public stands in one module, and no call needs it."""
+"""Names of torch that are not public stand in one module, and calls work without any one of them."""
 
 import ast
 import re

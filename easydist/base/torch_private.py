@@ -1,4 +1,4 @@
-"""What is used of torch without being public, process groups aside, and what happens in a torch that lacks it.
+"""Names of torch that are not public, process groups aside, and the consequences in a torch that lacks one.
 
 Every other module asks this one. A name that is gone costs speed, or the recognition of a rare case. Only
 ``tree.register`` and ``GatheredParameters`` cannot do without theirs, and say so.
@@ -137,7 +137,7 @@ register_node = _found("torch.utils._pytree.register_pytree_node", lambda cls, f
 """Makes instances of a class containers, for torch. Without it: ``tree.register`` is an error."""
 
 disabled_function = _found("torch._C._disabled_torch_function_impl", None)
-"""What a class of tensors has that torch treats as plain tensors. Without it: ``GatheredParameters`` is an error for
+"""Makes torch treat the tensors of a class as plain ones. Without it: ``GatheredParameters`` is an error for
 parameters of FSDP2."""
 
 swap_impl = _found("torch._C._swap_tensor_impl", None)

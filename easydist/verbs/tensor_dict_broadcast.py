@@ -94,6 +94,7 @@ class BroadcastTensorDict(Verb[Tree]):
             self._accept(comms)
             carrier = self._data or comms
             with contextlib.nullcontext() if carrier is comms else calling(carrier, self.operation):
+                carrier.monitor.is_one_way = True  # only the source is needed
                 move(carrier, self._buffers, carrier.cpu, lambda comm, data: comm.broadcast(data, src, async_op=True))
 
     def _read(self, comms: Communicators) -> Incoming:

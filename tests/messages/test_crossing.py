@@ -8,7 +8,7 @@ import groups
 import pytest
 import torch
 from launching import examples
-from test_entries import made, waited
+from test_entries import made, waited, ways
 
 import easydist
 from easydist.errors import CollectiveTimeout, DisagreementError, RemoteError
@@ -26,10 +26,7 @@ FEW = ("recv_tensor_dict", "send_object")
 @contextlib.contextmanager
 def coordinator(kind, rank, world_size):
     """A new group, whose ranks have not met."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EASYDIST_SHM", str(int(kind != "gloo")))
-        if kind == "hosts":
-            patch.setenv("EASYDIST_HOST_ID", f"host {rank}")
+    with ways(kind, rank):
         group = GroupCoordinator([[*range(world_size)]], rank, "gloo", False)
         yield group
         group.destroy()
@@ -284,7 +281,7 @@ def test_a_message_from_before_the_ranks_connected_again_is_awaited_no_more(kind
         if rank == 0:
             with contextlib.suppress(RemoteError, RuntimeError):  # its end was not known before
                 waited(handles)
-            time.sleep(0.5)
+            assert of_group(group.cpu_group).monitor.crossing.wait is None  # the other rank counts anew
         gathered(group)
 
 

@@ -99,12 +99,19 @@ def equal(one, other):
 
 
 @contextlib.contextmanager
-def made(kind, rank, world_size):
-    """The entries over a group of this kind."""
+def ways(kind, rank):
+    """The variables with which groups move data in this way: in shared memory, by gloo alone, or between hosts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EASYDIST_SHM", str(int(kind != "gloo")))
         if kind == "hosts":
             patch.setenv("EASYDIST_HOST_ID", f"host {rank}")
+        yield
+
+
+@contextlib.contextmanager
+def made(kind, rank, world_size):
+    """The entries over a group of this kind."""
+    with ways(kind, rank):
         if kind == "comm":
             comm = new_comm("shm", torch.device("cpu"), "messages")
             yield Entries(OfVerbs(comm))

@@ -87,4 +87,25 @@ MUTANTS = [
         "if False:",
         "tests/messages/test_crossing.py::test_a_message_meets_a_call_of_all_ranks",
     ),
+    Mutant(
+        "messages/transfers.py",
+        "Transfer.wait",
+        " and self._comms.monitor.phase == self._phase",
+        "",
+        "tests/messages/test_crossing.py::test_a_message_from_before_the_ranks_connected_again_is_awaited_no_more",
+    ),
+    Mutant(
+        "agreement/runner.py",
+        "Verb.agree",
+        "comms.monitor.is_one_way = trusted is not None",
+        "pass",
+        "tests/messages/test_crossing.py::test_a_broadcast_without_headers_needs_its_source_only",
+    ),
+    Mutant(
+        "liveness/rules.py",
+        "CallProtocol.leave",
+        "            self._turns.clear()\n",
+        "",
+        "tests/messages/test_crossing.py::test_messages_after_the_error_are_in_step",
+    ),
 ]
