@@ -47,7 +47,6 @@ class Operations(Collectives):
         self._options = options
         self._time_limit: timedelta = options.time_limit
         self.monitor = monitor
-        self._is_on_cpu = backend.device.type == "cpu"
         self._hooks = Hooks()
         self._busy: dict[str, tuple[int, str]] = {}
         self._failure: BaseException | None = None

@@ -49,6 +49,7 @@ class Checked:
         self._backend = backend
         self._name = name
         self._raw = _as_it_is if backend.moves_any_dtype else _as_bytes
+        self._is_on_cpu = backend.device.type == "cpu"
         self.communicators: object = None
 
     def __repr__(self) -> str:
@@ -139,7 +140,10 @@ class Checked:
 
     def _moved(self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> Moved:
         """Check the tensors of an operation, and return what the backend moves."""
-        staging, targets, data = self._staged(name, outputs, inputs)
+        moved = self._staged(name, outputs, inputs)
+        if self._raw is _as_it_is:
+            return moved
+        staging, targets, data = moved
         return staging, self._raws(targets), self._raws(data)
 
     def _staged(self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> Moved:
@@ -155,10 +159,12 @@ class Checked:
 
         So this calls neither ``is_flat`` nor, for a tensor with elements, ``is_backed``.
         """
-        device, dtype = self._backend.device, None
+        device, is_cpu, dtype = self._backend.device, self._is_on_cpu, None
         try:
             for tensor in tensors:
-                if type(tensor) is not _Tensor or tensor.device != device or tensor.stride() != _FLAT:
+                if type(tensor) is not _Tensor or tensor.stride() != _FLAT:
+                    return False
+                if not (tensor.is_cpu if is_cpu else tensor.device == device):
                     return False
                 if tensor.requires_grad or tensor.is_neg():
                     return False
