@@ -14,7 +14,9 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+import torch._dynamo  # the ranks need it, and each would load it anew: seconds
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
