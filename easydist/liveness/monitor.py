@@ -2,7 +2,7 @@
 
 While a call waits, it calls ``guard`` repeatedly, which ends the wait if the awaited ranks can no longer come. The rank
 then posts a failure report, on its page for its own host and in the store for other hosts, so that every rank raises
-the same kind of error. ARCHITECTURE.md states the rules ("Liveness").
+the same kind of error. ``docs/design/liveness.md`` states the rules.
 """
 
 from __future__ import annotations
