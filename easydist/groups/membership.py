@@ -238,6 +238,7 @@ class Membership:
         stage = Stage.READY if slot % 2 else Stage.HERE
         if is_settled and slot == self._mine.slot + 1:
             stage = self._mine.stage  # CONNECTED or FAILED: the decision does not change it
+        # Without ballots: those were about the entry before.
         self._mine = Register(stage, slot, members, is_settled)
         self._ballot = Ballot.NONE
         self._since, self._wished_since, self._not_before = now, None, now

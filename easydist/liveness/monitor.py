@@ -270,6 +270,7 @@ class Monitor(GroupStatus):
         with self._lock:  # the waiting thread and the watchdog may get here at the same time
             parting = self.leave(error, wait)
             try:
+                # Before disconnecting: a rank whose connection breaks looks for this report.
                 if parting is Parting.TELL:
                     number = self.number_of_report
                     fields = fields_of(error)
