@@ -44,6 +44,7 @@ def registered(
         lambda: _c10d._new_process_group_helper(*told, timeout=limit, group_desc=description),
         discard=lambda made: _destroyed(made[0]),
     )
+    # As ``new_group`` does: torch translates ranks of the world by this table.
     _c10d._world.pg_group_ranks[new] = {member: place for place, member in enumerate(ranks)}
     return new  # type: ignore[no-any-return]
 
