@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from easydist import memory
+from easydist.base import torch_groups
 from easydist.base.forks import NOT_A_RANK
 from easydist.data.packing import Packed, Packing
 from easydist.errors import EasydistError
@@ -449,4 +450,4 @@ def timeout_of(group: dist.ProcessGroup | None) -> float:
         with contextlib.suppress(AttributeError, RuntimeError):
             options: Any = group._get_backend(kind).options  # type: ignore[union-attr]
             return float(options._timeout.total_seconds())
-    return float(dist.distributed_c10d.default_pg_timeout.total_seconds())
+    return torch_groups.default_timeout().total_seconds()
