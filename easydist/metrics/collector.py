@@ -9,10 +9,12 @@ from typing import Any
 
 from easydist.base.arguments import UNSET, hiding
 from easydist.base.eager import eager_methods
-from easydist.metrics.columns import as_indices
-from easydist.metrics.schema import Schema, nbytes_of, opened
+from easydist.metrics.columns import as_column
+from easydist.metrics.encoding import nbytes_of
+from easydist.metrics.indices import as_indices
+from easydist.metrics.schema import Schema, opened
 from easydist.metrics.store import Store
-from easydist.metrics.windows import ALL, Way, arrived_rows, planned, windows
+from easydist.metrics.windows import ALL, Way, arrived_rows, planned, whole, windows
 from easydist.state import communicators, together
 from easydist.typing import Group, Timeout, Tree
 from easydist.verbs.ranks import check_rank, named_rank
@@ -139,12 +141,8 @@ class MetricCollector:
         with together(self._group, timeout=self._timeout):
             way = self._way("compute", dst, group_dst)
             plan = planned(self._store, self._schema, self.total, way)
-            is_receiver = way.dst in (None, communicators(self._group).rank)
-            columns = [one.empty(plan.length if is_receiver else 0) for one in plan.schema.types]
-            at = 0
-            for leaves in windows(self._store, plan, way, self._rtol):
-                at += 0 if leaves is None else _put(columns, leaves, at)
-            return (plan.schema.rebuilt(columns) or {}) if is_receiver else None
+            columns = whole(self._store, plan, way, self._rtol)
+            return None if columns is None else plan.schema.rebuilt(columns) or {}
 
     def blocks(self, dst: int | None = None, *, group_dst: int | None = None) -> Iterator[dict[str, Any] | None]:
         """Iterate over the result of ``compute``, about 512 KiB of rows at a time. All ranks must iterate to the end.
@@ -185,16 +183,6 @@ class MetricCollector:
             way = Way(self._dst, self._group, timeout=self._timeout)
             got = arrived_rows(Store() if is_there else self._store, empty, ALL, way)
             if got is not None:
-                self._store.add(*got, nbytes_of(got[1]))
+                self._store.add(*got, sum([nbytes_of(as_column(rows)) for rows in got[1]]))
         if not is_there:
             self._store.clear()
-
-
-def _put(columns: list[Any], leaves: list[Any], at: int) -> int:
-    """Write the rows of a window after the previous ones, and return their number."""
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, list):
-            columns[i] += leaf
-        else:
-            columns[i][at : at + len(leaf)] = leaf
-    return max(map(len, leaves), default=0)

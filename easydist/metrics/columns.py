@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,13 +10,23 @@ import torch
 
 from easydist import tree
 from easydist.data import packing
-from easydist.data.backing import backed
 from easydist.data.leaves import as_tensor, check_unmasked, is_numeric
 from easydist.metrics.dtypes import aligned, held, promoted
 from easydist.typing import T, Tree
 
-__all__ = ["Items", "Padded", "are_plain", "as_indices", "has_rows", "is_text", "listed", "opened", "padded", "taken"]
-
+__all__ = [
+    "Items",
+    "Padded",
+    "are_plain",
+    "as_column",
+    "concatenated",
+    "has_rows",
+    "is_text",
+    "opened",
+    "padded",
+    "rows_of",
+    "taken",
+]
 
 _TEXT = frozenset({str, bytes})
 _PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
@@ -73,6 +83,11 @@ def opened(data: Tree, ragged: bool = False, whole: bool = False) -> tuple[list[
     return [_items(value, path, ragged) if _is_object(value, ragged) else value for value, path in pairs], spec
 
 
+def as_column(rows: Any) -> Any:
+    """Return rows as a column: ``Items`` if they are not a tensor."""
+    return rows if isinstance(rows, torch.Tensor) else Items(rows, True)
+
+
 def has_rows(column: Any) -> bool:
     """True if a column has one row or item per sample; False if it is one value."""
     return column.has_rows if isinstance(column, Items) else getattr(column, "ndim", 0) > 0
@@ -113,6 +128,27 @@ def _has_tensors(data: Tree) -> bool:
     return isinstance(data, torch.Tensor | np.ndarray)
 
 
+def rows_of(value: Any) -> Any:
+    """Return the rows of a column of ``Items``, those of varying shapes as a list."""
+    is_list = isinstance(value, torch.Tensor) or (isinstance(value, np.ndarray) and is_numeric(value))
+    return [*value] if is_list else value
+
+
+def concatenated(parts: Sequence[Any]) -> Any:
+    """Join the rows of parts of a column: tensors, arrays, or lists; tuples become a tuple if all parts are tuples."""
+    if len(parts) == 1:
+        return parts[0]
+    if all(isinstance(part, np.ndarray) for part in parts):
+        return np.concatenate(aligned(parts))
+    if isinstance(parts[0], torch.Tensor):
+        dtype = parts[0].dtype
+        if packing.is_copyable(dtype):
+            return torch.cat([*parts])
+        return torch.cat([part.view(torch.uint8) for part in parts]).view(dtype)
+    items = [item for part in parts for item in part]
+    return tuple(items) if all(isinstance(part, tuple) for part in parts) else items
+
+
 def taken(rows: Any, order: torch.Tensor | slice | None) -> Any:
     """Return selected rows of a column.
 
@@ -133,49 +169,6 @@ def taken(rows: Any, order: torch.Tensor | slice | None) -> Any:
     if rows.dtype.is_signed and packing.is_copyable(rows.dtype):  # torch 2.9 cannot index the wide unsigned ones
         return rows[order.to(rows.device)]
     return rows.view(packing.BITS[rows.dtype.itemsize])[order.to(rows.device)].view(rows.dtype)
-
-
-def as_indices(indices: Any, operation: str, total: int | None = None) -> torch.Tensor:
-    """Return sample indices as int64 on the CPU. They may share the caller's memory.
-
-    Args:
-        indices: A tensor, an array or a sequence of integers.
-        operation: The name for error messages.
-        total: The number of samples; None: any number.
-
-    Raises:
-        ValueError: They are anything else, or out of range.
-        TypeError: They are a masked array.
-    """
-    if isinstance(indices, np.ndarray):
-        check_unmasked(indices, "indices")
-    if isinstance(indices, torch.Tensor):
-        indices = backed(indices, f"{operation}: indices")
-    try:
-        found = torch.as_tensor(indices, device="cpu")
-    except (OverflowError, RuntimeError, TypeError, ValueError) as error:  # text, integers beyond 64 bits
-        raise ValueError(f"{operation}: indices has to be one integer per row: {error}") from error
-    if not found.numel():
-        return torch.empty(0, dtype=torch.int64, device="cpu")
-    if found.ndim != 1 or found.is_floating_point() or found.dtype == torch.bool:
-        raise ValueError(f"{operation}: indices has to be one integer per row, got {found.dtype} {tuple(found.shape)}")
-    found = found.to(torch.int64)
-    lowest, highest = (int(each) for each in found.aminmax())
-    if lowest < 0 or (total is not None and highest >= total):
-        wrong = found[(found < 0) | (found >= total)] if total is not None else found[found < 0]
-        subject = f"index {int(wrong[0])} is" if len(wrong) == 1 else f"indices {listed(wrong)} are"
-        samples = "" if total is None else f" of {total} samples"
-        raise ValueError(f"{operation}: {subject} out of range for a data set{samples}")
-    return found
-
-
-_SHOWN = 20
-
-
-def listed(indices: torch.Tensor) -> str:
-    """Return the first indices as text."""
-    text = ", ".join(map(str, indices[:_SHOWN].tolist()))
-    return f"{text}, …" if len(indices) > _SHOWN else text
 
 
 class Padded(NamedTuple):

@@ -14,14 +14,14 @@ from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
 from easydist.base.eager import eager
 from easydist.groups.communicators import Communicators
-from easydist.metrics.columns import as_indices, has_rows, opened, padded, taken
+from easydist.metrics.columns import has_rows, opened, padded, taken
 from easydist.metrics.dealing import lot_of, lot_of_last
-from easydist.metrics.encoding import Column, joined, nbytes_of, travelling
-from easydist.metrics.large import AT_ONCE, Large, moved
+from easydist.metrics.encoding import Column, lengths_of, nbytes_of, received, travelling
+from easydist.metrics.indices import as_indices, by_index, check_complete
 from easydist.metrics.lot import ACTIVE, ENDED, Lot, agreed_lot
-from easydist.metrics.order import Order, by_index, check_even, in_order, told
+from easydist.metrics.order import Order, check_even, in_order, told
 from easydist.metrics.tally import Tally
-from easydist.metrics.windows import Way, check_complete
+from easydist.metrics.windows import AT_ONCE, Large, Way, moved
 from easydist.state import communicators, together
 from easydist.typing import Group, Timeout, Tree
 from easydist.verbs.buckets import every_shape
@@ -171,7 +171,7 @@ class _GatherForMetrics(Gather):
         self._values, self._tree = opened(self._tensor, self._ragged, self._whole)
         nbytes = 0 if self._dst is None or comms.size == 1 else sum(map(nbytes_of, self._values))
         is_small = nbytes <= AT_ONCE or not any(map(has_rows, self._values))
-        self._columns, self._tensor, paths = travelling(self._values, self._tree, with_objects=is_small)
+        self._columns, self._tensor, paths = travelling(self._values, self._tree.paths, with_objects=is_small)
         if self._samples.indices is not None:
             self._tensor.append(as_indices(self._samples.indices, "gather_for_metrics", self._samples.total))
             paths.append("indices=")
@@ -219,7 +219,7 @@ class _GatherForMetrics(Gather):
         """Select the rows on all ranks, so that all of them raise if the rows are wrong."""
         leaves, shapes = agreed.call.tree, arrived[0]
         places = leaves.layout.places
-        sizes = [[row[place][0] for row in shapes] for place in places]
+        sizes = lengths_of(leaves, shapes)
         self._has_last = self._admitted(sizes)
         orders = self._ordered(sizes)
         if alone := [column.path for column in self._columns if column.rows is None]:
@@ -309,10 +309,7 @@ class _GatherForMetrics(Gather):
             if self._samples.total not in (None, len(order)):
                 check_complete(leaves[-1], self._samples.total, "gather_for_metrics")
             orders = [None if column.rows is None else order for column in self._columns]
-        values = [
-            joined(leaves[c.leaf], sizes[c.leaf], c.rows is not None) if c.is_objects else leaves[c.leaf]
-            for c in self._columns
-        ]
+        values = received(self._columns, leaves, sizes)
         return self.finished([taken(value, order) for value, order in zip(values, orders, strict=True)])
 
     def finished(self, columns: Sequence[Any]) -> Tree:

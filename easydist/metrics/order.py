@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Dealt", "Order", "by_index", "check_even", "in_order", "positions", "told"]
+__all__ = ["Dealt", "Order", "check_even", "in_order", "positions", "told"]
 
 Order = torch.Tensor | slice | None
 """The rows of all ranks to keep, as positions in rank order; None: all, unchanged."""
@@ -151,20 +151,3 @@ def positions(order: Order, rows: Sequence[int], rank: int) -> tuple[torch.Tenso
     places = torch.full_like(every, -1)
     places[order] = every[: len(kept)]
     return places[mine], len(kept)
-
-
-def by_index(indices: torch.Tensor) -> torch.Tensor:
-    """Select one row of each index, in index order.
-
-    Args:
-        indices: The indices of all ranks' rows, joined in rank order. If one occurs twice, the first row is selected.
-
-    Example:
-        >>> by_index(torch.tensor([3, 0, 3, 1]))
-        tensor([1, 3, 0])
-    """
-    order = torch.argsort(indices, stable=True)
-    found = indices[order]
-    is_first = torch.ones(len(found), dtype=torch.bool, device="cpu")
-    is_first[1:] = found[1:] != found[:-1]
-    return order[is_first]

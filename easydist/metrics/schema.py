@@ -17,7 +17,7 @@ from easydist.metrics.columns import are_plain, is_text
 from easydist.metrics.dtypes import promoted
 from easydist.typing import Tree
 
-__all__ = ["ColumnType", "Schema", "nbytes_of", "opened"]
+__all__ = ["ColumnType", "Schema", "opened"]
 
 
 class ColumnType(NamedTuple):
@@ -35,13 +35,13 @@ class ColumnType(NamedTuple):
     dtype: str | np.dtype[Any] = ""
     shape: tuple[int, ...] = ()
 
-    def empty(self, count: int = 0) -> Any:
-        """Allocate memory for rows; for items, an empty list."""
+    def empty(self) -> Any:
+        """Return the column without rows."""
         if self.kind == "list":
             return []
         if isinstance(self.dtype, np.dtype):
-            return np.empty((count, *self.shape), self.dtype)
-        return torch.empty((count, *self.shape), dtype=getattr(torch, self.dtype), device="cpu")
+            return np.empty((0, *self.shape), self.dtype)
+        return torch.empty((0, *self.shape), dtype=getattr(torch, self.dtype), device="cpu")
 
     def told(self) -> list[Any]:
         """Return the fields for other ranks, and the description of a dtype of NumPy's, as in .npy files."""
@@ -128,15 +128,6 @@ def opened(columns: Mapping[str, Tree], count: int) -> tuple[Schema, list[Any], 
     taken, nbytes = [rows for rows, _ in found], sum([size for _, size in found])
     types = [_type_of(*each) for each in zip(spec.paths, values, taken, strict=True)]
     return Schema(types, spec.rebuild([*range(len(values))])), taken, nbytes
-
-
-def nbytes_of(leaves: Sequence[Any]) -> int:
-    """Return the bytes of columns when they travel.
-
-    Raises:
-        TypeError: An item of a list cannot be pickled.
-    """
-    return sum([codec.EncodedObject(one).nbytes if _has_objects(one) else one.nbytes for one in leaves])
 
 
 def _has_objects(rows: Any) -> bool:

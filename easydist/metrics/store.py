@@ -6,17 +6,14 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from easydist.data import packing
 from easydist.format import codec
 from easydist.format.files import load, save
-from easydist.metrics.columns import taken
-from easydist.metrics.dtypes import aligned
+from easydist.metrics.columns import concatenated, taken
 
 __all__ = ["Store"]
 
@@ -119,14 +116,14 @@ class Store:
             chosen = _as_slice(here)
             parts.append([taken(leaf, chosen) for leaf in block.read()])
         back = _as_slice(torch.argsort(torch.argsort(numbers, stable=True)))
-        return [taken(_joined(column), back) for column in zip(*parts, strict=True)]
+        return [taken(concatenated(column), back) for column in zip(*parts, strict=True)]
 
     def _seal(self) -> None:
         """Join the rows added last to one block, and write blocks to files while the memory limit is exceeded."""
         if self._open:
             columns = zip(*[block.read() for block in self._open], strict=True)
             length, nbytes = sum([block.length for block in self._open]), sum([block.nbytes for block in self._open])
-            self._blocks.append(_Block(length, nbytes, [_joined(column) for column in columns]))
+            self._blocks.append(_Block(length, nbytes, [concatenated(column) for column in columns]))
             self._open = []
         for i, block in enumerate(self._blocks):
             if self._limit is None or self._held <= self._limit:
@@ -161,15 +158,3 @@ def _delete(folder: str, pid: int) -> None:
     """Delete the files, unless this is a process forked since."""
     if os.getpid() == pid:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _joined(column: Sequence[Any]) -> Any:
-    if len(column) == 1:
-        return column[0]
-    if isinstance(column[0], list):
-        return [item for part in column for item in part]
-    if isinstance(column[0], np.ndarray):
-        return np.concatenate(aligned(column))
-    if packing.is_copyable(column[0].dtype):
-        return torch.cat([*column])
-    return torch.cat([part.view(torch.uint8) for part in column]).view(column[0].dtype)

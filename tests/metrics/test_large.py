@@ -15,7 +15,7 @@ from trees import assert_same
 
 import easydist
 from easydist import RemoteError, gather_for_metrics
-from easydist.metrics import gather, large, windows
+from easydist.metrics import gather, windows
 from easydist.testing import distributed
 
 
@@ -93,7 +93,7 @@ def test_what_one_rank_finds_wrong_is_raised_on_all(rank):
         with pytest.raises(ValueError, match="the ranks have 8, 8 rows"):
             gather_for_metrics(x, total=15, dst=0)
         if rank == 0:
-            patch.setattr(large, "_room", no_memory)
+            patch.setattr(windows, "_room", no_memory)
         with pytest.raises((MemoryError, RemoteError), match="no memory for the result"):
             gather_for_metrics(x, total=16, dst=0)
     assert easydist.gather(rank).tolist() == [0, 1]

@@ -11,7 +11,7 @@ MUTANTS = [
         "tests/metrics/test_collector.py::test_files_take_what_is_above_the_limit_and_end_with_the_collector",
     ),
     Mutant(
-        "metrics/windows.py",
+        "metrics/indices.py",
         "_same_objects",
         "spec.paths == other.paths and spec.plain == other.plain",
         "spec.plain == other.plain",
