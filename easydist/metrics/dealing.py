@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from easydist.metrics.lot import ACTIVE, ENDED, Lot
 from easydist.metrics.order import Dealt
 from easydist.metrics.passes import Passes, passes_of
-from easydist.metrics.tally import Position
+from easydist.metrics.tally import ACTIVE, ENDED, Lot, Position
 
 __all__ = ["lot_of", "lot_of_last"]
 

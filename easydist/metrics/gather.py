@@ -18,9 +18,8 @@ from easydist.metrics.columns import has_rows, opened, padded, taken
 from easydist.metrics.dealing import lot_of, lot_of_last
 from easydist.metrics.encoding import Column, lengths_of, nbytes_of, received, travelling
 from easydist.metrics.indices import as_indices, by_index, check_complete
-from easydist.metrics.lot import ACTIVE, ENDED, Lot, agreed_lot
-from easydist.metrics.order import Order, check_even, in_order, told
-from easydist.metrics.tally import Tally
+from easydist.metrics.order import Order, in_order, told
+from easydist.metrics.tally import Lot, agreed_lot
 from easydist.metrics.windows import AT_ONCE, Large, Way, moved
 from easydist.state import communicators, together
 from easydist.typing import Group, Timeout, Tree
@@ -163,7 +162,7 @@ class _GatherForMetrics(Gather):
         super().__init__(input_data, dst)
         self._samples, self._whole = samples, whole
         self._ragged, self._pad_index = ragged or pad_index is not None, pad_index
-        self._lot, self._has_last = Lot(), True
+        self._lot = Lot()
         self.large: Large | None = None
 
     def prepare(self, comms: Communicators) -> Call:
@@ -198,12 +197,9 @@ class _GatherForMetrics(Gather):
         super().validate(comms, agreed)
         if not agreed.call.numbers:
             return
-        self._lot, is_same = agreed_lot(self._lot, agreed.numbers())
+        self._lot = agreed_lot(self._lot, agreed.numbers())
         if self._lot.dealt is None:
             raise ValueError(_NO_LOADER)
-        self._tally = self._lot.tally or Tally()
-        if not is_same:  # a call failed on some ranks only
-            self._tally.lose()
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> Moved:
         if self._is_large(comms, agreed):
@@ -220,8 +216,7 @@ class _GatherForMetrics(Gather):
         leaves, shapes = agreed.call.tree, arrived[0]
         places = leaves.layout.places
         sizes = lengths_of(leaves, shapes)
-        self._has_last = self._admitted(sizes)
-        orders = self._ordered(sizes)
+        orders = self._ordered(sizes, self._admitted(sizes))
         if alone := [column.path for column in self._columns if column.rows is None]:
             _warn_of_weights(self._lot, comms.size, alone[0])
         if self._is_large(comms, agreed):
@@ -236,33 +231,10 @@ class _GatherForMetrics(Gather):
 
     def _admitted(self, sizes: Sequence[list[int]]) -> bool:
         """Add the rows to the loader's tally; return True if its last step is among them."""
-        dealt, at, origin = self._lot.dealt, self._lot.at, self._lot.origin
-        if dealt is None or not dealt.is_counted:
-            return True
         counts = [sizes[column.rows] for column in self._columns if column.rows is not None]
-        if not counts:
+        if self._lot.dealt is None or not self._lot.dealt.is_counted or not counts:
             return True
-        rows = counts[0] if counts.count(counts[0]) == len(counts) else self._alike(counts)
-        if origin == ACTIVE and dealt.block is not None and max(rows) > dealt.block:
-            raise ValueError(
-                f"gather_for_metrics: {told(rows)}, but a batch of the loader that is being iterated has {dealt.block}"
-                f"; {_THIS_LOADER}"
-            )
-        try:
-            if dealt.is_even:
-                check_even(rows, dealt, at.has_ended or not at.serial)
-            has_last = self._tally.admit(sum(rows), dealt, at)
-        except ValueError as error:
-            self._tally.lose()
-            if origin != ENDED:
-                raise ValueError(f"gather_for_metrics: {error}") from None
-            has_last = False
-        if origin == ENDED and dealt.rows is not None and not has_last:
-            raise ValueError(
-                f"gather_for_metrics: {told(rows)}, but the only loader that has ended has "
-                f"{dealt.samples(len(rows))} samples; {_THIS_LOADER}"
-            )
-        return has_last
+        return self._lot.admit(counts[0] if counts.count(counts[0]) == len(counts) else self._alike(counts))
 
     def _alike(self, counts: Sequence[list[int]]) -> list[int]:
         """Return the numbers of rows of all columns that have rows; they must be the same."""
@@ -273,16 +245,16 @@ class _GatherForMetrics(Gather):
             raise ValueError(f"gather_for_metrics: {', '.join(columns)}; pass one row per sample")
         return list(*found)
 
-    def _ordered(self, sizes: Sequence[list[int]]) -> list[Order]:
+    def _ordered(self, sizes: Sequence[list[int]], has_last: bool) -> list[Order]:
         """Return the rows of each column to keep; columns with as many rows have one order."""
         keys = [None if column.rows is None else tuple(sizes[column.rows]) for column in self._columns]
         orders: dict[Any, Order] = {}
         for key, column in zip(keys, self._columns, strict=True):
             if key not in orders:
-                orders[key] = self._order(column, sizes)
+                orders[key] = self._order(column, sizes, has_last)
         return [orders[key] for key in keys]
 
-    def _order(self, column: Column, sizes: Sequence[list[int]]) -> Order:
+    def _order(self, column: Column, sizes: Sequence[list[int]], has_last: bool) -> Order:
         """Return the rows of a column to keep, as far as it follows from the numbers of rows."""
         if column.rows is None:
             return None
@@ -298,7 +270,7 @@ class _GatherForMetrics(Gather):
             if dealt is None:
                 _check_total(counts, self._samples.total)
                 return None
-            return in_order(counts, dealt, self._has_last)
+            return in_order(counts, dealt, has_last)
         except ValueError as error:
             raise ValueError(f"gather_for_metrics: {column.path or 'the data'}: {error}") from None
 
@@ -321,9 +293,6 @@ class _GatherForMetrics(Gather):
 
 def _listed(rows: Sequence[int]) -> str:
     return ", ".join(map(str, rows))
-
-
-_THIS_LOADER = "pass loader= (the loader that these rows come from)"
 
 
 def _check_total(rows: Sequence[int], total: int | None) -> None:

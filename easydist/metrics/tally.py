@@ -1,18 +1,21 @@
-"""The tally of a loader's rows: it tells which samples a call has, from the rows of the calls before it.
+"""The loader that the rows of a call come from, and the tally of its rows, on which all ranks agree.
 
-The n-th calls between the steps of a loader form a *stream*, so predictions and labels that are gathered apart are two.
-The rows of a stream come in the loader's order, one batch after another, whenever they are gathered: in their own step,
-some steps later, or all at once. So a stream that has all rows of the pass has its last step, the only one with
-repeated samples. If rows cannot be placed in this way, the call raises.
+The tally tells which samples a call has, from the rows of the calls before it. The n-th calls between the steps of a
+loader form a *stream*, so predictions and labels that are gathered apart are two. The rows of a stream come in the
+loader's order, one batch after another, whenever they are gathered: in their own step, some steps later, or all at
+once. So a stream that has all rows of the pass has its last step, the only one with repeated samples. If rows cannot be
+placed in this way, the call raises.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from easydist.metrics.order import Dealt
+from easydist.errors import DisagreementError
+from easydist.metrics.order import Dealt, check_even, told
 
-__all__ = ["Position", "Tally"]
+__all__ = ["ACTIVE", "ENDED", "NAMED", "Lot", "Position", "Tally", "agreed_lot"]
 
 _ADVICE = "gather each batch in the loop, or all of them together after it, and pass one row per sample, or indices="
 
@@ -146,3 +149,121 @@ class Tally:
             f"these are {rows} of the {dealt.rows} rows that the loader yields in a pass, which repeat samples, and it "
             f"is not known whether they are the last; {_ADVICE}"
         )
+
+
+NAMED, ACTIVE, ENDED = range(3)
+"""How a loader was found: it was passed, it is being iterated, or it is the only one that has ended."""
+
+_THIS_LOADER = "pass loader= (the loader that these rows come from)"
+
+
+class Lot(NamedTuple):
+    """A loader, as one rank knows it.
+
+    Attributes:
+        tally: The rows that were gathered; None if this rank has no loader.
+        dealt: The distribution of its samples; None if only another rank knows it.
+        at: Its position.
+        origin: How it was found.
+    """
+
+    tally: Tally | None = None
+    dealt: Dealt | None = None
+    at: Position = Position()
+    origin: int = NAMED
+
+    def admit(self, rows: Sequence[int]) -> bool:
+        """Add the rows of a call to the tally.
+
+        Args:
+            rows: The number of rows of each rank.
+
+        Returns:
+            True if the last step of the pass is among them.
+
+        Raises:
+            ValueError: On all ranks: the rows are not those of the loader, or ``Tally.admit`` raised it.
+        """
+        if self.dealt is None or self.tally is None:
+            return True
+        if self.origin == ACTIVE and self.dealt.block is not None and max(rows) > self.dealt.block:
+            raise ValueError(
+                f"gather_for_metrics: {told(rows)}, but a batch of the loader that is being iterated has "
+                f"{self.dealt.block}; {_THIS_LOADER}"
+            )
+        has_last = self._counted(rows, self.dealt, self.tally)
+        if self.origin == ENDED and self.dealt.rows is not None and not has_last:
+            raise ValueError(
+                f"gather_for_metrics: {told(rows)}, but the only loader that has ended has "
+                f"{self.dealt.samples(len(rows))} samples; {_THIS_LOADER}"
+            )
+        return has_last
+
+    def _counted(self, rows: Sequence[int], dealt: Dealt, tally: Tally) -> bool:
+        """Add the rows to the tally, or let it lose those of this pass."""
+        try:
+            if dealt.is_even:
+                check_even(rows, dealt, self.at.has_ended or not self.at.serial)
+            return tally.admit(sum(rows), dealt, self.at)
+        except ValueError as error:
+            tally.lose()
+            if self.origin != ENDED:
+                raise ValueError(f"gather_for_metrics: {error}") from None
+            return False
+
+    def numbers(self) -> tuple[int, ...]:
+        """Return it as numbers for the other ranks, together with the rows in this rank's tally."""
+        if self.dealt is None:
+            return (_NONE,) * _LENGTH
+        gathered = 0 if self.tally is None else self.tally.rows
+        block, rest, rows, is_even = [_NONE if each is None else each for each in self.dealt]
+        return (self.origin, gathered, block, rest, rows, is_even, *self.at)
+
+
+_NONE = -1
+_SPLIT = 2 + len(Dealt._fields)
+_LENGTH = _SPLIT + len(Position._fields)
+
+
+def agreed_lot(mine: Lot, numbers: Sequence[tuple[int, ...]]) -> Lot:
+    """Return the lot that all ranks agree on. Their tallies lose their rows if they differ.
+
+    Args:
+        mine: This rank's lot.
+        numbers: The numbers of all ranks' lots. A rank that does not know its own takes that of the others.
+
+    Raises:
+        DisagreementError: The ranks' loaders differ, or are at different positions.
+    """
+    if numbers.count(numbers[0]) == len(numbers):
+        return mine
+    known = {rank: row for rank, row in enumerate(numbers) if row[0] != _NONE}
+    _compare(known)
+    first = next(iter(known.values()))
+    block, rest, rows, is_even = [None if each == _NONE else each for each in first[2:_SPLIT]]
+    at = Position._make(first[_SPLIT:])
+    tally = mine.tally or Tally()
+    if len({row[1] for row in known.values()}) > 1:  # a call failed on some ranks only
+        tally.lose()
+    return Lot(tally, Dealt(block, rest, rows, bool(is_even)), at, first[0])
+
+
+def _compare(known: dict[int, tuple[int, ...]]) -> None:
+    """Make sure that all ranks have the same loader, and if samples are repeated, at the same position."""
+    lots = {row[2:_SPLIT] for row in known.values()}
+    if len(lots) > 1:
+        lines = [f"  rank {rank}: {_described(row)}" for rank, row in known.items()]
+        text = "gather_for_metrics: the ranks' loaders distribute their samples differently"
+        raise DisagreementError("\n".join([text, *lines, "Pass the same loader on every rank, or indices="]))
+    positions = {rank: (row[_SPLIT + 1], row[_SPLIT + 3]) for rank, row in known.items()}
+    if next(iter(lots))[1] != _NONE and len({*positions.values()}) > 1:
+        lines = [f"  rank {rank}: batch {steps}" for rank, (steps, _) in positions.items()]
+        text = "gather_for_metrics: the ranks' loaders are at different batches"
+        raise DisagreementError("\n".join([text, *lines, "Gather at the same step on every rank, or pass indices="]))
+
+
+def _described(row: tuple[int, ...]) -> str:
+    block, rest, rows, _ = row[2:_SPLIT]
+    parts = [f"{rows} rows" if rows != _NONE else "any number of rows"]
+    parts += [f"in blocks of {block}"] if block != _NONE else []
+    return ", ".join([*parts, f"{rest} samples in the last step" if rest != _NONE else "no sample repeated"])

@@ -47,10 +47,10 @@ MUTANTS = [
         "tests/metrics/test_usage.py::test_a_pass_that_came_to_its_end_without_its_rows_is_an_error_in_the_next_one",
     ),
     Mutant(
-        "metrics/gather.py",
-        "_GatherForMetrics.validate",
-        "        if not is_same:  # a call failed on some ranks only\n            self._tally.lose()\n",
-        "",
+        "metrics/tally.py",
+        "agreed_lot",
+        "        tally.lose()\n",
+        "        pass\n",
         "tests/metrics/test_usage.py::test_ranks_that_count_differently_after_a_failure_refuse_together",
     ),
     Mutant(
