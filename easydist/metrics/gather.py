@@ -231,8 +231,10 @@ class _GatherForMetrics(Gather):
 
     def _admitted(self, sizes: Sequence[list[int]]) -> bool:
         """Add the rows to the loader's tally; return True if its last step is among them."""
+        if self._lot.dealt is None or not self._lot.dealt.is_counted:
+            return True
         counts = [sizes[column.rows] for column in self._columns if column.rows is not None]
-        if self._lot.dealt is None or not self._lot.dealt.is_counted or not counts:
+        if not counts:
             return True
         return self._lot.admit(counts[0] if counts.count(counts[0]) == len(counts) else self._alike(counts))
 

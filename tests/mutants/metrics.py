@@ -33,7 +33,7 @@ MUTANTS = [
         "tests/metrics/test_loader.py::test_the_epoch_that_was_loaded_is_gone_on_with",
     ),
     Mutant(
-        "metrics/sources.py",
+        "metrics/sampler.py",
         "_Shares.__iter__",
         "islice(self.dataset, self.start, None), self.start",
         "islice(self.dataset, self.start, None), 0",
