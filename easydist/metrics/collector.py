@@ -9,11 +9,10 @@ from typing import Any
 
 from easydist.base.arguments import UNSET, hiding
 from easydist.base.eager import eager_methods
-from easydist.metrics.columns import as_column
+from easydist.metrics.columns import Schema, as_column
 from easydist.metrics.encoding import nbytes_of
 from easydist.metrics.indices import as_indices
-from easydist.metrics.schema import Schema, opened
-from easydist.metrics.store import Store
+from easydist.metrics.store import Store, copied
 from easydist.metrics.windows import ALL, Way, arrived_rows, planned, whole, windows
 from easydist.state import communicators, together
 from easydist.typing import Group, Timeout, Tree
@@ -106,7 +105,7 @@ class MetricCollector:
         Cost: no exchange, except every ``every`` updates: one ``gather`` to rank ``dst`` and a small one.
         """
         found = as_indices(indices, "MetricCollector", self.total).clone()
-        schema, leaves, nbytes = opened(columns, len(found))
+        schema, leaves, nbytes = copied(columns, len(found))
         if self._schema.types and schema.types != self._schema.types:
             try:
                 schema = self._schema.joined(schema)

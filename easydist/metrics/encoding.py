@@ -11,8 +11,8 @@ import torch
 
 from easydist.data.leaves import Leaves, is_numeric
 from easydist.format import codec
-from easydist.metrics.columns import Items, concatenated, has_rows, rows_of
-from easydist.metrics.dtypes import kind_of
+from easydist.metrics.columns import Items, has_rows, rows_of
+from easydist.metrics.joining import concatenated, kind_of
 from easydist.verbs.buckets import Shapes
 
 __all__ = ["Column", "lengths_of", "nbytes_of", "received", "travelling"]

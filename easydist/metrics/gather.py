@@ -14,10 +14,11 @@ from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
 from easydist.base.eager import eager
 from easydist.groups.communicators import Communicators
-from easydist.metrics.columns import has_rows, opened, padded, taken
+from easydist.metrics.columns import has_rows, opened, taken
 from easydist.metrics.dealing import lot_of, lot_of_last
 from easydist.metrics.encoding import Column, lengths_of, nbytes_of, received, travelling
 from easydist.metrics.indices import as_indices, by_index, check_complete
+from easydist.metrics.joining import padded
 from easydist.metrics.order import Order, in_order, told
 from easydist.metrics.tally import Lot, agreed_lot
 from easydist.metrics.windows import AT_ONCE, Large, Way, moved

@@ -12,8 +12,7 @@ from easydist import tree
 from easydist.data import packing
 from easydist.data.backing import backed
 from easydist.data.leaves import check_unmasked, is_numeric
-from easydist.metrics.columns import taken
-from easydist.metrics.schema import ColumnType
+from easydist.metrics.columns import ColumnType, taken
 
 __all__ = ["as_indices", "by_index", "check_complete", "difference", "fault"]
 

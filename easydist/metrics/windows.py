@@ -16,12 +16,11 @@ from easydist.agreement.runner import run
 from easydist.data.leaves import as_array
 from easydist.format import codec
 from easydist.groups.communicators import Communicators
-from easydist.metrics.columns import Items, as_column, concatenated, rows_of, taken
-from easydist.metrics.dtypes import aligned, held
+from easydist.metrics.columns import ColumnType, Items, Schema, as_column, rows_of, taken
 from easydist.metrics.encoding import lengths_of, received, travelling
 from easydist.metrics.indices import by_index, difference, fault
+from easydist.metrics.joining import aligned, concatenated, held
 from easydist.metrics.order import Order, positions
-from easydist.metrics.schema import ColumnType, Schema
 from easydist.metrics.store import Store
 from easydist.state import communicators
 from easydist.typing import Group, Timeout

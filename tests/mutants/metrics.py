@@ -18,7 +18,7 @@ MUTANTS = [
         "tests/metrics/test_collector.py::test_another_value_of_one_sample_is_an_error_that_names_it",
     ),
     Mutant(
-        "metrics/dtypes.py",
+        "metrics/joining.py",
         "_is_same_date",
         "((found.astype(values.dtype) == values) | np.isnat(values))",
         "(found.astype(values.dtype) == values)",
