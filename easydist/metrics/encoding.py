@@ -145,9 +145,9 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes // unit) * unit
 
 
-def lengths_of(leaves: Leaves, shapes: Sequence[Shapes]) -> list[list[int]]:
+def lengths_of(leaves: Leaves, shapes: Sequence[Shapes]) -> list[tuple[int, ...]]:
     """Return the rows of each leaf that has travelled, or the bytes of its message, on each rank."""
-    return [[row[place][0] for row in shapes] for place in leaves.layout.places]
+    return [tuple([row[place][0] for row in shapes]) for place in leaves.layout.places]
 
 
 def received(columns: Sequence[Column], leaves: Sequence[Any], lengths: Sequence[Sequence[int]]) -> list[Any]:
