@@ -13,7 +13,7 @@ from easydist.metrics.columns import Schema, as_column
 from easydist.metrics.encoding import nbytes_of
 from easydist.metrics.indices import as_indices
 from easydist.metrics.store import Store, copied
-from easydist.metrics.windows import ALL, Way, arrived_rows, planned, whole, windows
+from easydist.metrics.windows import ALL, Plan, Way, arrived_rows, planned, whole, windows
 from easydist.state import communicators, together
 from easydist.typing import Group, Timeout, Tree
 from easydist.verbs.ranks import check_rank, named_rank
@@ -110,8 +110,8 @@ class MetricCollector:
             try:
                 schema = self._schema.joined(schema)
             except ValueError:
-                told = [", ".join(map(str, each.types)) for each in (schema, self._schema)]
-                raise ValueError(f"MetricCollector: the columns are {told[0]}, but they were {told[1]}") from None
+                new, old = [", ".join(map(str, each.types)) for each in (schema, self._schema)]
+                raise ValueError(f"MetricCollector: the columns are {new}, but they were {old}") from None
         self._schema = schema
         self._store.add(found, leaves, nbytes)
         self._updates += 1
@@ -138,8 +138,7 @@ class MetricCollector:
         on others.
         """
         with together(self._group, timeout=self._timeout):
-            way = self._way("compute", dst, group_dst)
-            plan = planned(self._store, self._schema, self.total, way)
+            plan, way = self._planned("compute", dst, group_dst)
             columns = whole(self._store, plan, way, self._rtol)
             return None if columns is None else plan.schema.rebuilt(columns) or {}
 
@@ -159,19 +158,19 @@ class MetricCollector:
         Cost: as ``compute``, and a small exchange per block. Memory: one block.
         """
         with together(self._group, timeout=self._timeout):
-            way = self._way("blocks", dst, group_dst)
-            plan = planned(self._store, self._schema, self.total, way)
+            plan, way = self._planned("blocks", dst, group_dst)
         every = windows(self._store, plan, way, self._rtol)
         for _ in plan.bounds[1:]:
             with together(self._group, timeout=self._timeout):
                 leaves = next(every)
             yield None if leaves is None else plan.schema.rebuilt(leaves)
 
-    def _way(self, method: str, dst: int | None, group_dst: int | None) -> Way:
-        """Return the way to the rank that the caller names; called where all ranks learn of an error."""
+    def _planned(self, method: str, dst: int | None, group_dst: int | None) -> tuple[Plan, Way]:
+        """Return the plan, and the way to the rank that the caller names; called where all ranks learn of an error."""
         rank = named_rank(self._group, f"MetricCollector.{method}", "dst", dst, group_dst)
         check_rank(communicators(self._group), "dst", rank)
-        return Way(rank, self._group, timeout=self._timeout)
+        way = Way(rank, self._group, timeout=self._timeout)
+        return planned(self._store, self._schema, self.total, way), way
 
     def _move(self) -> None:
         """Move all rows to rank ``dst``, which also keeps its own."""

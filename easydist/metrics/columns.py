@@ -178,16 +178,16 @@ class ColumnType(NamedTuple):
             return np.empty((0, *self.shape), self.dtype)
         return torch.empty((0, *self.shape), dtype=getattr(torch, self.dtype), device="cpu")
 
-    def told(self) -> list[Any]:
+    def description(self) -> list[Any]:
         """Return the fields for other ranks, and the description of a dtype of NumPy's, as in .npy files."""
         if isinstance(self.dtype, np.dtype):
             return [*self._replace(dtype=""), npy.dtype_to_descr(self.dtype)]
         return [*self, None]
 
     @classmethod
-    def of(cls, told: Sequence[Any]) -> ColumnType:
-        """Return the type that another rank has told."""
-        *fields, dtype = told
+    def of(cls, description: Sequence[Any]) -> ColumnType:
+        """Return the type that another rank has described."""
+        *fields, dtype = description
         return cls(*fields) if dtype is None else cls(*fields)._replace(dtype=npy.descr_to_dtype(dtype))
 
     def joined(self, other: ColumnType) -> ColumnType:

@@ -161,11 +161,13 @@ def received(columns: Sequence[Column], leaves: Sequence[Any], lengths: Sequence
     Returns:
         The columns; those of objects as lists, arrays that no tensor can hold as arrays, tuples as tuples.
     """
-    return [_decoded(each, leaves[each.leaf], lengths[each.leaf]) for each in columns]
+    return [
+        _decoded(leaves[c.leaf], lengths[c.leaf], c.rows is not None) if c.is_objects else leaves[c.leaf]
+        for c in columns
+    ]
 
 
-def _decoded(column: Column, leaf: Any, nbytes: Sequence[int]) -> Any:
-    if not column.is_objects:
-        return leaf
-    values = [codec.decode(part, is_padded=True) for part in leaf.split_with_sizes([*nbytes])]
-    return values if column.rows is None else concatenated([rows_of(value) for value in values])
+def _decoded(message: torch.Tensor, nbytes: Sequence[int], are_rows: bool) -> Any:
+    """Decode the joined messages of all ranks: each is a column of items, or one value."""
+    values = [codec.decode(part, is_padded=True) for part in message.split_with_sizes([*nbytes])]
+    return concatenated([*map(rows_of, values)]) if are_rows else values

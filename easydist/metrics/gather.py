@@ -19,7 +19,7 @@ from easydist.metrics.dealing import lot_of, lot_of_last
 from easydist.metrics.encoding import lengths_of, nbytes_of, received, travelling
 from easydist.metrics.indices import as_indices, by_index, check_complete
 from easydist.metrics.joining import padded
-from easydist.metrics.order import Order, in_order, told
+from easydist.metrics.order import Order, in_order, rows_text
 from easydist.metrics.tally import Lot, agreed_lot
 from easydist.metrics.windows import AT_ONCE, Large, Way, moved
 from easydist.state import communicators, together
@@ -141,7 +141,7 @@ class _Options(NamedTuple):
         return Lot() if self.indices is not None else lot_of_last(rank, size, self.total)
 
     @property
-    def are_told(self) -> bool:
+    def need_no_loader(self) -> bool:
         """True if it can be done without a loader."""
         return self.indices is not None or self.total is not None
 
@@ -179,7 +179,7 @@ class _GatherForMetrics(Gather):
         del call.arguments["dim"]
         total = None if options.total is None else index(options.total)
         call.arguments |= {"total": total, "ragged": options.ragged, "pad_index": options.pad_index}
-        if lot.tally is None and (lot.dealt is not None or options.are_told):
+        if lot.tally is None and (lot.dealt is not None or options.need_no_loader):
             call.arguments["block"] = None if lot.dealt is None else lot.dealt.block
         elif lot.tally is None and self._has_rows():
             raise ValueError(_NO_LOADER)
@@ -295,8 +295,8 @@ def _listed(rows: Sequence[int]) -> str:
 def _check_total(rows: Sequence[int], total: int | None) -> None:
     if total is not None and sum(rows) != total:
         raise ValueError(
-            f"{told(rows)}, {sum(rows)} in all, but total is {total}; pass loader= or indices= to tell which rows are "
-            "repeated"
+            f"{rows_text(rows)}, {sum(rows)} in all, but total is {total}; pass loader= or indices= to tell which rows "
+            "are repeated"
         )
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Dealt", "Order", "check_even", "in_order", "positions", "told"]
+__all__ = ["Dealt", "Order", "check_even", "in_order", "positions", "rows_text"]
 
 Order = torch.Tensor | slice | None
 """The rows of all ranks to keep, as positions in rank order; None: all, unchanged."""
@@ -86,12 +86,12 @@ def check_even(rows: Sequence[int], dealt: Dealt, may_be_last: bool) -> None:
     """
     if dealt.block and (len({*rows}) > 1 or (rows[0] % dealt.block and not may_be_last)):
         raise ValueError(
-            f"{told(rows)}, but the loader's batches have {dealt.block}, as many on every rank; pass one row per "
+            f"{rows_text(rows)}, but the loader's batches have {dealt.block}, as many on every rank; pass one row per "
             "sample, or indices="
         )
 
 
-def told(rows: Sequence[int]) -> str:
+def rows_text(rows: Sequence[int]) -> str:
     """Return the beginning of an error: ``the ranks have 2, 3 rows``."""
     return f"the ranks have {', '.join(map(str, rows))} rows"
 
@@ -125,8 +125,8 @@ def _check_last(rows: Sequence[int], last: Sequence[int], block: int, rest: int)
     even = -(-rest // len(rows))
     if sum(last) < rest or ({*last} != {block} and max(last) != even):
         raise ValueError(
-            f"{told(rows)}, which are not the loader's: its last step has {rest} samples in batches of {block}; pass "
-            "one row per sample, or indices="
+            f"{rows_text(rows)}, which are not the loader's: its last step has {rest} samples in batches of {block}; "
+            "pass one row per sample, or indices="
         )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from easydist.errors import DisagreementError
-from easydist.metrics.order import Dealt, check_even, told
+from easydist.metrics.order import Dealt, check_even, rows_text
 
 __all__ = ["ACTIVE", "ENDED", "NAMED", "Lot", "Position", "Tally", "agreed_lot"]
 
@@ -188,13 +188,13 @@ class Lot(NamedTuple):
             return True
         if self.origin == ACTIVE and self.dealt.block is not None and max(rows) > self.dealt.block:
             raise ValueError(
-                f"gather_for_metrics: {told(rows)}, but a batch of the loader that is being iterated has "
+                f"gather_for_metrics: {rows_text(rows)}, but a batch of the loader that is being iterated has "
                 f"{self.dealt.block}; {_THIS_LOADER}"
             )
         has_last = self._counted(rows, self.dealt, self.tally)
         if self.origin == ENDED and self.dealt.rows is not None and not has_last:
             raise ValueError(
-                f"gather_for_metrics: {told(rows)}, but the only loader that has ended has "
+                f"gather_for_metrics: {rows_text(rows)}, but the only loader that has ended has "
                 f"{self.dealt.samples(len(rows))} samples; {_THIS_LOADER}"
             )
         return has_last

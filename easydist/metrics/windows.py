@@ -73,12 +73,13 @@ def planned(store: Store, schema: Schema, total: int | None, way: Way) -> Plan:
     Raises:
         ValueError: On all ranks: the ranks have different columns or ``total``, or indices are missing.
     """
-    told = _told(([one.told() for one in schema.types], schema.template, total, len(store), store.nbytes), way)
-    schema = _common([Schema([ColumnType.of(one) for one in types], template) for types, template, *_ in told])
-    if len({one[2] for one in told}) > 1:
-        raise ValueError(f"MetricCollector: the ranks have total={', '.join([str(one[2]) for one in told])}")
-    rows = _per_window(sum([one[3] for one in told]), sum([one[4] for one in told]))
-    length, bounds, has_repeated = _bounds(store.indices, total, rows, way)
+    mine = [one.description() for one in schema.types], schema.template, total, len(store), store.nbytes
+    every, templates, totals, counts, nbytes = zip(*_exchanged(mine, way), strict=True)
+    types = [[ColumnType.of(one) for one in each] for each in every]
+    schema = _common([*map(Schema, types, templates)])
+    if len({*totals}) > 1:
+        raise ValueError(f"MetricCollector: the ranks have total={', '.join(map(str, totals))}")
+    length, bounds, has_repeated = _bounds(store.indices, total, _per_window(sum(counts), sum(nbytes)), way)
     return Plan(schema, [one.empty() for one in schema.types], length, bounds, has_repeated)
 
 
@@ -95,17 +96,17 @@ def _bounds(indices: torch.Tensor, total: int | None, rows: int, way: Way) -> tu
     """
     every = gather(indices, group_dst=way.dst, group=way.group, check=way.check, timeout=way.timeout)
     mine = None if every is None else _found(every, total, rows)
-    length, bounds, has_repeated, said = next(one for one in _told(mine, way) if one is not None)
+    length, bounds, has_repeated, said = next(one for one in _exchanged(mine, way) if one is not None)
     if said:
         raise ValueError(f"{way.operation}: {said}")
     return length, bounds, has_repeated
 
 
-def _told(value: Any, way: Way) -> list[Any]:
+def _exchanged(value: Any, way: Way) -> list[Any]:
     """Exchange a value of each rank."""
     restricted = not codec.is_pickle_allowed()
-    told = gather_object(value, weights_only=restricted, group=way.group, check=way.check, timeout=way.timeout)
-    return told or []
+    every = gather_object(value, weights_only=restricted, group=way.group, check=way.check, timeout=way.timeout)
+    return every or []
 
 
 def _common(schemas: Sequence[Schema]) -> Schema:
@@ -176,7 +177,7 @@ def windows(store: Store, plan: Plan, way: Way, rtol: float = 0.0) -> Iterator[l
             leaves = [taken(leaf, order) for leaf in rows]
             if len(order) < len(indices) and plan.is_compared:
                 said = difference(indices, rows, plan.schema.types, rtol)
-        if plan.is_compared and any(faults := _told(said, way)):
+        if plan.is_compared and any(faults := _exchanged(said, way)):
             raise ValueError(next(filter(None, faults)))
         yield leaves
 
