@@ -15,10 +15,10 @@ from easydist.agreement.runner import run
 from easydist.base.eager import eager
 from easydist.groups.communicators import Communicators
 from easydist.metrics.columns import has_rows, opened, taken
-from easydist.metrics.dealing import lot_of, lot_of_last
 from easydist.metrics.encoding import lengths_of, nbytes_of, received, travelling
 from easydist.metrics.indices import as_indices, by_index, check_complete
 from easydist.metrics.joining import padded
+from easydist.metrics.known_loaders import lot_of, lot_of_last
 from easydist.metrics.order import Order, in_order, rows_text
 from easydist.metrics.tally import Lot, agreed_lot
 from easydist.metrics.windows import AT_ONCE, Large, Way, moved
@@ -179,8 +179,8 @@ class _GatherForMetrics(Gather):
         del call.arguments["dim"]
         total = None if options.total is None else index(options.total)
         call.arguments |= {"total": total, "ragged": options.ragged, "pad_index": options.pad_index}
-        if lot.tally is None and (lot.dealt is not None or options.need_no_loader):
-            call.arguments["block"] = None if lot.dealt is None else lot.dealt.block
+        if lot.tally is None and (lot.sharding is not None or options.need_no_loader):
+            call.arguments["block"] = None if lot.sharding is None else lot.sharding.block
         elif lot.tally is None and self._has_rows():
             raise ValueError(_NO_LOADER)
         else:
@@ -197,7 +197,7 @@ class _GatherForMetrics(Gather):
         if not agreed.call.numbers:
             return
         self._lot = agreed_lot(self._lot, agreed.numbers())
-        if self._lot.dealt is None:
+        if self._lot.sharding is None:
             raise ValueError(_NO_LOADER)
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> Moved:
@@ -229,7 +229,7 @@ class _GatherForMetrics(Gather):
 
     def _admitted(self, counts: Sequence[Rows | None]) -> bool:
         """Add the rows to the loader's tally; return True if its last step is among them."""
-        if self._lot.dealt is None or not self._lot.dealt.is_counted:
+        if self._lot.sharding is None or not self._lot.sharding.is_counted:
             return True
         found = [rows for rows in counts if rows is not None]
         if not found:
@@ -255,7 +255,7 @@ class _GatherForMetrics(Gather):
 
     def _order(self, rows: Rows, path: str, sizes: Sequence[Rows], has_last: bool) -> Order:
         """Return the rows of a column to keep, as far as it follows from the numbers of rows."""
-        dealt = self._lot.dealt
+        sharding = self._lot.sharding
         if self._options.indices is not None:
             if rows != sizes[-1]:
                 raise ValueError(
@@ -264,10 +264,10 @@ class _GatherForMetrics(Gather):
                 )
             return None
         try:
-            if dealt is None:
+            if sharding is None:
                 _check_total(rows, self._options.total)
                 return None
-            return in_order(rows, dealt, has_last)
+            return in_order(rows, sharding, has_last)
         except ValueError as error:
             raise ValueError(f"gather_for_metrics: {path}: {error}") from None
 
@@ -302,10 +302,10 @@ def _check_total(rows: Sequence[int], total: int | None) -> None:
 
 def _warn_of_weights(lot: Lot, size: int, path: str) -> None:
     """Warn against averaging values of ranks whose batches differ."""
-    dealt = lot.dealt
-    if dealt is None or dealt.block is None or not lot.at.has_ended:
+    sharding = lot.sharding
+    if sharding is None or sharding.block is None or not lot.at.has_ended:
         return
-    if dealt.rest not in (None, dealt.block * size):
+    if sharding.rest not in (None, sharding.block * size):
         text = (
             f"gather_for_metrics: {path or 'the data'} is one value per rank, and the last batches have repeated "
             "or fewer samples, so its mean is not the mean of the data set; gather one value per sample, or use "

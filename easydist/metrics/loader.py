@@ -18,7 +18,7 @@ from easydist.base.eager import eager, eager_methods
 from easydist.data.structure import find_batch_size
 from easydist.errors import DisagreementError
 from easydist.groups.communicators import Communicators
-from easydist.metrics.sampler import Sharing, Source, Streamed, source_of
+from easydist.metrics.sampler import Parameters, Source, Streamed, source_of
 from easydist.state import ProcessState, communicators
 from easydist.typing import Group, T
 
@@ -93,7 +93,7 @@ def distributed_loader(
                 f"distributed_loader: {taken[0]}= is not accepted, because the loader itself splits the samples among "
                 "the ranks"
             )
-        source = source_of(dataset, Sharing(comms.rank, comms.size, **arguments), collate_fn, options)
+        source = source_of(dataset, Parameters(comms.rank, comms.size, **arguments), collate_fn, options)
         return source, {"total": source.total, **arguments}
 
     source = run(_Meeting("distributed_loader", opened), communicators(group))
@@ -113,7 +113,7 @@ class DistributedLoader:
     """
 
     def __init__(self, dataset: Any, source: Source, with_indices: bool, group: Group) -> None:
-        self.dataset, self.batch_size, self.total = dataset, source.sharing.batch_size, source.total
+        self.dataset, self.batch_size, self.total = dataset, source.parameters.batch_size, source.total
         self._source, self._with_indices, self._group = source, with_indices, group
         self._next = _Place(0, 0)
         self._here, self._reading = self._next, list[_Place]()
@@ -131,8 +131,8 @@ class DistributedLoader:
     def __len__(self) -> int:
         if self.total is None:
             raise TypeError("the data set of this loader has no length")
-        size = self.batch_size * self._source.sharing.world_size
-        return self.total // size if self._source.sharing.drop_last else -(-self.total // size)
+        size = self.batch_size * self._source.parameters.world_size
+        return self.total // size if self._source.parameters.drop_last else -(-self.total // size)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the next epoch, on all ranks. It starts at its first sample, unless a position in it was loaded.

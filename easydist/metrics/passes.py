@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from easydist.metrics.order import Dealt
+from easydist.metrics.order import Sharding
 from easydist.metrics.tally import Lot, Position, Tally
 
 __all__ = ["Pass", "Passes", "Steps", "existing", "passes_of"]
@@ -103,9 +103,9 @@ class Steps(NamedTuple):
         current = self.passes.current
         return 0 if current is None else None if current.start is None else current.start // self.reads * self.size
 
-    def lot(self, dealt: Dealt) -> Lot:
+    def lot(self, sharding: Sharding) -> Lot:
         """Return the loader as this rank knows it, given the distribution of its samples."""
-        return Lot(self.passes.tally, dealt, self.at(dealt.rows))
+        return Lot(self.passes.tally, sharding, self.at(sharding.rows))
 
     def at(self, rows: int | None) -> Position:
         """Return the position.

@@ -18,7 +18,7 @@ from easydist.data.plan import split_bounds
 from easydist.metrics.collate import Collate
 from easydist.state import ProcessState
 
-__all__ = ["DistributedBatchSampler", "Sharing", "Source", "Streamed", "source_of"]
+__all__ = ["DistributedBatchSampler", "Parameters", "Source", "Streamed", "source_of"]
 
 
 class DistributedBatchSampler(Sampler[list[int]]):
@@ -131,7 +131,7 @@ Batch = tuple[int, torch.Tensor, Any]
 """The number of samples of the epoch done after this step, the indices of this rank's, and its batch."""
 
 
-class Sharing(NamedTuple):
+class Parameters(NamedTuple):
     """The parameters of the distribution, named as for ``distributed_loader``."""
 
     rank: int
@@ -145,10 +145,10 @@ class Sharing(NamedTuple):
 class Indexed:
     """The batches of an indexed data set."""
 
-    def __init__(self, dataset: Any, sharing: Sharing, collate: Collate, options: dict[str, Any]) -> None:
-        self.sharing, self.total = sharing, len(dataset)
-        self.order = {"shuffle": sharing.shuffle, "seed": sharing.seed, "total": self.total}
-        self._sampler = DistributedBatchSampler(self.total, **sharing._asdict())
+    def __init__(self, dataset: Any, parameters: Parameters, collate: Collate, options: dict[str, Any]) -> None:
+        self.parameters, self.total = parameters, len(dataset)
+        self.order = {"shuffle": parameters.shuffle, "seed": parameters.seed, "total": self.total}
+        self._sampler = DistributedBatchSampler(self.total, **parameters._asdict())
         finish = functools.partial(_collate_numbered, collate)
         self._loader = DataLoader(_Numbered(dataset), batch_sampler=self._sampler, collate_fn=finish, **options)
 
@@ -180,11 +180,11 @@ def _collate_numbered(collate: Collate, rows: tuple[list[int], list[Any]]) -> tu
 class Streamed:
     """The batches of a data set that can only be read from its beginning."""
 
-    def __init__(self, dataset: Any, sharing: Sharing, collate: Collate, options: dict[str, Any]) -> None:
-        _check_stream(sharing, options)
-        self.sharing, self.total = sharing, _length(dataset)
+    def __init__(self, dataset: Any, parameters: Parameters, collate: Collate, options: dict[str, Any]) -> None:
+        _check_stream(parameters, options)
+        self.parameters, self.total = parameters, _length(dataset)
         self.order: dict[str, Any] = {"total": self.total}
-        self._shares = _Shares(dataset, sharing)
+        self._shares = _Shares(dataset, parameters)
         finish = functools.partial(_collate_share, collate)
         self._loader = DataLoader(self._shares, batch_size=None, collate_fn=finish, **options)
 
@@ -204,10 +204,10 @@ def _length(dataset: Any) -> int | None:
         return None
 
 
-def _check_stream(sharing: Sharing, options: dict[str, Any]) -> None:
-    if sharing.batch_size < 1:
-        raise ValueError(f"batch_size={sharing.batch_size}: a batch holds at least one sample")
-    if sharing.shuffle:
+def _check_stream(parameters: Parameters, options: dict[str, Any]) -> None:
+    if parameters.batch_size < 1:
+        raise ValueError(f"batch_size={parameters.batch_size}: a batch holds at least one sample")
+    if parameters.shuffle:
         raise ValueError("shuffle=True: an iterable data set has its own order; shuffle inside it")
     if options.get("num_workers", 0) > 1 or options.get("persistent_workers"):
         raise ValueError(
@@ -223,11 +223,11 @@ _Share = tuple[int, range, list[Any], Any]
 class _Shares(IterableDataset[_Share]):
     """This rank's share of every step of a stream."""
 
-    def __init__(self, dataset: Any, sharing: Sharing) -> None:
-        self.dataset, self.start, self._sharing = dataset, 0, sharing
+    def __init__(self, dataset: Any, parameters: Parameters) -> None:
+        self.dataset, self.start, self._parameters = dataset, 0, parameters
 
     def __iter__(self) -> Iterator[_Share]:
-        rank, world_size, batch_size, *_, drop_last = self._sharing
+        rank, world_size, batch_size, *_, drop_last = self._parameters
         stream, begin = islice(self.dataset, self.start, None), self.start
         while rows := list(islice(stream, batch_size * world_size)):
             end = begin + len(rows)
@@ -247,26 +247,26 @@ Source: TypeAlias = Indexed | Streamed
 """This rank's batches.
 
 Attributes:
-    sharing: The parameters of the distribution.
+    parameters: The parameters of the distribution.
     total: The samples of an epoch over all ranks; None if that is unknown.
     order: The facts that determine the order of the samples.
 """
 
 
 def source_of(
-    dataset: Any, sharing: Sharing, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]
+    dataset: Any, parameters: Parameters, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]
 ) -> Source:
     """Return this rank's batches. A data set that can only be read from its beginning is a stream.
 
     Args:
         dataset: The data set.
-        sharing: The parameters of the distribution.
+        parameters: The parameters of the distribution.
         collate_fn: As for ``distributed_loader``.
         options: Those of ``DataLoader``.
 
     Raises:
-        ValueError: ``sharing`` or ``options`` do not fit the data set.
+        ValueError: ``parameters`` or ``options`` do not fit the data set.
     """
     is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
     kind = Streamed if is_stream else Indexed
-    return kind(dataset, sharing, Collate(collate_fn, dataset), options)
+    return kind(dataset, parameters, Collate(collate_fn, dataset), options)

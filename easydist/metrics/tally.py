@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from easydist.errors import DisagreementError
-from easydist.metrics.order import Dealt, check_even, rows_text
+from easydist.metrics.order import Sharding, check_even, rows_text
 
 __all__ = ["ACTIVE", "ENDED", "NAMED", "Lot", "Position", "Tally", "agreed_lot"]
 
@@ -73,12 +73,12 @@ class Tally:
         """Forget the rows of this pass, since the ranks do not agree on them or do not know them."""
         self._streams, self.rows, self._is_lost = [], 0, True
 
-    def admit(self, rows: int, dealt: Dealt, at: Position) -> bool:
+    def admit(self, rows: int, sharding: Sharding, at: Position) -> bool:
         """Add the rows of a call.
 
         Args:
             rows: The rows of all ranks.
-            dealt: The distribution of the loader's samples.
+            sharding: The distribution of the loader's samples.
             at: The position of the loader.
 
         Returns:
@@ -90,16 +90,16 @@ class Tally:
         """
         last, self._at = self._at, at
         if at.serial != last.serial or at.mixed != last.mixed:
-            self._begin(last, dealt, at)
+            self._begin(last, sharding, at)
         elif at.steps != last.steps:
             self._calls = 0
-        repeats_none = dealt.rows is None and dealt.rest is None and at.has_ended
-        if rows == dealt.rows or repeats_none:
+        repeats_none = sharding.rows is None and sharding.rest is None and at.has_ended
+        if rows == sharding.rows or repeats_none:
             return True  # a whole pass, or one of unknown length
         stream = None if self._is_lost or not at.serial else self._next_stream(at)
         if stream is None:
-            return self._unplaced(rows, dealt)
-        self._total = dealt.rows
+            return self._unplaced(rows, sharding)
+        self._total = sharding.rows
         self.rows += rows
         stream.rows += rows
         behind = at.available - stream.rows
@@ -109,14 +109,14 @@ class Tally:
                 f"{stream.name} of each step has gathered {stream.rows} rows so far, and the loader has yielded "
                 f"{at.available} on all ranks, so it is not known which batches the last of them came from; {_ADVICE}"
             )
-        return at.has_ended and stream.rows == dealt.rows
+        return at.has_ended and stream.rows == sharding.rows
 
-    def _begin(self, last: Position, dealt: Dealt, at: Position) -> None:
+    def _begin(self, last: Position, sharding: Sharding, at: Position) -> None:
         """Begin to count a pass that has begun since the last call."""
         is_mixed = last.serial > 0 and at.mixed != last.mixed
         streams, self._streams = self._streams, []
         self.rows, self._calls, self._is_lost = 0, 0, is_mixed
-        if is_mixed and dealt.rest is not None:
+        if is_mixed and sharding.rest is not None:
             raise ValueError(
                 "the loader is being iterated several times at once, so it is not known which batches these rows and "
                 "the last ones came from; use a loader for each loop, or pass indices="
@@ -141,13 +141,13 @@ class Tally:
         # After the last step, the streams that the steps before had go on in turns.
         return self._streams[number % len(self._streams)] if self._streams else None
 
-    def _unplaced(self, rows: int, dealt: Dealt) -> bool:
+    def _unplaced(self, rows: int, sharding: Sharding) -> bool:
         """Refuse rows of which it is not known whether the last step is among them."""
-        if dealt.rest is None or (self._at.serial and not self._at.has_ended):
+        if sharding.rest is None or (self._at.serial and not self._at.has_ended):
             return False
         raise ValueError(
-            f"these are {rows} of the {dealt.rows} rows that the loader yields in a pass, which repeat samples, and it "
-            f"is not known whether they are the last; {_ADVICE}"
+            f"these are {rows} of the {sharding.rows} rows that the loader yields in a pass, which repeat samples, and "
+            f"it is not known whether they are the last; {_ADVICE}"
         )
 
 
@@ -162,13 +162,13 @@ class Lot(NamedTuple):
 
     Attributes:
         tally: The rows that were gathered; None if this rank has no loader.
-        dealt: The distribution of its samples; None if only another rank knows it.
+        sharding: The distribution of its samples; None if only another rank knows it.
         at: Its position.
         origin: How it was found.
     """
 
     tally: Tally | None = None
-    dealt: Dealt | None = None
+    sharding: Sharding | None = None
     at: Position = Position()
     origin: int = NAMED
 
@@ -184,27 +184,27 @@ class Lot(NamedTuple):
         Raises:
             ValueError: On all ranks: the rows are not those of the loader, or ``Tally.admit`` raised it.
         """
-        if self.dealt is None or self.tally is None:
+        if self.sharding is None or self.tally is None:
             return True
-        if self.origin == ACTIVE and self.dealt.block is not None and max(rows) > self.dealt.block:
+        if self.origin == ACTIVE and self.sharding.block is not None and max(rows) > self.sharding.block:
             raise ValueError(
                 f"gather_for_metrics: {rows_text(rows)}, but a batch of the loader that is being iterated has "
-                f"{self.dealt.block}; {_THIS_LOADER}"
+                f"{self.sharding.block}; {_THIS_LOADER}"
             )
-        has_last = self._counted(rows, self.dealt, self.tally)
-        if self.origin == ENDED and self.dealt.rows is not None and not has_last:
+        has_last = self._counted(rows, self.sharding, self.tally)
+        if self.origin == ENDED and self.sharding.rows is not None and not has_last:
             raise ValueError(
                 f"gather_for_metrics: {rows_text(rows)}, but the only loader that has ended has "
-                f"{self.dealt.samples(len(rows))} samples; {_THIS_LOADER}"
+                f"{self.sharding.samples(len(rows))} samples; {_THIS_LOADER}"
             )
         return has_last
 
-    def _counted(self, rows: Sequence[int], dealt: Dealt, tally: Tally) -> bool:
+    def _counted(self, rows: Sequence[int], sharding: Sharding, tally: Tally) -> bool:
         """Add the rows to the tally, or let it lose those of this pass."""
         try:
-            if dealt.is_even:
-                check_even(rows, dealt, self.at.has_ended or not self.at.serial)
-            return tally.admit(sum(rows), dealt, self.at)
+            if sharding.is_even:
+                check_even(rows, sharding, self.at.has_ended or not self.at.serial)
+            return tally.admit(sum(rows), sharding, self.at)
         except ValueError as error:
             tally.lose()
             if self.origin != ENDED:
@@ -213,15 +213,15 @@ class Lot(NamedTuple):
 
     def numbers(self) -> tuple[int, ...]:
         """Return it as numbers for the other ranks, together with the rows in this rank's tally."""
-        if self.dealt is None:
+        if self.sharding is None:
             return (_NONE,) * _LENGTH
         gathered = 0 if self.tally is None else self.tally.rows
-        block, rest, rows, is_even = [_NONE if each is None else each for each in self.dealt]
+        block, rest, rows, is_even = [_NONE if each is None else each for each in self.sharding]
         return (self.origin, gathered, block, rest, rows, is_even, *self.at)
 
 
 _NONE = -1
-_SPLIT = 2 + len(Dealt._fields)
+_SPLIT = 2 + len(Sharding._fields)
 _LENGTH = _SPLIT + len(Position._fields)
 
 
@@ -245,7 +245,7 @@ def agreed_lot(mine: Lot, numbers: Sequence[tuple[int, ...]]) -> Lot:
     tally = mine.tally or Tally()
     if len({row[1] for row in known.values()}) > 1:  # a call failed on some ranks only
         tally.lose()
-    return Lot(tally, Dealt(block, rest, rows, bool(is_even)), at, first[0])
+    return Lot(tally, Sharding(block, rest, rows, bool(is_even)), at, first[0])
 
 
 def _compare(known: dict[int, tuple[int, ...]]) -> None:

@@ -68,7 +68,7 @@ MUTANTS = [
         "tests/metrics/test_torchmetrics.py::test_a_rank_may_have_no_data",
     ),
     Mutant(
-        "metrics/dealing.py",
+        "metrics/known_loaders.py",
         "_strided",
         "each * size - skipped * steps.size - (steps.done or 0)",
         "each * size - (steps.done or 0)",
@@ -77,7 +77,7 @@ MUTANTS = [
     Mutant(
         "metrics/loader.py",
         "DistributedLoader.__len__",
-        "self.total // size if self._source.sharing.drop_last else -(-self.total // size)",
+        "self.total // size if self._source.parameters.drop_last else -(-self.total // size)",
         "-(-self.total // size)",
         "tests/metrics/test_loader.py::test_steps_and_epochs "
         "tests/metrics/test_loader.py::test_an_epoch_is_followed_by_another_order",

@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from easydist.metrics.loader import DistributedLoader
-from easydist.metrics.order import Dealt
+from easydist.metrics.order import Sharding
 from easydist.metrics.passes import Steps, existing, passes_of
 from easydist.metrics.sampler import DistributedBatchSampler
 from easydist.metrics.tally import ACTIVE, ENDED, Lot
@@ -66,11 +66,11 @@ def lot_of(loader: Any, rank: int, size: int, total: int | None = None) -> Lot:
         TypeError: It is not a loader.
     """
     if isinstance(loader, DistributedLoader):
-        return Lot(dealt=Dealt(loader.batch_size))  # it repeats no sample, so nothing needs to be counted
+        return Lot(sharding=Sharding(loader.batch_size))  # it repeats no sample, so nothing needs to be counted
     if not isinstance(loader, DataLoader):  # accelerate's loaders report this class
         raise TypeError(f"loader is {type(loader).__name__}, not a DataLoader")
     if size == 1:
-        return Lot(dealt=Dealt())
+        return Lot(sharding=Sharding())
     if isinstance(loader, _classes("accelerate.data_loader", "DataLoaderDispatcher")):
         return _dispatched(loader, rank, size, total)
     chain = list(_samplers(loader))
@@ -80,14 +80,14 @@ def lot_of(loader: Any, rank: int, size: int, total: int | None = None) -> Lot:
         if hasattr(part, "num_replicas") and hasattr(part, "total_size"):
             return _strided(loader, part, rank, size)
         if isinstance(part, DistributedBatchSampler):
-            return Lot(dealt=Dealt(part.batch_size))
+            return Lot(sharding=Sharding(part.batch_size))
     if total is None:
         raise ValueError(
             f"the loader does not tell how it distributes its samples over {size} ranks, so repeated samples would go "
             "unnoticed; prepare it with accelerate, use distributed_loader or DistributedSampler, or pass total= or "
             "indices="
         )
-    return Lot(dealt=Dealt())
+    return Lot(sharding=Sharding())
 
 
 def _class(module: str, name: str) -> Any:
@@ -147,11 +147,11 @@ def _accelerated(loader: Any, size: int, reads: int = 1) -> Steps:
 def _alone(loader: Any, total: int | None) -> Lot:
     """Handle a loader of a single process, since the rows may be those of another one."""
     if (batches := _batch_sampler(loader)) is None:
-        return Lot(dealt=Dealt())
+        return Lot(sharding=Sharding())
     steps = _accelerated(loader, batches.batch_size)
     left = _left(loader, steps, total, batches.batch_size)
-    dealt = _evened(left, batches.batch_size, 1, batches.drop_last, fills=False)
-    return steps.lot(Dealt(rows=dealt.rows))
+    sharding = _evened(left, batches.batch_size, 1, batches.drop_last, fills=False)
+    return steps.lot(Sharding(rows=sharding.rows))
 
 
 def _batch_sampler(loader: Any) -> Any:
@@ -169,13 +169,14 @@ def _dispatched(loader: Any, rank: int, size: int, total: int | None) -> Lot:
     at, left = steps.at(None), _left(loader, steps, total, batch_size)
     if at.has_ended and at.steps:  # it knows the number of samples of its last step
         left = (at.steps - 1) * steps.size + loader.remainder
-    dealt = _evened(left, block, size, loader._drop_last, fills=False)
+    sharding = _evened(left, block, size, loader._drop_last, fills=False)
     if left is not None and 0 < 2 * left < size and not loader._drop_last:
-        dealt = Dealt(block, left, 2 * left)  # it fills the last step with the first one, so some ranks get nothing
-    return steps.lot(dealt)
+        # It fills the last step with the first one, so some ranks get nothing.
+        sharding = Sharding(block, left, 2 * left)
+    return steps.lot(sharding)
 
 
-def _evened(left: int | None, block: int, size: int, drop_last: bool, fills: bool) -> Dealt:
+def _evened(left: int | None, block: int, size: int, drop_last: bool, fills: bool) -> Sharding:
     """Return the distribution of samples in steps, with repeated ones in the last.
 
     Args:
@@ -187,10 +188,10 @@ def _evened(left: int | None, block: int, size: int, drop_last: bool, fills: boo
     """
     step = block * size
     if left is None or drop_last or left % step == 0:
-        return Dealt(block, None, None if left is None else left // step * step, True)
+        return Sharding(block, None, None if left is None else left // step * step, True)
     rest = left % step
     last = step if fills else -(-rest // size) * size
-    return Dealt(block, rest if last > rest else None, left - rest + last, True)
+    return Sharding(block, rest if last > rest else None, left - rest + last, True)
 
 
 def _sharded(loader: Any, shard: Any, rank: int, size: int, total: int | None) -> Lot:
@@ -210,12 +211,12 @@ def _sharded(loader: Any, shard: Any, rank: int, size: int, total: int | None) -
             "the loader's data set has no length, and samples may be repeated at its end; pass total=, the number of "
             "samples, or indices="
         )
-    dealt = (
-        _evened(left, block, size, shard.drop_last, True) if is_even or shard.drop_last else Dealt(block, None, left)
+    sharding = (
+        _evened(left, block, size, shard.drop_last, True) if is_even or shard.drop_last else Sharding(block, None, left)
     )
     if steps.done is None:
-        dealt = dealt._replace(rows=None)
-    return steps.lot(dealt)
+        sharding = sharding._replace(rows=None)
+    return steps.lot(sharding)
 
 
 def _left(loader: Any, steps: Steps, total: int | None, batch_size: int) -> int | None:
@@ -265,9 +266,9 @@ def _strided(loader: Any, sampler: Any, rank: int, size: int) -> Lot:
     samples = getattr(sampler, "lengths", None)
     total = len(sampler.dataset if samples is None else samples)
     repeats = sampler.total_size > total and each == sampler.num_samples
-    dealt = Dealt(1, (total % size or size) if repeats else None, rows, True)
-    lot = steps.lot(dealt)
-    return lot if steps.done is not None else lot._replace(dealt=dealt._replace(rows=None))
+    sharding = Sharding(1, (total % size or size) if repeats else None, rows, True)
+    lot = steps.lot(sharding)
+    return lot if steps.done is not None else lot._replace(sharding=sharding._replace(rows=None))
 
 
 def _batches(loader: Any, sampler: Any) -> tuple[int, bool, int]:
