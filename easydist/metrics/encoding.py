@@ -1,4 +1,4 @@
-"""Columns prepared for travelling: tensors and arrays as they are, everything else as encoded objects."""
+"""The two ends of an exchange of columns: tensors and arrays travel as they are, everything else as encoded objects."""
 
 from __future__ import annotations
 

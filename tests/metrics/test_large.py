@@ -58,6 +58,15 @@ def test_the_result_is_that_of_one_exchange(rank, world_size):
 
 
 @distributed(world_size=2)
+def test_arrays_of_rows_may_differ_in_shape_and_dtype(rank):
+    rows, options = np.ones((4, 2 + rank), np.float64 if rank else np.float32), {"total": 8, "dst": 0, "ragged": True}
+    want = gather_for_metrics(rows, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        small_windows(patch, 16)
+        assert_same(gather_for_metrics(rows, **options), want)
+
+
+@distributed(world_size=2)
 def test_rows_that_a_sampler_repeated_are_dropped(rank):
     sampler = DistributedSampler(range(7), 2, rank, shuffle=False)
     loader = DataLoader(range(7), 4, sampler=sampler)
