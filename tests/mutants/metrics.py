@@ -87,7 +87,6 @@ MUTANTS = [
         "_order",
         "    _check_last(rows, last, block, rest)\n",
         "",
-        "tests/metrics/test_usage.py::test_a_pass_that_came_to_its_end_without_its_rows_is_an_error_in_the_next_one "
-        "tests/metrics/test_gather_for_metrics.py::test_another_loader_than_the_one_that_was_meant_is_noticed",
+        "tests/metrics/test_gather_for_metrics.py::test_rows_that_do_not_fit_the_last_step_are_refused",
     ),
 ]
