@@ -2,10 +2,9 @@
 
 from easydist.metrics.collate import Collate
 from easydist.metrics.collector import MetricCollector
-from easydist.metrics.columns import Padded
 from easydist.metrics.gather import gather_for_metrics
-from easydist.metrics.loader import DistributedLoader, distributed_loader
-from easydist.metrics.progress import progress
+from easydist.metrics.joining import Padded
+from easydist.metrics.loader import DistributedLoader, distributed_loader, progress
 from easydist.metrics.sampler import DistributedBatchSampler
 from easydist.metrics.sums import Counts, Sums, WeightedMean, compute
 from easydist.metrics.torcheval import (

@@ -9,10 +9,11 @@ from typing import Any
 
 from easydist.base.arguments import UNSET, hiding
 from easydist.base.eager import eager_methods
-from easydist.metrics.columns import as_indices
-from easydist.metrics.schema import Schema, nbytes_of, opened
-from easydist.metrics.store import Store
-from easydist.metrics.windows import ALL, Way, arrived_rows, planned, windows
+from easydist.metrics.columns import Schema, as_column
+from easydist.metrics.encoding import nbytes_of
+from easydist.metrics.indices import as_indices
+from easydist.metrics.store import Store, copied
+from easydist.metrics.windows import ALL, Plan, Way, arrived_rows, planned, whole, windows
 from easydist.state import communicators, together
 from easydist.typing import Group, Timeout, Tree
 from easydist.verbs.ranks import check_rank, named_rank
@@ -104,13 +105,13 @@ class MetricCollector:
         Cost: no exchange, except every ``every`` updates: one ``gather`` to rank ``dst`` and a small one.
         """
         found = as_indices(indices, "MetricCollector", self.total).clone()
-        schema, leaves, nbytes = opened(columns, len(found))
+        schema, leaves, nbytes = copied(columns, len(found))
         if self._schema.types and schema.types != self._schema.types:
             try:
                 schema = self._schema.joined(schema)
             except ValueError:
-                told = [", ".join(map(str, each.types)) for each in (schema, self._schema)]
-                raise ValueError(f"MetricCollector: the columns are {told[0]}, but they were {told[1]}") from None
+                new, old = [", ".join(map(str, each.types)) for each in (schema, self._schema)]
+                raise ValueError(f"MetricCollector: the columns are {new}, but they were {old}") from None
         self._schema = schema
         self._store.add(found, leaves, nbytes)
         self._updates += 1
@@ -137,14 +138,9 @@ class MetricCollector:
         on others.
         """
         with together(self._group, timeout=self._timeout):
-            way = self._way("compute", dst, group_dst)
-            plan = planned(self._store, self._schema, self.total, way)
-            is_receiver = way.dst in (None, communicators(self._group).rank)
-            columns = [one.empty(plan.length if is_receiver else 0) for one in plan.schema.types]
-            at = 0
-            for leaves in windows(self._store, plan, way, self._rtol):
-                at += 0 if leaves is None else _put(columns, leaves, at)
-            return (plan.schema.rebuilt(columns) or {}) if is_receiver else None
+            plan, way = self._planned("compute", dst, group_dst)
+            columns = whole(self._store, plan, way, self._rtol)
+            return None if columns is None else plan.schema.rebuilt(columns) or {}
 
     def blocks(self, dst: int | None = None, *, group_dst: int | None = None) -> Iterator[dict[str, Any] | None]:
         """Iterate over the result of ``compute``, about 512 KiB of rows at a time. All ranks must iterate to the end.
@@ -162,19 +158,19 @@ class MetricCollector:
         Cost: as ``compute``, and a small exchange per block. Memory: one block.
         """
         with together(self._group, timeout=self._timeout):
-            way = self._way("blocks", dst, group_dst)
-            plan = planned(self._store, self._schema, self.total, way)
+            plan, way = self._planned("blocks", dst, group_dst)
         every = windows(self._store, plan, way, self._rtol)
         for _ in plan.bounds[1:]:
             with together(self._group, timeout=self._timeout):
                 leaves = next(every)
             yield None if leaves is None else plan.schema.rebuilt(leaves)
 
-    def _way(self, method: str, dst: int | None, group_dst: int | None) -> Way:
-        """Return the way to the rank that the caller names; called where all ranks learn of an error."""
+    def _planned(self, method: str, dst: int | None, group_dst: int | None) -> tuple[Plan, Way]:
+        """Return the plan, and the way to the rank that the caller names; called where all ranks learn of an error."""
         rank = named_rank(self._group, f"MetricCollector.{method}", "dst", dst, group_dst)
         check_rank(communicators(self._group), "dst", rank)
-        return Way(rank, self._group, timeout=self._timeout)
+        way = Way(rank, self._group, timeout=self._timeout)
+        return planned(self._store, self._schema, self.total, way), way
 
     def _move(self) -> None:
         """Move all rows to rank ``dst``, which also keeps its own."""
@@ -185,16 +181,6 @@ class MetricCollector:
             way = Way(self._dst, self._group, timeout=self._timeout)
             got = arrived_rows(Store() if is_there else self._store, empty, ALL, way)
             if got is not None:
-                self._store.add(*got, nbytes_of(got[1]))
+                self._store.add(*got, sum([nbytes_of(as_column(rows)) for rows in got[1]]))
         if not is_there:
             self._store.clear()
-
-
-def _put(columns: list[Any], leaves: list[Any], at: int) -> int:
-    """Write the rows of a window after the previous ones, and return their number."""
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, list):
-            columns[i] += leaf
-        else:
-            columns[i][at : at + len(leaf)] = leaf
-    return max(map(len, leaves), default=0)

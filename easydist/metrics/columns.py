@@ -1,22 +1,21 @@
-"""Trees of columns with one row per sample, split into their columns."""
+"""Trees of columns with one row per sample: their splitting, and the types of columns that ranks must agree on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.lib import format as npy
 
 from easydist import tree
 from easydist.data import packing
-from easydist.data.backing import backed
-from easydist.data.leaves import as_tensor, check_unmasked, is_numeric
-from easydist.metrics.dtypes import aligned, held, promoted
-from easydist.typing import T, Tree
+from easydist.data.leaves import check_unmasked, is_numeric
+from easydist.metrics.joining import promoted
+from easydist.typing import Tree
 
-__all__ = ["Items", "Padded", "are_plain", "as_indices", "has_rows", "is_text", "listed", "opened", "padded", "taken"]
-
+__all__ = ["ColumnType", "Items", "Schema", "are_plain", "as_column", "has_rows", "opened", "rows_of", "split", "taken"]
 
 _TEXT = frozenset({str, bytes})
 _PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
@@ -60,17 +59,32 @@ def opened(data: Tree, ragged: bool = False, whole: bool = False) -> tuple[list[
     if whole or not (tree.is_leaf(data) or tree.is_container(data)):
         _, spec = tree.flatten(data, lambda _: True)
         return [_items(data, "")], spec
+    values, spec = split(data, ragged)
+    pairs = zip(values, spec.paths, strict=True)
+    return [_items(value, path, ragged) if _is_object(value, ragged) else value for value, path in pairs], spec
+
+
+def split(data: Tree, has_lists: bool) -> tuple[list[Any], tree.Spec]:
+    """Split a tree into values that are one column each, and its structure.
+
+    Args:
+        data: The tree.
+        has_lists: True if lists that hold tensors are columns, too.
+    """
 
     def is_end(value: Any) -> bool:
         if type(value) is torch.Tensor:
             return True  # most are
         if isinstance(value, list):
-            return ragged or not _has_tensors(value)
-        return tree.is_leaf(value) or is_text(value)
+            return has_lists or not _has_tensors(value)
+        return tree.is_leaf(value) or _is_text(value)
 
-    values, spec = tree.flatten(data, is_end)
-    pairs = zip(values, spec.paths, strict=True)
-    return [_items(value, path, ragged) if _is_object(value, ragged) else value for value, path in pairs], spec
+    return tree.flatten(data, is_end)
+
+
+def as_column(rows: Any) -> Any:
+    """Return rows as a column: ``Items`` if they are not a tensor."""
+    return rows if isinstance(rows, torch.Tensor) else Items(rows, True)
 
 
 def has_rows(column: Any) -> bool:
@@ -83,7 +97,7 @@ def _items(value: Any, path: str, ragged: bool = False) -> Items:
         check_unmasked(value, path)
         value = [*value] if ragged and value.ndim > 1 and not is_numeric(value) else value
     is_array = isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0
-    return Items(value, is_array or isinstance(value, list) or is_text(value))
+    return Items(value, is_array or isinstance(value, list) or _is_text(value))
 
 
 def _is_object(value: Any, ragged: bool) -> bool:
@@ -93,7 +107,7 @@ def _is_object(value: Any, ragged: bool) -> bool:
     return isinstance(value, list | tuple) or (ragged and isinstance(value, torch.Tensor) and value.ndim > 1)
 
 
-def is_text(value: object) -> bool:
+def _is_text(value: object) -> bool:
     """True if a value is a tuple of text only, which has one item per sample."""
     return type(value) is tuple and _TEXT.issuperset(map(type, value))
 
@@ -111,6 +125,12 @@ def _has_tensors(data: Tree) -> bool:
     if tree.is_container(data):
         return any(map(_has_tensors, tree.leaves(data)))
     return isinstance(data, torch.Tensor | np.ndarray)
+
+
+def rows_of(value: Any) -> Any:
+    """Return the rows of a column of ``Items``, those of varying shapes as a list."""
+    is_list = isinstance(value, torch.Tensor) or (isinstance(value, np.ndarray) and is_numeric(value))
+    return [*value] if is_list else value
 
 
 def taken(rows: Any, order: torch.Tensor | slice | None) -> Any:
@@ -135,139 +155,83 @@ def taken(rows: Any, order: torch.Tensor | slice | None) -> Any:
     return rows.view(packing.BITS[rows.dtype.itemsize])[order.to(rows.device)].view(rows.dtype)
 
 
-def as_indices(indices: Any, operation: str, total: int | None = None) -> torch.Tensor:
-    """Return sample indices as int64 on the CPU. They may share the caller's memory.
-
-    Args:
-        indices: A tensor, an array or a sequence of integers.
-        operation: The name for error messages.
-        total: The number of samples; None: any number.
-
-    Raises:
-        ValueError: They are anything else, or out of range.
-        TypeError: They are a masked array.
-    """
-    if isinstance(indices, np.ndarray):
-        check_unmasked(indices, "indices")
-    if isinstance(indices, torch.Tensor):
-        indices = backed(indices, f"{operation}: indices")
-    try:
-        found = torch.as_tensor(indices, device="cpu")
-    except (OverflowError, RuntimeError, TypeError, ValueError) as error:  # text, integers beyond 64 bits
-        raise ValueError(f"{operation}: indices has to be one integer per row: {error}") from error
-    if not found.numel():
-        return torch.empty(0, dtype=torch.int64, device="cpu")
-    if found.ndim != 1 or found.is_floating_point() or found.dtype == torch.bool:
-        raise ValueError(f"{operation}: indices has to be one integer per row, got {found.dtype} {tuple(found.shape)}")
-    found = found.to(torch.int64)
-    lowest, highest = (int(each) for each in found.aminmax())
-    if lowest < 0 or (total is not None and highest >= total):
-        wrong = found[(found < 0) | (found >= total)] if total is not None else found[found < 0]
-        subject = f"index {int(wrong[0])} is" if len(wrong) == 1 else f"indices {listed(wrong)} are"
-        samples = "" if total is None else f" of {total} samples"
-        raise ValueError(f"{operation}: {subject} out of range for a data set{samples}")
-    return found
-
-
-_SHOWN = 20
-
-
-def listed(indices: torch.Tensor) -> str:
-    """Return the first indices as text."""
-    text = ", ".join(map(str, indices[:_SHOWN].tolist()))
-    return f"{text}, …" if len(indices) > _SHOWN else text
-
-
-class Padded(NamedTuple):
-    """Samples of several lengths in one tensor.
+class ColumnType(NamedTuple):
+    """The description of one column.
 
     Attributes:
-        values: Of shape ``(samples, longest, …)``.
-        lengths: The length of each sample without padding, int64.
+        path: Its path in the tree.
+        kind: ``"tensor"``, ``"array"`` or ``"list"``.
+        dtype: The dtype of a tensor or array by torch's name; NumPy's own if torch does not have it; else empty.
+        shape: The shape of one row of a tensor or array, else empty.
     """
 
-    values: torch.Tensor
-    lengths: torch.Tensor
+    path: str
+    kind: str
+    dtype: str | np.dtype[Any] = ""
+    shape: tuple[int, ...] = ()
+
+    def empty(self) -> Any:
+        """Return the column without rows."""
+        if self.kind == "list":
+            return []
+        if isinstance(self.dtype, np.dtype):
+            return np.empty((0, *self.shape), self.dtype)
+        return torch.empty((0, *self.shape), dtype=getattr(torch, self.dtype), device="cpu")
+
+    def description(self) -> list[Any]:
+        """Return the fields for other ranks, and the description of a dtype of NumPy's, as in .npy files."""
+        if isinstance(self.dtype, np.dtype):
+            return [*self._replace(dtype=""), npy.dtype_to_descr(self.dtype)]
+        return [*self, None]
+
+    @classmethod
+    def of(cls, description: Sequence[Any]) -> ColumnType:
+        """Return the type that another rank has described."""
+        *fields, dtype = description
+        return cls(*fields) if dtype is None else cls(*fields)._replace(dtype=npy.descr_to_dtype(dtype))
+
+    def joined(self, other: ColumnType) -> ColumnType:
+        """Return the type of a column of both types. Text may differ in width, and dates in their unit.
+
+        Raises:
+            ValueError: There is none.
+        """
+        if isinstance(self.dtype, np.dtype) and isinstance(other.dtype, np.dtype):
+            dtype = promoted([self.dtype, other.dtype])
+            self, other = self._replace(dtype=dtype), other._replace(dtype=dtype)
+        if self != other:
+            raise ValueError(f"{self} is not {other}")
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.kind} {self.dtype} {self.shape if self.kind != 'list' else ''}".rstrip()
 
 
-def padded(items: list[Any], pad_index: float) -> Any:
-    """Return samples of several lengths as one padded tensor.
+class Schema(NamedTuple):
+    """The descriptions of all columns.
 
-    Args:
-        items: Tensors, arrays, or lists of numbers. Any other column is returned unchanged.
-        pad_index: The value to pad with.
-
-    Returns:
-        ``Padded``, in the dtype that torch promotes those of the samples to. Python floats are float64.
-
-    Raises:
-        ValueError: The samples differ in more than their first dimension, that dtype would change a value, or it cannot
-            hold ``pad_index``.
-
-    Example:
-        >>> padded([[1, 2], [3]], -1)
-        Padded(values=tensor([[ 1,  2],
-                [ 3, -1]]), lengths=tensor([2, 1]))
+    Attributes:
+        types: The columns in the order of the tree.
+        template: The tree, with the number of each column in its place.
     """
-    if not all(map(_is_sequence, items)):
-        return items
-    tensors = [_as_sample(item, i) for i, item in enumerate(items)]
-    like = max(tensors, key=torch.Tensor.numel, default=torch.empty(0, device="cpu"))
-    for i, tensor in enumerate(tensors):
-        if tensor.shape[1:] != like.shape[1:] and tensor.numel():
-            raise ValueError(f"sample {i} is of shape {tuple(tensor.shape)}, another of {tuple(like.shape)}")
-    dtype = promoted([tensor.dtype for tensor in tensors if tensor.numel()] or [like.dtype])
-    lengths = torch.tensor([len(tensor) for tensor in tensors], dtype=torch.int64, device="cpu")
-    values = _filled(like, [len(tensors), len(like), *like.shape[1:]], dtype, pad_index)
-    for i, (row, tensor) in enumerate(zip(values, tensors, strict=True)):
-        row[: len(tensor)] = tensor if tensor.dtype == dtype or not tensor.numel() else _named(i, held, tensor, dtype)
-    return Padded(values, lengths)
+
+    types: Sequence[ColumnType] = ()
+    template: Tree = None
+
+    def rebuilt(self, leaves: Sequence[Any]) -> Any:
+        """Rebuild the tree of columns."""
+        values = [_closed(one, leaf) for one, leaf in zip(self.types, leaves, strict=True)]
+        return tree.map(lambda i: values[i], self.template)
+
+    def joined(self, other: Schema) -> Schema:
+        """Return the schema of the rows of both.
+
+        Raises:
+            ValueError: They have different columns.
+        """
+        types = [one.joined(another) for one, another in zip(self.types, other.types, strict=True)]
+        return Schema(types, other.template)
 
 
-def _named(number: int, convert: Callable[..., T], *arguments: Any) -> T:
-    """Convert one sample, and name it in an error."""
-    try:
-        return convert(*arguments)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"sample {number}: {error}") from None
-
-
-_DTYPES = {int: torch.int64, float: torch.float64}
-
-
-def _as_sample(item: Any, number: int) -> torch.Tensor:
-    if not isinstance(item, list):
-        return item if isinstance(item, torch.Tensor) else _named(number, as_tensor, item)
-    if not item:
-        return torch.empty(0, device="cpu")
-    kinds = set(map(type, item))
-    if len(kinds) == 1 and (dtype := _DTYPES.get(kinds.pop())) is not None:
-        try:
-            return torch.tensor(item, dtype=dtype, device="cpu")
-        except (OverflowError, RuntimeError, ValueError):
-            pass  # as_tensor below raises the error
-    return torch.stack(_named(number, lambda: aligned([as_tensor(each) for each in item])))
-
-
-def _filled(like: torch.Tensor, shape: list[int], dtype: torch.dtype, pad_index: float) -> torch.Tensor:
-    """Return a tensor full of ``pad_index``, of which a float dtype may hold the nearest value."""
-    try:
-        found = like.new_full((1,), pad_index, dtype=dtype).item()
-        is_near = dtype.is_floating_point or dtype.is_complex
-        is_near &= not isinstance(pad_index, int | np.integer) and np.isfinite(found) == np.isfinite(pad_index)
-        if found == pad_index or is_near:
-            return like.new_full(shape, pad_index, dtype=dtype)
-    except (OverflowError, RuntimeError, TypeError):
-        pass
-    raise ValueError(f"{dtype} cannot hold pad_index={pad_index!r:.60}")
-
-
-def _is_sequence(item: object) -> bool:
-    """True if a sample is a tensor or an array with a length, or a list of numbers."""
-    if isinstance(item, torch.Tensor | np.ndarray):
-        return item.ndim > 0 and (isinstance(item, torch.Tensor) or is_numeric(item))
-    return isinstance(item, list) and (_DTYPES.keys() >= set(map(type, item)) or all(map(_is_number, item)))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float | complex | np.number | np.bool_) and not isinstance(value, np.timedelta64)
+def _closed(one: ColumnType, leaf: Any) -> Any:
+    return leaf.numpy() if one.kind == "array" and isinstance(leaf, torch.Tensor) else leaf

@@ -1,4 +1,4 @@
-"""Columns prepared for travelling: tensors and arrays as they are, everything else as encoded objects."""
+"""The two ends of an exchange of columns: tensors and arrays travel as they are, everything else as encoded objects."""
 
 from __future__ import annotations
 
@@ -9,42 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from easydist import tree
-from easydist.data.leaves import is_numeric
+from easydist.data.leaves import Leaves, is_numeric
 from easydist.format import codec
-from easydist.metrics.columns import Items, has_rows
-from easydist.metrics.dtypes import aligned, kind_of
+from easydist.metrics.columns import Items, has_rows, rows_of
+from easydist.metrics.joining import concatenated, kind_of
+from easydist.verbs.buckets import Shapes
 
-__all__ = ["Column", "Objects", "as_objects", "concatenated", "joined", "nbytes_of", "travelling"]
-
-
-class Objects(NamedTuple):
-    """A column of objects, prepared to travel with tensors.
-
-    Attributes:
-        message: The encoded list of this rank's items, and zeros, as bytes.
-        rows: An empty tensor with one row per item, so that its size is known with all others; None if it is one value.
-    """
-
-    message: torch.Tensor
-    rows: torch.Tensor | None
-
-
-def as_objects(items: Items) -> Objects:
-    """Encode one column, or one value.
-
-    Raises:
-        TypeError: An object cannot be pickled.
-        UnsafeObjectError: pickle is denied, and an object is not allow-listed.
-    """
-    message = codec.EncodedObject(items.value)
-    if not codec.is_pickle_allowed():
-        message.check()
-    return Objects(message.joined(_rounded(message.nbytes)), _counting(items))
-
-
-def _counting(items: Items) -> torch.Tensor | None:
-    return torch.empty((len(items.value), 0), dtype=torch.uint8, device="cpu") if items.has_rows else None
+__all__ = ["Column", "lengths_of", "nbytes_of", "received", "travelling"]
 
 
 _PART = 1000
@@ -82,13 +53,13 @@ class Column(NamedTuple):
 
 
 def travelling(
-    columns: Sequence[Any], spec: tree.Spec, with_objects: bool = True
+    columns: Sequence[Any], paths: Sequence[str], with_objects: bool = True
 ) -> tuple[list[Column], list[Any], list[str]]:
     """List the leaves that travel: the place of each column among them, the leaves, and their paths.
 
     Args:
         columns: Data, or ``Items``.
-        spec: The structure of their tree.
+        paths: Their paths.
         with_objects: Encode objects; otherwise only their rows are counted.
 
     Raises:
@@ -98,22 +69,22 @@ def travelling(
     Example:
         >>> from easydist.metrics.columns import opened
         >>> columns, spec = opened({"id": ["a", "b"], "x": torch.ones(2)})
-        >>> places, _, paths = travelling(columns, spec)
-        >>> places[1], paths
+        >>> places, _, found = travelling(columns, spec.paths)
+        >>> places[1], found
         (Column(path="['x']", leaf=2, rows=2, is_objects=False), ["['id'].message", "['id'].rows", "['x']"])
     """
     leaves: list[Any] = []
     kinds: list[str | None] = []
     for value in columns:
         if isinstance(value, Items):
-            message, rows = as_objects(value) if with_objects else Objects(_NOTHING.clone(), _counting(value))
-            leaves += [message] if rows is None else [message, rows]
+            leaves.append(_message(value.value) if with_objects else _NOTHING.clone())
+            leaves += [_counting(value.value)] if value.has_rows else []
             kinds.append(_kind(value.value))
         else:
             leaves.append(value)
             kinds.append(None)
-    places, paths = _placed(tuple(spec.paths), tuple(kinds), tuple(map(has_rows, columns)))
-    return places, leaves, [*paths]
+    places, found = _placed(tuple(paths), tuple(kinds), tuple(map(has_rows, columns)))
+    return places, leaves, [*found]
 
 
 @functools.lru_cache(maxsize=256)
@@ -148,6 +119,19 @@ def _kind(column: Any) -> str:
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
+def _message(value: Any) -> torch.Tensor:
+    """Encode the items of a column, or one value, as bytes with zeros at their end."""
+    message = codec.EncodedObject(value)
+    if not codec.is_pickle_allowed():
+        message.check()
+    return message.joined(_rounded(message.nbytes))
+
+
+def _counting(items: Any) -> torch.Tensor:
+    """Return an empty tensor with one row per item, so that their number is known with the sizes of all leaves."""
+    return torch.empty((len(items), 0), dtype=torch.uint8, device="cpu")
+
+
 def _rounded(nbytes: int) -> int:
     """Round up to one of few lengths, so that a batch often has the layout of the previous one, and of all ranks.
 
@@ -161,24 +145,29 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes // unit) * unit
 
 
-def joined(message: torch.Tensor, nbytes: Sequence[int], are_rows: bool) -> Any:
-    """Decode the joined messages of all ranks, in rank order.
+def lengths_of(leaves: Leaves, shapes: Sequence[Shapes]) -> list[tuple[int, ...]]:
+    """Return the rows of each leaf that has travelled, or the bytes of its message, on each rank."""
+    return [tuple([row[place][0] for row in shapes]) for place in leaves.layout.places]
+
+
+def received(columns: Sequence[Column], leaves: Sequence[Any], lengths: Sequence[Sequence[int]]) -> list[Any]:
+    """Return the columns of all ranks, joined in rank order.
 
     Args:
-        message: The messages, one after the other. Do not use it afterwards: tensors and arrays share its memory.
-        nbytes: The bytes of each rank's message.
-        are_rows: True if each is a column of items; False if it is one value.
+        columns: The places of the columns.
+        leaves: The leaves, joined in rank order. Do not use them afterwards: tensors and arrays share their memory.
+        lengths: The result of ``lengths_of``.
 
     Returns:
-        A list; for arrays that no tensor can hold an array, for tuples a tuple.
+        The columns; those of objects as lists, arrays that no tensor can hold as arrays, tuples as tuples.
     """
+    return [
+        _decoded(leaves[c.leaf], lengths[c.leaf], c.rows is not None) if c.is_objects else leaves[c.leaf]
+        for c in columns
+    ]
+
+
+def _decoded(message: torch.Tensor, nbytes: Sequence[int], are_rows: bool) -> Any:
+    """Decode the joined messages of all ranks: each is a column of items, or one value."""
     values = [codec.decode(part, is_padded=True) for part in message.split_with_sizes([*nbytes])]
-    return concatenated(values) if are_rows else values
-
-
-def concatenated(parts: Sequence[Any]) -> Any:
-    """Join lists of items. Arrays that no tensor can hold become an array, tuples a tuple, anything else a list."""
-    if all(isinstance(part, np.ndarray) and not is_numeric(part) for part in parts):
-        return np.concatenate(aligned(parts))
-    items = [item for part in parts for item in part]
-    return tuple(items) if all(isinstance(part, tuple) for part in parts) else items
+    return concatenated([*map(rows_of, values)]) if are_rows else values

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from easydist import tree
 from easydist.agreement.call import Call
@@ -14,14 +14,14 @@ from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
 from easydist.base.eager import eager
 from easydist.groups.communicators import Communicators
-from easydist.metrics.columns import as_indices, has_rows, opened, padded, taken
-from easydist.metrics.dealing import lot_of, lot_of_last
-from easydist.metrics.encoding import Column, joined, nbytes_of, travelling
-from easydist.metrics.large import AT_ONCE, Large, moved
-from easydist.metrics.lot import ACTIVE, ENDED, Lot, agreed_lot
-from easydist.metrics.order import Order, by_index, check_even, in_order, told
-from easydist.metrics.tally import Tally
-from easydist.metrics.windows import Way, check_complete
+from easydist.metrics.columns import has_rows, opened, taken
+from easydist.metrics.encoding import lengths_of, nbytes_of, received, travelling
+from easydist.metrics.indices import as_indices, by_index, check_complete
+from easydist.metrics.joining import padded
+from easydist.metrics.known_loaders import lot_of, lot_of_last
+from easydist.metrics.order import Order, in_order, rows_text
+from easydist.metrics.tally import Lot, agreed_lot
+from easydist.metrics.windows import AT_ONCE, Large, Way, moved
 from easydist.state import communicators, together
 from easydist.typing import Group, Timeout, Tree
 from easydist.verbs.buckets import every_shape
@@ -109,7 +109,8 @@ def gather_for_metrics(
     Source: ``Accelerator.gather_for_metrics``.
     """
     dst = named_rank(group, "gather_for_metrics", "dst", dst, group_dst)
-    verb = _GatherForMetrics(input_data, dst, _Samples(loader, total, indices), use_gather_object, ragged, pad_index)
+    options = _Options(loader, total, indices, use_gather_object, ragged or pad_index is not None, pad_index)
+    verb = _GatherForMetrics(input_data, dst, options)
     is_checked_on_one = dst is not None and (pad_index is not None or (indices is not None and total is not None))
     with together(group) if is_checked_on_one else _NOTHING:
         result = run(verb, communicators(group), timeout, check)
@@ -123,12 +124,15 @@ def gather_for_metrics(
 _NOTHING = nullcontext()
 
 
-class _Samples(NamedTuple):
-    """The arguments that determine which rows to keep."""
+class _Options(NamedTuple):
+    """The arguments that determine which rows to keep, and how the tree is split."""
 
     loader: Any
     total: int | None
     indices: Any
+    whole: bool
+    ragged: bool
+    pad_index: float | None
 
     def lot(self, rank: int, size: int) -> Lot:
         """Return the loader that the rows come from, as this rank knows it."""
@@ -137,10 +141,13 @@ class _Samples(NamedTuple):
         return Lot() if self.indices is not None else lot_of_last(rank, size, self.total)
 
     @property
-    def are_told(self) -> bool:
+    def need_no_loader(self) -> bool:
         """True if it can be done without a loader."""
         return self.indices is not None or self.total is not None
 
+
+Rows: TypeAlias = tuple[int, ...]
+"""The number of rows of each rank."""
 
 _NO_LOADER = (
     "gather_for_metrics: no loader prepared with accelerate tells which samples are repeated; pass loader= (the loader "
@@ -151,38 +158,29 @@ _NO_LOADER = (
 class _GatherForMetrics(Gather):
     operation = "gather_for_metrics"
 
-    def __init__(
-        self,
-        input_data: Tree,
-        dst: int | None,
-        samples: _Samples,
-        whole: bool,
-        ragged: bool,
-        pad_index: float | None,
-    ) -> None:
+    def __init__(self, input_data: Tree, dst: int | None, options: _Options) -> None:
         super().__init__(input_data, dst)
-        self._samples, self._whole = samples, whole
-        self._ragged, self._pad_index = ragged or pad_index is not None, pad_index
-        self._lot, self._has_last = Lot(), True
+        self._options, self._lot = options, Lot()
         self.large: Large | None = None
 
     def prepare(self, comms: Communicators) -> Call:
-        self._lot = lot = self._samples.lot(comms.rank, comms.size)
-        self._values, self._tree = opened(self._tensor, self._ragged, self._whole)
+        options = self._options
+        self._lot = lot = options.lot(comms.rank, comms.size)
+        self._values, self._tree = opened(self._tensor, options.ragged, options.whole)
         nbytes = 0 if self._dst is None or comms.size == 1 else sum(map(nbytes_of, self._values))
         is_small = nbytes <= AT_ONCE or not any(map(has_rows, self._values))
-        self._columns, self._tensor, paths = travelling(self._values, self._tree, with_objects=is_small)
-        if self._samples.indices is not None:
-            self._tensor.append(as_indices(self._samples.indices, "gather_for_metrics", self._samples.total))
+        self._columns, self._tensor, paths = travelling(self._values, self._tree.paths, with_objects=is_small)
+        if options.indices is not None:
+            self._tensor.append(as_indices(options.indices, "gather_for_metrics", options.total))
             paths.append("indices=")
         self._spec = tree.listed(paths, self._tree.plain)
         call = super().prepare(comms)
         call.nbytes = call.nbytes if is_small else nbytes
         del call.arguments["dim"]
-        total = None if self._samples.total is None else index(self._samples.total)
-        call.arguments |= {"total": total, "ragged": self._ragged, "pad_index": self._pad_index}
-        if lot.tally is None and (lot.dealt is not None or self._samples.are_told):
-            call.arguments["block"] = None if lot.dealt is None else lot.dealt.block
+        total = None if options.total is None else index(options.total)
+        call.arguments |= {"total": total, "ragged": options.ragged, "pad_index": options.pad_index}
+        if lot.tally is None and (lot.sharding is not None or options.need_no_loader):
+            call.arguments["block"] = None if lot.sharding is None else lot.sharding.block
         elif lot.tally is None and self._has_rows():
             raise ValueError(_NO_LOADER)
         else:
@@ -198,12 +196,9 @@ class _GatherForMetrics(Gather):
         super().validate(comms, agreed)
         if not agreed.call.numbers:
             return
-        self._lot, is_same = agreed_lot(self._lot, agreed.numbers())
-        if self._lot.dealt is None:
+        self._lot = agreed_lot(self._lot, agreed.numbers())
+        if self._lot.sharding is None:
             raise ValueError(_NO_LOADER)
-        self._tally = self._lot.tally or Tally()
-        if not is_same:  # a call failed on some ranks only
-            self._tally.lose()
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> Moved:
         if self._is_large(comms, agreed):
@@ -217,108 +212,79 @@ class _GatherForMetrics(Gather):
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: Moved) -> Tree:
         """Select the rows on all ranks, so that all of them raise if the rows are wrong."""
-        leaves, shapes = agreed.call.tree, arrived[0]
-        places = leaves.layout.places
-        sizes = [[row[place][0] for row in shapes] for place in places]
-        self._has_last = self._admitted(sizes)
-        orders = self._ordered(sizes)
+        leaves = agreed.call.tree
+        sizes = lengths_of(leaves, arrived[0])
+        counts = [None if column.rows is None else sizes[column.rows] for column in self._columns]
+        orders = self._ordered(counts, sizes, self._admitted(counts))
         if alone := [column.path for column in self._columns if column.rows is None]:
             _warn_of_weights(self._lot, comms.size, alone[0])
         if self._is_large(comms, agreed):
-            tensors = [leaves.tensors[places[column.leaf]] for column in self._columns]
-            counts = [None if column.rows is None else tuple(sizes[column.rows]) for column in self._columns]
-            indices = None if self._samples.indices is None else leaves.tensors[places[-1]]
-            nbytes = sum(agreed.nbytes)
-            self.large = Large(self._values, tensors, counts, orders, indices, self._samples.total, nbytes)
+            tensors = leaves.layout.placed(leaves.tensors)
+            indices = None if self._options.indices is None else tensors[-1]
+            data = [tensors[column.leaf] for column in self._columns]
+            self.large = Large(self._values, data, counts, orders, indices, self._options.total, sum(agreed.nbytes))
             return None
         gathered = super().result(comms, agreed, arrived)
         return None if self._dst not in (None, comms.rank) else self._kept(gathered, sizes, orders)
 
-    def _admitted(self, sizes: Sequence[list[int]]) -> bool:
+    def _admitted(self, counts: Sequence[Rows | None]) -> bool:
         """Add the rows to the loader's tally; return True if its last step is among them."""
-        dealt, at, origin = self._lot.dealt, self._lot.at, self._lot.origin
-        if dealt is None or not dealt.is_counted:
+        if self._lot.sharding is None or not self._lot.sharding.is_counted:
             return True
-        counts = [sizes[column.rows] for column in self._columns if column.rows is not None]
-        if not counts:
+        found = [rows for rows in counts if rows is not None]
+        if not found:
             return True
-        rows = counts[0] if counts.count(counts[0]) == len(counts) else self._alike(counts)
-        if origin == ACTIVE and dealt.block is not None and max(rows) > dealt.block:
-            raise ValueError(
-                f"gather_for_metrics: {told(rows)}, but a batch of the loader that is being iterated has {dealt.block}"
-                f"; {_THIS_LOADER}"
-            )
-        try:
-            if dealt.is_even:
-                check_even(rows, dealt, at.has_ended or not at.serial)
-            has_last = self._tally.admit(sum(rows), dealt, at)
-        except ValueError as error:
-            self._tally.lose()
-            if origin != ENDED:
-                raise ValueError(f"gather_for_metrics: {error}") from None
-            has_last = False
-        if origin == ENDED and dealt.rows is not None and not has_last:
-            raise ValueError(
-                f"gather_for_metrics: {told(rows)}, but the only loader that has ended has "
-                f"{dealt.samples(len(rows))} samples; {_THIS_LOADER}"
-            )
-        return has_last
+        return self._lot.admit(found[0] if found.count(found[0]) == len(found) else self._alike(counts))
 
-    def _alike(self, counts: Sequence[list[int]]) -> list[int]:
+    def _alike(self, counts: Sequence[Rows | None]) -> Rows:
         """Return the numbers of rows of all columns that have rows; they must be the same."""
-        paths = [column.path or "the data" for column in self._columns if column.rows is not None]
-        found = {tuple(rows): path for rows, path in zip(counts, paths, strict=True) if any(rows)}
+        pairs = zip(counts, self._columns, strict=True)
+        found = {rows: column.path or "the data" for rows, column in pairs if rows is not None and any(rows)}
         if len(found) > 1:
             columns = [f"{path} has {_listed(rows)} rows on the ranks" for rows, path in found.items()]
             raise ValueError(f"gather_for_metrics: {', '.join(columns)}; pass one row per sample")
-        return list(*found)
+        return next(iter(found))
 
-    def _ordered(self, sizes: Sequence[list[int]]) -> list[Order]:
+    def _ordered(self, counts: Sequence[Rows | None], sizes: Sequence[Rows], has_last: bool) -> list[Order]:
         """Return the rows of each column to keep; columns with as many rows have one order."""
-        keys = [None if column.rows is None else tuple(sizes[column.rows]) for column in self._columns]
-        orders: dict[Any, Order] = {}
-        for key, column in zip(keys, self._columns, strict=True):
-            if key not in orders:
-                orders[key] = self._order(column, sizes)
-        return [orders[key] for key in keys]
+        orders: dict[Rows | None, Order] = {None: None}
+        for rows, column in zip(counts, self._columns, strict=True):
+            if rows is not None and rows not in orders:
+                orders[rows] = self._order(rows, column.path or "the data", sizes, has_last)
+        return [orders[rows] for rows in counts]
 
-    def _order(self, column: Column, sizes: Sequence[list[int]]) -> Order:
+    def _order(self, rows: Rows, path: str, sizes: Sequence[Rows], has_last: bool) -> Order:
         """Return the rows of a column to keep, as far as it follows from the numbers of rows."""
-        if column.rows is None:
-            return None
-        counts, dealt = sizes[column.rows], self._lot.dealt
-        if self._samples.indices is not None:
-            if counts != sizes[-1]:
+        sharding = self._lot.sharding
+        if self._options.indices is not None:
+            if rows != sizes[-1]:
                 raise ValueError(
-                    f"gather_for_metrics: {column.path or 'the data'} has {_listed(counts)} rows on the ranks, "
-                    f"indices has {_listed(sizes[-1])}; pass one index per row"
+                    f"gather_for_metrics: {path} has {_listed(rows)} rows on the ranks, indices has "
+                    f"{_listed(sizes[-1])}; pass one index per row"
                 )
             return None
         try:
-            if dealt is None:
-                _check_total(counts, self._samples.total)
+            if sharding is None:
+                _check_total(rows, self._options.total)
                 return None
-            return in_order(counts, dealt, self._has_last)
+            return in_order(rows, sharding, has_last)
         except ValueError as error:
-            raise ValueError(f"gather_for_metrics: {column.path or 'the data'}: {error}") from None
+            raise ValueError(f"gather_for_metrics: {path}: {error}") from None
 
-    def _kept(self, leaves: Sequence[Any], sizes: Sequence[list[int]], orders: Sequence[Order]) -> Tree:
+    def _kept(self, leaves: Sequence[Any], sizes: Sequence[Rows], orders: Sequence[Order]) -> Tree:
         """Return the selected rows, in their order."""
-        if self._samples.indices is not None:
+        if self._options.indices is not None:
             order = by_index(leaves[-1])
-            if self._samples.total not in (None, len(order)):
-                check_complete(leaves[-1], self._samples.total, "gather_for_metrics")
+            if self._options.total not in (None, len(order)):
+                check_complete(leaves[-1], self._options.total, "gather_for_metrics")
             orders = [None if column.rows is None else order for column in self._columns]
-        values = [
-            joined(leaves[c.leaf], sizes[c.leaf], c.rows is not None) if c.is_objects else leaves[c.leaf]
-            for c in self._columns
-        ]
+        values = received(self._columns, leaves, sizes)
         return self.finished([taken(value, order) for value, order in zip(values, orders, strict=True)])
 
     def finished(self, columns: Sequence[Any]) -> Tree:
         """Rebuild the tree from whole columns."""
-        if self._pad_index is not None:
-            columns = [padded(each, self._pad_index) if isinstance(each, list) else each for each in columns]
+        if self._options.pad_index is not None:
+            columns = [padded(each, self._options.pad_index) if isinstance(each, list) else each for each in columns]
         return self._tree.rebuild([*columns])
 
 
@@ -326,23 +292,20 @@ def _listed(rows: Sequence[int]) -> str:
     return ", ".join(map(str, rows))
 
 
-_THIS_LOADER = "pass loader= (the loader that these rows come from)"
-
-
 def _check_total(rows: Sequence[int], total: int | None) -> None:
     if total is not None and sum(rows) != total:
         raise ValueError(
-            f"{told(rows)}, {sum(rows)} in all, but total is {total}; pass loader= or indices= to tell which rows are "
-            "repeated"
+            f"{rows_text(rows)}, {sum(rows)} in all, but total is {total}; pass loader= or indices= to tell which rows "
+            "are repeated"
         )
 
 
 def _warn_of_weights(lot: Lot, size: int, path: str) -> None:
     """Warn against averaging values of ranks whose batches differ."""
-    dealt = lot.dealt
-    if dealt is None or dealt.block is None or not lot.at.has_ended:
+    sharding = lot.sharding
+    if sharding is None or sharding.block is None or not lot.at.has_ended:
         return
-    if dealt.rest not in (None, dealt.block * size):
+    if sharding.rest not in (None, sharding.block * size):
         text = (
             f"gather_for_metrics: {path or 'the data'} is one value per rank, and the last batches have repeated "
             "or fewer samples, so its mean is not the mean of the data set; gather one value per sample, or use "

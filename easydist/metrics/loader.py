@@ -1,8 +1,11 @@
-"""A loader for several ranks: every sample exactly once, and the same number of batches on all of them."""
+"""A loader for several ranks: every sample exactly once, and the same number of batches on all of them.
+
+``progress`` shows one bar for all ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import index
 from typing import Any
 
@@ -12,14 +15,14 @@ from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb, run
 from easydist.base.eager import eager, eager_methods
+from easydist.data.structure import find_batch_size
 from easydist.errors import DisagreementError
 from easydist.groups.communicators import Communicators
-from easydist.metrics.collate import Collate
-from easydist.metrics.sources import Indexed, Sharing, Source, Streamed, is_stream
-from easydist.state import communicators
-from easydist.typing import Group
+from easydist.metrics.sampler import Parameters, Source, Streamed, source_of
+from easydist.state import ProcessState, communicators
+from easydist.typing import Group, T
 
-__all__ = ["DistributedLoader", "distributed_loader"]
+__all__ = ["DistributedLoader", "distributed_loader", "progress"]
 
 _OURS = frozenset({"batch_sampler", "sampler"})
 """The arguments of ``DataLoader`` that select this rank's samples."""
@@ -82,8 +85,18 @@ def distributed_loader(
 
     Source: ``torch.utils.data.DataLoader`` and ``DistributedSampler``.
     """
-    arguments = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
-    source = run(_Opening(dataset, arguments, collate_fn, options), communicators(group))
+    arguments: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
+
+    def opened(comms: Communicators) -> tuple[Source, dict[str, Any]]:
+        if taken := sorted(_OURS & options.keys()):
+            raise TypeError(
+                f"distributed_loader: {taken[0]}= is not accepted, because the loader itself splits the samples among "
+                "the ranks"
+            )
+        source = source_of(dataset, Parameters(comms.rank, comms.size, **arguments), collate_fn, options)
+        return source, {"total": source.total, **arguments}
+
+    source = run(_Meeting("distributed_loader", opened), communicators(group))
     return DistributedLoader(dataset, source, with_indices, group)
 
 
@@ -100,7 +113,7 @@ class DistributedLoader:
     """
 
     def __init__(self, dataset: Any, source: Source, with_indices: bool, group: Group) -> None:
-        self.dataset, self.batch_size, self.total = dataset, source.sharing.batch_size, source.total
+        self.dataset, self.batch_size, self.total = dataset, source.parameters.batch_size, source.total
         self._source, self._with_indices, self._group = source, with_indices, group
         self._next = _Place(0, 0)
         self._here, self._reading = self._next, list[_Place]()
@@ -118,8 +131,8 @@ class DistributedLoader:
     def __len__(self) -> int:
         if self.total is None:
             raise TypeError("the data set of this loader has no length")
-        size = self.batch_size * self._source.sharing.world_size
-        return self.total // size if self._source.sharing.drop_last else -(-self.total // size)
+        size = self.batch_size * self._source.parameters.world_size
+        return self.total // size if self._source.parameters.drop_last else -(-self.total // size)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the next epoch, on all ranks. It starts at its first sample, unless a position in it was loaded.
@@ -162,7 +175,7 @@ class DistributedLoader:
             raise
 
     def _meet(self, operation: str, **arguments: Any) -> None:
-        run(_Meeting(operation, arguments), communicators(self._group))
+        run(_Meeting(operation, lambda _: (None, arguments)), communicators(self._group))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of all ranks after the last yielded batch. It is the same on all ranks.
@@ -199,41 +212,76 @@ class _Place:
         self.epoch, self.position = epoch, position
 
 
-class _Opening(Verb[Source]):
-    """The comparison of the ranks' data sets and arguments."""
+class _Meeting(Verb[Any]):
+    """A meeting of the ranks: where a loader is made, and at the beginning and the end of an epoch.
+
+    Args:
+        operation: The name of the call.
+        opened: A function that returns the result on this rank, and the arguments on which all ranks have to agree.
+    """
 
     operation = "distributed_loader"
     needs_data = False
 
-    def __init__(self, dataset: Any, arguments: dict[str, Any], collate_fn: Any, options: dict[str, Any]) -> None:
-        self._dataset, self._arguments, self._collate_fn, self._options = dataset, arguments, collate_fn, options
+    def __init__(self, operation: str, opened: Callable[[Communicators], tuple[Any, dict[str, Any]]]) -> None:
+        self.operation, self._opened = operation, opened
 
     def prepare(self, comms: Communicators) -> Call:
-        if taken := sorted(_OURS & self._options.keys()):
-            raise TypeError(
-                f"distributed_loader: {taken[0]}= is not accepted, because the loader itself splits the samples among "
-                "the ranks"
-            )
-        collate = Collate(self._collate_fn, self._dataset)
-        kind = Streamed if is_stream(self._dataset) else Indexed
-        sharing = Sharing(comms.rank, comms.size, **self._arguments)
-        self._source = kind(self._dataset, sharing, collate, self._options)
-        return Call({"total": self._source.total, **self._arguments})
+        self._result, arguments = self._opened(comms)
+        return Call(arguments)
 
-    def result(self, comms: Communicators, agreed: Agreement, arrived: Any) -> Source:
-        return self._source
+    def result(self, comms: Communicators, agreed: Agreement, arrived: Any) -> Any:
+        return self._result
 
 
-class _Meeting(Verb[None]):
-    """A meeting of the ranks at the beginning or the end of an epoch, all at the same position."""
+def progress(loader: Iterable[T], desc: str | None = None, *, total: int | None = None, **options: Any) -> Iterator[T]:
+    """Iterate over a loader with a progress bar of all ranks' samples, which only the main process shows.
 
-    needs_data = False
+    Law: ``list(progress(loader)) == list(loader)``.
 
-    def __init__(self, operation: str, arguments: dict[str, Any]) -> None:
-        self.operation, self._arguments = operation, arguments
+    Args:
+        loader: A ``DistributedLoader``, whose samples are counted exactly; or any other one, each of whose batches is
+            assumed to have as many samples on the other ranks as on this one.
+        desc: The text before the bar; the number of ranks is added.
+        total: The number of samples of all ranks; None uses that of the loader or its data set. Without one the bar has
+            no end.
+        **options: Options of ``tqdm``, such as ``leave``.
 
-    def prepare(self, comms: Communicators) -> Call:
-        return Call(self._arguments)
+    Raises:
+        ImportError: tqdm is not installed.
 
-    def result(self, comms: Communicators, agreed: Agreement, arrived: Any) -> None:
+    Example:
+        >>> from easydist.metrics import distributed_loader
+        >>> [batch.tolist() for batch in progress(distributed_loader(range(3), 2), "evaluate", disable=True)]
+        [[0, 1], [2]]
+
+    Cost: no exchange besides those of the loader.
+    """
+    state = ProcessState()
+    if not state.is_main_process:
+        yield from loader
+        return
+    from tqdm.auto import tqdm
+
+    total = _total(loader) if total is None else total
+    ranks = "1 rank" if state.num_processes == 1 else f"{state.num_processes} ranks"
+    title = f"{desc} on {ranks}" if desc else ranks
+    with tqdm(desc=title, total=total, unit="sample", **options) as bar:
+        for batch in loader:
+            bar.update(_done(loader, batch, bar.n, total) - bar.n)
+            yield batch
+
+
+def _total(loader: Any) -> int | None:
+    try:
+        return loader.total if isinstance(loader, DistributedLoader) else len(loader.dataset)
+    except (AttributeError, TypeError):  # not a DataLoader, or one of a stream
         return None
+
+
+def _done(loader: Any, batch: Any, before: int, total: int | None) -> int:
+    """Return the number of samples that the ranks have received, including this batch."""
+    if isinstance(loader, DistributedLoader):
+        return loader.position
+    done = before + (find_batch_size(batch) or 1) * ProcessState().num_processes
+    return done if total is None else min(done, total)

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Dealt", "Order", "by_index", "check_even", "in_order", "positions", "told"]
+__all__ = ["Order", "Sharding", "check_even", "in_order", "positions", "rows_text"]
 
 Order = torch.Tensor | slice | None
 """The rows of all ranks to keep, as positions in rank order; None: all, unchanged."""
 
 
-class Dealt(NamedTuple):
+class Sharding(NamedTuple):
     """A loader's distribution of samples to the ranks, in one pass.
 
     Attributes:
@@ -46,12 +46,12 @@ class Dealt(NamedTuple):
         return self.rows - (self.rows % step or step) + self.rest
 
 
-def in_order(rows: Sequence[int], dealt: Dealt, has_last: bool = True) -> Order:
+def in_order(rows: Sequence[int], sharding: Sharding, has_last: bool = True) -> Order:
     """Select the rows to keep, in the order of the samples.
 
     Args:
         rows: The number of rows of each rank; the last of them belong to one step.
-        dealt: The distribution of their samples.
+        sharding: The distribution of their samples.
         has_last: True if the last step of the pass is among them.
 
     Returns:
@@ -61,37 +61,37 @@ def in_order(rows: Sequence[int], dealt: Dealt, has_last: bool = True) -> Order:
         ValueError: The rows do not match the distribution.
 
     Example:
-        >>> in_order([2, 2], Dealt(block=1, rest=1))
+        >>> in_order([2, 2], Sharding(block=1, rest=1))
         tensor([0, 2, 1])
-        >>> in_order([4, 4], Dealt(block=4, rest=5))
+        >>> in_order([4, 4], Sharding(block=4, rest=5))
         slice(None, 5, None)
-        >>> in_order([4, 4], Dealt(block=4, rest=5), has_last=False) is None
+        >>> in_order([4, 4], Sharding(block=4, rest=5), has_last=False) is None
         True
     """
-    if dealt.block is None or not any(rows):
+    if sharding.block is None or not any(rows):
         return None
-    return _order(rows, dealt.block, dealt.rest if has_last else None)
+    return _order(rows, sharding.block, sharding.rest if has_last else None)
 
 
-def check_even(rows: Sequence[int], dealt: Dealt, may_be_last: bool) -> None:
+def check_even(rows: Sequence[int], sharding: Sharding, may_be_last: bool) -> None:
     """Make sure that the ranks have as many rows as one another, and whole blocks, as a loader deals that is even.
 
     Args:
         rows: The number of rows of each rank.
-        dealt: The distribution of their samples.
+        sharding: The distribution of their samples.
         may_be_last: True if the last step may be among them, which need not be full.
 
     Raises:
         ValueError: They have not.
     """
-    if dealt.block and (len({*rows}) > 1 or (rows[0] % dealt.block and not may_be_last)):
+    if sharding.block and (len({*rows}) > 1 or (rows[0] % sharding.block and not may_be_last)):
         raise ValueError(
-            f"{told(rows)}, but the loader's batches have {dealt.block}, as many on every rank; pass one row per "
-            "sample, or indices="
+            f"{rows_text(rows)}, but the loader's batches have {sharding.block}, as many on every rank; pass one row "
+            "per sample, or indices="
         )
 
 
-def told(rows: Sequence[int]) -> str:
+def rows_text(rows: Sequence[int]) -> str:
     """Return the beginning of an error: ``the ranks have 2, 3 rows``."""
     return f"the ranks have {', '.join(map(str, rows))} rows"
 
@@ -125,8 +125,8 @@ def _check_last(rows: Sequence[int], last: Sequence[int], block: int, rest: int)
     even = -(-rest // len(rows))
     if sum(last) < rest or ({*last} != {block} and max(last) != even):
         raise ValueError(
-            f"{told(rows)}, which are not the loader's: its last step has {rest} samples in batches of {block}; pass "
-            "one row per sample, or indices="
+            f"{rows_text(rows)}, which are not the loader's: its last step has {rest} samples in batches of {block}; "
+            "pass one row per sample, or indices="
         )
 
 
@@ -151,20 +151,3 @@ def positions(order: Order, rows: Sequence[int], rank: int) -> tuple[torch.Tenso
     places = torch.full_like(every, -1)
     places[order] = every[: len(kept)]
     return places[mine], len(kept)
-
-
-def by_index(indices: torch.Tensor) -> torch.Tensor:
-    """Select one row of each index, in index order.
-
-    Args:
-        indices: The indices of all ranks' rows, joined in rank order. If one occurs twice, the first row is selected.
-
-    Example:
-        >>> by_index(torch.tensor([3, 0, 3, 1]))
-        tensor([1, 3, 0])
-    """
-    order = torch.argsort(indices, stable=True)
-    found = indices[order]
-    is_first = torch.ones(len(found), dtype=torch.bool, device="cpu")
-    is_first[1:] = found[1:] != found[:-1]
-    return order[is_first]

@@ -10,14 +10,15 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from easydist.metrics.tally import Tally
+from easydist.metrics.order import Sharding
+from easydist.metrics.tally import Lot, Position, Tally
 
-__all__ = ["Pass", "Passes", "passes_of"]
+__all__ = ["Pass", "Passes", "Steps", "existing", "passes_of"]
 
 
 class Passes:
@@ -75,6 +76,56 @@ class Pass:
             self.has_ended, self._passes.finished = True, self.serial
 
 
+class Steps(NamedTuple):
+    """The batches that a loader yields to each rank.
+
+    Attributes:
+        passes: The passes over it.
+        size: The rows of a full batch on all ranks.
+        skipped: The batches of each pass that it reads and does not yield.
+        ahead: The batches that it reads before it yields the one before.
+        reads: The batches that it reads for one that it yields.
+        drops: True if it drops the last of them if they are fewer.
+        has_ended: True if the loader says itself that it has yielded its last batch.
+    """
+
+    passes: Passes
+    size: int
+    skipped: int = 0
+    ahead: int = 0
+    reads: int = 1
+    drops: bool = False
+    has_ended: bool = False
+
+    @property
+    def done(self) -> int | None:
+        """The rows of all ranks before the current pass, which may resume another; None if that is unknown."""
+        current = self.passes.current
+        return 0 if current is None else None if current.start is None else current.start // self.reads * self.size
+
+    def lot(self, sharding: Sharding) -> Lot:
+        """Return the loader as this rank knows it, given the distribution of its samples."""
+        return Lot(self.passes.tally, sharding, self.at(sharding.rows))
+
+    def at(self, rows: int | None) -> Position:
+        """Return the position.
+
+        Args:
+            rows: The rows of the pass on all ranks; None if that is unknown.
+        """
+        if (current := self.passes.current) is None:
+            return Position(has_ended=self.has_ended)
+        has_ended = self.has_ended or (current.has_ended and self.reads == 1)
+        has_ended = has_ended or (rows is not None and not self.ahead and current.yielded * self.size >= rows)
+        is_partial = has_ended and not self.drops
+        read = -(-current.yielded // self.reads) if is_partial else current.yielded // self.reads
+        steps = max(read - self.skipped - (0 if current.has_ended or has_ended else self.ahead), 0)
+        available = steps * self.size if rows is None else rows if has_ended else min(steps * self.size, rows)
+        # A pass that reads several batches for a step has read its last before it yields what it has of them.
+        finished = self.passes.finished if self.reads == 1 else 0
+        return Position(current.serial, steps, available, has_ended, finished, self.passes.mixed)
+
+
 _passes: WeakKeyDictionary[Any, Passes] = WeakKeyDictionary()
 """The passes by their loader's index sampler: an iterator refers to that, but not to its loader."""
 
@@ -115,9 +166,14 @@ def _noting(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return noted
 
 
+def existing(cls: Any) -> list[Any]:
+    """Return all existing instances. Uses ``type``, since accelerate's loaders report another ``__class__``."""
+    return [each for each in gc.get_objects() if issubclass(type(each), cls)]
+
+
 def _note_existing() -> None:
     """Note the iterators that began before: one at its first batches is in the loop from which this was imported."""
-    for iterator in [each for each in gc.get_objects() if issubclass(type(each), _BaseDataLoaderIter)]:
+    for iterator in existing(_BaseDataLoaderIter):
         if iterator._num_yielded:
             start = None if hasattr(iterator, "_sampler_iter_yielded") else 0  # torchdata's may have been resumed
             vars(iterator)[_PASS] = (

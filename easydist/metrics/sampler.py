@@ -1,17 +1,24 @@
-"""The samples of each rank: every sample exactly once, in the same number of batches on all ranks."""
+"""The samples of each rank: every sample exactly once, in the same number of batches on all ranks.
+
+torch's ``DataLoader`` reads the batches, from an indexed data set or from a stream.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from itertools import islice
 from operator import index
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from easydist.data.plan import split_bounds
+from easydist.metrics.collate import Collate
 from easydist.state import ProcessState
 
-__all__ = ["DistributedBatchSampler", "steps"]
+__all__ = ["DistributedBatchSampler", "Parameters", "Source", "Streamed", "source_of"]
 
 
 class DistributedBatchSampler(Sampler[list[int]]):
@@ -80,9 +87,9 @@ class DistributedBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         order = self._order()
-        for begin, end in steps(self.total, self.batch_size * self.world_size, self.start, self.drop_last):
-            mine = range(begin, end)[slice(*split_bounds(end - begin, self.world_size, self.rank))]
-            yield list(mine) if order is None else order[mine.start : mine.stop].tolist()
+        for begin, end in _steps(self.total, self.batch_size * self.world_size, self.start, self.drop_last):
+            first, last = [begin + bound for bound in split_bounds(end - begin, self.world_size, self.rank)]
+            yield [*range(first, last)] if order is None else order[first:last].tolist()
 
     def _order(self) -> torch.Tensor | None:
         if not self.shuffle:
@@ -91,7 +98,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         return torch.randperm(self.total, generator=generator, device="cpu")
 
 
-def steps(total: int, size: int, start: int = 0, drop_last: bool = False) -> Iterator[tuple[int, int]]:
+def _steps(total: int, size: int, start: int = 0, drop_last: bool = False) -> Iterator[tuple[int, int]]:
     """Yield (begin, end) of each step over ``range(start, total)``.
 
     Args:
@@ -101,7 +108,7 @@ def steps(total: int, size: int, start: int = 0, drop_last: bool = False) -> Ite
         drop_last: Skip the last step if it is not full.
 
     Example:
-        >>> list(steps(7, 4)), list(steps(7, 4, start=1)), list(steps(7, 4, drop_last=True))
+        >>> list(_steps(7, 4)), list(_steps(7, 4, start=1)), list(_steps(7, 4, drop_last=True))
         ([(0, 4), (4, 7)], [(1, 5), (5, 7)], [(0, 4)])
     """
     for begin in range(start, total, size):
@@ -118,3 +125,148 @@ def _check(total: int, batch_size: int, rank: int, world_size: int) -> None:
         )
     if not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} is not a rank of a world of {world_size}, counted from 0")
+
+
+Batch = tuple[int, torch.Tensor, Any]
+"""The number of samples of the epoch done after this step, the indices of this rank's, and its batch."""
+
+
+class Parameters(NamedTuple):
+    """The parameters of the distribution, named as for ``distributed_loader``."""
+
+    rank: int
+    world_size: int
+    batch_size: int
+    shuffle: bool
+    seed: int
+    drop_last: bool
+
+
+class Indexed:
+    """The batches of an indexed data set."""
+
+    def __init__(self, dataset: Any, parameters: Parameters, collate: Collate, options: dict[str, Any]) -> None:
+        self.parameters, self.total = parameters, len(dataset)
+        self.order = {"shuffle": parameters.shuffle, "seed": parameters.seed, "total": self.total}
+        self._sampler = DistributedBatchSampler(self.total, **parameters._asdict())
+        finish = functools.partial(_collate_numbered, collate)
+        self._loader = DataLoader(_Numbered(dataset), batch_sampler=self._sampler, collate_fn=finish, **options)
+
+    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        """Read an epoch, starting at its sample ``start``."""
+        sampler = self._sampler
+        sampler.epoch, sampler.start = epoch, start
+        ends = _steps(sampler.total, sampler.batch_size * sampler.world_size, start, sampler.drop_last)
+        for (_, end), (indices, batch) in zip(ends, self._loader, strict=True):
+            yield end, indices, batch
+
+
+class _Numbered(Dataset[Any]):
+    """A data set that returns samples together with their numbers."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitems__(self, indices: list[int]) -> tuple[list[int], list[Any]]:
+        together = getattr(self._dataset, "__getitems__", None)
+        return indices, together(indices) if together and indices else [self._dataset[i] for i in indices]
+
+
+def _collate_numbered(collate: Collate, rows: tuple[list[int], list[Any]]) -> tuple[torch.Tensor, Any]:
+    indices, samples = rows
+    return torch.tensor(indices, dtype=torch.int64, device="cpu"), collate(samples)
+
+
+class Streamed:
+    """The batches of a data set that can only be read from its beginning."""
+
+    def __init__(self, dataset: Any, parameters: Parameters, collate: Collate, options: dict[str, Any]) -> None:
+        _check_stream(parameters, options)
+        self.parameters, self.total = parameters, _length(dataset)
+        self.order: dict[str, Any] = {"total": self.total}
+        self._shares = _Shares(dataset, parameters)
+        finish = functools.partial(_collate_share, collate)
+        self._loader = DataLoader(self._shares, batch_size=None, collate_fn=finish, **options)
+
+    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        """Read an epoch, starting at its sample ``start``."""
+        self._shares.start = start
+        if hasattr(self._shares.dataset, "set_epoch"):
+            self._shares.dataset.set_epoch(epoch)
+        yield from self._loader
+
+
+def _length(dataset: Any) -> int | None:
+    """Return the length of a stream; None if it has none, like a ``ChainDataset`` of streams without a length."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _check_stream(parameters: Parameters, options: dict[str, Any]) -> None:
+    if parameters.batch_size < 1:
+        raise ValueError(f"batch_size={parameters.batch_size}: a batch holds at least one sample")
+    if parameters.shuffle:
+        raise ValueError("shuffle=True: an iterable data set has its own order; shuffle inside it")
+    if options.get("num_workers", 0) > 1 or options.get("persistent_workers"):
+        raise ValueError(
+            "an iterable data set has one order, so one worker reads it, from the beginning in every epoch: pass "
+            "num_workers=0 or 1, and no persistent_workers"
+        )
+
+
+_Share = tuple[int, range, list[Any], Any]
+"""The number of samples done after this step, this rank's indices and samples, and any sample."""
+
+
+class _Shares(IterableDataset[_Share]):
+    """This rank's share of every step of a stream."""
+
+    def __init__(self, dataset: Any, parameters: Parameters) -> None:
+        self.dataset, self.start, self._parameters = dataset, 0, parameters
+
+    def __iter__(self) -> Iterator[_Share]:
+        rank, world_size, batch_size, *_, drop_last = self._parameters
+        stream, begin = islice(self.dataset, self.start, None), self.start
+        while rows := list(islice(stream, batch_size * world_size)):
+            end = begin + len(rows)
+            first, last = split_bounds(len(rows), world_size, rank)
+            if len(rows) == batch_size * world_size or not drop_last:
+                yield end, range(begin + first, begin + last), rows[first:last], rows[0]
+            begin = end
+
+
+def _collate_share(collate: Collate, rows: _Share) -> Batch:
+    end, mine, samples, any_sample = rows
+    indices = torch.arange(mine.start, mine.stop, device="cpu")
+    return end, indices, collate(samples) if samples else collate.without_rows(any_sample)
+
+
+Source: TypeAlias = Indexed | Streamed
+"""This rank's batches.
+
+Attributes:
+    parameters: The parameters of the distribution.
+    total: The samples of an epoch over all ranks; None if that is unknown.
+    order: The facts that determine the order of the samples.
+"""
+
+
+def source_of(
+    dataset: Any, parameters: Parameters, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]
+) -> Source:
+    """Return this rank's batches. A data set that can only be read from its beginning is a stream.
+
+    Args:
+        dataset: The data set.
+        parameters: The parameters of the distribution.
+        collate_fn: As for ``distributed_loader``.
+        options: Those of ``DataLoader``.
+
+    Raises:
+        ValueError: ``parameters`` or ``options`` do not fit the data set.
+    """
+    is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+    kind = Streamed if is_stream else Indexed
+    return kind(dataset, parameters, Collate(collate_fn, dataset), options)

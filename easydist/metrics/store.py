@@ -1,4 +1,4 @@
-"""The rows that one rank has collected: in memory up to a limit, then in safetensors files."""
+"""The rows that one rank has collected: copied, in memory up to a limit, then in safetensors files."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from easydist.data import packing
+from easydist.data.leaves import as_tensor, check_unmasked, is_numeric
+from easydist.data.packing import dtype_name
 from easydist.format import codec
 from easydist.format.files import load, save
-from easydist.metrics.columns import taken
-from easydist.metrics.dtypes import aligned
+from easydist.metrics.columns import ColumnType, Schema, are_plain, split, taken
+from easydist.metrics.joining import concatenated
+from easydist.typing import Tree
 
-__all__ = ["Store"]
+__all__ = ["Store", "copied"]
 
 _BLOCK = 1 << 20
 """The bytes from which rows are joined to a block, so that many small updates do not remain many small tensors."""
@@ -119,14 +121,14 @@ class Store:
             chosen = _as_slice(here)
             parts.append([taken(leaf, chosen) for leaf in block.read()])
         back = _as_slice(torch.argsort(torch.argsort(numbers, stable=True)))
-        return [taken(_joined(column), back) for column in zip(*parts, strict=True)]
+        return [taken(concatenated(column), back) for column in zip(*parts, strict=True)]
 
     def _seal(self) -> None:
         """Join the rows added last to one block, and write blocks to files while the memory limit is exceeded."""
         if self._open:
             columns = zip(*[block.read() for block in self._open], strict=True)
             length, nbytes = sum([block.length for block in self._open]), sum([block.nbytes for block in self._open])
-            self._blocks.append(_Block(length, nbytes, [_joined(column) for column in columns]))
+            self._blocks.append(_Block(length, nbytes, [concatenated(column) for column in columns]))
             self._open = []
         for i, block in enumerate(self._blocks):
             if self._limit is None or self._held <= self._limit:
@@ -163,13 +165,59 @@ def _delete(folder: str, pid: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _joined(column: Sequence[Any]) -> Any:
-    if len(column) == 1:
-        return column[0]
-    if isinstance(column[0], list):
-        return [item for part in column for item in part]
-    if isinstance(column[0], np.ndarray):
-        return np.concatenate(aligned(column))
-    if packing.is_copyable(column[0].dtype):
-        return torch.cat([*column])
-    return torch.cat([part.view(torch.uint8) for part in column]).view(column[0].dtype)
+def copied(columns: Mapping[str, Tree], count: int) -> tuple[Schema, Leaves, int]:
+    """Split the data of one update into columns, and copy their rows.
+
+    Args:
+        columns: Trees of tensors, arrays and lists with one row per sample.
+        count: The number of rows that each must have.
+
+    Returns:
+        The schema, a copy of each column's rows on the CPU, and their bytes.
+
+    Raises:
+        ValueError: A column has another number of rows, or is not one row per sample.
+        TypeError: A tensor is not dense, an array is masked, or an item of a list cannot be pickled.
+    """
+    values, spec = split(columns, has_lists=True)
+    if spec.plain:
+        raise ValueError(f"MetricCollector: {spec.plain[0][0]} is {spec.plain[0][1]!r:.60}, not one row per sample")
+    for path, value in zip(spec.paths, values, strict=True):
+        rows = len(value) if isinstance(value, list | tuple) or np.ndim(value) else None
+        if rows != count:
+            said = "one value" if rows is None else f"{rows} rows"
+            raise ValueError(f"MetricCollector: {path} has {said}, indices has {count}; pass one row per sample")
+    found = [_copy(*each) for each in zip(values, spec.paths, strict=True)]
+    leaves, nbytes = [rows for rows, _ in found], sum([size for _, size in found])
+    types = [_type_of(*each) for each in zip(spec.paths, values, leaves, strict=True)]
+    return Schema(types, spec.rebuild([*range(len(values))])), leaves, nbytes
+
+
+def _has_objects(rows: Any) -> bool:
+    return isinstance(rows, list) or (isinstance(rows, np.ndarray) and rows.dtype.hasobject)
+
+
+def _copy(value: Any, path: str) -> tuple[Any, int]:
+    """Copy the rows, and return their bytes, too."""
+    if isinstance(value, torch.Tensor):
+        tensor = as_tensor(value, path).to("cpu", copy=True, memory_format=torch.contiguous_format)
+        return tensor, tensor.nbytes
+    if isinstance(value, np.ndarray):
+        check_unmasked(value, path)
+        if not value.dtype.hasobject and not is_numeric(value):
+            return value.copy(), value.nbytes
+    rows = [*value] if isinstance(value, list | tuple) else value
+    if _has_objects(rows):
+        message = codec.EncodedObject(rows)  # nobody can change plain items; the others are copied as if they travelled
+        is_fixed = isinstance(rows, list) and are_plain(rows)
+        return rows if is_fixed else codec.decode(message.joined()), message.nbytes
+    tensor = as_tensor(rows, path).clone()
+    return tensor, tensor.nbytes
+
+
+def _type_of(path: str, value: Any, rows: Any) -> ColumnType:
+    if isinstance(rows, list):
+        return ColumnType(path, "list")
+    kind = "array" if isinstance(value, np.ndarray) else "tensor"
+    dtype = rows.dtype if isinstance(rows, np.ndarray) else dtype_name(rows.dtype)
+    return ColumnType(path, kind, dtype, tuple(rows.shape[1:]))

@@ -12,17 +12,15 @@ import numpy as np
 import torch
 
 from easydist import tree
-from easydist.agreement.call import Call
-from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
 from easydist.base.eager import eager
 from easydist.data.backing import backed
 from easydist.groups.communicators import Communicators
 from easydist.metrics.columns import are_plain
 from easydist.metrics.exact import ExactSum, floats, numbers
+from easydist.metrics.states import GatherStates, States
 from easydist.state import communicators
 from easydist.typing import Group, Timeout
-from easydist.verbs.objects import GatherObject
 
 __all__ = ["Counts", "Metric", "Sums", "WeightedMean", "compute"]
 
@@ -289,42 +287,28 @@ def compute(metrics: Any, *, group: Group = None, timeout: Timeout | None = None
 
     Source: torchmetrics' ``compute``, which gathers once per state.
     """
-    return run(_Compute(metrics), communicators(group), timeout)
+    named: dict[str, Any] = {}
+    spec: tree.Spec
+
+    def states(_: Communicators) -> States:
+        nonlocal spec
+        leaves, spec = tree.flatten(metrics, lambda value: not tree.is_container(value))
+        named.update(zip(spec.paths, leaves, strict=True))
+        return _states(named)
+
+    parts = run(GatherStates("compute", states), communicators(group), timeout) or []
+    merged = {path: named[path].merged([*every]) for path, every in parts}
+    return spec.rebuild([merged[path] for path in named])
 
 
-class _Compute(GatherObject):
-    operation = "compute"
-
-    def __init__(self, metrics: Any) -> None:
-        super().__init__(None, dst=None, weights_only=True)
-        self._metrics = metrics
-
-    def prepare(self, comms: Communicators) -> Call:
-        self._leaves, self._spec = tree.flatten(self._metrics, lambda value: not tree.is_container(value))
-        named = dict(zip(self._spec.paths, self._leaves, strict=True))
-        _check(named)
-        self._value = tuple([named[path].state() for path in sorted(named)])
-        call = super().prepare(comms)
-        kinds = {path: type(named[path]).__name__ for path in sorted(named)}
-        call.arguments = {"metrics": kinds.get("", kinds)}  # a single metric has no path
-        return call
-
-    def result(self, comms: Communicators, agreed: Agreement, arrived: list[torch.Tensor] | None) -> Any:
-        rows = super().result(comms, agreed, arrived)
-        assert rows is not None
-        states = dict(zip(sorted(self._spec.paths), zip(*rows, strict=True), strict=True))
-        metrics = zip(self._spec.paths, self._leaves, strict=True)
-        return self._spec.rebuild([metric.merged([*states[path]]) for path, metric in metrics])
-
-    def own(self) -> Any:
-        """Return this rank's states themselves, which are not changed."""
-        return self._value
-
-
-def _check(named: dict[str, Any]) -> None:
+def _states(named: dict[str, Any]) -> States:
+    """Return the paths of the metrics in one order for all ranks, their kinds and their states."""
     if not named:
         raise TypeError("compute: there is no metric; pass Sums, WeightedMean or Counts")
     for path, metric in named.items():
         if not isinstance(metric, Metric):
             where = path or "the value"
             raise TypeError(f"compute: {where} is {type(metric).__name__}; pass Sums, WeightedMean or Counts")
+    paths = sorted(named)
+    kinds = {path: type(named[path]).__name__ for path in paths}
+    return paths, {"metrics": kinds.get("", kinds)}, tuple([named[path].state() for path in paths])  # "": a single one

@@ -7,12 +7,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from easydist.agreement.call import Call
 from easydist.agreement.runner import run
 from easydist.base.eager import eager
 from easydist.data.structure import send_to_device
 from easydist.groups.communicators import Communicators
-from easydist.metrics.states import GatherStates
+from easydist.metrics.states import GatherStates, States
 from easydist.state import communicators
 from easydist.typing import Group, Timeout
 from easydist.verbs.ranks import check_rank
@@ -249,25 +248,22 @@ def _synced(
     timeout: Timeout | None,
 ) -> dict[str, Any] | None:
     """Return the merged metrics by name; None on ranks other than the recipient."""
-    parts = run(_Synced(operation, metrics, recipient), communicators(group), timeout, check)
+
+    def states(comms: Communicators) -> States:
+        if isinstance(dst, str):
+            raise ValueError(f"{operation}: recipient_rank={dst!r} is neither a rank of the group nor 'all'")
+        check_rank(comms, "recipient_rank", dst)
+        return _states(operation, metrics)
+
+    dst = None if recipient == "all" else recipient
+    parts = run(GatherStates(operation, states, dst), communicators(group), timeout, check)
     if parts is None:
         return None
-    merged = {name: _merged(metrics[name], states) for name, states in parts}
+    merged = {name: _merged(metrics[name], every) for name, every in parts}
     return {name: merged[name] for name in metrics}
 
 
-class _Synced(GatherStates):
-    def __init__(self, operation: str, metrics: Mapping[str, Any], recipient: _Recipient) -> None:
-        super().__init__(operation, lambda: _states(operation, metrics), None if recipient == "all" else recipient)
-
-    def prepare(self, comms: Communicators) -> Call:
-        if isinstance(self._dst, str):
-            raise ValueError(f"{self.operation}: recipient_rank={self._dst!r} is neither a rank of the group nor 'all'")
-        check_rank(comms, "recipient_rank", self._dst)
-        return super().prepare(comms)
-
-
-def _states(operation: str, metrics: Mapping[str, Any]) -> tuple[list[str], list[str], tuple[dict[str, Any], ...]]:
+def _states(operation: str, metrics: Mapping[str, Any]) -> States:
     """Return the names of the metrics in one order for all ranks, their descriptions and their states."""
     from torcheval.metrics.metric import Metric
 
@@ -279,7 +275,8 @@ def _states(operation: str, metrics: Mapping[str, Any]) -> tuple[list[str], list
     names = sorted(metrics)
     states = tuple([_state(metrics[name]) for name in names])
     kinds = [f"{type(metrics[name]).__name__}({', '.join(state)})" for name, state in zip(names, states, strict=True)]
-    return names, [f"{name}: {kind}" if name else kind for name, kind in zip(names, kinds, strict=True)], states
+    described = [f"{name}: {kind}" if name else kind for name, kind in zip(names, kinds, strict=True)]
+    return names, {"states": described}, states
 
 
 def _state(metric: Any) -> dict[str, Any]:

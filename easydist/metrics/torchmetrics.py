@@ -12,7 +12,7 @@ import torch
 from easydist.agreement.runner import run
 from easydist.base.eager import eager
 from easydist.data.structure import send_to_device
-from easydist.metrics.states import GatherStates
+from easydist.metrics.states import GatherStates, States
 from easydist.state import communicators
 from easydist.typing import Group, Timeout
 
@@ -49,7 +49,7 @@ def sync_dist(metric: Any, *, group: Group = None, check: bool | None = None, ti
 
     Source: ``torchmetrics.Metric.sync``, which needs a barrier and one or two exchanges for each state.
     """
-    parts = run(GatherStates("sync_dist", lambda: _states(metric)), communicators(group), timeout, check) or []
+    parts = run(GatherStates("sync_dist", lambda _: _states(metric)), communicators(group), timeout, check) or []
     counts = [part._update_count for part, _ in parts]
     try:
         for part, every in parts:
@@ -104,12 +104,12 @@ _State = tuple[int, tuple[Any, ...]]
 # --- sync_dist
 
 
-def _states(metric: Any) -> tuple[list[Any], list[str], tuple[_State, ...]]:
+def _states(metric: Any) -> States:
     """Return the metrics that have states of their own, their descriptions, and the states."""
     metrics = list(_with_states(metric))
     names = [f"{type(each).__name__}({', '.join(each._reductions)})" for each in metrics]
     joined: dict[int, Any] = {}
-    return metrics, names, tuple([(each._update_count, tuple(_values(each, joined))) for each in metrics])
+    return metrics, {"states": names}, tuple([(each._update_count, tuple(_values(each, joined))) for each in metrics])
 
 
 def _with_states(metric: Any) -> Iterator[Any]:
@@ -205,7 +205,8 @@ class _Batch:
     def row(self, index: int) -> list[torch.Tensor]:
         if not self.rows:
             numbers = range(len(self.tensors))
-            verb = GatherStates("sync_dist", lambda: (numbers, list(map(str, numbers)), self._unchanged()))
+            states = {"states": list(map(str, numbers))}
+            verb = GatherStates("sync_dist", lambda _: (numbers, states, self._unchanged()))
             rows = run(verb, communicators(self.group))
             self.rows = rows or []
         return _fitting(self.rows[index][1])

@@ -13,22 +13,24 @@ from easydist import tree
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
-from easydist.data import packing
-from easydist.data.leaves import is_numeric
+from easydist.data.leaves import as_array
 from easydist.format import codec
 from easydist.groups.communicators import Communicators
-from easydist.metrics.columns import Items, listed, taken
-from easydist.metrics.dtypes import held, kind_of
-from easydist.metrics.encoding import Objects, as_objects, joined
-from easydist.metrics.order import by_index
-from easydist.metrics.schema import ColumnType, Schema
+from easydist.metrics.columns import ColumnType, Items, Schema, as_column, rows_of, taken
+from easydist.metrics.encoding import lengths_of, received, travelling
+from easydist.metrics.indices import by_index, difference, fault
+from easydist.metrics.joining import aligned, concatenated, held
+from easydist.metrics.order import Order, positions
 from easydist.metrics.store import Store
 from easydist.state import communicators
 from easydist.typing import Group, Timeout
 from easydist.verbs.gather import Gather, Moved, gather
 from easydist.verbs.objects import gather_object
 
-__all__ = ["ALL", "Plan", "Way", "arrived_rows", "bounds_of", "check_complete", "per_window", "planned", "windows"]
+__all__ = ["ALL", "AT_ONCE", "Large", "Plan", "Way", "arrived_rows", "moved", "planned", "whole", "windows"]
+
+AT_ONCE = 1 << 23
+"""The most bytes of one rank whose columns move in one exchange."""
 
 _WINDOW = 1 << 19
 """The approximate bytes of a window."""
@@ -71,21 +73,22 @@ def planned(store: Store, schema: Schema, total: int | None, way: Way) -> Plan:
     Raises:
         ValueError: On all ranks: the ranks have different columns or ``total``, or indices are missing.
     """
-    told = _told(([one.told() for one in schema.types], schema.template, total, len(store), store.nbytes), way)
-    schema = _common([Schema([ColumnType.of(one) for one in types], template) for types, template, *_ in told])
-    if len({one[2] for one in told}) > 1:
-        raise ValueError(f"MetricCollector: the ranks have total={', '.join([str(one[2]) for one in told])}")
-    rows = per_window(sum([one[3] for one in told]), sum([one[4] for one in told]))
-    length, bounds, has_repeated = bounds_of(store.indices, total, rows, way)
+    mine = [one.description() for one in schema.types], schema.template, total, len(store), store.nbytes
+    every, templates, totals, counts, nbytes = zip(*_exchanged(mine, way), strict=True)
+    types = [[ColumnType.of(one) for one in each] for each in every]
+    schema = _common([*map(Schema, types, templates)])
+    if len({*totals}) > 1:
+        raise ValueError(f"MetricCollector: the ranks have total={', '.join(map(str, totals))}")
+    length, bounds, has_repeated = _bounds(store.indices, total, _per_window(sum(counts), sum(nbytes)), way)
     return Plan(schema, [one.empty() for one in schema.types], length, bounds, has_repeated)
 
 
-def per_window(rows: int, nbytes: int) -> int:
+def _per_window(rows: int, nbytes: int) -> int:
     """Return the number of rows of a window, given the bytes of all rows."""
     return max(_WINDOW * rows // max(nbytes, 1), 1)
 
 
-def bounds_of(indices: torch.Tensor, total: int | None, rows: int, way: Way) -> tuple[int, list[int], bool]:
+def _bounds(indices: torch.Tensor, total: int | None, rows: int, way: Way) -> tuple[int, list[int], bool]:
     """Return the number of different indices, the bounds of the windows, and True if some are repeated.
 
     Raises:
@@ -93,17 +96,17 @@ def bounds_of(indices: torch.Tensor, total: int | None, rows: int, way: Way) -> 
     """
     every = gather(indices, group_dst=way.dst, group=way.group, check=way.check, timeout=way.timeout)
     mine = None if every is None else _found(every, total, rows)
-    length, bounds, has_repeated, fault = next(one for one in _told(mine, way) if one is not None)
-    if fault:
-        raise ValueError(f"{way.operation}: {fault}")
+    length, bounds, has_repeated, said = next(one for one in _exchanged(mine, way) if one is not None)
+    if said:
+        raise ValueError(f"{way.operation}: {said}")
     return length, bounds, has_repeated
 
 
-def _told(value: Any, way: Way) -> list[Any]:
+def _exchanged(value: Any, way: Way) -> list[Any]:
     """Exchange a value of each rank."""
     restricted = not codec.is_pickle_allowed()
-    told = gather_object(value, weights_only=restricted, group=way.group, check=way.check, timeout=way.timeout)
-    return told or []
+    every = gather_object(value, weights_only=restricted, group=way.group, check=way.check, timeout=way.timeout)
+    return every or []
 
 
 def _common(schemas: Sequence[Schema]) -> Schema:
@@ -120,29 +123,43 @@ def _found(indices: torch.Tensor, total: int | None, rows: int) -> tuple[int, li
     """Return the number of different indices, the windows, True if some are repeated, and an error text."""
     found, counts = indices.unique(return_counts=True)
     bounds = [*found[::rows].tolist(), *(found[-1:] + 1).tolist()]
-    return len(found), bounds, len(found) < len(indices), _fault(found, counts, total)
+    return len(found), bounds, len(found) < len(indices), fault(found, counts, total)
 
 
-def _fault(found: torch.Tensor, counts: torch.Tensor, total: int | None) -> str:
-    """Return a text that names the missing and the repeated indices; empty if none is missing."""
-    if total is None or len(found) == total:
-        return ""
-    is_missing = torch.ones(total, dtype=torch.bool, device="cpu")
-    is_missing[found] = False
-    missing, repeated = is_missing.nonzero().flatten(), found[counts > 1]
-    fault = f"{len(missing)} of {total} samples are missing: {listed(missing)}"
-    return fault + (f"; {len(repeated)} came more than once: {listed(repeated)}" if len(repeated) else "")
-
-
-def check_complete(indices: torch.Tensor, total: int | None, operation: str) -> None:
-    """Make sure that each index of ``range(total)`` came.
+def whole(store: Store, plan: Plan, way: Way, rtol: float = 0.0) -> list[Any] | None:
+    """Move all rows, and return the columns in order of the index; None on ranks other than ``way.dst``.
 
     Raises:
-        ValueError: Some are missing.
+        ValueError: As ``windows``.
     """
-    *_, fault = _found(indices, total, 1 << 62)
-    if fault:
-        raise ValueError(f"{operation}: {fault}")
+    is_receiver = way.dst in (None, communicators(way.group).rank)
+    columns = [_room(leaf, plan.length if is_receiver else 0) for leaf in plan.empty]
+    at = 0
+    for rows in windows(store, plan, way, rtol):
+        if rows:
+            columns = [_put(*each, at) for each in zip(columns, rows, strict=True)]
+            at += len(rows[0])
+    if not is_receiver:
+        return None
+    return [concatenated(column) if isinstance(column, list) else column for column in columns]
+
+
+def _room(leaf: Any, length: int) -> Any:
+    """Return the place of all windows' rows: a tensor or an array, or a list of parts."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.new_empty((length, *leaf.shape[1:]))
+    return np.zeros((length, *leaf.shape[1:]), leaf.dtype) if isinstance(leaf, np.ndarray) else [leaf]
+
+
+def _put(column: Any, rows: Any, at: int) -> Any:
+    """Write the rows of a window after the previous ones, and return the column: text of other ranks may be wider."""
+    if isinstance(column, list):
+        column.append(rows)
+        return column
+    if isinstance(column, np.ndarray):
+        column, rows = aligned([column, rows])
+    column[at : at + len(rows)] = rows
+    return column
 
 
 def windows(store: Store, plan: Plan, way: Way, rtol: float = 0.0) -> Iterator[list[Any] | None]:
@@ -153,74 +170,16 @@ def windows(store: Store, plan: Plan, way: Way, rtol: float = 0.0) -> Iterator[l
     """
     for first, last in zip(plan.bounds, plan.bounds[1:], strict=False):
         got = arrived_rows(store, plan.empty, (first, last), way)
-        fault, leaves = "", None
+        said, leaves = "", None
         if got is not None:
             indices, rows = got
             order = by_index(indices)
             leaves = [taken(leaf, order) for leaf in rows]
             if len(order) < len(indices) and plan.is_compared:
-                fault = _difference(indices, rows, plan.schema.types, rtol)
-        if plan.is_compared and any(faults := _told(fault, way)):
+                said = difference(indices, rows, plan.schema.types, rtol)
+        if plan.is_compared and any(faults := _exchanged(said, way)):
             raise ValueError(next(filter(None, faults)))
         yield leaves
-
-
-def _difference(indices: torch.Tensor, leaves: list[Any], types: Sequence[ColumnType], rtol: float) -> str:
-    """Name an index that came with different values, if there is one."""
-    order = torch.argsort(indices, stable=True)
-    again = (indices[order][1:] == indices[order][:-1]).nonzero().flatten()
-    first, second = order[again], order[again + 1]
-    for leaf, one in zip(leaves, types, strict=True):
-        is_same = _same(taken(leaf, first), taken(leaf, second), rtol)
-        if not is_same.all():
-            which = int(is_same.logical_not().nonzero()[0])
-            values = [taken(leaf, part[which : which + 1])[0] for part in (first, second)]
-            texts = [f"{value.tolist() if isinstance(value, torch.Tensor) else value!r}"[:80] for value in values]
-            return (
-                f"MetricCollector: index {int(indices[first[which]])} came with different values of {one.path}: "
-                f"{texts[0]} and {texts[1]}"
-            )
-    return ""
-
-
-def _same(first: Any, second: Any, rtol: float) -> torch.Tensor:
-    """Return for each pair of rows whether they are equal. NaN equals NaN."""
-    if isinstance(first, list) or (isinstance(first, np.ndarray) and first.dtype.hasobject):
-        return torch.tensor([_same_objects(a, b) for a, b in zip(first, second, strict=True)], device="cpu")
-    if isinstance(first, np.ndarray):
-        equal = torch.from_numpy(_same_arrays(first, second))
-    elif first.is_floating_point() and packing.is_copyable(first.dtype):
-        equal = torch.isclose(first, second, rtol=rtol, atol=0.0, equal_nan=True)
-    else:
-        bits = packing.BITS[first.dtype.itemsize]
-        equal = first.view(bits) == second.view(bits)
-    return equal.flatten(1).all(1) if equal.ndim > 1 else equal
-
-
-def _same_arrays(first: np.ndarray[Any, Any], second: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return where two arrays are equal. NaN equals NaN, and NaT equals NaT."""
-    equal: np.ndarray[Any, Any] = (first == second) | ((first != first) & (second != second))
-    return equal
-
-
-def _same_objects(first: Any, second: Any) -> bool:
-    values, spec = tree.flatten(first)
-    others, other = tree.flatten(second)
-    is_alike = spec.paths == other.paths and spec.plain == other.plain
-    return is_alike and all(_same_leaves(*pair) for pair in zip(values, others, strict=True))
-
-
-def _same_leaves(first: Any, second: Any) -> bool:
-    """True if two leaves of objects are equal. NaN equals NaN."""
-    arrays = [leaf for leaf in (first, second) if isinstance(leaf, torch.Tensor | np.ndarray)]
-    if not arrays:  # numbers, which may be too large for a tensor
-        return bool(first == second or (first != first and second != second))
-    if not all(isinstance(leaf, torch.Tensor) or is_numeric(leaf) for leaf in arrays):
-        return np.shape(first) == np.shape(second) and bool(np.all(_same_arrays(first, second)))
-    one, other = (torch.as_tensor(leaf, device="cpu") for leaf in (first, second))
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return torch.equal(one, other)
-    return bool(_same(one, other, 0.0).all())
 
 
 def arrived_rows(
@@ -243,24 +202,75 @@ class _GatherRows(Gather):
     def prepare(self, comms: Communicators) -> Call:
         positions = self._store.between(*self._window)
         leaves = self._store.rows(positions) if len(positions) else self._empty
-        arrays = {i: leaf.dtype for i, leaf in enumerate(self._empty) if isinstance(leaf, np.ndarray)}
-        leaves = [held(leaf, arrays[i]) if i in arrays else leaf for i, leaf in enumerate(leaves)]
-        columns = [leaf if isinstance(leaf, torch.Tensor) else as_objects(Items(leaf, True)) for leaf in leaves]
-        self._tensor = {"indices": self._store.indices[positions], "columns": columns}
-        call = super().prepare(comms)
-        if arrays:
-            call.arguments["arrays"] = {i: kind_of(dtype) for i, dtype in arrays.items()}
-        return call
+        pairs = zip(leaves, self._empty, strict=True)
+        rows = [held(leaf, like.dtype) if isinstance(like, np.ndarray) else leaf for leaf, like in pairs]
+        names = [f"['columns'][{i}]" for i in range(len(rows))]
+        self._columns, self._tensor, paths = travelling([*map(as_column, rows)], names)
+        self._tensor.append(self._store.indices[positions])
+        self._spec = tree.listed([*paths, "['indices']"], [])
+        return super().prepare(comms)
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: Moved) -> Any:
-        gathered = super().result(comms, agreed, arrived)
-        if gathered is None:
+        leaves = super().result(comms, agreed, arrived)
+        if leaves is None:
             return None
-        at = {path: i for i, path in enumerate(agreed.call.tree.layout.paths)}
-        leaves = []
-        for i, column in enumerate(gathered["columns"]):
-            if isinstance(column, Objects):
-                leaf = at[f"['columns'][{i}].message"]
-                column = joined(column.message, [row[leaf][0] for row in arrived[0]], are_rows=True)
-            leaves.append(column)
-        return gathered["indices"], leaves
+        return leaves[-1], received(self._columns, leaves, lengths_of(agreed.call.tree, arrived[0]))
+
+
+class Large(NamedTuple):
+    """Columns of an agreed call whose data has not moved yet.
+
+    Attributes:
+        columns: This rank's columns, ``Items`` or data.
+        tensors: The tensor of each column that is data.
+        counts: For each column the number of rows of each rank; None if it is one value per rank.
+        orders: For each column the rows to keep, see ``in_order``.
+        indices: The index of each row; None if ``orders`` determine the places.
+        total: The number of different indices; None: any number.
+        nbytes: The bytes of all columns of all ranks.
+    """
+
+    columns: Sequence[Any]
+    tensors: Sequence[Any]
+    counts: Sequence[tuple[int, ...] | None]
+    orders: Sequence[Order]
+    indices: torch.Tensor | None
+    total: int | None
+    nbytes: int
+
+
+def moved(large: Large, way: Way) -> list[Any] | None:
+    """Move all columns to rank ``way.dst``, and return them there; None on other ranks.
+
+    Raises:
+        EasydistError: Another rank failed.
+    """
+    alone = {i: column for i, column in enumerate(large.columns) if large.counts[i] is None}
+    found = gather(alone, group_dst=way.dst, group=way.group, check=way.check, timeout=way.timeout) if alone else {}
+    for counts in dict.fromkeys(filter(None, large.counts)):  # in one order on all ranks
+        numbers = [i for i, each in enumerate(large.counts) if each == counts]
+        rows, store = [_rows(large, i) for i in numbers], Store()
+        plan, places = _plan_of(large, counts, numbers[0], [leaf[:0] for leaf in rows], way)
+        store.add(places, rows, 0)
+        columns = whole(store, plan, way)
+        if found is not None and columns is not None:
+            found |= {i: as_array(column, large.columns[i]) for i, column in zip(numbers, columns, strict=True)}
+    return [found[i] for i in range(len(large.columns))] if way.dst == communicators(way.group).rank else None
+
+
+def _rows(large: Large, number: int) -> Any:
+    """Return the rows of a column: a tensor, or the objects to encode."""
+    column = large.columns[number]
+    return rows_of(column.value) if isinstance(column, Items) else large.tensors[number]
+
+
+def _plan_of(
+    large: Large, counts: tuple[int, ...], number: int, empty: Sequence[Any], way: Way
+) -> tuple[Plan, torch.Tensor]:
+    """Return the plan for columns with as many rows as one of them, and the place of each row of this rank."""
+    rows = _per_window(sum(counts), large.nbytes)
+    if large.indices is not None:
+        length, bounds, _ = _bounds(large.indices, large.total, rows, way)
+        return Plan(Schema(), empty, length, bounds, False), large.indices
+    places, length = positions(large.orders[number], counts, communicators(way.group).rank)
+    return Plan(Schema(), empty, length, [*range(0, length, rows), length], False), places

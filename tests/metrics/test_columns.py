@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import easydist
 from easydist import MetricCollector, RemoteError, gather_for_metrics
 from easydist.metrics import DistributedBatchSampler
-from easydist.metrics.columns import Padded
+from easydist.metrics.joining import Padded
 from easydist.testing import distributed
 from easydist.testing.conformance import MOVED, sample
 

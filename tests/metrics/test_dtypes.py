@@ -9,9 +9,7 @@ from hypothesis import example, given, strategies as st
 
 import easydist
 from easydist import DisagreementError, MetricCollector, RemoteError, gather_for_metrics
-from easydist.metrics.columns import Padded, padded
-from easydist.metrics.dtypes import aligned
-from easydist.metrics.encoding import concatenated
+from easydist.metrics.joining import Padded, aligned, concatenated, padded
 from easydist.testing import distributed
 
 ALL = (1, 2, 3, 4)

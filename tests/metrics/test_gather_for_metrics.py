@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers.trainer_pt_utils import DistributedLengthGroupedSampler
 
 from easydist import broadcast_object_list, gather, gather_for_metrics
+from easydist.metrics.order import Sharding, in_order
 from easydist.testing import distributed
 
 ALL = (1, 2, 3, 4)
@@ -171,14 +172,31 @@ def check_prepared_stream(rank, world_size, total, batch_size, sized, drop_last,
         assert after(resumed, loader=resumed, **options) == want
 
 
-@draws(total=totals, batch_size=batch_sizes, shuffle=flags, drop_last=flags, drop_batch=flags, by_length=flags)
+def test_rows_that_do_not_fit_the_last_step_are_refused():
+    of_few = Sharding(block=2, rest=1, rows=2)  # a dispatcher's, which gives two of four ranks the only sample
+    assert in_order([1, 1, 0, 0], of_few) == slice(1)
+    with pytest.raises(ValueError, match="the ranks have 2, 0, 0, 0 rows, which are not the loader's: its last step"):
+        in_order([2, 0, 0, 0], of_few)
+
+
+@draws(
+    total=totals,
+    batch_size=batch_sizes,
+    shuffle=flags,
+    drop_last=flags,
+    drop_batch=flags,
+    by_length=flags,
+    skip=skipped,
+)
 @distributed(world_size=ALL)
 def test_samplers_that_deal_every_nth_sample(rank, world_size, cases):
     for case in cases:
         check_sampler(rank, world_size, **case)
 
 
-def check_sampler(rank, world_size, total, batch_size, shuffle, drop_last, drop_batch, by_length):
+def check_sampler(rank, world_size, total, batch_size, shuffle, drop_last, drop_batch, by_length, skip):
+    from accelerate import skip_first_batches
+
     data = range(total)
     if by_length and total >= world_size:  # it does not work with fewer samples
         sampler = DistributedLengthGroupedSampler(
@@ -190,6 +208,8 @@ def check_sampler(rank, world_size, total, batch_size, shuffle, drop_last, drop_
     want = every_nth(sampler, total, world_size)
     if drop_batch:
         want = want[: len(sampler) // batch_size * batch_size * world_size]
+    if skip:
+        loader, want = skip_first_batches(loader, skip), want[skip * batch_size * world_size :]
     assert in_loop(loader, loader=loader) == want
     assert after(loader, loader=loader) == want
 

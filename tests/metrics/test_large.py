@@ -15,7 +15,7 @@ from trees import assert_same
 
 import easydist
 from easydist import RemoteError, gather_for_metrics
-from easydist.metrics import gather, large, windows
+from easydist.metrics import gather, windows
 from easydist.testing import distributed
 
 
@@ -58,6 +58,15 @@ def test_the_result_is_that_of_one_exchange(rank, world_size):
 
 
 @distributed(world_size=2)
+def test_arrays_of_rows_may_differ_in_shape_and_dtype(rank):
+    rows, options = np.ones((4, 2 + rank), np.float64 if rank else np.float32), {"total": 8, "dst": 0, "ragged": True}
+    want = gather_for_metrics(rows, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        small_windows(patch, 16)
+        assert_same(gather_for_metrics(rows, **options), want)
+
+
+@distributed(world_size=2)
 def test_rows_that_a_sampler_repeated_are_dropped(rank):
     sampler = DistributedSampler(range(7), 2, rank, shuffle=False)
     loader = DataLoader(range(7), 4, sampler=sampler)
@@ -93,7 +102,7 @@ def test_what_one_rank_finds_wrong_is_raised_on_all(rank):
         with pytest.raises(ValueError, match="the ranks have 8, 8 rows"):
             gather_for_metrics(x, total=15, dst=0)
         if rank == 0:
-            patch.setattr(large, "_room", no_memory)
+            patch.setattr(windows, "_room", no_memory)
         with pytest.raises((MemoryError, RemoteError), match="no memory for the result"):
             gather_for_metrics(x, total=16, dst=0)
     assert easydist.gather(rank).tolist() == [0, 1]

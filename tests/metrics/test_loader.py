@@ -139,6 +139,7 @@ def test_steps_and_epochs(rank, world_size, kind):
 def test_an_epoch_is_followed_by_another_order(rank, world_size):
     loader = distributed_loader(Rows(20), 3, shuffle=True, seed=5, with_indices=True)
     assert len(loader) == -(-20 // (3 * world_size))
+    assert len(distributed_loader(Rows(20), 3, drop_last=True)) == 20 // (3 * world_size)
     for epoch in range(3):
         assert list(chain(*collected(loader))) == order_of(20, True, epoch)
     loader.set_epoch(1)

@@ -11,14 +11,14 @@ MUTANTS = [
         "tests/metrics/test_collector.py::test_files_take_what_is_above_the_limit_and_end_with_the_collector",
     ),
     Mutant(
-        "metrics/windows.py",
+        "metrics/indices.py",
         "_same_objects",
         "spec.paths == other.paths and spec.plain == other.plain",
         "spec.plain == other.plain",
         "tests/metrics/test_collector.py::test_another_value_of_one_sample_is_an_error_that_names_it",
     ),
     Mutant(
-        "metrics/dtypes.py",
+        "metrics/joining.py",
         "_is_same_date",
         "((found.astype(values.dtype) == values) | np.isnat(values))",
         "(found.astype(values.dtype) == values)",
@@ -33,7 +33,7 @@ MUTANTS = [
         "tests/metrics/test_loader.py::test_the_epoch_that_was_loaded_is_gone_on_with",
     ),
     Mutant(
-        "metrics/sources.py",
+        "metrics/sampler.py",
         "_Shares.__iter__",
         "islice(self.dataset, self.start, None), self.start",
         "islice(self.dataset, self.start, None), 0",
@@ -47,10 +47,10 @@ MUTANTS = [
         "tests/metrics/test_usage.py::test_a_pass_that_came_to_its_end_without_its_rows_is_an_error_in_the_next_one",
     ),
     Mutant(
-        "metrics/gather.py",
-        "_GatherForMetrics.validate",
-        "        if not is_same:  # a call failed on some ranks only\n            self._tally.lose()\n",
-        "",
+        "metrics/tally.py",
+        "agreed_lot",
+        "        tally.lose()\n",
+        "        pass\n",
         "tests/metrics/test_usage.py::test_ranks_that_count_differently_after_a_failure_refuse_together",
     ),
     Mutant(
@@ -68,7 +68,7 @@ MUTANTS = [
         "tests/metrics/test_torchmetrics.py::test_a_rank_may_have_no_data",
     ),
     Mutant(
-        "metrics/dealing.py",
+        "metrics/known_loaders.py",
         "_strided",
         "each * size - skipped * steps.size - (steps.done or 0)",
         "each * size - (steps.done or 0)",
@@ -77,7 +77,7 @@ MUTANTS = [
     Mutant(
         "metrics/loader.py",
         "DistributedLoader.__len__",
-        "self.total // size if self._source.sharing.drop_last else -(-self.total // size)",
+        "self.total // size if self._source.parameters.drop_last else -(-self.total // size)",
         "-(-self.total // size)",
         "tests/metrics/test_loader.py::test_steps_and_epochs "
         "tests/metrics/test_loader.py::test_an_epoch_is_followed_by_another_order",
@@ -87,7 +87,6 @@ MUTANTS = [
         "_order",
         "    _check_last(rows, last, block, rest)\n",
         "",
-        "tests/metrics/test_usage.py::test_a_pass_that_came_to_its_end_without_its_rows_is_an_error_in_the_next_one "
-        "tests/metrics/test_gather_for_metrics.py::test_another_loader_than_the_one_that_was_meant_is_noticed",
+        "tests/metrics/test_gather_for_metrics.py::test_rows_that_do_not_fit_the_last_step_are_refused",
     ),
 ]

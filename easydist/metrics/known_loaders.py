@@ -9,14 +9,15 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from easydist.metrics.lot import ACTIVE, ENDED, Lot
-from easydist.metrics.order import Dealt
-from easydist.metrics.passes import Passes, passes_of
-from easydist.metrics.tally import Position
+from easydist.metrics.loader import DistributedLoader
+from easydist.metrics.order import Sharding
+from easydist.metrics.passes import Steps, existing, passes_of
+from easydist.metrics.sampler import DistributedBatchSampler
+from easydist.metrics.tally import ACTIVE, ENDED, Lot
 
 __all__ = ["lot_of", "lot_of_last"]
 
@@ -48,7 +49,7 @@ def lot_of_last(rank: int, size: int, total: int | None = None) -> Lot:
 
 
 def _done() -> list[Any]:
-    return [loader for loader in _alive(_prepared()) if loader.end_of_dataloader]
+    return [loader for loader in existing(_prepared()) if loader.end_of_dataloader]
 
 
 def lot_of(loader: Any, rank: int, size: int, total: int | None = None) -> Lot:
@@ -64,12 +65,12 @@ def lot_of(loader: Any, rank: int, size: int, total: int | None = None) -> Lot:
         ValueError: The distribution is unknown, or the loader is for another rank or number of ranks.
         TypeError: It is not a loader.
     """
-    if isinstance(loader, _classes("easydist.metrics.loader", "DistributedLoader")):
-        return Lot(dealt=Dealt(loader.batch_size))  # it repeats no sample, so nothing needs to be counted
+    if isinstance(loader, DistributedLoader):
+        return Lot(sharding=Sharding(loader.batch_size))  # it repeats no sample, so nothing needs to be counted
     if not isinstance(loader, DataLoader):  # accelerate's loaders report this class
         raise TypeError(f"loader is {type(loader).__name__}, not a DataLoader")
     if size == 1:
-        return Lot(dealt=Dealt())
+        return Lot(sharding=Sharding())
     if isinstance(loader, _classes("accelerate.data_loader", "DataLoaderDispatcher")):
         return _dispatched(loader, rank, size, total)
     chain = list(_samplers(loader))
@@ -78,15 +79,15 @@ def lot_of(loader: Any, rank: int, size: int, total: int | None = None) -> Lot:
             return _sharded(loader, part, rank, size, total)
         if hasattr(part, "num_replicas") and hasattr(part, "total_size"):
             return _strided(loader, part, rank, size)
-        if isinstance(part, _classes("easydist.metrics.sampler", "DistributedBatchSampler")):
-            return Lot(dealt=Dealt(part.batch_size))
+        if isinstance(part, DistributedBatchSampler):
+            return Lot(sharding=Sharding(part.batch_size))
     if total is None:
         raise ValueError(
             f"the loader does not tell how it distributes its samples over {size} ranks, so repeated samples would go "
             "unnoticed; prepare it with accelerate, use distributed_loader or DistributedSampler, or pass total= or "
             "indices="
         )
-    return Lot(dealt=Dealt())
+    return Lot(sharding=Sharding())
 
 
 def _class(module: str, name: str) -> Any:
@@ -101,11 +102,6 @@ def _classes(module: str, *names: str) -> tuple[Any, ...]:
 def _prepared() -> Any:
     """Return the base class of the loaders that accelerate makes."""
     return _class("accelerate.data_loader", "DataLoaderStateMixin") or ()
-
-
-def _alive(cls: Any) -> list[Any]:
-    """Return all existing instances. Uses ``type``, since accelerate's loaders report another ``__class__``."""
-    return [each for each in gc.get_objects() if issubclass(type(each), cls)]
 
 
 def _samplers(loader: Any) -> Iterator[Any]:
@@ -140,71 +136,22 @@ def _check_class(part: Any, known: tuple[Any, ...]) -> None:
         )
 
 
-class _Steps(NamedTuple):
-    """The batches that a loader yields to each rank.
-
-    Attributes:
-        passes: The passes over it.
-        size: The rows of a full batch on all ranks.
-        skipped: The batches of each pass that it reads and does not yield.
-        ahead: The batches that it reads before it yields the one before.
-        reads: The batches that it reads for one that it yields.
-        drops: True if it drops the last of them if they are fewer.
-    """
-
-    passes: Passes
-    size: int
-    skipped: int = 0
-    ahead: int = 0
-    reads: int = 1
-    drops: bool = False
-
-    @property
-    def done(self) -> int | None:
-        """The rows of all ranks before the current pass, which may resume another; None if that is unknown."""
-        current = self.passes.current
-        return 0 if current is None else None if current.start is None else current.start // self.reads * self.size
-
-    def at(self, rows: int | None, has_ended: bool = False) -> Position:
-        """Return the position.
-
-        Args:
-            rows: The rows of the pass on all ranks; None if that is unknown.
-            has_ended: True if the loader says so itself.
-        """
-        if (current := self.passes.current) is None:
-            return Position(has_ended=has_ended)
-        has_ended = has_ended or (current.has_ended and self.reads == 1)
-        has_ended = has_ended or (rows is not None and not self.ahead and current.yielded * self.size >= rows)
-        is_partial = has_ended and not self.drops
-        read = -(-current.yielded // self.reads) if is_partial else current.yielded // self.reads
-        steps = max(read - self.skipped - (0 if current.has_ended or has_ended else self.ahead), 0)
-        available = steps * self.size if rows is None else rows if has_ended else min(steps * self.size, rows)
-        # A pass that reads several batches for a step has read its last before it yields what it has of them.
-        finished = self.passes.finished if self.reads == 1 else 0
-        return Position(current.serial, steps, available, has_ended, finished, self.passes.mixed)
-
-
-def _accelerated(loader: Any, size: int, reads: int = 1) -> _Steps:
+def _accelerated(loader: Any, size: int, reads: int = 1) -> Steps:
     """Return the steps of a loader that accelerate may have prepared: such a loader reads one step ahead."""
     if not issubclass(type(loader), _prepared()):
-        return _Steps(passes_of(loader), size)
-    return _Steps(passes_of(loader), size, loader.skip_batches, 1, reads, loader._drop_last)
-
-
-def _has_ended(loader: Any) -> bool:
-    """True if a loader of accelerate's says that it has yielded its last batch."""
-    return bool(issubclass(type(loader), _prepared()) and loader.end_of_dataloader)
+        return Steps(passes_of(loader), size)
+    ended = bool(loader.end_of_dataloader)
+    return Steps(passes_of(loader), size, loader.skip_batches, 1, reads, loader._drop_last, ended)
 
 
 def _alone(loader: Any, total: int | None) -> Lot:
     """Handle a loader of a single process, since the rows may be those of another one."""
     if (batches := _batch_sampler(loader)) is None:
-        return Lot(dealt=Dealt())
+        return Lot(sharding=Sharding())
     steps = _accelerated(loader, batches.batch_size)
     left = _left(loader, steps, total, batches.batch_size)
-    dealt = _evened(left, batches.batch_size, 1, batches.drop_last, fills=False)
-    return Lot(steps.passes.tally, Dealt(rows=dealt.rows), steps.at(dealt.rows, _has_ended(loader)))
+    sharding = _evened(left, batches.batch_size, 1, batches.drop_last, fills=False)
+    return steps.lot(Sharding(rows=sharding.rows))
 
 
 def _batch_sampler(loader: Any) -> Any:
@@ -219,16 +166,17 @@ def _dispatched(loader: Any, rank: int, size: int, total: int | None) -> Lot:
     batch_size = _batch_sampler(loader).batch_size
     block, reads = (batch_size // size, 1) if loader.split_batches else (batch_size, size)
     steps = _accelerated(loader, block * size, reads)
-    at, left = steps.at(None, _has_ended(loader)), _left(loader, steps, total, batch_size)
+    at, left = steps.at(None), _left(loader, steps, total, batch_size)
     if at.has_ended and at.steps:  # it knows the number of samples of its last step
         left = (at.steps - 1) * steps.size + loader.remainder
-    dealt = _evened(left, block, size, loader._drop_last, fills=False)
+    sharding = _evened(left, block, size, loader._drop_last, fills=False)
     if left is not None and 0 < 2 * left < size and not loader._drop_last:
-        dealt = Dealt(block, left, 2 * left)  # it fills the last step with the first one, so some ranks get nothing
-    return Lot(steps.passes.tally, dealt, steps.at(dealt.rows, _has_ended(loader)))
+        # It fills the last step with the first one, so some ranks get nothing.
+        sharding = Sharding(block, left, 2 * left)
+    return steps.lot(sharding)
 
 
-def _evened(left: int | None, block: int, size: int, drop_last: bool, fills: bool) -> Dealt:
+def _evened(left: int | None, block: int, size: int, drop_last: bool, fills: bool) -> Sharding:
     """Return the distribution of samples in steps, with repeated ones in the last.
 
     Args:
@@ -240,10 +188,10 @@ def _evened(left: int | None, block: int, size: int, drop_last: bool, fills: boo
     """
     step = block * size
     if left is None or drop_last or left % step == 0:
-        return Dealt(block, None, None if left is None else left // step * step, True)
+        return Sharding(block, None, None if left is None else left // step * step, True)
     rest = left % step
     last = step if fills else -(-rest // size) * size
-    return Dealt(block, rest if last > rest else None, left - rest + last, True)
+    return Sharding(block, rest if last > rest else None, left - rest + last, True)
 
 
 def _sharded(loader: Any, shard: Any, rank: int, size: int, total: int | None) -> Lot:
@@ -263,15 +211,15 @@ def _sharded(loader: Any, shard: Any, rank: int, size: int, total: int | None) -
             "the loader's data set has no length, and samples may be repeated at its end; pass total=, the number of "
             "samples, or indices="
         )
-    dealt = (
-        _evened(left, block, size, shard.drop_last, True) if is_even or shard.drop_last else Dealt(block, None, left)
+    sharding = (
+        _evened(left, block, size, shard.drop_last, True) if is_even or shard.drop_last else Sharding(block, None, left)
     )
     if steps.done is None:
-        dealt = dealt._replace(rows=None)
-    return Lot(steps.passes.tally, dealt, steps.at(dealt.rows, _has_ended(loader)))
+        sharding = sharding._replace(rows=None)
+    return steps.lot(sharding)
 
 
-def _left(loader: Any, steps: _Steps, total: int | None, batch_size: int) -> int | None:
+def _left(loader: Any, steps: Steps, total: int | None, batch_size: int) -> int | None:
     """Return the number of samples of the pass before any is repeated; None if it is unknown.
 
     Args:
@@ -312,15 +260,15 @@ def _strided(loader: Any, sampler: Any, rank: int, size: int) -> Lot:
     _check_class(sampler, (DistributedSampler, *known))
     _check_place((sampler.rank, sampler.num_replicas), (rank, size))
     batch_size, drop_last, skipped = _batches(loader, sampler)
-    steps = _Steps(passes_of(loader), batch_size * size)
+    steps = Steps(passes_of(loader), batch_size * size)
     each = sampler.num_samples // batch_size * batch_size if drop_last else sampler.num_samples
     rows = max(each * size - skipped * steps.size - (steps.done or 0), 0)
     samples = getattr(sampler, "lengths", None)
     total = len(sampler.dataset if samples is None else samples)
     repeats = sampler.total_size > total and each == sampler.num_samples
-    dealt = Dealt(1, (total % size or size) if repeats else None, rows, True)
-    at = steps.at(rows)
-    return Lot(steps.passes.tally, dealt if steps.done is not None else dealt._replace(rows=None), at)
+    sharding = Sharding(1, (total % size or size) if repeats else None, rows, True)
+    lot = steps.lot(sharding)
+    return lot if steps.done is not None else lot._replace(sharding=sharding._replace(rows=None))
 
 
 def _batches(loader: Any, sampler: Any) -> tuple[int, bool, int]:
