@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from easydist.base.recent import Kept
 from easydist.data import packing
 from easydist.errors import WireError
 from easydist.format import codec, header, outline
@@ -65,11 +66,13 @@ class Outgoing:
     ) -> None:
         key = None if metadata else recipes.key_of(data)
         found: list[Any] | None = [] if objects else None
-        if (recipe := recipes.made_before(key)) is not None:
+        kept = None if key is None else recipes.made(key)
+        if kept is not None and (recipe := kept.value) is not None:
             self.header, self._tensors = recipe.header, recipe.tensors(data)
         else:
             self._write(data, found, metadata)
-            recipes.keep_made(key, self.header, data, self._tensors)
+            if kept is not None:
+                kept.value = recipes.SendRecipe.of(self.header, data, self._tensors)
         self.objects = _encoded(found, weights_only) if found else _NOTHING
         self._data_nbytes = sum(map(packing.nbytes, self._tensors))
         self._is_inline = False
@@ -149,12 +152,11 @@ class Announcement:
             )
         self.header, self.objects, self.data = message[_LENGTHS.size :].split(list(lengths))
 
-    def recipe(self) -> recipes.ReceiveRecipe | None:
-        """Return the recipe of an earlier announcement with this header, if the announcement contains all data."""
+    def recipe(self) -> Kept[recipes.ReceiveRecipe] | None:
+        """Return the kept recipe of announcements with this header; None if there is more to read than it describes."""
         if self.objects.numel() or self.header.numel() > recipes.LONGEST_HEADER:
             return None
-        found = recipes.read_before(self.header.numpy().tobytes())
-        return found if found is not None and found.nbytes == self.data.numel() else None
+        return recipes.read(self.header.numpy().tobytes())
 
 
 _I = TypeVar("_I", bound="Incoming")
@@ -215,19 +217,16 @@ class Incoming:
             UnsafeObjectError: An object is not allow-listed here.
         """
         told = Announcement(message)
-        if into is None and (known := told.recipe()) is not None:
+        kept = told.recipe() if into is None else None
+        if kept is not None and (known := kept.value) is not None and known.nbytes == told.data.numel():
             incoming = cls.__new__(cls)
             incoming._tree, incoming._data = known.tree(told.data), told.data
             return incoming
         objects = codec.decode(told.objects.clone(), weights_only=weights_only) if told.objects.numel() else ()
         incoming = cls(comms, told.header, into, objects, told.data.clone() if told.data.numel() else None)
-        if into is None and not objects and not incoming._receiving:
-            incoming._keep(told)
+        if kept is not None and not incoming._receiving:
+            kept.value = recipes.ReceiveRecipe.of(_header_of(told.header), incoming._tree, incoming._tensors)
         return incoming
-
-    def _keep(self, told: Announcement) -> None:
-        """Keep the result, so that the next announcement with this header is read faster."""
-        recipes.keep_read(told.header.numpy().tobytes(), _header_of(told.header), self._tree, self._tensors)
 
     @property
     def tree(self) -> Tree:

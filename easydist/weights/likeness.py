@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
 from easydist.data.backing import addresses
-
-V = TypeVar("V")
 
 LONGEST = 1 << 22
 """The longest header, in bytes, whose decoded form and further results are kept."""
@@ -62,32 +59,3 @@ def likeness(values: Sequence[Any]) -> Hashable | None:
     first: dict[int, int] = {}
     ties = () if len(set(places)) == len(places) else tuple([first.setdefault(at, i) for i, at in enumerate(places)])
     return layouts, strides, ties
-
-
-class Recent(Generic[V]):
-    """The most recent results, by the inputs that determine them.
-
-    Args:
-        most: The number of results to keep.
-
-    Example:
-        >>> recent = Recent(2)
-        >>> for key in "abc":
-        ...     recent.keep(key, key.upper())
-        >>> recent.get("a"), recent.get("c"), recent.get(None)
-        (None, 'C', None)
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._found: OrderedDict[Hashable, V] = OrderedDict()
-
-    def get(self, key: Hashable) -> V | None:
-        """Return the result for a key; None if there is none."""
-        return self._found.get(key)
-
-    def keep(self, key: Hashable, value: V) -> None:
-        """Store a result, and drop the oldest one if there are too many."""
-        self._found[key] = value
-        if len(self._found) > self._most:
-            self._found.popitem(last=False)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from easydist.base.recent import Kept, recent
 from easydist.data import packing
 from easydist.data.leaves import as_tensor
 from easydist.format import header, outline
 from easydist.verbs.sharded import is_sharded
 from easydist.weights.blocks import Block, shard, whole
-from easydist.weights.likeness import LONGEST, Recent, are_plain, likeness
+from easydist.weights.likeness import LONGEST, are_plain, likeness
 from easydist.weights.schedule import Message, Part
 
 METADATA = "easydist.weights"
@@ -127,7 +128,7 @@ class _Plan(NamedTuple):
     dtypes: list[torch.dtype]
 
 
-_plans: Recent[_Plan] = Recent(4)
+_plans: Callable[[Hashable], Kept[_Plan]] = recent(4)
 
 
 class Source:
@@ -155,12 +156,12 @@ class Source:
     ) -> None:
         given = {new: state[name] for name, new in names.items()}
         values, like = list(given.values()), likeness(list(given.values()))
-        key = None if like is None else (like, tuple(given), dtype, json.dumps(about))
-        plan = _plans.get(key)
+        kept = None if like is None else _plans((like, tuple(given), dtype, json.dumps(about)))
+        plan = None if kept is None else kept.value
         if plan is None:
             plan, values = _planned(given, dtype, about)
-            if key is not None and plan.header.numel() <= LONGEST:
-                _plans.keep(key, plan)
+            if kept is not None and plan.header.numel() <= LONGEST:
+                kept.value = plan
         else:
             values = [values[i] for i in plan.order]
         self.header, self.shards = plan.header, plan.shards

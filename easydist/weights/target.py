@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from easydist import memory
+from easydist.base.recent import Kept, recent
 from easydist.base.torch_private import foreach_copy
 from easydist.data.aliasing import overlap
 from easydist.data.leaves import Leaves
@@ -17,7 +18,7 @@ from easydist.format import outline
 from easydist.typing import Device
 from easydist.verbs.sharded import is_sharded
 from easydist.weights.announced import Announced
-from easydist.weights.likeness import Recent, likeness
+from easydist.weights.likeness import likeness
 from easydist.weights.places import Place, new, place_of
 from easydist.weights.receivers import entries_of
 from easydist.weights.schedule import Message
@@ -59,7 +60,7 @@ class _Fit(NamedTuple):
     made: dict[tuple[int, torch.dtype], list[str]]
 
 
-_fits: Recent[_Fit] = Recent(4)
+_fits: Callable[[Hashable], Kept[_Fit]] = recent(4)
 
 
 class Target:
@@ -87,17 +88,17 @@ class Target:
         self._places: list[list[Place]] = [[] for _ in announced.entries]
         self._new: dict[str, torch.Tensor] = {}
         self._behind: set[torch.device] = set()
-        self._key = self._known_by()
-        self._fit = _fits.get(self._key)
+        self._kept = self._known()
+        self._fit = None if self._kept is None else self._kept.value
 
-    def _known_by(self) -> Hashable | None:
-        """Return a key that determines the fit; None if it must be computed again."""
+    def _known(self) -> Kept[_Fit] | None:
+        """Return the kept fit; None if it must be computed again."""
         like = likeness(list(self._mine.values()))
         changes = (*self._coming, *self._coming.values()) if self._wanted.keep or self._wanted.rename else None
         rules = self._is_strict, self._takes_all, self._wanted.strict
         if like is None or not self._announced.is_kept:
             return None
-        return self._announced, like, tuple(self._mine), self._into.own, rules, changes
+        return _fits((self._announced, like, tuple(self._mine), self._into.own, rules, changes))
 
     def misfit(self) -> list[Row]:
         """Return the differences between arriving entries and the receiver's, sorted by name; empty if all fit."""
@@ -145,7 +146,7 @@ class Target:
         boxes = self._announced.boxes
         for i, name, is_plain in self._fit.written:
             value = self._mine[name]
-            if self._key is None:
+            if self._kept is None:
                 self._places[i].append(place_of(value))
             else:
                 self._places[i].append(Place(value.detach() if value.requires_grad else value, boxes[i], is_plain))
@@ -153,8 +154,8 @@ class Target:
             tensor = self._make(i, dtype)
             for name in names:
                 self._new[name] = tensor
-        if self._key is not None:
-            _fits.keep(self._key, self._fit)
+        if self._kept is not None:
+            self._kept.value = self._fit
 
     def _check_apart(self, fit: _Fit) -> None:
         """Check the one thing that equal layouts do not show: whether different tensors share memory."""
@@ -231,7 +232,7 @@ class Target:
         for device in self._behind:
             torch.accelerator.synchronize(device)
         written = [self._mine[name] for _, name, _ in self._fit.written] if self._fit else []
-        if self._key is None:  # else they are plain tensors, and none is an inference tensor
+        if self._kept is None:  # else they are plain tensors, and none is an inference tensor
             written = [local(one) for one in written if not one.is_inference()]
         torch.autograd.graph.increment_version(written)
         found = self._new | self._extra()
