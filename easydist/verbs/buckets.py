@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -101,6 +101,18 @@ def by_comm(
         comm = comms.cpu(total) if tensors[i].is_cpu else comms.data(tensors[i].device)
         groups.setdefault(id(comm), (comm, []))[1].append(i)
     return groups.values()
+
+
+def carriers(comms: Communicators, nbytes: Mapping[str, int]) -> dict[str, Collectives]:
+    """Return the communicator that carries the data of each device type.
+
+    Args:
+        comms: The group.
+        nbytes: The bytes of each device type, the same on all ranks.
+    """
+    found = {kind: comms.data(torch.device(kind)) for kind in nbytes}
+    on_cpu = [kind for kind, comm in found.items() if comm is comms.control]
+    return found | dict.fromkeys(on_cpu, comms.cpu(sum([nbytes[kind] for kind in on_cpu])))
 
 
 def large_alone(indices: Sequence[int], nbytes: Sequence[int]) -> list[Sequence[int]]:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from easydist.agreement.disagreement import listed, misfit_lines
 from easydist.base.recent import Kept
 from easydist.data import packing
 from easydist.errors import WireError
@@ -159,6 +160,9 @@ class Announcement:
         return recipes.read(self.header.numpy().tobytes())
 
 
+Misfit = dict[str, Any]
+"""The ``"rows"`` that differ, and the number of paths ``"of"`` which they are."""
+
 _I = TypeVar("_I", bound="Incoming")
 
 
@@ -271,7 +275,7 @@ class Incoming:
         """Return the leaves of ``into`` by the names of the entries."""
         return {entry.name: targets.values.get(self.path_of(entry.name)) for entry in head.entries}
 
-    def misfit(self) -> dict[str, Any] | None:
+    def misfit(self) -> Misfit | None:
         """Return the differences between ``into`` and the sent tree; None if there are none.
 
         Raises:
@@ -299,6 +303,14 @@ class Incoming:
         if self._receiving and '"scalar"' in self._outline:  # NumPy scalars were copied before the data arrived
             self._tree, self._leaves = self._decoded()
         return self._tree if self._targets is None else self._targets.write(self._leaves)
+
+
+def disagreement(operation: str, src: int, misfits: Mapping[int, Misfit]) -> str:
+    """Describe the leaves that differ from the source's, one per line."""
+    lines = misfit_lines(src, {rank: misfit["rows"] for rank, misfit in misfits.items()}, "into= of rank")
+    total = max(misfit["of"] for misfit in misfits.values())
+    advice = f"Pass into= the structure, dtypes and shapes that rank {src} sends, or leave it out."
+    return "\n".join([f"{operation}: ranks disagree on {len(lines)} of {total} leaves", *listed(lines), advice])
 
 
 def _header_of(encoded: torch.Tensor) -> Header:
