@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -103,16 +104,19 @@ def by_comm(
     return groups.values()
 
 
-def carriers(comms: Communicators, nbytes: Mapping[str, int]) -> dict[str, Collectives]:
+def carriers(comms: Communicators, messages: Iterable[tuple[str, int]]) -> dict[str, Collectives]:
     """Return the communicator that carries the data of each device type.
 
     Args:
         comms: The group.
-        nbytes: The bytes of each device type, the same on all ranks.
+        messages: The device type and the bytes of each message, the same on all ranks.
     """
-    found = {kind: comms.data(torch.device(kind)) for kind in nbytes}
+    totals: Counter[str] = Counter()
+    for kind, nbytes in messages:
+        totals[kind] += nbytes
+    found = {kind: comms.data(torch.device(kind)) for kind in totals}
     on_cpu = [kind for kind, comm in found.items() if comm is comms.control]
-    return found | dict.fromkeys(on_cpu, comms.cpu(sum([nbytes[kind] for kind in on_cpu])))
+    return found | dict.fromkeys(on_cpu, comms.cpu(sum([totals[kind] for kind in on_cpu])))
 
 
 def large_alone(indices: Sequence[int], nbytes: Sequence[int]) -> list[Sequence[int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from operator import index
 from typing import Any
 
@@ -108,10 +107,7 @@ class BroadcastTensorDict(Verb[Tree]):
         return self._incoming.misfit()
 
     def _move(self, comms: Communicators) -> None:
-        sizes: Counter[str] = Counter()
-        for kind, buffer in self._buffers:
-            sizes[kind] += buffer.numel()
-        carried = carriers(comms, sizes)
+        carried = carriers(comms, [(kind, buffer.numel()) for kind, buffer in self._buffers])
         works = [carried[kind].broadcast(buffer, self._src, async_op=True) for kind, buffer in self._buffers]
         for work in works:
             work.wait()

@@ -8,6 +8,7 @@ from typing import Any
 from easydist.agreement.agree import agree
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
+from easydist.agreement.reports import encoded, exchange_reports
 from easydist.agreement.runner import Verb, run
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
@@ -16,7 +17,6 @@ from easydist.verbs.ranks import checked_ranks, named_rank
 from easydist.weights.exchange import BroadcastWeights, Sending
 from easydist.weights.source import state_of
 from easydist.weights.target import Wanted
-from easydist.weights.told import nbytes_of, told
 
 _OPERATION = "publish"
 
@@ -110,14 +110,14 @@ class _Meeting(Verb[dict[int, dict[str, Any]]]):
 
     def __init__(self, member: Member, src: Any) -> None:
         self._src = src
-        self._mine = {"receives": member.receives, "version": member.version, "pending": member.pending}
+        self._mine = encoded({"receives": member.receives, "version": member.version, "pending": member.pending})
 
     def prepare(self, comms: Communicators) -> Call:
         checked_ranks(comms, "src", [] if self._src is None else self._src)
-        return Call(nbytes=nbytes_of(self._mine))
+        return Call(nbytes=self._mine.numel())
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> dict[int, dict[str, Any]]:
-        return told(comms, agreed.nbytes, self._mine)
+        return exchange_reports(comms, agreed.nbytes, self._mine)
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: dict[int, dict[str, Any]]) -> Any:
         return arrived
