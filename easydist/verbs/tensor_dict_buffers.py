@@ -15,7 +15,7 @@ from easydist.groups.communicators import Communicators
 from easydist.verbs.buckets import large_alone
 
 
-def together(
+def coalesced(
     comms: Communicators, kinds: Sequence[str], sizes: Sequence[int]
 ) -> Iterator[tuple[str, torch.device, Sequence[int]]]:
     """Yield the device type, device and tensors of each message; sender and receiver get the same messages.

@@ -31,7 +31,7 @@ from easydist.groups.communicators import Communicators
 from easydist.messages.pair import ROOM, Buffers
 from easydist.typing import Tree
 from easydist.verbs import tensor_dict_recipes as recipes
-from easydist.verbs.tensor_dict_buffers import ReceiveBuffer, demand_nbytes, empty, entry_nbytes, filled, together
+from easydist.verbs.tensor_dict_buffers import ReceiveBuffer, coalesced, demand_nbytes, empty, entry_nbytes, filled
 
 DEVICES = "easydist.devices"
 
@@ -82,10 +82,10 @@ class Outgoing:
     def _write(self, data: Tree, found: list[Any] | None, metadata: Mapping[str, str] | None) -> None:
         """Make the header."""
         advice = "send its parts, or use broadcast_object_list"
-        tensors, told = outline.describe(data, metadata, None, "a tensor dict", advice, found)
+        tensors, texts = outline.describe(data, metadata, None, "a tensor dict", advice, found)
         if devices := {name: tensor.device.type for name, tensor in tensors.items() if not tensor.is_cpu}:
-            told[DEVICES] = json.dumps(devices)
-        self.header = torch.frombuffer(bytearray(header.encode(tensors, told)), dtype=torch.uint8)
+            texts[DEVICES] = json.dumps(devices)
+        self.header = torch.frombuffer(bytearray(header.encode(tensors, texts)), dtype=torch.uint8)
         self._tensors = [tensors[name] for name in header.order(tensors)]
 
     def message(self, comms: Communicators, room: int = ROOM) -> tuple[torch.Tensor, Buffers]:
@@ -117,7 +117,7 @@ class Outgoing:
         kinds, sizes = [t.device.type for t in self._tensors], [packing.nbytes(t) for t in self._tensors]
         return [
             (kind, packing.pack([self._tensors[i] for i in members], there))
-            for kind, there, members in together(comms, kinds, sizes)
+            for kind, there, members in coalesced(comms, kinds, sizes)
         ]
 
 
@@ -220,16 +220,16 @@ class Incoming:
             RuntimeError: As in the constructor.
             UnsafeObjectError: An object is not allow-listed here.
         """
-        told = Announcement(message)
-        kept = told.recipe() if into is None else None
-        if kept is not None and (known := kept.value) is not None and known.nbytes == told.data.numel():
+        sent = Announcement(message)
+        kept = sent.recipe() if into is None else None
+        if kept is not None and (known := kept.value) is not None and known.nbytes == sent.data.numel():
             incoming = cls.__new__(cls)
-            incoming._tree, incoming._data = known.tree(told.data), told.data
+            incoming._tree, incoming._data = known.tree(sent.data), sent.data
             return incoming
-        objects = codec.decode(told.objects.clone(), weights_only=weights_only) if told.objects.numel() else ()
-        incoming = cls(comms, told.header, into, objects, told.data.clone() if told.data.numel() else None)
+        objects = codec.decode(sent.objects.clone(), weights_only=weights_only) if sent.objects.numel() else ()
+        incoming = cls(comms, sent.header, into, objects, sent.data.clone() if sent.data.numel() else None)
         if kept is not None and not incoming._receiving:
-            kept.value = recipes.ReceiveRecipe.of(_header_of(told.header), incoming._tree, incoming._tensors)
+            kept.value = recipes.ReceiveRecipe.of(_header_of(sent.header), incoming._tree, incoming._tensors)
         return incoming
 
     @property
@@ -255,7 +255,7 @@ class Incoming:
         targets = None if self._targets is None else self._by_name(head, self._targets)
         receiving = [
             ReceiveBuffer(kind, there, [head.entries[i] for i in members], targets)
-            for kind, there, members in together(comms, kinds, [entry_nbytes(entry) for entry in head.entries])
+            for kind, there, members in coalesced(comms, kinds, [entry_nbytes(entry) for entry in head.entries])
         ]
         tensors = {name: tensor for receive in receiving for name, tensor in receive.tensors.items()}
         for entry, kind in zip(head.entries, kinds, strict=True):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from easydist.agreement.disagreement import Row
-from easydist.data.packing import dtype_name
+from easydist.data.packing import type_text
 from easydist.format import header
 from easydist.format.header import Entry
 from easydist.weights.blocks import Block, is_covered, whole
@@ -86,7 +86,7 @@ class Announced:
 
     def differing(self, other: Announced) -> list[Row]:
         """Return the entries that a further source has otherwise than this first one."""
-        theirs, ours = ({one.name: f"{dtype_name(one.dtype)} {one.shape}" for one in a.entries} for a in (self, other))
+        theirs, ours = ({one.name: type_text(one.dtype, one.shape) for one in a.entries} for a in (self, other))
         rows = [(name, theirs.get(name, "missing"), ours.get(name, "missing")) for name in theirs.keys() | ours.keys()]
         return sorted(row for row in rows if row[1] != row[2])
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from easydist.data.packing import dtype_name
+from easydist.data.packing import type_text
 from easydist.verbs.sharded import is_sharded
 
 
@@ -37,7 +37,7 @@ def described(optimizer: Optimizer) -> dict[str, Any]:
 
 def _parameters(group: Mapping[str, Any]) -> list[list[str]]:
     names = group.get("param_names") or [""] * len(group["params"])
-    types = [f"{dtype_name(one.dtype)} {tuple(one.shape)}" for one in group["params"]]
+    types = [type_text(one.dtype, one.shape) for one in group["params"]]
     return [[name, text] for name, text in zip(names, types, strict=True)]
 
 

@@ -12,7 +12,7 @@ from easydist.agreement.disagreement import Row
 from easydist.base.recent import Kept, recent
 from easydist.data.aliasing import overlap
 from easydist.data.leaves import Leaves
-from easydist.data.packing import dtype_name
+from easydist.data.packing import type_text
 from easydist.format import outline
 from easydist.typing import Device
 from easydist.verbs.sharded import is_sharded
@@ -117,7 +117,7 @@ class Target:
     def _compared(self, name: str) -> Row | None:
         i = self._entry(name)
         entry = None if i is None else self._announced.entries[i]
-        theirs = "no tensor" if entry is None else _text(entry.dtype, entry.shape)
+        theirs = "no tensor" if entry is None else type_text(entry.dtype, entry.shape)
         if name not in self._mine:
             return (name, theirs, "missing") if self._is_strict else None
         value = self._mine[name]
@@ -138,7 +138,7 @@ class Target:
         if self._fit is None:
             self._fit = self._found()
         else:
-            self._check_apart(self._fit)
+            self._check_disjoint(self._fit)
         boxes, spans = self._announced.boxes, self.destinations.spans
         for i, name, is_plain in self._fit.written:
             value = self._mine[name]
@@ -153,7 +153,7 @@ class Target:
         if self._kept is not None:
             self._kept.value = self._fit
 
-    def _check_apart(self, fit: _Fit) -> None:
+    def _check_disjoint(self, fit: _Fit) -> None:
         """Check the one thing that equal layouts do not show: whether different tensors share memory."""
         written = {name: self._mine[name] for _, name, _ in fit.written}
         if overlap(list(written.values())) is not None:
@@ -212,9 +212,5 @@ class Target:
         return {name: decoded[self._coming[name]] for name in self._coming if self._entry(name) is None}
 
 
-def _text(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    return f"{dtype_name(dtype)} {tuple(shape)}"
-
-
 def _described(value: Any) -> str:
-    return _text(value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else "no tensor"
+    return type_text(value.dtype, value.shape) if isinstance(value, torch.Tensor) else "no tensor"
