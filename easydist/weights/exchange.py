@@ -20,12 +20,11 @@ from easydist.data.packing import dtype_name
 from easydist.errors import DisagreementError, WireError
 from easydist.format import header
 from easydist.groups.communicators import Communicators
-from easydist.transport.comm import Collectives
 from easydist.verbs.buckets import carriers
 from easydist.verbs.ranks import checked_ranks
 from easydist.weights.announced import Announced, announced as read
 from easydist.weights.digests import Digests, damaged
-from easydist.weights.optimizers import described
+from easydist.weights.receivers import described
 from easydist.weights.schedule import Message, UnderWay, progress
 from easydist.weights.source import Source, mesh_ranks, named, state_of
 from easydist.weights.target import Target, Wanted
@@ -216,17 +215,17 @@ class BroadcastWeights(Verb[Any]):
         for message in messages:
             comm = carried[message.kind]
             under_way.admit(message)
-            buffer = self._buffer(message, comm)
+            buffer = self._buffer(message, comms.rank, comm.get_device())
             under_way.add(message, buffer, comm.broadcast(buffer, message.root, async_op=True))
         under_way.finish()
 
-    def _buffer(self, message: Message, comm: Collectives) -> torch.Tensor:
+    def _buffer(self, message: Message, rank: int, there: torch.device) -> torch.Tensor:
         """Return the bytes to send, or the memory in which they arrive."""
-        if self._source is not None and message.root == comm.get_rank():
-            return self._source.load(message, comm.get_device())
+        if self._source is not None and message.root == rank:
+            return self._source.load(message, there)
         if self._target is not None:
-            return self._target.destinations.buffer(message, comm.get_device())
-        return torch.empty(message.nbytes, dtype=torch.uint8, device=comm.get_device())
+            return self._target.destinations.buffer(message, there)
+        return torch.empty(message.nbytes, dtype=torch.uint8, device=there)
 
     def _verify(self, comms: Communicators, announced: Announced, differing: list[int]) -> None:
         names = [announced.entries[i].name for i in differing]
