@@ -313,6 +313,8 @@ def test_what_is_known_of_weights_holds_for_those_that_are_like_them_alone(rank)
                 got = weights.broadcast_state_dict(make(fill) if rank == 0 else target)
                 assert_same(values(got), values(make(fill)))
                 assert rank == 0 or into is not None or (got["a"] is got["b"]) == (make is tied)
+        renamed = {"d": torch.full((3,), fill), "e": torch.full((3,), fill), "f": torch.zeros(2, 2)}  # like apart
+        assert list(weights.broadcast_state_dict(renamed if rank == 0 else None)) == ["d", "e", "f"]
         half = {"dtype": torch.bfloat16} if rank == 0 else {}
         got = weights.broadcast_state_dict(apart(fill) if rank == 0 else None, **half)
         assert rank == 0 or got["b"].dtype == torch.bfloat16
