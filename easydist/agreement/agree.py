@@ -51,6 +51,7 @@ def agree(comms: Communicators, operation: str, prepare: Callable[[], Call], che
         call = _noted(prepare())
         sizes = call.sizes()
         mine = frames.header_of(operation, call)
+    # Not an interrupt: the others hear of that from the monitor, when the call ends.
     except Exception as fault:
         _raise_together(comms, _exchange_fault(comms, operation, fault), fault)
     headers = frames.exchange(comms, mine, sizes, call)

@@ -100,10 +100,12 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
 
     def _begin(self, comms: Communicators) -> None:
         comms.demand_own_process()
+        # Autograd has a thread for each device: calls of one backward pass take turns instead of raising.
         self._turn = backward_id() >= 0 and comms.turns.acquire()
         other = comms.under_way.setdefault(_CALL, self)  # atomic between threads, and for an interrupt
         if other is not self:
             raise RuntimeError(self._two_at_once(other))
+        # In a call of its own, before this one is numbered: some ranks may only read ``process_group``.
         if comms.founding is not None:
             self._timeout = comms.found(self._operation, self._site, self._timeout)
         if not self._is_call:
@@ -132,6 +134,7 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
             try:
                 self._end(kind, error, trace)
             finally:
+                # Even if an interrupt strikes in ``_end``: else no further call could begin.
                 self._comms.under_way.pop(_CALL, None)
                 if self._turn:
                     self._comms.turns.release()
@@ -142,6 +145,7 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
         if error is not None:
             self._tell_of(error)
         self._signals.__exit__(kind, error, trace)
+        # Before the error reaches the caller: nothing may write to its tensors after that.
         if self._comms.monitor.broken is not None:
             self._comms.stop()
         self._comms.monitor.end(error is None or self._has_sent_all(error))

@@ -171,10 +171,13 @@ def _start(sizes: int) -> int:
 def exchange(comms: Communicators, header: Header, sizes: bytes, call: Call) -> Headers:
     """Send this rank's frame, and return the headers of all ranks."""
     frames = comms.frames
+    # 8 bytes for an odd number of sizes: the payload begins at a multiple of 16.
     at, room = comms.rank * frames.nbytes, frames.nbytes - _NUMBERS.size - 8
     numbers = struct.pack(f"<{len(call.numbers)}q", *call.numbers) if call.numbers else b""
+    # Sizes without room travel in an exchange of their own, if they differ.
     sizes = numbers + sizes if len(numbers) + len(sizes) <= room else numbers
     count = len(sizes) // 8
+    # Each rank decides for itself; a payload counts only if all ranks have sent theirs (``has_payload``).
     payload = call.nbytes if call.payload and call.nbytes <= frames.nbytes - _start(count) else 0
     _NUMBERS.pack_into(frames.view, at, *header[:6], count, payload)
     if count:
@@ -187,6 +190,7 @@ def exchange(comms: Communicators, header: Header, sizes: bytes, call: Call) -> 
 
 def _pack(call: Call, frames: Frames, rank: int, start: int) -> None:
     first = call.payload[0]
+    # The usual case: the row has views for such leaves from earlier calls.
     if call.leaves is not None and call.payload is call.leaves.tensors:
         frames.packed(call.leaves.layout.packing, start).pack(rank, call.leaves.tensors)
     elif len(call.payload) == 1 and first.dtype is torch.uint8 and first.is_cpu and first.is_contiguous():  # encoded

@@ -93,6 +93,7 @@ def run(verb: Verb[R], comms: Communicators, timeout: Timeout | None = None, che
     Cost: that of ``agree``, and of ``verb.exchange``.
     """
     if where := modes.without_data():
+        # Raised in place of ``prepare``: the other ranks may be in no such mode, and hear of it.
         if verb.needs_data:
             verb.refusal = modes.refusal(verb.operation, where)
         with modes.left():
@@ -101,10 +102,13 @@ def run(verb: Verb[R], comms: Communicators, timeout: Timeout | None = None, che
         monitor = comms.monitor
         monitor.is_awaited = verb.peer is None
         agreed = verb.agree(comms, check)
+        # ``validate`` raises the same on all ranks, so nobody has to be told.
         monitor.is_awaited = False
         verb.validate(comms, agreed)
+        # A failure in ``exchange`` is reported: the others wait for this rank's data.
         monitor.is_awaited = True
         arrived = verb.exchange(comms, agreed)
+        # A failure in ``result`` concerns this rank alone.
         monitor.is_awaited = False
         return verb.result(comms, agreed, arrived)
 

@@ -1,7 +1,7 @@
-"""Names of torch that are not public, process groups aside, and the consequences in a torch that lacks one.
+"""Names of torch that are not public, and the consequences in a torch that lacks one.
 
-Every other module asks this one. A name that is gone costs speed, or the recognition of a rare case. Only
-``tree.register`` and ``GatheredParameters`` cannot do without theirs, and say so.
+Every other module asks this one, or ``torch_groups`` about process groups. A name that is gone costs speed, or the
+recognition of a rare case. Only ``tree.register`` and ``GatheredParameters`` cannot do without theirs, and say so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def missing() -> list[str]:
     return list(_missing)
 
 
-def _found(path: str, default: Any) -> Any:
+def found(path: str, default: Any) -> Any:
     """Return what a dotted name refers to; ``default`` if torch does not have it."""
     module, _, name = path.rpartition(".")
     with contextlib.suppress(AttributeError, ImportError):
@@ -62,37 +62,37 @@ def _no_mode(key: Any) -> None:
     return None
 
 
-backward_id = _found("torch._C._current_graph_task_id", lambda: -1)
+backward_id = found("torch._C._current_graph_task_id", lambda: -1)
 """Returns the number of this thread's backward pass, -1 outside of one. Without it: calls of several threads of one
 backward pass are an error, and DDP's reductions complete in background threads in backward, too."""
 
-foreach_copy = _found("torch._foreach_copy_", _copy_each)
+foreach_copy = found("torch._foreach_copy_", _copy_each)
 """Copies many tensors in one call. Without it: one by one."""
 
-TensorGuards = _found("torch._C._dynamo.guards.TensorGuards", _NoGuard)
+TensorGuards = found("torch._C._dynamo.guards.TensorGuards", _NoGuard)
 """Recognises tensors of the same kind. Without it: every call looks at each tensor, 0.25 µs more for each."""
 
-has_storage = _found("torch._C._has_storage", lambda tensor: False)
+has_storage = found("torch._C._has_storage", lambda tensor: False)
 """True for tensors that a guard may look at. Without it: as without ``TensorGuards``."""
 
-DisableTorchFunctionSubclass = _found("torch._C.DisableTorchFunctionSubclass", contextlib.nullcontext)
+DisableTorchFunctionSubclass = found("torch._C.DisableTorchFunctionSubclass", contextlib.nullcontext)
 """The context in which subclasses of tensors cannot answer themselves. Without it: they can."""
 
-is_functorch_wrapped = _found("torch._C._functorch.is_functorch_wrapped_tensor", lambda tensor: False)
+is_functorch_wrapped = found("torch._C._functorch.is_functorch_wrapped_tensor", lambda tensor: False)
 """True for a tensor inside vmap, grad and the like. Without it: its error says that it has lost its memory."""
 
-is_functional = _found("torch._is_functional_tensor", lambda tensor: False)
+is_functional = found("torch._is_functional_tensor", lambda tensor: False)
 """True for a functional tensor. Without it: the same."""
 
-is_zerotensor = _found("torch.Tensor._is_zerotensor", lambda tensor: False)
+is_zerotensor = found("torch.Tensor._is_zerotensor", lambda tensor: False)
 """True for a tensor whose zeros are not in memory, which autograd makes. Without it: it is refused as one without
 memory."""
 
-dispatch_keys = _found("torch._C._dispatch_keys", None)
+dispatch_keys = found("torch._C._dispatch_keys", None)
 """Returns the keys by which torch chooses the implementation for a tensor. Without it: subclasses that consist of other
 tensors are recognised by ``__tensor_flatten__`` only."""
 
-PYTHON_KEY = _found("torch._C.DispatchKey.Python", None)
+PYTHON_KEY = found("torch._C.DispatchKey.Python", None)
 """The key of a tensor class that is written in Python. Without it: the same."""
 
 
@@ -101,44 +101,44 @@ def is_of_python(tensor: torch.Tensor) -> bool:
     return None not in (dispatch_keys, PYTHON_KEY) and bool(dispatch_keys(tensor).has(PYTHON_KEY))
 
 
-transform = _found("torch._C._functorch.peek_interpreter_stack", lambda: None)
+transform = found("torch._C._functorch.peek_interpreter_stack", lambda: None)
 """Returns the innermost transform of ``torch.func`` in this thread. Without it: a call inside one is refused because
 its tensors have no memory."""
 
-transforms_left = _found("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", contextlib.nullcontext)
+transforms_left = found("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", contextlib.nullcontext)
 """The context outside of these transforms. Without it: the same."""
 
-mode_depth = _found("torch._C._len_torch_dispatch_stack", lambda: 0)
+mode_depth = found("torch._C._len_torch_dispatch_stack", lambda: 0)
 """Returns the number of modes of this thread that see every operation. Without it: as without ``transform``."""
 
-mode_of = _found("torch._C._get_dispatch_mode", _no_mode)
+mode_of = found("torch._C._get_dispatch_mode", _no_mode)
 """Returns the mode of a kind. Without it: the same."""
 
-set_mode = _found("torch._C._set_dispatch_mode", None)
+set_mode = found("torch._C._set_dispatch_mode", None)
 """Begins a mode again. Without it: the same."""
 
-unset_mode = _found("torch._C._unset_dispatch_mode", None)
+unset_mode = found("torch._C._unset_dispatch_mode", None)
 """Ends the mode of a kind, and returns it. Without it: the same."""
 
 if set_mode is None or unset_mode is None:  # no mode may be ended that cannot begin again
     unset_mode = mode_of = set_mode = _no_mode
 
-MODE_KEYS = _found("torch._C._TorchDispatchModeKey", None)
+MODE_KEYS = found("torch._C._TorchDispatchModeKey", None)
 """The kinds of modes: ``FAKE``, ``PROXY``, ``FUNCTIONAL``. Without it: the same."""
 
-eval_frame = _found("torch._C._dynamo.eval_frame", None)
+eval_frame = found("torch._C._dynamo.eval_frame", None)
 """The part of torch.compile that decides per function. Without it: compiled callers trace into calls, and break their
 graph a few frames later."""
 
-NODES = _found("torch.utils._pytree.SUPPORTED_NODES", {})
+NODES = found("torch.utils._pytree.SUPPORTED_NODES", {})
 """The classes whose instances are containers, for torch. Without it: those of Python and dataclasses are, no others."""
 
-register_node = _found("torch.utils._pytree.register_pytree_node", lambda cls, flatten, unflatten: _refuse(cls))
+register_node = found("torch.utils._pytree.register_pytree_node", lambda cls, flatten, unflatten: _refuse(cls))
 """Makes instances of a class containers, for torch. Without it: ``tree.register`` is an error."""
 
-disabled_function = _found("torch._C._disabled_torch_function_impl", None)
+disabled_function = found("torch._C._disabled_torch_function_impl", None)
 """Makes torch treat the tensors of a class as plain ones. Without it: ``GatheredParameters`` is an error for
 parameters of FSDP2."""
 
-swap_impl = _found("torch._C._swap_tensor_impl", None)
+swap_impl = found("torch._C._swap_tensor_impl", None)
 """Swaps the values of two tensors, wherever they are referenced. Without it: the same."""

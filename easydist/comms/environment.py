@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, Store
 
+from easydist.base import torch_groups
 from easydist.comms.failures import CommTimeout
 from easydist.liveness import texts
 from easydist.liveness.limited import NoAnswerError
@@ -74,7 +75,7 @@ def default_store(rank: int, timeout: timedelta, what: str) -> Store:
         RuntimeError: The address is not set.
     """
     if dist.is_initialized():
-        return PrefixStore("easydist/comms", dist.distributed_c10d._get_default_store())
+        return PrefixStore("easydist/comms", torch_groups.default_store())
     world = _world()
     address = os.environ.get("MASTER_ADDR") or (world.address if world else "")
     port = os.environ.get("MASTER_PORT") or (str(world.port) if world else "")

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from easydist import memory
+from easydist.base import torch_groups
 from easydist.base.forks import NOT_A_RANK
 from easydist.data.packing import Packed, Packing
 from easydist.errors import EasydistError
@@ -232,6 +233,7 @@ class Communicators:
         Raises:
             EasydistError: Some ranks did not come.
         """
+        # All ranks have to come, also for a call between two: so the monitor observes all of them.
         peer, self.monitor.peer = self.monitor.peer, None
         try:
             while self._is_apart or not (self.has_met or peer is not None):
@@ -263,6 +265,7 @@ class Communicators:
         """Exchange the identities of all ranks, and share memory with the other ranks where possible."""
         self.monitor.is_awaited = True
         first = FirstMeeting(self._store, self.monitor)
+        # Before the exchange: ranks that recover the group instead of meeting find this one by its record.
         first.announce()
         is_ours = type(self.control.backend) is Gloo  # if users bring their own backend, data has to go through it
         hosts = introduce(functools.partial(all_gather, self.control), self.monitor, is_ours and is_wanted())
@@ -301,6 +304,7 @@ class Communicators:
             return self.control
         if self._bulk is None:
             near, hosts = attach(self.control, self.monitor, self._hosts, _LARGE_SLOTS)
+            # ``attach`` returns the same hosts on all ranks, so all of them fall back, or none.
             self._bulk = self._over(near, 1) if hosts == self._hosts else self.control
         return self._bulk
 
@@ -422,6 +426,7 @@ class Communicators:
         assert self._group is not None
         assert self._store is not None
         self.stop()
+        # Both ranks count their messages anew over new connections.
         self._inboxes.clear()
         self.has_met = False
         check = functools.partial(self.monitor.guard, [*self.monitor.peers])
@@ -445,4 +450,4 @@ def timeout_of(group: dist.ProcessGroup | None) -> float:
         with contextlib.suppress(AttributeError, RuntimeError):
             options: Any = group._get_backend(kind).options  # type: ignore[union-attr]
             return float(options._timeout.total_seconds())
-    return float(dist.distributed_c10d.default_pg_timeout.total_seconds())
+    return torch_groups.default_timeout().total_seconds()

@@ -11,6 +11,7 @@ from typing import cast
 import torch.distributed as dist
 
 from easydist.base.forks import NOT_A_RANK, groups_of_parents, keep
+from easydist.base.torch_groups import is_known
 from easydist.groups.communicators import Communicators
 from easydist.groups.recovering import ALREADY_RECOVERED
 from easydist.transport.backends.c10d import over
@@ -52,8 +53,7 @@ def _make(group: dist.ProcessGroup) -> Communicators:
 def remember(group: dist.ProcessGroup, comms: Communicators) -> Communicators:
     """Let these be the communicators of ``group``, release those of destroyed groups, and return them."""
     with _making:
-        kept = dist.distributed_c10d._world.pg_map.keys() | unregistered
-        for gone in [known for known in _CACHE if known not in kept]:
+        for gone in [known for known in _CACHE if not (is_known(known) or known in unregistered)]:
             _CACHE[gone].leave()
             _CACHE.pop(gone).let_go()  # a destroyed group keeps its connections open as long as it is cached here
         _CACHE[group] = comms
@@ -63,7 +63,7 @@ def remember(group: dist.ProcessGroup, comms: Communicators) -> Communicators:
 
 def _is_destroyed(group: weakref.ref[dist.ProcessGroup]) -> bool:
     known = group()
-    return known not in dist.distributed_c10d._world.pg_map and known not in unregistered
+    return not is_known(known) and known not in unregistered
 
 
 def forget(group: dist.ProcessGroup) -> None:

@@ -2,8 +2,7 @@
 
 The module does no I/O and uses no clock and no thread. Events come in as method calls, with the time as a number, and
 the machine returns actions. ``groups/recovering.py`` carries them between processes, and
-``tests/groups/test_membership.py`` runs the same code on simulated ranks. ARCHITECTURE.md states the rules
-("Recovering").
+``tests/groups/test_membership.py`` runs the same code on simulated ranks. ``docs/design/groups.md`` states the rules.
 
 Each rank has one ``Register``, which only that rank writes and all can read, even after its process has ended. The
 ranks decide a sequence of entries: an even entry lists the members, and the odd entry after it tells whether all of
@@ -239,6 +238,7 @@ class Membership:
         stage = Stage.READY if slot % 2 else Stage.HERE
         if is_settled and slot == self._mine.slot + 1:
             stage = self._mine.stage  # CONNECTED or FAILED: the decision does not change it
+        # Without ballots: those were about the entry before.
         self._mine = Register(stage, slot, members, is_settled)
         self._ballot = Ballot.NONE
         self._since, self._wished_since, self._not_before = now, None, now

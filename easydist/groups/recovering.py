@@ -176,6 +176,7 @@ class Recovery:
         try:
             while True:
                 *written, last = actions
+                # Written before anything is read: the agreement rests on that order.
                 for action in written:
                     self._write(action)
                 if isinstance(last, Return):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed import DistError, Store
 
+from easydist.base import torch_groups
 from easydist.errors import PeerLostError
 from easydist.groups.reconnecting import is_of_connections
 from easydist.liveness import texts
@@ -20,32 +21,16 @@ from easydist.liveness.timed_store import POLL
 
 T = TypeVar("T")
 
-_c10d: Any = dist.distributed_c10d
-"""The module as ``Any``: torch's function that makes a group from a store is private."""
-
 
 def registered(
     ranks: Sequence[int], rank: int, backend: str, store: Store, name: str, limit: timedelta, description: str
 ) -> dist.ProcessGroup:
-    """Return a group that torch knows, made as by ``new_group``, but in its own store, and by its members alone.
-
-    Args:
-        ranks: The members, as ranks of torch's default group.
-        rank: The rank of this process among the members.
-        backend: As in ``new_group``.
-        store: The store of all members.
-        name: The name of the group, which no other group has.
-        limit: The time limit for connecting, and for each call of the group.
-        description: The group's description.
-    """
-    told = len(ranks), rank, list(ranks), backend, store, name
-    new, _ = within(
+    """Return a group that torch knows, see ``torch_groups.made``, or raise once its members cannot be connected."""
+    return within(
         limit.total_seconds(),
-        lambda: _c10d._new_process_group_helper(*told, timeout=limit, group_desc=description),
-        discard=lambda made: _destroyed(made[0]),
+        lambda: torch_groups.made(ranks, rank, backend, store, name, limit, description),
+        discard=_destroyed,
     )
-    _c10d._world.pg_group_ranks[new] = {member: place for place, member in enumerate(ranks)}
-    return new  # type: ignore[no-any-return]
 
 
 def connected(make: Callable[[], T], monitor: Monitor, members: Sequence[int], seconds: float) -> T:

@@ -148,6 +148,7 @@ class StoreRegisters:
             RuntimeError: The store is gone.
         """
         self._mine = told
+        # Before the store: if it ends now, the others continue on the pages, with all that was decided in it.
         if self._page is not None and self._entry >= 0:
             with contextlib.suppress(ValueError):  # the group may be too large for pages
                 self._page.set_register(self._entry, told.to_json())

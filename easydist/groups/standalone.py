@@ -65,6 +65,7 @@ def gloo_connections(
     try:
         return within(seconds + PATIENCE, lambda: _Gloo(there, rank, size, options), check)
     except BaseException:
+        # Otherwise the thread in which gloo connects would wait in the store until the time is over.
         there.give_up()
         raise
 

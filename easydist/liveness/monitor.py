@@ -2,7 +2,7 @@
 
 While a call waits, it calls ``guard`` repeatedly, which ends the wait if the awaited ranks can no longer come. The rank
 then posts a failure report, on its page for its own host and in the store for other hosts, so that every rank raises
-the same kind of error. ARCHITECTURE.md states the rules ("Liveness").
+the same kind of error. ``docs/design/liveness.md`` states the rules.
 """
 
 from __future__ import annotations
@@ -270,6 +270,7 @@ class Monitor(GroupStatus):
         with self._lock:  # the waiting thread and the watchdog may get here at the same time
             parting = self.leave(error, wait)
             try:
+                # Before disconnecting: a rank whose connection breaks looks for this report.
                 if parting is Parting.TELL:
                     number = self.number_of_report
                     fields = fields_of(error)

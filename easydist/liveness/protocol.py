@@ -3,8 +3,8 @@
 The module does no I/O and uses no clock and no thread. Events come in as method calls, with the time as a number and
 observations about other ranks as ``Heard``. The results are values: the cause for which a wait cannot succeed
 (``Cause``), the duties of a rank that gives up (``Parting``), and the steps of a meeting (``Step``). ``Monitor`` and
-``groups/`` carry them between ranks; ``tests/protocol`` runs the same code in a simulated world. ARCHITECTURE.md states
-the rules ("Liveness").
+``groups/`` carry them between ranks; ``tests/protocol`` runs the same code in a simulated world.
+``docs/design/liveness.md`` states the rules.
 """
 
 from __future__ import annotations

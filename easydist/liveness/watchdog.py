@@ -111,6 +111,7 @@ class Watchdog:
             self._check_all(bool(ready))  # in its own frame, so that the sleeping thread keeps no group alive
 
     def _check_all(self, has_signals: bool) -> None:
+        # Before any check: a wait that ends during the checks has another number by then, and is left alone.
         waits = {monitor: monitor.waits for monitor in self.monitors()}
         interrupted = has_signals and self.take_signals()
         self._noticed.set()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store
 
+from easydist.base import torch_groups
 from easydist.errors import UnsafeObjectError
 from easydist.groups.known import forget
 from easydist.liveness.limited import within
@@ -69,10 +70,8 @@ class Member:
 
     def _agree_on_new_groups(self, store: Store, epoch: int) -> None:
         """Give groups created from now on equal names and one store on all ranks, including new ranks."""
-        world, default = dist.distributed_c10d._world, dist.group.WORLD
-        assert default is not None
-        world.group_count = 1 + 1000 * epoch
-        world.pg_map[default] = world.pg_map[default][0], PrefixStore(_NEW_GROUPS, store)
+        torch_groups.set_count(1 + 1000 * epoch)
+        torch_groups.set_default_store(PrefixStore(_NEW_GROUPS, store))
 
     def _create(self, store: Store) -> None:
         if torch.cuda.is_available() and torch.cuda.device_count() >= self._size:
@@ -89,7 +88,7 @@ class Member:
 
     def _renew(self, store: Store, shared: TimedStore) -> None:
         """Renew the default group, and those others that all their ranks know."""
-        own: dict[str, Any] = {group.group_name: group for group in dist.distributed_c10d._world.pg_map}
+        own: dict[str, Any] = {group.group_name: group for group in torch_groups.known()}
         default: Any = dist.group.WORLD
         del own[default.group_name]
         ranks = {name: dist.get_process_group_ranks(group) for name, group in own.items()}

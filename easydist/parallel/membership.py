@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb, run
+from easydist.base import torch_groups
 from easydist.groups.communicators import Communicators
 from easydist.groups.known import SOLO, of_group, unregistered
 from easydist.groups.registered import connected, registered
@@ -28,7 +29,6 @@ from easydist.verbs.objects import gather_object
 _Made = tuple["dist.ProcessGroup | None", "dist.ProcessGroup | None"]
 """The group for the CPU, and the group for the accelerator."""
 
-_c10d: Any = dist.distributed_c10d
 """The module as ``Any``: the number of its next group is private."""
 
 _alone = itertools.count()
@@ -207,7 +207,7 @@ class Membership:
         self.cpu_group = self.device_group = self._communicators = None
         for group in groups.values():
             unregistered.discard(group)
-            if group in dist.distributed_c10d._world.pg_map:
+            if torch_groups.is_known(group):
                 dist.destroy_process_group(group)
 
     def __repr__(self) -> str:
@@ -229,14 +229,14 @@ def _groups(lists: Sequence[Sequence[int]], backend: str, comms: Communicators) 
     if world is None:
         return own
     make = _in_own_store if is_recovered(world) else _by_torch
-    backends, count = list(dict.fromkeys(["gloo", backend])), _c10d._world.group_count
+    backends, count = list(dict.fromkeys(["gloo", backend])), torch_groups.count()
     try:
         for number, ranks in enumerate(lists):
             made = [make(comms, world, [*ranks], name, number) for name in backends]
             own = (made[0], made[-1]) if comms.rank in ranks else own
     finally:
         if make is _by_torch:  # its names have numbers, which must be equal on all ranks after a failure, too
-            _c10d._world.group_count = count + len(lists) * len(backends)
+            torch_groups.set_count(count + len(lists) * len(backends))
     return own
 
 

@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from easydist.agreement.calling import seconds
+from easydist.base import torch_groups
 from easydist.liveness.limited import within
 from easydist.liveness.peer import host_id
 from easydist.liveness.rules import PATIENCE
@@ -43,7 +44,7 @@ def init_distributed_environment(
     if rank >= 0 and not dist.is_initialized():
         limit = None if timeout is None else timedelta(seconds=seconds(timeout, "init_distributed_environment"))
         fitting, method = backend or backend_for(ProcessState().device), distributed_init_method
-        wait = (limit or dist.distributed_c10d.default_pg_timeout).total_seconds() + PATIENCE
+        wait = (limit or torch_groups.default_timeout()).total_seconds() + PATIENCE
         join = functools.partial(dist.init_process_group, fitting, method, timeout=limit)
         within(wait, lambda: join(world_size=world_size, rank=rank))
     elif not dist.is_initialized():

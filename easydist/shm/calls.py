@@ -145,6 +145,7 @@ class Calls:
         at = self._own + (number % _KEPT << 1)
         code, words[at + 1] = call
         words[at] = code
+        # Last: the others read a description only once its call has begun.
         words[self._begun] = number
         self._fingerprint = fingerprint = (self._fingerprint * _FACTOR + code) & _FINGERPRINT
         return self.high | (number & _NUMBERS) << 32 | fingerprint
@@ -156,6 +157,7 @@ class Calls:
 
     def look(self) -> None:
         """Read the notice of the other ranks, and raise the error that it is about."""
+        # Before the look: a notice that comes after it leads to another look.
         self._words[self._notice] = 0
         self._slots.futex.fence()
         with self.lock:
@@ -298,12 +300,14 @@ class Calls:
     def leave(self) -> DisagreementError:
         """Leave this epoch, which a rank has ended; return the error to raise."""
         words, slots, until = self._words, self._slots, time.monotonic() + _CHOICE
+        # A rank that is choosing may get the lowest ticket; one that has ended meanwhile never stops choosing.
         while any(words[at + _CHOOSING] for at in self._at) and time.monotonic() < until:
             give_core()
         error = self.error_of(self._statement(min(self._tickets())[1]))
         self._epoch += 1
         self.high, self.is_entering = self._epoch << EPOCH, True
         self._restart()
+        # Before the notices: a rank with a notice looks at the epochs that the others have left.
         slots.write(self._own + _LEFT, self._epoch)
         for rank in slots.others:
             words[slots.cell(rank, NOTICE)] = 1

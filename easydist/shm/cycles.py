@@ -144,6 +144,7 @@ class Cycles:
             for cell, number in enumerate(shown, own + _CODE):
                 words[cell] = number
             self._wait, self._shown = self._wait + 1, shown
+        # After the flags: a number other than 0 says that they are those of this wait.
         self._slots.write(own + _WAIT, self._wait)
         self._slots.write(own + _LOOKS, self._looks.count)
         self._slots.futex.fence()

@@ -76,6 +76,7 @@ class Mailbox:
         is_here = self._comes_here(number) and self._lay(message)
         if not is_here and not self._is_elsewhere:
             self._is_elsewhere = True
+            # Before ``sent``: a receiver that sees ``sent`` has to know where the message is.
             slots.write(self._mine + _ELSEWHERE, number + 1)
         self._sent += 1
         slots.tell(self._mine + _SENT, 2 * self._sent + asks, self._peer)
@@ -127,6 +128,7 @@ class Mailbox:
         message = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._copy(self._in, self._taken, message, is_in=True)
         self._taken += max(1, -(-nbytes // slots.message_chunk))
+        # After the copy: the sender may overwrite the chunks at once.
         slots.write(self._mine + _TAKEN, self._taken)
         return message
 
@@ -154,6 +156,7 @@ class Mailbox:
         slots = self._slots
         if is_refusal:
             self._refused += 1
+            # Before ``answered``: a sender that sees the answer reads next whether it was a refusal.
             slots.write(self._mine + _REFUSED, self._refused)
         self.answered += 1
         slots.tell(self._mine + _ANSWERED, 2 * self.answered, self._peer)

@@ -197,6 +197,7 @@ class Helper:
         while self.begun == begun and not self._is_wanted_elsewhere() and (movables := tuple(running)):
             now = time.monotonic()
             seconds = _LONGEST if len(movables) == 1 else min(_LONGEST, max(_ASIDE, (now - moved) / 20))
+            # Before the look at ``running``: a communicator leaves that first, then waits for ``_at`` (``release``).
             self._at = movables[0]
             if self._at in running and self._at.doze(self._has_moved, seconds):
                 moved = now

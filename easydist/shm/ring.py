@@ -205,10 +205,12 @@ class RingWriter(_End):
         if not pieces:
             return 0
         first, head = pieces[0].start, pieces[-1].stop
+        # The ring has started over: there is room from the newest piece to the oldest.
         if pieces[-1].start < first:
             return head if head + nbytes <= first else -1
         if head + nbytes <= min(self._backed, _HOT):
             return head
+        # Start over before growing: memory that is reused stays in the cache.
         if nbytes <= first:
             return 0
         return head if head + nbytes <= self._backed or (grow and self._grow(head + nbytes)) else -1
@@ -262,6 +264,7 @@ class RingWriter(_End):
 
     def _enter(self, start: int, nbytes: int, at: int, total: int) -> None:
         number = self._words[_POSTED]
+        # Before it is announced: ``_settled`` takes it back if an interrupt comes in between.
         self._pieces.append(_Piece(number, start, start + _rounded(nbytes, _ALIGNMENT), at + nbytes == total))
         entry = self.shape.entries_at + _ENTRY * (number % self.shape.entries)
         for i, value in enumerate((start, nbytes, at, total)):
@@ -347,6 +350,7 @@ class RingReader(_End):
         if self._words[self._state_at] != _ABSENT:
             _let_go(self)
             raise RuntimeError("this reader has attached already; a handle makes one reader for each rank")
+        # Before the state: the writer reads the note of each reader that has attached.
         at = shape.notes_at + NOTE_NBYTES * reader
         self._words.cast("B")[at : at + NOTE_NBYTES] = note.ljust(NOTE_NBYTES)
         self._message: torch.Tensor | None = None

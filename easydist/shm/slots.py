@@ -109,6 +109,7 @@ class Slots:
         self._step_at = [self._cell(r, _STEP) for r in range(size)]
         self._own_step = self._step_at[rank]
         self._own_begun, self._own_waits = self._cell(rank, BEGUN), self._cell(rank, _WAITS)
+        # Ranks r and r + 32 share a bit: one of them is woken in vain, looks, and sleeps again.
         self._asleep_at = [(1 << r % 32, self._cell(r, _ASLEEP)) for r in self.others]
         self._pipes: dict[tuple[int, int, int], Pipe] = {}
         self._sleepers: list[None] = []  # one for each thread; lists change in one step, numbers do not
@@ -159,12 +160,14 @@ class Slots:
         """
         words, own = self._words, self._own_step
         if data is not None:
+            # Before the step: a rank that sees the step reads both.
             half, length, word = data
             words[own + _LENGTH + half] = length
             words[own + _WORD + half] = word
         if self._release is not None:
             self._release()
         words[own] = step
+        # First the step, then the sleepers. A sleeper shows itself, then looks for the step: one sees the other.
         self._fence()
         asleep = 0
         for bit, cell in self._asleep_at:
@@ -216,6 +219,7 @@ class Slots:
             The last result of ``woken``.
         """
         mine, sleepers, words = self._cell(self.rank, _ASLEEP), self._sleepers, self._words
+        # Before the last look: a wake-up after that changes the value, and the kernel refuses to sleep.
         expected = self.futex.value()
         sleepers.append(None)
         words[mine] = 1
@@ -253,6 +257,7 @@ class Slots:
 
     def _pipe(self, channel: int, src: int, dst: int) -> tuple[tuple[int, int, int], tuple[int, int]]:
         """Return the cells of ``posted``, ``taken`` and the lengths, and the addresses of the two chunks."""
+        # With four ranks: posted at 16, taken at 24, the mailboxes at 32, lengths and kinds at 64.
         taken = 2 * _LINE + _rounded(_CHANNELS * self.size, _LINE)
         lengths = 2 * taken - 2 * _LINE + self.size * _LINE
         first = self._address + self.slot_offset(src, 2) + 2 * (channel * self.size + dst) * self.chunk
@@ -327,6 +332,7 @@ class Pipe:
     def _put_chunk(self, address: int, left: int, kind: int) -> bool:
         """Write the next chunk of a message of which ``left`` bytes are left; return False if there is no room yet."""
         words = self._words
+        # The sender alone writes ``posted``, the receiver alone ``taken``: neither needs a lock.
         posted = words[self._posted]
         if posted - words[self._taken] >= 2:
             return False
@@ -359,6 +365,7 @@ class Pipe:
                     break
                 if (epoch := words[at + 1] >> EPOCH) == kind >> EPOCH:
                     raise differ(self.peer, words[at + 1], words[at] + offset, nbytes)
+                # Of a call that ended with an earlier epoch: nobody receives it any more.
                 if epoch < kind >> EPOCH:
                     taken += 1
                     self._tell(self._taken, taken)

@@ -74,6 +74,7 @@ class Steps:
 
     def own_slot(self, half: int) -> Generator[Need, None, int]:
         """Wait until no rank reads this rank's slot any more, and return its address."""
+        # Each rank publishes a step only after it has read what it needs of the steps before.
         if self._read_in[half] >= self._reached_by_all:
             yield from self.all_reach(self._read_in[half] + 1)
         return self.slots.slots[self.slots.rank][half]
@@ -94,6 +95,7 @@ class Steps:
             for address, length, offset in own:
                 copy(slot + offset, address, length)
             step = self.publish_data(half, _total(mine), word)
+            # After publishing, so that the others copy at the same time.
             for (source, length, _), (target, _, _) in zip(own, taken[rank][turn] if own else [], strict=True):
                 if source != target:
                     copy(target, source, length)
@@ -156,6 +158,7 @@ class Steps:
             lengths[rank] = length = slots.length(rank, half)
             copy(rows[rank], slots.slots[rank][half], min(slots.slot, length))
         self._reached_by_all = step
+        # All ranks know all lengths, so all of them take the same further steps.
         if max(lengths) > slots.slot:
             rest = [[(row + slots.slot, n - slots.slot)] for row, n in zip(rows, lengths, strict=True)]
             yield from self.share(rest[slots.rank], rest, word)
@@ -169,6 +172,7 @@ class Steps:
                 slot = yield from self.own_slot(half)
                 for address, length, offset in pieces:
                     copy(slot + offset, address, length)
+                # The root waits for nobody here, but in ``own_slot``, when it needs this slot again.
                 self.publish_data(half, nbytes, word)
             else:
                 yield from self._fetch(root, half, pieces, nbytes, word)

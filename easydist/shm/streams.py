@@ -265,6 +265,7 @@ class Streams:
         """Wait for an operation without using the core."""
         slots, began = self._slots, time.monotonic()
         told = moved = began
+        # The helper leaves the operations to a thread that waits.
         waits.append(operation)
         slots.show_waiting(True)
         try:
@@ -407,6 +408,7 @@ class Streams:
     def _drop(self, error: DisagreementError) -> None:
         """End all operations under way with an error that all ranks raise; the next ones can begin."""
         for key, stream in self._streams.items():
+            # Waits for mailboxes go on: verbs compare their messages themselves.
             if key is None or isinstance(key, Pipe):
                 for _, operation in tuple(stream.queue):
                     operation.error, operation.is_own, operation.left = error, True, 0

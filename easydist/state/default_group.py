@@ -15,16 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from easydist.base import forks
+from easydist.base import forks, torch_groups
 from easydist.groups.founding import Founding
 from easydist.groups.known import let_go
 from easydist.liveness.limited import within
 from easydist.liveness.rules import PATIENCE
 from easydist.liveness.timed_store import reached, served
 from easydist.state.environment import World, launched
-
-_c10d: Any = dist.distributed_c10d
-"""The module as ``Any``: what it knows of the groups is private."""
 
 _WAIT = 1800.0
 """The limit of torch's own waits in the store, in seconds; torch's default."""
@@ -128,11 +125,11 @@ def founding(
     """
     if forks.is_copy():
         raise RuntimeError(forks.NOT_A_RANK)
-    limit = timeout or _c10d._get_default_timeout(dist.Backend(backend.partition(",")[0].rpartition(":")[2]))
+    limit = timeout or torch_groups.default_timeout(backend.partition(",")[0].rpartition(":")[2])
 
     def make(store: Store, seconds: float) -> dist.ProcessGroup:
         group = _made_in(store, world, backend, seconds)
-        _c10d._set_pg_timeout(limit, group)
+        torch_groups.set_timeout(group, limit)
         use(group)
         return group
 
@@ -142,7 +139,7 @@ def founding(
 
 
 def _made_in(store: Store, world: World, backend: str, seconds: float) -> dist.ProcessGroup:
-    count, limit = _c10d._world.group_count, timedelta(seconds=seconds)
+    count, limit = torch_groups.count(), timedelta(seconds=seconds)
     place: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "timeout": limit}
     try:
         within(
@@ -151,7 +148,7 @@ def _made_in(store: Store, world: World, backend: str, seconds: float) -> dist.P
             discard=lambda _: dist.destroy_process_group(),
         )
     except BaseException:
-        _c10d._world.group_count = count  # it numbers the groups, and the ranks may try again
+        torch_groups.set_count(count)  # it numbers the groups, and the ranks may try again
         raise
     group = dist.group.WORLD
     assert group is not None
@@ -170,11 +167,7 @@ def _take_down(made: weakref.ref[dist.ProcessGroup]) -> None:
 
 def leave_groups_of_parents() -> None:
     """Make torch forget the parent's groups without ending them, so that this process can make its own."""
-    _c10d._update_default_pg(None)
-    for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
-        getattr(_c10d._world, name).clear()
-    _c10d._world.group_count = 0
-    _c10d._unregister_all_process_groups()
+    torch_groups.forget_all()
 
 
 def _has_agent() -> bool:

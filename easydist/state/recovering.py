@@ -11,6 +11,7 @@ from typing import Any, TypeVar, overload
 import torch.distributed as dist
 
 from easydist.agreement.calling import seconds
+from easydist.base import torch_groups
 from easydist.base.eager import eager
 from easydist.groups.communicators import timeout_of
 from easydist.groups.known import forget, of_group, retire, unregistered
@@ -25,7 +26,6 @@ from easydist.typing import Timeout
 
 C = TypeVar("C", bound=Collectives)
 
-_c10d: Any = dist.distributed_c10d
 """The module as ``Any``: what it knows of the groups is private."""
 
 
@@ -123,10 +123,10 @@ def _connected(old: dist.ProcessGroup, attempt: Attempt) -> dist.ProcessGroup:
         unregistered.add(new)
     else:
         ranks = [dist.get_process_group_ranks(old)[member] for member in attempt.members]
-        backend, limit = _c10d._world.pg_map[old][0], attempt.left
+        backend, limit = torch_groups.backend_of(old), attempt.left
         new = registered(ranks, attempt.rank, backend, attempt.store, name, limit, "recovered")
     # A group in shared memory has its own, because torch's function knows groups of gloo and NCCL only.
-    new.set_timeout(timeout) if hasattr(new, "monitor") else _c10d._set_pg_timeout(timeout, new)
+    new.set_timeout(timeout) if hasattr(new, "monitor") else torch_groups.set_timeout(new, timeout)
     try:
         of_group(new).met(attempt.left)  # so that they need no store to recover if a rank dies before their next call
     except BaseException:

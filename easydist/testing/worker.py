@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore
 
+from easydist.base import torch_groups
 from easydist.liveness.limited import within
 from easydist.state import ProcessState
 
@@ -103,7 +104,7 @@ def work(pipe: Connection, stacks: str) -> None:
 
 
 def _outcome(task: Task) -> Any:
-    dist.distributed_c10d._world.group_count = 0  # it numbers new groups; a failed one would leave a gap
+    torch_groups.set_count(0)  # it numbers new groups; a failed one would leave a gap
     try:
         limit, place = task.group_timeout, dict[str, Any](rank=task.rank, world_size=task.world_size)
         store = FileStore(task.store, task.world_size)

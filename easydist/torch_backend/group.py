@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
-from easydist.base import modes
+from easydist.base import modes, torch_groups
 from easydist.base.eager import eager_methods
 from easydist.data.packing import as_bytes
 from easydist.errors import DisagreementError, EasydistError, RemoteError
@@ -121,7 +121,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
     def _device_types(self) -> list[torch.device]:
         # None before torch knows the group: torch 2.15 attaches its flight recorder to each new group with devices, and
         # the recorder needs a backend in C++.
-        return [torch.device("cpu")] if self in dist.distributed_c10d._world.pg_map else []
+        return [torch.device("cpu")] if torch_groups.is_known(self) else []
 
     def _get_backend(self, device: torch.device) -> SharedMemoryGroup:
         if torch.device(device).type != "cpu":

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import Store
 
+from easydist.base import torch_groups
 from easydist.liveness.monitor import Monitor
 from easydist.torch_backend.group import SharedMemoryGroup
 from easydist.torch_backend.rendezvous import NAME, met
@@ -28,7 +29,7 @@ def _create(store: Store, rank: int, size: int, timeout: timedelta) -> SharedMem
 def _at_exit() -> None:
     """Wait for collectives that other ranks may need, as gloo does, unless an exception ends the process."""
     if not hasattr(sys, "last_value"):
-        for group in tuple(dist.distributed_c10d._world.pg_map):
+        for group in torch_groups.known():
             if isinstance(group, SharedMemoryGroup):
                 group.finish()
 

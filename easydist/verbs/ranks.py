@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from easydist.base import torch_groups
 from easydist.base.arguments import UNSET, either
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
@@ -91,7 +92,7 @@ def _member(group: Group, operation: str, name: str, value: Any, group_value: An
         checked_ranks(comms, group_name, rank)
         return rank
     made = group if isinstance(group, dist.ProcessGroup) else comms.groups()[0]
-    places = dist.distributed_c10d._world.pg_group_ranks.get(made)  # None: torch does not know the group
+    places = torch_groups.places(made)  # None: torch does not know the group
     if places is not None and (text := _ambiguity(places, group_name, rank)):
         raise ValueError(f"{operation}: {name}={rank} {text}")
     return rank

@@ -88,7 +88,7 @@ class Member:
         """
         self.comms = communicators(group)
         named = named_rank(group, "regroup", "src", src, group_src)
-        members = run(_Meeting(self, named), self.comms)
+        members = run(_Versions(self, named), self.comms)
         self.src = self.src if named is None else named
         newest: int = max(one["version"] for one in members.values())
         if self.pending == newest > self.version:
@@ -103,7 +103,7 @@ class Member:
         return newest
 
 
-class _Meeting(Verb[dict[int, dict[str, Any]]]):
+class _Versions(Verb[dict[int, dict[str, Any]]]):
     """The exchange of the members' versions."""
 
     operation = "regroup"

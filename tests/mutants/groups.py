@@ -53,8 +53,8 @@ MUTANTS = [
         "tests/groups/test_recovering.py::test_an_attempt_that_fails_leaves_no_group",
     ),
     Mutant(
-        "groups/registered.py",
-        "registered",
+        "base/torch_groups.py",
+        "made",
         "{member: place for place, member in enumerate(ranks)}",
         "{place: place for place, member in enumerate(ranks)}",
         "tests/groups/test_left_out.py::test_survivors_go_on",

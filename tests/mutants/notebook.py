@@ -69,7 +69,7 @@ MUTANTS = [
     Mutant(
         "notebook/member.py",
         "Member._agree_on_new_groups",
-        "        world.group_count = 1 + 1000 * epoch\n",
+        "        torch_groups.set_count(1 + 1000 * epoch)\n",
         "",
         "tests/notebook/test_processes.py::test_groups_of_the_user_are_renewed_where_all_their_ranks_know_them",
     ),

@@ -59,4 +59,25 @@ MUTANTS = [
         "for _ in range(comms.rank + 1, comms.size):",
         "tests/test_logging.py",
     ),
+    Mutant(
+        "base/torch_groups.py",
+        "set_count",
+        "_world.group_count = number",
+        "_world.group_count += number",
+        "tests/test_torch_groups.py::test_groups_are_counted_and_named",
+    ),
+    Mutant(
+        "base/torch_groups.py",
+        "places",
+        "with suppress(Exception):",
+        "with suppress(RuntimeError):",
+        "tests/test_torch_groups.py::test_a_group_is_known_until_it_is_destroyed",
+    ),
+    Mutant(
+        "base/torch_groups.py",
+        "set_default_store",
+        "_world.pg_map[default][0], store",
+        "_world.pg_map[default]",
+        "tests/test_torch_groups.py::test_new_groups_meet_in_another_store",
+    ),
 ]

@@ -27,8 +27,8 @@ MUTANTS = [
     Mutant(
         "testing/worker.py",
         "_outcome",
-        "dist.distributed_c10d._world.group_count = 0",
-        "dist.distributed_c10d._world.group_count += 0",
+        "torch_groups.set_count(0)",
+        "torch_groups.count()",
         "tests/testing/test_testing.py::test_a_group_that_was_not_made_leaves_no_trace",
     ),
     Mutant(

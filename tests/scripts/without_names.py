@@ -14,33 +14,37 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+import torch._dynamo  # the ranks need it, and each would load it anew: seconds
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
-MODULE = "easydist.base.torch_private"
-SOURCE = Path(__file__).parents[2] / "easydist" / "base" / "torch_private.py"
+PACKAGE = Path(__file__).parents[2] / "easydist" / "base"
+TEXTS = {f"easydist.base.{name}": (PACKAGE / f"{name}.py").read_text() for name in ("torch_private", "torch_groups")}
+LACKING = "torch.no_such_name"
 
 
 class Without(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Loads the module in which the names stand with a name in place of another one that torch does not have."""
+    """Loads the module in which a name stands with another one in its place, which torch does not have."""
 
     def __init__(self, name: str) -> None:
         self.name = name
+        (self.module,) = (module for module, text in TEXTS.items() if f'"{name}"' in text)
 
     def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
-        return importlib.util.spec_from_loader(name, self) if name == MODULE else None
+        return importlib.util.spec_from_loader(name, self) if name == self.module else None
 
     def exec_module(self, module: ModuleType) -> None:
-        text = SOURCE.read_text()
+        text = TEXTS[self.module]
         assert text.count(f'"{self.name}"') == 1
-        exec(text.replace(f'"{self.name}"', '"torch.no_such_name"'), module.__dict__)
-        assert module.missing() == ["torch.no_such_name"]
+        exec(text.replace(f'"{self.name}"', f'"{LACKING}"'), module.__dict__)
 
 
 def check(rank: int) -> None:
     """Make calls of each kind, and compare what comes with what one process would compute."""
     import easydist
+    from easydist.base import torch_private
 
     tree = {"x": torch.full((3,), float(rank)), "y": [torch.arange(4).view(2, 2).t() + rank, True], "n": rank + 1.5}
     for _ in range(4):  # later calls recognise the tensors of earlier ones
@@ -66,6 +70,12 @@ def check(rank: int) -> None:
     refused(lambda: torch.vmap(lambda x: easydist.gather(x))(torch.ones(2, 2)))
     refused(lambda: easydist.gather(TwoTensor(torch.ones(2), torch.ones(2))))
     assert easydist.gather(torch.ones(1)).tolist() == [1, 1]
+    for _ in range(2):  # groups that torch has forgotten, too
+        group = dist.new_group([0, 1])
+        assert easydist.gather(torch.full((1,), float(rank)), group=group).tolist() == [0, 1]
+        assert easydist.broadcast(torch.full((1,), float(rank)), from_process=1, group=group).tolist() == [1]
+        dist.destroy_process_group(group)
+    assert torch_private.missing() == [LACKING]
 
 
 def refused(call: Callable[[], object]) -> None:

@@ -1,4 +1,4 @@
-"""The schedules that break simpler ways to agree on the survivors; ARCHITECTURE.md ("Recovering") refers to them."""
+"""The schedules that break simpler ways to agree on the survivors; docs/design/groups.md refers to them."""
 
 import fcntl
 import os
