@@ -10,14 +10,13 @@ import json
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
-import torch
-
 from easydist import settings
 from easydist.agreement import frames
 from easydist.agreement.call import Call
 from easydist.agreement.disagreement import calls_text, fault_text, trees_text
 from easydist.agreement.frames import ABSENT, FAULT, WELL, Agreement, Header, Headers
 from easydist.agreement.notes import listeners, note_data
+from easydist.agreement.reports import NOTHING, encoded, exchange_json, exchange_reports
 from easydist.errors import DisagreementError, RemoteError
 from easydist.groups.communicators import Communicators
 
@@ -59,6 +58,29 @@ def agree(comms: Communicators, operation: str, prepare: Callable[[], Call], che
     if not headers.are_alike():
         _compare(comms, operation, call, headers, check)
     return Agreement(call, headers, comms.frames)
+
+
+def judged(comms: Communicators, operation: str, judge: Callable[[], Any]) -> dict[int, Any]:
+    """Let each rank report what it objects to, or what others have to know, and return the reports by rank.
+
+    Args:
+        comms: The group.
+        operation: The verb's name.
+        judge: Makes this rank's report, empty if there is none; if it raises an exception, all ranks learn of it.
+
+    Returns:
+        The reports that are not empty, the same on every rank.
+
+    Cost: that of ``agree``; one all-gather more, if any report is not empty.
+    """
+    mine = NOTHING
+
+    def prepare() -> Call:
+        nonlocal mine
+        mine = encoded(judge())
+        return Call(nbytes=mine.numel())
+
+    return exchange_reports(comms, agree(comms, operation, prepare).nbytes, mine)
 
 
 def trust(comms: Communicators, prepare: Callable[[], Call], check: bool | None) -> Agreement | None:
@@ -154,16 +176,3 @@ def _disagree(comms: Communicators, operation: str, call: Call) -> NoReturn:
     every = exchange_json(comms, mine)
     same_call = len({one["title"] for one in every}) == 1
     raise shared(comms, DisagreementError(trees_text(every) if same_call else calls_text(every)))
-
-
-def exchange_json(comms: Communicators, value: Any) -> list[Any]:
-    """Send a value that JSON can hold to all ranks, inside a call; return those of all ranks.
-
-    Cost: two exchanges on the CPU: of the lengths, and of the texts.
-    """
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = torch.empty(comms.size, dtype=torch.int64, device="cpu")
-    comms.control.all_gather_single(sizes, torch.tensor([data.numel()], device="cpu"), async_op=False)
-    outputs = [torch.empty(int(size), dtype=torch.uint8, device="cpu") for size in sizes]
-    comms.control.all_gather_v(outputs, data, async_op=False)
-    return [json.loads(bytes(output.numpy())) for output in outputs]

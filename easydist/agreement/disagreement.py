@@ -11,6 +11,9 @@ PLAIN = (
     "Text, None and other plain values beside tensors are not sent, so they must be equal on all ranks. Gather "
     "those that differ with gather_object (gather_for_metrics in an evaluation loop), or leave them out."
 )
+Row = tuple[str, str, str]
+"""A leaf that does not fit where it arrives: its path, its description on the source, and the local one."""
+
 SHOWN = 10
 """The most rows, ranks of a row and the like in a text; the others are counted."""
 
@@ -73,6 +76,27 @@ def trees_text(every: list[dict[str, Any]]) -> str:
         return "\n".join([head, *lines, _sites_of(every), PLAIN])
     dim = _differing_dim([rows.get(differing[0]) for rows in fixed_rows.values()])
     return "\n".join([head, *lines, _sites_of(every), SAME if dim is None else first["advice"].format(dim=dim)])
+
+
+def misfit_lines(src: int, misfits: Mapping[int, Sequence[Row]], receiver: str = "rank") -> list[str]:
+    """Return a line for each misfit, sorted: the description on the source, and on each rank where it does not fit.
+
+    Args:
+        src: The rank of the source.
+        misfits: The misfits of each rank that has some.
+        receiver: The words before the number of such a rank.
+    """
+    lines: dict[str, str] = {}
+    for rank, rows in misfits.items():
+        for path, theirs, mine in rows:
+            start = lines.get(path, f"  {path or 'the value'}  rank {src}: {theirs}")
+            lines[path] = f"{start}   {receiver} {rank}: {mine}"
+    return [lines[path] for path in sorted(lines)]
+
+
+def listed(lines: Sequence[str]) -> list[str]:
+    """Return the first lines, and a line with the number of the others."""
+    return [*lines[:SHOWN], *([f"  … and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else [])]
 
 
 def values_text(head: str, rows: Mapping[str, Sequence[str]], more: int, sites: Sequence[str]) -> str:

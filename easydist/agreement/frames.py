@@ -115,6 +115,16 @@ class Agreement:
         assert self._frames is not None
         return self._frames.each[rank].narrow(0, _start(self._headers.sizes[rank]), self._headers.payload[rank])
 
+    def broadcast_payload(self, comms: Communicators, rank: int) -> torch.Tensor:
+        """Return the payload of a rank, if it was too long to come with the headers.
+
+        Cost: one broadcast.
+        """
+        nbytes = self.nbytes[rank]
+        payload = self.call.payload[0] if comms.rank == rank else memory.empty([nbytes], torch.uint8)
+        comms.cpu(nbytes).broadcast(payload, rank, async_op=False)
+        return payload
+
     def packed(self, rank: int = 0) -> Packed:
         """Return the leaves that came as payloads, of all ranks that sent as many sizes as this one."""
         assert self._frames is not None

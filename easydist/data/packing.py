@@ -31,6 +31,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def type_text(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    """Return the text for tensors of a dtype and shape, as errors show it.
+
+    Example:
+        >>> type_text(torch.float32, (8, 10))
+        'float32 (8, 10)'
+    """
+    return f"{dtype_name(dtype)} {tuple(shape)}"
+
+
 def sort_key(dtype: torch.dtype) -> tuple[int, str]:
     """Return a key that sorts dtypes by descending item size, so that a buffer needs no padding.
 

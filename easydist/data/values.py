@@ -12,7 +12,7 @@ import torch
 
 from easydist import tree
 from easydist.data.leaves import as_tensor, check_unmasked, is_numeric
-from easydist.data.packing import as_bytes, dtype_name
+from easydist.data.packing import as_bytes, type_text
 from easydist.data.plain import exactly
 from easydist.typing import Tree
 
@@ -139,8 +139,7 @@ def _value(leaf: Any, path: str) -> Value:
 def _data(leaf: Any, path: str) -> Value:
     if isinstance(leaf, torch.Tensor) or is_numeric(np.asanyarray(leaf)):
         tensor = as_tensor(leaf, path)
-        shape = tuple(tensor.shape)
-        return Value(path, f"{dtype_name(tensor.dtype)} {shape}", shape, tensor)
+        return Value(path, type_text(tensor.dtype, tensor.shape), tuple(tensor.shape), tensor)
     array = np.asanyarray(leaf)
     check_unmasked(array, path)
     if array.dtype.kind not in "USMm":  # text and dates; others may contain objects, or bytes without a meaning

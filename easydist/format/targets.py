@@ -10,7 +10,7 @@ import torch
 
 from easydist import tree
 from easydist.data.leaves import Leaves, as_tensor, write
-from easydist.data.packing import dtype_name
+from easydist.data.packing import type_text
 from easydist.format import outline
 from easydist.typing import Tree
 
@@ -86,4 +86,4 @@ def _described(leaves: Mapping[str, Any], path: str) -> str:
     if not _is_numeric(value):
         return type(value).__name__
     tensor = as_tensor(value, path)
-    return f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
+    return type_text(tensor.dtype, tensor.shape)

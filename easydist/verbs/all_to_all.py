@@ -20,9 +20,11 @@ from easydist.transport.comm import Collectives
 from easydist.typing import Group, T, Timeout, Tree
 from easydist.verbs.buckets import (
     Shapes,
+    at_home,
     by_comm,
     dims_of,
     every_shape,
+    join,
     packed_like,
     pad_first,
     parts_of,
@@ -30,7 +32,6 @@ from easydist.verbs.buckets import (
     smallest,
 )
 from easydist.verbs.gradients import Adjoint, Gradient
-from easydist.verbs.receiving import at_home, join
 from easydist.verbs.swap import cat, swap
 from easydist.verbs.trees import TreeVerb, leaves_of
 

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from easydist.agreement.agree import exchange_json, shared
+from easydist.agreement.agree import shared
 from easydist.agreement.call import Call, shortened
 from easydist.agreement.disagreement import SHOWN, values_text
 from easydist.agreement.frames import Agreement
+from easydist.agreement.reports import exchange_json
 from easydist.agreement.runner import Verb, run
 from easydist.base.eager import eager
 from easydist.data.values import NBYTES, Value, digest_of, values_of

@@ -22,18 +22,20 @@ from easydist.transport.comm import Collectives
 from easydist.typing import Group, Item, T, Timeout, Tree
 from easydist.verbs.buckets import (
     Shapes,
+    at_home,
     by_comm,
     dims_of,
     every_shape,
+    from_payloads,
     large_alone,
     new,
     pad_first,
+    receiving,
     small_payload,
     smallest,
 )
 from easydist.verbs.gradients import Adjoint, Gradient, demand_everyone
 from easydist.verbs.ranks import check_rank, named_rank
-from easydist.verbs.receiving import at_home, from_payloads, receiving
 from easydist.verbs.swap import swap, total
 from easydist.verbs.trees import TreeVerb, leaves_of
 

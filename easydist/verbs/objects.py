@@ -313,10 +313,7 @@ class BroadcastObjectList(Verb[list[Any]]):
     def exchange(self, comms: Communicators, agreed: Agreement) -> torch.Tensor | None:
         if comms.size == 1 or agreed.has_payload:
             return None
-        nbytes = agreed.nbytes[self._source]
-        message = self._mine.data if comms.rank == self._source else memory.empty([nbytes], torch.uint8)
-        comms.cpu(nbytes).broadcast(message, self._source, async_op=False)
-        return message
+        return agreed.broadcast_payload(comms, self._source)
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: torch.Tensor | None) -> list[Any]:
         if comms.rank != self._source and self._values:

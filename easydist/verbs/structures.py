@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from easydist.agreement.agree import agree
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
@@ -37,7 +35,7 @@ def shared_leaves(
     Cost: one header exchange, and a broadcast of the structure if it was too large for the previous one.
     """
     leaves: list[Leaves] = []
-    encoded = _encoded(comms, source, agreed)
+    encoded = agreed.payload(source).clone() if agreed.has_payload else agreed.broadcast_payload(comms, source)
 
     def decode() -> Call:
         mine = comms.rank == source
@@ -46,13 +44,3 @@ def shared_leaves(
 
     agree(comms, operation, decode)  # if one receiver lacks a class, all ranks have to raise
     return leaves[0]
-
-
-def _encoded(comms: Communicators, source: int, agreed: Agreement) -> torch.Tensor:
-    if agreed.has_payload:
-        return agreed.payload(source).clone()
-    mine = comms.rank == source
-    nbytes = agreed.nbytes[source]
-    encoded = agreed.call.payload[0] if mine else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    comms.control.broadcast(encoded, source, async_op=False)
-    return encoded

@@ -17,9 +17,8 @@ from easydist.agreement.runner import Verb
 from easydist.data import packing
 from easydist.data.leaves import Leaves
 from easydist.groups.communicators import Communicators
-from easydist.verbs.buckets import by_comm, packed_like
+from easydist.verbs.buckets import at_home, by_comm, join, packed_like
 from easydist.verbs.gradients import Gradient
-from easydist.verbs.receiving import at_home, join
 
 Parts = Sequence[Sequence[torch.Tensor]]
 """``[i][r]``, the part of leaf i that goes to rank r, or comes from there."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Sequence
 from operator import index
 from typing import Any
 
 import torch
 
-from easydist.agreement.agree import agree, shared
+from easydist.agreement.agree import judged, shared
 from easydist.agreement.call import Call
 from easydist.agreement.calling import calling
 from easydist.agreement.frames import Agreement
@@ -20,9 +18,9 @@ from easydist.format import codec
 from easydist.groups.communicators import Communicators
 from easydist.messages.pair import Buffers
 from easydist.typing import Tree
+from easydist.verbs.buckets import carriers
 from easydist.verbs.ranks import check_rank
-from easydist.verbs.tensor_dict_messages import Incoming, Outgoing
-from easydist.verbs.tensor_dict_moves import as_bytes, disagreement, move
+from easydist.verbs.tensor_dict_messages import Incoming, Misfit, Outgoing, disagreement
 
 _FRAME_HEAD = 128
 """The bytes of a frame that an announcement cannot use: the frame's header, and the byte before the announcement."""
@@ -84,49 +82,37 @@ class BroadcastTensorDict(Verb[Tree]):
         if comms.size == 1:
             return
         src, nbytes = self._src, agreed.nbytes
-        if agreed.has_payload:
-            self._message = agreed.payload(src)
-        else:
-            if comms.rank != src:
-                self._message = torch.empty(nbytes[src], dtype=torch.uint8, device="cpu")
-            comms.control.broadcast(self._message, src, async_op=False)
+        self._message = agreed.payload(src) if agreed.has_payload else agreed.broadcast_payload(comms, src)
         if self._message[0] or any(n for rank, n in enumerate(nbytes) if rank != src):
             self._accept(comms)
             carrier = self._data or comms
             with contextlib.nullcontext() if carrier is comms else calling(carrier, self.operation):
                 carrier.monitor.is_one_way = True  # only the source is needed
-                move(carrier, self._buffers, carrier.cpu, lambda comm, data: comm.broadcast(data, src, async_op=True))
+                self._move(carrier)
 
     def _read(self, comms: Communicators) -> Incoming:
         return Incoming.announced(self._data or comms, self._message[1:], self._into, self._weights_only)
 
     def _accept(self, comms: Communicators) -> None:
         """Exchange whether each rank can take the data; all ranks raise if one cannot."""
-        mine = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if misfits := judged(comms, self.operation, lambda: self._misfit(comms)):
+            raise shared(comms, DisagreementError(disagreement(self.operation, self._src, misfits)))
 
-        def judge() -> Call:
-            nonlocal mine
-            if self._outgoing is None:
-                self._incoming = self._read(comms)
-                if misfit := self._incoming.misfit():
-                    mine = as_bytes(json.dumps(misfit))
-                self._buffers = self._incoming.buffers()
-            return Call(nbytes=mine.numel())
+    def _misfit(self, comms: Communicators) -> Misfit | None:
+        """Allocate the memory for the data; return the differences between ``into`` and the data."""
+        if self._outgoing is not None:
+            return None
+        self._incoming = self._read(comms)
+        self._buffers = self._incoming.buffers()
+        return self._incoming.misfit()
 
-        nbytes = agree(comms, self.operation, judge).nbytes
-        if any(nbytes):
-            raise shared(
-                comms, DisagreementError(disagreement(self.operation, self._src, _misfits(comms, mine, nbytes)))
-            )
+    def _move(self, comms: Communicators) -> None:
+        carried = carriers(comms, [(kind, buffer.numel()) for kind, buffer in self._buffers])
+        works = [carried[kind].broadcast(buffer, self._src, async_op=True) for kind, buffer in self._buffers]
+        for work in works:
+            work.wait()
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: None) -> Tree:
         if self._outgoing is not None:
             return self._tensor_dict
         return (self._incoming or self._read(comms)).finish()
-
-
-def _misfits(comms: Communicators, mine: torch.Tensor, nbytes: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """Return the differences between ``into`` and the data, for each rank that has some."""
-    every = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in nbytes]
-    comms.control.all_gather_v(every, mine, async_op=False)
-    return {rank: json.loads(bytes(one.numpy())) for rank, one in enumerate(every) if one.numel()}

@@ -12,12 +12,12 @@ from easydist.data import packing
 from easydist.errors import WireError
 from easydist.format.header import Entry, Header
 from easydist.groups.communicators import Communicators
-from easydist.verbs.buckets import LARGE
+from easydist.verbs.buckets import large_alone
 
 
-def together(
+def coalesced(
     comms: Communicators, kinds: Sequence[str], sizes: Sequence[int]
-) -> Iterator[tuple[str, torch.device, list[int]]]:
+) -> Iterator[tuple[str, torch.device, Sequence[int]]]:
     """Yield the device type, device and tensors of each message; sender and receiver get the same messages.
 
     The grouping depends only on the device types and sizes of the tensors.
@@ -25,9 +25,7 @@ def together(
     for kind in dict.fromkeys(kinds):
         there = comms.data(torch.device(kind)).get_device()
         members = [i for i, other in enumerate(kinds) if other == kind and sizes[i]]
-        yield from ((kind, there, [i]) for i in members if sizes[i] >= LARGE)
-        if small := [i for i in members if sizes[i] < LARGE]:
-            yield kind, there, small
+        yield from ((kind, there, bucket) for bucket in large_alone(members, sizes))
 
 
 def filled(head: Header, data: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from easydist.agreement.disagreement import listed, misfit_lines
+from easydist.base.recent import Kept
 from easydist.data import packing
 from easydist.errors import WireError
 from easydist.format import codec, header, outline
@@ -29,7 +31,7 @@ from easydist.groups.communicators import Communicators
 from easydist.messages.pair import ROOM, Buffers
 from easydist.typing import Tree
 from easydist.verbs import tensor_dict_recipes as recipes
-from easydist.verbs.tensor_dict_buffers import ReceiveBuffer, demand_nbytes, empty, entry_nbytes, filled, together
+from easydist.verbs.tensor_dict_buffers import ReceiveBuffer, coalesced, demand_nbytes, empty, entry_nbytes, filled
 
 DEVICES = "easydist.devices"
 
@@ -65,11 +67,13 @@ class Outgoing:
     ) -> None:
         key = None if metadata else recipes.key_of(data)
         found: list[Any] | None = [] if objects else None
-        if (recipe := recipes.made_before(key)) is not None:
+        kept = None if key is None else recipes.made(key)
+        if kept is not None and (recipe := kept.value) is not None:
             self.header, self._tensors = recipe.header, recipe.tensors(data)
         else:
             self._write(data, found, metadata)
-            recipes.keep_made(key, self.header, data, self._tensors)
+            if kept is not None:
+                kept.value = recipes.SendRecipe.of(self.header, data, self._tensors)
         self.objects = _encoded(found, weights_only) if found else _NOTHING
         self._data_nbytes = sum(map(packing.nbytes, self._tensors))
         self._is_inline = False
@@ -78,10 +82,10 @@ class Outgoing:
     def _write(self, data: Tree, found: list[Any] | None, metadata: Mapping[str, str] | None) -> None:
         """Make the header."""
         advice = "send its parts, or use broadcast_object_list"
-        tensors, told = outline.describe(data, metadata, None, "a tensor dict", advice, found)
+        tensors, texts = outline.describe(data, metadata, None, "a tensor dict", advice, found)
         if devices := {name: tensor.device.type for name, tensor in tensors.items() if not tensor.is_cpu}:
-            told[DEVICES] = json.dumps(devices)
-        self.header = torch.frombuffer(bytearray(header.encode(tensors, told)), dtype=torch.uint8)
+            texts[DEVICES] = json.dumps(devices)
+        self.header = torch.frombuffer(bytearray(header.encode(tensors, texts)), dtype=torch.uint8)
         self._tensors = [tensors[name] for name in header.order(tensors)]
 
     def message(self, comms: Communicators, room: int = ROOM) -> tuple[torch.Tensor, Buffers]:
@@ -113,7 +117,7 @@ class Outgoing:
         kinds, sizes = [t.device.type for t in self._tensors], [packing.nbytes(t) for t in self._tensors]
         return [
             (kind, packing.pack([self._tensors[i] for i in members], there))
-            for kind, there, members in together(comms, kinds, sizes)
+            for kind, there, members in coalesced(comms, kinds, sizes)
         ]
 
 
@@ -149,13 +153,15 @@ class Announcement:
             )
         self.header, self.objects, self.data = message[_LENGTHS.size :].split(list(lengths))
 
-    def recipe(self) -> recipes.ReceiveRecipe | None:
-        """Return the recipe of an earlier announcement with this header, if the announcement contains all data."""
+    def recipe(self) -> Kept[recipes.ReceiveRecipe] | None:
+        """Return the kept recipe of announcements with this header; None if there is more to read than it describes."""
         if self.objects.numel() or self.header.numel() > recipes.LONGEST_HEADER:
             return None
-        found = recipes.read_before(self.header.numpy().tobytes())
-        return found if found is not None and found.nbytes == self.data.numel() else None
+        return recipes.read(self.header.numpy().tobytes())
 
+
+Misfit = dict[str, Any]
+"""The ``"rows"`` that differ, and the number of paths ``"of"`` which they are."""
 
 _I = TypeVar("_I", bound="Incoming")
 
@@ -214,20 +220,17 @@ class Incoming:
             RuntimeError: As in the constructor.
             UnsafeObjectError: An object is not allow-listed here.
         """
-        told = Announcement(message)
-        if into is None and (known := told.recipe()) is not None:
+        sent = Announcement(message)
+        kept = sent.recipe() if into is None else None
+        if kept is not None and (known := kept.value) is not None and known.nbytes == sent.data.numel():
             incoming = cls.__new__(cls)
-            incoming._tree, incoming._data = known.tree(told.data), told.data
+            incoming._tree, incoming._data = known.tree(sent.data), sent.data
             return incoming
-        objects = codec.decode(told.objects.clone(), weights_only=weights_only) if told.objects.numel() else ()
-        incoming = cls(comms, told.header, into, objects, told.data.clone() if told.data.numel() else None)
-        if into is None and not objects and not incoming._receiving:
-            incoming._keep(told)
+        objects = codec.decode(sent.objects.clone(), weights_only=weights_only) if sent.objects.numel() else ()
+        incoming = cls(comms, sent.header, into, objects, sent.data.clone() if sent.data.numel() else None)
+        if kept is not None and not incoming._receiving:
+            kept.value = recipes.ReceiveRecipe.of(_header_of(sent.header), incoming._tree, incoming._tensors)
         return incoming
-
-    def _keep(self, told: Announcement) -> None:
-        """Keep the result, so that the next announcement with this header is read faster."""
-        recipes.keep_read(told.header.numpy().tobytes(), _header_of(told.header), self._tree, self._tensors)
 
     @property
     def tree(self) -> Tree:
@@ -252,7 +255,7 @@ class Incoming:
         targets = None if self._targets is None else self._by_name(head, self._targets)
         receiving = [
             ReceiveBuffer(kind, there, [head.entries[i] for i in members], targets)
-            for kind, there, members in together(comms, kinds, [entry_nbytes(entry) for entry in head.entries])
+            for kind, there, members in coalesced(comms, kinds, [entry_nbytes(entry) for entry in head.entries])
         ]
         tensors = {name: tensor for receive in receiving for name, tensor in receive.tensors.items()}
         for entry, kind in zip(head.entries, kinds, strict=True):
@@ -272,7 +275,7 @@ class Incoming:
         """Return the leaves of ``into`` by the names of the entries."""
         return {entry.name: targets.values.get(self.path_of(entry.name)) for entry in head.entries}
 
-    def misfit(self) -> dict[str, Any] | None:
+    def misfit(self) -> Misfit | None:
         """Return the differences between ``into`` and the sent tree; None if there are none.
 
         Raises:
@@ -300,6 +303,14 @@ class Incoming:
         if self._receiving and '"scalar"' in self._outline:  # NumPy scalars were copied before the data arrived
             self._tree, self._leaves = self._decoded()
         return self._tree if self._targets is None else self._targets.write(self._leaves)
+
+
+def disagreement(operation: str, src: int, misfits: Mapping[int, Misfit]) -> str:
+    """Describe the leaves that differ from the source's, one per line."""
+    lines = misfit_lines(src, {rank: misfit["rows"] for rank, misfit in misfits.items()}, "into= of rank")
+    total = max(misfit["of"] for misfit in misfits.values())
+    advice = f"Pass into= the structure, dtypes and shapes that rank {src} sends, or leave it out."
+    return "\n".join([f"{operation}: ranks disagree on {len(lines)} of {total} leaves", *listed(lines), advice])
 
 
 def _header_of(encoded: torch.Tensor) -> Header:

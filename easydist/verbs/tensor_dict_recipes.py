@@ -6,12 +6,13 @@ kept, so that each further dict costs one copy per tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from easydist import memory
+from easydist.base.recent import Kept, recent
 from easydist.data.backing import addresses
 from easydist.format import outline
 from easydist.format.header import Header
@@ -41,8 +42,21 @@ class SendRecipe(NamedTuple):
         """Return the tensors in the order of the data."""
         return [data] if self.keys == [_ROOT] else [data[key] for key in self.keys]
 
+    @classmethod
+    def of(cls, header: torch.Tensor, data: Tree, tensors: Sequence[torch.Tensor]) -> SendRecipe | None:
+        """Return the recipe of a header; None if a tensor had to be converted for it.
 
-_made: dict[Any, SendRecipe] = {}
+        Args:
+            header: The bytes of the header.
+            data: The tensor or flat dict.
+            tensors: Its tensors, in the order of the data.
+        """
+        own = {id(value): name for name, value in data.items()} if type(data) is dict else {id(data): _ROOT}
+        return cls(header, [own[id(one)] for one in tensors]) if own.keys() >= set(map(id, tensors)) else None
+
+
+made: Callable[[Hashable], Kept[SendRecipe]] = recent(_MOST)
+"""The recipes of the data sent last, by the results of ``key_of``."""
 
 
 def key_of(data: Tree) -> Any:
@@ -78,30 +92,6 @@ def _is_odd(tensor: torch.Tensor) -> bool:
     )
 
 
-def made_before(key: Any) -> SendRecipe | None:
-    """Return the recipe of data with this key; None if there is none."""
-    return None if key is None else _made.get(key)
-
-
-def keep_made(key: Any, header: torch.Tensor, data: Tree, tensors: Sequence[torch.Tensor]) -> None:
-    """Keep a header.
-
-    Args:
-        key: The result of ``key_of``; None to keep nothing.
-        header: The bytes of the header.
-        data: The tensor or flat dict.
-        tensors: Its tensors, in the order of the data.
-    """
-    if key is None:
-        return
-    own = {id(value): name for name, value in data.items()} if type(data) is dict else {id(data): _ROOT}
-    if not own.keys() >= set(map(id, tensors)):  # a tensor had to be converted
-        return
-    if len(_made) >= _MOST:
-        _made.clear()
-    _made[key] = SendRecipe(header, [own[id(tensor)] for tensor in tensors])
-
-
 class ReceiveRecipe(NamedTuple):
     """The dict or tensor that a header describes, from an earlier reading.
 
@@ -130,31 +120,22 @@ class ReceiveRecipe(NamedTuple):
                 memory.copy(tensor.data_ptr(), address + start, nbytes)
         return tree.get(_ROOT, tree)
 
+    @classmethod
+    def of(cls, head: Header, tree: Tree, tensors: Mapping[str, torch.Tensor]) -> ReceiveRecipe | None:
+        """Return the recipe of a header of a tensor, or of a flat dict of tensors and plain values; else None.
 
-_read: dict[bytes, ReceiveRecipe] = {}
+        Args:
+            head: The header.
+            tree: The decoded tree.
+            tensors: The tensors of the tree by name.
+        """
+        if not head.metadata.keys() <= {"format", outline.METADATA} or (rows := _rows(head, tree, tensors)) is None:
+            return None
+        return cls(max([entry.stop for entry in head.entries], default=0), rows)
 
 
-def read_before(header: bytes) -> ReceiveRecipe | None:
-    """Return the recipe of a header; None if there is none."""
-    return _read.get(header)
-
-
-def keep_read(encoded: bytes, head: Header, tree: Tree, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Keep the recipe of a header, if it describes a tensor or a flat dict of tensors and plain values.
-
-    Args:
-        encoded: The bytes of the header.
-        head: The header.
-        tree: The decoded tree.
-        tensors: The tensors of the tree by name.
-    """
-    if len(encoded) > LONGEST_HEADER or not head.metadata.keys() <= {"format", outline.METADATA}:
-        return
-    if (rows := _rows(head, tree, tensors)) is None:
-        return
-    if len(_read) >= _MOST:
-        _read.clear()
-    _read[encoded] = ReceiveRecipe(max([entry.stop for entry in head.entries], default=0), rows)
+read: Callable[[Hashable], Kept[ReceiveRecipe]] = recent(_MOST)
+"""The recipes of the data received last, by the bytes of its header."""
 
 
 def _rows(head: Header, tree: Tree, tensors: Mapping[str, torch.Tensor]) -> list[Any] | None:

@@ -18,8 +18,7 @@ from easydist.state import communicators
 from easydist.typing import Group, Timeout, Tree
 from easydist.verbs.ranks import named_peer, named_rank
 from easydist.verbs.tensor_dict_broadcast import BroadcastTensorDict
-from easydist.verbs.tensor_dict_messages import Incoming, Outgoing
-from easydist.verbs.tensor_dict_moves import disagreement
+from easydist.verbs.tensor_dict_messages import Incoming, Outgoing, disagreement
 
 __all__ = ["broadcast_tensor_dict", "recv_tensor_dict", "send_tensor_dict"]
 

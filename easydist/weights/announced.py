@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from easydist.agreement.disagreement import Row
+from easydist.data.packing import type_text
 from easydist.format import header
 from easydist.format.header import Entry
-from easydist.weights.blocks import whole
-from easydist.weights.likeness import LONGEST
+from easydist.weights.blocks import Block, is_covered, whole
 from easydist.weights.schedule import Item, Message, schedule
-from easydist.weights.source import METADATA
+from easydist.weights.source import LONGEST, METADATA
+
+Shards = Mapping[int, Mapping[str, Sequence[Sequence[int]]]]
+"""The block that each source holds of each sharded entry, by rank and name."""
 
 
 class Announced:
@@ -44,18 +49,46 @@ class Announced:
         self.is_kept = len(encoded) <= LONGEST
         self.boxes = [whole(entry.shape) for entry in self.entries]
 
+    def messages(self, shards: Shards) -> list[Message]:
+        """Return the schedule. Each block of each entry comes from the first source that holds it.
+
+        Args:
+            shards: The shards of each source; an entry of which there are none comes whole from the first source.
+
+        Raises:
+            ValueError: The sources do not hold all of an entry.
+        """
+        return schedule(self._items(shards), self.about["bucket"]) if any(shards.values()) else self._unsharded
+
     @functools.cached_property
-    def messages(self) -> list[Message]:
-        """The messages if the first source has all of the state dict."""
-        first = self.about["sources"][0]
-        rows = zip(self.dtypes, self.kinds, self.boxes, strict=True)
-        items = [Item(dtype, kind, [(first, box)]) for dtype, kind, box in rows]
-        return schedule(items, self.about["bucket"])
+    def _unsharded(self) -> list[Message]:
+        return schedule(self._items({}), self.about["bucket"])
+
+    def _items(self, shards: Shards) -> Iterator[Item]:
+        sources = self.about["sources"]
+        for entry, kind, box in zip(self.entries, self.kinds, self.boxes, strict=True):
+            held: dict[Block, int] = {}
+            for rank in sources:
+                shard = shards.get(rank, {}).get(entry.name)
+                if shard is not None and 0 not in shard[1]:
+                    held.setdefault(Block(*map(tuple, shard)), rank)
+            if held and not is_covered(entry.shape, list(held)):
+                raise ValueError(
+                    f"ranks {sources} together do not hold all of {entry.name}\nPass src= all ranks of its mesh, and "
+                    "no others; each of them has to pass its own shards."
+                )
+            yield Item(entry.dtype, kind, [(rank, block) for block, rank in held.items()] or [(sources[0], box)])
 
     @property
     def nbytes(self) -> int:
         """The bytes of all data."""
         return self.entries[-1].stop if self.entries else 0
+
+    def differing(self, other: Announced) -> list[Row]:
+        """Return the entries that a further source has otherwise than this first one."""
+        theirs, ours = ({one.name: type_text(one.dtype, one.shape) for one in a.entries} for a in (self, other))
+        rows = [(name, theirs.get(name, "missing"), ours.get(name, "missing")) for name in theirs.keys() | ours.keys()]
+        return sorted(row for row in rows if row[1] != row[2])
 
     def entry(self, key: str) -> Entry:
         """Return the entry with this key."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from easydist.agreement.disagreement import listed
 from easydist.groups.communicators import Communicators
 from easydist.weights.schedule import Message
 
@@ -53,3 +54,16 @@ class Digests:
                 key[1] for key, at in zip(keys, rows, strict=True) if mine[at : at + _NBYTES] != sent[at : at + _NBYTES]
             }
         return sorted(found)
+
+
+def damaged(operation: str, names: Mapping[int, Sequence[str]]) -> str:
+    """Say that received bytes differ from the sent ones."""
+    lines = [f"  {name}  on rank {rank}" for rank, found in names.items() for name in found]
+    return "\n".join(
+        [
+            f"{operation}: {len(lines)} tensors arrived with bytes that differ from those sent",
+            *listed(lines),
+            "A source may have changed them in the meantime, or the connection is faulty. The targets have been "
+            "overwritten.",
+        ]
+    )

@@ -11,28 +11,25 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from easydist.agreement.agree import agree, shared
+from easydist.agreement.agree import judged, shared
 from easydist.agreement.call import Call
+from easydist.agreement.disagreement import Row, listed, misfit_lines
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb
 from easydist.data.packing import dtype_name
 from easydist.errors import DisagreementError, WireError
 from easydist.format import header
 from easydist.groups.communicators import Communicators
+from easydist.verbs.buckets import carriers
 from easydist.verbs.ranks import checked_ranks
 from easydist.weights.announced import Announced, announced as read
-from easydist.weights.blocks import Block, is_covered, whole
-from easydist.weights.digests import Digests
-from easydist.weights.optimizers import described
-from easydist.weights.schedule import Item, Message, schedule
+from easydist.weights.digests import Digests, damaged
+from easydist.weights.receivers import described
+from easydist.weights.schedule import Message, UnderWay, progress
 from easydist.weights.source import Source, mesh_ranks, named, state_of
-from easydist.weights.stream import Carriers, Side, move, progress
-from easydist.weights.target import Row, Target, Wanted
-from easydist.weights.texts import damaged, disagreement, uncovered, unlike
-from easydist.weights.told import nbytes_of, told
+from easydist.weights.target import Target, Wanted
 
 BUCKET_NBYTES = 64 << 20
-
 
 _LEAST = 1 << 10
 
@@ -115,8 +112,8 @@ class BroadcastWeights(Verb[Any]):
         call = Call({"src": sources[0] if len(sources) == 1 else tuple(sources)})
         if comms.rank == self._first:
             self._source = self._made_source(comms, sources)
-            self._message = _with_notes(self._source.header, self.notes())
-            call.payload, call.nbytes = [self._message], self._message.numel()
+            message = _with_notes(self._source.header, self.notes())
+            call.payload, call.nbytes = [message], message.numel()
         return call
 
     def _made_source(self, comms: Communicators, sources: list[int]) -> Source:
@@ -140,39 +137,40 @@ class BroadcastWeights(Verb[Any]):
         announced = self._accept(comms, self._heard(comms, agreed))
         messages = self._scheduled(comms, announced)
         digests = Digests() if announced.about["verify"] else None
-        side = _Side(comms, self._source, self._target, digests)
         shown = self._shows_progress and comms.rank == 0
         with progress(shown, announced.nbytes, self.operation) as step:
-            move(Carriers(comms, messages), messages, side, announced.about["bucket"], step)
+
+            def take(message: Message, buffer: torch.Tensor) -> None:
+                if digests is not None:
+                    digests.update(message, buffer)
+                if self._target is not None:
+                    self._target.destinations.take(message, buffer)
+                step(message.nbytes)
+
+            self._move(comms, messages, UnderWay(announced.about["bucket"], take))
         if digests is not None:
             self._verify(comms, announced, digests.differing(comms, messages))
 
     def _heard(self, comms: Communicators, agreed: Agreement) -> bytes:
         """Return the header and the notes. If they are short, they came with the call."""
-        if agreed.has_payload:
-            return bytes(agreed.payload(self._first).numpy())
-        nbytes = agreed.nbytes[self._first]
-        message = self._message if self._source else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        comms.control.broadcast(message, self._first, async_op=False)
+        first = self._first
+        message = agreed.payload(first) if agreed.has_payload else agreed.broadcast_payload(comms, first)
         return bytes(message.numpy())
 
     def _accept(self, comms: Communicators, encoded: bytes) -> Announced:
         """Let every rank accept or refuse the entries, and report its shards; all raise if one refuses."""
         found: list[Announced] = []
-        mine: dict[str, Any] = {}
 
-        def judge() -> Call:
+        def judge() -> dict[str, Any]:
             stop = 8 + int.from_bytes(encoded[:8], "little")
             self.noted = header.parse_json(encoded[stop:]) if encoded[stop:] else {}
             found.append(announced := read(encoded[:stop]))
-            mine.update(self._judged(comms, announced))
-            return Call(nbytes=nbytes_of(mine))
+            return self._judged(comms, announced)
 
-        every = told(comms, agree(comms, self.operation, judge).nbytes, mine)
-        rows = {rank: one["rows"] for rank, one in every.items() if "rows" in one}
-        if rows:
+        every = judged(comms, self.operation, judge)
+        if rows := {rank: one["rows"] for rank, one in every.items() if "rows" in one}:
             is_optimizer = "optimizer" in found[0].about
-            raise shared(comms, DisagreementError(disagreement(self.operation, self._first, rows, is_optimizer)))
+            raise shared(comms, DisagreementError(_disagreement(self.operation, self._first, rows, is_optimizer)))
         self._shards = {rank: one["shards"] for rank, one in every.items()}
         return found[0]
 
@@ -198,35 +196,41 @@ class BroadcastWeights(Verb[Any]):
             return []
         state = self._sent = self.state()
         names = named(state, self._wanted.keep, self._wanted.rename)
-        self._source = Source(state, names, _named_dtype(announced.about["dtype"]), {})
-        return unlike(announced, read(bytes(self._source.header.numpy())))
+        dtype = announced.about["dtype"]
+        self._source = Source(state, names, None if dtype is None else getattr(torch, dtype), {})
+        return announced.differing(read(bytes(self._source.header.numpy())))
 
     def _scheduled(self, comms: Communicators, announced: Announced) -> list[Message]:
-        """Assign each block of each entry to a source; if several ranks hold a block, to the first one."""
-        if not any(self._shards.values()):
-            return announced.messages
-        items = []
-        for entry, kind in zip(announced.entries, announced.kinds, strict=True):
-            held: dict[Block, int] = {}
-            for rank in announced.about["sources"]:
-                box = self._shards.get(rank, {}).get(entry.name)
-                if box is not None and 0 not in box[1]:
-                    held.setdefault(Block(*map(tuple, box)), rank)
-            if held and not is_covered(entry.shape, list(held)):
-                raise shared(
-                    comms, DisagreementError(uncovered(self.operation, entry.name, announced.about["sources"]))
-                )
-            blocks = [(rank, block) for block, rank in held.items()] or [(self._first, whole(entry.shape))]
-            items.append(Item(entry.dtype, kind, blocks))
-        return schedule(items, announced.about["bucket"])
+        try:
+            return announced.messages(self._shards)
+        except ValueError as error:
+            raise shared(comms, DisagreementError(f"{self.operation}: {error}")) from None
+
+    def _move(self, comms: Communicators, messages: Sequence[Message], under_way: UnderWay) -> None:
+        """Broadcast each message from its source; ranks that do not receive discard it.
+
+        Cost: one broadcast for each message.
+        """
+        carried = carriers(comms, [(message.kind, message.nbytes) for message in messages])
+        for message in messages:
+            comm = carried[message.kind]
+            under_way.admit(message)
+            buffer = self._buffer(message, comms.rank, comm.get_device())
+            under_way.add(message, buffer, comm.broadcast(buffer, message.root, async_op=True))
+        under_way.finish()
+
+    def _buffer(self, message: Message, rank: int, there: torch.device) -> torch.Tensor:
+        """Return the bytes to send, or the memory in which they arrive."""
+        if self._source is not None and message.root == rank:
+            return self._source.load(message, there)
+        if self._target is not None:
+            return self._target.destinations.buffer(message, there)
+        return torch.empty(message.nbytes, dtype=torch.uint8, device=there)
 
     def _verify(self, comms: Communicators, announced: Announced, differing: list[int]) -> None:
         names = [announced.entries[i].name for i in differing]
-        mine = {"rows": names} if names else {}
-        every = told(comms, agree(comms, self.operation, lambda: Call(nbytes=nbytes_of(mine))).nbytes, mine)
-        if every:
-            rows = {rank: one["rows"] for rank, one in every.items()}
-            raise shared(comms, WireError(damaged(self.operation, rows)))
+        if every := judged(comms, self.operation, lambda: names):
+            raise shared(comms, WireError(damaged(self.operation, every)))
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: None) -> Any:
         """Return the state dict of this rank."""
@@ -235,26 +239,17 @@ class BroadcastWeights(Verb[Any]):
         return self.state() if self._sent is None else self._sent
 
 
-class _Side(Side):
-    """Loading on the source of a message, storing on receivers; other ranks discard it."""
-
-    def __init__(
-        self, comms: Communicators, source: Source | None, target: Target | None, digests: Digests | None
-    ) -> None:
-        self._rank, self._source, self._target, self._digests = comms.rank, source, target, digests
-
-    def buffer(self, message: Message, there: torch.device) -> torch.Tensor:
-        if self._source is not None and message.root == self._rank:
-            return self._source.load(message, there)
-        if self._target is not None:
-            return self._target.buffer(message, there)
-        return torch.empty(message.nbytes, dtype=torch.uint8, device=there)
-
-    def take(self, message: Message, buffer: torch.Tensor) -> None:
-        if self._digests is not None:
-            self._digests.update(message, buffer)
-        if self._target is not None:
-            self._target.take(message, buffer)
+def _disagreement(operation: str, src: int, misfits: Mapping[int, Sequence[Row]], is_optimizer: bool) -> str:
+    """Describe the entries of receivers or further sources that differ from the first source's, one per line."""
+    lines = misfit_lines(src, misfits)
+    title = f"{operation}: ranks disagree on {len(lines)} {'entry' if len(lines) == 1 else 'entries'}"
+    advice = (
+        "strict=False leaves out names that only one side has, filter= and rename= on either side change what is "
+        "compared; shapes have to be equal."
+    )
+    if is_optimizer:
+        advice = "Pass optimizers of one class, with the same parameters in the same groups and the same order."
+    return "\n".join([title, *listed(lines), f"Nothing was written. {advice}"])
 
 
 def _with_notes(header: torch.Tensor, notes: Mapping[str, Any]) -> torch.Tensor:
@@ -262,11 +257,6 @@ def _with_notes(header: torch.Tensor, notes: Mapping[str, Any]) -> torch.Tensor:
     if not notes:
         return header
     return torch.cat([header, torch.frombuffer(bytearray(json.dumps(notes).encode()), dtype=torch.uint8)])
-
-
-def _named_dtype(name: str | None) -> torch.dtype | None:
-    """Return the dtype with a name that ``dtype_name`` has returned."""
-    return None if name is None else getattr(torch, name)
 
 
 def _in_group(comms: Communicators, ranks: Sequence[int], first: int) -> list[int]:

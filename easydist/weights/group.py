@@ -31,8 +31,8 @@ CONNECT = 5.0
 """Seconds within which an existing store answers."""
 
 
-class Place(NamedTuple):
-    """The place of a process in a group.
+class Endpoint(NamedTuple):
+    """A process in a group, as the others see it.
 
     Attributes:
         rank: The rank, from 0.
@@ -51,7 +51,7 @@ class PrivateGroup:
     Args:
         name: The name of the group.
         store: A store for the members of the group alone.
-        place: The place of this process in the group.
+        endpoint: This process in the group.
         deadline: The time by which all members must have joined, on the clock of ``time.monotonic``.
         timeout: The seconds that a call in the group may take.
         wait: A function to call while members are missing. It sleeps for a moment, and may raise.
@@ -65,13 +65,13 @@ class PrivateGroup:
     """
 
     def __init__(
-        self, name: str, store: Store, place: Place, deadline: float, timeout: float, wait: Callable[[], None]
+        self, name: str, store: Store, endpoint: Endpoint, deadline: float, timeout: float, wait: Callable[[], None]
     ) -> None:
         self._store = store
         try:
-            _meet(name, TimedStore(store), place, deadline, wait)
+            _meet(name, TimedStore(store), endpoint, deadline, wait)
             own, limit = f"{name}/{secrets.token_hex(4)}", timedelta(seconds=timeout)
-            self._group = gloo_group(store, place.rank, place.size, own, limit, place.host)
+            self._group = gloo_group(store, endpoint.rank, endpoint.size, own, limit, endpoint.host)
         except RuntimeError as error:  # from the store or from gloo; it names no rank
             raise PeerLostError(
                 f"group {name!r}: a member was lost while the group was being made ({error})"
@@ -89,14 +89,14 @@ class PrivateGroup:
         del self._communicators, self._group, self._store
 
 
-def _meet(name: str, store: TimedStore, place: Place, deadline: float, wait: Callable[[], None]) -> None:
-    store.set(f"here/{place.rank}", "")
-    while missing := [rank for rank in range(place.size) if store.get(f"here/{rank}", rank) is None]:
+def _meet(name: str, store: TimedStore, endpoint: Endpoint, deadline: float, wait: Callable[[], None]) -> None:
+    store.set(f"here/{endpoint.rank}", "")
+    while missing := [rank for rank in range(endpoint.size) if store.get(f"here/{rank}", rank) is None]:
         if (told := store.get(_LATE)) is not None:
-            raise _incomplete(name, decoded(in_store(_LATE), told, [int]), place.size)
+            raise _incomplete(name, decoded(in_store(_LATE), told, [int]), endpoint.size)
         if time.monotonic() > deadline:
             store.set(_LATE, json.dumps(missing))
-            raise _incomplete(name, missing, place.size)
+            raise _incomplete(name, missing, endpoint.size)
         wait()
 
 

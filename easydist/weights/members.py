@@ -8,6 +8,7 @@ from typing import Any
 from easydist.agreement.agree import agree
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
+from easydist.agreement.reports import encoded, exchange_reports
 from easydist.agreement.runner import Verb, run
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
@@ -16,7 +17,6 @@ from easydist.verbs.ranks import checked_ranks, named_rank
 from easydist.weights.exchange import BroadcastWeights, Sending
 from easydist.weights.source import state_of
 from easydist.weights.target import Wanted
-from easydist.weights.told import nbytes_of, told
 
 _OPERATION = "publish"
 
@@ -88,7 +88,7 @@ class Member:
         """
         self.comms = communicators(group)
         named = named_rank(group, "regroup", "src", src, group_src)
-        members = run(_Meeting(self, named), self.comms)
+        members = run(_Versions(self, named), self.comms)
         self.src = self.src if named is None else named
         newest: int = max(one["version"] for one in members.values())
         if self.pending == newest > self.version:
@@ -103,21 +103,21 @@ class Member:
         return newest
 
 
-class _Meeting(Verb[dict[int, dict[str, Any]]]):
+class _Versions(Verb[dict[int, dict[str, Any]]]):
     """The exchange of the members' versions."""
 
     operation = "regroup"
 
     def __init__(self, member: Member, src: Any) -> None:
         self._src = src
-        self._mine = {"receives": member.receives, "version": member.version, "pending": member.pending}
+        self._mine = encoded({"receives": member.receives, "version": member.version, "pending": member.pending})
 
     def prepare(self, comms: Communicators) -> Call:
         checked_ranks(comms, "src", [] if self._src is None else self._src)
-        return Call(nbytes=nbytes_of(self._mine))
+        return Call(nbytes=self._mine.numel())
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> dict[int, dict[str, Any]]:
-        return told(comms, agreed.nbytes, self._mine)
+        return exchange_reports(comms, agreed.nbytes, self._mine)
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: dict[int, dict[str, Any]]) -> Any:
         return arrived

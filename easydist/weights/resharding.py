@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from easydist import memory
 from easydist.agreement.agree import shared
 from easydist.agreement.call import Call
+from easydist.agreement.disagreement import listed
 from easydist.agreement.frames import Agreement
+from easydist.agreement.reports import encoded, exchange_reports
 from easydist.agreement.runner import Verb, run
 from easydist.base.torch_private import is_zerotensor
 from easydist.data import packing
@@ -21,20 +21,17 @@ from easydist.data.packing import dtype_name, sort_key
 from easydist.errors import DisagreementError
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
-from easydist.transport.work import TorchWork
 from easydist.typing import Group, Timeout
-from easydist.weights.blocks import Block
+from easydist.weights.blocks import Block, Transfer, plan
 from easydist.weights.exchange import BUCKET_NBYTES
-from easydist.weights.places import Place, place_at, place_of, unpacked
-from easydist.weights.plan import Transfer, plan
 from easydist.weights.receivers import entries_of
-from easydist.weights.schedule import Item, Message, schedule
+from easydist.weights.schedule import Item, Message, UnderWay, schedule
 from easydist.weights.source import local
-from easydist.weights.told import nbytes_of, told
+from easydist.weights.spans import Destinations, Span, span_at, span_of
 
 __all__ = ["LocalShard", "Resharding"]
 
-_DEPTH = 16
+_CPU = torch.device("cpu")
 
 
 class LocalShard(NamedTuple):
@@ -105,7 +102,11 @@ class Resharding:
         planning = _Planning(source, target, bucket_bytes)
         self.transfers: dict[str, list[Transfer]] = run(planning, self._comms, timeout)
         self._dtypes = planning.dtypes
-        self._held, self._wanted = ([places.get(name) for name in self._dtypes] for places in planning.places)
+        held, wanted = planning.spans
+        self._held = [held.get(name) for name in self._dtypes]
+        self._destinations = Destinations([*self._dtypes.values()])
+        for name, spans in zip(self._dtypes, self._destinations.spans, strict=True):
+            spans += [wanted[name]] if name in wanted else []
         self._messages = self._scheduled(self._comms.size)
 
     def _scheduled(self, size: int) -> list[Message]:
@@ -133,11 +134,8 @@ class Resharding:
         Cost: one header exchange, then one message between two ranks for each slice of 256 KiB or more, in pieces of a
         quarter of ``bucket_bytes``, and one for all smaller ones of a pair. Tensors on GPUs travel through the CPU.
         """
-        run(
-            _Moving(self._messages, self._dtypes, self._held, self._wanted, self._bucket_nbytes),
-            self._comms,
-            timeout,
-        )
+        moving = _Moving(self._messages, self._dtypes, self._held, self._destinations, self._bucket_nbytes)
+        run(moving, self._comms, timeout)
 
     def nbytes(self, src: int, dst: int) -> int:
         """Return the bytes that one ``run`` sends from one rank to another."""
@@ -149,16 +147,16 @@ class Resharding:
         )
 
 
-def _places(given: Any) -> dict[str, tuple[Place, tuple[int, ...]]]:
-    """Return by name the place of this rank's part of an entry, and the shape of the whole."""
+def _spans(given: Any) -> dict[str, tuple[Span, tuple[int, ...]]]:
+    """Return by name this rank's span of an entry, and the shape of the whole."""
     found = {}
     for name, value in entries_of(given).values.items():
         if isinstance(value, LocalShard | torch.Tensor):
             as_tensor(local(value.tensor if isinstance(value, LocalShard) else value), f"[{name!r}]")
         if isinstance(value, LocalShard):
-            found[name] = place_at(value.tensor.detach(), _block(name, value)), tuple(value.shape)
+            found[name] = span_at(value.tensor.detach(), _block(name, value)), tuple(value.shape)
         elif isinstance(value, torch.Tensor):
-            found[name] = place_of(value), tuple(value.shape)
+            found[name] = span_of(value), tuple(value.shape)
         else:
             raise TypeError(f"[{name!r}] is a {type(value).__name__}; only tensors are laid out over ranks")
     return found
@@ -182,31 +180,32 @@ class _Planning(Verb[dict[str, list[Transfer]]]):
     def __init__(self, source: Any, target: Any, bucket_nbytes: int) -> None:
         self._given, self._bucket_nbytes = (source, target), bucket_nbytes
         self.dtypes: dict[str, torch.dtype] = {}
-        self.places: list[dict[str, Place]] = []
+        self.spans: list[dict[str, Span]] = []
 
     def prepare(self, comms: Communicators) -> Call:
-        found = [_places(given) for given in self._given]
-        for name, (place, _) in found[1].items():
-            if reason := unwritable(place.tensor):
+        found = [_spans(given) for given in self._given]
+        for name, (span, _) in found[1].items():
+            if reason := unwritable(span.tensor):
                 raise ValueError(f"[{name!r}] {reason}, so it cannot be written in place")
-        for name, (place, shape) in found[0].items():
-            if is_zerotensor(place.tensor):
-                found[0][name] = place_at(place.tensor.clone(), place.box), shape
-        self.places = [{name: place for name, (place, _) in one.items()} for one in found]
-        self._mine = {
-            side: {name: [dtype_name(place.tensor.dtype), shape, *place.box] for name, (place, shape) in one.items()}
-            for side, one in zip(("held", "wanted"), found, strict=True)
-        }
-        return Call({"bucket_bytes": self._bucket_nbytes}, nbytes=nbytes_of(self._mine))
+        for name, (span, shape) in found[0].items():
+            if is_zerotensor(span.tensor):
+                found[0][name] = span_at(span.tensor.clone(), span.box), shape
+        self.spans = [{name: span for name, (span, _) in one.items()} for one in found]
+        self._mine = encoded(
+            {
+                side: {name: [dtype_name(span.tensor.dtype), shape, *span.box] for name, (span, shape) in one.items()}
+                for side, one in zip(("held", "wanted"), found, strict=True)
+            }
+        )
+        return Call({"bucket_bytes": self._bucket_nbytes}, nbytes=self._mine.numel())
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> dict[str, list[Transfer]]:
-        every = told(comms, agreed.nbytes, self._mine) if comms.size > 1 else {0: self._mine}
+        every = exchange_reports(comms, agreed.nbytes, self._mine)
         held, wanted = ({rank: one[side] for rank, one in every.items()} for side in ("held", "wanted"))
         names = {name for one in wanted.values() for name in one}
         types: dict[str, Any] = {name: one[name][:2] for one in held.values() for name in sorted(one) if name in names}
         if wrong := _wrong(names, types, held, wanted):
-            more = [f"  … and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
-            lines = ["Resharding: the layouts do not fit", *wrong[:_SHOWN], *more]
+            lines = ["Resharding: the layouts do not fit", *listed(wrong)]
             raise shared(comms, DisagreementError("\n".join(lines)))
         self.dtypes = {name: getattr(torch, types[name][0]) for name in sorted(types)}
         self.dtypes = dict(sorted(self.dtypes.items(), key=lambda one: (sort_key(one[1]), one[0])))
@@ -224,8 +223,6 @@ class _Planning(Verb[dict[str, list[Transfer]]]):
 
 
 _Side = Mapping[int, Mapping[str, Any]]
-_SHOWN = 10
-"""The most entries that an error shows."""
 
 
 def _layout(name: str, side: _Side) -> dict[int, Block]:
@@ -253,69 +250,46 @@ class _Moving(Verb[None]):
     def __init__(
         self,
         messages: Sequence[Message],
-        dtypes: Mapping[str, torch.dtype],
-        held: Sequence[Place | None],
-        wanted: Sequence[Place | None],
+        names: Iterable[str],
+        held: Sequence[Span | None],
+        destinations: Destinations,
         bucket_nbytes: int,
     ) -> None:
-        self._messages, self._bucket_nbytes = messages, bucket_nbytes
-        self._names, self._dtypes = [*dtypes], [*dtypes.values()]
-        self._held, self._wanted = held, wanted
+        self._messages, self._names, self._bucket_nbytes = messages, names, bucket_nbytes
+        self._held, self._destinations = held, destinations
 
     def prepare(self, comms: Communicators) -> Call:
-        for name, *places in zip(self._names, self._held, self._wanted, strict=True):
-            for place in places:
-                if place is not None and not is_backed(place.tensor):  # FSDP may have freed it since the plan was made
-                    backed(place.tensor, f"leaf [{name!r}]")
+        for name, held, wanted in zip(self._names, self._held, self._destinations.spans, strict=True):
+            for span in [held, *wanted]:
+                if span is not None and not is_backed(span.tensor):  # FSDP may have freed it since the plan was made
+                    backed(span.tensor, f"leaf [{name!r}]")
         return Call({"messages": len(self._messages)})
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> None:
+        def take(message: Message, buffer: torch.Tensor) -> None:
+            if message.root % comms.size == comms.rank:
+                self._destinations.take(message, buffer)
+
         cpu = comms.cpu(sum(message.nbytes for message in self._messages))
-        under_way: deque[tuple[Message, torch.Tensor | None, TorchWork]] = deque()
-        room = self._bucket_nbytes
+        under_way = UnderWay(self._bucket_nbytes, take)
         for message in self._messages:
             src, dst = divmod(message.root, comms.size)
             if comms.rank not in (src, dst):
                 continue
-            while under_way and (message.nbytes > room or len(under_way) == _DEPTH):
-                room += self._end(*under_way.popleft())
+            under_way.admit(message)
             if src == dst:
-                self._take(message, self._load(message))
+                take(message, self._load(message))
                 continue
-            if comms.rank == src:
-                under_way.append((message, None, cpu.send(self._load(message), dst, async_op=True)))
-            else:
-                buffer = self._room(message)
-                under_way.append((message, buffer, cpu.recv(buffer, src, async_op=True)))
-            room -= message.nbytes
-        while under_way:
-            self._end(*under_way.popleft())
-
-    def _end(self, message: Message, buffer: torch.Tensor | None, work: TorchWork) -> int:
-        work.wait()
-        if buffer is not None:
-            self._take(message, buffer)
-        return message.nbytes
+            buffer = self._load(message) if comms.rank == src else self._destinations.buffer(message, _CPU)
+            work = cpu.send(buffer, dst, async_op=True) if comms.rank == src else cpu.recv(buffer, src, async_op=True)
+            under_way.add(message, buffer, work)
+        under_way.finish()
 
     def _load(self, message: Message) -> torch.Tensor:
         pieces = [(part.block, self._held[part.entry]) for part in message.parts]
-        held = [block.within(place.box).of(place.tensor) for block, place in pieces if place is not None]
+        held = [block.within(span.box).of(span.tensor) for block, span in pieces if span is not None]
         return packing.pack([*map(backed, held)])  # conjugate and negative views as their values
 
-    def _room(self, message: Message) -> torch.Tensor:
-        if len(message.parts) == 1 and (place := self._wanted[message.parts[0].entry]) is not None:
-            part = message.parts[0]
-            direct = place.direct(part, self._dtypes[part.entry], torch.device("cpu"))
-            if direct is not None:
-                return direct
-        return memory.empty([message.nbytes], torch.uint8, "cpu")
-
-    def _take(self, message: Message, buffer: torch.Tensor) -> None:
-        for part, piece in zip(message.parts, unpacked(message, self._dtypes, buffer), strict=True):
-            place = self._wanted[part.entry]
-            pair = None if place is None else place.view(part, piece)
-            if pair is not None and pair[0].data_ptr() != pair[1].data_ptr():
-                pair[0].copy_(pair[1])
-
     def result(self, comms: Communicators, agreed: Agreement, arrived: None) -> None:
-        return None
+        written = [span.tensor for spans in self._destinations.spans for span in spans]
+        torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])

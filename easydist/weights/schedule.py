@@ -1,21 +1,28 @@
-"""The schedule of the messages, computed on every rank from the header alone, with the same result.
+"""The messages of a transfer: their schedule, and those under way.
 
-Large blocks travel alone, so that they need no packing, in pieces of a fraction of the bucket. Small ones of the same
-source and device type share a message of at most that size.
+The schedule is computed on every rank from the header alone, with the same result. Large blocks travel alone, so that
+they need no packing, in pieces of a fraction of the bucket. Small ones of the same source and device type share a
+message of at most that size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
+from easydist.transport.work import TorchWork
 from easydist.verbs.buckets import LARGE
 from easydist.weights.blocks import Block, cut
 
 SHARES = 4
 """The number of messages of the largest size that fit into the bucket and may be under way."""
+
+_DEPTH = 16
+"""The most messages under way, however small they are, as gloo keeps a buffer for each."""
 
 
 class Part(NamedTuple):
@@ -96,3 +103,53 @@ def _parts(entry: int, item: Item, limit: int) -> Iterator[tuple[int, Part]]:
         if block.numel:
             for part in cut(block, max(1, limit // size)):
                 yield root, Part(entry, part, part.numel * size)
+
+
+class UnderWay:
+    """The messages under way, which end in their order: never more bytes than the bucket has.
+
+    Args:
+        bucket_nbytes: The most bytes under way.
+        take: A function to call with each message and its buffer when it has ended.
+    """
+
+    def __init__(self, bucket_nbytes: int, take: Callable[[Message, torch.Tensor], None]) -> None:
+        self._room, self._take = bucket_nbytes, take
+        self._begun: deque[tuple[Message, torch.Tensor, TorchWork]] = deque()
+
+    def admit(self, message: Message) -> None:
+        """Wait for the first messages until there is room for another one."""
+        while self._begun and (message.nbytes > self._room or len(self._begun) == _DEPTH):
+            self._end()
+
+    def add(self, message: Message, buffer: torch.Tensor, work: TorchWork) -> None:
+        """Add a message that has begun."""
+        self._begun.append((message, buffer, work))
+        self._room -= message.nbytes
+
+    def finish(self) -> None:
+        """Wait for all messages."""
+        while self._begun:
+            self._end()
+
+    def _end(self) -> None:
+        message, buffer, work = self._begun.popleft()
+        work.wait()
+        self._take(message, buffer)
+        self._room += message.nbytes
+
+
+Step = Callable[[int], None]
+"""A function to call with the number of bytes that have moved."""
+
+
+@contextmanager
+def progress(is_shown: bool, nbytes: int, title: str) -> Iterator[Step]:
+    """Show a progress bar once the transfer has taken a second, if requested."""
+    if not is_shown:
+        yield lambda nbytes: None
+        return
+    from tqdm.auto import tqdm
+
+    with tqdm(desc=title, total=nbytes, unit="B", unit_scale=True, delay=1) as bar:
+        yield lambda nbytes: bar.update(nbytes) and None

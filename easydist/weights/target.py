@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from easydist import memory
-from easydist.base.torch_private import foreach_copy
+from easydist.agreement.disagreement import Row
+from easydist.base.recent import Kept, recent
 from easydist.data.aliasing import overlap
 from easydist.data.leaves import Leaves
-from easydist.data.packing import dtype_name
+from easydist.data.packing import type_text
 from easydist.format import outline
 from easydist.typing import Device
 from easydist.verbs.sharded import is_sharded
 from easydist.weights.announced import Announced
-from easydist.weights.likeness import Recent, likeness
-from easydist.weights.places import Place, new, place_of
 from easydist.weights.receivers import entries_of
-from easydist.weights.schedule import Message
-from easydist.weights.source import Filter, Rename, local, memory_of, named
-
-Row = tuple[str, str, str]
-"""An entry that does not fit: its name, the arriving description, the local one."""
+from easydist.weights.source import Filter, Rename, layout_key, local, memory_of, named
+from easydist.weights.spans import Destinations, Span, new, span_of
 
 
 class Wanted(NamedTuple):
@@ -59,7 +54,7 @@ class _Fit(NamedTuple):
     made: dict[tuple[int, torch.dtype], list[str]]
 
 
-_fits: Recent[_Fit] = Recent(4)
+_fits: Callable[[Hashable], Kept[_Fit]] = recent(4)
 
 
 class Target:
@@ -69,6 +64,9 @@ class Target:
         into: A module or dict whose tensors are written; None or an empty dict: all are new.
         announced: The arriving entries.
         wanted: The receiver's settings.
+
+    Attributes:
+        destinations: The memory into which the entries arrive, after ``allocate``.
 
     Raises:
         TypeError: ``into`` is neither.
@@ -84,20 +82,19 @@ class Target:
         self._is_strict = wanted.strict and not self._takes_all
         names = named(announced.names, wanted.keep, wanted.rename)
         self._coming = {m: n for n, m in names.items() if self._takes_all or wanted.strict or m in self._mine}
-        self._places: list[list[Place]] = [[] for _ in announced.entries]
+        self.destinations = Destinations(announced.dtypes, wanted.pin)
         self._new: dict[str, torch.Tensor] = {}
-        self._behind: set[torch.device] = set()
-        self._key = self._known_by()
-        self._fit = _fits.get(self._key)
+        self._kept = self._known()
+        self._fit = None if self._kept is None else self._kept.value
 
-    def _known_by(self) -> Hashable | None:
-        """Return a key that determines the fit; None if it must be computed again."""
-        like = likeness(list(self._mine.values()))
+    def _known(self) -> Kept[_Fit] | None:
+        """Return the kept fit; None if it must be computed again."""
+        like = layout_key(list(self._mine.values()))
         changes = (*self._coming, *self._coming.values()) if self._wanted.keep or self._wanted.rename else None
         rules = self._is_strict, self._takes_all, self._wanted.strict
         if like is None or not self._announced.is_kept:
             return None
-        return self._announced, like, tuple(self._mine), self._into.own, rules, changes
+        return _fits((self._announced, like, tuple(self._mine), self._into.own, rules, changes))
 
     def misfit(self) -> list[Row]:
         """Return the differences between arriving entries and the receiver's, sorted by name; empty if all fit."""
@@ -120,7 +117,7 @@ class Target:
     def _compared(self, name: str) -> Row | None:
         i = self._entry(name)
         entry = None if i is None else self._announced.entries[i]
-        theirs = "no tensor" if entry is None else _text(entry.dtype, entry.shape)
+        theirs = "no tensor" if entry is None else type_text(entry.dtype, entry.shape)
         if name not in self._mine:
             return (name, theirs, "missing") if self._is_strict else None
         value = self._mine[name]
@@ -141,22 +138,22 @@ class Target:
         if self._fit is None:
             self._fit = self._found()
         else:
-            self._check_apart(self._fit)
-        boxes = self._announced.boxes
+            self._check_disjoint(self._fit)
+        boxes, spans = self._announced.boxes, self.destinations.spans
         for i, name, is_plain in self._fit.written:
             value = self._mine[name]
-            if self._key is None:
-                self._places[i].append(place_of(value))
+            if self._kept is None:
+                spans[i].append(span_of(value))
             else:
-                self._places[i].append(Place(value.detach() if value.requires_grad else value, boxes[i], is_plain))
+                spans[i].append(Span(value.detach() if value.requires_grad else value, boxes[i], is_plain))
         for (i, dtype), names in self._fit.made.items():
             tensor = self._make(i, dtype)
             for name in names:
                 self._new[name] = tensor
-        if self._key is not None:
-            _fits.keep(self._key, self._fit)
+        if self._kept is not None:
+            self._kept.value = self._fit
 
-    def _check_apart(self, fit: _Fit) -> None:
+    def _check_disjoint(self, fit: _Fit) -> None:
         """Check the one thing that equal layouts do not show: whether different tensors share memory."""
         written = {name: self._mine[name] for _, name, _ in fit.written}
         if overlap(list(written.values())) is not None:
@@ -173,11 +170,11 @@ class Target:
                 continue
             value = self._mine.get(name)
             if self._into.is_writable(name):
-                place = place_of(self._mine[name])
-                if (there := (i, memory_of(place.tensor))) not in seen:  # else tied here as on the source
+                span = span_of(self._mine[name])
+                if (there := (i, memory_of(span.tensor))) not in seen:  # else tied here as on the source
                     seen.add(there)
-                    fit.written.append((i, name, place.is_plain))
-                    written[name] = place.tensor
+                    fit.written.append((i, name, span.is_plain))
+                    written[name] = span.tensor
                 continue
             if isinstance(value, torch.Tensor) and is_sharded(value):
                 raise ValueError(
@@ -191,47 +188,14 @@ class Target:
     def _make(self, i: int, dtype: torch.dtype) -> torch.Tensor:
         device = self._announced.kinds[i] if self._wanted.device is None else self._wanted.device
         tensor = new(self._announced.entries[i].shape, dtype, device, self._wanted.pin)
-        self._places[i].append(Place(tensor, self._announced.boxes[i], tensor.is_cpu))
+        self.destinations.spans[i].append(Span(tensor, self._announced.boxes[i], tensor.is_cpu))
         return tensor
-
-    def buffer(self, message: Message, there: torch.device) -> torch.Tensor:
-        """Return the memory for a message: its final place if possible, otherwise a temporary buffer."""
-        if len(message.parts) == 1:
-            (part,) = message.parts
-            for place in self._places[part.entry]:
-                if (direct := place.direct(part, self._announced.dtypes[part.entry], there)) is not None:
-                    return direct
-        return memory.empty([message.nbytes], torch.uint8, there)
-
-    def take(self, message: Message, buffer: torch.Tensor) -> None:
-        """Write a message that did not arrive in its final place."""
-        start, at = 0, buffer.data_ptr() if buffer.is_cpu else 0
-        targets, values = [], []
-        for part in message.parts:
-            dtype = self._announced.dtypes[part.entry]
-            for place in self._places[part.entry]:
-                if at and place.is_plain and place.tensor.dtype == dtype and place.box == part.block:
-                    if (there := place.tensor.data_ptr()) != at + start:
-                        memory.copy(there, at + start, part.nbytes)
-                    continue
-                pair = place.view(part, part.of(buffer, start, dtype))
-                if pair is not None and (pair[0].is_neg() or pair[0].is_conj()):  # _foreach_copy_ takes neither
-                    pair[0].copy_(pair[1])
-                elif pair is not None and pair[0].data_ptr() != pair[1].data_ptr():
-                    targets.append(pair[0])
-                    values.append(pair[1])
-            start += part.nbytes
-        if targets:  # copies from a GPU into pinned memory do not block the next message
-            is_behind = self._wanted.pin and not buffer.is_cpu
-            foreach_copy(targets, values, non_blocking=is_behind)
-            self._behind |= {buffer.device} if is_behind else set()
 
     def finish(self) -> Any:
         """Store everything that has arrived, and return the result of the call."""
-        for device in self._behind:
-            torch.accelerator.synchronize(device)
+        self.destinations.synchronize()
         written = [self._mine[name] for _, name, _ in self._fit.written] if self._fit else []
-        if self._key is None:  # else they are plain tensors, and none is an inference tensor
+        if self._kept is None:  # else they are plain tensors, and none is an inference tensor
             written = [local(one) for one in written if not one.is_inference()]
         torch.autograd.graph.increment_version(written)
         found = self._new | self._extra()
@@ -242,14 +206,11 @@ class Target:
         """The entries that are no tensors."""
         if None not in self._announced.names.values():
             return {}
-        tensors = {key: self._places[self._announced.index[key]][0].tensor for key in self._announced.extra()}
+        spans, index = self.destinations.spans, self._announced.index
+        tensors = {key: spans[index[key]][0].tensor for key in self._announced.extra()}
         decoded = outline.decode(self._announced.about["extra"], tensors, None)[0]
         return {name: decoded[self._coming[name]] for name in self._coming if self._entry(name) is None}
 
 
-def _text(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    return f"{dtype_name(dtype)} {tuple(shape)}"
-
-
 def _described(value: Any) -> str:
-    return _text(value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else "no tensor"
+    return type_text(value.dtype, value.shape) if isinstance(value, torch.Tensor) else "no tensor"

@@ -81,10 +81,10 @@ MUTANTS = [
         "tests/verbs/test_tensor_dicts.py",
     ),
     Mutant(
-        "verbs/structures.py",
-        "_encoded",
-        "nbytes = agreed.nbytes[source]",
-        "nbytes = agreed.nbytes[0]",
+        "agreement/frames.py",
+        "Agreement.broadcast_payload",
+        "nbytes = self.nbytes[rank]",
+        "nbytes = self.nbytes[0]",
         "tests/verbs/test_broadcast.py::test_a_structure_larger_than_a_frame_comes_from_any_source",
     ),
     Mutant(

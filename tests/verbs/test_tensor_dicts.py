@@ -173,6 +173,11 @@ def test_with_objects_values_arrive_as_what_they_are_where_their_class_is_allowe
     for call in (lambda: easydist.broadcast_tensor_dict(data, objects=True), lambda: pair(rank, data)):
         with pytest.raises(RemoteError, match=r"which is not allow-listed"):
             call()
+        with (
+            torch.serialization.safe_globals(classes if rank == 0 else []),
+            pytest.raises(RemoteError, match=r"which is not allow-listed"),
+        ):
+            call()
         with torch.serialization.safe_globals(classes):
             got = call()
         assert_same(got, data) if got is not None else None
@@ -192,6 +197,9 @@ def test_headers_that_come_again_are_those_of_what_is_sent(rank):
         got = easydist.broadcast_tensor_dict(sent if rank == 0 else None)
         assert_same(got, sent)
         assert "b" not in sent or (got["a"] is got["b"]) == (sent["a"] is sent["b"])
+    for one in (base, base.clone().requires_grad_()):
+        got = easydist.broadcast_tensor_dict({"a": one} if rank == 0 else None, objects=True)
+        assert got["a"].requires_grad == one.requires_grad
 
 
 @distributed(world_size=2)

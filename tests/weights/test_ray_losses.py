@@ -30,9 +30,9 @@ def waits(rank, name, when):
     """Rank 1 ends ``when`` it has been told; the others raise."""
 
     from easydist.ray import ray_broadcast_tensor_dict
-    from easydist.weights import target
+    from easydist.weights import spans, target
 
-    class Ends(target.Target):
+    class Ends(spans.Destinations):
         def take(self, message, buffer):
             if rank == 1:
                 os._exit(1)
@@ -40,12 +40,12 @@ def waits(rank, name, when):
 
     if when == "before" and rank == 1:
         os._exit(1)
-    easydist.weights.exchange.Target = Ends
+    target.Destinations = Ends
     try:
         sent = {str(i): torch.ones(1 << 20) for i in range(24)}  # more than is under way at a time
         return outcome(lambda: ray_broadcast_tensor_dict(sent if rank == 0 else None, group_name=name))
     finally:
-        easydist.weights.exchange.Target = target.Target
+        target.Destinations = spans.Destinations
 
 
 @pytest.mark.parametrize("when", ["before", "in the middle"])
@@ -135,7 +135,7 @@ def enrols(actor, rank, size, name, fill):
 def publishes(actor, rank, fill, mortal=None, when=None):
     """The next version; ``mortal`` ends ``when`` it has come so far. Gives version, values, and the error if any."""
 
-    from easydist.weights import exchange, members as versions
+    from easydist.weights import members as versions, schedule
 
     for value in actor.weights.values() if rank == 0 else ():
         value.fill_(fill)
@@ -147,7 +147,7 @@ def publishes(actor, rank, fill, mortal=None, when=None):
         if when == "header":
             end()
         elif when == "middle":
-            exchange._Side.take = end
+            schedule.UnderWay._end = end
         else:
             versions.agree = end
     call = actor.member.publish if rank == 0 else actor.member.receive

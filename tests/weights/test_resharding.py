@@ -17,8 +17,7 @@ from easydist import DisagreementError, RemoteError
 from easydist.testing import distributed
 from easydist.transport.comm import Collectives
 from easydist.weights import LocalShard, Resharding
-from easydist.weights.blocks import Block, common, shard, whole
-from easydist.weights.plan import plan
+from easydist.weights.blocks import Block, common, plan, shard, whole
 
 
 def laid_out(shape, ranks, placements):
@@ -197,6 +196,19 @@ def test_any_layout_to_any_other(rank):
     resharding.run()
     assert rank == 1 or resharding.nbytes(1, rank) == 40 * 4
     assert rank == 1 or model.weight.eq(2).all()
+
+
+@distributed(world_size=2)
+def test_autograd_hears_of_what_was_written(rank):
+    weight = torch.ones(2, requires_grad=True)
+    loss = weight.square().sum()
+    held, wanted = ({"w": torch.zeros(2)}, None) if rank == 0 else (None, {"w": weight})
+    Resharding(held, wanted).run()
+    if rank == 0:
+        loss.backward()
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 @pytest.mark.slow

@@ -19,6 +19,8 @@ from easydist import CollectiveTimeout, DisagreementError, PeerLostError, Remote
 from easydist.state import communicators
 from easydist.testing import distributed
 from easydist.transport.comm import Collectives
+from easydist.weights import announced
+from easydist.weights.source import Source
 
 KiB, MiB = 1 << 10, 1 << 20
 
@@ -313,6 +315,8 @@ def test_what_is_known_of_weights_holds_for_those_that_are_like_them_alone(rank)
                 got = weights.broadcast_state_dict(make(fill) if rank == 0 else target)
                 assert_same(values(got), values(make(fill)))
                 assert rank == 0 or into is not None or (got["a"] is got["b"]) == (make is tied)
+        renamed = {"d": torch.full((3,), fill), "e": torch.full((3,), fill), "f": torch.zeros(2, 2)}  # like apart
+        assert list(weights.broadcast_state_dict(renamed if rank == 0 else None)) == ["d", "e", "f"]
         half = {"dtype": torch.bfloat16} if rank == 0 else {}
         got = weights.broadcast_state_dict(apart(fill) if rank == 0 else None, **half)
         assert rank == 0 or got["b"].dtype == torch.bfloat16
@@ -329,6 +333,13 @@ def test_what_is_known_of_weights_holds_for_those_that_are_like_them_alone(rank)
         else:
             with pytest.raises(RemoteError, match="inference tensor"):
                 weights.broadcast_state_dict(apart(fill))
+
+
+def test_only_headers_that_are_not_very_long_are_kept(monkeypatch):
+    encoded = bytes(Source({"w": torch.ones(2)}, {"w": "w"}, None, {}).header.numpy())
+    assert announced.announced(encoded) is announced.announced(encoded)
+    monkeypatch.setattr(announced, "LONGEST", len(encoded) - 1)
+    assert announced.announced(encoded) is not announced.announced(encoded)
 
 
 @distributed(world_size=2)
