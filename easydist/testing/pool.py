@@ -235,8 +235,7 @@ def _raise(failures: list[tuple[int, Failure]], world_size: int) -> None:
         if isinstance(failure.error, Skip):
             _skip(str(failure.error))
         note = f"on rank {rank} of {world_size}:\n{failure.traceback}"
-        notes = [*getattr(failure.error, "__notes__", []), note]
-        failure.error.__notes__ = notes  # type: ignore[attr-defined]  # add_note is new in Python 3.11
+        vars(failure.error).setdefault("__notes__", []).append(note)  # add_note is new in Python 3.11
     raise ExceptionGroup(f"{len(failures)} of {world_size} ranks failed", [failure.error for _, failure in failures])
 
 
