@@ -184,10 +184,6 @@ class Sender:
         """Accept the reader."""
         self._add(self._proof)
 
-    def refuse(self) -> None:
-        """Refuse the reader."""
-        self._socket.close()
-
     def add(self, message: bytes) -> None:
         """Send a message. Returns at once."""
         self._add(message, _LENGTH.pack(len(message)))
@@ -278,7 +274,7 @@ class Sender:
         self._socket.close()
 
     def release(self) -> None:
-        """Close this process's copy of the socket, in a forked child. The connection remains the parent's."""
+        """Close this process's copy of the socket: that of a refused reader, or in a forked child the parent's."""
         self._socket.close()
 
 
