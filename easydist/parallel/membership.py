@@ -22,7 +22,7 @@ from easydist.groups.known import SOLO, of_group, unregistered
 from easydist.groups.registered import connected, registered
 from easydist.liveness.peer import host_id
 from easydist.state import ProcessState
-from easydist.state.default_group import default_group, is_recovered
+from easydist.state.groups import default_group, is_recovered
 from easydist.verbs.objects import gather_object
 
 _Made = tuple["dist.ProcessGroup | None", "dist.ProcessGroup | None"]
