@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,11 +13,21 @@ import torch.distributed as dist
 from easydist.agreement.runner import meet, run
 from easydist.base.eager import eager
 from easydist.parallel import compiled
-from easydist.parallel.capture import GraphCaptureContext, capturing, is_captured
 from easydist.parallel.collectives import AllGatherV, AllReduce, ReduceScatter
 from easydist.parallel.membership import Membership
 from easydist.verbs.broadcast import broadcast
 from easydist.verbs.gather import gather
+
+
+@dataclass
+class GraphCaptureContext:
+    """The stream on which a graph is recorded.
+
+    Attributes:
+        stream: For ``torch.cuda.graph(graph, stream=…)``; None on the CPU, where there are no graphs.
+    """
+
+    stream: torch.cuda.Stream | None
 
 
 class Tensors(Membership):
@@ -42,7 +54,7 @@ class Tensors(Membership):
 
     @eager
     def _all_reduce_out_place(self, input_: torch.Tensor) -> torch.Tensor:
-        if is_captured(input_):
+        if _is_captured(input_):
             return self._captured_all_reduce(input_)
         return run(AllReduce(input_), self.communicators)
 
@@ -182,7 +194,7 @@ class Tensors(Membership):
         Returns:
             A context manager that yields the context. On the CPU its stream is None, as there are no graphs.
         """
-        return capturing(self.device, graph_capture_context)
+        return _capturing(self.device, graph_capture_context)
 
     def _captured_all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         """Reduce without a header exchange, because a graph is replayed without the CPU."""
@@ -193,3 +205,26 @@ class Tensors(Membership):
             return total
         dist.all_reduce(total, group=self.device_group)
         return total
+
+
+@contextmanager
+def _capturing(device: torch.device, context: GraphCaptureContext | None) -> Iterator[GraphCaptureContext]:
+    """Make a stream current, after letting it wait for the previous one."""
+    if device.type != "cuda":
+        yield context or GraphCaptureContext(None)
+        return
+    if context is None or context.stream is None:
+        context = GraphCaptureContext(torch.cuda.Stream(device))
+    assert context.stream is not None
+    before = torch.cuda.current_stream(device)
+    if context.stream != before:
+        context.stream.wait_stream(before)
+    with torch.cuda.stream(context.stream):
+        yield context
+    if context.stream != before:
+        before.wait_stream(context.stream)
+
+
+def _is_captured(value: object) -> bool:
+    """True if operations on this tensor are being recorded."""
+    return isinstance(value, torch.Tensor) and value.is_cuda and torch.cuda.is_current_stream_capturing()

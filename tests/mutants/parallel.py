@@ -4,7 +4,7 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
-        "parallel/layout.py",
+        "parallel/groups.py",
         "_along",
         "box.permute(*others, *dims)",
         "box.permute(*dims, *others)",
