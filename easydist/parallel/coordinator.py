@@ -13,12 +13,12 @@ from easydist.groups.known import unregistered
 from easydist.groups.standalone import gloo_group
 from easydist.parallel.experts import Experts
 from easydist.parallel.objects import Objects
+from easydist.parallel.pairs import Pairs
 from easydist.parallel.tensors import Tensors
-from easydist.parallel.tree_pairs import TreePairs
 from easydist.typing import Timeout, Tree
 
 
-class GroupCoordinator(Tensors, Experts, Objects, TreePairs):
+class GroupCoordinator(Tensors, Experts, Objects, Pairs):
     """A group of ranks with all their exchanges, for engines with tensor, pipeline and data parallelism.
 
     Law: every method returns the value of the single-process expression in its docstring, with one rank too.

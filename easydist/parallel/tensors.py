@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,13 +180,13 @@ class Tensors(Membership):
         """
         meet(self.communicators, "barrier")
 
-    def graph_capture(
-        self, graph_capture_context: GraphCaptureContext | None = None
-    ) -> AbstractContextManager[GraphCaptureContext]:
+    @contextmanager
+    def graph_capture(self, graph_capture_context: GraphCaptureContext | None = None) -> Iterator[GraphCaptureContext]:
         """Provide a stream on which ``torch.cuda.graph`` can record ``all_reduce`` of this group.
 
         On an accelerator: ``with group.graph_capture() as context, torch.cuda.graph(graph, stream=context.stream): …``.
-        Call ``all_reduce`` once before, so that the connections are created outside of the graph.
+        Call ``all_reduce`` once before, so that the connections are created outside of the graph. The stream first
+        waits for the current one.
 
         Args:
             graph_capture_context: A context with a stream; None creates one.
@@ -194,7 +194,18 @@ class Tensors(Membership):
         Returns:
             A context manager that yields the context. On the CPU its stream is None, as there are no graphs.
         """
-        return _capturing(self.device, graph_capture_context)
+        context = graph_capture_context or GraphCaptureContext(None)
+        if self.device.type != "cuda":
+            yield context
+            return
+        stream = context.stream or torch.cuda.Stream(self.device)
+        before = torch.cuda.current_stream(self.device)
+        if stream != before:
+            stream.wait_stream(before)
+        with torch.cuda.stream(stream):
+            yield GraphCaptureContext(stream) if context.stream is None else context
+        if stream != before:
+            before.wait_stream(stream)
 
     def _captured_all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         """Reduce without a header exchange, because a graph is replayed without the CPU."""
@@ -205,24 +216,6 @@ class Tensors(Membership):
             return total
         dist.all_reduce(total, group=self.device_group)
         return total
-
-
-@contextmanager
-def _capturing(device: torch.device, context: GraphCaptureContext | None) -> Iterator[GraphCaptureContext]:
-    """Make a stream current, after letting it wait for the previous one."""
-    if device.type != "cuda":
-        yield context or GraphCaptureContext(None)
-        return
-    if context is None or context.stream is None:
-        context = GraphCaptureContext(torch.cuda.Stream(device))
-    assert context.stream is not None
-    before = torch.cuda.current_stream(device)
-    if context.stream != before:
-        context.stream.wait_stream(before)
-    with torch.cuda.stream(context.stream):
-        yield context
-    if context.stream != before:
-        before.wait_stream(context.stream)
 
 
 def _is_captured(value: object) -> bool:
