@@ -57,7 +57,7 @@ class GroupCoordinator(Tensors, Experts, Objects, Pairs):
             all ranks have passed the same lists, a ValueError.
         DisagreementError: The ranks have passed different lists, backends or options.
 
-    Cost: one header exchange of the world, a process group for each list (two if the backend is not gloo), and four
+    Cost: one header exchange of the world, a process group for each list (two if the backend is not gloo), and three
     small exchanges of the group.
 
     Source: vLLM's ``GroupCoordinator``.

@@ -28,8 +28,6 @@ Received = tuple[Tree, list[Transfer], list[Callable[[], None]]]
 class Pairs(Membership):
     """The methods between two ranks. ``dst=None`` is the next rank of the group, ``src=None`` the previous one."""
 
-    weights_only: bool
-
     @eager
     def send(self, tensor: torch.Tensor, dst: int | None = None) -> None:
         """Send a tensor to one rank, and return when it has arrived.
