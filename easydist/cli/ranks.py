@@ -1,19 +1,27 @@
-"""The ranks on this host, read from the pages that their processes publish, without involving the processes."""
+"""The ranks on this host, read from the pages of their processes without involving these, and a process's stacks."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from easydist.liveness import stacks
 from easydist.liveness.page import Membership, PeerPage
 
 if TYPE_CHECKING:
     import psutil
+
+_FAILED = "no stack: "
+_NONE = f"{_FAILED}pip install py-spy, or start the job with {stacks.VARIABLE}=SIGUSR2"
+_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,3 +211,32 @@ def placed(place: str) -> tuple[str, int, str]:
     what, _, site = place.partition(", at ")
     operation, _, number = what.partition(", call ")
     return operation, int(number) if number.isdecimal() else 0, site
+
+
+def stack_of(pid: int) -> str:
+    """Return the stacks of a process's threads, or the reason why there are none.
+
+    py-spy stops the process for some milliseconds, if the system allows this user to trace it. Otherwise the process
+    gets a signal, if it handles that one (``easydist.liveness.stacks``).
+
+    Args:
+        pid: The process.
+
+    Source: https://github.com/benfred/py-spy
+    """
+    told = _by_spy(pid)
+    if told.startswith(_FAILED) and (page := PeerPage.find(pid)) is not None and (agreed := page.stacks()) is not None:
+        return stacks.ask(pid, *agreed, _SECONDS) or told
+    return told
+
+
+def _by_spy(pid: int) -> str:
+    folder = os.path.dirname(sys.executable)  # the environment may not be activated
+    spy = shutil.which("py-spy", path=os.pathsep.join([folder, os.environ.get("PATH", "")]))
+    if spy is None:
+        return _NONE
+    try:
+        done = subprocess.run([spy, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"{_FAILED}py-spy did not answer within {_SECONDS:.0f} s"
+    return done.stdout if done.returncode == 0 else f"{_FAILED}{done.stderr.strip()}"

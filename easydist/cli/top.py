@@ -219,6 +219,6 @@ def _time(seconds: float) -> str:
 
 
 def _stacks(groups: list[list[Rank]]) -> dict[int, str]:
-    from easydist.cli.stacks import stack_of
+    from easydist.cli.ranks import stack_of
 
     return {rank.pid: stack_of(rank.pid) for ranks in groups for rank in late_ranks(ranks)}
