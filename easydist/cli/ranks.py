@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _FAILED = "no stack: "
 _NONE = f"{_FAILED}pip install py-spy, or start the job with {stacks.VARIABLE}=SIGUSR2"
 _SECONDS = 10.0
+"""The time limit of a request for stacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +167,22 @@ def awaited_by(told: Membership, known: Mapping[int, Membership]) -> list[int]:
         peer = known.get(told.peer)
         return [] if peer is not None and peer.is_in_call and peer.peer == told.rank else [told.peer]
     return [rank for rank in range(told.size) if rank not in known or known[rank].number < told.number]
+
+
+def numbers(ranks: Iterable[int]) -> str:
+    """Return ranks as text.
+
+    Example:
+        >>> numbers([3, 4, 5, 1])
+        '1, 3–5'
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
 
 
 def as_json(groups: Iterable[list[Rank]]) -> list[dict[str, Any]]:

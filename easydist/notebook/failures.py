@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from easydist.cli.ranks import numbers
 from easydist.errors import PeerLostError, RemoteError
 
 if TYPE_CHECKING:
@@ -74,12 +75,5 @@ def named(ranks: Iterable[int]) -> str:
         >>> named([1]), named([0, 1, 2, 3]), named([0, 2])
         ('rank 1', 'ranks 0–3', 'ranks 0, 2')
     """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs]
-    is_one = len(runs) == 1 and len(runs[0]) == 1
-    return f"{'rank' if is_one else 'ranks'} {', '.join(texts)}"
+    listed = [*ranks]
+    return f"{'rank' if len(listed) == 1 else 'ranks'} {numbers(listed)}"
