@@ -15,7 +15,7 @@ import zmq
 from easydist.notebook.failures import CellError, CellInterrupted, RankLostError, named
 from easydist.notebook.messages import VALUE
 from easydist.notebook.output import Output
-from easydist.notebook.waits import Pages, Wait, where
+from easydist.notebook.status import Pages, Wait, where
 
 if TYPE_CHECKING:
     from easydist.notebook.process import RankProcess
