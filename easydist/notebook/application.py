@@ -30,7 +30,7 @@ _INNER = "<easydist>"
 """The file name of requests that have no source."""
 
 
-class _Compiler(XCachingCompiler):  # type: ignore[misc]
+class _Compiler(XCachingCompiler):
     """A compiler that names cells by the notebook's numbers, so that ``easydist top`` shows ``<cell 5>:3``."""
 
     def get_code_name(self, raw_code: str, code: str, number: int) -> str:
@@ -40,7 +40,7 @@ class _Compiler(XCachingCompiler):  # type: ignore[misc]
         return name if name not in linecache.cache else f"<cell {number}, part {len(linecache.cache)}>"
 
 
-class _Shell(ZMQInteractiveShell):  # type: ignore[misc]
+class _Shell(ZMQInteractiveShell):
     """A shell that can be interrupted only in the user's code, and shows only that code."""
 
     async def run_code(self, code_obj: Any, result: Any = None, *, async_: bool = False) -> Any:
@@ -64,7 +64,7 @@ class _Shell(ZMQInteractiveShell):  # type: ignore[misc]
         print("exit() does not end a rank: cluster.stop() ends all of them", file=sys.stderr)
 
 
-class _Kernel(IPythonKernel):  # type: ignore[misc]
+class _Kernel(IPythonKernel):
     """A kernel that takes the cell's number from the notebook, and accepts requests that carry bytes."""
 
     shell_class = _Shell
@@ -128,7 +128,7 @@ class _Kernel(IPythonKernel):  # type: ignore[misc]
             raise KeyboardInterrupt
 
 
-class _Application(IPKernelApp):  # type: ignore[misc]
+class _Application(IPKernelApp):
     """An application without profile, debugger and heartbeat."""
 
     kernel_class = _Kernel

@@ -13,7 +13,7 @@ from easydist.notebook.cluster import Cluster
 
 
 @magics_class
-class RankMagics(Magics):  # type: ignore[misc]
+class RankMagics(Magics):
     """The magics of the running cluster.
 
     Args:
@@ -25,13 +25,13 @@ class RankMagics(Magics):  # type: ignore[misc]
         super().__init__(shell)
         self._running = running
 
-    @cell_magic  # type: ignore[untyped-decorator]
+    @cell_magic
     def ranks(self, line: str, cell: str) -> None:
         """Run the cell on all ranks, or on those that the line names: ``%%ranks 0,2`` or ``%%ranks 1-3``."""
         cluster = self._cluster()
         cluster.execute(_with_first_line(line, cell), chosen(line, cluster.size))
 
-    @line_magic  # type: ignore[untyped-decorator]
+    @line_magic
     def push(self, line: str) -> None:
         """Send values of the notebook to all ranks: ``%push model batch_size``."""
         names, cluster, own = line.replace(",", " ").split(), self._cluster(), self.shell.user_ns
@@ -39,7 +39,7 @@ class RankMagics(Magics):  # type: ignore[misc]
             raise UsageError(f"%push: the notebook has no {', '.join(missing)}")
         cluster.push(**{name: own[name] for name in names})
 
-    @line_magic  # type: ignore[untyped-decorator]
+    @line_magic
     def pull(self, line: str) -> Any:
         """Get the values of a name on the ranks, as a list: ``losses = %pull loss``; a dict for several names."""
         names, cluster = line.replace(",", " ").split(), self._cluster()

@@ -37,9 +37,10 @@ class ParallelGroups(Mapping[str, GroupCoordinator]):
 
     def __getattr__(self, name: str) -> GroupCoordinator:
         try:
-            return self.__dict__["_groups"][name]  # type: ignore[no-any-return]
+            group: GroupCoordinator = self.__dict__["_groups"][name]
         except KeyError:
             raise AttributeError(f"there is no group {name!r}; there are {', '.join(self)}") from None
+        return group
 
     def destroy(self) -> None:
         """Destroy all groups. A second call does nothing."""
