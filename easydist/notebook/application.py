@@ -19,7 +19,7 @@ from ipykernel.kernelapp import IPKernelApp
 from ipykernel.zmqshell import ZMQInteractiveShell
 from IPython.core.error import StdinNotImplementedError
 
-from easydist.notebook.messages import ACT, META, VALUE
+from easydist.notebook.process import ACT, META, VALUE
 
 _CANNOT_ASK = (
     "ranks cannot ask; ask in a cell of the notebook itself, and give the answer to all ranks: "

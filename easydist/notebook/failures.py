@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from typing import TYPE_CHECKING
 
 from easydist.cli.ranks import numbers
@@ -76,4 +76,14 @@ def named(ranks: Iterable[int]) -> str:
         ('rank 1', 'ranks 0–3', 'ranks 0, 2')
     """
     listed = [*ranks]
-    return f"{'rank' if len(listed) == 1 else 'ranks'} {numbers(listed)}"
+    return f"{fitting(listed, 'rank', 'ranks')} {numbers(listed)}"
+
+
+def fitting(ranks: Sized, one: str, several: str) -> str:
+    """Return the word that fits one rank, or several.
+
+    Example:
+        >>> fitting([1], "is", "are"), fitting([0, 2], "is", "are")
+        ('is', 'are')
+    """
+    return one if len(ranks) == 1 else several
