@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import shutil
 import tempfile
@@ -231,14 +230,14 @@ class Cluster:
         return self._call(fn, args, kwargs, ranks)
 
     def launch(self, fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str]) -> None:
-        """Call ``fn(*args)`` on all ranks, as a program launched there.
+        """Call ``fn(*args)`` on all ranks, as a program launched there, whose result stays there.
 
         Args:
             fn: A function.
             args: Its arguments.
             environment: Variables to set during the call.
         """
-        self._call(_without_result(fn), args, {}, launch=environment)
+        self._call(fn, args, {}, launch=environment)
 
     def _call(
         self,
@@ -376,14 +375,6 @@ class Cluster:
 
     def __repr__(self) -> str:
         return f"<Cluster of {self.size} ranks>" if self.is_running else "<Cluster, stopped>"
-
-
-def _without_result(fn: Callable[..., Any]) -> Callable[..., None]:
-    @functools.wraps(fn)
-    def call(*args: Any) -> None:
-        fn(*args)
-
-    return call
 
 
 def _demand_extra() -> Any:
