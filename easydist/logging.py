@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from easydist.agreement.runner import meet, reported
 from easydist.base.eager import eager
 from easydist.state import communicators
-from easydist.state.default_group import current_rank
+from easydist.state.groups import current_rank
 from easydist.typing import Group, Timeout
 
 __all__ = ["MultiProcessAdapter", "get_logger"]

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from easydist.cli.findings import Finding, surroundings
 from easydist.cli.home import PIPE, home
 from easydist.cli.rank import command_of
 
 if TYPE_CHECKING:
-    from easydist.cli.findings import Finding
     from easydist.state.environment import World
 
 _EXAMPLE = """\b
@@ -52,7 +52,6 @@ def check(ranks: int, timeout: float, as_json: bool) -> None:
 
 
 def _results(ranks: int, timeout: float) -> tuple[Results, int]:
-    from easydist.cli.findings import Finding, surroundings
     from easydist.state.environment import launched
 
     found = surroundings()
@@ -125,8 +124,6 @@ def _outcomes(ranks: int, timeout: float) -> list[Results]:
 
 
 def _outcome(rank: int, process: subprocess.Popen[bytes]) -> Results:
-    from easydist.cli.findings import Finding
-
     out, err = process.communicate()
     told = [line for line in out.splitlines() if line.startswith(b'{"findings"')]  # libraries print, too
     if not told and process.returncode == 0:

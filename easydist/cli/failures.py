@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from easydist.liveness.texts import status_text
+from easydist.cli.survivor import end_of, shell_status
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -45,9 +45,7 @@ def report(failures: Mapping[int, ProcessFailure], logs: Path) -> int:
 
 
 def _status(failure: ProcessFailure, said: str) -> int:
-    if failure.exitcode >= 0:
-        return failure.exitcode
-    return 1 if _was_ending(failure, said) else 128 - failure.exitcode
+    return 1 if _was_ending(failure, said) else shell_status(failure.exitcode)
 
 
 def _said(failure: ProcessFailure, logs: Path) -> tuple[float, str]:
@@ -80,9 +78,7 @@ def _was_ending(failure: ProcessFailure, said: str) -> bool:
 def _how(failure: ProcessFailure, said: str) -> str:
     if _was_ending(failure, said):
         return f"process {failure.pid} was terminated by SIGTERM after its exception"
-    if failure.exitcode < 0:
-        return f"process {failure.pid} was {status_text(failure.exitcode)}"
-    return f"process {failure.pid} ended with exit status {failure.exitcode}"
+    return end_of(failure.pid, failure.exitcode)
 
 
 def _nothing(failure: ProcessFailure) -> str:

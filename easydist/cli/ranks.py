@@ -1,19 +1,28 @@
-"""The ranks on this host, read from the pages that their processes publish, without involving the processes."""
+"""The ranks on this host, read from the pages of their processes without involving these, and a process's stacks."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from easydist.liveness import stacks
 from easydist.liveness.page import Membership, PeerPage
 
 if TYPE_CHECKING:
     import psutil
+
+_FAILED = "no stack: "
+_NONE = f"{_FAILED}pip install py-spy, or start the job with {stacks.VARIABLE}=SIGUSR2"
+_SECONDS = 10.0
+"""The time limit of a request for stacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +169,22 @@ def awaited_by(told: Membership, known: Mapping[int, Membership]) -> list[int]:
     return [rank for rank in range(told.size) if rank not in known or known[rank].number < told.number]
 
 
+def numbers(ranks: Iterable[int]) -> str:
+    """Return ranks as text.
+
+    Example:
+        >>> numbers([3, 4, 5, 1])
+        '1, 3–5'
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+
+
 def as_json(groups: Iterable[list[Rank]]) -> list[dict[str, Any]]:
     """Return groups as values for JSON."""
     return [_group_as_json(ranks) for ranks in groups]
@@ -203,3 +228,32 @@ def placed(place: str) -> tuple[str, int, str]:
     what, _, site = place.partition(", at ")
     operation, _, number = what.partition(", call ")
     return operation, int(number) if number.isdecimal() else 0, site
+
+
+def stack_of(pid: int) -> str:
+    """Return the stacks of a process's threads, or the reason why there are none.
+
+    py-spy stops the process for some milliseconds, if the system allows this user to trace it. Otherwise the process
+    gets a signal, if it handles that one (``easydist.liveness.stacks``).
+
+    Args:
+        pid: The process.
+
+    Source: https://github.com/benfred/py-spy
+    """
+    told = _by_spy(pid)
+    if told.startswith(_FAILED) and (page := PeerPage.find(pid)) is not None and (agreed := page.stacks()) is not None:
+        return stacks.ask(pid, *agreed, _SECONDS) or told
+    return told
+
+
+def _by_spy(pid: int) -> str:
+    folder = os.path.dirname(sys.executable)  # the environment may not be activated
+    spy = shutil.which("py-spy", path=os.pathsep.join([folder, os.environ.get("PATH", "")]))
+    if spy is None:
+        return _NONE
+    try:
+        done = subprocess.run([spy, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"{_FAILED}py-spy did not answer within {_SECONDS:.0f} s"
+    return done.stdout if done.returncode == 0 else f"{_FAILED}{done.stderr.strip()}"

@@ -41,14 +41,24 @@ def run(folder: str, pipe: str, command: Sequence[str]) -> int:
     status = rank.wait()
     Path(folder, os.environ["RANK"]).write_text(str(status))
     if status and not told:
-        how = f"was {status_text(status)}" if status < 0 else f"ended with exit status {status}"
-        print(f"rank {os.environ['RANK']}: process {rank.pid} {how}; the others continue", file=sys.stderr, flush=True)
+        text = f"rank {os.environ['RANK']}: {end_of(rank.pid, status)}; the others continue"
+        print(text, file=sys.stderr, flush=True)
     return shell_status(status) if told else 0
 
 
 def shell_status(status: int) -> int:
     """Return an exit status as a shell reports it."""
     return status if status >= 0 else 128 - status
+
+
+def end_of(pid: int, status: int) -> str:
+    """Return the words for the end of a process.
+
+    Example:
+        >>> end_of(7, -9), end_of(7, 3)
+        ('process 7 was killed by SIGKILL', 'process 7 ended with exit status 3')
+    """
+    return f"process {pid} {'was' if status < 0 else 'ended with'} {status_text(status)}"
 
 
 def statuses(folder: str) -> dict[int, int]:

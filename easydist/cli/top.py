@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from easydist.cli.ranks import Rank, Ranks, as_json as json_of, awaited, jobs, numbers, placed, stack_of
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
-
-    from easydist.cli.ranks import Rank, Ranks
 
 _EXAMPLE = """\b
 Example:
@@ -46,8 +46,6 @@ def top(job: str | None, once: bool, as_json: bool, stack: bool, interval: float
     PID is a rank's process or a launcher's; JOB is a part of the ranks' command line, such as a script's name. Only
     your own processes are shown.
     """
-    from easydist.cli.ranks import Ranks
-
     ranks = Ranks(int(job) if job is not None and job.isdecimal() else job)
     if once or as_json or not sys.stdout.isatty():
         _show_once(ranks, as_json, stack)
@@ -58,14 +56,12 @@ def top(job: str | None, once: bool, as_json: bool, stack: bool, interval: float
 def _show_once(ranks: Ranks, as_json: bool, stack: bool) -> None:
     from rich.console import Console
 
-    from easydist.cli import ranks as room
-
     ranks.look()
     time.sleep(_MEASURED)
     groups = ranks.look()
     stacks = _stacks(groups) if stack else {}
     if as_json:
-        found: dict[str, Any] = {"groups": room.as_json(groups)}
+        found: dict[str, Any] = {"groups": json_of(groups)}
         click.echo(json.dumps(found | {"stacks": stacks} if stack else found, indent=2))
     else:
         Console(width=None if sys.stdout.isatty() else 160).print(screen(groups, stacks))
@@ -97,8 +93,6 @@ def screen(groups: list[list[Rank]], stacks: dict[int, str]) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    from easydist.cli.ranks import jobs
-
     if not groups:
         return Text(_NOBODY)
     found = sorted(jobs(groups), key=_hung_for, reverse=True)
@@ -108,17 +102,7 @@ def screen(groups: list[list[Rank]], stacks: dict[int, str]) -> RenderableType:
 
 def _hung_for(job: list[list[Rank]]) -> float:
     """Return the seconds for which a rank of a job has waited for others, also for some not visible here; 0 if none."""
-    return max((rank.seconds for ranks in job for rank in ranks if _awaited(ranks)[rank.membership.rank]), default=0.0)
-
-
-def _awaited(ranks: list[Rank]) -> dict[int, list[int]]:
-    from easydist.cli.ranks import awaited
-
-    return awaited(ranks)
-
-
-def _is_waiting(rank: Rank) -> bool:
-    return rank.membership.is_in_call
+    return max((rank.seconds for ranks in job for rank in ranks if awaited(ranks)[rank.membership.rank]), default=0.0)
 
 
 def _job(groups: list[list[Rank]], is_alone: bool) -> list[RenderableType]:
@@ -126,7 +110,7 @@ def _job(groups: list[list[Rank]], is_alone: bool) -> list[RenderableType]:
     from rich.text import Text
 
     ranks = max(groups, key=len)
-    busy = [group for group in groups if any(map(_is_waiting, group))] or [ranks] * is_alone
+    busy = [group for group in groups if any(rank.membership.is_in_call for rank in group)] or [ranks] * is_alone
     idle = [group for group in groups if group not in busy]
     head = f"job {ranks[0].parent}: {_command(ranks[0])}"
     shown: list[RenderableType] = [Text(head, no_wrap=True, overflow="ellipsis")]
@@ -152,8 +136,6 @@ def _table(ranks: list[Rank]) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    from easydist.cli.ranks import awaited
-
     waits, late = awaited(ranks), {rank.membership.rank for rank in late_ranks(ranks)}
     table = Table(title=escape(_title(ranks[0])), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("rank", "pid", "CPU %", "memory", "call"):
@@ -173,22 +155,20 @@ def late_ranks(ranks: list[Rank]) -> list[Rank]:
     Args:
         ranks: The visible ranks of the group.
     """
-    waits = _awaited(ranks)
+    waits = awaited(ranks)
     patient = [waits[rank.membership.rank] for rank in ranks if rank.seconds >= _PATIENCE]
     missing = {rank for ranks_awaited in patient for rank in ranks_awaited}
     return [rank for rank in ranks if rank.membership.rank in missing and not waits[rank.membership.rank]]
 
 
 def _cells(rank: Rank, waits_for: list[int]) -> list[str]:
-    from easydist.cli.ranks import placed
-
     told = rank.membership
     operation, _, site = placed(told.place)
     if not told.is_in_call:
         operation = f"not in a call, last: {operation}" if operation else "has made no call yet"
     if rank.status == "stopped":
         operation = f"stopped (SIGSTOP); {operation}"
-    waited = _numbers(waits_for) if told.is_in_call else ""
+    waited = numbers(waits_for) if told.is_in_call else ""
     return [
         str(told.rank),
         str(rank.pid),
@@ -202,23 +182,10 @@ def _cells(rank: Rank, waits_for: list[int]) -> list[str]:
     ]
 
 
-def _numbers(ranks: list[int]) -> str:
-    """Return ranks as text: ``1, 3–5``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
-
-
 def _time(seconds: float) -> str:
     minutes, hours = seconds / 60, seconds / 3600
     return f"{seconds:.1f} s" if minutes < 2 else f"{minutes:.1f} min" if hours < 2 else f"{hours:.1f} h"
 
 
 def _stacks(groups: list[list[Rank]]) -> dict[int, str]:
-    from easydist.cli.stacks import stack_of
-
     return {rank.pid: stack_of(rank.pid) for ranks in groups for rank in late_ranks(ranks)}

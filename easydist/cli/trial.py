@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from easydist.cli.findings import Finding
+from easydist.cli.measure import Work, timed
 from easydist.errors import EasydistError
 from easydist.liveness.limited import within
 from easydist.liveness.rules import PATIENCE
@@ -155,14 +156,16 @@ def times(size: int) -> list[dict[str, Any]]:
     Returns:
         The name of each piece of work, and the median seconds of both on this rank.
     """
-    return [
-        {"work": name, "easydist": ours, "gloo": theirs}
-        for name, work in _works(size)
-        for ours, theirs in [_medians(*work)]
-    ]
+    return [_times(work) for work in _works(size)]
 
 
-def _works(size: int) -> Iterator[tuple[str, tuple[Callable[[], Any], Callable[[], Any]]]]:
+def _times(work: Work) -> dict[str, Any]:
+    rounds = [(timed(work.ours, 1), timed(work.theirs, 1)) for _ in range(_ROUNDS)]
+    ours, theirs = map(statistics.median, zip(*rounds, strict=True))
+    return {"work": work.name, "easydist": ours, "gloo": theirs}
+
+
+def _works(size: int) -> Iterator[Work]:
     leaves = {f"leaf{i}": torch.ones(4) for i in range(10)}
     large = torch.ones(_LARGE)
 
@@ -170,20 +173,7 @@ def _works(size: int) -> Iterator[tuple[str, tuple[Callable[[], Any], Callable[[
         for tensor in tensors:
             dist.all_gather([torch.empty_like(tensor) for _ in range(size)], tensor)
 
-    yield "barrier", (wait_for_everyone, dist.barrier)
-    yield "gather 10 leaves", (lambda: gather(leaves), lambda: gathered(*leaves.values()))
-    yield "gather 4 MB", (lambda: gather(large), lambda: gathered(large))
-    yield "reduce 4 MB", (lambda: reduce(large, "sum"), lambda: dist.all_reduce(large.clone()))
-
-
-def _medians(ours: Callable[[], Any], theirs: Callable[[], Any]) -> tuple[float, float]:
-    rounds = [(_timed(ours), _timed(theirs)) for _ in range(_ROUNDS)]
-    mine, others = zip(*rounds, strict=True)
-    return statistics.median(mine), statistics.median(others)
-
-
-def _timed(work: Callable[[], Any]) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+    yield Work("barrier", wait_for_everyone, dist.barrier)
+    yield Work("gather 10 leaves", lambda: gather(leaves), lambda: gathered(*leaves.values()))
+    yield Work("gather 4 MB", lambda: gather(large), lambda: gathered(large))
+    yield Work("reduce 4 MB", lambda: reduce(large, "sum"), lambda: dist.all_reduce(large.clone()))

@@ -1,12 +1,14 @@
-"""IPython's kernel for a rank: no history, profile or heartbeat, and Ctrl-C only interrupts the user's code."""
+"""IPython's kernel for a rank: no history, profile or heartbeat; Ctrl-C and tracebacks reach only the user's code."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import linecache
+import os
 import signal
 import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,26 +19,28 @@ from ipykernel.kernelapp import IPKernelApp
 from ipykernel.zmqshell import ZMQInteractiveShell
 from IPython.core.error import StdinNotImplementedError
 
-from easydist.notebook.messages import ACT, META, VALUE
-from easydist.notebook.tracebacks import INNER, cut_causes, users_part
+from easydist.notebook.process import ACT, META, VALUE
 
 _CANNOT_ASK = (
     "ranks cannot ask; ask in a cell of the notebook itself, and give the answer to all ranks: "
     "answer = input(), then %push answer"
 )
 
+_INNER = "<easydist>"
+"""The file name of requests that have no source."""
 
-class _Compiler(XCachingCompiler):  # type: ignore[misc]
+
+class _Compiler(XCachingCompiler):
     """A compiler that names cells by the notebook's numbers, so that ``easydist top`` shows ``<cell 5>:3``."""
 
     def get_code_name(self, raw_code: str, code: str, number: int) -> str:
         if raw_code.strip() == ACT:
-            return INNER
+            return _INNER
         name = f"<cell {number}>"
         return name if name not in linecache.cache else f"<cell {number}, part {len(linecache.cache)}>"
 
 
-class _Shell(ZMQInteractiveShell):  # type: ignore[misc]
+class _Shell(ZMQInteractiveShell):
     """A shell that can be interrupted only in the user's code, and shows only that code."""
 
     async def run_code(self, code_obj: Any, result: Any = None, *, async_: bool = False) -> Any:
@@ -49,8 +53,8 @@ class _Shell(ZMQInteractiveShell):  # type: ignore[misc]
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
         self.kernel.is_interruptible = False
         kind, value, trace = self._get_exc_info(exc_tuple)
-        value.__traceback__ = users_part(trace)
-        cut_causes(value)
+        value.__traceback__ = _users_part(trace)
+        _cut_causes(value)
         if value.__traceback__ is None:  # an error in a request without source
             self._showtraceback(kind, value, self.InteractiveTB.get_exception_only(kind, value))
         else:
@@ -60,7 +64,7 @@ class _Shell(ZMQInteractiveShell):  # type: ignore[misc]
         print("exit() does not end a rank: cluster.stop() ends all of them", file=sys.stderr)
 
 
-class _Kernel(IPythonKernel):  # type: ignore[misc]
+class _Kernel(IPythonKernel):
     """A kernel that takes the cell's number from the notebook, and accepts requests that carry bytes."""
 
     shell_class = _Shell
@@ -124,7 +128,7 @@ class _Kernel(IPythonKernel):  # type: ignore[misc]
             raise KeyboardInterrupt
 
 
-class _Application(IPKernelApp):  # type: ignore[misc]
+class _Application(IPKernelApp):
     """An application without profile, debugger and heartbeat."""
 
     kernel_class = _Kernel
@@ -166,3 +170,36 @@ def start(connection_file: str, folder: str) -> Any:
     app.config.HistoryAccessor.enabled = False
     app.initialize([])
     return app
+
+
+def _cut_causes(error: BaseException) -> None:
+    """Remove causes of an error that lie inside easydist and torch; of the others, keep the user's frames."""
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause is None:
+        return
+    cause.__traceback__ = _users_part(cause.__traceback__)
+    if cause.__traceback__ is None:
+        error.__cause__, error.__suppress_context__ = None, True
+    else:
+        _cut_causes(cause)
+
+
+def _users_part(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """Return a traceback without the frames of easydist, torch and IPython; None if no frames are left."""
+    frames = []
+    part = trace
+    while part is not None:
+        frames.append(part)
+        part = part.tb_next
+    users = [frame for frame in frames if not frame.tb_frame.f_code.co_filename.startswith(_inner_folders())]
+    shorter: types.TracebackType | None = None
+    for frame in reversed(users):
+        shorter = types.TracebackType(shorter, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return shorter
+
+
+def _inner_folders() -> tuple[str, ...]:
+    names = ("torch", "IPython", "ipykernel", "asyncio")
+    loaded = [sys.modules[name].__file__ for name in names if name in sys.modules]
+    folders = [os.path.dirname(file) + os.sep for file in loaded if file]
+    return (*folders, _INNER, os.path.dirname(os.path.dirname(__file__)) + os.sep)

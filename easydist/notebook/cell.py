@@ -8,17 +8,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import zmq
 
-from easydist.notebook.failures import CellError, CellInterrupted, RankLostError, named
-from easydist.notebook.messages import VALUE
+from easydist.notebook.failures import CellError, CellInterrupted, RankLostError, fitting, named
 from easydist.notebook.output import Output
-from easydist.notebook.waits import Pages, Wait, where
-
-if TYPE_CHECKING:
-    from easydist.notebook.process import RankProcess
+from easydist.notebook.process import VALUE, RankProcess
+from easydist.notebook.status import Pages, Wait, where
 
 _TICK = 50
 """Milliseconds between two checks of the processes."""
@@ -70,7 +67,6 @@ class Cell:
         self._everyone, self._output, self._number = list(everyone), output, number
         self.outcomes = {rank: Outcome() for rank in self._ranks}
         self._pages = Pages({rank.rank: rank.pid for rank in everyone})
-        self._ended: dict[int, set[str]] = {rank: set() for rank in self._ranks}
         self._failed: list[int] = []
         self._in_vain: dict[int, tuple[str, float]] = {}
         self._interrupted_at: dict[int, float] = {}
@@ -145,17 +141,10 @@ class Cell:
                 self._output.result(rank, content)
             elif kind == VALUE:
                 outcome.values += message["buffers"]
-            elif kind == "error":
+            elif kind == "error" or (kind == "execute_reply" and content["status"] == "error" and not outcome.error):
                 outcome.error = content
-            elif kind == "execute_reply":
-                self._ended[rank].add(kind)
-                if content["status"] == "error" and not outcome.error:
-                    outcome.error = content
-            elif kind == "status" and content["execution_state"] == "idle":
-                self._ended[rank].add(kind)
-        if len(self._ended[rank]) == 2 and outcome.status == "busy":
+        if not process.unanswered and outcome.status == "busy":
             outcome.status = "error" if outcome.error else "ok"
-            process.request = ""
             if outcome.error:
                 self._failed.append(rank)
 
@@ -219,7 +208,8 @@ class Cell:
                 text = f"{self._reason(wait.missing)} in {wait.operation}, {where(wait.site, self._number)}"
                 places.setdefault(text, []).append(rank)
         return "\n".join(
-            f"{named(ranks)} waited for {text}, and {_were(ranks)} released" for text, ranks in places.items()
+            f"{named(ranks)} waited for {text}, and {fitting(ranks, 'was', 'were')} released"
+            for text, ranks in places.items()
         )
 
     def _reason(self, missing: Sequence[int]) -> str:
@@ -227,21 +217,22 @@ class Cell:
         gone = [rank for rank in missing if rank in self._ranks]
         texts = [f"{named(gone)}"] if gone else []
         if outside:
-            texts.append(f"{named(outside)}, which {'does' if len(outside) == 1 else 'do'} not run this cell,")
+            texts.append(f"{named(outside)}, which {fitting(outside, 'does', 'do')} not run this cell,")
         return " and ".join(texts) or "a rank of its group that does not come"
 
     def _lost(self, lost: Sequence[int]) -> RankLostError:
-        texts = [f"{named([rank])} is lost: {_end(self._ranks[rank])}" for rank in lost]
+        ended = [self._ranks[rank] for rank in lost]
+        texts = [f"{named([one.rank])} is lost: process {one.pid} {one.end()}" for one in ended]
         released = self._released()
         if heard := [rank for rank in self._failed if self._has_heard(rank)]:
-            texts.append(f"{named(heard)} waited for {'it' if len(lost) == 1 else 'them'}, and raised PeerLostError")
+            texts.append(f"{named(heard)} waited for {fitting(lost, 'it', 'them')}, and raised PeerLostError")
         advice = (
-            f"cluster.restart(ranks={sorted(lost)}) replaces {'it' if len(lost) == 1 else 'them'}, and the others keep "
+            f"cluster.restart(ranks={sorted(lost)}) replaces {fitting(lost, 'it', 'them')}, and the others keep "
             "their variables; cluster.restart() starts all ranks again."
         )
         if len(lost) == len(self._everyone):
             advice = "cluster.restart() starts them again."
-        return RankLostError.of("\n".join([*texts, *filter(None, [released]), advice]), self._ranks[lost[0]])
+        return RankLostError.of("\n".join([*texts, *filter(None, [released]), advice]), ended[0])
 
     def _has_heard(self, rank: int) -> bool:
         """True if a wait of the rank has ended by itself because another one is lost."""
@@ -250,27 +241,15 @@ class Cell:
 
     def _interrupted(self) -> str:
         if busy := self.running:
-            is_one = len(busy) == 1
             return (
-                f"Interrupted, but {named(busy)} {'is' if is_one else 'are'} still running code that ignores it. "
-                f"Wait, or end {'it' if is_one else 'them'}: cluster.restart(ranks={sorted(busy)})"
+                f"Interrupted, but {named(busy)} {fitting(busy, 'is', 'are')} still running code that ignores it. "
+                f"Wait, or end {fitting(busy, 'it', 'them')}: cluster.restart(ranks={sorted(busy)})"
             )
         return "Interrupted on all ranks; their variables are kept."
 
 
 def _text(error: Mapping[str, Any]) -> str:
     return f"{error.get('ename')}: {error.get('evalue')}"
-
-
-def _were(ranks: Sequence[int]) -> str:
-    return "was" if len(ranks) == 1 else "were"
-
-
-def _end(process: RankProcess) -> str:
-    """Describe the end of a process."""
-    from easydist.liveness.texts import status_text
-
-    return f"process {process.pid} ended ({status_text(process.status())})"
 
 
 @contextmanager

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from easydist.notebook.failures import RankLostError, named
-from easydist.notebook.messages import ACT
+from easydist.notebook.failures import RankLostError, fitting, named
 from easydist.notebook.output import Notebook, Output, Sink
 
 if TYPE_CHECKING:
@@ -87,11 +85,11 @@ class Cluster:
         self._needs_meeting = True
         known = list(self._ranks)
         for rank in known:
-            rank.send(ACT, {"action": "join", "epoch": self._epoch}, silent=True)
+            rank.send("", {"action": "join", "epoch": self._epoch})
         for number in ranks:
             rank = RankProcess(number, self._epoch, self._home)
             self._ranks.append(rank)
-            rank.send("", {}, silent=True)
+            rank.send("", {})
         self._ranks.sort(key=lambda rank: rank.rank)
         try:
             self._await_all()
@@ -105,31 +103,27 @@ class Cluster:
         deadline = time.monotonic() + _GIVES_UP_WITHIN
         for rank in ranks:
             rank.interrupt()
-        while time.monotonic() < deadline and any(rank.request and rank.status() is None for rank in ranks):
+        while time.monotonic() < deadline and any(rank.still_runs() and rank.status() is None for rank in ranks):
             time.sleep(0.005)
-            for rank in ranks:
-                self._look_whether_idle(rank)
 
     def _await_all(self) -> None:
         """Wait until each rank has answered on both connections, so that it is ready and has met the others."""
         deadline, ask_at = time.monotonic() + STARTS_WITHIN, 0.0
-        missing = {rank.rank: {"execute_reply", "status"} for rank in self._ranks}
-        while waiting := [rank for rank in self._ranks if missing[rank.rank]]:
+        while waiting := [rank for rank in self._ranks if rank.unanswered]:
             time.sleep(0.005)
             now = time.monotonic()
             for rank in waiting:
-                missing[rank.rank] -= {_answer(rank, message) for message in rank.messages()}
+                for message in rank.messages():
+                    _demand_success(rank, message)
                 if rank.status() is not None:
-                    raise RuntimeError(f"{named([rank.rank])} did not start: {_ended(rank)}")
+                    raise RuntimeError(f"{named([rank.rank])} did not start: its process {rank.end()}{_log(rank)}")
                 if now > deadline:
                     raise RuntimeError(f"{named([rank.rank])} did not start within {STARTS_WITHIN:.0f} s{_log(rank)}")
             if now >= ask_at:
                 ask_at = now + _ASK_EVERY
                 for rank in waiting:
-                    if missing[rank.rank] == {"status"}:  # published before this process had subscribed
-                        rank.send("", {}, silent=True)
-        for rank in self._ranks:
-            rank.request = ""
+                    if rank.unanswered == {"status"}:  # published before this process had subscribed
+                        rank.send("", {})
 
     # Running code.
 
@@ -155,7 +149,6 @@ class Cluster:
         meta: dict[str, Any],
         ranks: Collection[int] | None = None,
         buffers: Sequence[Any] = (),
-        is_silent: bool = False,
     ) -> dict[int, Outcome]:
         from easydist.notebook.cell import Cell
 
@@ -164,7 +157,7 @@ class Cluster:
                 return {}
             self._meet_again()
             for rank in chosen:
-                rank.send(source, meta, is_silent, buffers)
+                rank.send(source, meta, buffers)
             self._outputs += 1
             file = self._home.folder / f"output-{self._outputs}.txt"
             output = Output([rank.rank for rank in chosen], self._sink, file)
@@ -184,31 +177,36 @@ class Cluster:
             ValueError: There is no such rank.
             RuntimeError: They cannot run anything.
         """
-        if not self.is_running:
-            raise RuntimeError("the cluster is stopped; start another one: cluster = easydist.notebook.start()")
-        if unknown := [rank for rank in ranks or () if not 0 <= rank < self.size]:
-            raise ValueError(f"there is no {named(unknown)}: the cluster has {named(range(self.size))}")
+        self._demand(ranks or ())
         chosen = [rank for rank in self._ranks if ranks is None or rank.rank in ranks]
         if lost := [rank.rank for rank in chosen if rank.status() is not None]:
-            text = f"{named(lost)} {_is(lost)} lost: cluster.restart(ranks={lost}) replaces {_them(lost)}"
+            text = (
+                f"{named(lost)} {fitting(lost, 'is', 'are')} lost: cluster.restart(ranks={lost}) replaces "
+                f"{fitting(lost, 'it', 'them')}"
+            )
             raise RankLostError.of(text, next(rank for rank in chosen if rank.rank == lost[0]))
-        for rank in chosen:
-            self._look_whether_idle(rank)
-        if busy := [rank.rank for rank in chosen if rank.request]:
+        if busy := [rank.rank for rank in chosen if rank.still_runs()]:  # they did not react to an interrupt
             raise RuntimeError(
-                f"{named(busy)} {_is(busy)} still busy; wait, or end {_them(busy)}: cluster.restart(ranks={busy})"
+                f"{named(busy)} {fitting(busy, 'is', 'are')} still busy; wait, or end {fitting(busy, 'it', 'them')}: "
+                f"cluster.restart(ranks={busy})"
             )
         return chosen
 
-    def _look_whether_idle(self, rank: RankProcess) -> None:
-        """Check whether a rank that did not react to an interrupt has ended its cell by now."""
-        for message in rank.messages(drops=True) if rank.request else ():
-            if message["parent_header"].get("msg_id") == rank.request and _is_last(message):
-                rank.request = ""
+    def _demand(self, ranks: Collection[int]) -> None:
+        """Make sure that the cluster runs, and has these ranks.
+
+        Raises:
+            ValueError: There is no such rank.
+            RuntimeError: It is stopped.
+        """
+        if not self.is_running:
+            raise RuntimeError("the cluster is stopped; start another one: cluster = easydist.notebook.start()")
+        if unknown := [rank for rank in ranks if not 0 <= rank < self.size]:
+            raise ValueError(f"there is no {named(unknown)}: the cluster has {named(range(self.size))}")
 
     def _meet_again(self) -> None:
         """After a failure, let all ranks renew their groups together. This must wait until lost ranks are replaced."""
-        if self._needs_meeting and all(rank.status() is None and not rank.request for rank in self._ranks):
+        if self._needs_meeting and all(rank.status() is None and not rank.unanswered for rank in self._ranks):
             self._begin([])
 
     def run(self, fn: Callable[..., Any], *args: Any, ranks: Collection[int] | None = None, **kwargs: Any) -> list[Any]:
@@ -232,14 +230,14 @@ class Cluster:
         return self._call(fn, args, kwargs, ranks)
 
     def launch(self, fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str]) -> None:
-        """Call ``fn(*args)`` on all ranks, as a program launched there.
+        """Call ``fn(*args)`` on all ranks, as a program launched there, whose result stays there.
 
         Args:
             fn: A function.
             args: Its arguments.
             environment: Variables to set during the call.
         """
-        self._call(_without_result(fn), args, {}, launch=environment)
+        self._call(fn, args, {}, launch=environment)
 
     def _call(
         self,
@@ -252,7 +250,7 @@ class Cluster:
         from easydist.notebook.values import pack_call, sources, unpack
 
         meta = {"action": "call", "launch": launch, "sources": sources(fn)}
-        outcomes = self._run(ACT, meta, ranks, [pack_call(fn, args, kwargs)], is_silent=True)
+        outcomes = self._run("", meta, ranks, [pack_call(fn, args, kwargs)])
         return [unpack(outcome.values[0], weights_only=False) for _, outcome in sorted(outcomes.items())]
 
     def push(self, ranks: Collection[int] | None = None, **values: Any) -> None:
@@ -268,7 +266,7 @@ class Cluster:
         from easydist.notebook.values import pack
 
         packed = [pack(value, name) for name, value in values.items()]
-        self._run(ACT, {"action": "push", "names": list(values)}, ranks, packed, is_silent=True)
+        self._run("", {"action": "push", "names": list(values)}, ranks, packed)
 
     def pull(self, name: str, ranks: Collection[int] | None = None, *, weights_only: bool = True) -> list[Any]:
         """Get the value of a name from each rank.
@@ -288,7 +286,7 @@ class Cluster:
         from easydist.notebook.values import unpack
 
         meta = {"action": "pull", "names": [name], "weights_only": weights_only}
-        outcomes = self._run(ACT, meta, ranks, is_silent=True)
+        outcomes = self._run("", meta, ranks)
         return [unpack(outcome.values[0], weights_only=weights_only) for _, outcome in sorted(outcomes.items())]
 
     def status(self) -> Status:
@@ -299,9 +297,9 @@ class Cluster:
         ended = {rank.rank: status_text(rank.status()) for rank in self._ranks if rank.status() is not None}
         for rank in self._ranks:
             if self._lock.acquire(blocking=False):
-                self._look_whether_idle(rank)
+                rank.still_runs()
                 self._lock.release()
-        busy = [rank.rank for rank in self._ranks if rank.request and rank.rank not in ended]
+        busy = [rank.rank for rank in self._ranks if rank.unanswered and rank.rank not in ended]
         return look([rank.pid for rank in self._ranks], busy, ended, self._last_cell)
 
     # Interrupting, restarting and stopping.
@@ -325,9 +323,8 @@ class Cluster:
             RuntimeError: The cluster is stopped, others are lost or busy, too, or a rank did not start.
         """
         with self._lock:
-            if not self.is_running:
-                raise RuntimeError("the cluster is stopped; start another one: cluster = easydist.notebook.start()")
             again = sorted(range(self.size) if ranks is None else set(ranks))
+            self._demand(again)
             self._demand_the_others(again)
             for rank in [rank for rank in self._ranks if rank.rank in again]:
                 rank.close()
@@ -342,17 +339,13 @@ class Cluster:
         """Make sure that all other ranks can meet these.
 
         Raises:
-            ValueError: There is no such rank.
             RuntimeError: Others are lost or busy.
         """
-        if unknown := [rank for rank in ranks if not 0 <= rank < self.size]:
-            raise ValueError(f"there is no {named(unknown)}: the cluster has {named(range(self.size))}")
         others = [rank for rank in self._ranks if rank.rank not in ranks]
-        for rank in others:
-            self._look_whether_idle(rank)
-        if away := [rank.rank for rank in others if rank.status() is not None or rank.request]:
+        if away := [rank.rank for rank in others if rank.status() is not None or rank.still_runs()]:
             advice = f"cluster.restart(ranks={sorted({*ranks, *away})})"
-            raise RuntimeError(f"{named(away)} {_is(away)} lost or busy, and could not join the others: {advice}")
+            text = f"{named(away)} {fitting(away, 'is', 'are')} lost or busy, and could not join the others: {advice}"
+            raise RuntimeError(text)
 
     def stop(self) -> None:
         """End all ranks and everything that they have started. At the end of the program this happens by itself."""
@@ -382,14 +375,6 @@ class Cluster:
 
     def __repr__(self) -> str:
         return f"<Cluster of {self.size} ranks>" if self.is_running else "<Cluster, stopped>"
-
-
-def _without_result(fn: Callable[..., Any]) -> Callable[..., None]:
-    @functools.wraps(fn)
-    def call(*args: Any) -> None:
-        fn(*args)
-
-    return call
 
 
 def _demand_extra() -> Any:
@@ -422,39 +407,17 @@ def _cell_number() -> int | None:
     return len(shell.user_ns.get("In", ())) - 1 if shell is not None else None
 
 
-def _answer(rank: RankProcess, message: dict[str, Any]) -> str:
-    """Return the kind of a message from a rank that starts, or meets the others.
+def _demand_success(rank: RankProcess, message: dict[str, Any]) -> None:
+    """Check a message from a rank that starts, or meets the others.
 
     Raises:
         RuntimeError: It could not join the others.
     """
-    kind, content = message["msg_type"], message["content"]
-    if kind == "execute_reply" and content["status"] == "error":
-        text = "\n".join(content["traceback"])
+    if message["msg_type"] == "execute_reply" and message["content"]["status"] == "error":
+        text = "\n".join(message["content"]["traceback"])
         raise RuntimeError(f"{named([rank.rank])} could not join the others:\n{text}")
-    return str(kind)
-
-
-def _ended(rank: RankProcess) -> str:
-    from easydist.liveness.texts import status_text
-
-    return f"its process ended ({status_text(rank.status())}){_log(rank)}"
 
 
 def _log(rank: RankProcess) -> str:
     log = rank.log()
     return f"; its output:\n{log}" if log else ""
-
-
-def _is_last(message: Mapping[str, Any]) -> bool:
-    """True for the two messages with which a rank ends a cell; one of them may have been read before."""
-    kind: str = message["msg_type"]
-    return kind == "execute_reply" or (kind == "status" and message["content"].get("execution_state") == "idle")
-
-
-def _is(ranks: Sequence[int]) -> str:
-    return "is" if len(ranks) == 1 else "are"
-
-
-def _them(ranks: Sequence[int]) -> str:
-    return "it" if len(ranks) == 1 else "them"

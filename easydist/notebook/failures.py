@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from typing import TYPE_CHECKING
 
+from easydist.cli.ranks import numbers
 from easydist.errors import PeerLostError, RemoteError
 
 if TYPE_CHECKING:
@@ -74,12 +75,15 @@ def named(ranks: Iterable[int]) -> str:
         >>> named([1]), named([0, 1, 2, 3]), named([0, 2])
         ('rank 1', 'ranks 0–3', 'ranks 0, 2')
     """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs]
-    is_one = len(runs) == 1 and len(runs[0]) == 1
-    return f"{'rank' if is_one else 'ranks'} {', '.join(texts)}"
+    listed = [*ranks]
+    return f"{fitting(listed, 'rank', 'ranks')} {numbers(listed)}"
+
+
+def fitting(ranks: Sized, one: str, several: str) -> str:
+    """Return the word that fits one rank, or several.
+
+    Example:
+        >>> fitting([1], "is", "are"), fitting([0, 2], "is", "are")
+        ('is', 'are')
+    """
+    return one if len(ranks) == 1 else several

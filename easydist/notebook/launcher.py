@@ -1,4 +1,4 @@
-"""Starting ranks: ``start``, and accelerate's ``notebook_launcher``."""
+"""The cluster of this process, which has at most one: ``start``, and accelerate's ``notebook_launcher``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from easydist.notebook.cluster import Cluster
-from easydist.notebook.current import replace, running
+
+_current: list[Cluster] = []
 
 
 def start(n: int | None = None) -> Cluster:
@@ -32,12 +33,20 @@ def start(n: int | None = None) -> Cluster:
     size = _default_size() if n is None else n
     if size < 1:
         raise ValueError(f"a cluster needs at least one rank, got n={n}")
-    cluster = replace(size)
+    if (before := _running()) is not None:
+        print(f"the {before.size} ranks that ran before are stopped")
+        before.stop()
+    _current[:] = [cluster := Cluster(size)]
     with contextlib.suppress(ImportError):  # a plain program can work without IPython
         from easydist.notebook.magics import register
 
-        register()
+        register(_running)
     return cluster
+
+
+def _running() -> Cluster | None:
+    """Return the cluster started last; None if there is none, or it was stopped."""
+    return _current[0] if _current and _current[0].is_running else None
 
 
 def notebook_launcher(
@@ -91,7 +100,7 @@ def notebook_launcher(
         raise ValueError(f"notebook_launcher: ranks of a notebook are on one machine, got num_nodes={num_nodes}")
     if max_restarts:
         raise ValueError(f"notebook_launcher: a function is not called again, got max_restarts={max_restarts}")
-    cluster = running()
+    cluster = _running()
     if cluster is None or num_processes not in (None, cluster.size):
         cluster = start(num_processes)
     cluster.launch(function, tuple(args), {"ACCELERATE_MIXED_PRECISION": str(mixed_precision).lower()})

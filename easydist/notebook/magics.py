@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -9,41 +10,48 @@ from IPython.core.getipython import get_ipython
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from easydist.notebook.cluster import Cluster
-from easydist.notebook.current import running
 
 
 @magics_class
-class RankMagics(Magics):  # type: ignore[misc]
-    """The magics of the running cluster."""
+class RankMagics(Magics):
+    """The magics of the running cluster.
 
-    @cell_magic  # type: ignore[untyped-decorator]
+    Args:
+        shell: The running IPython.
+        running: Returns the cluster; None if none runs.
+    """
+
+    def __init__(self, shell: Any, running: Callable[[], Cluster | None]) -> None:
+        super().__init__(shell)
+        self._running = running
+
+    @cell_magic
     def ranks(self, line: str, cell: str) -> None:
         """Run the cell on all ranks, or on those that the line names: ``%%ranks 0,2`` or ``%%ranks 1-3``."""
-        cluster = _cluster()
+        cluster = self._cluster()
         cluster.execute(_with_first_line(line, cell), chosen(line, cluster.size))
 
-    @line_magic  # type: ignore[untyped-decorator]
+    @line_magic
     def push(self, line: str) -> None:
         """Send values of the notebook to all ranks: ``%push model batch_size``."""
-        names, cluster, own = line.replace(",", " ").split(), _cluster(), self.shell.user_ns
+        names, cluster, own = line.replace(",", " ").split(), self._cluster(), self.shell.user_ns
         if missing := [name for name in names if name not in own]:
             raise UsageError(f"%push: the notebook has no {', '.join(missing)}")
         cluster.push(**{name: own[name] for name in names})
 
-    @line_magic  # type: ignore[untyped-decorator]
+    @line_magic
     def pull(self, line: str) -> Any:
         """Get the values of a name on the ranks, as a list: ``losses = %pull loss``; a dict for several names."""
-        names, cluster = line.replace(",", " ").split(), _cluster()
+        names, cluster = line.replace(",", " ").split(), self._cluster()
         if not names:
             raise UsageError("%pull: name the variable to get, as in losses = %pull loss")
         values = {name: cluster.pull(name) for name in names}
         return values if len(names) > 1 else values[names[0]]
 
-
-def _cluster() -> Cluster:
-    if (cluster := running()) is None:
-        raise UsageError("no ranks are running; start them: cluster = easydist.notebook.start(4)")
-    return cluster
+    def _cluster(self) -> Cluster:
+        if (cluster := self._running()) is None:
+            raise UsageError("no ranks are running; start them: cluster = easydist.notebook.start(4)")
+        return cluster
 
 
 def _with_first_line(line: str, cell: str) -> str:
@@ -78,7 +86,11 @@ def _refused(line: str, size: int) -> UsageError:
     return UsageError(f"%%ranks {line}: give ranks between 0 and {size - 1}, as in %%ranks 0,2 or %%ranks 1-3")
 
 
-def register() -> None:
-    """Register the magics with the running IPython, if there is one."""
+def register(running: Callable[[], Cluster | None]) -> None:
+    """Register the magics with the running IPython, if there is one.
+
+    Args:
+        running: As for ``RankMagics``.
+    """
     if (shell := get_ipython()) is not None:
-        shell.register_magics(RankMagics)
+        shell.register_magics(RankMagics(shell, running))

@@ -131,11 +131,11 @@ class Member:
         fn, args, kwargs = unpack(buffers[0], weights_only=False)
         for name, text in meta["sources"].items():
             linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
-        if meta["launch"] is not None:
-            forget_accelerate()
-        with patched(meta["launch"] or {}):
+        if is_program := meta["launch"] is not None:
+            _forget_accelerate()
+        with _patched(meta["launch"] or {}):
             value = fn(*args, **kwargs)
-        publish(pack(value, f"the result of {getattr(fn, '__name__', fn)}"))
+        publish(pack(None if is_program else value, f"the result of {getattr(fn, '__name__', fn)}"))
 
     def _join(self, meta: dict[str, Any], buffers: Sequence[Any], publish: Callable[[Any], None]) -> None:
         self.join(meta["epoch"])
@@ -151,21 +151,19 @@ _NOT_PLAIN = (
 
 
 @contextlib.contextmanager
-def patched(environment: dict[str, str]) -> Iterator[None]:
+def _patched(environment: dict[str, str]) -> Iterator[None]:
     """Set these variables during the block."""
-    before = {name: os.environ.get(name) for name in environment}
+    before = {name: os.environ[name] for name in environment if name in os.environ}
     os.environ.update(environment)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in environment:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
-def forget_accelerate() -> None:
+def _forget_accelerate() -> None:
     """Let accelerate, if it is loaded, read its environment again, as in a process of its own."""
     if (state := sys.modules.get("accelerate.state")) is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)

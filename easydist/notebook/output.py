@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from easydist.notebook.failures import named
-from easydist.notebook.flood import Flood, Whole, height
-from easydist.notebook.order import Line, Shown
+from easydist.notebook.lines import Flood, Line, Shown, Whole, height
 
 _PATIENCE = 0.15
 """Seconds for which a line waits to be shown together with the same line of other ranks."""

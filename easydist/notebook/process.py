@@ -24,7 +24,16 @@ import zmq
 from jupyter_client.connect import write_connection_file
 from jupyter_client.session import Session
 
-from easydist.notebook.messages import META
+from easydist.liveness.texts import status_text
+
+META = "easydist"
+"""The key of a request's metadata: ``number`` is the cell's; ``action`` and its arguments replace the source."""
+
+ACT = "__easydist__()"
+"""The source of a request for an action."""
+
+VALUE = "easydist_value"
+"""The type of a message that carries bytes from a rank."""
 
 _PORTS = {"shell_port": 1, "iopub_port": 2, "stdin_port": 3, "hb_port": 4, "control_port": 5}
 _FROM_LAUNCHERS = ("TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_COMM_WORLD_", "PMI_", "SLURM_")
@@ -73,11 +82,12 @@ class RankProcess:
     Attributes:
         rank: Its number.
         pid: The pid of its process.
-        request: The request under way; empty if there is none.
+        request: The last request.
+        unanswered: The kinds of messages that still have to come before the request has ended.
     """
 
     def __init__(self, rank: int, epoch: int, home: Home) -> None:
-        self.rank, self.request = rank, ""
+        self.rank, self.request, self.unanswered = rank, "", set[str]()
         place = home.folder / f"{rank}-{epoch}"
         self._log = place.with_suffix(".log")
         self._session = Session(key=secrets.token_hex(32).encode())
@@ -110,19 +120,25 @@ class RankProcess:
                 start_new_session=True,  # no Ctrl-C from the notebook; kill() ends its children, too
             )
 
-    def send(self, code: str, meta: dict[str, Any], silent: bool = False, buffers: Sequence[Any] = ()) -> None:
+    def send(self, source: str, meta: dict[str, Any], buffers: Sequence[Any] = ()) -> None:
         """Let the rank execute source.
 
         Args:
-            code: The source.
+            source: The source; empty for an action, or to see whether the rank answers.
             meta: Further information for its kernel.
-            silent: Omit the value of the last expression.
             buffers: Bytes for it.
         """
+        code, silent = ACT if "action" in meta else source, not source
         content = {"code": code, "silent": silent, "store_history": False, "allow_stdin": False, "stop_on_error": False}
         message = self._session.msg("execute_request", content, metadata={META: meta})
-        self.request = message["header"]["msg_id"]
+        self.request, self.unanswered = message["header"]["msg_id"], {"execute_reply", "status"}
         self._session.send(self.shell, message, buffers=list(buffers))
+
+    def still_runs(self) -> bool:
+        """True if the last request has not ended. Messages that have arrived from it since are dropped."""
+        for _ in self.messages(drops=True) if self.unanswered else ():
+            pass
+        return bool(self.unanswered)
 
     def messages(self, drops: bool = False) -> Iterator[dict[str, Any]]:
         """Yield messages that have arrived from the rank, for a short time: it may write faster than they are read.
@@ -135,7 +151,16 @@ class RankProcess:
             deadline = time.monotonic() + _DRAIN
             while time.monotonic() <= deadline and (frames := _received(connection)):
                 if not (drops and frames[0].startswith(b"stream.") and sum(map(len, frames)) > _LARGE):
-                    yield self._session.deserialize(self._session.feed_identities(frames)[1])
+                    message = self._session.deserialize(self._session.feed_identities(frames)[1])
+                    self._note_end(message)
+                    yield message
+
+    def _note_end(self, message: dict[str, Any]) -> None:
+        """Note the two messages with which a rank ends a request. They come on two connections, in any order."""
+        is_status = message["msg_type"] == "status"
+        is_end = not is_status or message["content"]["execution_state"] == "idle"
+        if is_end and message["parent_header"].get("msg_id") == self.request:
+            self.unanswered.discard(message["msg_type"])
 
     def _shorten_log(self) -> None:
         """Empty the log if it is large: programs that the rank runs may write to it, too."""
@@ -151,6 +176,10 @@ class RankProcess:
     def status(self) -> int | None:
         """Return the exit status of its process; None while it runs."""
         return self._process.poll()
+
+    def end(self) -> str:
+        """Describe the end of its process."""
+        return f"ended ({status_text(self.status())})"
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in the running cell, and interrupt the programs that it runs, as Jupyter does.

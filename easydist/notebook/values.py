@@ -33,21 +33,24 @@ def pack(value: object, what: str) -> bytes | memoryview:
     Raises:
         TypeError: It cannot be pickled.
     """
-    try:
-        encoded = EncodedObject(value)
-        encoded.check()
-    except (TypeError, UnsafeObjectError):
+    if (encoded := _plain(value)) is None:
         return _PICKLE + _pickled(value, what)
     return b"".join([_CODEC, *encoded.parts()])
 
 
 def is_plain(value: object) -> bool:
     """True if it travels without pickle."""
+    return _plain(value) is not None
+
+
+def _plain(value: object) -> EncodedObject | None:
+    """Encode a value that travels without pickle; return None for any other."""
     try:
-        EncodedObject(value).check()
+        encoded = EncodedObject(value)
+        encoded.check()
     except (TypeError, UnsafeObjectError):
-        return False
-    return True
+        return None
+    return encoded
 
 
 def unpack(message: bytes | memoryview, *, weights_only: bool) -> Any:

@@ -1,10 +1,8 @@
 """Groups for tensor, pipeline and data parallel engines: ``GroupCoordinator``, with vLLM's names."""
 
 from easydist.messages.transfers import Transfer
-from easydist.parallel.capture import GraphCaptureContext
 from easydist.parallel.coordinator import GroupCoordinator
-from easydist.parallel.groups import ParallelGroups, parallel_groups
-from easydist.parallel.layout import rank_lists
+from easydist.parallel.groups import ParallelGroups, parallel_groups, rank_lists
 from easydist.parallel.parallel_state import (
     destroy_distributed_environment,
     destroy_model_parallel,
@@ -20,6 +18,7 @@ from easydist.parallel.parallel_state import (
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
+from easydist.parallel.tensors import GraphCaptureContext
 
 __all__ = [
     "GraphCaptureContext",

@@ -14,7 +14,7 @@ import torch
 from easydist import memory, tree
 from easydist.errors import DisagreementError
 from easydist.format import outline
-from easydist.format.header import Entry, Header
+from easydist.format.header import Header
 from easydist.groups.communicators import Communicators
 from easydist.typing import Tree
 from easydist.verbs.gather import gather
@@ -117,7 +117,7 @@ class IncomingShares(Incoming):
         for entry in head.entries:
             if (shape := shapes.get(self.path_of(entry.name))) is not None:
                 share = tensors[entry.name]
-                whole = tensors[entry.name] = _whole(entry, shape, share.device)
+                whole = tensors[entry.name] = memory.empty(torch.Size(shape), entry.dtype, share.device)
                 self._shares = [*self._shares, (whole, share)]
         return receiving, tensors
 
@@ -133,7 +133,3 @@ class IncomingShares(Incoming):
             every = gather([share for _, share in shares], group=group)
             for (whole, _), flat in zip(shares, every, strict=True):
                 whole.view(-1).copy_(flat)
-
-
-def _whole(entry: Entry, shape: list[int], device: torch.device) -> torch.Tensor:
-    return memory.empty(torch.Size(shape), entry.dtype, device)

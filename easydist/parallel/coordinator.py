@@ -13,12 +13,12 @@ from easydist.groups.known import unregistered
 from easydist.groups.standalone import gloo_group
 from easydist.parallel.experts import Experts
 from easydist.parallel.objects import Objects
+from easydist.parallel.pairs import Pairs
 from easydist.parallel.tensors import Tensors
-from easydist.parallel.tree_pairs import TreePairs
 from easydist.typing import Timeout, Tree
 
 
-class GroupCoordinator(Tensors, Experts, Objects, TreePairs):
+class GroupCoordinator(Tensors, Experts, Objects, Pairs):
     """A group of ranks with all their exchanges, for engines with tensor, pipeline and data parallelism.
 
     Law: every method returns the value of the single-process expression in its docstring, with one rank too.
@@ -57,7 +57,7 @@ class GroupCoordinator(Tensors, Experts, Objects, TreePairs):
             all ranks have passed the same lists, a ValueError.
         DisagreementError: The ranks have passed different lists, backends or options.
 
-    Cost: one header exchange of the world, a process group for each list (two if the backend is not gloo), and four
+    Cost: one header exchange of the world, a process group for each list (two if the backend is not gloo), and three
     small exchanges of the group.
 
     Source: vLLM's ``GroupCoordinator``.
@@ -74,12 +74,11 @@ class GroupCoordinator(Tensors, Experts, Objects, TreePairs):
         *,
         weights_only: bool = True,
     ) -> None:
-        queues = bool(use_message_queue_broadcaster)
-        options = {"use_message_queue_broadcaster": queues, "weights_only": bool(weights_only)}
+        options = _options(use_message_queue_broadcaster, weights_only)
         backend = torch_distributed_backend
         super().__init__(group_ranks, local_rank, backend, use_device_communicator, group_name, options)
         self.weights_only = weights_only
-        self._begin_objects(queues)
+        self._begin_objects(use_message_queue_broadcaster)
 
     @classmethod
     def stateless(
@@ -136,9 +135,8 @@ class GroupCoordinator(Tensors, Experts, Objects, TreePairs):
         unregistered.add(group)
         self.use_device_communicator, self.weights_only = False, weights_only
         self._join([*range(world_size)], rank, local_rank, group_name, (group, group))
-        queues = bool(use_message_queue_broadcaster)
-        self._agree({"use_message_queue_broadcaster": queues, "weights_only": bool(weights_only)})
-        self._begin_objects(queues)
+        self._agree(_options(use_message_queue_broadcaster, weights_only))
+        self._begin_objects(use_message_queue_broadcaster)
         return self
 
     @eager
@@ -158,3 +156,8 @@ class GroupCoordinator(Tensors, Experts, Objects, TreePairs):
         """
         self._end_objects()
         self._leave()
+
+
+def _options(use_message_queue_broadcaster: bool, weights_only: bool) -> dict[str, bool]:
+    """Return the options on which all members have to agree."""
+    return {"use_message_queue_broadcaster": bool(use_message_queue_broadcaster), "weights_only": bool(weights_only)}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,28 +11,6 @@ from easydist.agreement.runner import run
 from easydist.base.eager import eager
 from easydist.parallel.collectives import AllGatherV, ReduceScatter
 from easydist.parallel.membership import Membership
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def _shown_as(shown: Callable[..., Any]) -> Callable[[_F], _F]:
-    """Give a method that accepts two forms the signature of the first."""
-
-    def decorate(method: _F) -> _F:
-        method.__signature__ = inspect.signature(shown)  # type: ignore[attr-defined]
-        return method
-
-    return decorate
-
-
-def _dispatch(
-    self: Any,
-    hidden_states: torch.Tensor,
-    router_logits: torch.Tensor,
-    is_sequence_parallel: bool = False,
-    extra_tensors: list[torch.Tensor] | None = None,
-) -> Any:
-    """Declare the signature of ``dispatch``."""
 
 
 class Experts(Membership):
@@ -46,7 +23,6 @@ class Experts(Membership):
 
     data_parallel: Membership | None = None
 
-    @_shown_as(_dispatch)
     @eager
     def dispatch(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Give every rank the tokens of all ranks, with the router's outputs for them.
@@ -139,13 +115,12 @@ def _rows(tensor: Any) -> int | None:
     return len(tensor) if isinstance(tensor, torch.Tensor) and tensor.ndim else None
 
 
-class _Dispatch:
+class _Dispatch(NamedTuple):
     """The arguments of ``dispatch`` after the first, in either form."""
 
-    def __init__(
-        self, tensors: list[torch.Tensor], is_sequence_parallel: bool, extra: list[torch.Tensor] | None
-    ) -> None:
-        self.tensors, self.is_sequence_parallel, self.extra = tensors, bool(is_sequence_parallel), extra
+    tensors: list[torch.Tensor]
+    is_sequence_parallel: bool
+    extra: list[torch.Tensor] | None
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Dispatch:
@@ -153,7 +128,7 @@ class _Dispatch:
         bound = (_NEWER if is_newer else _OLDER).bind(*args, **kwargs)
         bound.apply_defaults()
         *tensors, is_sequence_parallel, extra = bound.args
-        return cls(tensors, is_sequence_parallel, extra)
+        return cls(tensors, bool(is_sequence_parallel), extra)
 
 
 def _signature(*names: str) -> inspect.Signature:
@@ -165,3 +140,5 @@ def _signature(*names: str) -> inspect.Signature:
 
 
 _OLDER, _NEWER = _signature("router_logits"), _signature("topk_weights", "topk_ids")
+# ``dispatch`` accepts both forms, and shows the first.
+vars(Experts.dispatch)["__signature__"] = inspect.signature(Experts.dispatch_router_logits)

@@ -1,10 +1,12 @@
-"""The coordinators of a layout, created together."""
+"""The coordinators of a layout, created together, and the groups of ranks that it makes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from easydist.agreement.call import Call
@@ -12,10 +14,10 @@ from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb, run
 from easydist.groups.communicators import Communicators
 from easydist.parallel.coordinator import GroupCoordinator
-from easydist.parallel.layout import Lists, rank_lists
 from easydist.state import ProcessState
 
 _AXES = ("dp", "pp", "tp")
+Lists = list[list[int]]
 
 
 class ParallelGroups(Mapping[str, GroupCoordinator]):
@@ -35,9 +37,10 @@ class ParallelGroups(Mapping[str, GroupCoordinator]):
 
     def __getattr__(self, name: str) -> GroupCoordinator:
         try:
-            return self.__dict__["_groups"][name]  # type: ignore[no-any-return]
+            group: GroupCoordinator = self.__dict__["_groups"][name]
         except KeyError:
             raise AttributeError(f"there is no group {name!r}; there are {', '.join(self)}") from None
+        return group
 
     def destroy(self) -> None:
         """Destroy all groups. A second call does nothing."""
@@ -133,3 +136,38 @@ def _lists_of_mesh(mesh: Any, size: int) -> dict[str, Lists]:
     return {
         name: mesh.mesh.movedim(dim, -1).reshape(-1, mesh.mesh.shape[dim]).tolist() for dim, name in enumerate(names)
     }
+
+
+def rank_lists(
+    size: int, axes: Mapping[str, int], joined: Mapping[str, Sequence[str]] | None = None
+) -> dict[str, Lists]:
+    """Return the groups along each axis of a layout.
+
+    Law: the ranks form a box in row-major order, the last axis fastest. The ranks of a group along an axis differ only
+    in their position on it.
+
+    Example:
+        >>> rank_lists(4, {"pp": 2, "tp": 2})
+        {'pp': [[0, 2], [1, 3]], 'tp': [[0, 1], [2, 3]]}
+
+    Args:
+        size: The number of ranks.
+        axes: The length of each axis.
+        joined: Groups along several axes at once, by name.
+
+    Raises:
+        ValueError: The product of the lengths is not ``size``, or a length is less than 1.
+    """
+    if math.prod(axes.values()) != size or min(axes.values()) < 1:
+        told = " × ".join(f"{name}={length}" for name, length in axes.items())
+        raise ValueError(f"a layout of {told} needs {math.prod(axes.values())} ranks, but the world has {size}")
+    box, names = torch.arange(size, device="cpu").view(*axes.values()), list(axes)
+    along = {**{name: [name] for name in names}, **(joined or {})}
+    return {name: _along(box, [names.index(axis) for axis in own]) for name, own in along.items()}
+
+
+def _along(box: torch.Tensor, dims: Sequence[int]) -> Lists:
+    others = [dim for dim in range(box.ndim) if dim not in dims]
+    length = math.prod(box.shape[dim] for dim in dims)
+    lists: Lists = box.permute(*others, *dims).reshape(-1, length).tolist()
+    return lists

@@ -21,10 +21,8 @@ from easydist.base import torch_groups
 from easydist.groups.communicators import Communicators
 from easydist.groups.known import SOLO, of_group, unregistered
 from easydist.groups.registered import connected, registered
-from easydist.liveness.peer import host_id
 from easydist.state import ProcessState
-from easydist.state.default_group import default_group, is_recovered
-from easydist.verbs.objects import gather_object
+from easydist.state.groups import default_group, is_recovered
 
 _Made = tuple["dist.ProcessGroup | None", "dist.ProcessGroup | None"]
 """The group for the CPU, and the group for the accelerator."""
@@ -105,7 +103,10 @@ class Membership:
         hosts: An identifier of each rank's host, in rank order.
         unique_name: The given name and a number.
         use_device_communicator: The constructor's argument.
+        weights_only: True if objects are decoded with the restricted decoder.
     """
+
+    weights_only: bool
 
     def __init__(
         self,
@@ -133,7 +134,9 @@ class Membership:
         self.unique_name = _unique(group_name or "anonymous")
         self.cpu_group, self.device_group = groups
         self._communicators: Communicators | None = self._meet()
-        self.hosts: list[str] = gather_object([host_id()], weights_only=True, group=self)
+        hosts = self._communicators.hosts
+        assert hosts is not None  # the members have met
+        self.hosts = hosts
         _known[self.unique_name] = self
 
     def _meet(self) -> Communicators:

@@ -23,11 +23,8 @@ class Objects(Membership):
     """The methods that send from one rank to all.
 
     Attributes:
-        weights_only: True if objects are decoded with the restricted decoder.
         mq_broadcaster: The queue from rank 0; None without queues.
     """
-
-    weights_only: bool
 
     def _begin_objects(self, use_queue: bool) -> None:
         self._queues: dict[int, MessageQueue] = {}

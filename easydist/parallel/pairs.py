@@ -1,24 +1,32 @@
-"""Tensors and objects from one rank of a coordinator to another, and the exchange that trees use, too."""
+"""Tensors, objects and tensor dicts from one rank of a coordinator to another."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
+from easydist.agreement.runner import meet
 from easydist.base.eager import eager
-from easydist.errors import DisagreementError
-from easydist.messages.frames import OBJECT, TENSOR, Message
+from easydist.errors import DisagreementError, EasydistError
+from easydist.messages.frames import OBJECT, TENSOR, TENSOR_DICT, Message
 from easydist.messages.pair import Buffers, receive, send
+from easydist.messages.transfers import Transfer
+from easydist.parallel import all_gather_hop
+from easydist.parallel.all_gather_hop import IncomingShares, Terms
 from easydist.parallel.membership import Membership
+from easydist.typing import Tree
 from easydist.verbs.object_pair import decoded, encoded
 from easydist.verbs.tensor_dict_messages import Incoming, Outgoing
+
+Received = tuple[Tree, list[Transfer], list[Callable[[], None]]]
 
 
 class Pairs(Membership):
     """The methods between two ranks. ``dst=None`` is the next rank of the group, ``src=None`` the previous one."""
-
-    weights_only: bool
 
     @eager
     def send(self, tensor: torch.Tensor, dst: int | None = None) -> None:
@@ -95,5 +103,165 @@ class Pairs(Membership):
         obj, _ = receive(self.communicators, "recv_object", OBJECT, src, decoded(self.weights_only))
         return obj
 
+    @eager
+    def send_tensor_dict(
+        self,
+        tensor_dict: Tree,
+        dst: int | None = None,
+        all_gather_group: Any = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+    ) -> None:
+        """Send a tree of tensors and other values to one rank, and return when it has received the tree.
+
+        Law: ``recv_tensor_dict(src)`` on rank ``dst`` is ``tensor_dict``.
+
+        Tensors of any dtype and strides arrive contiguous, on the receiver's device of their type. The structure
+        travels as JSON. Dataclasses, namedtuples, enums and other objects arrive as what they are once their classes
+        are allowed (``easydist.allow_globals``).
+
+        Args:
+            tensor_dict: Any such tree, not just a dict.
+            dst: Another rank, inside the group; None means the next one.
+            all_gather_group: The coordinator of the ranks that all send this tree, such as the tensor-parallel group.
+                Each of them then sends its share of a tensor, and the receivers gather the shares. By default this
+                happens only if ``dst`` is on another host and the group is on one, since it costs more than it saves
+                inside a host.
+            all_gather_tensors: By key (or path, ``"['a']['b']"``): True sends a tensor in shares on one host, too;
+                False never does. Use False for tensors that differ between the ranks of the group.
+
+        Raises:
+            RemoteError: Something in the tree cannot travel, or the receiver refuses it. The receiver raises the same.
+            DisagreementError: The receiver expects another all-gather. It raises the same.
+            ValueError: ``dst`` is not another rank of the group.
+
+        Cost: one message there and one back. A tree of more than 31 KiB, or with data that is not on the CPU, needs one
+        more for each tensor of 256 KiB or more and one for all others.
+        """
+        self._send_tree("send_tensor_dict", tensor_dict, dst, all_gather_group, all_gather_tensors, waits=True)
+
+    @eager
+    def isend_tensor_dict(
+        self,
+        tensor_dict: Tree,
+        dst: int | None = None,
+        all_gather_group: Any = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+    ) -> list[Transfer]:
+        """Send a tree as ``send_tensor_dict`` does, without waiting.
+
+        Returns:
+            One handle. ``wait()`` returns when the receiver has received the tree, and raises what ``send_tensor_dict``
+            would; a second ``wait()`` does the same at once. A handle may be dropped. Do not change tensors of 256 KiB
+            and more before they have arrived.
+        """
+        name = "isend_tensor_dict"
+        return [self._send_tree(name, tensor_dict, dst, all_gather_group, all_gather_tensors, waits=False)]
+
+    @eager
+    def recv_tensor_dict(
+        self,
+        src: int | None = None,
+        all_gather_group: Any = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+    ) -> Tree:
+        """Receive the tree that one rank sends with ``send_tensor_dict`` or ``isend_tensor_dict``.
+
+        Args:
+            src: Another rank, inside the group; None means the previous one.
+            all_gather_group: The sender's argument. All ranks of the group receive.
+            all_gather_tensors: The sender's argument.
+
+        Returns:
+            The tree.
+
+        Raises:
+            RemoteError: The sender's tree cannot travel. The sender raises the same, and so do the ranks that would
+                gather shares with this one.
+            DisagreementError: As in ``send_tensor_dict``, or the sender has called ``send`` or ``send_object``.
+            ValueError: ``src`` is not another rank of the group.
+        """
+        name = "recv_tensor_dict"
+        incoming, _ = self._receive_tree(name, src, all_gather_group, all_gather_tensors, waits=True)
+        tree = incoming.finish()
+        incoming.gather(all_gather_group)
+        return tree
+
+    @eager
+    def irecv_tensor_dict(
+        self,
+        src: int | None = None,
+        all_gather_group: Any = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+    ) -> Received:
+        """Receive a tree as ``recv_tensor_dict`` does; wait for the structure, not for the data.
+
+        Returns:
+            The tree, handles to wait for, and functions to call afterwards, in order. After these the tree's tensors
+            have their values.
+        """
+        name = "irecv_tensor_dict"
+        incoming, transfer = self._receive_tree(name, src, all_gather_group, all_gather_tensors, waits=False)
+        tree = incoming.finish() if transfer.is_empty else incoming.tree
+        after: list[Callable[[], None]] = [] if transfer.is_empty else [lambda: _update(tree, incoming.finish())]
+        if incoming.has_shares:
+            after.append(lambda: incoming.gather(all_gather_group))
+        return tree, [] if transfer.is_empty else [transfer], after
+
+    def _send_tree(
+        self,
+        operation: str,
+        data: Tree,
+        dst: int | None,
+        group: Any,
+        asked: Mapping[str, bool] | None,
+        *,
+        waits: bool,
+    ) -> Transfer:
+        terms, peer = Terms.of(group, asked), self._peer_of(dst, 1)
+
+        def prepare() -> tuple[torch.Tensor, Buffers]:
+            by_default = terms.size > 1 and all_gather_hop.saves_bytes(
+                self.hosts[self.rank_in_group], self.hosts[peer], group.hosts
+            )
+            mine, shapes = all_gather_hop.cut(data, terms, 0 if group is None else group.rank_in_group, by_default)
+            metadata = {all_gather_hop.METADATA: json.dumps(shapes)} if shapes else None
+            return Outgoing(mine, True, self.weights_only, metadata).message(self.communicators)
+
+        told = {"gather": terms} if terms.size > 1 else {}
+        return send(self.communicators, operation, TENSOR_DICT, peer, prepare, told, waits=waits)
+
+    def _receive_tree(
+        self, operation: str, src: int | None, group: Any, asked: Mapping[str, bool] | None, *, waits: bool
+    ) -> tuple[IncomingShares, Transfer]:
+        terms, comms, peer = Terms.of(group, asked), self.communicators, self._peer_of(src, -1)
+
+        def open_(message: Message) -> tuple[IncomingShares, Buffers]:
+            terms.check(message.terms.get("gather"), peer, comms.rank)
+            incoming = IncomingShares.announced(comms, message.body, weights_only=self.weights_only)
+            return incoming, incoming.buffers()
+
+        here, there = self.hosts[self.rank_in_group], self.hosts[peer % self.world_size]
+        may_share = terms.size > 1 and (here != there or any(terms.asked.values()))
+        with _telling(group if may_share else None):
+            return receive(comms, operation, TENSOR_DICT, peer, open_, waits=waits)
+
     def _peer_of(self, rank: int | None, step: int) -> int:
         return (self.rank_in_group + step) % self.world_size if rank is None else rank
+
+
+@contextmanager
+def _telling(group: Any) -> Iterator[None]:
+    """Make the ranks that would gather shares with this one raise, too, if the block raises."""
+    try:
+        yield
+    except Exception as error:
+        if group is not None:
+            with suppress(EasydistError):
+                meet(group.communicators, "recv_tensor_dict", error)
+        raise
+
+
+def _update(tree: Tree, whole: Tree) -> None:
+    """Add the NumPy scalars to a dict, which are known only after the data has arrived."""
+    if whole is not tree and isinstance(tree, dict):
+        tree.update(whole)

@@ -15,7 +15,7 @@ from easydist.liveness.rules import PATIENCE
 from easydist.parallel.coordinator import GroupCoordinator
 from easydist.parallel.groups import ParallelGroups, parallel_groups
 from easydist.state import ProcessState, communicators
-from easydist.state.default_group import backend_for
+from easydist.state.groups import backend_for
 from easydist.typing import Group, Timeout
 from easydist.verbs.objects import gather_object
 from easydist.verbs.ranks import check_rank

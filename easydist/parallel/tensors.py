@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,11 +13,21 @@ import torch.distributed as dist
 from easydist.agreement.runner import meet, run
 from easydist.base.eager import eager
 from easydist.parallel import compiled
-from easydist.parallel.capture import GraphCaptureContext, capturing, is_captured
 from easydist.parallel.collectives import AllGatherV, AllReduce, ReduceScatter
 from easydist.parallel.membership import Membership
 from easydist.verbs.broadcast import broadcast
 from easydist.verbs.gather import gather
+
+
+@dataclass
+class GraphCaptureContext:
+    """The stream on which a graph is recorded.
+
+    Attributes:
+        stream: For ``torch.cuda.graph(graph, stream=…)``; None on the CPU, where there are no graphs.
+    """
+
+    stream: torch.cuda.Stream | None
 
 
 class Tensors(Membership):
@@ -42,7 +54,7 @@ class Tensors(Membership):
 
     @eager
     def _all_reduce_out_place(self, input_: torch.Tensor) -> torch.Tensor:
-        if is_captured(input_):
+        if _is_captured(input_):
             return self._captured_all_reduce(input_)
         return run(AllReduce(input_), self.communicators)
 
@@ -168,13 +180,13 @@ class Tensors(Membership):
         """
         meet(self.communicators, "barrier")
 
-    def graph_capture(
-        self, graph_capture_context: GraphCaptureContext | None = None
-    ) -> AbstractContextManager[GraphCaptureContext]:
+    @contextmanager
+    def graph_capture(self, graph_capture_context: GraphCaptureContext | None = None) -> Iterator[GraphCaptureContext]:
         """Provide a stream on which ``torch.cuda.graph`` can record ``all_reduce`` of this group.
 
         On an accelerator: ``with group.graph_capture() as context, torch.cuda.graph(graph, stream=context.stream): …``.
-        Call ``all_reduce`` once before, so that the connections are created outside of the graph.
+        Call ``all_reduce`` once before, so that the connections are created outside of the graph. The stream first
+        waits for the current one.
 
         Args:
             graph_capture_context: A context with a stream; None creates one.
@@ -182,7 +194,18 @@ class Tensors(Membership):
         Returns:
             A context manager that yields the context. On the CPU its stream is None, as there are no graphs.
         """
-        return capturing(self.device, graph_capture_context)
+        context = graph_capture_context or GraphCaptureContext(None)
+        if self.device.type != "cuda":
+            yield context
+            return
+        stream = context.stream or torch.cuda.Stream(self.device)
+        before = torch.cuda.current_stream(self.device)
+        if stream != before:
+            stream.wait_stream(before)
+        with torch.cuda.stream(stream):
+            yield GraphCaptureContext(stream) if context.stream is None else context
+        if stream != before:
+            before.wait_stream(stream)
 
     def _captured_all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         """Reduce without a header exchange, because a graph is replayed without the CPU."""
@@ -193,3 +216,8 @@ class Tensors(Membership):
             return total
         dist.all_reduce(total, group=self.device_group)
         return total
+
+
+def _is_captured(value: object) -> bool:
+    """True if operations on this tensor are being recorded."""
+    return isinstance(value, torch.Tensor) and value.is_cuda and torch.cuda.is_current_stream_capturing()

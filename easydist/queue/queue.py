@@ -13,8 +13,7 @@ from easydist.base import modes
 from easydist.format import codec
 from easydist.groups.communicators import Communicators
 from easydist.liveness.peer import host_id
-from easydist.queue.end import deadline
-from easydist.queue.handle import Handle
+from easydist.queue.end import Handle, deadline
 from easydist.queue.reader import ReaderEnd
 from easydist.queue.writer import WriterEnd
 from easydist.state import communicators

@@ -10,8 +10,7 @@ import torch
 
 from easydist.groups.sharing import is_wanted
 from easydist.liveness.peer import Peer
-from easydist.queue.end import End, lost, name_of, own_record
-from easydist.queue.handle import Handle
+from easydist.queue.end import End, Handle, lost, name_of, own_record
 from easydist.queue.tcp import Receiver
 from easydist.shm.ring import RingReader, Shape
 

@@ -49,10 +49,6 @@ def own_address() -> str:
     return "127.0.0.1"
 
 
-def _proof(key: bytes, role: bytes, text: bytes) -> bytes:
-    return hmac.digest(key, role + text, "sha256")
-
-
 def _joint(key: bytes) -> bytes:
     job = seal().key
     return digest(job, b"queue", key) if job else key
@@ -135,7 +131,7 @@ class Listener:
         if len(received) == _HELLO_NBYTES and self._proves(received, self._key, 0):
             rank, number, record = _HELLO.unpack_from(received)
             if self._proves(received, self._joint, 1):
-                return rank, record, Sender(connection, _proof(self._joint, b"writer", number))
+                return rank, record, Sender(connection, digest(self._joint, b"writer", number))
             self.refused = f"reader {rank} was not admitted: it has another {settings.JOB_KEY} than the writer, or none"
         if text == b"" or len(received) == _HELLO_NBYTES or time.monotonic() > until:
             connection.close()
@@ -144,7 +140,7 @@ class Listener:
     def _proves(self, received: bytearray, key: bytes, place: int) -> bool:
         hello, proofs = bytes(received[: _HELLO.size]), bytes(received[_HELLO.size :])
         told = proofs[place * _PROOF_NBYTES : (place + 1) * _PROOF_NBYTES]
-        return hmac.compare_digest(_proof(key, b"reader", hello), told)
+        return hmac.compare_digest(digest(key, b"reader", hello), told)
 
     def close(self) -> None:
         """Stop accepting connections."""
@@ -183,10 +179,6 @@ class Sender:
     def welcome(self) -> None:
         """Accept the reader."""
         self._add(self._proof)
-
-    def refuse(self) -> None:
-        """Refuse the reader."""
-        self._socket.close()
 
     def add(self, message: bytes) -> None:
         """Send a message. Returns at once."""
@@ -278,7 +270,7 @@ class Sender:
         self._socket.close()
 
     def release(self) -> None:
-        """Close this process's copy of the socket, in a forked child. The connection remains the parent's."""
+        """Close this process's copy of the socket: that of a refused reader, or in a forked child the parent's."""
         self._socket.close()
 
 
@@ -327,9 +319,9 @@ class Receiver:
         number = secrets.token_bytes(32)
         hello = _HELLO.pack(rank, number, record)
         joint = _joint(key)
-        self._socket.sendall(hello + _proof(key, b"reader", hello) + _proof(joint, b"reader", hello))
+        self._socket.sendall(hello + digest(key, b"reader", hello) + digest(joint, b"reader", hello))
         self._socket.setblocking(False)
-        self._expected, self._writer = _proof(joint, b"writer", number), writer
+        self._expected, self._writer = digest(joint, b"writer", number), writer
         self._poller = select.poll()
         self._poller.register(self._socket, select.POLLIN)
         self.is_ready = self.is_closed = self.is_broken = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
@@ -13,9 +13,7 @@ from easydist.errors import WireError
 from easydist.format import codec
 from easydist.groups.sharing import is_wanted
 from easydist.liveness.peer import Peer
-from easydist.queue.end import End, lost, own_record
-from easydist.queue.handle import Handle
-from easydist.queue.pieces import cut
+from easydist.queue.end import End, Handle, lost, own_record
 from easydist.queue.tcp import Listener, Sender, own_address
 from easydist.shm.ring import RingWriter, Shape
 
@@ -125,7 +123,7 @@ class WriterEnd(End):
 
     def _write(self, ring: RingWriter, message: codec.EncodedObject, until: float | None) -> None:
         at = 0
-        for piece in cut(message.parts(), ring.shape.piece):
+        for piece in _cut(message.parts(), ring.shape.piece):
             nbytes = sum(map(len, piece))
             start = ring.place(nbytes, grow=False)
             if start < 0:
@@ -184,7 +182,7 @@ class WriterEnd(End):
                     continue
             except WireError as error:
                 self._refusal = f"reader {rank} was not admitted: {error}"
-            sender.refuse()
+            sender.release()
         if self._listener is not None and self._listener.refused is not None:
             self._refusal, self._listener.refused = self._listener.refused, None
         if self._listener is not None and self._listener.fault is not None:
@@ -296,3 +294,24 @@ class WriterEnd(End):
 
 def _left(rank: int) -> BrokenPipeError:
     return BrokenPipeError(f"MessageQueue: reader {rank} has closed its end")
+
+
+def _cut(parts: Sequence[memoryview], nbytes: int) -> Iterator[list[memoryview]]:
+    """Yield a message in pieces of ``nbytes`` each; the last one may be shorter.
+
+    Example:
+        >>> parts = [memoryview(b"abc"), memoryview(b"defgh")]
+        >>> [b"".join(piece) for piece in _cut(parts, 4)]
+        [b'abcd', b'efgh']
+    """
+    piece: list[memoryview] = []
+    room = nbytes
+    for part in parts:
+        while len(part) >= room:
+            yield [*piece, part[:room]]
+            piece, part, room = [], part[room:], nbytes
+        if len(part):
+            piece.append(part)
+            room -= len(part)
+    if piece:
+        yield piece

@@ -22,18 +22,17 @@ from easydist.data.split import split
 from easydist.groups.communicators import Communicators
 from easydist.groups.known import SOLO, of_group, remember
 from easydist.state.absent import WithAdvice, absent
-from easydist.state.default_group import (
+from easydist.state.environment import DistributedType, World, flag, launched
+from easydist.state.first import first, is_first_of_host
+from easydist.state.groups import (
     backend_for,
     default_group,
     founding as founding_of,
     is_recovered,
     leave_groups_of_parents,
+    of_argument,
     world_of,
 )
-from easydist.state.distributed_type import DistributedType
-from easydist.state.environment import World, flag, launched
-from easydist.state.first import first, is_first_of_host
-from easydist.state.group_argument import of_argument
 from easydist.typing import Group, Timeout, Tree
 
 P = ParamSpec("P")

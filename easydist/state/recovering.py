@@ -18,8 +18,8 @@ from easydist.groups.known import forget, of_group, retire, unregistered
 from easydist.groups.recovering import TIMEOUT, Attempt
 from easydist.groups.registered import registered
 from easydist.groups.standalone import gloo_group
-from easydist.state.default_group import is_recovered, replace_default_group
 from easydist.state.environment import World
+from easydist.state.groups import is_recovered, replace_default_group
 from easydist.state.process_state import ProcessState
 from easydist.transport.comm import Collectives
 from easydist.typing import Timeout

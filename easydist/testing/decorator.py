@@ -38,9 +38,8 @@ def distributed(world_size: int | Sequence[int] = 2, *, timeout: float | None = 
             _refuse_monkeypatch(given)
             default_pool().run(wrapper, size, timeout=timeout, **given)
 
-        wrapper.each_rank = fn  # type: ignore[attr-defined]
+        vars(wrapper).update(each_rank=fn, __signature__=signature)
         del wrapper.__wrapped__  # pytest would take the signature of the inner function
-        wrapper.__signature__ = signature  # type: ignore[attr-defined]
         return wrapper if isinstance(world_size, int) else _parametrized(wrapper, world_size)
 
     return decorate

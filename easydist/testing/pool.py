@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -20,7 +21,6 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from easydist.testing.stacks import is_whole
 from easydist.testing.worker import Failure, Reference, Skip, Task, work
 
 if sys.version_info < (3, 11):
@@ -31,6 +31,8 @@ GRACE = 2.0
 
 DUMPED = 30.0
 """Seconds within which a stuck rank dumps its stacks, unless the test has replaced the signal handler."""
+
+_IDENT = re.compile(r"hread (0x[0-9a-f]+)")
 
 
 class Stuck(Exception):
@@ -194,6 +196,32 @@ class _Worker:
         self._stacks.close()
 
 
+def is_whole(dump: str, first: str) -> bool:
+    r"""True if a ``faulthandler`` dump of all threads is complete.
+
+    It is written line by line, straight from the signal handler, so that it also shows a process stuck in C; and no
+    mark is written at the end. But the main thread comes last, and its outermost frames never change: a dump made at
+    the start shows the end of every later one.
+
+    Args:
+        dump: The part written so far.
+        first: A dump that the main thread made of itself, before any task and any other thread.
+
+    Example:
+        >>> first = "Current thread 0x1 (most recent call first):\n  File a, line 9 in work\n  File b, line 1 in run\n"
+        >>> dump = "Thread 0x1 (most recent call first):\n  File c, line 5 in wait\n  File a, line 9 in work\n"
+        >>> is_whole(dump, first), is_whole(dump + "  File b, line 1 in run\n", first)
+        (False, True)
+    """
+    header, _, frames = first.partition("\n")
+    main, outermost = _IDENT.findall(header), frames.partition("\n")[2]
+    thread = dump.rpartition("\n\n")[2]
+    if thread == "...\n":  # more threads than faulthandler shows
+        return True
+    is_main = bool(main) and main == _IDENT.findall(thread.partition("\n")[0])
+    return is_main and thread.endswith((outermost, "\n  ...\n"))  # the dots: more frames than it shows
+
+
 def _filters() -> list[tuple[Any, ...]]:
     """Return the caller's warning filters, so that the same warnings are errors in the workers."""
     return [
@@ -207,8 +235,7 @@ def _raise(failures: list[tuple[int, Failure]], world_size: int) -> None:
         if isinstance(failure.error, Skip):
             _skip(str(failure.error))
         note = f"on rank {rank} of {world_size}:\n{failure.traceback}"
-        notes = [*getattr(failure.error, "__notes__", []), note]
-        failure.error.__notes__ = notes  # type: ignore[attr-defined]  # add_note is new in Python 3.11
+        vars(failure.error).setdefault("__notes__", []).append(note)  # add_note is new in Python 3.11
     raise ExceptionGroup(f"{len(failures)} of {world_size} ranks failed", [failure.error for _, failure in failures])
 
 

@@ -54,7 +54,8 @@ class Reference:
         value: Any = importlib.import_module(self.module)
         for part in self.name.split("."):
             value = getattr(value, part)
-        return getattr(value, "each_rank", value)  # type: ignore[no-any-return]
+        inner: Callable[..., Any] = getattr(value, "each_rank", value)
+        return inner
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ MUTANTS = [
         "tests/notebook/test_output.py",
     ),
     Mutant(
-        "notebook/order.py",
+        "notebook/lines.py",
         "",
         "from bisect import bisect_right, insort",
         "from bisect import bisect_left as bisect_right, insort",
         "tests/notebook/test_output.py",
     ),
     Mutant(
-        "notebook/flood.py",
+        "notebook/lines.py",
         "Whole.add",
         "if self._path is None or self._left <= 0:",
         "if self._path is None:",

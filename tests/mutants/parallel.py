@@ -4,7 +4,7 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
-        "parallel/layout.py",
+        "parallel/groups.py",
         "_along",
         "box.permute(*others, *dims)",
         "box.permute(*dims, *others)",
@@ -46,8 +46,8 @@ MUTANTS = [
         "tests/parallel/test_groups.py::test_groups_of_a_layout_and_vllms_names",
     ),
     Mutant(
-        "parallel/tree_pairs.py",
-        "TreePairs._receive_tree",
+        "parallel/pairs.py",
+        "Pairs._receive_tree",
         "(here != there or any(terms.asked.values()))",
         "any(terms.asked.values())",
         "tests/parallel/test_pairs.py::test_a_rank_that_gets_no_share_is_not_waited_for "

@@ -4,8 +4,8 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
-        "queue/pieces.py",
-        "cut",
+        "queue/writer.py",
+        "_cut",
         "            piece.append(part)\n            room -= len(part)",
         "            piece.append(part)",
         "tests/queue/test_queue.py::test_objects_larger_than_the_queue tests/queue/test_queue.py::test_random_objects",

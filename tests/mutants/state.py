@@ -18,7 +18,7 @@ MUTANTS = [
         "tests/state/test_environment.py",
     ),
     Mutant(
-        "state/default_group.py",
+        "state/groups.py",
         "world_of",
         "if (told.rank, told.size) == (rank, size):",
         "if told.size == size:",
@@ -53,7 +53,7 @@ MUTANTS = [
         "tests/groups/test_recovering.py::test_the_survivors_go_on",
     ),
     Mutant(
-        "state/group_argument.py",
+        "state/groups.py",
         "of_argument",
         "return None if group.get_coordinate() is None else of_group(group.get_group())",
         "return of_group(group.get_group())",

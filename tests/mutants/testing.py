@@ -40,7 +40,7 @@ MUTANTS = [
         "tests/testing/test_testing.py::test_ranks_get_the_time_that_the_caller_says",
     ),
     Mutant(
-        "testing/stacks.py",
+        "testing/pool.py",
         "is_whole",
         "is_main and thread.endswith",
         "bool(main) and thread.endswith",

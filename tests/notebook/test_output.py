@@ -2,7 +2,7 @@
 
 import pytest
 
-from easydist.notebook import flood
+from easydist.notebook.lines import Whole
 from easydist.notebook.magics import chosen
 from easydist.notebook.output import Output
 
@@ -189,8 +189,8 @@ def test_a_line_that_names_no_ranks_is_refused(line):
 
 
 def test_a_cells_file_keeps_no_more_than_its_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(flood, "_LARGEST", 200_000)
-    whole = flood.Whole(tmp_path / "output.txt")
+    monkeypatch.setattr("easydist.notebook.lines._LARGEST", 200_000)
+    whole = Whole(tmp_path / "output.txt")
     for number in range(40_000):
         whole.add(0, f"{number:8}")
     assert whole.place() == f"their first GiB is in {tmp_path / 'output.txt'}"

@@ -88,6 +88,10 @@ def test_accelerates_launcher_calls_a_function_on_the_ranks(nb):
     assert nb.good("notebook_launcher(train, (4,))", 60).lines == ["ranks 0–1: 2 no [0.0, 4.0]"]
     assert set(nb.processes()) == set(before)
     assert "num_nodes=2" in nb.bad("notebook_launcher(train, (4,), num_nodes=2)")
+    nb.good(
+        "import threading\ndef made():\n    return threading.Lock()\nnotebook_launcher(made)"
+    )  # its result stays there
+    assert "raise KeyError('here')" in nb.bad("def fails():\n    raise KeyError('here')\nnotebook_launcher(fails)")
 
 
 @pytest.mark.parametrize("how", ["killed", "shut down"])

@@ -14,6 +14,7 @@ import easydist
 import easydist.queue.writer
 from easydist import PeerLostError
 from easydist.errors import WireError
+from easydist.liveness.signed import digest
 from easydist.queue import MessageQueue, tcp
 
 
@@ -160,7 +161,7 @@ def test_a_reader_that_tells_nonsense_is_refused_and_the_writer_says_so(record):
         handle = writer.export_handle()
         hello = tcp._HELLO.pack(0, bytes(32), record.ljust(tcp.RECORD_NBYTES))
         with socket.create_connection(handle.address) as connection:
-            connection.sendall(hello + 2 * tcp._proof(handle.key, b"reader", hello))
+            connection.sendall(hello + 2 * digest(handle.key, b"reader", hello))
             with pytest.raises(
                 ConnectionError, match="reader 0 was not admitted: the record of its process is damaged"
             ):

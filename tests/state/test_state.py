@@ -15,8 +15,8 @@ from groups import events, everyone
 
 import easydist
 from easydist import DisagreementError, DistributedType, PartialState, ProcessState
-from easydist.state.default_group import world_of
 from easydist.state.environment import flag
+from easydist.state.groups import world_of
 from easydist.testing import distributed
 
 EVERY = (1, 2, 3, 4)

@@ -11,7 +11,7 @@ import pytest
 
 import easydist
 from easydist.testing import Stuck, default_pool, distributed
-from easydist.testing.stacks import is_whole
+from easydist.testing.pool import is_whole
 
 
 def failures(world_size, fn):

@@ -1,4 +1,4 @@
-"""The default process group of ``torch.distributed``: finding, creating, leaving and destroying it."""
+"""The groups of calls: those that ``group=`` stands for, and the default one, which is found, created and left here."""
 
 from __future__ import annotations
 
@@ -16,12 +16,18 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from easydist.base import forks, torch_groups
+from easydist.groups.communicators import Communicators
 from easydist.groups.founding import Founding
-from easydist.groups.known import let_go
+from easydist.groups.known import let_go, of_comm, of_group
 from easydist.liveness.limited import within
 from easydist.liveness.rules import PATIENCE
 from easydist.liveness.timed_store import reached, served
 from easydist.state.environment import World, launched
+from easydist.transport.comm import Collectives
+from easydist.typing import Group
+
+_OUTSIDE: object = dist.GroupMember.NON_GROUP_MEMBER
+"""The result of ``new_group`` on a rank that is not in the group."""
 
 _WAIT = 1800.0
 """The limit of torch's own waits in the store, in seconds; torch's default."""
@@ -31,6 +37,37 @@ _stores = dict[World, Store]()
 
 _made: list[World] = []
 """One entry for each group that easydist has made in this process."""
+
+
+def of_argument(group: Group) -> Communicators | None:
+    """Return the communicators of the group that an argument stands for; None if this process is not in it.
+
+    Args:
+        group: Anything but None, which is the default group.
+
+    Raises:
+        ValueError: The ``DeviceMesh`` has more than one dimension.
+        TypeError: ``group`` is not a group.
+    """
+    assert group is not None
+    if isinstance(group, dist.ProcessGroup):
+        return of_group(group)
+    if isinstance(group, Collectives):
+        return of_comm(group)
+    if group is _OUTSIDE:
+        return None
+    if hasattr(group, "get_group") and hasattr(group, "get_coordinate") and hasattr(group, "ndim"):
+        if group.ndim != 1:
+            raise ValueError(f"a DeviceMesh of {group.ndim} dimensions is not one group: pass mesh[name]")
+        return None if group.get_coordinate() is None else of_group(group.get_group())
+    if isinstance(known := getattr(group, "communicators", None), Communicators):
+        return known
+    if isinstance(cpu_group := getattr(group, "cpu_group", None), dist.ProcessGroup):  # vLLM's own coordinator
+        return of_group(cpu_group)
+    raise TypeError(
+        "group= takes None, a ProcessGroup, a one-dimensional DeviceMesh, a TorchComm or a GroupCoordinator, "
+        f"got {type(group).__name__}"
+    )
 
 
 class _Survivors(NamedTuple):
