@@ -11,8 +11,8 @@ import torch
 
 from easydist.comms.options import BatchP2POptions
 from easydist.transport.backend import Transfer
-from easydist.transport.checked import Checked, demand
-from easydist.transport.staging import Staging, flat
+from easydist.transport.checked import Staging, demand, flat
+from easydist.transport.comm import Collectives
 from easydist.transport.work import TorchWork
 
 
@@ -73,7 +73,7 @@ class BatchSendRecv:
         RuntimeError: Cannot issue empty batch operation
     """
 
-    def __init__(self, comm: Checked) -> None:
+    def __init__(self, comm: Collectives) -> None:
         self._comm = comm
         self.ops: list[P2POp] = []
 
@@ -115,15 +115,15 @@ class BatchSendRecv:
         chosen = [op for op in self.ops if op.type is P2POpType.SEND]
         for op in chosen:
             self._check("send", "dst", op, [], [op.tensor])
-        return [(self._comm._raw(flat(op.tensor)), op.peer) for op in chosen]
+        return [(self._comm.checks.raw(flat(op.tensor)), op.peer) for op in chosen]
 
     def _recvs(self, staging: Staging) -> list[Transfer]:
         chosen = [op for op in self.ops if op.type is P2POpType.RECV]
         for op in chosen:
             self._check("recv", "src", op, [op.tensor], [])
-        return [(self._comm._raw(staging.target(op.tensor)), op.peer) for op in chosen]
+        return [(self._comm.checks.raw(staging.target(op.tensor)), op.peer) for op in chosen]
 
     def _check(self, name: str, what: str, op: P2POp, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-        peer = self._comm._rank(what, op.peer)
+        peer = self._comm.checks.rank(what, op.peer)
         demand(peer != self._comm.get_rank(), f"Cannot {name} {'to' if name == 'send' else 'from'} self")
-        self._comm._check(name, outputs, inputs)
+        self._comm.checks.tensors(name, outputs, inputs)

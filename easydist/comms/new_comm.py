@@ -12,7 +12,7 @@ from torch.distributed import PrefixStore, Store
 
 from easydist.comms.comm import TorchComm, made_comm
 from easydist.comms.environment import default_store, rank_and_size
-from easydist.comms.making import Place, check_backend
+from easydist.comms.making import Made, Place, check_backend
 from easydist.comms.options import CommOptions, Milliseconds, checked_hints, limited
 from easydist.torch_backend.rendezvous import NAME
 from easydist.transport.backends.c10d import over
@@ -122,9 +122,8 @@ def wrap(process_group: dist.ProcessGroup, device: torch.device | None = None) -
         raise RuntimeError(
             f"wrap: the group {name!r} cannot move tensors on {chosen} for a communicator; make one with new_comm"
         )
-    comm = TorchComm(backend, name, options, store=store, kind=backend.name)
-    comm.watch(_calls(process_group, store))
-    return comm
+    made = Made(backend, store=_calls(process_group, store))
+    return TorchComm(backend, name, options, store=store, kind=backend.name, made=made)
 
 
 _wrapped: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()

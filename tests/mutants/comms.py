@@ -18,8 +18,8 @@ MUTANTS = [
         "tests/comms/test_cycles.py::test_over_gloo",
     ),
     Mutant(
-        "comms/comm.py",
-        "TorchComm._complete",
+        "comms/operations.py",
+        "Operations.finish",
         "self._statuses.finish()",
         "pass",
         "tests/comms/test_bugs.py::test_finalize_completes_the_collectives_under_way",
@@ -34,14 +34,14 @@ MUTANTS = [
     Mutant(
         "comms/comm.py",
         "TorchComm.split",
-        "options = copy.copy(self._options)",
-        "options = self._options",
+        "options = self.get_options()",
+        "options = self._operations.options",
         "tests/comms/test_new_comm.py::test_what_is_made_says_what_it_is",
     ),
     Mutant(
         "comms/comm.py",
         "TorchComm.finalize",
-        "self._complete()",
+        "self._operations.finish()",
         "pass",
         "tests/comms/test_bugs.py::test_finalize_completes_the_collectives_under_way",
     ),
@@ -111,8 +111,8 @@ MUTANTS = [
     Mutant(
         "comms/operations.py",
         "Operations._watched",
-        "tuple(self._hooks.before.values())",
-        "self._hooks.before.values()",
+        "tuple(self.hooks.before.values())",
+        "self.hooks.before.values()",
         "tests/comms/test_new_comm.py::test_hooks_see_every_operation_and_trace_does",
     ),
     Mutant(
