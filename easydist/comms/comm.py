@@ -16,10 +16,9 @@ from easydist.comms.batch import BatchSendRecv
 from easydist.comms.circles import Splits
 from easydist.comms.failures import UNMADE, explained
 from easydist.comms.hooks import AbortHook, PostHook, PreHook, RemovableHandle
-from easydist.comms.making import Made, Place, make
+from easydist.comms.making import Made, Place, make, recovered
 from easydist.comms.operations import Operations
 from easydist.comms.options import CommOptions, Milliseconds, checked_hints, limited
-from easydist.comms.recover import recovered
 from easydist.comms.window import RegisteredWindow, TorchCommWindow
 from easydist.errors import EasydistError
 from easydist.groups.communicators import Communicators

@@ -1,20 +1,27 @@
-"""``DeviceMesh`` over communicators, for DDP, FSDP2, DTensor and tensor parallelism."""
+"""``DeviceMesh`` over communicators, for DDP, FSDP2, DTensor and tensor parallelism.
+
+Its dimensions are the communicators as process groups that ``torch.distributed`` knows.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from easydist.comms.comm import TorchComm
 from easydist.comms.new_comm import new_comm
-from easydist.comms.presenting import group_of, make_default
+from easydist.comms.own_gloo import GlooGroup, OwnGloo
+from easydist.liveness.monitor import Monitor
 
 __all__ = ["init_device_mesh"]
+
+_c10d: Any = dist.distributed_c10d
 
 _SEVERAL = (
     "More than one torch comm objects are passed but no global comm(_global_comm) is provided. Pass the communicator "
@@ -67,11 +74,11 @@ def init_device_mesh(
     if len(names) != len(comms):
         raise RuntimeError(f"init_device_mesh: {len(comms)} communicators have {len(names)} names")
     if not dist.is_initialized():
-        make_default(everyone)
+        _make_default(everyone)
     mesh = _layout(comms, everyone)
     _check_lines(mesh, comms, names, everyone)
     lines = [_line(mesh, dim, dist.get_rank()) for dim in range(len(names))]
-    groups = [group_of(comm, name, ranks) for comm, name, ranks in zip(comms, names, lines, strict=True)]
+    groups = [_group_of(comm, name, ranks) for comm, name, ranks in zip(comms, names, lines, strict=True)]
     kind = everyone.get_device().type
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], kind, mesh_dim_names=names)
@@ -142,3 +149,63 @@ def _rows(comm: TorchComm, mine: Sequence[int]) -> list[list[int]]:
     comm.exchange("init_device_mesh", lambda core, limit: core.all_gather_single(rows, data, False, timeout=limit))
     found: list[list[int]] = rows.tolist()
     return found
+
+
+def _make_default(comm: TorchComm) -> None:
+    """Make the ranks of the communicator of all ranks the world of ``torch.distributed``."""
+    group = _group_of(comm, "0", range(comm.get_size()))
+    _c10d._update_default_pg(group)
+
+
+def _group_of(comm: TorchComm, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Return a process group over a communicator's connections; after ``wrap``, the wrapped one.
+
+    If the name is taken, a number is added. The ranks are those of the default group.
+    """
+    world = _c10d._world
+    own: Any = getattr(comm.backend, "_group", None)
+    if own is not None and own in world.pg_map:
+        known: dist.ProcessGroup = own
+        return known
+    store = comm.store if comm.store is not None else HashStore()
+    group: dist.ProcessGroup = _group_over(comm, PrefixStore("presented", store))
+    _register(group, _free(name, world), ranks, store, comm)
+    return group
+
+
+def _group_over(comm: TorchComm, store: Store) -> Any:
+    backend = comm.backend
+    if isinstance(backend, OwnGloo):
+        return GlooGroup(store, comm.get_rank(), comm.get_size(), backend.process_group)
+    if comm.get_device().type != "cpu":
+        return backend._group  # type: ignore[attr-defined]
+    from easydist.torch_backend.group import SharedMemoryGroup  # few need it
+
+    size = comm.get_size()
+    monitor = comm.monitor or Monitor(comm.get_rank(), size, comm.time_limit.total_seconds())
+    group: Any = SharedMemoryGroup(backend, store, comm.time_limit, monitor)
+    comm.look_to(group.guard)
+    return group
+
+
+def _free(name: str, world: Any) -> str:
+    taken, count, free = set(world.pg_names.values()), 1, name
+    while free in taken:
+        count += 1
+        free = f"{name}_{count}"
+    return free
+
+
+def _register(group: Any, name: str, ranks: Sequence[int], store: Store, comm: TorchComm) -> None:
+    """Add the group to the tables of ``torch.distributed``, as ``new_group`` does."""
+    world = _c10d._world
+    kind, tag = comm.get_device().type, f"ptd:{name}"
+    group._set_group_name(name)
+    group._set_group_desc(comm.get_name() or name)
+    world.pg_map[group] = (comm.get_backend(), store)
+    world.pg_names[group] = name
+    world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    world.pg_backend_config[group] = f"{kind}:{comm.get_backend()}"
+    world.tags_to_pg.setdefault(tag, []).append(group)
+    world.pg_to_tag[group] = tag
+    _c10d._register_process_group(name, group)

@@ -13,11 +13,10 @@ from torch.distributed import Store
 
 from easydist.agreement.notes import listeners
 from easydist.base.modes import demand_data
-from easydist.comms import headers
 from easydist.comms.failures import CommDisagreement, abort, explained, is_late, later
 from easydist.comms.hooks import HookArgs, Hooks, traced
 from easydist.comms.options import CommOptions, checked_hints, limited
-from easydist.comms.statuses import Statuses
+from easydist.comms.statuses import Statuses, asks_for_headers, compare_headers
 from easydist.errors import DisagreementError, EasydistError
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.timed_store import TimedStore
@@ -64,7 +63,7 @@ class Operations:
 
     def _asks_for_check(self, hints: Mapping[str, str] | None) -> bool:
         """True if headers go before the operation: over gloo, where its messages are not compared otherwise."""
-        asked = headers.is_asked(hints)
+        asked = asks_for_headers(hints)
         return isinstance(self._backend, Gloo) and (self._checks if asked is None else asked)
 
     def _compare(self, name: str, call: Described, about: About, limit: timedelta | None) -> None:
@@ -72,7 +71,7 @@ class Operations:
         if name != "batch_op":
             peer = about[1] if name in PAIRS else None
             assert isinstance(self._backend, Gloo)
-            headers.compare(self._backend, name, call, peer, limit, f"The communicator {self._name!r}")
+            compare_headers(self._backend, call, peer, limit, f"The communicator {self._name!r}")
 
     def watch(self, store: Store) -> None:
         """Compare operations that wait over gloo.

@@ -1,7 +1,4 @@
-"""A ``torch.distributed`` backend over shared memory, for ranks of one host: ``init_process_group("easydist_shm")``.
-
-Importing this module registers it. ``import easydist`` alone does not: once any backend is registered, torch leaves the
-default backend of ``init_process_group("cpu:gloo")`` undefined.
+"""The groups of ``init_process_group("easydist_shm")``: ranks of one host that share memory.
 
 Operations move on by themselves, as gloo's do (``easydist.shm.streams``).
 """

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from easydist.comms.signal_wait import SignalWait
+from easydist.comms.regions import SignalWait
 
 
 def numbers(size):

@@ -59,4 +59,11 @@ MUTANTS = [
         "for _ in range(comms.rank + 1, comms.size):",
         "tests/test_logging.py",
     ),
+    Mutant(
+        "process_group.py",
+        "_at_exit",
+        "group.finish()",
+        "pass",
+        "tests/torch_backend/test_pending.py::test_what_happens_while_operations_are_pending",
+    ),
 ]
