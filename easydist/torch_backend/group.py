@@ -22,7 +22,7 @@ from easydist.data.packing import as_bytes
 from easydist.errors import DisagreementError, EasydistError, RemoteError
 from easydist.groups.meeting import NEVER, site
 from easydist.liveness.monitor import Monitor
-from easydist.torch_backend.reductions import begin_all_reduce, plain, reduction, scaled
+from easydist.torch_backend.reductions import reduction
 from easydist.torch_backend.rendezvous import NAME, met
 from easydist.torch_backend.work import GroupWork, Target, Tensors, all_bytes, dense, seen
 from easydist.transport.backend import Backend
@@ -394,7 +394,10 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             self._held.pop(0)
 
     def _reduce_all(self, targets: Sequence[Target], op: ReduceOp) -> Sequence[Begun]:
-        return [begin_all_reduce(self._backend, target.dense.view(-1), op) for target in targets]
+        flats = [target.dense.view(-1) for target in targets]
+        if op.is_scaled:
+            return [self._backend.all_reduce_from(flat, op.scaled(flat), ReduceOp.SUM) for flat in flats]
+        return [self._backend.all_reduce(flat, op) for flat in flats]
 
     def _broadcast_all(self, flats: Tensors, root: int) -> Sequence[Begun]:
         return [self._backend.broadcast(flat, root) for flat in flats]
@@ -410,12 +413,12 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
     def _reduce_scatter(self, operation: str, output: torch.Tensor, inputs: Tensors, opts: Any) -> GroupWork:
         op = reduction(operation, opts, [output])
         self._demand_one_per_rank(operation, inputs, output)
-        target, data = Target(output), [scaled(op, dense(tensor)) for tensor in inputs]
+        target, data = Target(output), [op.scaled(dense(tensor)) for tensor in inputs]
         parts = torch.empty((self.size(), output.numel()), dtype=output.dtype, device="cpu")
         flats = [as_bytes(part) for part in parts], [as_bytes(tensor) for tensor in data]
 
         def reduce() -> None:
-            combine_into(target.dense.view(-1), plain(op), parts.unbind())
+            combine_into(target.dense.view(-1), op.unscaled, parts.unbind())
 
         about = (output, None, op)
         return self._begin(operation, about, lambda: [self._backend.all_to_all_v(*flats)], [target], data, reduce)

@@ -65,7 +65,7 @@ class Reductions:
         demand(output.numel() == input.numel(), f"{name}: output must have as many elements as input")
         if op.is_scaled:
             data = flat(op.scaled(input))
-        plain, about = _unscaled(op), (data, None, op)
+        plain, about = op.unscaled, (data, None, op)
         return self._run(
             name, lambda: self._backend.all_reduce_from(target, data, plain), async_op, hints, timeout, staging, about
         )
@@ -138,9 +138,8 @@ class Reductions:
             fits, f"Input tensor size must be output_size * comm_size for {name}: the numbers of elements do not fit"
         )
         _check_op(name, op, input)
-        plain = op.scaled(input) if op.is_scaled else input
-        parts = split(flat(plain), [output.numel()] * self._backend.size)
-        return self._reduce_scatter(name, output, parts, _unscaled(op), (async_op, hints, timeout), op)
+        parts = split(flat(op.scaled(input)), [output.numel()] * self._backend.size)
+        return self._reduce_scatter(name, output, parts, op.unscaled, (async_op, hints, timeout), op)
 
     def reduce_scatter_v(
         self,
@@ -171,7 +170,7 @@ class Reductions:
         demand(own, f"All input tensors must have same size as output tensor: own entry must fit the output for {name}")
         if op.is_scaled:
             inputs = [flat(op.scaled(tensor)) for tensor in input_list]
-        plain = _unscaled(op)
+        plain = op.unscaled
         about = (target, None, asked or op)
         return self._run(name, lambda: self._backend.reduce_scatter(target, inputs, plain), *how, staging, about)
 
@@ -179,8 +178,4 @@ class Reductions:
 def _check_op(name: str, op: object, tensor: torch.Tensor) -> None:
     if not isinstance(op, ReduceOp):
         raise TypeError(f"{name}(): op must be a ReduceOp, got {op!r}")
-    check_reducible(tensor.dtype, _unscaled(op))
-
-
-def _unscaled(op: ReduceOp) -> ReduceOp:
-    return ReduceOp.SUM if op.is_scaled else op
+    check_reducible(tensor.dtype, op.unscaled)
