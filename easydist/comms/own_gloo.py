@@ -15,6 +15,7 @@ from easydist.liveness.monitor import Monitor
 from easydist.liveness.watchdog import signals_wake_watchdog, watchdog
 from easydist.torch_backend.reductions import premultiplied
 from easydist.transport.backends.c10d import Gloo
+from easydist.transport.reduce_op import ReduceOp
 
 
 class OwnGloo(Gloo):
@@ -116,15 +117,8 @@ class GlooGroup(_Base):  # type: ignore[misc]
         """Return the store of the group."""
         return self._store
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        """Reduce in place."""
-        return self._reduced("allreduce", tensors, opts)
-
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        """Reduce several tensors in place."""
-        return self._reduced("allreduce_coalesced", tensors, opts)
-
-    def _reduced(self, name: str, tensors: Any, opts: Any) -> Any:
+    def _reduced(self, name: str, tensors: Any, opts: Any = None) -> Any:
+        """Reduce one tensor in place, or several."""
         if (op := premultiplied(opts)) is None:
             return self._run(name, tensors, opts)
         for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
@@ -133,28 +127,20 @@ class GlooGroup(_Base):  # type: ignore[misc]
 
     def reduce(self, tensors: Any, opts: Any) -> Any:
         """Reduce in place on the root. The tensors of the other ranks do not change if they are multiplied."""
-        if (op := premultiplied(opts)) is None:
-            return self._run("reduce", tensors, opts)
-        if opts.rootRank != self.rank():
-            return self._run("reduce", [op.scaled(tensor) for tensor in tensors], _summing(opts))
-        for tensor in tensors:
-            tensor.detach().copy_(op.scaled(tensor))
-        return self._run("reduce", tensors, _summing(opts))
-
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """Reduce the parts of lists."""
-        if (op := premultiplied(opts)) is None:
-            return self._run("reduce_scatter", outputs, inputs, opts)
-        scaled = [[op.scaled(tensor) for tensor in tensors] for tensors in inputs]
-        return self._run("reduce_scatter", outputs, scaled, _summing(opts))
+        if (op := premultiplied(opts)) is None or opts.rootRank == self.rank():
+            return self._reduced("reduce", tensors, opts)
+        return self._run("reduce", _scaled(op, tensors), _summing(opts))
 
     def _scattered(self, name: str, output: Any, inputs: Any, opts: Any = None) -> Any:
-        """Reduce the parts of one tensor, or of several."""
+        """Reduce the parts of one tensor, of several, or of lists."""
         if (op := premultiplied(opts)) is None:
             return self._run(name, output, inputs, opts)
-        is_one = isinstance(inputs, torch.Tensor)
-        scaled = op.scaled(inputs) if is_one else [op.scaled(tensor) for tensor in inputs]
-        return self._run(name, output, scaled, _summing(opts))
+        return self._run(name, output, _scaled(op, inputs), _summing(opts))
+
+
+def _scaled(op: ReduceOp, tensors: Any) -> Any:
+    """Return a tensor, or those in a list or in lists, times the factor."""
+    return op.scaled(tensors) if isinstance(tensors, torch.Tensor) else [_scaled(op, part) for part in tensors]
 
 
 def _add(method: Callable[..., Any], names: str) -> None:
@@ -164,9 +150,11 @@ def _add(method: Callable[..., Any], names: str) -> None:
             setattr(GlooGroup, name, functools.partialmethod(method, name))
 
 
+_add(GlooGroup._reduced, "allreduce allreduce_coalesced")
 _add(
     GlooGroup._scattered,
-    "_reduce_scatter_base reduce_scatter_single reduce_scatter_tensor_coalesced reduce_scatter_single_coalesced",
+    "_reduce_scatter_base reduce_scatter reduce_scatter_single reduce_scatter_tensor_coalesced "
+    "reduce_scatter_single_coalesced",
 )
 _add(
     GlooGroup._run,

@@ -122,11 +122,4 @@ MUTANTS = [
         "",
         "tests/comms/test_window.py::test_bounds_are_checked_and_sizes_agree",
     ),
-    Mutant(
-        "comms/batch.py",
-        "BatchSendRecv._check",
-        "peer != self._comm.get_rank()",
-        "peer < self._comm.get_size()",
-        "tests/comms/test_new_comm.py::test_wrong_arguments_are_refused_before_anything_is_sent",
-    ),
 ]
