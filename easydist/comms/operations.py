@@ -108,7 +108,7 @@ class Operations:
             self.failure = reason
 
     def finish(self) -> None:
-        """Do as ``end``, and wait for the collectives under way, within the time limit: other ranks may need them."""
+        """Let no further operation begin, and wait for the collectives under way: other ranks may need them."""
         self.is_final = True
         if self.failure is None:
             with suppress(Exception):  # their own waits raise it
