@@ -96,6 +96,8 @@ def test_what_is_made_says_what_it_is(rank):
     comm.set_timeout(timedelta(seconds=1234))
     assert comm.get_options().timeout == 1_234_000
     assert comm.split([0, 1], "child").get_options().timeout == 1_234_000
+    assert comm.split([0, 1], "hinted", hints={}).get_options().hints == {}
+    assert comm.get_options().hints == hints
     assert made("auto").get_backend() == "shm"
     register_backend("counting", counting)
     with pytest.raises(ValueError, match="'gloo' is built in"):
