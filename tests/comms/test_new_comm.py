@@ -175,6 +175,8 @@ def test_hooks_see_every_operation_and_trace_does(rank):
         comm.broadcast(torch.ones(1), 7, False)
     assert not seen  # nothing had begun
     after.remove()
+    itself = comm.register_pre_hook(lambda name, op_id, args: itself.remove())
+    comm.barrier(False)
     with pytest.raises(TypeError, match=r"callable"):
         comm.register_pre_hook(None)
     assert total(comm) == 2

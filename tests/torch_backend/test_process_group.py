@@ -271,7 +271,7 @@ def test_nothing_is_held_after_the_end(rank):
         return works, [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
 
     def coalesced(tensors):
-        with dist._coalescing_manager(made, async_ops=True) as batch:
+        with dist._coalescing_manager(made, torch.device("cpu"), async_ops=True) as batch:
             for tensor in tensors:
                 dist.all_reduce(tensor, group=made)
         return [batch]
@@ -279,7 +279,7 @@ def test_nothing_is_held_after_the_end(rank):
     def each(tensors):
         return [dist.all_reduce(tensor, group=made, async_op=True) for tensor in tensors]
 
-    for operation in (each, coalesced):
+    for operation in (each, coalesced, each):
         works, tensors = begun(operation)
         for work in works:
             work.wait()
