@@ -53,7 +53,7 @@ MUTANTS = [
         "Target.__init__",
         " and not tensor.is_neg()",
         "",
-        "tests/test_leaf_kinds.py -k negative",
+        "tests/torch_backend/test_process_group.py::test_reductions",
     ),
     Mutant(
         "torch_backend/reductions.py",

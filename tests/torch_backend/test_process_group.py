@@ -166,6 +166,12 @@ def test_reductions(layout, rank):
     mine = torch.tensor([1 + 2j]) * (rank + 1)
     dist.all_reduce(mine, group=made)
     assert mine.tolist() == [6 + 12j]
+    mine = torch.tensor([1 + 2j]) * (rank + 1)
+    dist.reduce_scatter(got := torch.zeros_like(mine), [mine] * 3, dist.ReduceOp.AVG, group=made)
+    assert got.tolist() == [2 + 4j]
+    mine = torch._neg_view(torch.tensor([1.0 + rank]))
+    dist.all_reduce(mine, dist.ReduceOp.MAX, group=made)
+    assert mine.tolist() == [-1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
