@@ -4,8 +4,42 @@ Importing this module registers it. ``import easydist`` alone does not: as soon 
 leaves the default backend of ``init_process_group("cpu:gloo")`` undefined.
 """
 
-import easydist.torch_backend.registration  # noqa: F401 - registers the backend
+from __future__ import annotations
+
+import atexit
+import sys
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import Store
+
+from easydist.base import torch_groups
+from easydist.liveness.monitor import Monitor
 from easydist.torch_backend.group import SharedMemoryGroup
-from easydist.torch_backend.rendezvous import NAME
+from easydist.torch_backend.rendezvous import NAME, met
+from easydist.transport.backends.solo import Solo
 
 __all__ = ["NAME", "SharedMemoryGroup"]
+
+
+def _create(store: Store, rank: int, size: int, timeout: timedelta) -> SharedMemoryGroup:
+    """Create a group with this backend, for torch."""
+    if size == 1:
+        return SharedMemoryGroup(Solo(), store, timeout, Monitor(0, 1, timeout.total_seconds()))
+    meeting, own, backend = met(store, rank, size, timeout)
+    group = SharedMemoryGroup(backend, own, timeout, meeting.monitor)
+    meeting.look_to(group.guard)
+    return group
+
+
+def _at_exit() -> None:
+    """Wait for collectives that other ranks may need, as gloo does, unless an exception ends the process."""
+    if not hasattr(sys, "last_value"):
+        for group in torch_groups.known():
+            if isinstance(group, SharedMemoryGroup):
+                group.finish()
+
+
+atexit.register(_at_exit)
+if NAME not in dist.Backend.backend_list:
+    dist.Backend.register_backend(NAME, _create, devices=["cpu"])

@@ -11,8 +11,8 @@ import torch
 
 from easydist.comms.options import BatchP2POptions
 from easydist.transport.backend import Transfer
-from easydist.transport.checked import Checked, demand
-from easydist.transport.staging import Staging, flat
+from easydist.transport.checked import Staging, demand, flat
+from easydist.transport.comm import Collectives
 from easydist.transport.work import TorchWork
 
 
@@ -73,7 +73,7 @@ class BatchSendRecv:
         RuntimeError: Cannot issue empty batch operation
     """
 
-    def __init__(self, comm: Checked) -> None:
+    def __init__(self, comm: Collectives) -> None:
         self._comm = comm
         self.ops: list[P2POp] = []
 
@@ -107,23 +107,19 @@ class BatchSendRecv:
         """
         demand(bool(self.ops), "Cannot issue empty batch operation")
         staging = Staging()
-        sends, recvs = self._sends(), self._recvs(staging)
+        sends = [self._send(op) for op in self.ops if op.type is P2POpType.SEND]
+        recvs = [self._recv(op, staging) for op in self.ops if op.type is P2POpType.RECV]
         begin = functools.partial(self._comm.backend.batch, sends, recvs)
         return self._comm._run("batch_op", begin, async_op, options.hints, options.timeout, staging)
 
-    def _sends(self) -> list[Transfer]:
-        chosen = [op for op in self.ops if op.type is P2POpType.SEND]
-        for op in chosen:
-            self._check("send", "dst", op, [], [op.tensor])
-        return [(self._comm._raw(flat(op.tensor)), op.peer) for op in chosen]
+    def _send(self, op: P2POp) -> Transfer:
+        checks = self._comm.checks
+        peer = checks.peer("send to", "dst", op.peer)
+        checks.tensors("send", [], [op.tensor])
+        return checks.raw(flat(op.tensor)), peer
 
-    def _recvs(self, staging: Staging) -> list[Transfer]:
-        chosen = [op for op in self.ops if op.type is P2POpType.RECV]
-        for op in chosen:
-            self._check("recv", "src", op, [op.tensor], [])
-        return [(self._comm._raw(staging.target(op.tensor)), op.peer) for op in chosen]
-
-    def _check(self, name: str, what: str, op: P2POp, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-        peer = self._comm._rank(what, op.peer)
-        demand(peer != self._comm.get_rank(), f"Cannot {name} {'to' if name == 'send' else 'from'} self")
-        self._comm._check(name, outputs, inputs)
+    def _recv(self, op: P2POp, staging: Staging) -> Transfer:
+        checks = self._comm.checks
+        peer = checks.peer("recv from", "src", op.peer)
+        checks.tensors("recv", [op.tensor])
+        return checks.raw(staging.target(op.tensor)), peer

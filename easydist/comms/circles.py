@@ -1,4 +1,4 @@
-"""Circles of ranks that wait for one another, as they write it to a store: in operations over gloo, and in ``split``.
+"""Circles of ranks that wait for one another in ``split``, as they write it to a store.
 
 The rule is that of ``easydist.shm.cycles``: a circle counts once each of its ranks has looked at it again. A rank
 counts its looks only while it sees a circle, so that ranks that wait for a while write nothing more.

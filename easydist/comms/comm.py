@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from importlib.metadata import version
 from typing import Any, SupportsIndex
@@ -16,10 +15,10 @@ from torch.distributed import DistError, PrefixStore, Store
 from easydist.comms.batch import BatchSendRecv
 from easydist.comms.circles import Splits
 from easydist.comms.failures import UNMADE, explained
-from easydist.comms.making import Made, Place, make
+from easydist.comms.hooks import AbortHook, PostHook, PreHook, RemovableHandle
+from easydist.comms.making import Made, Place, make, recovered
 from easydist.comms.operations import Operations
 from easydist.comms.options import CommOptions, Milliseconds, checked_hints, limited
-from easydist.comms.recover import recovered
 from easydist.comms.window import RegisteredWindow, TorchCommWindow
 from easydist.errors import EasydistError
 from easydist.groups.communicators import Communicators
@@ -27,9 +26,11 @@ from easydist.groups.recovering import TIMEOUT, Recovery
 from easydist.shm.streams import Guard
 from easydist.transport.backend import Backend
 from easydist.transport.checked import checked_timeout
+from easydist.transport.comm import Collectives
+from easydist.typing import T
 
 
-class TorchComm(Operations):
+class TorchComm(Collectives):
     """A communicator, with the methods and signatures of torchcomms; ``new_comm`` makes one.
 
     Every method checks its arguments before it sends anything, and raises ``RuntimeError`` if they do not fit. Tensors
@@ -73,12 +74,33 @@ class TorchComm(Operations):
         kind: str = "",
         made: Made | None = None,
     ) -> None:
-        super().__init__(backend, name, CommOptions() if options is None else options, made.monitor if made else None)
+        self.monitor = made.monitor if made else None
+        self._operations = Operations(backend, name, CommOptions() if options is None else options, self.monitor)
+        super().__init__(backend, name, self._operations.run)
         self.store, self._kind, self._made = store, kind, made
         self._recovery: Recovery | None = None
         self._splits: Splits | None = None
         if made is not None and made.store is not None:
-            self.watch(PrefixStore("calls", made.store))
+            self._operations.watch(PrefixStore("calls", made.store))
+
+    def core(self) -> Collectives:
+        """Return the same ranks and backend for easydist's verbs, without hooks and time limits of its own."""
+        return Collectives(self._backend, self._name)
+
+    def exchange(self, name: str, run: Callable[[Collectives, timedelta], T]) -> T:
+        """Do as ``Collectives.exchange``; the communicator is broken if it fails."""
+        limit = self.time_limit
+        return self._operations.exchange(name, lambda: run(self.core(), limit))
+
+    @property
+    def time_limit(self) -> timedelta:
+        """The time limit of an operation that does not set its own."""
+        return self._operations.time_limit
+
+    @property
+    def is_broken(self) -> bool:
+        """True if an operation has failed. No further one can begin."""
+        return self._operations.failure is not None
 
     def look_to(self, guard: Guard) -> None:
         """Let ``guard`` end waits in shared memory.
@@ -91,7 +113,7 @@ class TorchComm(Operations):
 
     def get_options(self) -> CommOptions:
         """Return a copy of the options."""
-        return copy.copy(self._options)
+        return copy.copy(self._operations.options)
 
     def unsafe_get_backend(self) -> Backend:
         """Return the backend itself. Its interface may change from version to version."""
@@ -119,8 +141,32 @@ class TorchComm(Operations):
             raise TypeError("timeout must be a timedelta, got None")
         if timeout < timedelta(milliseconds=1):
             raise RuntimeError(f"set_timeout: {timeout} is not positive")
-        self._options = copy.copy(self._options)
-        self._options.timeout = self._time_limit = Milliseconds.of(timeout)
+        self._operations.options = options = self.get_options()
+        options.timeout = self._operations.time_limit = Milliseconds.of(timeout)
+
+    def register_pre_hook(self, hook: PreHook) -> RemovableHandle:
+        """Call ``hook(name, op_id, args)`` before each operation, after its arguments were checked. It may raise.
+
+        Args:
+            hook: The function.
+        """
+        return self._operations.hooks.add(self._operations.hooks.before, hook)
+
+    def register_post_hook(self, hook: PostHook) -> RemovableHandle:
+        """Call ``hook(op_id, args)`` once an operation has begun, or without ``async_op`` ended, unless it raised.
+
+        Args:
+            hook: The function.
+        """
+        return self._operations.hooks.add(self._operations.hooks.after, hook)
+
+    def register_abort_hook(self, hook: AbortHook) -> RemovableHandle:
+        """Call ``hook(error)`` when an operation has failed.
+
+        Args:
+            hook: The function.
+        """
+        return self._operations.hooks.add(self._operations.hooks.failed, hook)
 
     def batch_op_create(self) -> BatchSendRecv:
         """Create an empty batch of sends and receives."""
@@ -182,7 +228,7 @@ class TorchComm(Operations):
         limit = limited(checked_timeout(timeout), self.time_limit)
         if not members:
             return None
-        options = copy.copy(self._options)
+        options = self.get_options()
         options.hints = options.hints if hints is None else hints
         rank, what = members.index(self.get_rank()), f"split {name!r}"
         if not self._kind or self.store is None:
@@ -226,7 +272,7 @@ class TorchComm(Operations):
         Source: easydist's own.
         """
         limit = TIMEOUT if timeout is None else limited(checked_timeout(timeout), self.time_limit).total_seconds()
-        if self._is_final:
+        if self._operations.is_final:
             raise RuntimeError(f"recover: TorchComm {self._name!r} not initialized: it has been finalized")
         if not self._kind or self.store is None or (self.monitor is None and self.get_size() > 1):
             raise RuntimeError(
@@ -234,7 +280,7 @@ class TorchComm(Operations):
                 "easydist.recover(group=...) and wrap what it returns"
             )
         self._end_exchanges()
-        place = Place(self.store, 0, 1, self.get_device(), self._name, copy.copy(self._options), self.time_limit)
+        place = Place(self.store, 0, 1, self.get_device(), self._name, self.get_options(), self.time_limit)
         if self.monitor is None:
             return made_comm(self._kind, place, f"recover {self._name!r}")
         if self._recovery is None:
@@ -244,8 +290,7 @@ class TorchComm(Operations):
 
     def _end_exchanges(self) -> None:
         """Break the connections, so that ranks that wait for this one call ``recover``, too."""
-        if self._failure is None:
-            self._failure = RuntimeError("recover() has replaced it")
+        self._operations.end(RuntimeError("recover() has replaced it"))
         for monitor in (self.monitor, getattr(self.communicators, "monitor", None)):  # the second one is of verbs
             if monitor is not None:
                 monitor.recovers()
@@ -270,22 +315,13 @@ class TorchComm(Operations):
         Raises:
             RuntimeError: It was called before.
         """
-        if self._is_final:
+        if self._operations.is_final:
             raise RuntimeError(f"TorchComm {self._name!r} already finalized")
-        self._is_final = True
         try:
-            self._complete()
+            self._operations.finish()
         finally:
             self._announce_leaving()
             super().finalize()
-
-    def _complete(self) -> None:
-        """Wait until the collectives under way have ended, within the time limit: other ranks may need them."""
-        if self._failure is None:
-            with contextlib.suppress(Exception):  # their own waits raise it
-                self._backend.finish(self._time_limit)
-            if self._statuses is not None:
-                self._statuses.finish()
 
     def _announce_leaving(self) -> None:
         """Tell the other ranks, in its operations and in verbs, that this rank has left."""

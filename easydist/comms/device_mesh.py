@@ -1,18 +1,24 @@
-"""``DeviceMesh`` over communicators, for DDP, FSDP2, DTensor and tensor parallelism."""
+"""``DeviceMesh`` over communicators, for DDP, FSDP2, DTensor and tensor parallelism.
+
+Its dimensions are the communicators as process groups that ``torch.distributed`` knows.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 
+from easydist.base import torch_groups
 from easydist.comms.comm import TorchComm
 from easydist.comms.new_comm import new_comm
-from easydist.comms.presenting import group_of, make_default
+from easydist.comms.own_gloo import GlooGroup, OwnGloo
+from easydist.liveness.monitor import Monitor
 
 __all__ = ["init_device_mesh"]
 
@@ -67,11 +73,11 @@ def init_device_mesh(
     if len(names) != len(comms):
         raise RuntimeError(f"init_device_mesh: {len(comms)} communicators have {len(names)} names")
     if not dist.is_initialized():
-        make_default(everyone)
+        _make_default(everyone)
     mesh = _layout(comms, everyone)
     _check_lines(mesh, comms, names, everyone)
     lines = [_line(mesh, dim, dist.get_rank()) for dim in range(len(names))]
-    groups = [group_of(comm, name, ranks) for comm, name, ranks in zip(comms, names, lines, strict=True)]
+    groups = [_group_of(comm, name, ranks) for comm, name, ranks in zip(comms, names, lines, strict=True)]
     kind = everyone.get_device().type
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], kind, mesh_dim_names=names)
@@ -142,3 +148,40 @@ def _rows(comm: TorchComm, mine: Sequence[int]) -> list[list[int]]:
     comm.exchange("init_device_mesh", lambda core, limit: core.all_gather_single(rows, data, False, timeout=limit))
     found: list[list[int]] = rows.tolist()
     return found
+
+
+def _make_default(comm: TorchComm) -> None:
+    """Make the ranks of the communicator of all ranks the world of ``torch.distributed``."""
+    group = _group_of(comm, "0", range(comm.get_size()))
+    torch_groups.set_default(group)
+
+
+def _group_of(comm: TorchComm, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Return a process group over a communicator's connections; after ``wrap``, the wrapped one.
+
+    If the name is taken, a number is added. The ranks are those of the default group.
+    """
+    own: Any = getattr(comm.backend, "_group", None)
+    if own is not None and torch_groups.is_known(own):
+        known: dist.ProcessGroup = own
+        return known
+    store = comm.store if comm.store is not None else HashStore()
+    group: dist.ProcessGroup = _group_over(comm, PrefixStore("presented", store))
+    free, backend = torch_groups.free_name(name), (comm.get_backend(), comm.get_device().type)
+    torch_groups.present(group, free, ranks, backend, store, comm.get_name() or free)
+    return group
+
+
+def _group_over(comm: TorchComm, store: Store) -> Any:
+    backend = comm.backend
+    if isinstance(backend, OwnGloo):
+        return GlooGroup(store, comm.get_rank(), comm.get_size(), backend.process_group)
+    if comm.get_device().type != "cpu":
+        return backend._group  # type: ignore[attr-defined]
+    from easydist.torch_backend.group import SharedMemoryGroup  # few need it
+
+    size = comm.get_size()
+    monitor = comm.monitor or Monitor(comm.get_rank(), size, comm.time_limit.total_seconds())
+    group: Any = SharedMemoryGroup(backend, store, comm.time_limit, monitor)
+    comm.look_to(group.guard)
+    return group

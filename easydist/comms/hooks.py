@@ -1,16 +1,22 @@
-"""Functions to call before and after every operation of a communicator."""
+"""Functions to call before and after every operation of a communicator, and the operations as calls of a trace."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, NamedTuple
 
 import torch
 
+from easydist.agreement.notes import Notes, listeners, note_data
+from easydist.groups.meeting import site
+from easydist.transport.backend import Backend
 from easydist.transport.work import TorchWork
+
+_NOTHING = nullcontext()
 
 
 class HookArgs(NamedTuple):
@@ -90,3 +96,33 @@ class Hooks:
             raise TypeError(f"a hook has to be callable, got {hook!r}")
         hooks[key := next(self._keys)] = hook
         return RemovableHandle(hooks, key)
+
+
+def traced(backend: Backend, name: str, number: int, args: HookArgs) -> Any:
+    """Return a context manager for an operation, which does nothing unless ``trace()`` is running.
+
+    Args:
+        backend: The backend of the communicator.
+        name: The name of the communicator.
+        number: The number of the operation.
+        args: Its description.
+    """
+    return _Traced(backend, name, number, args) if listeners else _NOTHING
+
+
+class _Traced:
+    """The trace notes of one operation, as for a call of a verb."""
+
+    def __init__(self, backend: Backend, name: str, number: int, args: HookArgs) -> None:
+        monitor = SimpleNamespace(number=number + 1)
+        comms: Any = SimpleNamespace(name=name, rank=backend.rank, size=backend.size, monitor=monitor)
+        self._comms = comms
+        self._notes = Notes(comms, args.name, None, site())
+        note_data(sum(tensor.nbytes for tensor in args.outputs))
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._notes.tell(self._comms, error)

@@ -1,21 +1,22 @@
-"""Backends by name, created by ranks that meet in a store."""
+"""Backends by name, created by ranks that meet in a store, or by those that are left."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from easydist.comms.failures import UNMADE, explained
+from easydist.comms.failures import UNMADE, CommLeftOut, CommPeerLost, CommTimeout, explained
 from easydist.comms.options import CommOptions
 from easydist.comms.own_gloo import OwnGloo
-from easydist.errors import EasydistError
+from easydist.errors import CollectiveTimeout, EasydistError, LeftOutError, PeerLostError
 from easydist.groups.meeting import Meeting
+from easydist.groups.recovering import Attempt, Recovered, Recovery
 from easydist.groups.sharing import Hosts, is_wanted
 from easydist.groups.standalone import gloo_connections
 from easydist.liveness.limited import within
@@ -28,8 +29,7 @@ from easydist.shm.streams import Guard
 from easydist.transport.backend import Backend
 from easydist.transport.backends.c10d import Native
 from easydist.transport.backends.solo import Solo
-
-T = TypeVar("T")
+from easydist.typing import T
 
 
 class Place(NamedTuple):
@@ -221,3 +221,41 @@ def _nccl_options(place: Place) -> Any:
     options._timeout = place.timeout
     options.is_high_priority_stream = place.options.hints.get("high_priority_stream") == "1"
     return options
+
+
+def recovered(recovery: Recovery, kind: str, old: Place, timeout: float) -> Recovered[tuple[Made, Place]]:
+    """Agree on the survivors, and make a backend for them.
+
+    Args:
+        recovery: The communicator's recovery.
+        kind: The name of the backend.
+        old: The place of this rank in the old communicator. Its store is not used.
+        timeout: Seconds to wait for ranks that are alive but have not called; they are left out after that.
+
+    Raises:
+        CommLeftOut: The others have continued without this rank.
+        CommTimeout: The survivors could not be connected in time.
+        CommPeerLost: The survivors cannot agree.
+    """
+
+    def connect(attempt: Attempt) -> tuple[Made, Place]:
+        size = len(attempt.members)
+        place = old._replace(store=attempt.store, rank=attempt.rank, size=size, timeout=attempt.left)
+        return make(kind, place), place
+
+    try:
+        return recovery.run(timeout, connect)
+    except EasydistError as error:
+        raise _of_comm(error) from error
+
+
+def _of_comm(error: EasydistError) -> EasydistError:
+    """Return the same error as a ``RuntimeError``."""
+    kinds: list[tuple[type[EasydistError], type[EasydistError]]]
+    kinds = [(LeftOutError, CommLeftOut), (CollectiveTimeout, CommTimeout), (PeerLostError, CommPeerLost)]
+    kind = next((own for known, own in kinds if isinstance(error, known)), None)
+    if kind is None:
+        return error
+    found = kind(*error.args)
+    vars(found).update(vars(error))
+    return found

@@ -141,7 +141,7 @@ def gather_object(
 
     Cost: an all-gather of 16 bytes, and one gather.
     """
-    name, rank = "gather_object", comm._rank("root", root)
+    name, rank = "gather_object", comm.checks.rank("root", root)
     is_root = rank == comm.get_rank()
     check = functools.partial(_demand_length, name, "object_gather_list", object_gather_list, comm.get_size())
     mine = (_checked(check) if is_root else None) or _encoded(obj, weights_only)
@@ -238,7 +238,7 @@ def broadcast_object_list(
 
     Cost: an all-gather of 16 bytes, and one broadcast.
     """
-    name, rank = "broadcast_object_list", comm._rank("root", root)
+    name, rank = "broadcast_object_list", comm.checks.rank("root", root)
     is_root = rank == comm.get_rank()
     mine = _encoded(list(object_list), weights_only) if is_root else _NOTHING
     sizes = _agreed(comm, name, mine, timeout, len(object_list))
@@ -276,7 +276,7 @@ def scatter_object_list(
 
     Cost: an all-gather of 16 bytes, a scatter of the sizes, and one of the objects.
     """
-    name, rank = "scatter_object_list", comm._rank("root", root)
+    name, rank = "scatter_object_list", comm.checks.rank("root", root)
     is_root = rank == comm.get_rank()
     check = functools.partial(_demand_scatter, scatter_object_output_list, scatter_object_input_list, comm, is_root)
     fault = _checked(check)

@@ -5,62 +5,65 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from torch.distributed import Store
 
 from easydist.agreement.notes import listeners
 from easydist.base.modes import demand_data
-from easydist.comms import headers
 from easydist.comms.failures import CommDisagreement, abort, explained, is_late, later
-from easydist.comms.hooks import AbortHook, HookArgs, Hooks, PostHook, PreHook, RemovableHandle
+from easydist.comms.hooks import HookArgs, Hooks, traced
 from easydist.comms.options import CommOptions, checked_hints, limited
-from easydist.comms.statuses import Statuses
-from easydist.comms.traced import traced
+from easydist.comms.statuses import Statuses, asks_for_headers, compare_headers
 from easydist.errors import DisagreementError, EasydistError
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.timed_store import TimedStore
 from easydist.transport.backend import Backend
 from easydist.transport.backends.c10d import Gloo
-from easydist.transport.checked import About, Begin, Hints, checked_timeout
-from easydist.transport.comm import Collectives
+from easydist.transport.checked import About, Begin, Hints, Staging, checked_timeout, ended
 from easydist.transport.described import BROKEN, MESSAGE, OWN, PAIRS, Described, described, text
-from easydist.transport.staging import Staging
 from easydist.transport.work import TorchWork, handle
+from easydist.typing import T
 
-T = TypeVar("T")
 
-
-class Operations(Collectives):
-    """The collectives of one group as operations of a communicator.
+class Operations:
+    """The rules of one communicator for its operations.
 
     Args:
         backend: Moves the bytes.
         name: A name for error messages and logs.
         options: The options of the communicator.
         monitor: Watches the other processes; None if there is no monitor.
+
+    Attributes:
+        options: The options of the communicator.
+        time_limit: The time limit of an operation that does not set its own.
+        hooks: The hooks of the communicator.
+        busy: Holds the operation that has begun and that its caller still waits for.
+        failure: The error because of which no further operation can begin; None if there is none.
+        is_final: True once the communicator has been finalized.
     """
 
     def __init__(self, backend: Backend, name: str, options: CommOptions, monitor: Monitor | None) -> None:
-        super().__init__(backend, name)
-        self._options = options
-        self._time_limit: timedelta = options.time_limit
-        self.monitor = monitor
-        self._hooks = Hooks()
-        self._busy: dict[str, tuple[int, str]] = {}
-        self._failure: BaseException | None = None
-        self._is_final = False
+        self._backend, self._name, self._monitor = backend, name, monitor
+        self._is_on_cpu = backend.device.type == "cpu"
+        self.options, self.hooks = options, Hooks()
+        self.time_limit: timedelta = options.time_limit
+        self.busy: dict[str, tuple[int, str]] = {}
+        self.failure: BaseException | None = None
+        self.is_final = False
         self._operations = 0
         self._checks = False
         self._checks = self._is_checked = self._asks_for_check(options.hints)
         self._statuses: Statuses | None = None
         if not backend.compares:
-            backend.compare(CommDisagreement, f"The communicator {name!r}", self._busy.__len__)
+            backend.compare(CommDisagreement, f"The communicator {name!r}", self.busy.__len__)
 
     def _asks_for_check(self, hints: Mapping[str, str] | None) -> bool:
         """True if headers go before the operation: over gloo, where its messages are not compared otherwise."""
-        asked = headers.is_asked(hints)
+        asked = asks_for_headers(hints)
         return isinstance(self._backend, Gloo) and (self._checks if asked is None else asked)
 
     def _compare(self, name: str, call: Described, about: About, limit: timedelta | None) -> None:
@@ -68,7 +71,7 @@ class Operations(Collectives):
         if name != "batch_op":
             peer = about[1] if name in PAIRS else None
             assert isinstance(self._backend, Gloo)
-            headers.compare(self._backend, name, call, peer, limit, f"The communicator {self._name!r}")
+            compare_headers(self._backend, call, peer, limit, f"The communicator {self._name!r}")
 
     def watch(self, store: Store) -> None:
         """Compare operations that wait over gloo.
@@ -78,66 +81,42 @@ class Operations(Collectives):
         """
         if isinstance(self._backend, Gloo):
             text_of = functools.partial(text, end=f"The communicator {self._name!r} {BROKEN}")
-            self._statuses = Statuses(TimedStore(store), self._backend, text_of, self._busy)
+            self._statuses = Statuses(TimedStore(store), self._backend, text_of, self.busy)
 
-    def core(self) -> Collectives:
-        """Return the same ranks and backend for easydist's verbs, without hooks and time limits of its own."""
-        return Collectives(self._backend, self._name)
-
-    def exchange(self, name: str, run: Callable[[Collectives, timedelta], T]) -> T:
-        """Run an exchange of easydist's own, without hooks; the communicator is broken if it fails.
+    def exchange(self, name: str, run: Callable[[], T]) -> T:
+        """Run an exchange of easydist's own, without hooks; no further operation can begin if it fails.
 
         Args:
-            name: The name of the operation for errors.
-            run: Runs the exchange over ``core()``, within the time limit.
+            name: The name of the exchange for errors.
+            run: Runs it.
         """
-        limit = self._time_limit
+        limit = self.time_limit
         demand_data(name)
         try:
             if self._backend.compares:
                 self._backend.call = described(name)
-            return run(self.core(), limit)
+            return run()
         except BaseException as error:
             self._fail(name, limit, error)
         finally:
             if self._backend.compares:
                 self._backend.call = OWN
 
-    @property
-    def time_limit(self) -> timedelta:
-        """The time limit of an operation that does not set its own."""
-        return self._time_limit
+    def end(self, reason: BaseException) -> None:
+        """Let no further operation begin. The first reason counts."""
+        if self.failure is None:
+            self.failure = reason
 
-    @property
-    def is_broken(self) -> bool:
-        """True if an operation has failed. No further one can begin."""
-        return self._failure is not None
+    def finish(self) -> None:
+        """Let no further operation begin, and wait for the collectives under way: other ranks may need them."""
+        self.is_final = True
+        if self.failure is None:
+            with suppress(Exception):  # their own waits raise it
+                self._backend.finish(self.time_limit)
+            if self._statuses is not None:
+                self._statuses.finish()
 
-    def register_pre_hook(self, hook: PreHook) -> RemovableHandle:
-        """Call ``hook(name, op_id, args)`` before each operation, after its arguments were checked. It may raise.
-
-        Args:
-            hook: The function.
-        """
-        return self._hooks.add(self._hooks.before, hook)
-
-    def register_post_hook(self, hook: PostHook) -> RemovableHandle:
-        """Call ``hook(op_id, args)`` once an operation has begun, or without ``async_op`` ended, unless it raised.
-
-        Args:
-            hook: The function.
-        """
-        return self._hooks.add(self._hooks.after, hook)
-
-    def register_abort_hook(self, hook: AbortHook) -> RemovableHandle:
-        """Call ``hook(error)`` when an operation has failed.
-
-        Args:
-            hook: The function.
-        """
-        return self._hooks.add(self._hooks.failed, hook)
-
-    def _run(
+    def run(
         self,
         name: str,
         begin: Begin,
@@ -147,14 +126,15 @@ class Operations(Collectives):
         staging: Staging | None = None,
         about: About = (None, None, None),
     ) -> TorchWork:
-        if self._failure is not None or self._is_final:
+        """Begin an operation with checked arguments, and wait for its end unless it is asynchronous."""
+        if self.failure is not None or self.is_final:
             raise self._unusable(name)
         demand_data(name)
-        limit = self._time_limit if hints is None and timeout is None else self._limit(hints, timeout)
+        limit = self.time_limit if hints is None and timeout is None else self._limit(hints, timeout)
         self._is_checked = self._checks if hints is None else self._asks_for_check(hints)
         number = self._operations
         self._operations += 1
-        if not (listeners or self._hooks.before or self._hooks.after):
+        if not (listeners or self.hooks.before or self.hooks.after):
             return self._begun(name, begin, async_op, limit, staging, about)
         args = HookArgs(name, bool(async_op), hints, limit, [] if staging is None else staging.outputs)
         return self._watched(number, args, lambda: self._begun(name, begin, async_op, limit, staging, about))
@@ -163,15 +143,15 @@ class Operations(Collectives):
         """Return the time limit of an operation, after checking what the caller has passed."""
         if hints is not None:
             checked_hints(hints)
-        return self._time_limit if timeout is None else limited(checked_timeout(timeout), self._time_limit)
+        return self.time_limit if timeout is None else limited(checked_timeout(timeout), self.time_limit)
 
     def _watched(self, number: int, args: HookArgs, run: Callable[[], TorchWork]) -> TorchWork:
         """Run an operation, and report it to the hooks and to a trace."""
-        for before in tuple(self._hooks.before.values()):
+        for before in tuple(self.hooks.before.values()):
             before(args.name, number, args)
-        with traced(self, args.name, number, args.outputs):
+        with traced(self._backend, self._name, number, args):
             work = run()
-        for after in tuple(self._hooks.after.values()):
+        for after in tuple(self.hooks.after.values()):
             after(number, args._replace(work=work))
         return work
 
@@ -180,9 +160,9 @@ class Operations(Collectives):
     ) -> TorchWork:
         """Begin the operation, after making sure that no other one of this process is under way."""
         # On a GPU a wait without a limit blocks only the stream; the backend's own watchdog enforces the default limit.
-        waits = limit if self._is_on_cpu or limit is not self._time_limit else None
+        waits = limit if self._is_on_cpu or limit is not self.time_limit else None
         mine = threading.get_ident(), name
-        if (other := self._busy.setdefault("operation", mine)) is not mine:
+        if (other := self.busy.setdefault("operation", mine)) is not mine:
             raise RuntimeError(self._two_at_once(mine, other))
         try:
             if (backend := self._backend).compares:
@@ -194,12 +174,12 @@ class Operations(Collectives):
             else:
                 begun = begin()
             if not async_op:
-                return self._ended(begun, waits, staging)
+                return ended(begun, waits, staging)
             work = handle(begun).within(waits)
         except BaseException as error:
             self._fail(name, limit, error)
         finally:
-            self._busy.pop("operation", None)
+            self.busy.pop("operation", None)
         if staging is not None:
             staging.deliver(work)
         work.reporting(self._failed, name, limit, () if staging is None else staging.outputs)
@@ -208,10 +188,10 @@ class Operations(Collectives):
         return work.in_background() if self._is_on_cpu else work
 
     def _unusable(self, name: str) -> RuntimeError:
-        if self._is_final:
+        if self.is_final:
             return RuntimeError(f"{name}: TorchComm {self._name!r} not initialized: it has been finalized")
-        assert self._failure is not None
-        return later(f"{name}: the communicator {self._name!r} is broken: {self._failure}", self._failure)
+        assert self.failure is not None
+        return later(f"{name}: the communicator {self._name!r} is broken: {self.failure}", self.failure)
 
     def _two_at_once(self, mine: tuple[int, str], other: tuple[int, str]) -> str:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -235,26 +215,26 @@ class Operations(Collectives):
 
     def _failed(self, name: str, limit: timedelta, error: BaseException) -> BaseException:
         """Mark the communicator as broken, and return the error to raise."""
-        if self._failure is not None:
-            return later(f"{name}: the operation can no longer complete: {self._failure}", self._failure)
-        if self._is_final:
+        if self.failure is not None:
+            return later(f"{name}: the operation can no longer complete: {self.failure}", self.failure)
+        if self.is_final:
             return RuntimeError(f"{name}: the operation can no longer complete: finalized")
         if isinstance(error, DisagreementError) and not error.is_final:  # the communicator goes on
             self._tell_hooks(error)
             return error
         raised = self._explained(name, limit, error) if isinstance(error, Exception) else error
-        self._failure = raised
+        self.failure = raised
         if raised is not error:
             raised.__cause__ = error
-        if self.monitor is not None:  # the other ranks must not wait for this one, and raise the same error
-            self.monitor.give_up(raised) if isinstance(raised, EasydistError) else self.monitor.ended_by(error)
+        if self._monitor is not None:  # the other ranks must not wait for this one, and raise the same error
+            self._monitor.give_up(raised) if isinstance(raised, EasydistError) else self._monitor.ended_by(error)
         self._tell_hooks(raised)
         return raised
 
     def _tell_hooks(self, error: BaseException) -> None:
-        for hook in tuple(self._hooks.failed.values()):
+        for hook in tuple(self.hooks.failed.values()):
             hook(error)
-        if self._options.abort_process_on_timeout_or_error:
+        if self.options.abort_process_on_timeout_or_error:
             abort(error)
 
     def _explained(self, name: str, limit: timedelta, error: Exception) -> Exception:
@@ -264,8 +244,8 @@ class Operations(Collectives):
             different.is_final = different.is_told = True
             return different
         peer: int | None = getattr(error, "peer", None)
-        if self.monitor is not None and peer is not None and not is_late(error):
-            error = self.monitor.explain(error, peer)
-        peers = [] if self.monitor is None else list(self.monitor.peers.values())
-        what = f"{name} in the communicator {self._name!r} (rank {self.get_rank()} of {self.get_size()})"
+        if self._monitor is not None and peer is not None and not is_late(error):
+            error = self._monitor.explain(error, peer)
+        peers = [] if self._monitor is None else list(self._monitor.peers.values())
+        what = f"{name} in the communicator {self._name!r} (rank {self._backend.rank} of {self._backend.size})"
         return explained(error, what, limit, peers)

@@ -1,17 +1,21 @@
-"""Gloo over a private group. Ctrl-C ends its waits."""
+"""Gloo over a communicator's own connections: its backend, and a group of ``torch.distributed`` over the same ones."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store
 
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.watchdog import signals_wake_watchdog, watchdog
+from easydist.torch_backend.reductions import premultiplied
 from easydist.transport.backends.c10d import Gloo
+from easydist.transport.reduce_op import ReduceOp
 
 
 class OwnGloo(Gloo):
@@ -75,3 +79,95 @@ class OwnGloo(Gloo):
         self._ranks.detach()
         self.process_group = None
         del self._group
+
+
+_Base: Any = dist.ProcessGroup
+"""Untyped, because its stubs have overloads that torch does not call."""
+
+
+class GlooGroup(_Base):  # type: ignore[misc]
+    """A process group over a gloo backend. ``PREMUL_SUM``, which gloo refuses, is a product and a sum.
+
+    FSDP2 asks for that with a divide factor. Every operation goes through Python, which lets go of the interpreter
+    while gloo takes the operation. Functional collectives, which call a group from C++, do not: a thread of gloo that
+    ends an operation may need the interpreter, with the lock that gloo needs to take the next one, and both would wait
+    for ever.
+
+    Args:
+        store: The group's store.
+        rank: The rank of this process in the group.
+        size: The number of processes in the group.
+        gloo: The backend.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, gloo: Any) -> None:
+        super().__init__(rank, size)
+        self._store = store
+        # The methods below cannot call their base, which would call them again: it is virtual in C++.
+        self._plain: Any = dist.ProcessGroup(store, rank, size)
+        for group in (self, self._plain):
+            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+
+    def _run(self, name: str, *args: Any, **options: Any) -> Any:
+        """Begin an operation; the arguments that are None are those that the caller has left out."""
+        return getattr(self._plain, name)(*(arg for arg in args if arg is not None), **options)
+
+    def get_group_store(self) -> Store:
+        """Return the store of the group."""
+        return self._store
+
+    def _reduced(self, name: str, tensors: Any, opts: Any = None) -> Any:
+        """Reduce one tensor in place, or several."""
+        if (op := premultiplied(opts)) is None:
+            return self._run(name, tensors, opts)
+        for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+            tensor.detach().copy_(op.scaled(tensor))
+        return self._run(name, tensors, _summing(opts))
+
+    def reduce(self, tensors: Any, opts: Any) -> Any:
+        """Reduce in place on the root. The tensors of the other ranks do not change if they are multiplied."""
+        if (op := premultiplied(opts)) is None or opts.rootRank == self.rank():
+            return self._reduced("reduce", tensors, opts)
+        return self._run("reduce", _scaled(op, tensors), _summing(opts))
+
+    def _scattered(self, name: str, output: Any, inputs: Any, opts: Any = None) -> Any:
+        """Reduce the parts of one tensor, of several, or of lists."""
+        if (op := premultiplied(opts)) is None:
+            return self._run(name, output, inputs, opts)
+        return self._run(name, output, _scaled(op, inputs), _summing(opts))
+
+
+def _scaled(op: ReduceOp, tensors: Any) -> Any:
+    """Return a tensor, or those in a list or in lists, times the factor."""
+    return op.scaled(tensors) if isinstance(tensors, torch.Tensor) else [_scaled(op, part) for part in tensors]
+
+
+def _add(method: Callable[..., Any], names: str) -> None:
+    """Add the names of operations of which torch's versions have some; ``method`` takes the name first."""
+    for name in names.split():
+        if hasattr(dist.ProcessGroup, name):
+            setattr(GlooGroup, name, functools.partialmethod(method, name))
+
+
+_add(GlooGroup._reduced, "allreduce allreduce_coalesced")
+_add(
+    GlooGroup._scattered,
+    "_reduce_scatter_base reduce_scatter reduce_scatter_single reduce_scatter_tensor_coalesced "
+    "reduce_scatter_single_coalesced",
+)
+_add(
+    GlooGroup._run,
+    "_allgather_base all_gather_single all_gather_single_coalesced all_to_all_single allgather allgather_coalesced "
+    "allgather_into_tensor_coalesced alltoall alltoall_base barrier broadcast gather scatter send recv recv_anysource",
+)
+
+
+def _summing(opts: Any) -> Any:
+    """Return the same options with a sum."""
+    plain = type(opts)()
+    for name in ("rootRank", "rootTensor", "timeout", "asyncOp"):
+        if hasattr(opts, name):
+            setattr(plain, name, getattr(opts, name))
+    plain.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+    return plain

@@ -1,4 +1,4 @@
-"""The operations that wait over gloo, as the ranks describe and compare them in their store.
+"""Comparisons of operations over gloo: in the store of the ranks while they wait, or by headers before any data moves.
 
 The messages of operations that differ never meet, so both ranks wait. A rank that waits for a while writes its last
 operations to the store, reads those of the others, and ends the wait if they differ. No message is sent for that, and
@@ -6,6 +6,8 @@ a rank that does not wait writes nothing.
 
 Ranks may also wait for one another in a circle, as in ``easydist.shm.cycles``. So a rank writes what it waits for, too,
 unless another thread may begin operations; and once it sees a circle, it counts its looks there.
+
+With ``hints={"check": "1"}`` a header goes before each operation, with its description.
 """
 
 from __future__ import annotations
@@ -15,8 +17,12 @@ import json
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch
+
+from easydist.comms.failures import CommDisagreement
 from easydist.liveness.stored import decoded, in_store
 from easydist.liveness.timed_store import TimedStore
 from easydist.liveness.watchdog import watchdog
@@ -24,8 +30,8 @@ from easydist.shm.calls import ABSENT, EQUAL, NOT_BEGUN, UNKNOWN, Call, Dispute,
 from easydist.shm.cycles import Looks, circle_of
 from easydist.shm.progress import handles, is_alone
 from easydist.transport.backends.c10d import KEPT, Gloo, Posted
-from easydist.transport.described import described_message
-from easydist.transport.work import TorchWork
+from easydist.transport.described import GOES_ON, OWN, Described, described_message, text
+from easydist.transport.work import TorchWork, wait
 
 _PATIENCE = 4
 """The looks at a difference until a rank stops waiting for the descriptions of the others; there are four a second."""
@@ -260,3 +266,57 @@ def _mismatched_message(known: Mapping[int, _Told], size: int) -> Dispute | None
                 calls[sender], calls[receiver] = Call(sent[0], 0), Call(awaited[0], 0)
                 return Dispute(calls, Message(sender, receiver, sent[1], awaited[1]))
     return None
+
+
+def asks_for_headers(hints: Mapping[str, str] | None) -> bool | None:
+    """Return what the hints say about headers; None if they say nothing.
+
+    Example:
+        >>> asks_for_headers({"check": "1"}), asks_for_headers({"check": "0"})
+        (True, False)
+        >>> asks_for_headers({"other": "1"}), asks_for_headers(None)
+        (None, None)
+    """
+    return hints["check"] == "1" if hints and "check" in hints else None
+
+
+def compare_headers(backend: Gloo, call: Described, peer: int | None, limit: timedelta | None, who: str) -> None:
+    """Exchange the description of an operation with the ranks that take part in it, and wait for theirs.
+
+    Args:
+        backend: The backend.
+        call: The description.
+        peer: The other rank of a message; None for a collective.
+        limit: The time limit of the wait.
+        who: The communicator.
+
+    Raises:
+        CommDisagreement: They differ; all ranks raise the same error before any data moves.
+    """
+    mine = torch.tensor(call, dtype=torch.int64)
+    if peer is not None:
+        calls = [Call(ABSENT, 0)] * backend.size
+        theirs = torch.empty_like(mine)
+        wait(backend.batch([(mine, peer)], [(theirs, peer)]), limit)
+        one, other = calls[backend.rank], calls[peer] = Call(*call), Call(*theirs.tolist())
+        differs = not _are_of_one_message(one, other)
+    else:
+        backend.call = call
+        backend.announce()
+        backend.call = OWN
+        rows = mine.new_empty(backend.size, 2)
+        wait(backend.all_gather_single(rows.view(-1), mine), limit)
+        calls = [Call(*row) for row in rows.tolist()]
+        differs = any(_differ(calls[0], one) for one in calls)
+    if differs:
+        raise CommDisagreement(text(Dispute(calls, None), f"{who} {GOES_ON}"))
+
+
+_NAME, _DTYPE = 0x3F, 0x3FC0
+"""The bits of a code that stand for the name of the operation, and for the dtype."""
+
+
+def _are_of_one_message(one: Call, other: Call) -> bool:
+    """True if one of two ranks sends what the other one receives."""
+    same_data = one.code & _DTYPE == other.code & _DTYPE and one.numel == other.numel
+    return same_data and one.code & _NAME != other.code & _NAME

@@ -11,11 +11,11 @@ from typing import SupportsIndex
 
 import torch
 
-from easydist.comms.operations import Operations
 from easydist.comms.regions import Regions, check_fits, numel_of
 from easydist.data.backing import absence
 from easydist.groups.sharing import all_gather
-from easydist.transport.staging import flat
+from easydist.transport.checked import flat
+from easydist.transport.comm import Collectives
 from easydist.transport.work import TorchWork
 
 _LARGEST = 2**63 - 1
@@ -41,7 +41,7 @@ class _Signal:
 
     def __init__(
         self,
-        comm: Operations,
+        comm: Collectives,
         regions: Regions,
         slot: int,
         is_met: Callable[[int], bool],
@@ -67,7 +67,7 @@ class _Signal:
 class _Window:
     """A region per rank; see ``TorchCommWindow`` and ``RegisteredWindow``."""
 
-    def __init__(self, comm: Operations) -> None:
+    def __init__(self, comm: Collectives) -> None:
         self._comm = comm
         self._regions: Regions | None = None
 
@@ -91,7 +91,7 @@ class _Window:
         return regions.region(rank)[begin : begin + numel * dtype.itemsize].view(dtype).view(tuple(sizes))
 
     def _put(self, tensor: torch.Tensor, rank: int, offset: int) -> TorchWork:
-        self._comm._check("put", [], [tensor])
+        self._comm.checks.tensors("put", [], [tensor])
         self._view(rank, [tensor.numel()], tensor.dtype, offset).copy_(flat(tensor))
         return TorchWork()
 
@@ -133,7 +133,7 @@ class TorchCommWindow(_Window):
     Source: the torchcomms API.
     """
 
-    def __init__(self, comm: Operations, window_size: int, cpu_buf: bool = False, signal_size: int = 256) -> None:
+    def __init__(self, comm: Collectives, window_size: int, cpu_buf: bool = False, signal_size: int = 256) -> None:
         super().__init__(comm)
         wrong = f"a window cannot have {window_size} bytes and {signal_size} signals"
         fault = wrong if window_size < 0 or signal_size < 0 else ""
@@ -153,7 +153,7 @@ class TorchCommWindow(_Window):
         Raises:
             RuntimeError: The view does not lie inside the window, or there is no such rank.
         """
-        return self._view(self._comm._rank("rank", rank), sizes, dtype, operator.index(offset))
+        return self._view(self._comm.checks.rank("rank", rank), sizes, dtype, operator.index(offset))
 
     def put(
         self, tensor: torch.Tensor, dst_rank: SupportsIndex, target_disp: SupportsIndex, async_op: bool
@@ -169,7 +169,7 @@ class TorchCommWindow(_Window):
         Raises:
             RuntimeError: The tensor does not fit into the window, or there is no such rank.
         """
-        return self._put(tensor, self._comm._rank("dst_rank", dst_rank), operator.index(target_disp))
+        return self._put(tensor, self._comm.checks.rank("dst_rank", dst_rank), operator.index(target_disp))
 
     def signal(
         self, signal_disp: SupportsIndex, signal_val: SupportsIndex, dst_rank: SupportsIndex, async_op: bool
@@ -185,7 +185,7 @@ class TorchCommWindow(_Window):
         Raises:
             RuntimeError: There is no such slot or rank, or the number is too large.
         """
-        rank, value = self._comm._rank("dst_rank", dst_rank), operator.index(signal_val)
+        rank, value = self._comm.checks.rank("dst_rank", dst_rank), operator.index(signal_val)
         if not -_LARGEST - 1 <= value <= _LARGEST:
             raise RuntimeError(f"signal_val must be a number of 64 bits, got {value}")
         self._open().signal(rank, self._slot(signal_disp), value)
@@ -233,7 +233,7 @@ class RegisteredWindow(_Window):
         tensor([0., 1., 0.])
     """
 
-    def __init__(self, comm: Operations) -> None:
+    def __init__(self, comm: Collectives) -> None:
         super().__init__(comm)
         self._tensor: torch.Tensor | None = None
         self._sent, self._taken = [0] * comm.get_size(), [0] * comm.get_size()
@@ -281,7 +281,7 @@ class RegisteredWindow(_Window):
         """
         if self._tensor is None:
             raise RuntimeError("no tensor is registered")
-        return self._view(self._comm._rank("rank", rank), self._tensor.shape, self._tensor.dtype, 0)
+        return self._view(self._comm.checks.rank("rank", rank), self._tensor.shape, self._tensor.dtype, 0)
 
     def put(
         self, tensor: torch.Tensor, dst_rank: SupportsIndex, target_offset_nelems: SupportsIndex, async_op: bool
@@ -294,7 +294,7 @@ class RegisteredWindow(_Window):
             target_offset_nelems: The offset, in elements of the tensor's dtype.
             async_op: Makes no difference.
         """
-        return self._put(tensor, self._comm._rank("dst_rank", dst_rank), operator.index(target_offset_nelems))
+        return self._put(tensor, self._comm.checks.rank("dst_rank", dst_rank), operator.index(target_offset_nelems))
 
     def signal(self, peer_rank: SupportsIndex, async_op: bool) -> TorchWork:
         """Signal a rank after everything that this rank has put before.
@@ -303,7 +303,7 @@ class RegisteredWindow(_Window):
             peer_rank: The rank to signal.
             async_op: Makes no difference.
         """
-        rank = self._comm._rank("peer_rank", peer_rank)
+        rank = self._comm.checks.rank("peer_rank", peer_rank)
         regions = self._open()
         self._sent[rank] += 1
         regions.signal(rank, self._comm.get_rank(), self._sent[rank])
@@ -321,7 +321,7 @@ class RegisteredWindow(_Window):
                 sender has ended without a further signal (CommPeerLost), or has failed or recovers the communicator
                 (the error of an operation).
         """
-        rank = self._comm._rank("peer_rank", peer_rank)
+        rank = self._comm.checks.rank("peer_rank", peer_rank)
         self._open()
         count = self._take(rank, 1)
         return self._wait(rank, lambda seen: seen >= count, async_op, rank, lambda: self._take(rank, -1))

@@ -1,7 +1,4 @@
-"""A ``torch.distributed`` backend over shared memory, for ranks of one host: ``init_process_group("easydist_shm")``.
-
-Importing this module registers it. ``import easydist`` alone does not: once any backend is registered, torch leaves the
-default backend of ``init_process_group("cpu:gloo")`` undefined.
+"""The groups of ``init_process_group("easydist_shm")``: ranks of one host that share memory.
 
 Operations move on by themselves, as gloo's do (``easydist.shm.streams``).
 """
@@ -25,7 +22,7 @@ from easydist.data.packing import as_bytes
 from easydist.errors import DisagreementError, EasydistError, RemoteError
 from easydist.groups.meeting import NEVER, site
 from easydist.liveness.monitor import Monitor
-from easydist.torch_backend.reductions import begin_all_reduce, plain, reduction, scaled
+from easydist.torch_backend.reductions import reduction
 from easydist.torch_backend.rendezvous import NAME, met
 from easydist.torch_backend.work import GroupWork, Target, Tensors, all_bytes, dense, seen
 from easydist.transport.backend import Backend
@@ -197,7 +194,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         self._demand_one_per_rank("all_gather", outputs, tensor)
         targets, data = [Target(output) for output in outputs], dense(tensor)
         gather = lambda: [self._backend.all_gather_v(all_bytes(targets), as_bytes(data))]  # noqa: E731
-        return self._begin("all_gather", (data, None, None), gather, targets, [data])
+        return self._begin("all_gather", (data, None, None), gather, targets)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> GroupWork:
         """Set ``output = cat([input of rank 0, …])``, or their stack."""
@@ -206,7 +203,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         target, data = Target(output), dense(input)
         flat = as_bytes(target.dense)
         gather = lambda: [self._backend.all_gather_single(flat, as_bytes(data))]  # noqa: E731
-        return self._begin("all_gather_single", (data, None, None), gather, [target], [data])
+        return self._begin("all_gather_single", (data, None, None), gather, [target])
 
     def all_gather_single_coalesced(self, output_lists: Tensors, input_list: Tensors, opts: Any = None) -> GroupWork:
         """Call ``all_gather_single`` for several tensors."""
@@ -263,7 +260,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             self._demand_one_per_rank("gather", outputs, tensor)
         targets, data = [Target(output) for output in outputs], dense(tensor)
         gather = lambda: [self._backend.gather(all_bytes(targets), as_bytes(data), root)]  # noqa: E731
-        return self._begin("gather", (data, root, None), gather, targets, [data])
+        return self._begin("gather", (data, root, None), gather, targets)
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> GroupWork:
         """Receive the tensors that ``src`` sends to this rank, in order."""
@@ -313,13 +310,13 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         target, data = Target(output), [dense(tensor) for tensor in inputs]
         flat, flats = as_bytes(target.dense), [as_bytes(tensor) for tensor in data]
         about = target.dense, root, None
-        return self._begin("scatter", about, lambda: [self._backend.scatter(flat, flats, root)], [target], data)
+        return self._begin("scatter", about, lambda: [self._backend.scatter(flat, flats, root)], [target])
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> GroupWork:
         """Send to ``dst``, which receives as many bytes. The tensors may be changed once the work has ended."""
         self._demand_message("send", dst, tag)
         data = [dense(tensor) for tensor in tensors]
-        return self._begin("send", _NOTHING, lambda: [self._backend.send(t.view(-1), dst) for t in data], [], data)
+        return self._begin("send", _NOTHING, lambda: [self._backend.send(t.view(-1), dst) for t in data], [])
 
     # The names in torch 2.12 and older.
     _allgather_base = all_gather_single
@@ -341,7 +338,6 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         about: About,
         start: Callable[[], Sequence[Begun]],
         targets: Sequence[Target],
-        keep: Tensors = (),
         before: Callable[[], None] | None = None,
     ) -> GroupWork:
         """Begin an operation.
@@ -349,9 +345,8 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         Args:
             operation: torch's name for it.
             about: The description by which the ranks compare it.
-            start: Starts it in the backend.
+            start: Starts it in the backend. It refers to all tensors that must live until the end.
             targets: The tensors to fill.
-            keep: Other tensors that must live until the end.
             before: A function to run at the end, before the targets are delivered.
         """
 
@@ -378,7 +373,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             raise
         finally:
             self._backend.call = OWN
-        work = GroupWork(operation, works, [target.tensor for target in targets], self, finish, keep)
+        work = GroupWork(operation, works, [target.tensor for target in targets], self, finish, start)
         if self._batch is not None:
             self._batch.append(work)
         return work
@@ -397,7 +392,10 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             self._held.pop(0)
 
     def _reduce_all(self, targets: Sequence[Target], op: ReduceOp) -> Sequence[Begun]:
-        return [begin_all_reduce(self._backend, target.dense.view(-1), op) for target in targets]
+        flats = [target.dense.view(-1) for target in targets]
+        if op.is_scaled:
+            return [self._backend.all_reduce_from(flat, op.scaled(flat), ReduceOp.SUM) for flat in flats]
+        return [self._backend.all_reduce(flat, op) for flat in flats]
 
     def _broadcast_all(self, flats: Tensors, root: int) -> Sequence[Begun]:
         return [self._backend.broadcast(flat, root) for flat in flats]
@@ -407,21 +405,21 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         self._demand_one_per_rank(operation, inputs, outputs[mine] if len(outputs) > mine else None)
         self._demand_one_per_rank(operation, outputs, inputs[mine])
         flats = [as_bytes(output) for output in outputs], [as_bytes(tensor) for tensor in inputs]
-        about, keep = (inputs[mine], None, None), [*outputs, *inputs]
-        return self._begin(operation, about, lambda: [self._backend.all_to_all_v(*flats)], targets, keep)
+        about = inputs[mine], None, None
+        return self._begin(operation, about, lambda: [self._backend.all_to_all_v(*flats)], targets)
 
     def _reduce_scatter(self, operation: str, output: torch.Tensor, inputs: Tensors, opts: Any) -> GroupWork:
         op = reduction(operation, opts, [output])
         self._demand_one_per_rank(operation, inputs, output)
-        target, data = Target(output), [scaled(op, dense(tensor)) for tensor in inputs]
+        target, data = Target(output), [op.scaled(dense(tensor)) for tensor in inputs]
         parts = torch.empty((self.size(), output.numel()), dtype=output.dtype, device="cpu")
         flats = [as_bytes(part) for part in parts], [as_bytes(tensor) for tensor in data]
 
         def reduce() -> None:
-            combine_into(target.dense.view(-1), plain(op), parts.unbind())
+            combine_into(target.dense.view(-1), op.unscaled, parts.unbind())
 
         about = (output, None, op)
-        return self._begin(operation, about, lambda: [self._backend.all_to_all_v(*flats)], [target], data, reduce)
+        return self._begin(operation, about, lambda: [self._backend.all_to_all_v(*flats)], [target], reduce)
 
     def _parts(self, what: str, tensor: torch.Tensor, sizes: Sequence[int]) -> Tensors:
         length = len(tensor)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from easydist.torch_backend.rendezvous import NAME
 from easydist.transport.reduce_op import ReduceOp, check_reducible
-from easydist.transport.work import Begun
 
 _OPS: dict[Any, ReduceOp] = {
     dist.ReduceOp.SUM: ReduceOp.SUM,
@@ -39,7 +37,7 @@ def reduction(operation: str, opts: Any, tensors: Any) -> ReduceOp:
     for dtype in {tensor.dtype for tensor in tensors}:
         if op is ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
             raise ValueError(f"{operation}: AVG needs floating point, got {dtype}; use SUM and divide")
-        check_reducible(dtype, plain(op))
+        check_reducible(dtype, op.unscaled)
     return op
 
 
@@ -49,23 +47,3 @@ def premultiplied(opts: Any) -> ReduceOp | None:
         return None
     _, factor = opts.reduceOp.__getstate__()  # torch has no other way to read it
     return ReduceOp.PREMUL_SUM(factor)
-
-
-def plain(op: ReduceOp) -> ReduceOp:
-    """Return the reduction of values that have been multiplied by its factor already."""
-    return ReduceOp.SUM if op.is_scaled else op
-
-
-def scaled(op: ReduceOp, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values to reduce: a new tensor if they are multiplied by a factor first."""
-    return op.scaled(tensor) if op.is_scaled else tensor
-
-
-def begin_all_reduce(backend: Any, flat: torch.Tensor, op: ReduceOp) -> Begun:
-    """Begin to reduce a flat tensor in place."""
-    begun: Begun
-    if op.is_scaled:
-        begun = backend.all_reduce_from(flat, op.scaled(flat), ReduceOp.SUM)
-    else:
-        begun = backend.all_reduce(flat, op)
-    return begun

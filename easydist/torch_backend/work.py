@@ -53,7 +53,7 @@ class GroupWork(dist.Work):
         tensors: Its result.
         owner: The group, which is told when it has ended.
         finish: A function to call before that, unless it has failed.
-        keep: Tensors that must live until then.
+        keep: Refers to the tensors that must live until then.
 
     Attributes:
         operation: Its name.
@@ -68,7 +68,7 @@ class GroupWork(dist.Work):
         tensors: Tensors,
         owner: Owner,
         finish: Callable[[], None] | None = None,
-        keep: Tensors = (),
+        keep: object = None,
     ) -> None:
         super().__init__()
         self.operation, self.tensors = operation, tensors
@@ -112,7 +112,7 @@ class GroupWork(dist.Work):
             if error is None and self._finish is not None:
                 self._finish()
             self._error, self.is_done = error, True
-            self._works, self._keep, self._finish = (), (), None
+            self._works, self._keep, self._finish = (), None, None
             self._owner.leave(error)
 
     def is_completed(self) -> bool:

@@ -1,20 +1,20 @@
-"""The common part of all operations of a communicator: its properties, and the checks of arguments."""
+"""Checked operations: their arguments, the flat memory in which a backend moves their tensors, and what runs them."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import SupportsIndex
+from typing import Protocol, SupportsIndex
 
 import torch
 
 from easydist.base.torch_private import is_zerotensor
-from easydist.data.backing import absence, is_backed, writable
+from easydist.data.backing import absence, backed, is_backed, writable
+from easydist.data.leaves import overlaps
 from easydist.transport.backend import Backend
 from easydist.transport.reduce_op import ReduceOp
-from easydist.transport.staging import Staging, check_writable, flat
-from easydist.transport.work import COMPLETED, ENDED, Begun, TorchWork, handle, wait
+from easydist.transport.work import COMPLETED, ENDED, Begun, Pending, TorchWork, handle, wait
 
 Hints = Mapping[str, str] | None
 How = tuple[bool, Hints, timedelta | None]
@@ -26,73 +26,105 @@ Begin = Callable[[], Begun]
 About = tuple[torch.Tensor | None, int | None, ReduceOp | None]
 """The tensor, the root and the reduction by which the ranks compare an operation, see ``described``."""
 
-Moved = tuple[Staging, list[torch.Tensor], list[torch.Tensor]]
-"""The tensors of an operation for its backend: their staging, the outputs and the inputs."""
-
 BYTES = torch.uint8
-_TIME_LIMIT = timedelta(minutes=10)
 _Tensor, _STRIDED = torch.Tensor, torch.strided
 _FLAT = (1,)
 _FOREVER = timedelta(days=36500)
 """The longest time limit: gloo counts nanoseconds in 64 bits, so that ``timedelta.max`` would be over at once."""
 
 
-class Checked:
-    """A backend with a name, and the checks of its arguments.
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values in one dimension; a contiguous tensor keeps its own memory.
+
+    Example:
+        >>> flat(torch.tensor([[1, 2], [3, 4]]).t())
+        tensor([1, 3, 2, 4])
+    """
+    if tensor.stride() == _FLAT and not (tensor.requires_grad or tensor.is_complex() or tensor.is_neg()):
+        return tensor  # it is its own flat memory; the rest of this function costs two microseconds
+    if type(tensor) is not torch.Tensor or not is_direct(tensor) or is_zerotensor(tensor):
+        tensor = backed(tensor).contiguous()
+    # A single element may have any stride.
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def is_direct(tensor: torch.Tensor) -> bool:
+    """True if the memory of the tensor holds its values in their order."""
+    return tensor.is_contiguous() and not (tensor.is_complex() and tensor.is_conj()) and not tensor.is_neg()
+
+
+class Staging:
+    """The flat memory of an operation's outputs, and the copies from there to the outputs.
 
     Args:
-        backend: The backend that moves the bytes.
-        name: The name for users.
+        outputs: Outputs that are flat memory themselves.
+
+    Attributes:
+        outputs: All outputs.
+        copies: Outputs that are not flat, each with the memory from which its values are copied.
+
+    Example:
+        >>> staging, output = Staging(), torch.zeros(2, 2).t()
+        >>> staging.target(output).copy_(torch.arange(4))
+        tensor([0., 1., 2., 3.])
+        >>> staging.deliver(TorchWork()).wait()
+        >>> output
+        tensor([[0., 1.],
+                [2., 3.]])
     """
 
-    def __init__(self, backend: Backend, name: str = "") -> None:
-        self._backend = backend
-        self._name = name
-        self._raw = _as_it_is if backend.moves_any_dtype else _as_bytes
-        self._is_on_cpu = backend.device.type == "cpu"
-        self.communicators: object = None
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 
-    def __repr__(self) -> str:
-        return (
-            f"TorchComm({self._name!r}, backend={self.get_backend()!r}, rank={self.get_rank()}, "
-            f"size={self.get_size()}, device={self.get_device()})"
-        )
+    def __init__(self, *outputs: torch.Tensor) -> None:
+        self.outputs = [*outputs]
 
-    @property
-    def time_limit(self) -> timedelta:
-        """The time limit of an operation that sets none."""
-        return _TIME_LIMIT
+    def target(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the flat memory into which the values of an output arrive; at first it holds the output's values.
 
-    @property
-    def backend(self) -> Backend:
-        """The backend that moves the bytes."""
-        return self._backend
+        Raises:
+            RuntimeError: Several elements of ``tensor`` share memory.
+        """
+        memory = writable(flat(tensor))
+        self.outputs.append(tensor)
+        if memory is not tensor and not is_direct(tensor):
+            self.copies = [*self.copies, (tensor, memory)]
+        return memory
 
-    def get_backend(self) -> str:
-        """Return the backend's name, such as ``"gloo"``, ``"nccl"``, ``"solo"``."""
-        return self._backend.name
+    def targets(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the flat memory of several outputs."""
+        return [self.target(tensor) for tensor in tensors]
 
-    def get_device(self) -> torch.device:
-        """Return the device on which the tensors have to be."""
-        return self._backend.device
+    def deliver(self, work: TorchWork) -> TorchWork:
+        """Let a work copy the values into the outputs at its end, and return it."""
+        return work.followed_by(self.copy) if self.copies else work
 
-    def get_name(self) -> str:
-        """Return the name given when the communicator was made."""
-        return self._name
+    def copy(self) -> Sequence[Pending]:
+        """Copy the values into the outputs."""
+        for tensor, memory in self.copies:
+            writable(tensor.detach()).copy_(memory.view(tensor.shape))
+        return ()
 
-    def get_rank(self) -> int:
-        """Return the rank of this process in the group."""
-        return self._backend.rank
 
-    def get_size(self) -> int:
-        """Return the number of processes in the group."""
-        return self._backend.size
+Moved = tuple[Staging, list[torch.Tensor], list[torch.Tensor]]
+"""The tensors of an operation for its backend: their staging, the outputs and the inputs."""
 
-    def finalize(self) -> None:
-        """Release the resources that the communicator itself has created; a process group that it was put on stays."""
-        self._backend.close()
 
-    def _run(
+def ended(begun: Begun, timeout: timedelta | None, staging: Staging | None) -> TorchWork:
+    """Wait for the end of an operation, and return its handle."""
+    if begun is not ENDED:
+        wait(begun, timeout)
+    if staging is None:
+        return begun if isinstance(begun, TorchWork) else COMPLETED
+    if staging.copies:
+        staging.copy()
+    work = begun if isinstance(begun, TorchWork) else TorchWork()
+    return work.returning(staging.outputs)
+
+
+class Run(Protocol):
+    """The rules by which a communicator runs its operations."""
+
+    def __call__(
         self,
         name: str,
         begin: Begin,
@@ -102,62 +134,78 @@ class Checked:
         staging: Staging | None = None,
         about: About = (None, None, None),
     ) -> TorchWork:
-        """Begin an operation with checked arguments, and wait for its end unless it is asynchronous.
+        """Begin an operation with checked arguments, and wait for its end unless it is asynchronous."""
 
-        ``about`` is not used here: verbs compare their calls themselves.
-        """
-        limit = checked_timeout(timeout)
-        if not async_op:
-            return self._ended(begin(), limit or None, staging)
-        work = handle(begin()).within(limit)
-        return work if staging is None else staging.deliver(work)
 
-    def _ended(self, begun: Begun, timeout: timedelta | None, staging: Staging | None) -> TorchWork:
-        """Wait for the end of an operation, and return its handle."""
-        if begun is not ENDED:
-            wait(begun, timeout)
-        if staging is None:
-            return begun if isinstance(begun, TorchWork) else COMPLETED
-        if staging.copies:
-            staging.copy()
-        work = begun if isinstance(begun, TorchWork) else TorchWork()
-        return work.returning(staging.outputs)
+def run_for_verbs(
+    name: str,
+    begin: Begin,
+    async_op: bool,
+    hints: Hints,
+    timeout: timedelta | None,
+    staging: Staging | None = None,
+    about: About = (None, None, None),
+) -> TorchWork:
+    """Run an operation of easydist's verbs, which compare their calls themselves: ``about`` is not used."""
+    limit = checked_timeout(timeout)
+    if not async_op:
+        return ended(begin(), limit or None, staging)
+    work = handle(begin()).within(limit)
+    return work if staging is None else staging.deliver(work)
 
-    def _raws(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return flat tensors in the dtype that the backend moves."""
-        return tensors if self._raw is _as_it_is else [*map(self._raw, tensors)]
 
-    def _rank(self, what: str, rank: SupportsIndex) -> int:
+class Checks:
+    """The checks of a communicator's arguments; they raise before anything is sent.
+
+    Args:
+        backend: The backend that moves the tensors.
+
+    Attributes:
+        raw: Returns a flat tensor in the dtype in which the backend moves data that is not reduced.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._is_on_cpu = backend.device.type == "cpu"
+        self.raw = _as_it_is if backend.moves_any_dtype else _as_bytes
+
+    def raws(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return ``raw`` of several tensors."""
+        return tensors if self.raw is _as_it_is else [*map(self.raw, tensors)]
+
+    def rank(self, what: str, rank: SupportsIndex) -> int:
+        """Return a rank as a number, after checking that it exists."""
         value, size = operator.index(rank), self._backend.size
         if not 0 <= value < size:
             raise RuntimeError(f"{what} must be in range [0, {size}), but got {value}")
         return value
 
-    def _peer(self, name: str, what: str, rank: SupportsIndex) -> int:
-        peer = self._rank(what, rank)
+    def peer(self, name: str, what: str, rank: SupportsIndex) -> int:
+        """Return the rank at the other end of a message."""
+        peer = self.rank(what, rank)
         demand(peer != self._backend.rank, f"Cannot {name} self")
         return peer
 
-    def _moved(self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> Moved:
+    def moved(self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> Moved:
         """Check the tensors of an operation, and return what the backend moves."""
-        moved = self._staged(name, outputs, inputs)
-        if self._raw is _as_it_is:
+        moved = self.staged(name, outputs, inputs)
+        if self.raw is _as_it_is:
             return moved
         staging, targets, data = moved
-        return staging, self._raws(targets), self._raws(data)
+        return staging, self.raws(targets), self.raws(data)
 
-    def _staged(self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> Moved:
-        """Do as ``_moved``, with the tensors in their own dtype, in which they are reduced."""
-        if self._are_plain((*outputs, *inputs)):
+    def staged(self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> Moved:
+        """Do as ``moved``, with the tensors in their own dtype, in which they are reduced."""
+        if self.are_plain((*outputs, *inputs)):
             return Staging(*outputs), [*map(writable, outputs)], [*inputs]  # copies: the caller may change its lists
-        self._check(name, outputs, inputs)
+        self.tensors(name, outputs, inputs)
         staging = Staging()
         return staging, staging.targets(outputs), list(map(flat, inputs))
 
-    def _are_plain(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """True if ``_check`` accepts the tensors and their memory is flat: most are, and finding that out is quick.
+    def are_plain(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """True if ``tensors`` accepts them and their memory is flat: most are, and finding that out is quick.
 
-        So this calls neither ``is_flat`` nor, for a tensor with elements, ``is_backed``.
+        So this calls neither ``flat`` nor, for a tensor with elements, ``is_backed``.
         """
         device, is_cpu, dtype = self._backend.device, self._is_on_cpu, None
         try:
@@ -179,7 +227,7 @@ class Checked:
             return False
         return True
 
-    def _check(self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> None:
+    def tensors(self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> None:
         """Check that all are tensors of one dtype on the communicator's device, and that outputs can be written."""
         device, dtype = self._backend.device, None
         for tensor in (*outputs, *inputs):
@@ -196,21 +244,17 @@ class Checked:
             if not (type(tensor) is torch.Tensor and is_backed(tensor)):
                 _check_backed(name, tensor)
         for tensor in outputs:
-            check_writable(name, tensor)
+            _check_writable(name, tensor)
 
-    def _one_per_rank(self, name: str, what: str, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def one_per_rank(self, name: str, what: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Check that a list has one tensor per rank."""
         if len(tensors) != (size := self._backend.size):
             raise RuntimeError(f"{what} size must equal comm_size for {name}: got {len(tensors)}, not {size}")
-        return tensors
 
-    def _demand_own(self, name: str, output: int, input: int) -> None:
-        if output != input:
-            raise RuntimeError(f"{name}: own output must fit the own input, got {output} and {input} elements")
-
-    def _rows(self, name: str, what: str, tensor: torch.Tensor, sizes: Sequence[SupportsIndex]) -> list[int]:
+    def rows(self, name: str, what: str, tensor: torch.Tensor, sizes: Sequence[SupportsIndex]) -> list[int]:
         """Return the number of elements in each part of dim 0."""
         counts, length = [operator.index(size) for size in sizes], tensor.shape[0] if tensor.ndim else tensor.numel()
-        demand(len(counts) == self.get_size(), f"{what}_split_sizes length must equal comm_size for {name}")
+        demand(len(counts) == self._backend.size, f"{what}_split_sizes length must equal comm_size for {name}")
         if any(count < 0 for count in counts):
             raise TypeError(f"{name}(): {what}_split_sizes must not be negative, got {counts}")
         demand(sum(counts) <= length, f"Sum of {what}_split_sizes exceeds {what} tensor size for {name}")
@@ -221,6 +265,22 @@ def _check_backed(name: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor without memory; the zeros of a ZeroTensor get some later."""
     if (reason := absence(tensor)) and not is_zerotensor(tensor):
         raise TypeError(f"{name}() takes tensors with memory, but this one {reason}")
+
+
+def _check_writable(name: str, tensor: torch.Tensor) -> None:
+    """Refuse an output that is a ZeroTensor, or of which elements share memory: it is expanded, for instance."""
+    if is_zerotensor(tensor):
+        raise TypeError(f"{name}: the zeros of a ZeroTensor are not in memory: pass a clone")
+    if not tensor.is_contiguous() and overlaps(tensor):
+        raise RuntimeError(
+            f"{name}: Tensor must be contiguous or strided; elements of this one share memory: pass a clone"
+        )
+
+
+def check_own(name: str, output: int, input: int) -> None:
+    """Check that this rank's part of the output has as many elements as its input."""
+    if output != input:
+        raise RuntimeError(f"{name}: own output must fit the own input, got {output} and {input} elements")
 
 
 def checked_timeout(timeout: timedelta | None) -> timedelta | None:

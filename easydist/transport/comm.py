@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import SupportsIndex
 
 import torch
 
-from easydist.transport.checked import BYTES, Hints, How, Moved, demand, split
+from easydist.liveness.monitor import Monitor
+from easydist.transport.backend import Backend
+from easydist.transport.checked import (
+    BYTES,
+    Checks,
+    Hints,
+    How,
+    Moved,
+    Run,
+    Staging,
+    check_own,
+    demand,
+    flat,
+    run_for_verbs,
+    split,
+)
 from easydist.transport.reductions import Reductions
-from easydist.transport.staging import Staging, flat
 from easydist.transport.work import TorchWork
+from easydist.typing import T
+
+_TIME_LIMIT = timedelta(minutes=10)
 
 
 class Collectives(Reductions):
@@ -23,15 +40,78 @@ class Collectives(Reductions):
     at once, and its result may be used after ``wait()``. ``hints`` are accepted and not used. ``timeout`` limits each
     wait; None or zero means the group's own.
 
+    Args:
+        backend: The backend that moves the bytes.
+        name: The name for users.
+        run: Runs the operations.
+
     Attributes:
+        checks: The checks of arguments.
+        monitor: Watches the other processes; None if there is no monitor, or the communicator does not know of it.
         communicators: The ``Communicators`` of the group, once it was passed to one of easydist's verbs; else None.
 
     Source: the torchcomms API.
     """
 
+    monitor: Monitor | None = None
+
+    def __init__(self, backend: Backend, name: str = "", run: Run = run_for_verbs) -> None:
+        self._backend, self._name, self._run = backend, name, run
+        self.checks = Checks(backend)
+        self.communicators: object = None
+
+    def __repr__(self) -> str:
+        return (
+            f"TorchComm({self._name!r}, backend={self.get_backend()!r}, rank={self.get_rank()}, "
+            f"size={self.get_size()}, device={self.get_device()})"
+        )
+
+    @property
+    def time_limit(self) -> timedelta:
+        """The time limit of an operation that sets none."""
+        return _TIME_LIMIT
+
+    @property
+    def backend(self) -> Backend:
+        """The backend that moves the bytes."""
+        return self._backend
+
+    def get_backend(self) -> str:
+        """Return the backend's name, such as ``"gloo"``, ``"nccl"``, ``"solo"``."""
+        return self._backend.name
+
+    def get_device(self) -> torch.device:
+        """Return the device on which the tensors have to be."""
+        return self._backend.device
+
+    def get_name(self) -> str:
+        """Return the name given when the communicator was made."""
+        return self._name
+
+    def get_rank(self) -> int:
+        """Return the rank of this process in the group."""
+        return self._backend.rank
+
+    def get_size(self) -> int:
+        """Return the number of processes in the group."""
+        return self._backend.size
+
+    def finalize(self) -> None:
+        """Release the resources that the communicator itself has created; a process group that it was put on stays."""
+        self._backend.close()
+
     def core(self) -> Collectives:
         """Return this communicator for the verbs, which have their own rules for hooks, time limits and failures."""
         return self
+
+    def exchange(self, name: str, run: Callable[[Collectives, timedelta], T]) -> T:
+        """Run an exchange of easydist's own.
+
+        Args:
+            name: The name of the operation for errors.
+            run: Runs the exchange over ``core()``, within the time limit.
+        """
+        return run(self.core(), self.time_limit)
 
     def all_gather(
         self,
@@ -48,8 +128,8 @@ class Collectives(Reductions):
             tensor: The data that this rank sends; as many elements on every rank.
         """
         name = "all_gather"
-        self._one_per_rank(name, "tensor_list", tensor_list)
-        moved = self._moved(name, tensor_list, [tensor])
+        self.checks.one_per_rank(name, "tensor_list", tensor_list)
+        moved = self.checks.moved(name, tensor_list, [tensor])
         same = [output.numel() for output in tensor_list].count(tensor.numel()) == len(tensor_list)
         demand(same, f"All tensors in tensor_list must have same size as input tensor for {name}")
         return self._all_gather(name, moved, (async_op, hints, timeout))
@@ -69,19 +149,14 @@ class Collectives(Reductions):
             input: As many elements on every rank; may be this rank's own part of ``output``.
         """
         name = "all_gather_single"
-        staging, (target,), (data,) = self._moved(name, [output], [input])
+        staging, (target,), (data,) = self.checks.moved(name, [output], [input])
         fits = output.numel() == input.numel() * self.get_size()
         demand(
             fits, f"Output tensor size must be input_size * comm_size for {name}: the numbers of elements do not fit"
         )
+        about = (data, None, None)
         return self._run(
-            name,
-            lambda: self._backend.all_gather_single(target, data),
-            async_op,
-            hints,
-            timeout,
-            staging,
-            (data, None, None),
+            name, lambda: self._backend.all_gather_single(target, data), async_op, hints, timeout, staging, about
         )
 
     def all_gather_upto(
@@ -123,9 +198,9 @@ class Collectives(Reductions):
             tensor: The data that this rank sends.
         """
         name = "all_gather_v"
-        self._one_per_rank(name, "tensor_list", tensor_list)
-        moved = self._moved(name, tensor_list, [tensor])
-        self._demand_own(name, tensor_list[self.get_rank()].numel(), tensor.numel())
+        self.checks.one_per_rank(name, "tensor_list", tensor_list)
+        moved = self.checks.moved(name, tensor_list, [tensor])
+        check_own(name, tensor_list[self.get_rank()].numel(), tensor.numel())
         return self._all_gather(name, moved, (async_op, hints, timeout))
 
     def all_gather_parts(
@@ -144,11 +219,11 @@ class Collectives(Reductions):
         """
         name, staging = "all_gather_parts", Staging()
         for tensor_list, tensor in zip(tensor_lists, tensors, strict=True):
-            self._one_per_rank(name, "tensor_list", tensor_list)
-            self._check(name, tensor_list, [tensor])
-            self._demand_own(name, tensor_list[self.get_rank()].numel(), tensor.numel())
-        outputs = [self._raws(staging.targets(tensor_list)) for tensor_list in tensor_lists]
-        parts = self._raws([*map(flat, tensors)])
+            self.checks.one_per_rank(name, "tensor_list", tensor_list)
+            self.checks.tensors(name, tensor_list, [tensor])
+            check_own(name, tensor_list[self.get_rank()].numel(), tensor.numel())
+        outputs = [self.checks.raws(staging.targets(tensor_list)) for tensor_list in tensor_lists]
+        parts = self.checks.raws([*map(flat, tensors)])
         return self._run(
             name, lambda: self._backend.all_gather_parts(outputs, parts), async_op, hints, timeout, staging
         )
@@ -167,7 +242,15 @@ class Collectives(Reductions):
             output_tensor_list: One tensor per rank, for the data from that rank.
             input_tensor_list: One tensor per rank, with the data for that rank.
         """
-        return self._all_to_all("all_to_all", output_tensor_list, input_tensor_list, (async_op, hints, timeout))
+        name, rank = "all_to_all", self.get_rank()
+        self.checks.one_per_rank(name, "output_tensor_list", output_tensor_list)
+        self.checks.one_per_rank(name, "input_tensor_list", input_tensor_list)
+        staging, targets, data = self.checks.moved(name, output_tensor_list, input_tensor_list)
+        check_own(name, output_tensor_list[rank].numel(), input_tensor_list[rank].numel())
+        about = (input_tensor_list[rank], None, None)
+        return self._run(
+            name, lambda: self._backend.all_to_all_v(targets, data), async_op, hints, timeout, staging, about
+        )
 
     def all_to_all_single(
         self,
@@ -184,16 +267,13 @@ class Collectives(Reductions):
             input: A multiple of W elements, as many on every rank.
         """
         name, size = "all_to_all_single", self.get_size()
-        staging, (target,), (source,) = self._staged(name, [output], [input])
+        staging, (target,), (source,) = self.checks.staged(name, [output], [input])
         same = output.numel() == input.numel()
         demand(same, f"Input and output tensors must have same size for {name}")
         demand(input.numel() % size == 0, f"Tensor size must be divisible by comm_size for {name}")
         demand(not _share_memory(output, input), f"{name}: output and input must not share memory")
         outputs, inputs = (split(part, [part.numel() // size] * size) for part in (target, source))
-        targets, data, about = self._raws(outputs), self._raws(inputs), (source, None, None)
-        return self._run(
-            name, lambda: self._backend.all_to_all_v(targets, data), async_op, hints, timeout, staging, about
-        )
+        return self._swap(name, (staging, outputs, inputs), source, (async_op, hints, timeout))
 
     def all_to_all_v_single(
         self,
@@ -214,18 +294,15 @@ class Collectives(Reductions):
             input_split_sizes: The number of rows for each rank.
         """
         name = "all_to_all_v_single"
-        staging, (target,), (source,) = self._staged(name, [output], [input])
+        staging, (target,), (source,) = self.checks.staged(name, [output], [input])
         demand(not _share_memory(output, input), f"{name}: output and input must not share memory")
         counts = (
-            self._rows(name, "output", output, output_split_sizes),
-            self._rows(name, "input", input, input_split_sizes),
+            self.checks.rows(name, "output", output, output_split_sizes),
+            self.checks.rows(name, "input", input, input_split_sizes),
         )
-        self._demand_own(name, counts[0][self.get_rank()], counts[1][self.get_rank()])
+        check_own(name, counts[0][self.get_rank()], counts[1][self.get_rank()])
         outputs, inputs = split(target, counts[0]), split(source, counts[1])
-        targets, data, about = self._raws(outputs), self._raws(inputs), (source, None, None)
-        return self._run(
-            name, lambda: self._backend.all_to_all_v(targets, data), async_op, hints, timeout, staging, about
-        )
+        return self._swap(name, (staging, outputs, inputs), source, (async_op, hints, timeout))
 
     def barrier(self, async_op: bool, hints: Hints = None, timeout: timedelta | None = None) -> TorchWork:
         """Block until every rank has reached this call."""
@@ -240,17 +317,10 @@ class Collectives(Reductions):
         timeout: timedelta | None = None,
     ) -> TorchWork:
         """Law, in place: ``tensor == tensor of root``."""
-        rank = self._rank("root", root)
-        staging, (target,), _ = self._moved("broadcast", [tensor])
-        return self._run(
-            "broadcast",
-            lambda: self._backend.broadcast(target, rank),
-            async_op,
-            hints,
-            timeout,
-            staging,
-            (target, rank, None),
-        )
+        name, rank = "broadcast", self.checks.rank("root", root)
+        staging, (target,), _ = self.checks.moved(name, [tensor])
+        about = (target, rank, None)
+        return self._run(name, lambda: self._backend.broadcast(target, rank), async_op, hints, timeout, staging, about)
 
     def broadcast_parts(
         self,
@@ -266,18 +336,12 @@ class Collectives(Reductions):
             tensors: The tensors, of the same sizes on every rank.
             root: The sending rank.
         """
-        name, rank, staging = "broadcast_parts", self._rank("root", root), Staging()
+        name, rank, staging = "broadcast_parts", self.checks.rank("root", root), Staging()
         for tensor in tensors:
-            self._check(name, [tensor])
-        targets = self._raws(staging.targets(tensors))
+            self.checks.tensors(name, [tensor])
+        targets, about = self.checks.raws(staging.targets(tensors)), (None, rank, None)
         return self._run(
-            name,
-            lambda: self._backend.broadcast_parts(targets, rank),
-            async_op,
-            hints,
-            timeout,
-            staging,
-            (None, rank, None),
+            name, lambda: self._backend.broadcast_parts(targets, rank), async_op, hints, timeout, staging, about
         )
 
     def gather(
@@ -296,10 +360,10 @@ class Collectives(Reductions):
             input_tensor: The data that this rank sends.
             root: The receiving rank.
         """
-        name, rank = "gather", self._rank("root", root)
+        name, rank = "gather", self.checks.rank("root", root)
         outputs = output_tensor_list if rank == self.get_rank() else []
         if rank == self.get_rank():
-            self._one_per_rank(name, "output_tensor_list", outputs)
+            self.checks.one_per_rank(name, "output_tensor_list", outputs)
             own = outputs[rank].numel() == input_tensor.numel()
             demand(
                 own, "All output tensors must have same size as input tensor: own entry must fit the input for gather"
@@ -322,10 +386,10 @@ class Collectives(Reductions):
             input: As many elements on every rank.
             root: The receiving rank.
         """
-        name, rank, size = "gather_single", self._rank("root", root), self.get_size()
+        name, rank, size = "gather_single", self.checks.rank("root", root), self.get_size()
         if rank != self.get_rank():
             return self._gather(name, [], input, rank, (async_op, hints, timeout))
-        staging, (target,), (data,) = self._moved(name, [output], [input])
+        staging, (target,), (data,) = self.checks.moved(name, [output], [input])
         fits = output.numel() == input.numel() * size
         demand(fits, f"Output tensor size must be input_size * comm_size for {name}")
         parts = split(target, [target.numel() // size] * size)
@@ -347,11 +411,11 @@ class Collectives(Reductions):
             tensor: The output, with as many bytes as are sent.
             src: Another rank.
         """
-        rank = self._peer("recv from", "src", src)
+        rank = self.checks.peer("recv from", "src", src)
         staging, target = Staging(tensor), tensor
-        if not self._are_plain((tensor,)):
-            staging, (target,), _ = self._staged("recv", [tensor])
-        memory = self._raw(target)
+        if not self.checks.are_plain((tensor,)):
+            staging, (target,), _ = self.checks.staged("recv", [tensor])
+        memory = self.checks.raw(target)
         return self._run(
             "recv", lambda: self._backend.recv(memory, rank), async_op, hints, timeout, staging, (target, rank, None)
         )
@@ -372,23 +436,18 @@ class Collectives(Reductions):
             input_tensor_list: On ``root`` one tensor per rank; ignored on other ranks.
             root: The sending rank.
         """
-        name, rank = "scatter", self._rank("root", root)
+        name, rank = "scatter", self.checks.rank("root", root)
         inputs = input_tensor_list if rank == self.get_rank() else []
         if rank == self.get_rank():
-            self._one_per_rank(name, "input_tensor_list", inputs)
+            self.checks.one_per_rank(name, "input_tensor_list", inputs)
             own = inputs[rank].numel() == output_tensor.numel()
             demand(
                 own, "All input tensors must have same size as output tensor: own entry must fit the output for scatter"
             )
-        staging, (target,), data = self._moved(name, [output_tensor], inputs)
+        staging, (target,), data = self.checks.moved(name, [output_tensor], inputs)
+        about = (target, rank, None)
         return self._run(
-            name,
-            lambda: self._backend.scatter(target, data, rank),
-            async_op,
-            hints,
-            timeout,
-            staging,
-            (target, rank, None),
+            name, lambda: self._backend.scatter(target, data, rank), async_op, hints, timeout, staging, about
         )
 
     def send(
@@ -405,10 +464,10 @@ class Collectives(Reductions):
             tensor: The data; it must not be changed before the operation has ended.
             dst: Another rank.
         """
-        rank = self._peer("send to", "dst", dst)
-        if not self._are_plain((tensor,)):
-            _, _, (tensor,) = self._staged("send", [], [tensor])
-        data = self._raw(tensor)
+        rank = self.checks.peer("send to", "dst", dst)
+        if not self.checks.are_plain((tensor,)):
+            _, _, (tensor,) = self.checks.staged("send", [], [tensor])
+        data = self.checks.raw(tensor)
         return self._run(
             "send", lambda: self._backend.send(data, rank), async_op, hints, timeout, None, (tensor, rank, None)
         )
@@ -417,21 +476,16 @@ class Collectives(Reductions):
         staging, targets, (data,) = moved
         return self._run(name, lambda: self._backend.all_gather_v(targets, data), *how, staging, (data, None, None))
 
-    def _all_to_all(
-        self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], how: How
-    ) -> TorchWork:
-        rank = self.get_rank()
-        self._one_per_rank(name, "output_tensor_list", outputs)
-        self._one_per_rank(name, "input_tensor_list", inputs)
-        staging, targets, data = self._moved(name, outputs, inputs)
-        self._demand_own(name, outputs[rank].numel(), inputs[rank].numel())
-        about = (inputs[rank], None, None)
+    def _swap(self, name: str, moved: Moved, source: torch.Tensor, how: How) -> TorchWork:
+        """Exchange the parts of two tensors, of which ``source`` is the second one."""
+        staging, outputs, inputs = moved
+        targets, data, about = self.checks.raws(outputs), self.checks.raws(inputs), (source, None, None)
         return self._run(name, lambda: self._backend.all_to_all_v(targets, data), *how, staging, about)
 
     def _gather(
         self, name: str, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, rank: int, how: How
     ) -> TorchWork:
-        staging, targets, (data,) = self._moved(name, outputs, [tensor])
+        staging, targets, (data,) = self.checks.moved(name, outputs, [tensor])
         return self._run(name, lambda: self._backend.gather(targets, data, rank), *how, staging, (data, rank, None))
 
 

@@ -111,13 +111,21 @@ class ReduceOp:
         """True for ``PREMUL_SUM``."""
         return self._factor is not None
 
-    @memory.kept
+    @property
+    def unscaled(self) -> ReduceOp:
+        """The reduction of values that are ``scaled`` already: a sum for ``PREMUL_SUM``, else the reduction itself."""
+        return ReduceOp.SUM if self.is_scaled else self
+
     def scaled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the values of ``tensor`` times the factor, of the same dtype and shape, in new memory.
+        """Return the values to reduce: for ``PREMUL_SUM``, ``tensor`` times the factor, in new memory; else ``tensor``.
 
         Raises:
             RuntimeError: The product has another dtype or another shape than ``tensor``.
         """
+        return self._product(tensor) if self.is_scaled else tensor
+
+    @memory.kept
+    def _product(self, tensor: torch.Tensor) -> torch.Tensor:
         factor = self._factor
         if isinstance(factor, torch.Tensor):
             factor = factor.to(tensor.device)

@@ -9,15 +9,18 @@ from typing import SupportsIndex
 
 import torch
 
-from easydist.transport.backend import set_to
-from easydist.transport.checked import Begin, Checked, Hints, How, demand, split
+from easydist.transport.backend import Backend, set_to
+from easydist.transport.checked import Begin, Checks, Hints, How, Run, demand, flat, split
 from easydist.transport.reduce_op import ReduceOp, check_reducible
-from easydist.transport.staging import flat
 from easydist.transport.work import Begun, TorchWork, handle
 
 
-class Reductions(Checked):
+class Reductions:
     """The reductions of ``Collectives``."""
+
+    checks: Checks
+    _backend: Backend
+    _run: Run
 
     def all_reduce(
         self,
@@ -29,7 +32,7 @@ class Reductions(Checked):
     ) -> TorchWork:
         """Law, in place: ``tensor == op(op(tensor of rank 0, tensor of rank 1), …)``; the same bits on every rank."""
         name = "all_reduce"
-        staging, (target,), _ = self._staged(name, [tensor])
+        staging, (target,), _ = self.checks.staged(name, [tensor])
         _check_op(name, op, tensor)
         about = (target, None, op)
         if op.is_scaled:
@@ -57,12 +60,12 @@ class Reductions(Checked):
             op: The reduction.
         """
         name = "all_reduce_from"
-        staging, (target,), (data,) = self._staged(name, [output], [input])
+        staging, (target,), (data,) = self.checks.staged(name, [output], [input])
         _check_op(name, op, input)
         demand(output.numel() == input.numel(), f"{name}: output must have as many elements as input")
         if op.is_scaled:
             data = flat(op.scaled(input))
-        plain, about = _unscaled(op), (data, None, op)
+        plain, about = op.unscaled, (data, None, op)
         return self._run(
             name, lambda: self._backend.all_reduce_from(target, data, plain), async_op, hints, timeout, staging, about
         )
@@ -77,8 +80,8 @@ class Reductions(Checked):
         timeout: timedelta | None = None,
     ) -> TorchWork:
         """Law, in place on ``root``: ``tensor == op(op(tensor of rank 0, tensor of rank 1), …)``."""
-        name, rank = "reduce", self._rank("root", root)
-        staging, (target,), _ = self._staged(name, [tensor])
+        name, rank = "reduce", self.checks.rank("root", root)
+        staging, (target,), _ = self.checks.staged(name, [tensor])
         _check_op(name, op, tensor)
         about = (target, rank, op)
         if not op.is_scaled:
@@ -88,7 +91,7 @@ class Reductions(Checked):
 
         def reduce_scaled() -> Begun:
             work = self._backend.reduce(scaled, rank, ReduceOp.SUM)
-            return handle(work).followed_by(lambda: set_to(target, scaled)) if rank == self.get_rank() else work
+            return handle(work).followed_by(lambda: set_to(target, scaled)) if rank == self._backend.rank else work
 
         return self._run(name, reduce_scaled, async_op, hints, timeout, staging, about)
 
@@ -129,15 +132,14 @@ class Reductions(Checked):
             op: The reduction.
         """
         name = "reduce_scatter_single"
-        self._check(name, [output], [input])
-        fits = input.numel() == output.numel() * self.get_size()
+        self.checks.tensors(name, [output], [input])
+        fits = input.numel() == output.numel() * self._backend.size
         demand(
             fits, f"Input tensor size must be output_size * comm_size for {name}: the numbers of elements do not fit"
         )
         _check_op(name, op, input)
-        plain = op.scaled(input) if op.is_scaled else input
-        parts = split(flat(plain), [output.numel()] * self.get_size())
-        return self._reduce_scatter(name, output, parts, _unscaled(op), (async_op, hints, timeout), op)
+        parts = split(flat(op.scaled(input)), [output.numel()] * self._backend.size)
+        return self._reduce_scatter(name, output, parts, op.unscaled, (async_op, hints, timeout), op)
 
     def reduce_scatter_v(
         self,
@@ -161,28 +163,19 @@ class Reductions(Checked):
         asked: ReduceOp | None = None,
     ) -> TorchWork:
         """Reduce; ``asked`` is the operation that the caller has asked for, if it differs from ``op``."""
-        self._one_per_rank(name, "input_list", input_list)
-        staging, (target,), inputs = self._staged(name, [output], input_list)
+        self.checks.one_per_rank(name, "input_list", input_list)
+        staging, (target,), inputs = self.checks.staged(name, [output], input_list)
         _check_op(name, op, output)
-        own = input_list[self.get_rank()].numel() == output.numel()
+        own = input_list[self._backend.rank].numel() == output.numel()
         demand(own, f"All input tensors must have same size as output tensor: own entry must fit the output for {name}")
         if op.is_scaled:
             inputs = [flat(op.scaled(tensor)) for tensor in input_list]
-        plain = _unscaled(op)
-        return self._run(
-            name,
-            lambda: self._backend.reduce_scatter(target, inputs, plain),
-            *how,
-            staging,
-            (target, None, asked or op),
-        )
+        plain = op.unscaled
+        about = (target, None, asked or op)
+        return self._run(name, lambda: self._backend.reduce_scatter(target, inputs, plain), *how, staging, about)
 
 
 def _check_op(name: str, op: object, tensor: torch.Tensor) -> None:
     if not isinstance(op, ReduceOp):
         raise TypeError(f"{name}(): op must be a ReduceOp, got {op!r}")
-    check_reducible(tensor.dtype, _unscaled(op))
-
-
-def _unscaled(op: ReduceOp) -> ReduceOp:
-    return ReduceOp.SUM if op.is_scaled else op
+    check_reducible(tensor.dtype, op.unscaled)

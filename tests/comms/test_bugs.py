@@ -256,7 +256,7 @@ def test_two_threads_work_on_two_communicators_and_not_on_one(rank, backend):
     if rank == 0:
         inside = threading.Thread(target=first.barrier, args=[False], name="the other")
         inside.start()
-        until(lambda: first._busy)
+        until(lambda: first._operations.busy)
         with pytest.raises(
             RuntimeError, match=r"(?s)^all_reduce: another call .*the other: barrier.*MainThread: all_red"
         ):

@@ -75,7 +75,7 @@ def test_fsdp_with_a_divide_factor(backend, rank, world_size):
     group, half = mesh.get_group(), dist._make_nccl_premul_sum(0.5)
     for run in (
         lambda tensor: dist.all_reduce(tensor, half, group=group),
-        lambda tensor: dist.reduce(tensor, 0, half, group=group),
+        lambda tensor: dist.reduce(tensor, 1, half, group=group),
         lambda tensor: dist.reduce_scatter(tensor, [torch.ones(3)] * 2, half, group=group),
     ):
         run(tensor := torch.ones(3))

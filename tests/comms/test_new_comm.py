@@ -96,6 +96,8 @@ def test_what_is_made_says_what_it_is(rank):
     comm.set_timeout(timedelta(seconds=1234))
     assert comm.get_options().timeout == 1_234_000
     assert comm.split([0, 1], "child").get_options().timeout == 1_234_000
+    assert comm.split([0, 1], "hinted", hints={}).get_options().hints == {}
+    assert comm.get_options().hints == hints
     assert made("auto").get_backend() == "shm"
     register_backend("counting", counting)
     with pytest.raises(ValueError, match="'gloo' is built in"):
@@ -173,6 +175,8 @@ def test_hooks_see_every_operation_and_trace_does(rank):
         comm.broadcast(torch.ones(1), 7, False)
     assert not seen  # nothing had begun
     after.remove()
+    itself = comm.register_pre_hook(lambda name, op_id, args: itself.remove())
+    comm.barrier(False)
     with pytest.raises(TypeError, match=r"callable"):
         comm.register_pre_hook(None)
     assert total(comm) == 2

@@ -65,6 +65,7 @@ def test_bounds_are_checked_and_sizes_agree(rank):
         (lambda: window.signal(0, -(1 << 63) - 1, 0, False), "64 bits"),
         (lambda: window.wait_signal(-1, 1, SignalCmpOp.EQ, False), "signal_disp must be in range"),
         (lambda: comm.window_allocate(8 * (1 + rank)), r"different windows: \[8, 16\] bytes"),
+        (lambda: comm.window_allocate(8, signal_size=1 + rank), r"different windows: .*, \[1, 2\] signals"),
         (lambda: comm.window_allocate(-8), "cannot have -8 bytes"),
         (lambda: comm.window_allocate(1 << 62), "rank 0 has no room for"),
     ):

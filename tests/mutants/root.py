@@ -80,4 +80,11 @@ MUTANTS = [
         "_world.pg_map[default]",
         "tests/test_torch_groups.py::test_new_groups_meet_in_another_store",
     ),
+    Mutant(
+        "process_group.py",
+        "_at_exit",
+        "group.finish()",
+        "pass",
+        "tests/torch_backend/test_pending.py::test_what_happens_while_operations_are_pending",
+    ),
 ]

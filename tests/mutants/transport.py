@@ -99,4 +99,11 @@ MUTANTS = [
         "",
         "tests/transport/test_hierarchical.py::test_an_operation_that_fails_ends_the_backend",
     ),
+    Mutant(
+        "transport/checked.py",
+        "Checks.peer",
+        "peer != self._backend.rank",
+        "peer < self._backend.size",
+        "tests/comms/test_new_comm.py::test_wrong_arguments_are_refused_before_anything_is_sent",
+    ),
 ]

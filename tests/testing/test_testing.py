@@ -366,8 +366,9 @@ class SumOnly(Gloo):
 class Lenient(TorchComm):
     """Does not look whether a root exists."""
 
-    def _rank(self, what, rank):
-        return int(rank) % self.get_size()
+    def __init__(self, backend, name):
+        super().__init__(backend, name)
+        self.checks.rank = lambda what, rank: int(rank) % self.get_size()
 
 
 def over_gloo(backend, comm=TorchComm):

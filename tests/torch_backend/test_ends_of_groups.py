@@ -196,16 +196,17 @@ def test_default_group_under_a_launcher(tmp_path):
 @distributed(world_size=3)
 def test_a_group_is_renewed_in_place(rank):
     made = group()
-    if rank == 1:
-        made.abort()
-    else:
-        with pytest.raises(RemoteError, match="rank 1 has aborted the group"):
-            dist.all_reduce(torch.ones(1), group=made)
-    with pytest.raises((RuntimeError, RemoteError)):
-        dist.barrier(made)
-    made.renew(dist.PrefixStore("renewed", dist.distributed_c10d._get_default_store()))
-    dist.all_reduce(tensor := torch.ones(1), group=made)
-    assert tensor.item() == 3
+    for place in ("renewed", "renewed again"):
+        if rank == 1:
+            made.abort()
+        else:
+            with pytest.raises(RemoteError, match="rank 1 has aborted the group"):
+                dist.all_reduce(torch.ones(1), group=made)
+        with pytest.raises((RuntimeError, RemoteError)):
+            dist.barrier(made)
+        made.renew(dist.PrefixStore(place, dist.distributed_c10d._get_default_store()))
+        dist.all_reduce(tensor := torch.ones(1), group=made)
+        assert tensor.item() == 3
     assert easydist.gather(torch.tensor([rank]), group=made).tolist() == [0, 1, 2]
 
 

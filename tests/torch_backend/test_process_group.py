@@ -166,6 +166,12 @@ def test_reductions(layout, rank):
     mine = torch.tensor([1 + 2j]) * (rank + 1)
     dist.all_reduce(mine, group=made)
     assert mine.tolist() == [6 + 12j]
+    mine = torch.tensor([1 + 2j]) * (rank + 1)
+    dist.reduce_scatter(got := torch.zeros_like(mine), [mine] * 3, dist.ReduceOp.AVG, group=made)
+    assert got.tolist() == [2 + 4j]
+    mine = torch._neg_view(torch.tensor([1.0 + rank]))
+    dist.all_reduce(mine, dist.ReduceOp.MAX, group=made)
+    assert mine.tolist() == [-1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
@@ -271,7 +277,7 @@ def test_nothing_is_held_after_the_end(rank):
         return works, [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
 
     def coalesced(tensors):
-        with dist._coalescing_manager(made, async_ops=True) as batch:
+        with dist._coalescing_manager(made, torch.device("cpu"), async_ops=True) as batch:
             for tensor in tensors:
                 dist.all_reduce(tensor, group=made)
         return [batch]
@@ -279,7 +285,7 @@ def test_nothing_is_held_after_the_end(rank):
     def each(tensors):
         return [dist.all_reduce(tensor, group=made, async_op=True) for tensor in tensors]
 
-    for operation in (each, coalesced):
+    for operation in (each, coalesced, each):
         works, tensors = begun(operation)
         for work in works:
             work.wait()

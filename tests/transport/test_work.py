@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import pytest
 
-from easydist.transport.backends.run_queue import RunQueue
+from easydist.transport.backends.hierarchical import RunQueue
 from easydist.transport.work import TorchWork
 
 SECOND = timedelta(seconds=1)
