@@ -34,7 +34,7 @@ def test_a_group_is_known_until_it_is_destroyed(groups, tables):
     assert torch_groups.places(group) is None
 
 
-def test_none_is_no_group(tables):
+def test_none_is_no_group(groups, tables):
     assert not torch_groups.is_known(None)
 
 

@@ -35,8 +35,10 @@ def exchange_reports(comms: Communicators, nbytes: Sequence[int], mine: torch.Te
     """
     if not any(nbytes):
         return {}
-    every = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in nbytes]
-    comms.control.all_gather_v(every, mine, async_op=False)
+    every = [mine]
+    if comms.size > 1:
+        every = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in nbytes]
+        comms.control.all_gather_v(every, mine, async_op=False)
     return {rank: json.loads(bytes(one.numpy())) for rank, one in enumerate(every) if one.numel()}
 
 

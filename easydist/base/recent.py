@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
 V = TypeVar("V")
@@ -22,7 +21,7 @@ class Kept(Generic[V]):
         self.value: V | None = None
 
 
-def recent(most: int) -> Callable[[Hashable], Kept[Any]]:
+def recent(most: int) -> functools._lru_cache_wrapper[Kept[Any]]:
     """Return a function from each key to its result; it remembers the ``most`` keys that were used last.
 
     Cost: one hash of the key, and no call of Python code for a known key.

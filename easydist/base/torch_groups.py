@@ -59,7 +59,7 @@ def known() -> list[dist.ProcessGroup]:
 
 def is_known(group: dist.ProcessGroup | None) -> bool:
     """True if torch knows the group: it has been made, and not destroyed."""
-    return places(group) is not None if _world is None else group in _world.pg_map
+    return group is not None and (places(group) is not None if _world is None else group in _world.pg_map)
 
 
 def places(group: dist.ProcessGroup | None) -> Mapping[int, int] | None:

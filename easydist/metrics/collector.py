@@ -9,10 +9,9 @@ from typing import Any
 
 from easydist.base.arguments import UNSET, hiding
 from easydist.base.eager import eager_methods
-from easydist.metrics.columns import Schema, as_column
-from easydist.metrics.encoding import nbytes_of
+from easydist.metrics.columns import Schema
 from easydist.metrics.indices import as_indices
-from easydist.metrics.store import Store, copied
+from easydist.metrics.store import Store, copied, nbytes_of
 from easydist.metrics.windows import ALL, Plan, Way, arrived_rows, planned, whole, windows
 from easydist.state import communicators, together
 from easydist.typing import Group, Timeout, Tree
@@ -181,6 +180,6 @@ class MetricCollector:
             way = Way(self._dst, self._group, timeout=self._timeout)
             got = arrived_rows(Store() if is_there else self._store, empty, ALL, way)
             if got is not None:
-                self._store.add(*got, sum([nbytes_of(as_column(rows)) for rows in got[1]]))
+                self._store.add(*got, sum(map(nbytes_of, got[1])))
         if not is_there:
             self._store.clear()

@@ -116,9 +116,10 @@ def aligned(parts: Sequence[Any]) -> list[Any]:
 
 
 def concatenated(parts: Sequence[Any]) -> Any:
-    """Join the rows of parts of a column: tensors, arrays, or lists; tuples become a tuple if all parts are tuples."""
-    if len(parts) == 1:
-        return parts[0]
+    """Join the rows of parts of a column: tensors, arrays, or lists; tuples become a tuple if all parts are tuples.
+
+    One part is copied, too, and becomes an array or a list of the usual class, as several do.
+    """
     if all(isinstance(part, np.ndarray) for part in parts):
         return np.concatenate(aligned(parts))
     if isinstance(parts[0], torch.Tensor):

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -121,14 +121,14 @@ class Store:
             chosen = _as_slice(here)
             parts.append([taken(leaf, chosen) for leaf in block.read()])
         back = _as_slice(torch.argsort(torch.argsort(numbers, stable=True)))
-        return [taken(concatenated(column), back) for column in zip(*parts, strict=True)]
+        return [taken(_whole(column), back) for column in zip(*parts, strict=True)]
 
     def _seal(self) -> None:
         """Join the rows added last to one block, and write blocks to files while the memory limit is exceeded."""
         if self._open:
             columns = zip(*[block.read() for block in self._open], strict=True)
             length, nbytes = sum([block.length for block in self._open]), sum([block.nbytes for block in self._open])
-            self._blocks.append(_Block(length, nbytes, [concatenated(column) for column in columns]))
+            self._blocks.append(_Block(length, nbytes, [_whole(column) for column in columns]))
             self._open = []
         for i, block in enumerate(self._blocks):
             if self._limit is None or self._held <= self._limit:
@@ -191,6 +191,21 @@ def copied(columns: Mapping[str, Tree], count: int) -> tuple[Schema, Leaves, int
     leaves, nbytes = [rows for rows, _ in found], sum([size for _, size in found])
     types = [_type_of(*each) for each in zip(spec.paths, values, leaves, strict=True)]
     return Schema(types, spec.rebuild([*range(len(values))])), leaves, nbytes
+
+
+def _whole(parts: Sequence[Any]) -> Any:
+    """Return the rows of parts of a column, without a copy if there is only one."""
+    return parts[0] if len(parts) == 1 else concatenated(parts)
+
+
+def nbytes_of(rows: Any) -> int:
+    """Return the bytes of a column's rows in the store.
+
+    Raises:
+        TypeError: An item cannot be pickled.
+    """
+    nbytes: int = codec.EncodedObject(rows).nbytes if _has_objects(rows) else rows.nbytes
+    return nbytes
 
 
 def _has_objects(rows: Any) -> bool:

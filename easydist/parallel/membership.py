@@ -27,8 +27,6 @@ from easydist.state.groups import default_group, is_recovered
 _Made = tuple["dist.ProcessGroup | None", "dist.ProcessGroup | None"]
 """The group for the CPU, and the group for the accelerator."""
 
-"""The module as ``Any``: the number of its next group is private."""
-
 _alone = itertools.count()
 _counts: dict[str, itertools.count[int]] = {}
 _known: weakref.WeakValueDictionary[str, Membership] = weakref.WeakValueDictionary()

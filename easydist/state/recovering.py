@@ -26,8 +26,6 @@ from easydist.typing import Timeout
 
 C = TypeVar("C", bound=Collectives)
 
-"""The module as ``Any``: what it knows of the groups is private."""
-
 
 @overload
 def recover(group: None = None, *, timeout: Timeout | None = None) -> dist.ProcessGroup | None: ...

@@ -179,7 +179,7 @@ class _Plan(NamedTuple):
     dtypes: list[torch.dtype]
 
 
-_plans: Callable[[Hashable], Kept[_Plan]] = recent(4)
+_plans: functools._lru_cache_wrapper[Kept[_Plan]] = recent(4)
 
 
 class Source:
@@ -213,6 +213,8 @@ class Source:
             plan, values = _planned(given, dtype, about)
             if kept is not None and plan.header.numel() <= LONGEST:
                 kept.value = plan
+            elif kept is not None:
+                _plans.cache_clear()  # its key is as large as the header
         else:
             values = [values[i] for i in plan.order]
         self.header, self.shards = plan.header, plan.shards

@@ -286,6 +286,34 @@ def test_files_take_what_is_above_the_limit_and_end_with_the_collector(tmp_path)
 
 
 @distributed(world_size=2)
+def test_rows_that_were_moved_count_as_those_that_were_not(rank):
+    collectors = [MetricCollector(every=every) for every in (None, 1)]
+    for collector in collectors:
+        for i in range(10):
+            collector.update([2 * i + rank], name=np.array([f"s{i}"]), x=torch.ones(1, 4), items=[i])
+    kept, moved = (collector._store.nbytes for collector in collectors)
+    assert moved == (2 * kept if rank == 0 else 0)
+
+
+class Odd(list):
+    """A list that is not made of another one."""
+
+    def __init__(self):
+        super().__init__()
+
+
+@distributed(world_size=(1, 2))
+def test_columns_come_in_the_usual_classes_on_any_number_of_ranks(rank, world_size):
+    items = Odd()
+    items.extend(["b", "a"])
+    texts = np.char.array(["b", "a"])
+    got = easydist.gather_for_metrics({"items": items, "texts": texts}, indices=[2 * rank + 1, 2 * rank])
+    assert type(got["items"]) is list
+    assert type(got["texts"]) is np.ndarray
+    assert got["items"] == got["texts"].tolist() == ["a", "b"] * world_size
+
+
+@distributed(world_size=2)
 def test_small_columns_take_five_exchanges(rank):
     collector = MetricCollector(6)
     mine = [*range(3 * rank, 3 * rank + 3)]

@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from counting import exchanges
 from groups import BACKENDS, made
 from hypothesis import given, settings, strategies as st
 from torch import nn
@@ -240,3 +241,9 @@ def test_layouts_that_do_not_fit_are_refused_everywhere(rank):
     good = Resharding({"w": w + 1} if rank == 0 else None, {"w": w} if rank == 1 else None)
     good.run()
     assert rank != 1 or w.tolist() == [1, 1, 1, 1]
+
+
+def test_one_process_exchanges_nothing():
+    target = {"w": torch.zeros(3)}
+    assert "all_gather" not in exchanges(lambda: Resharding({"w": torch.ones(3)}, target).run())
+    assert target["w"].tolist() == [1, 1, 1]

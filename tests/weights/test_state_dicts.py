@@ -19,7 +19,7 @@ from easydist import CollectiveTimeout, DisagreementError, PeerLostError, Remote
 from easydist.state import communicators
 from easydist.testing import distributed
 from easydist.transport.comm import Collectives
-from easydist.weights import announced
+from easydist.weights import announced, source
 from easydist.weights.source import Source
 
 KiB, MiB = 1 << 10, 1 << 20
@@ -340,6 +340,15 @@ def test_only_headers_that_are_not_very_long_are_kept(monkeypatch):
     assert announced.announced(encoded) is announced.announced(encoded)
     monkeypatch.setattr(announced, "LONGEST", len(encoded) - 1)
     assert announced.announced(encoded) is not announced.announced(encoded)
+
+
+def test_a_plan_with_a_very_long_header_leaves_nothing(monkeypatch):
+    source._plans.cache_clear()
+    Source({"w": torch.ones(2)}, {"w": "w"}, None, {})
+    assert source._plans.cache_info().currsize == 1
+    monkeypatch.setattr(source, "LONGEST", 1)
+    Source({"v": torch.ones(3)}, {"v": "v"}, None, {})
+    assert source._plans.cache_info().currsize == 0
 
 
 @distributed(world_size=2)
