@@ -79,6 +79,9 @@ class Controller:
     def _hear(self, event: Event) -> None:
         self.log.append(event)
         self.files |= set(event.pop("files", ()))
+        if event["event"] == "rehearsed" and sum(one["event"] == "rehearsed" for one in self.log) == self.plan.size:
+            for _, go in self._go:
+                os.write(go, b".")
         if event["event"] == "due":
             self._strike(event["rank"], event["fault"])
         for rank, (until, since) in [*self._stopped.items()]:

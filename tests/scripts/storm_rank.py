@@ -227,6 +227,8 @@ class Rank:
         return holdings() + threads()
 
     def _begin(self) -> None:
+        self.tell("rehearsed")
+        os.read(self.go, 1)  # a rank may have needed seconds to end the group before, more than some plans allow
         self._make(SHORT if self.plan.has_stop else LONG)
         if self.plan.has_stop:
             recovering.LIMIT = within(1)
