@@ -19,6 +19,9 @@ settings.load_profile("stress" if "EASYDIST_STRESS" in os.environ else "easydist
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a shell ignores it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# torch looks up the name of the other end of each connection to a store. A lookup that is lost takes five seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
+
 unmarked = []
 """Lines about slow tests that are not marked slow."""
 
