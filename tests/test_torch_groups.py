@@ -1,4 +1,4 @@
-"""What torch knows of its groups, and what is known without its private names."""
+"""Facts about torch's groups, with its private names and without them."""
 
 import pytest
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""What ``torch.distributed`` knows of its process groups and tells by no public name, and what happens without it.
+"""Facts about process groups for which ``torch.distributed`` has no public name, and the consequences without them.
 
 Every other module asks this one. The names are looked up as those of ``torch_private`` are.
 """

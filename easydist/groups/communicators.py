@@ -426,7 +426,7 @@ class Communicators:
         assert self._group is not None
         assert self._store is not None
         self.stop()
-        # Both ranks count their messages anew over new connections.
+        # Both ranks count their messages from zero over new connections.
         self._inboxes.clear()
         self.has_met = False
         check = functools.partial(self.monitor.guard, [*self.monitor.peers])

@@ -281,7 +281,7 @@ def test_a_message_from_before_the_ranks_connected_again_is_awaited_no_more(kind
         if rank == 0:
             with contextlib.suppress(RemoteError, RuntimeError):  # its end was not known before
                 waited(handles)
-            assert of_group(group.cpu_group).monitor.crossing.wait is None  # the other rank counts anew
+            assert of_group(group.cpu_group).monitor.crossing.wait is None  # the other rank counts from zero
         gathered(group)
 
 

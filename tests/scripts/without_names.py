@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-import torch._dynamo  # the ranks need it, and each would load it anew: seconds
+import torch._dynamo  # the ranks need it; each of them would take seconds to load it
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
