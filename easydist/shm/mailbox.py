@@ -2,7 +2,6 @@
 
 A mailbox for one direction consists of two chunks of memory, and of numbers. The sender writes, about its messages:
 
-    posted              chunks written
     length, length      bytes of the message that begins in the first, the second chunk
     sent                twice the messages sent, including those sent another way; one more if the sender waits for the
                         answer to the last one
@@ -36,7 +35,7 @@ class NobodySendsError(RuntimeError):
     """Both ranks wait for a message of the other one."""
 
 
-_POSTED, _TAKEN, _SENT, _ELSEWHERE, _LENGTH, _, _ANSWERED, _REFUSED = range(8)
+_, _TAKEN, _SENT, _ELSEWHERE, _LENGTH, _, _ANSWERED, _REFUSED = range(8)
 
 
 class Mailbox:
