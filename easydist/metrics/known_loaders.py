@@ -49,7 +49,7 @@ def lot_of_last(rank: int, size: int, total: int | None = None) -> Lot:
 
 
 def _done() -> list[Any]:
-    return [loader for loader in existing(_prepared()) if loader.end_of_dataloader]
+    return [loader for loader in existing(*_prepared()) if loader.end_of_dataloader]
 
 
 def lot_of(loader: Any, rank: int, size: int, total: int | None = None) -> Lot:
@@ -99,9 +99,9 @@ def _classes(module: str, *names: str) -> tuple[Any, ...]:
     return tuple([cls for name in names if (cls := _class(module, name)) is not None])
 
 
-def _prepared() -> Any:
-    """Return the base class of the loaders that accelerate makes."""
-    return _class("accelerate.data_loader", "DataLoaderStateMixin") or ()
+def _prepared() -> tuple[Any, ...]:
+    """Return the base class of the loaders that accelerate makes, if there can be any."""
+    return _classes("accelerate.data_loader", "DataLoaderStateMixin")
 
 
 def _samplers(loader: Any) -> Iterator[Any]:

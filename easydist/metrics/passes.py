@@ -166,9 +166,16 @@ def _noting(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return noted
 
 
-def existing(cls: Any) -> list[Any]:
-    """Return all existing instances. Uses ``type``, since accelerate's loaders report another ``__class__``."""
-    return [each for each in gc.get_objects() if issubclass(type(each), cls)]
+def existing(*bases: type) -> list[Any]:
+    """Return all existing instances of the classes. Uses ``type``, since accelerate's loaders report another ``__class__``.
+
+    Asks for what refers to the classes: a list of all objects (``gc.get_objects``) would hold the tuples that other
+    threads are building, and those threads would raise a ``SystemError``.
+    """
+    classes = [*bases]
+    for each in classes:
+        classes += type.__subclasses__(each)
+    return [each for each in gc.get_referrers(*classes) if type(each) in classes]
 
 
 def _note_existing() -> None:

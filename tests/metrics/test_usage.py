@@ -1,5 +1,7 @@
 """However the batches of a loader are gathered, each sample comes once and in order, or all ranks raise."""
 
+import sys
+import threading
 from collections import deque
 
 import launching
@@ -8,10 +10,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 from loaders import accelerate_state, prepared
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from easydist import DisagreementError, RemoteError, gather_for_metrics, gather_object
 from easydist.metrics import DistributedBatchSampler, distributed_loader
 from easydist.metrics.gather import _GatherForMetrics
+from easydist.metrics.passes import existing
 from easydist.testing import distributed
 
 SCRIPT = launching.ROOT / "tests" / "scripts" / "late_import.py"
@@ -429,3 +433,28 @@ def _fail(self, *args):
 @pytest.mark.slow
 def test_loops_before_the_import_and_with_persistent_workers_are_counted():
     launching.python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, SCRIPT)
+
+
+def test_looking_for_loaders_does_not_disturb_other_threads():
+    """CPython cannot end a tuple that is being built while a list of all objects holds it, too."""
+    stop, errors = threading.Event(), []
+
+    def build():
+        try:
+            while not stop.is_set():
+                tuple(number for number in range(30))
+        except SystemError as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread = threading.Thread(target=build)
+    thread.start()
+    try:
+        iterator = iter(DataLoader(range(3)))
+        assert all(any(each is iterator for each in existing(_BaseDataLoaderIter)) for _ in range(50))
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert not errors
