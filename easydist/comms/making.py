@@ -240,8 +240,8 @@ def recovered(recovery: Recovery, kind: str, old: Place, timeout: float) -> Reco
 
     def connect(attempt: Attempt) -> tuple[Made, Place]:
         size = len(attempt.members)
-        place = old._replace(store=attempt.store, rank=attempt.rank, size=size, timeout=attempt.left)
-        return make(kind, place), place
+        new = old._replace(store=attempt.store, rank=attempt.rank, size=size, timeout=attempt.left)
+        return make(kind, new._replace(look=attempt.check)), new
 
     try:
         return recovery.run(timeout, connect)

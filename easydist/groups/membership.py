@@ -174,6 +174,11 @@ class Membership:
         self._mine = self._mine._replace(stage=Stage.CONNECTED if is_connected else Stage.FAILED)
         return self.tick(now) or [Write(self._mine), Read()]
 
+    def is_in_vain(self, now: float, registers: Sequence[Register], ended: AbstractSet[int]) -> bool:
+        """True if the attempt to connect that is under way cannot succeed; the arguments are those of ``heard``."""
+        has_been_decided = any(register.slot > self._mine.slot for register in registers)
+        return has_been_decided or self._are_connected(now, registers, ended) is False
+
     def heard(self, now: float, registers: Sequence[Register], ended: AbstractSet[int]) -> list[Action]:
         """Take the answer to ``Read``, and return the next actions.
 

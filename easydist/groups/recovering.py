@@ -6,6 +6,7 @@ The agreement itself is in ``groups/membership.py``; this module carries its eve
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,6 +42,9 @@ TIMEOUT = 60.0
 LIMIT = 10.0
 """Seconds within which members that have all come are connected."""
 
+PAUSE = 0.05
+"""The least seconds between two looks at the members while they are being connected."""
+
 ALREADY_RECOVERED = "recover: this group has already been recovered. Continue with the group that recover() returned"
 
 _kept: list[Monitor] = []
@@ -57,6 +61,8 @@ class Attempt:
         rank: The rank of this process among the members.
         store: The store of this attempt alone; it lives as long as the group.
         deadline: The time (``time.monotonic``) at which the attempt is given up.
+        check: A function to call again and again while waiting for a member; it raises ``EasydistError`` once the
+            attempt is in vain, because a member has ended or given it up.
     """
 
     number: int
@@ -64,6 +70,7 @@ class Attempt:
     rank: int
     store: Store
     deadline: float
+    check: Callable[[], None]
 
     @property
     def left(self) -> timedelta:
@@ -185,7 +192,7 @@ class Recovery:
                 if isinstance(last, Raise):
                     raise _error(last, self.monitor)
                 if isinstance(last, Connect):
-                    made = self._connected(last, connect)
+                    made = self._connected(machine, last, connect)
                     actions = machine.connected(time.monotonic(), made is not None)
                 else:
                     actions = self._look(machine)
@@ -249,16 +256,26 @@ class Recovery:
             return not self._timed.is_silent
         return False
 
-    def _connected(self, action: Connect, connect: Callable[[Attempt], T]) -> T | None:
+    def _connected(self, machine: Membership, action: Connect, connect: Callable[[Attempt], T]) -> T | None:
         """Connect the members, and return the result; None if that has failed."""
         limit = CONNECTING * LIMIT
         deadline = time.monotonic() + limit
+        check = functools.partial(self._check, machine, [time.monotonic() + PAUSE])
         try:
             store = PrefixStore(f"recover/{action.attempt}", self._meeting_place(action, limit))
             rank = action.members.index(self.monitor.rank)
-            return connect(Attempt(action.attempt, action.members, rank, store, deadline))
+            return connect(Attempt(action.attempt, action.members, rank, store, deadline, check))
         except (RuntimeError, EasydistError):
             return None
+
+    def _check(self, machine: Membership, due: list[float]) -> None:
+        """Raise if the members cannot be connected any more; look only when it is ``due``."""
+        if (now := time.monotonic()) < due[0]:
+            return
+        due[0] = now + PAUSE
+        heard = self._reach(lambda registers: registers.read())
+        if heard and machine.is_in_vain(now, [told.register for told in heard], self._ended(heard)):
+            raise EasydistError("recover: a member has ended, or has given up this attempt")
 
     def _meeting_place(self, action: Connect, limit: float) -> Store:
         """Return the store that the first member has named: the one that it serves, or the old group's."""

@@ -23,12 +23,23 @@ T = TypeVar("T")
 
 
 def registered(
-    ranks: Sequence[int], rank: int, backend: str, store: Store, name: str, limit: timedelta, description: str
+    ranks: Sequence[int],
+    rank: int,
+    backend: str,
+    store: Store,
+    name: str,
+    limit: timedelta,
+    description: str,
+    check: Callable[[], None] | None = None,
 ) -> dist.ProcessGroup:
-    """Return a group that torch knows, see ``torch_groups.made``, or raise once its members cannot be connected."""
+    """Return a group that torch knows, see ``torch_groups.made``, or raise once its members cannot be connected.
+
+    ``check`` is called again and again meanwhile; it raises to give up.
+    """
     return within(
         limit.total_seconds(),
         lambda: torch_groups.made(ranks, rank, backend, store, name, limit, description),
+        check,
         discard=_destroyed,
     )
 

@@ -16,7 +16,13 @@ from easydist.liveness.timed_store import InterruptibleStore
 
 
 def gloo_group(
-    store: Store, rank: int, size: int, name: str, timeout: timedelta, host: str | None = None
+    store: Store,
+    rank: int,
+    size: int,
+    name: str,
+    timeout: timedelta,
+    host: str | None = None,
+    check: Callable[[], None] | None = None,
 ) -> dist.ProcessGroup:
     """Connect the members, and return their group.
 
@@ -27,6 +33,7 @@ def gloo_group(
         name: The name of the group.
         timeout: The time limit for connecting, and for each call of the group.
         host: The address under which the others can reach this process; None to let gloo choose.
+        check: As in ``gloo_connections``.
 
     Raises:
         RuntimeError: Some members did not come.
@@ -35,7 +42,7 @@ def gloo_group(
     group: Any = dist.ProcessGroup(PrefixStore("group", store), rank, size)
     group._set_default_backend(kind)
     where = {"hostname": host} if host else {}
-    gloo = gloo_connections(PrefixStore("gloo", store), rank, size, timeout, None, **where)
+    gloo = gloo_connections(PrefixStore("gloo", store), rank, size, timeout, check, **where)
     group._register_backend(torch.device("cpu"), kind, gloo)
     group._set_group_name(name)
     return group  # type: ignore[no-any-return]

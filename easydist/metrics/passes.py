@@ -167,7 +167,7 @@ def _noting(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def existing(*bases: type) -> list[Any]:
-    """Return all existing instances of the classes. Uses ``type``, since accelerate's loaders report another ``__class__``.
+    """Return all existing instances. Uses ``type``, since accelerate's loaders report another ``__class__``.
 
     Asks for what refers to the classes: a list of all objects (``gc.get_objects``) would hold the tuples that other
     threads are building, and those threads would raise a ``SystemError``.

@@ -117,12 +117,12 @@ def _connected(old: dist.ProcessGroup, attempt: Attempt) -> dist.ProcessGroup:
     """Return a group of the members, which have met in it, with the backend and the timeout of the old one."""
     name, timeout = f"{old.group_name}/recovered/{attempt.number}", timedelta(seconds=timeout_of(old))
     if old in unregistered:
-        new = gloo_group(attempt.store, attempt.rank, len(attempt.members), name, attempt.left)
+        new = gloo_group(attempt.store, attempt.rank, len(attempt.members), name, attempt.left, check=attempt.check)
         unregistered.add(new)
     else:
         ranks = [dist.get_process_group_ranks(old)[member] for member in attempt.members]
         backend, limit = torch_groups.backend_of(old), attempt.left
-        new = registered(ranks, attempt.rank, backend, attempt.store, name, limit, "recovered")
+        new = registered(ranks, attempt.rank, backend, attempt.store, name, limit, "recovered", attempt.check)
     # A group in shared memory has its own, because torch's function knows groups of gloo and NCCL only.
     new.set_timeout(timeout) if hasattr(new, "monitor") else torch_groups.set_timeout(new, timeout)
     try:

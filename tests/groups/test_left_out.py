@@ -30,6 +30,8 @@ OFTEN += ["3/comm_shm/often", "3/comm_gloo/often", "2/shm/rounds"]
 ALONE += [f"{case}/{how}" for how in ("chain", "verb") for case in ("4/comm_shm", "4/comm_gloo")]
 DIES = [f"3/comm_{kind}/{how}" for kind in ("shm", "gloo") for how in ("chain_dies", "split_dies", "connect_dies")]
 DIES += ["3/comm_shm/signal_dies", "3/comm_shm/connect_dies_late", "3/comm_gloo/connect_dies_late"]
+IN_VAIN = [f"3/{kind}/attempt_dies" for kind in ("shm", "gloo", "torch_shm", "comm_shm", "comm_gloo")]
+IN_VAIN += [f"{case}/attempt_interrupted" for case in ("3/shm", "3/gloo", "3/torch_shm", "3/comm_shm", "3/comm_gloo")]
 
 
 @functools.cache
@@ -40,7 +42,7 @@ def launched(*some):
 def outcome(case):
     """Return the row of each rank, and the exit statuses of all."""
     late = [*OUT, *GO_ON, *ALL, *OTHER]
-    rows, statuses = launched(*(late if case in late else [*ALONE, *DIES, *OFTEN]))[case]
+    rows, statuses = launched(*(late if case in late else [*ALONE, *DIES, *OFTEN, *IN_VAIN]))[case]
     return rows, statuses
 
 
@@ -130,6 +132,16 @@ def test_who_waits_outside_of_operations_hears_of_a_death(case):
     for rank in (0, 1):
         assert rows[rank]["met"] == "CommPeerLost", rows[rank]["heard"]
         assert "rank 2" in rows[rank]["heard"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", IN_VAIN)
+def test_an_attempt_to_connect_ends_with_a_member_that_cannot_come(case):
+    rows, statuses = outcome(case)
+    size, dies = int(case[0]), case.endswith("dies")
+    assert statuses == [0] * (size - 1) + [-9 if dies else 0]
+    left = [*range(size - dies)]
+    assert {rank: row["members"] for rank, row in rows.items()} == dict.fromkeys(left, left)
 
 
 @pytest.mark.slow

@@ -47,6 +47,13 @@ MUTANTS = [
     ),
     Mutant(
         "groups/recovering.py",
+        "Recovery._check",
+        "            raise EasydistError(",
+        "            return EasydistError(",
+        "tests/groups/test_left_out.py::test_an_attempt_to_connect_ends_with_a_member_that_cannot_come",
+    ),
+    Mutant(
+        "groups/recovering.py",
         "Recovery._connected",
         "except (RuntimeError, EasydistError):",
         "except RuntimeError:",

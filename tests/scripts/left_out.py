@@ -36,13 +36,15 @@ from easydist.groups.recovering import Recovery
 SHORT, LONG = within(0.7), within(20)
 ALONE = ("alone", "async", "verb", "torch", "messages", "chain", "chain_dies", "split", "split_dies")
 ALONE += ("signal", "any_signal", "signal_dies", "connect_dies", "connect_dies_late")
+IN_VAIN = ("attempt_dies", "attempt_interrupted")
+"""The scenarios in which the last rank dies, or is interrupted, while the survivors are being connected."""
 QUICK = ("stop", "late", "store_stops", "connect_stops", "early")
 """The scenarios in which the others wait in vain for one rank."""
 
 OFTEN = 4
 """The further recoveries of the scenarios "often" and "rounds", in which all ranks recover at once."""
 
-AGENT = ("often", "rounds", "early", "hosts", "stop", "late", "nobody", "interrupt", "group", *ALONE)
+AGENT = ("often", "rounds", "early", "hosts", "stop", "late", "nobody", "interrupt", "group", *ALONE, *IN_VAIN)
 """The scenarios in which no rank serves the store."""
 
 
@@ -80,7 +82,7 @@ class Ranks:
 
     def meet(self, rank: int) -> None:
         """Make the call that one rank misses."""
-        if self.scenario in ("nobody", "interrupt", "connect_stops", "often", "rounds"):
+        if self.scenario in ("nobody", "interrupt", "connect_stops", "often", "rounds", *IN_VAIN):
             return
         if self.scenario in ALONE:
             self.meet_alone(rank)
@@ -107,6 +109,28 @@ class Ranks:
                 return connected(*args)
 
             Recovery._connected = stopped  # type: ignore[method-assign]
+
+    def spoil_attempt(self, rank: int) -> None:
+        """Fail on the last rank while the others wait to be connected with it; they hear of it before the limit."""
+        recovering.LIMIT = within(1000)
+        connected = Recovery._connected
+
+        def failing(*args: object) -> None:
+            Recovery._connected = connected  # type: ignore[method-assign]
+            self.wait(self.done, self.last)
+            if self.scenario == "attempt_dies":
+                kill_me()
+            raise KeyboardInterrupt
+
+        def waiting(*args: Any) -> Any:
+            Recovery._connected = connected  # type: ignore[method-assign]
+            self.tell(self.done)
+            return connected(*args)
+
+        Recovery._connected = failing if rank == self.last else waiting  # type: ignore[assignment, method-assign]
+        if rank == self.last and self.scenario == "attempt_interrupted":
+            with contextlib.suppress(KeyboardInterrupt):
+                self.recover(rank)
 
     def meet_alone(self, rank: int) -> None:
         """Wait for the last rank, which calls ``recover`` instead, or dies."""
@@ -291,7 +315,7 @@ class Communicator(Ranks):
         if self.scenario in ALONE:
             self.meet_alone(rank)
             return
-        if self.scenario in ("connect_stops", "often"):
+        if self.scenario in ("connect_stops", "often", *IN_VAIN):
             return
         self.spoil(rank)
         try:
@@ -311,6 +335,8 @@ def work(ranks: Ranks, rank: int) -> None:
     ranks.meet(rank)
     if ranks.scenario == "connect_stops":
         ranks.stop_before_connecting(rank)
+    if ranks.scenario in IN_VAIN:
+        ranks.spoil_attempt(rank)
     try:
         row["members"] = ranks.recover(rank)
         if ranks.scenario in ("often", "rounds"):

@@ -97,6 +97,7 @@ class Schedule:
                 process.slept = 0.0
                 began = self.world.now
                 found = recovery.run(TIMEOUT, simulation.connect)
+                self.check_spent(process, began)
                 self.check_recovered(process, recovery, found)
                 return found
             except KeyboardInterrupt:
@@ -107,9 +108,12 @@ class Schedule:
                     return None
             except EasydistError as error:
                 if recovery is not None:
-                    spent = self.world.now - began - process.slept
-                    law(spent < TIMEOUT + 3 * LIMIT + 1.0, f"rank {process.rank} waited for {spent:.1f} s")
+                    self.check_spent(process, began)
                 return error
+
+    def check_spent(self, process, began):
+        spent = self.world.now - began - process.slept
+        law(spent < TIMEOUT + 3 * LIMIT + 1.0, f"rank {process.rank} waited for {spent:.1f} s")
 
     def look(self, process, monitor, has_met):
         """Ask the store whether the ranks have met, for no longer than the time limit."""

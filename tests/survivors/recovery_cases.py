@@ -9,7 +9,7 @@ import pytest
 import simulated_recovery
 
 from easydist.errors import LeftOutError, PeerLostError
-from easydist.groups.membership import Failure, Raise, Register, Stage
+from easydist.groups.membership import CONNECTING, Connect, Failure, Raise, Register, Stage
 from easydist.groups.registers import Told
 
 
@@ -119,6 +119,28 @@ def time_is_taken_before_reading(modules):
     assert one._look(machine) < 1.0
 
 
+def who_continues_on_the_pages_writes_there_first(modules):
+    """Its page may lack what it has written in a store that went without an answer."""
+    pages, told = [], Told(Register(Stage.HERE))
+    new = SimpleNamespace(write=pages.append)
+    one = recovery(modules, _registers=None, _on_pages=False, _told=told, _found_registers=lambda: new)
+
+    def read(registers):
+        if registers is None:
+            raise RuntimeError("the store is gone")
+        return [*pages]
+
+    assert one._reach(read) == [told]
+
+
+def an_attempt_has_a_part_of_the_limit(modules):
+    """So that members that have failed and come again are not left out by those that still try to connect."""
+    simulated_recovery.begin(None)
+    one = recovery(modules, _told=Told(), _store=simulated_recovery.Store(None))
+    attempt = one._connected(None, Connect(1, (0,)), lambda attempt: attempt)
+    assert attempt.deadline == CONNECTING * simulated_recovery.LIMIT
+
+
 def later(seconds):
     simulated_recovery.WORLD.now += seconds
     assert simulated_recovery.WORLD.now < 9.0, "it waits without an end"
@@ -136,4 +158,6 @@ CASES = [
     the_page_is_written_before_the_store,
     pages_need_all_ranks_on_this_host,
     time_is_taken_before_reading,
+    who_continues_on_the_pages_writes_there_first,
+    an_attempt_has_a_part_of_the_limit,
 ]

@@ -221,6 +221,7 @@ RECOVERING = {
     "connecting has the whole limit": Mutant(
         IN + "_connected", "limit = CONNECTING * LIMIT", "limit = 9 * LIMIT", False
     ),
+    "who connects does not look at the others": Mutant(IN + "_check", "if heard and", "if False and", False),
     "each member meets in its own store": Mutant(IN + "_meeting_place", "if address and not leads", "if False", False),
     "the leader meets in the old store": Mutant(
         IN + "_meeting_place", "self._served if address else self._store", "self._store", False
@@ -305,7 +306,6 @@ FOUND = {
     "pages are never used": 13,
     "a store that is gone ends the recovery": 327,
     "the store is asked again though it is gone": 327,
-    "on the new registers nothing is written": 642,
     "it forgets its register between attempts": 41,
     "the time limit is not passed on": 65,
     "actions before the last one are skipped": 112,
@@ -321,7 +321,7 @@ FOUND = {
     "attempts meet in one place": 9,
     "the rank in the old group": 112,
     "an attempt that fails ends the recovery": 9,
-    "connecting has the whole limit": 135,
+    "who connects does not look at the others": 153,
     "each member meets in its own store": 12,
     "the leader meets in the old store": 13,
     "a group is recovered again": 327,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from simulated_agreement import Broken, law
 
 from easydist.errors import EasydistError, PeerLostError
-from easydist.groups.membership import Register
+from easydist.groups.membership import Register, Stage
 from easydist.groups.registers import Told
 
 TIMEOUT, LIMIT, POLL = 2.0, 1.0, 0.05
@@ -278,13 +278,24 @@ def connect(attempt):
     law(WORLD.places.setdefault(place[2:], place[0]) == place[0], "two attempts meet in one place")
     law(attempt.members[attempt.rank] == process.rank, "a member's rank is its place among the members")
     there.add(process.rank)
+    looked_on = 0
     while len(there) < len(attempt.members) or WORLD.schedule.fails_to_connect():
         WORLD.step(POLL)
-        if attempt.store.store.is_gone or any(WORLD.processes[one].is_dead for one in attempt.members):
+        attempt.check()
+        if attempt.store.store.is_gone:
             raise PeerLostError("a member is lost")
         if WORLD.now >= attempt.deadline:
             raise RuntimeError("not all members have come")
+        looked_on += _is_in_vain(attempt) and not WORLD.schedule.needs_store
+        law(looked_on < 3, f"rank {process.rank} waits for a member that does not come")
     return place
+
+
+def _is_in_vain(attempt):
+    members = [WORLD.processes[one] for one in attempt.members]
+    registers = [one.register for one in members]
+    gone = [one.slot == attempt.number and one.stage in (Stage.LEFT, Stage.FAILED) for one in registers]
+    return any(gone) or any(one.is_dead for one in members)
 
 
 def meet(monitor):
