@@ -2,35 +2,59 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any, Generic, TypeVar
+import itertools
+from collections.abc import Hashable
+from typing import Generic, TypeVar
 
 V = TypeVar("V")
 
 
-class Kept(Generic[V]):
-    """The kept result of one key.
+class _Kept(Generic[V]):
+    """A result, and when it was used last."""
 
-    Attributes:
-        value: The result; None if there is none yet.
-    """
+    __slots__ = ("used", "value")
 
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value: V | None = None
+    def __init__(self, used: int, value: V) -> None:
+        self.used, self.value = used, value
 
 
-def recent(most: int) -> functools._lru_cache_wrapper[Kept[Any]]:
-    """Return a function from each key to its result; it remembers the ``most`` keys that were used last.
+class Recent(Generic[V]):
+    """The results of the keys that were used last. A key without a result takes no place.
 
-    Cost: one hash of the key, and no call of Python code for a known key.
+    Any thread may use it. Once it is full, a new key replaces the quarter that was used longest ago, so that a program
+    in which no key comes twice does not search for the oldest one each time.
+
+    Args:
+        most: The most results to keep.
 
     Example:
-        >>> kept = recent(2)
+        >>> kept = Recent(2)
         >>> for key in "abac":
-        ...     kept(key).value = key.upper()
-        >>> kept("a").value, kept("c").value, kept("b").value
+        ...     if kept.find(key) is None:
+        ...         kept.keep(key, key.upper())
+        >>> kept.find("a"), kept.find("c"), kept.find("b")
         ('A', 'C', None)
+
+    Cost: one hash of the key for ``find``, and another one for ``keep``.
     """
-    return functools.lru_cache(maxsize=most)(lambda key: Kept())
+
+    __slots__ = ("_kept", "_most", "_tick")
+
+    def __init__(self, most: int) -> None:
+        self._kept: dict[Hashable, _Kept[V]] = {}
+        self._most, self._tick = most, itertools.count().__next__
+
+    def find(self, key: Hashable) -> V | None:
+        """Return the result of a key; None if there is none."""
+        if (kept := self._kept.get(key)) is None:
+            return None
+        kept.used = self._tick()
+        return kept.value
+
+    def keep(self, key: Hashable, value: V) -> None:
+        """Keep the result of a key, in place of an earlier one."""
+        if len(self._kept) >= self._most and key not in self._kept:
+            oldest = sorted([*self._kept.items()], key=lambda one: one[1].used)
+            for known, _ in oldest[: -(-self._most // 4)]:
+                self._kept.pop(known, None)
+        self._kept[key] = _Kept(self._tick(), value)

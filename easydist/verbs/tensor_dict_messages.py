@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 import torch
 
 from easydist.agreement.disagreement import listed, misfit_lines
-from easydist.base.recent import Kept
 from easydist.data import packing
 from easydist.errors import WireError
 from easydist.format import codec, header, outline
@@ -67,13 +66,12 @@ class Outgoing:
     ) -> None:
         key = None if metadata else recipes.key_of(data)
         found: list[Any] | None = [] if objects else None
-        kept = None if key is None else recipes.made(key)
-        if kept is not None and (recipe := kept.value) is not None:
+        if key is not None and (recipe := recipes.made.find(key)) is not None:
             self.header, self._tensors = recipe.header, recipe.tensors(data)
         else:
             self._write(data, found, metadata)
-            if kept is not None:
-                kept.value = recipes.SendRecipe.of(self.header, data, self._tensors)
+            if key is not None and (made := recipes.SendRecipe.of(self.header, data, self._tensors)) is not None:
+                recipes.made.keep(key, made)
         self.objects = _encoded(found, weights_only) if found else _NOTHING
         self._data_nbytes = sum(map(packing.nbytes, self._tensors))
         self._is_inline = False
@@ -153,11 +151,12 @@ class Announcement:
             )
         self.header, self.objects, self.data = message[_LENGTHS.size :].split(list(lengths))
 
-    def recipe(self) -> Kept[recipes.ReceiveRecipe] | None:
-        """Return the kept recipe of announcements with this header; None if there is more to read than it describes."""
+    def key(self) -> bytes | None:
+        """Return the key of the recipe for this header; None if there is more to read than a recipe describes."""
         if self.objects.numel() or self.header.numel() > recipes.LONGEST_HEADER:
             return None
-        return recipes.read(self.header.numpy().tobytes())
+        key: bytes = self.header.numpy().tobytes()
+        return key
 
 
 Misfit = dict[str, Any]
@@ -221,15 +220,18 @@ class Incoming:
             UnsafeObjectError: An object is not allow-listed here.
         """
         sent = Announcement(message)
-        kept = sent.recipe() if into is None else None
-        if kept is not None and (known := kept.value) is not None and known.nbytes == sent.data.numel():
+        key = sent.key() if into is None else None
+        known = None if key is None else recipes.read.find(key)
+        if known is not None and known.nbytes == sent.data.numel():
             incoming = cls.__new__(cls)
             incoming._tree, incoming._data = known.tree(sent.data), sent.data
             return incoming
         objects = codec.decode(sent.objects.clone(), weights_only=weights_only) if sent.objects.numel() else ()
         incoming = cls(comms, sent.header, into, objects, sent.data.clone() if sent.data.numel() else None)
-        if kept is not None and not incoming._receiving:
-            kept.value = recipes.ReceiveRecipe.of(_header_of(sent.header), incoming._tree, incoming._tensors)
+        if key is not None and not incoming._receiving:
+            made = recipes.ReceiveRecipe.of(_header_of(sent.header), incoming._tree, incoming._tensors)
+            if made is not None:
+                recipes.read.keep(key, made)
         return incoming
 
     @property

@@ -6,13 +6,13 @@ kept, so that each further dict costs one copy per tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from easydist import memory
-from easydist.base.recent import Kept, recent
+from easydist.base.recent import Recent
 from easydist.data.backing import addresses
 from easydist.format import outline
 from easydist.format.header import Header
@@ -55,7 +55,7 @@ class SendRecipe(NamedTuple):
         return cls(header, [own[id(one)] for one in tensors]) if own.keys() >= set(map(id, tensors)) else None
 
 
-made: Callable[[Hashable], Kept[SendRecipe]] = recent(_MOST)
+made: Recent[SendRecipe] = Recent(_MOST)
 """The recipes of the data sent last, by the results of ``key_of``."""
 
 
@@ -134,7 +134,7 @@ class ReceiveRecipe(NamedTuple):
         return cls(max([entry.stop for entry in head.entries], default=0), rows)
 
 
-read: Callable[[Hashable], Kept[ReceiveRecipe]] = recent(_MOST)
+read: Recent[ReceiveRecipe] = Recent(_MOST)
 """The recipes of the data received last, by the bytes of its header."""
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from easydist.base.recent import Kept, recent
+from easydist.base.recent import Recent
 from easydist.data import packing
 from easydist.data.backing import addresses
 from easydist.data.leaves import as_tensor
@@ -179,7 +179,7 @@ class _Plan(NamedTuple):
     dtypes: list[torch.dtype]
 
 
-_plans: functools._lru_cache_wrapper[Kept[_Plan]] = recent(4)
+_plans: Recent[_Plan] = Recent(4)
 
 
 class Source:
@@ -207,14 +207,12 @@ class Source:
     ) -> None:
         given = {new: state[name] for name, new in names.items()}
         values, like = list(given.values()), layout_key(list(given.values()))
-        kept = None if like is None else _plans((like, tuple(given), dtype, json.dumps(about)))
-        plan = None if kept is None else kept.value
+        key = None if like is None else (like, tuple(given), dtype, json.dumps(about))
+        plan = None if key is None else _plans.find(key)
         if plan is None:
             plan, values = _planned(given, dtype, about)
-            if kept is not None and plan.header.numel() <= LONGEST:
-                kept.value = plan
-            elif kept is not None:
-                _plans.cache_clear()  # its key is as large as the header
+            if key is not None and plan.header.numel() <= LONGEST:  # a key is as large as the header
+                _plans.keep(key, plan)
         else:
             values = [values[i] for i in plan.order]
         self.header, self.shards = plan.header, plan.shards

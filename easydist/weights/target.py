@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from easydist.agreement.disagreement import Row
-from easydist.base.recent import Kept, recent
+from easydist.base.recent import Recent
 from easydist.data.aliasing import overlap
 from easydist.data.leaves import Leaves
 from easydist.data.packing import type_text
@@ -54,7 +54,7 @@ class _Fit(NamedTuple):
     made: dict[tuple[int, torch.dtype], list[str]]
 
 
-_fits: Callable[[Hashable], Kept[_Fit]] = recent(4)
+_fits: Recent[_Fit] = Recent(4)
 
 
 class Target:
@@ -84,17 +84,17 @@ class Target:
         self._coming = {m: n for n, m in names.items() if self._takes_all or wanted.strict or m in self._mine}
         self.destinations = Destinations(announced.dtypes, wanted.pin)
         self._new: dict[str, torch.Tensor] = {}
-        self._kept = self._known()
-        self._fit = None if self._kept is None else self._kept.value
+        self._key = self._fit_key()
+        self._fit = None if self._key is None else _fits.find(self._key)
 
-    def _known(self) -> Kept[_Fit] | None:
-        """Return the kept fit; None if it must be computed again."""
+    def _fit_key(self) -> Hashable | None:
+        """Return the key of the fit; None if it must be computed each time."""
         like = layout_key(list(self._mine.values()))
         changes = (*self._coming, *self._coming.values()) if self._wanted.keep or self._wanted.rename else None
         rules = self._is_strict, self._takes_all, self._wanted.strict
         if like is None or not self._announced.is_kept:
             return None
-        return _fits((self._announced, like, tuple(self._mine), self._into.own, rules, changes))
+        return self._announced, like, tuple(self._mine), self._into.own, rules, changes
 
     def misfit(self) -> list[Row]:
         """Return the differences between arriving entries and the receiver's, sorted by name; empty if all fit."""
@@ -135,14 +135,14 @@ class Target:
             RuntimeError: There is not enough memory, or no such device.
             ValueError: A tensor of ``into`` cannot be written.
         """
-        if self._fit is None:
+        if is_new := self._fit is None:
             self._fit = self._found()
         else:
             self._check_disjoint(self._fit)
         boxes, spans = self._announced.boxes, self.destinations.spans
         for i, name, is_plain in self._fit.written:
             value = self._mine[name]
-            if self._kept is None:
+            if self._key is None:
                 spans[i].append(span_of(value))
             else:
                 spans[i].append(Span(value.detach() if value.requires_grad else value, boxes[i], is_plain))
@@ -150,8 +150,8 @@ class Target:
             tensor = self._make(i, dtype)
             for name in names:
                 self._new[name] = tensor
-        if self._kept is not None:
-            self._kept.value = self._fit
+        if is_new and self._key is not None:
+            _fits.keep(self._key, self._fit)
 
     def _check_disjoint(self, fit: _Fit) -> None:
         """Check the one thing that equal layouts do not show: whether different tensors share memory."""
@@ -195,7 +195,7 @@ class Target:
         """Store everything that has arrived, and return the result of the call."""
         self.destinations.synchronize()
         written = [self._mine[name] for _, name, _ in self._fit.written] if self._fit else []
-        if self._kept is None:  # else they are plain tensors, and none is an inference tensor
+        if self._key is None:  # else they are plain tensors, and none is an inference tensor
             written = [local(one) for one in written if not one.is_inference()]
         torch.autograd.graph.increment_version(written)
         found = self._new | self._extra()

@@ -39,6 +39,13 @@ MUTANTS = [
         "tests/agreement/test_runner.py::test_a_verb_where_tensors_have_no_data_is_an_error_on_all_ranks",
     ),
     Mutant(
+        "base/recent.py",
+        "Recent.find",
+        "        kept.used = self._tick()\n",
+        "",
+        "easydist/base/recent.py",
+    ),
+    Mutant(
         "base/arguments.py",
         "either",
         "chosen = value if other is UNSET else other",

@@ -32,6 +32,13 @@ MUTANTS = [
         "tests/weights/test_state_dicts.py::test_what_is_known_of_weights_holds_for_those_that_are_like_them_alone",
     ),
     Mutant(
+        "weights/source.py",
+        "Source.__init__",
+        "if key is not None and plan.header.numel() <= LONGEST:",
+        "if key is not None:",
+        "tests/weights/test_state_dicts.py::test_a_plan_with_a_very_long_header_leaves_nothing",
+    ),
+    Mutant(
         "weights/target.py",
         "Target.finish",
         "        torch.autograd.graph.increment_version(written)\n",

@@ -16,11 +16,13 @@ from trees import DTYPES, assert_same
 
 import easydist
 from easydist import CollectiveTimeout, DisagreementError, PeerLostError, RemoteError, WireError, weights
+from easydist.base.recent import Recent
 from easydist.state import communicators
 from easydist.testing import distributed
 from easydist.transport.comm import Collectives
-from easydist.weights import announced, source
+from easydist.weights import announced, source, target
 from easydist.weights.source import Source
+from easydist.weights.target import Target, Wanted
 
 KiB, MiB = 1 << 10, 1 << 20
 
@@ -343,12 +345,25 @@ def test_only_headers_that_are_not_very_long_are_kept(monkeypatch):
 
 
 def test_a_plan_with_a_very_long_header_leaves_nothing(monkeypatch):
-    source._plans.cache_clear()
+    monkeypatch.setattr(source, "_plans", plans := Recent(4))
     Source({"w": torch.ones(2)}, {"w": "w"}, None, {})
-    assert source._plans.cache_info().currsize == 1
+    (kept,) = plans._kept
     monkeypatch.setattr(source, "LONGEST", 1)
     Source({"v": torch.ones(3)}, {"v": "v"}, None, {})
-    assert source._plans.cache_info().currsize == 0
+    assert [*plans._kept] == [kept]
+
+
+def test_receivers_that_do_not_fit_leave_nothing(monkeypatch):
+    monkeypatch.setattr(target, "_fits", fits := Recent(4))
+    arriving = announced.announced(bytes(Source({"w": torch.ones(2)}, {"w": "w"}, None, {}).header.numpy()))
+    assert Target({"w": torch.ones(3)}, arriving, Wanted()).misfit()
+    unwritable = Target({"w": torch.ones(1).expand(2)}, arriving, Wanted())
+    assert not unwritable.misfit()
+    with pytest.raises(ValueError, match="expanded"):
+        unwritable.allocate()
+    assert not fits._kept
+    Target({"w": torch.ones(2)}, arriving, Wanted()).allocate()
+    assert len(fits._kept) == 1
 
 
 @distributed(world_size=2)
