@@ -2,6 +2,10 @@
 
 import contextlib
 import itertools
+import re
+from functools import partial
+from pathlib import Path
+from unittest import mock
 
 import groups
 import pytest
@@ -11,12 +15,16 @@ import easydist
 from easydist.comms import new_comm
 from easydist.errors import DisagreementError, RemoteError
 from easydist.parallel import GroupCoordinator
+from easydist.parallel.pairs import Pairs
 from easydist.testing import distributed
+from easydist.verbs import object_pair, tensor_dicts
+
+ROOT = Path(easydist.__file__).parent
 
 TREES = [
-    {"x": torch.arange(3), "y": [1, "text", None]},
-    {"x": torch.arange(20_000), "empty": torch.ones(0)},
     {"large": torch.arange(1 << 19), "small": torch.ones(2), "scalar": torch.tensor(2.5)},
+    {"x": torch.arange(20_000), "empty": torch.ones(0)},
+    {"x": torch.arange(3), "y": [1, "text", None]},
 ]
 
 
@@ -51,6 +59,7 @@ class OfVerbs:
         }
         self.object = {"send_object": lambda obj, dst: easydist.send_object(obj, group_dst=dst, group=group)}
         self.get_object = {"recv_object": lambda obj, src: easydist.recv_object(group_src=src, group=group)}
+        self.tensor, self.get_tensor = {}, {}
 
 
 class OfCoordinator:
@@ -67,27 +76,70 @@ class OfCoordinator:
         }
         self.object = {"coordinator.send_object": group.send_object}
         self.get_object = {"coordinator.recv_object": lambda obj, src: group.recv_object(src)}
+        self.tensor = {"coordinator.send": group.send}
+        self.get_tensor = {"coordinator.recv": lambda one, src: group.recv(one.shape, one.dtype, src)}
+
+
+def test_the_entries_are_all_that_there_are():
+    functions = [name for module in (object_pair, tensor_dicts) for name in module.__all__ if "broadcast" not in name]
+    methods = [f"coordinator.{name}" for name in vars(Pairs) if re.match("i?(send|recv)", name)]
+    known = {
+        name.partition("(")[0]
+        for source in (OfVerbs(None), OfCoordinator(mock.Mock()))
+        for entries in vars(source).values()
+        for name in entries
+    }
+    assert known == {*functions, *methods}
+    users = {
+        path for path in ROOT.rglob("*.py") if re.search(r"messages\.pair import.*\b(send|receive)\b", path.read_text())
+    }
+    assert {str(path.relative_to(ROOT)) for path in users} == {
+        "verbs/object_pair.py",
+        "verbs/tensor_dicts.py",
+        "parallel/pairs.py",
+    }
 
 
 class Entries:
-    """All entries over the members of a group, by name."""
+    """All entries over the members of a group, by name, from its first rank to its last one.
 
-    def __init__(self, *sources):
-        for kind in ("tree", "get_tree", "object", "get_object"):
-            entries = [(name, entry) for source in sources for name, entry in getattr(source, kind).items()]
-            setattr(self, kind, [(f"{name} {number}", entry) for number, (name, entry) in enumerate(entries)])
+    Args:
+        rank: This rank.
+        world_size: The number of ranks; those between the two take no part.
+        sources: The entries.
+    """
 
-    def meet(self, rank, kind, values):
+    def __init__(self, rank, world_size, *sources):
+        self.rank, self.src, self.dst = rank, 0, world_size - 1
+        for kind in ("tree", "object", "tensor"):
+            for name in (kind, f"get_{kind}"):
+                entries = [one for source in sources for one in getattr(source, name).items()]
+                setattr(self, name, [(f"{each} {number}", entry) for number, (each, entry) in enumerate(entries)])
+
+    def some(self, values):
+        """Return the values for this number of ranks: the first one is enough for a second number."""
+        return values if self.dst == 1 else values[:1]
+
+    def meet(self, kind, values):
         """Send each value by each entry to each entry that receives such a value."""
         senders, receivers = getattr(self, kind), getattr(self, f"get_{kind}")
-        for value, (sender, send), (receiver, receive) in itertools.product(values, senders, receivers):
-            if rank == 0:
-                send(value, 1)
-            else:
-                assert equal(receive(value, 0), value), (sender, receiver)
+        for value, (sender, send), (receiver, receive) in itertools.product(self.some(values), senders, receivers):
+            if self.rank == self.src:
+                send(value, self.dst)
+            elif self.rank == self.dst:
+                assert equal(receive(value, self.src), value), (sender, receiver)
 
-    def works(self, rank):
-        self.meet(rank, "tree", [{"y": 2}])
+    def raised(self, first, second):
+        """Return the text of the error that both ranks raise.
+
+        Args:
+            first: A function of the other rank, to call on the first rank.
+            second: The same for the last rank.
+        """
+        return raised({self.src: lambda: first(self.dst), self.dst: lambda: second(self.src)}.get(self.rank))
+
+    def works(self):
+        self.meet("tree", [{"y": 2}])
 
 
 def equal(one, other):
@@ -114,11 +166,11 @@ def made(kind, rank, world_size):
     with ways(kind, rank):
         if kind == "comm":
             comm = new_comm("shm", torch.device("cpu"), "messages")
-            yield Entries(OfVerbs(comm))
+            yield Entries(rank, world_size, OfVerbs(comm))
             comm.finalize()
             return
         group = GroupCoordinator([[*range(world_size)]], rank, "gloo", False)
-        yield Entries(OfVerbs(group), OfVerbs(group.cpu_group), OfCoordinator(group))
+        yield Entries(rank, world_size, OfVerbs(group), OfVerbs(group.cpu_group), OfCoordinator(group))
         group.destroy()
 
 
@@ -127,57 +179,68 @@ KINDS = pytest.mark.parametrize("kind", ["shm", "gloo", "hosts", "comm"])
 
 @pytest.mark.slow
 @KINDS
-@distributed(world_size=2)
+@distributed(world_size=[2, 3])
 def test_all_that_send_meet_all_that_receive(kind, rank, world_size):
     with made(kind, rank, world_size) as entries:
-        entries.meet(rank, "tree", TREES)
-        entries.meet(rank, "object", [{"x": 1}, "text" * 20_000])
+        entries.meet("tree", TREES)
+        entries.meet("object", ["text" * 20_000, {"x": 1}])
+        entries.meet("tensor", [torch.arange(1 << 19).view(2, -1), torch.tensor(2.5)])
 
 
-def raised(call, *args):
-    """Return the text of the error that a call raises on both ranks."""
-    with pytest.raises((DisagreementError, RemoteError)) as caught:
-        call(*args)
-    texts = groups.of_all(f"{type(caught.value).__name__}: {caught.value}")
-    assert texts[0] == texts[1]
-    return texts[0]
+def raised(call):
+    """Return the text of the error that a call raises on all ranks that make it; others pass None."""
+    error = None
+    if call is not None:
+        with pytest.raises((DisagreementError, RemoteError)) as caught:
+            call()
+        error = f"{type(caught.value).__name__}: {caught.value}"
+    (text,) = {text for text in groups.of_all(error) if text is not None}
+    return text
+
+
+VALUES = {
+    "tree": [{"x": 1}, {"x": list(range(20_000))}],
+    "object": [{"x": 1}, {"x": list(range(20_000))}],
+    "tensor": [torch.ones(2), torch.ones(1 << 19)],
+}
 
 
 @pytest.mark.slow
 @KINDS
-@distributed(world_size=2)
+@distributed(world_size=[2, 3])
 def test_a_sender_and_a_receiver_of_different_kinds_raise_the_same(kind, rank, world_size):
     with made(kind, rank, world_size) as entries:
-        for sent, got in (("tree", "get_object"), ("object", "get_tree")):
-            for value in ({"x": 1}, {"x": list(range(20_000))}):
-                for (_, send), (_, receive) in itertools.product(getattr(entries, sent), getattr(entries, got)):
-                    text = raised(receive, {}, 0) if rank else raised(send, value, 1)
-                    assert text.startswith("DisagreementError: recv_")
-        entries.works(rank)
+        for sent, got in itertools.permutations(VALUES, 2):
+            pairs = itertools.product(getattr(entries, sent), getattr(entries, f"get_{got}"))
+            for (_, send), (_, receive) in pairs:
+                for value in entries.some(VALUES[sent]):
+                    text = entries.raised(partial(send, value), partial(receive, VALUES[got][0]))
+                    assert text.startswith("DisagreementError: recv")
+        entries.works()
 
 
 @pytest.mark.slow
 @KINDS
-@distributed(world_size=2)
+@distributed(world_size=[2, 3])
 def test_two_that_send_to_each_other_raise_the_same(kind, rank, world_size):
     with made(kind, rank, world_size) as entries:
-        senders = [each for each in entries.tree + entries.object if "isend" not in each[0]]
-        for value in ({"x": 1}, {"x": list(range(20_000))}):
-            for mine, other in itertools.product(senders, senders):
-                text = raised((other if rank else mine)[1], value, 1 - rank)
-                assert "ranks 0 and 1 send to each other, and neither receives" in text
-        entries.works(rank)
+        senders = [(name, one, kind) for kind in VALUES for name, one in getattr(entries, kind) if "isend" not in name]
+        for (_, one, this), (_, other, that) in itertools.product(senders, senders):
+            for mine, others in entries.some([*zip(VALUES[this], VALUES[that], strict=True)]):
+                text = entries.raised(partial(one, mine), partial(other, others))
+                assert f"ranks 0 and {world_size - 1} send to each other, and neither receives" in text
+        entries.works()
 
 
 @pytest.mark.slow
-@distributed(world_size=2)
+@distributed(world_size=[2, 3])
 def test_two_that_receive_from_each_other_raise_the_same(rank, world_size):
     with made("shm", rank, world_size) as entries:
-        receivers = [each for _, each in entries.get_tree + entries.get_object]
-        for mine, other in itertools.product(receivers, receivers):
-            text = raised(other if rank else mine, {}, 1 - rank)
-            assert "ranks 0 and 1 receive from each other, and neither sends" in text
-        entries.works(rank)
+        receivers = [partial(one, VALUES[kind][0]) for kind in VALUES for _, one in getattr(entries, f"get_{kind}")]
+        for one, other in itertools.product(receivers, receivers):
+            text = entries.raised(one, other)
+            assert f"ranks 0 and {world_size - 1} receive from each other, and neither sends" in text
+        entries.works()
 
 
 @pytest.mark.slow
@@ -186,14 +249,14 @@ def test_two_that_receive_from_each_other_raise_the_same(rank, world_size):
 def test_what_cannot_travel_or_be_taken_raises_the_same(kind, rank, world_size):
     with made(kind, rank, world_size) as entries:
         for (_, send), (_, receive) in itertools.product(entries.tree, entries.get_tree):
-            text = raised(receive, {}, 0) if rank else raised(send, {"x": iter([])}, 1)
+            text = entries.raised(partial(send, {"x": iter([])}), partial(receive, {}))
             assert "rank 0 failed before the exchange" in text
         large = {"x": torch.ones(1 << 19)}
         for (_, send), (name, receive) in itertools.product(entries.tree, entries.get_tree):
             if "into" in name:
-                text = raised(receive, {"x": torch.ones(1)}, 0) if rank else raised(send, large, 1)
+                text = entries.raised(partial(send, large), partial(receive, {"x": torch.ones(1)}))
                 assert "ranks disagree on 1 of 1 leaves" in text
-        entries.works(rank)
+        entries.works()
 
 
 @pytest.mark.slow
@@ -203,7 +266,7 @@ def test_what_was_posted_before_two_send_to_each_other_arrives(rank):
         patch.setenv("EASYDIST_SHM", "0")
         group = GroupCoordinator([[0, 1]], rank, "gloo", False)
         handles = [] if rank else group.isend_tensor_dict({"x": 1}, 1)
-        assert "neither receives" in raised(group.send_object, 1, 1 - rank)
+        assert "neither receives" in raised(lambda: group.send_object(1, 1 - rank))
         if rank:
             assert group.recv_tensor_dict(0) == {"x": 1}
         waited(handles)
