@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 from easydist.agreement.agree import Reported, agree, text_of, trust
@@ -113,21 +113,40 @@ def run(verb: Verb[R], comms: Communicators, timeout: Timeout | None = None, che
         return verb.result(comms, agreed, arrived)
 
 
-class _Meeting(Verb[None]):
-    """The verb in which all ranks meet, and learn of a fault if there is one."""
-
+class _Comparison(Verb[R]):
     needs_data = False
 
-    def __init__(self, operation: str, fault: BaseException | None) -> None:
-        self.operation, self._fault = operation, fault
+    def __init__(self, operation: str, open_: Callable[[Communicators], tuple[R, dict[str, Any]]]) -> None:
+        self.operation, self._open = operation, open_
 
     def prepare(self, comms: Communicators) -> Call:
-        if self._fault is not None:
-            raise Reported(text_of(self._fault)) from self._fault
-        return Call()
+        self._result, arguments = self._open(comms)
+        return Call(arguments)
 
-    def result(self, comms: Communicators, agreed: Agreement, arrived: Any) -> None:
-        return None
+    def result(self, comms: Communicators, agreed: Agreement, arrived: Any) -> R:
+        return self._result
+
+
+def compare(
+    comms: Communicators,
+    operation: str,
+    open_: Callable[[Communicators], tuple[R, dict[str, Any]]],
+    timeout: Timeout | None = None,
+) -> R:
+    """Let all ranks compare arguments; no data moves.
+
+    Args:
+        comms: The group.
+        operation: The name of the call.
+        open_: Returns the result on this rank, and the arguments on which all ranks have to agree. If it raises, all
+            ranks raise.
+        timeout: The time limit of the call; None is the group's.
+
+    Raises:
+        RemoteError: ``open_`` has raised on another rank.
+        DisagreementError: A rank has other arguments, or made a different call.
+    """
+    return run(_Comparison(operation, open_), comms, timeout)
 
 
 def meet(
@@ -148,7 +167,13 @@ def meet(
     is_known = isinstance(fault, EasydistError) and fault.raised_in is comms
     if fault is not None and (is_known or comms.size == 1):
         raise fault  # all other ranks raise it already, or there are none
-    run(_Meeting(operation, fault), comms, timeout)
+
+    def report(_: Communicators) -> tuple[None, dict[str, Any]]:
+        if fault is not None:
+            raise Reported(text_of(fault)) from fault
+        return None, {}
+
+    compare(comms, operation, report, timeout)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import torch
 
 from easydist import tree
 from easydist.base.torch_private import foreach_copy, is_zerotensor
-from easydist.data.aliasing import aliases, are_apart, overlap, overlaps_itself, separate
+from easydist.data.aliasing import aliases, are_disjoint, overlap, overlaps_itself, separate
 from easydist.data.backing import backed, is_backed, starts
 from easydist.data.kinds import Kind, kind_of
 from easydist.data.packing import Packed, Packing, dtype_name, sort_key
@@ -266,7 +266,7 @@ class Leaves:
     _starts: list[int] | None = None
     """The addresses of the tensors, if all are contiguous, plain memory."""
 
-    _are_apart = False
+    _are_disjoint = False
     """True if ``check_writable`` has seen that no two leaves share memory."""
 
     def __init__(self, data: Tree, vectors: bool = False, spec: tree.Spec | None = None) -> None:
@@ -290,8 +290,8 @@ class Leaves:
         self.values, self.tensors = self.layout.ordered(values), self.layout.ordered(tensors)
         if self._are_unchanged:
             self._check_memory(kind.is_contiguous)
-        self._begin_apart = self._starts is not None and len(set(self._starts)) == len(self._starts)
-        self.ties = None if self._begin_apart else _ties(self.values)
+        self._starts_differ = self._starts is not None and len(set(self._starts)) == len(self._starts)
+        self.ties = None if self._starts_differ else _ties(self.values)
         self.plain = sorted([(path, described(value, path)) for path, value in self._spec.plain])
 
     def _check_memory(self, contiguous: bool) -> None:
@@ -340,13 +340,15 @@ class Leaves:
                 with elements that share memory (an expanded one, …); or two leaves share part of their memory.
         """
         lengths = self.layout.packing.lengths
-        self._are_apart = are_apart(self.tensors, lengths) if self._starts is None else separate(self._starts, lengths)
-        if self._are_unchanged and self._are_apart and not any(map(torch.Tensor.is_inference, self.values)):
+        self._are_disjoint = (
+            are_disjoint(self.tensors, lengths) if self._starts is None else separate(self._starts, lengths)
+        )
+        if self._are_unchanged and self._are_disjoint and not any(map(torch.Tensor.is_inference, self.values)):
             return  # the usual case
         for path, value in zip(self.layout.paths, self.values, strict=True):
             if reason := unwritable(value):
                 raise ValueError(f"{_at(path)} {reason}, so it cannot be written in place")
-        if self._are_apart:
+        if self._are_disjoint:
             return
         filled = [i for i, value in enumerate(self.values) if isinstance(value, torch.Tensor | np.ndarray)]
         if (pair := overlap([self.tensors[i] for i in filled])) is not None:
@@ -355,7 +357,7 @@ class Leaves:
 
     def aliases(self) -> list[int] | None:
         """Return for each leaf the index of the first one with the same memory; None if all are different."""
-        return None if self._begin_apart or self._are_apart else aliases(self.tensors)
+        return None if self._starts_differ or self._are_disjoint else aliases(self.tensors)
 
     def write_packed(self, packed: Packed, row: int) -> Tree:
         """Do as ``write``, with the values of all leaves from a row of packed ones."""

@@ -29,14 +29,11 @@ _CROSSED = "crossed"
 
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-Wait = Callable[[Part], None]
-"""A function that waits for a part in a call."""
-
 Crossed = Callable[[Message], EasydistError]
 """A function of the peer's message; it returns the error of two ranks that send to each other."""
 
 
-def channel_to(comms: Communicators, peer: int, wait: Wait) -> Channel:
+def channel_to(comms: Communicators, peer: int, wait: Callable[[Part], None]) -> Channel:
     """Return the channel between this rank and another one, in a call. Both ranks choose the same one."""
     if not isinstance(comms.direct, Gloo):
         return Channel(comms, peer, wait)
@@ -58,7 +55,7 @@ class Channel:
     _first = HEAD
     """The bytes of the first part of a frame."""
 
-    def __init__(self, comms: Communicators, peer: int, wait: Wait) -> None:
+    def __init__(self, comms: Communicators, peer: int, wait: Callable[[Part], None]) -> None:
         self._comms, self.peer, self._wait = comms, peer, wait
 
     def post(self, frame: torch.Tensor) -> tuple[list[Part], Answer | None]:
@@ -140,7 +137,7 @@ class _OfGloo(Channel):
 
     _first = FRAME
 
-    def __init__(self, comms: Communicators, peer: int, wait: Wait) -> None:
+    def __init__(self, comms: Communicators, peer: int, wait: Callable[[Part], None]) -> None:
         super().__init__(comms, peer, wait)
         self._tagged: dict[int, Gloo] = {}
 
@@ -178,7 +175,7 @@ class _OfGloo(Channel):
 class _OfMemory(_OfGloo):
     """Frames in a mailbox if they fit. Refusals, which are rare, come by gloo."""
 
-    def __init__(self, comms: Communicators, peer: int, wait: Wait, mailbox: Mailbox) -> None:
+    def __init__(self, comms: Communicators, peer: int, wait: Callable[[Part], None], mailbox: Mailbox) -> None:
         super().__init__(comms, peer, wait)
         self._mailbox = mailbox
 
@@ -206,8 +203,8 @@ class _OfMemory(_OfGloo):
 
     def answer(self, message: Message, error: EasydistError | None, has_crossed: bool = False) -> None:
         if error is not None:  # the sender may never ask for the answer
-            told = {"number": self._mailbox.answered} | ({_CROSSED: True} if has_crossed else {})
-            refusal = self._post_answer(_answer(error, told))
+            terms = {"number": self._mailbox.answered} | ({_CROSSED: True} if has_crossed else {})
+            refusal = self._post_answer(_answer(error, terms))
             aside(refusal.end, weakref.ref(self._comms), (self.peer, "refusals"))
         self._mailbox.answer(is_refusal=error is not None)
 
@@ -225,7 +222,7 @@ class _OfMemory(_OfGloo):
         return box.refusals.get(number)
 
 
-def _answer(error: EasydistError | None, told: Mapping[str, Any] = MappingProxyType({})) -> torch.Tensor:
+def _answer(error: EasydistError | None, terms: Mapping[str, Any] = MappingProxyType({})) -> torch.Tensor:
     if error is None:
         return frames.encode(0, ACCEPTED, {})
-    return frames.encode(0, REFUSED, {**frames.terms_of(error), **told})
+    return frames.encode(0, REFUSED, {**frames.terms_of(error), **terms})

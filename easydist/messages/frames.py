@@ -56,8 +56,8 @@ def encode(kind: int, status: int, terms: Mapping[str, Any], body: torch.Tensor 
         terms: As in ``Message``.
         body: As in ``Message``; None means no bytes.
     """
-    told = json.dumps(dict(terms), separators=(",", ":")).encode() if terms else b""
-    head = bytearray(_HEAD.pack(kind, status, len(told), 0 if body is None else body.numel()) + told)
+    text = json.dumps(dict(terms), separators=(",", ":")).encode() if terms else b""
+    head = bytearray(_HEAD.pack(kind, status, len(text), 0 if body is None else body.numel()) + text)
     frame = torch.frombuffer(head, dtype=torch.uint8)
     return frame if body is None else torch.cat([frame, body])
 
@@ -71,8 +71,8 @@ def nbytes_of(frame: torch.Tensor) -> int:
 def decode(frame: torch.Tensor) -> Message:
     """Return the message that ``encode`` has encoded."""
     kind, status, terms, _ = _HEAD.unpack_from(view := frame.numpy().data)
-    told = json.loads(bytes(view[HEAD : HEAD + terms])) if terms else {}
-    return Message(kind, status, told, frame[HEAD + terms :])
+    text = json.loads(bytes(view[HEAD : HEAD + terms])) if terms else {}
+    return Message(kind, status, text, frame[HEAD + terms :])
 
 
 def terms_of(error: EasydistError) -> dict[str, Any]:

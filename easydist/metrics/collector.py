@@ -12,7 +12,7 @@ from easydist.base.eager import eager_methods
 from easydist.metrics.columns import Schema
 from easydist.metrics.indices import as_indices
 from easydist.metrics.store import Store, copied, nbytes_of
-from easydist.metrics.windows import ALL, Plan, Way, arrived_rows, planned, whole, windows
+from easydist.metrics.windows import ALL, Destination, Plan, arrived_rows, planned, whole, windows
 from easydist.state import communicators, together
 from easydist.typing import Group, Timeout, Tree
 from easydist.verbs.ranks import check_rank, named_rank
@@ -137,8 +137,8 @@ class MetricCollector:
         on others.
         """
         with together(self._group, timeout=self._timeout):
-            plan, way = self._planned("compute", dst, group_dst)
-            columns = whole(self._store, plan, way, self._rtol)
+            plan, to = self._planned("compute", dst, group_dst)
+            columns = whole(self._store, plan, to, self._rtol)
             return None if columns is None else plan.schema.rebuilt(columns) or {}
 
     def blocks(self, dst: int | None = None, *, group_dst: int | None = None) -> Iterator[dict[str, Any] | None]:
@@ -157,19 +157,19 @@ class MetricCollector:
         Cost: as ``compute``, and a small exchange per block. Memory: one block.
         """
         with together(self._group, timeout=self._timeout):
-            plan, way = self._planned("blocks", dst, group_dst)
-        every = windows(self._store, plan, way, self._rtol)
+            plan, to = self._planned("blocks", dst, group_dst)
+        every = windows(self._store, plan, to, self._rtol)
         for _ in plan.bounds[1:]:
             with together(self._group, timeout=self._timeout):
                 leaves = next(every)
             yield None if leaves is None else plan.schema.rebuilt(leaves)
 
-    def _planned(self, method: str, dst: int | None, group_dst: int | None) -> tuple[Plan, Way]:
-        """Return the plan, and the way to the rank that the caller names; called where all ranks learn of an error."""
+    def _planned(self, method: str, dst: int | None, group_dst: int | None) -> tuple[Plan, Destination]:
+        """Return the plan, and the rank that the caller names; called where all ranks learn of an error."""
         rank = named_rank(self._group, f"MetricCollector.{method}", "dst", dst, group_dst)
         check_rank(communicators(self._group), "dst", rank)
-        way = Way(rank, self._group, timeout=self._timeout)
-        return planned(self._store, self._schema, self.total, way), way
+        to = Destination(rank, self._group, timeout=self._timeout)
+        return planned(self._store, self._schema, self.total, to), to
 
     def _move(self) -> None:
         """Move all rows to rank ``dst``, which also keeps its own."""
@@ -177,8 +177,8 @@ class MetricCollector:
         with together(self._group, timeout=self._timeout):
             check_rank(communicators(self._group), "dst", self._dst)
             empty = [one.empty() for one in self._schema.types]
-            way = Way(self._dst, self._group, timeout=self._timeout)
-            got = arrived_rows(Store() if is_there else self._store, empty, ALL, way)
+            to = Destination(self._dst, self._group, timeout=self._timeout)
+            got = arrived_rows(Store() if is_there else self._store, empty, ALL, to)
             if got is not None:
                 self._store.add(*got, sum(map(nbytes_of, got[1])))
         if not is_there:

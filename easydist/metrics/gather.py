@@ -21,7 +21,7 @@ from easydist.metrics.joining import padded
 from easydist.metrics.known_loaders import lot_of, lot_of_last
 from easydist.metrics.order import Order, in_order, rows_text
 from easydist.metrics.tally import Lot, agreed_lot
-from easydist.metrics.windows import AT_ONCE, Large, Way, moved
+from easydist.metrics.windows import AT_ONCE, Destination, Large, moved
 from easydist.state import communicators, together
 from easydist.typing import Group, Timeout, Tree
 from easydist.verbs.buckets import every_shape
@@ -117,7 +117,7 @@ def gather_for_metrics(
     if verb.large is None:
         return result
     with together(group):
-        columns = moved(verb.large, Way(dst, group, "gather_for_metrics", check, timeout))
+        columns = moved(verb.large, Destination(dst, group, "gather_for_metrics", check, timeout))
         return None if columns is None else verb.finished(columns)
 
 

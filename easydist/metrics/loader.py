@@ -11,9 +11,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from easydist.agreement.call import Call
-from easydist.agreement.frames import Agreement
-from easydist.agreement.runner import Verb, run
+from easydist.agreement.runner import compare
 from easydist.base.eager import eager, eager_methods
 from easydist.data.structure import find_batch_size
 from easydist.errors import DisagreementError
@@ -96,7 +94,7 @@ def distributed_loader(
         source = source_of(dataset, Parameters(comms.rank, comms.size, **arguments), collate_fn, options)
         return source, {"total": source.total, **arguments}
 
-    source = run(_Meeting("distributed_loader", opened), communicators(group))
+    source = compare(communicators(group), "distributed_loader", opened)
     return DistributedLoader(dataset, source, with_indices, group)
 
 
@@ -115,8 +113,8 @@ class DistributedLoader:
     def __init__(self, dataset: Any, source: Source, with_indices: bool, group: Group) -> None:
         self.dataset, self.batch_size, self.total = dataset, source.parameters.batch_size, source.total
         self._source, self._with_indices, self._group = source, with_indices, group
-        self._next = _Place(0, 0)
-        self._here, self._reading = self._next, list[_Place]()
+        self._next = _Position(0, 0)
+        self._here, self._reading = self._next, list[_Position]()
 
     @property
     def epoch(self) -> int:
@@ -144,14 +142,14 @@ class DistributedLoader:
                 its own ``set_epoch``, if it has one.
         """
         if index(epoch) != self._next.epoch:
-            self._next = _Place(index(epoch), 0)
+            self._next = _Position(index(epoch), 0)
             self._here = self._reading[-1] if self._reading else self._next
 
     def __iter__(self) -> Iterator[Any]:
         epoch, start = self._next.epoch, self._next.position
         self._meet("begin_epoch", epoch=epoch, position=start, total=self.total)
-        here = self._here = _Place(epoch, start)
-        self._next = _Place(epoch, 0)
+        here = self._here = _Position(epoch, start)
+        self._next = _Position(epoch, 0)
         self._reading.append(here)
         try:
             for here.position, indices, batch in self._source.batches(epoch, start):
@@ -160,13 +158,13 @@ class DistributedLoader:
             if isinstance(self._source, Streamed):
                 self._meet_at_end(here)
             if self._next.epoch == epoch:  # set_epoch has chosen no other
-                self._next = _Place(epoch + 1, 0)
+                self._next = _Position(epoch + 1, 0)
             self._here = self._next
         finally:
             self._reading = [place for place in self._reading if place is not here]
             self._here = self._reading[-1] if self._reading else self._here
 
-    def _meet_at_end(self, here: _Place) -> None:
+    def _meet_at_end(self, here: _Position) -> None:
         """Make sure that all ranks' streams were equally long. Their samples are not compared."""
         try:
             self._meet("end_epoch", epoch=here.epoch, position=here.position)
@@ -175,7 +173,7 @@ class DistributedLoader:
             raise
 
     def _meet(self, operation: str, **arguments: Any) -> None:
-        run(_Meeting(operation, lambda _: (None, arguments)), communicators(self._group))
+        compare(communicators(self._group), operation, lambda _: (None, arguments))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of all ranks after the last yielded batch. It is the same on all ranks.
@@ -202,36 +200,14 @@ class DistributedLoader:
                 f"load_state_dict: the state belongs to a loader with {state['order']}, but this one has "
                 f"{self._source.order}; make it with the same data set, shuffle and seed"
             )
-        self._next = self._here = _Place(state["epoch"], state["position"])
+        self._next = self._here = _Position(state["epoch"], state["position"])
 
 
-class _Place:
+class _Position:
     """A position in an epoch."""
 
     def __init__(self, epoch: int, position: int) -> None:
         self.epoch, self.position = epoch, position
-
-
-class _Meeting(Verb[Any]):
-    """A meeting of the ranks: where a loader is made, and at the beginning and the end of an epoch.
-
-    Args:
-        operation: The name of the call.
-        opened: A function that returns the result on this rank, and the arguments on which all ranks have to agree.
-    """
-
-    operation = "distributed_loader"
-    needs_data = False
-
-    def __init__(self, operation: str, opened: Callable[[Communicators], tuple[Any, dict[str, Any]]]) -> None:
-        self.operation, self._opened = operation, opened
-
-    def prepare(self, comms: Communicators) -> Call:
-        self._result, arguments = self._opened(comms)
-        return Call(arguments)
-
-    def result(self, comms: Communicators, agreed: Agreement, arrived: Any) -> Any:
-        return self._result
 
 
 def progress(loader: Iterable[T], desc: str | None = None, *, total: int | None = None, **options: Any) -> Iterator[T]:

@@ -27,7 +27,7 @@ from easydist.typing import Group, Timeout
 from easydist.verbs.gather import Gather, Moved, gather
 from easydist.verbs.objects import gather_object
 
-__all__ = ["ALL", "AT_ONCE", "Large", "Plan", "Way", "arrived_rows", "moved", "planned", "whole", "windows"]
+__all__ = ["ALL", "AT_ONCE", "Destination", "Large", "Plan", "arrived_rows", "moved", "planned", "whole", "windows"]
 
 AT_ONCE = 1 << 23
 """The most bytes of one rank whose columns move in one exchange."""
@@ -39,7 +39,7 @@ ALL = (-(1 << 63), (1 << 63) - 1)
 """The window of all indices."""
 
 
-class Way(NamedTuple):
+class Destination(NamedTuple):
     """The destination of rows, rank ``dst`` or all ranks, and the further arguments of the exchanges."""
 
     dst: int | None
@@ -47,6 +47,25 @@ class Way(NamedTuple):
     operation: str = "MetricCollector"
     check: bool | None = None
     timeout: Timeout | None = None
+
+    @property
+    def comms(self) -> Communicators:
+        """The communicators of the group."""
+        return communicators(self.group)
+
+    def is_here(self) -> bool:
+        """True if the rows go to this rank, too."""
+        return self.dst in (None, self.comms.rank)
+
+    def gathered(self, data: Any) -> Any:
+        """Gather a tree; return None on ranks to which nothing goes."""
+        return gather(data, group_dst=self.dst, group=self.group, check=self.check, timeout=self.timeout)
+
+    def exchanged(self, value: Any) -> list[Any]:
+        """Exchange an object of each rank, among all ranks."""
+        restricted = not codec.is_pickle_allowed()
+        every = gather_object(value, weights_only=restricted, group=self.group, check=self.check, timeout=self.timeout)
+        return every or []
 
 
 class Plan(NamedTuple):
@@ -67,19 +86,19 @@ class Plan(NamedTuple):
     is_compared: bool
 
 
-def planned(store: Store, schema: Schema, total: int | None, way: Way) -> Plan:
+def planned(store: Store, schema: Schema, total: int | None, to: Destination) -> Plan:
     """Plan the windows, after making sure that all indices are there.
 
     Raises:
         ValueError: On all ranks: the ranks have different columns or ``total``, or indices are missing.
     """
     mine = [one.description() for one in schema.types], schema.template, total, len(store), store.nbytes
-    every, templates, totals, counts, nbytes = zip(*_exchanged(mine, way), strict=True)
+    every, templates, totals, counts, nbytes = zip(*to.exchanged(mine), strict=True)
     types = [[ColumnType.of(one) for one in each] for each in every]
     schema = _common([*map(Schema, types, templates)])
     if len({*totals}) > 1:
         raise ValueError(f"MetricCollector: the ranks have total={', '.join(map(str, totals))}")
-    length, bounds, has_repeated = _bounds(store.indices, total, _per_window(sum(counts), sum(nbytes)), way)
+    length, bounds, has_repeated = _bounds(store.indices, total, _per_window(sum(counts), sum(nbytes)), to)
     return Plan(schema, [one.empty() for one in schema.types], length, bounds, has_repeated)
 
 
@@ -88,25 +107,18 @@ def _per_window(rows: int, nbytes: int) -> int:
     return max(_WINDOW * rows // max(nbytes, 1), 1)
 
 
-def _bounds(indices: torch.Tensor, total: int | None, rows: int, way: Way) -> tuple[int, list[int], bool]:
+def _bounds(indices: torch.Tensor, total: int | None, rows: int, to: Destination) -> tuple[int, list[int], bool]:
     """Return the number of different indices, the bounds of the windows, and True if some are repeated.
 
     Raises:
         ValueError: On all ranks: indices of ``range(total)`` are missing.
     """
-    every = gather(indices, group_dst=way.dst, group=way.group, check=way.check, timeout=way.timeout)
+    every = to.gathered(indices)
     mine = None if every is None else _found(every, total, rows)
-    length, bounds, has_repeated, said = next(one for one in _exchanged(mine, way) if one is not None)
+    length, bounds, has_repeated, said = next(one for one in to.exchanged(mine) if one is not None)
     if said:
-        raise ValueError(f"{way.operation}: {said}")
+        raise ValueError(f"{to.operation}: {said}")
     return length, bounds, has_repeated
-
-
-def _exchanged(value: Any, way: Way) -> list[Any]:
-    """Exchange a value of each rank."""
-    restricted = not codec.is_pickle_allowed()
-    every = gather_object(value, weights_only=restricted, group=way.group, check=way.check, timeout=way.timeout)
-    return every or []
 
 
 def _common(schemas: Sequence[Schema]) -> Schema:
@@ -126,20 +138,19 @@ def _found(indices: torch.Tensor, total: int | None, rows: int) -> tuple[int, li
     return len(found), bounds, len(found) < len(indices), fault(found, counts, total)
 
 
-def whole(store: Store, plan: Plan, way: Way, rtol: float = 0.0) -> list[Any] | None:
-    """Move all rows, and return the columns in order of the index; None on ranks other than ``way.dst``.
+def whole(store: Store, plan: Plan, to: Destination, rtol: float = 0.0) -> list[Any] | None:
+    """Move all rows, and return the columns in order of the index; None on ranks other than ``to.dst``.
 
     Raises:
         ValueError: As ``windows``.
     """
-    is_receiver = way.dst in (None, communicators(way.group).rank)
-    columns = [_room(leaf, plan.length if is_receiver else 0) for leaf in plan.empty]
-    at = 0
-    for rows in windows(store, plan, way, rtol):
+    is_here, at = to.is_here(), 0
+    columns = [_room(leaf, plan.length if is_here else 0) for leaf in plan.empty]
+    for rows in windows(store, plan, to, rtol):
         if rows:
             columns = [_put(*each, at) for each in zip(columns, rows, strict=True)]
             at += len(rows[0])
-    if not is_receiver:
+    if not is_here:
         return None
     return [concatenated(column) if isinstance(column, list) else column for column in columns]
 
@@ -162,14 +173,14 @@ def _put(column: Any, rows: Any, at: int) -> Any:
     return column
 
 
-def windows(store: Store, plan: Plan, way: Way, rtol: float = 0.0) -> Iterator[list[Any] | None]:
-    """Yield the columns of each window in order of the index; None on ranks other than ``way.dst``.
+def windows(store: Store, plan: Plan, to: Destination, rtol: float = 0.0) -> Iterator[list[Any] | None]:
+    """Yield the columns of each window in order of the index; None on ranks other than ``to.dst``.
 
     Raises:
         ValueError: On all ranks: an index came with different values.
     """
     for first, last in zip(plan.bounds, plan.bounds[1:], strict=False):
-        got = arrived_rows(store, plan.empty, (first, last), way)
+        got = arrived_rows(store, plan.empty, (first, last), to)
         said, leaves = "", None
         if got is not None:
             indices, rows = got
@@ -177,26 +188,26 @@ def windows(store: Store, plan: Plan, way: Way, rtol: float = 0.0) -> Iterator[l
             leaves = [taken(leaf, order) for leaf in rows]
             if len(order) < len(indices) and plan.is_compared:
                 said = difference(indices, rows, plan.schema.types, rtol)
-        if plan.is_compared and any(faults := _exchanged(said, way)):
+        if plan.is_compared and any(faults := to.exchanged(said)):
             raise ValueError(next(filter(None, faults)))
         yield leaves
 
 
 def arrived_rows(
-    store: Store, empty: Sequence[Any], window: tuple[int, int], way: Way
+    store: Store, empty: Sequence[Any], window: tuple[int, int], to: Destination
 ) -> tuple[torch.Tensor, list[Any]] | None:
-    """Return all ranks' rows of a window with their indices, in rank order; None on ranks other than ``way.dst``."""
-    verb = _GatherRows(store, empty, window, way)
-    got: tuple[torch.Tensor, list[Any]] | None = run(verb, communicators(way.group), way.timeout, way.check)
+    """Return all ranks' rows of a window with their indices, in rank order; None on ranks other than ``to.dst``."""
+    verb = _GatherRows(store, empty, window, to)
+    got: tuple[torch.Tensor, list[Any]] | None = run(verb, to.comms, to.timeout, to.check)
     return got
 
 
 class _GatherRows(Gather):
     operation = "MetricCollector"
 
-    def __init__(self, store: Store, empty: Sequence[Any], window: tuple[int, int], way: Way) -> None:
-        super().__init__(None, way.dst)
-        self.operation = way.operation
+    def __init__(self, store: Store, empty: Sequence[Any], window: tuple[int, int], to: Destination) -> None:
+        super().__init__(None, to.dst)
+        self.operation = to.operation
         self._store, self._empty, self._window = store, empty, window
 
     def prepare(self, comms: Communicators) -> Call:
@@ -239,23 +250,23 @@ class Large(NamedTuple):
     nbytes: int
 
 
-def moved(large: Large, way: Way) -> list[Any] | None:
-    """Move all columns to rank ``way.dst``, and return them there; None on other ranks.
+def moved(large: Large, to: Destination) -> list[Any] | None:
+    """Move all columns to rank ``to.dst``, and return them there; None on other ranks.
 
     Raises:
         EasydistError: Another rank failed.
     """
     alone = {i: column for i, column in enumerate(large.columns) if large.counts[i] is None}
-    found = gather(alone, group_dst=way.dst, group=way.group, check=way.check, timeout=way.timeout) if alone else {}
+    found = to.gathered(alone) if alone else {}
     for counts in dict.fromkeys(filter(None, large.counts)):  # in one order on all ranks
         numbers = [i for i, each in enumerate(large.counts) if each == counts]
         rows, store = [_rows(large, i) for i in numbers], Store()
-        plan, places = _plan_of(large, counts, numbers[0], [leaf[:0] for leaf in rows], way)
+        plan, places = _plan_of(large, counts, numbers[0], [leaf[:0] for leaf in rows], to)
         store.add(places, rows, 0)
-        columns = whole(store, plan, way)
+        columns = whole(store, plan, to)
         if found is not None and columns is not None:
             found |= {i: as_array(column, large.columns[i]) for i, column in zip(numbers, columns, strict=True)}
-    return [found[i] for i in range(len(large.columns))] if way.dst == communicators(way.group).rank else None
+    return [found[i] for i in range(len(large.columns))] if to.is_here() else None
 
 
 def _rows(large: Large, number: int) -> Any:
@@ -265,12 +276,12 @@ def _rows(large: Large, number: int) -> Any:
 
 
 def _plan_of(
-    large: Large, counts: tuple[int, ...], number: int, empty: Sequence[Any], way: Way
+    large: Large, counts: tuple[int, ...], number: int, empty: Sequence[Any], to: Destination
 ) -> tuple[Plan, torch.Tensor]:
     """Return the plan for columns with as many rows as one of them, and the place of each row of this rank."""
     rows = _per_window(sum(counts), large.nbytes)
     if large.indices is not None:
-        length, bounds, _ = _bounds(large.indices, large.total, rows, way)
+        length, bounds, _ = _bounds(large.indices, large.total, rows, to)
         return Plan(Schema(), empty, length, bounds, False), large.indices
-    places, length = positions(large.orders[number], counts, communicators(way.group).rank)
+    places, length = positions(large.orders[number], counts, to.comms.rank)
     return Plan(Schema(), empty, length, [*range(0, length, rows), length], False), places

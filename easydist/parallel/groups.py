@@ -9,9 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from easydist.agreement.call import Call
-from easydist.agreement.frames import Agreement
-from easydist.agreement.runner import Verb, run
+from easydist.agreement.runner import compare
 from easydist.groups.communicators import Communicators
 from easydist.parallel.coordinator import GroupCoordinator
 from easydist.state import ProcessState
@@ -90,8 +88,13 @@ def parallel_groups(
             some ranks only, a RemoteError on all.
         DisagreementError: The ranks have passed different layouts.
     """
-    size, verb = ProcessState().num_processes, _Layout(mesh, (tp, pp, dp))
-    lists = run(verb, ProcessState().communicators())
+    size = ProcessState().num_processes
+
+    def laid_out(comms: Communicators) -> tuple[dict[str, Lists], dict[str, Any]]:
+        lists = _lists(comms.size, tp, pp, dp) if mesh is None else _lists_of_mesh(mesh, comms.size)
+        return lists, dict(lists)
+
+    lists = compare(ProcessState().communicators(), "parallel_groups", laid_out)
     with_queues = {*lists} if mesh is not None else {"tp"}
 
     def make(name: str, ranks: Lists) -> GroupCoordinator:
@@ -104,24 +107,6 @@ def parallel_groups(
     if mesh is None:
         groups["ep"].data_parallel = groups["dp"]
     return ParallelGroups(groups)
-
-
-class _Layout(Verb[dict[str, Lists]]):
-    """The agreement of all ranks on the groups of a layout."""
-
-    operation = "parallel_groups"
-    needs_data = False
-
-    def __init__(self, mesh: Any, sizes: tuple[int, int, int | None]) -> None:
-        self._mesh, self._sizes = mesh, sizes
-
-    def prepare(self, comms: Communicators) -> Call:
-        of_sizes = self._mesh is None
-        self._lists = _lists(comms.size, *self._sizes) if of_sizes else _lists_of_mesh(self._mesh, comms.size)
-        return Call(dict(self._lists))
-
-    def result(self, comms: Communicators, agreed: Agreement, arrived: None) -> dict[str, Lists]:
-        return self._lists
 
 
 def _lists(size: int, tp: int, pp: int, dp: int | None) -> dict[str, Lists]:

@@ -264,7 +264,7 @@ class Gather(TreeVerb):
             by_index = {i: results[i] for i in leaves.travelling(agreed.uniform)}
             results = self.gradient.join(leaves.values, by_index, adjoint)
         if self._as_list:
-            return apart(leaves, results, shapes, leaves.layout.free(self._dim)[0], agreed.uniform)
+            return by_rank(leaves, results, shapes, leaves.layout.free(self._dim)[0], agreed.uniform)
         return leaves.rebuild(results, agreed.uniform, as_array)
 
 
@@ -280,7 +280,7 @@ def _adjoint(gradient: Gradient, rank: int, shapes: Sequence[Shapes], dims: Sequ
     return adjoint
 
 
-def apart(leaves: Leaves, results: Indexed, shapes: Sequence[Shapes], dims: Sequence[int], tied: bool) -> list[Tree]:
+def by_rank(leaves: Leaves, results: Indexed, shapes: Sequence[Shapes], dims: Sequence[int], tied: bool) -> list[Tree]:
     """Return each rank's tree, made of views of the concatenated tensors."""
     indices = leaves.travelling(tied)
     parts = {i: results[i].split([row[i][dims[i]] for row in shapes], dims[i]) for i in indices}

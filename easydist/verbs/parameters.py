@@ -112,20 +112,20 @@ class GatheredParameters(ContextDecorator, AbstractContextManager[None]):
             yield
             return
         modifier_rank = self._modifier_rank
-        way = _Way(modifier_rank, self._group, self._timeout)
+        changes = _Changes(modifier_rank, self._group, self._timeout)
         opening = _Opening(self._params, modifier_rank, self._body is not None)
         modules, parameters = run(opening, communicators(self._group), self._timeout)
         with ExitStack() as stack:
             for module in modules:
-                stack.enter_context(_summoned(module, way))
+                stack.enter_context(_summoned(module, changes))
             zero = [p for p in parameters if hasattr(p, "ds_id")]
             if zero:
                 stack.enter_context(_deepspeed(zero, modifier_rank, self._fwd_module))
-            stack.enter_context(_whole([p for p in parameters if not hasattr(p, "ds_id")], way))
+            stack.enter_context(_whole([p for p in parameters if not hasattr(p, "ds_id")], changes))
             yield
 
 
-class _Way(NamedTuple):
+class _Changes(NamedTuple):
     """The rank that makes the changes, and the arguments of the exchanges."""
 
     modifier_rank: int | None
@@ -214,17 +214,17 @@ def _is_fsdp1(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _summoned(module: nn.Module, way: _Way) -> Iterator[None]:
+def _summoned(module: nn.Module, changes: _Changes) -> Iterator[None]:
     """Make the parameters of an FSDP1 module whole; ``summon_full_params`` writes each rank's shard back."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     whole = FullyShardedDataParallel.summon_full_params(module, writeback=True)
-    with whole, _kept(list(module.parameters()), way):
+    with whole, _kept(list(module.parameters()), changes):
         yield
 
 
 @contextmanager
-def _whole(params: list[nn.Parameter], way: _Way) -> Iterator[None]:
+def _whole(params: list[nn.Parameter], changes: _Changes) -> Iterator[None]:
     """Make DTensors whole by swapping them with their full tensors; plain parameters are whole already."""
     sharded = [parameter for parameter in params if is_sharded(parameter)]
     others = [full(parameter) for parameter in sharded]
@@ -234,13 +234,13 @@ def _whole(params: list[nn.Parameter], way: _Way) -> Iterator[None]:
     except RuntimeError as error:  # there is a weak reference to a parameter, or to its node in a graph
         fault = error
     try:
-        meet(communicators(way.group), "GatheredParameters", fault, way.timeout)
+        meet(communicators(changes.group), "GatheredParameters", fault, changes.timeout)
     except Exception:
         if fault is None:
             trade_back(sharded, others)
         raise
     try:
-        with fsdp_aside(sharded), _kept(params, way):
+        with fsdp_aside(sharded), _kept(params, changes):
             yield
     finally:
         trade_back(sharded, others)
@@ -249,17 +249,17 @@ def _whole(params: list[nn.Parameter], way: _Way) -> Iterator[None]:
 
 
 @contextmanager
-def _kept(params: list[nn.Parameter], way: _Way) -> Iterator[None]:
+def _kept(params: list[nn.Parameter], changes: _Changes) -> Iterator[None]:
     """Give all ranks ``modifier_rank``'s parameters after the body; without one, or after an error, restore them."""
     before = [parameter.detach().clone() for parameter in params]
-    comms = communicators(way.group)
+    comms = communicators(changes.group)
     try:
-        with reported(comms, "GatheredParameters", way.timeout), _no_replacing(params):
+        with reported(comms, "GatheredParameters", changes.timeout), _no_replacing(params):
             yield
-        meet(comms, "GatheredParameters", timeout=way.timeout)
-        if way.modifier_rank is not None:
+        meet(comms, "GatheredParameters", timeout=changes.timeout)
+        if changes.modifier_rank is not None:
             whole = [parameter.data for parameter in params]
-            broadcast(whole, group_src=way.modifier_rank, group=way.group, timeout=way.timeout)
+            broadcast(whole, group_src=changes.modifier_rank, group=changes.group, timeout=changes.timeout)
             before = [parameter.detach() for parameter in params]
     finally:
         for parameter, values in zip(params, before, strict=True):

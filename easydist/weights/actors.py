@@ -111,10 +111,10 @@ def _check_wanted(key: str, name: str) -> None:
 def _found(key: str, rank: int, deadline: float, name: str) -> Any:
     """Return the store of a generation that this rank has not joined before."""
     while time.monotonic() < deadline:
-        told = _get(key)
-        if told is not None:
+        text = _get(key)
+        if text is not None:
             try:
-                host, port = decoded(f"the address of group {name!r}", told, (str, int))
+                host, port = decoded(f"the address of group {name!r}", text, (str, int))
                 store = reached(host, port, CONNECT)
                 if not is_given_up(store) and TimedStore(store).add(f"joined/{rank}", 1, CONNECT) == 1:
                     return store
@@ -265,8 +265,8 @@ def _put(key: str, value: str) -> None:
 def _get(key: str) -> str | None:
     from ray.experimental.internal_kv import _internal_kv_get
 
-    told = _internal_kv_get(key, namespace=_NAMESPACE)
-    return None if told is None else told.decode()
+    value = _internal_kv_get(key, namespace=_NAMESPACE)
+    return None if value is None else value.decode()
 
 
 def _forget(key: str) -> None:

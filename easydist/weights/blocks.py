@@ -139,11 +139,7 @@ def is_covered(shape: Sequence[int], blocks: Sequence[Block]) -> bool:
     return all(common(one, other) is None for one, other in itertools.combinations(blocks, 2))
 
 
-Layout = Mapping[int, Block]
-"""The block of a tensor that each rank holds or wants, by rank."""
-
-
-class Transfer(NamedTuple):
+class BlockTransfer(NamedTuple):
     """A block of a tensor that goes from one rank to another.
 
     Attributes:
@@ -157,7 +153,9 @@ class Transfer(NamedTuple):
     block: Block
 
 
-def plan(shape: Sequence[int], held: Layout, wanted: Layout, load: dict[int, int] | None = None) -> list[Transfer]:
+def block_transfers(
+    shape: Sequence[int], held: Mapping[int, Block], wanted: Mapping[int, Block], load: dict[int, int] | None = None
+) -> list[BlockTransfer]:
     """Return the transfers that give every rank the block it wants.
 
     Law: the blocks of the transfers to a rank cover the block it wants, each element once, and each is a part of its
@@ -176,7 +174,7 @@ def plan(shape: Sequence[int], held: Layout, wanted: Layout, load: dict[int, int
     Example:
         >>> rows = {0: Block((0, 0), (2, 4)), 1: Block((2, 0), (2, 4))}
         >>> columns = {2: Block((0, 0), (4, 2)), 3: Block((0, 2), (4, 2))}
-        >>> [(one.src, one.dst, one.block.shape) for one in plan((4, 4), rows, columns)]
+        >>> [(one.src, one.dst, one.block.shape) for one in block_transfers((4, 4), rows, columns)]
         [(0, 2, (2, 2)), (1, 2, (2, 2)), (0, 3, (2, 2)), (1, 3, (2, 2))]
     """
     load = {} if load is None else load
@@ -191,7 +189,7 @@ def plan(shape: Sequence[int], held: Layout, wanted: Layout, load: dict[int, int
         for block, ranks in holders.items():
             if (part := common(block, box)) is not None:
                 src = dst if dst in ranks else min(ranks, key=lambda rank: load.get(rank, 0))
-                transfers.append(Transfer(src, dst, part))
+                transfers.append(BlockTransfer(src, dst, part))
                 if src != dst:
                     load[src] = load.get(src, 0) + part.numel
     return transfers

@@ -92,8 +92,8 @@ class PrivateGroup:
 def _meet(name: str, store: TimedStore, endpoint: Endpoint, deadline: float, wait: Callable[[], None]) -> None:
     store.set(f"here/{endpoint.rank}", "")
     while missing := [rank for rank in range(endpoint.size) if store.get(f"here/{rank}", rank) is None]:
-        if (told := store.get(_LATE)) is not None:
-            raise _incomplete(name, decoded(in_store(_LATE), told, [int]), endpoint.size)
+        if (text := store.get(_LATE)) is not None:
+            raise _incomplete(name, decoded(in_store(_LATE), text, [int]), endpoint.size)
         if time.monotonic() > deadline:
             store.set(_LATE, json.dumps(missing))
             raise _incomplete(name, missing, endpoint.size)

@@ -22,7 +22,7 @@ from easydist.errors import DisagreementError
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.typing import Group, Timeout
-from easydist.weights.blocks import Block, Transfer, plan
+from easydist.weights.blocks import Block, BlockTransfer, block_transfers
 from easydist.weights.exchange import BUCKET_NBYTES
 from easydist.weights.receivers import entries_of
 from easydist.weights.schedule import Item, Message, UnderWay, schedule
@@ -100,7 +100,7 @@ class Resharding:
         self._comms = communicators(group)
         self._bucket_nbytes = bucket_bytes
         planning = _Planning(source, target, bucket_bytes)
-        self.transfers: dict[str, list[Transfer]] = run(planning, self._comms, timeout)
+        self.transfers: dict[str, list[BlockTransfer]] = run(planning, self._comms, timeout)
         self._dtypes = planning.dtypes
         held, wanted = planning.spans
         self._held = [held.get(name) for name in self._dtypes]
@@ -172,7 +172,7 @@ def _block(name: str, one: LocalShard) -> Block:
     return block
 
 
-class _Planning(Verb[dict[str, list[Transfer]]]):
+class _Planning(Verb[dict[str, list[BlockTransfer]]]):
     """The exchange of the ranks' layouts, from which each computes the same plan."""
 
     operation = "Resharding"
@@ -199,7 +199,7 @@ class _Planning(Verb[dict[str, list[Transfer]]]):
         )
         return Call({"bucket_bytes": self._bucket_nbytes}, nbytes=self._mine.numel())
 
-    def exchange(self, comms: Communicators, agreed: Agreement) -> dict[str, list[Transfer]]:
+    def exchange(self, comms: Communicators, agreed: Agreement) -> dict[str, list[BlockTransfer]]:
         every = exchange_reports(comms, agreed.nbytes, self._mine)
         held, wanted = ({rank: one[side] for rank, one in every.items()} for side in ("held", "wanted"))
         names = {name for one in wanted.values() for name in one}
@@ -212,20 +212,21 @@ class _Planning(Verb[dict[str, list[Transfer]]]):
         load: dict[int, int] = {}
         try:
             return {
-                name: plan(types[name][1], _layout(name, held), _layout(name, wanted), load) for name in self.dtypes
+                name: block_transfers(types[name][1], _blocks(name, held), _blocks(name, wanted), load)
+                for name in self.dtypes
             }
         except ValueError as error:
             raise shared(comms, DisagreementError(f"Resharding: {error}")) from None
 
-    def result(self, comms: Communicators, agreed: Agreement, arrived: Any) -> dict[str, list[Transfer]]:
-        plans: dict[str, list[Transfer]] = arrived
+    def result(self, comms: Communicators, agreed: Agreement, arrived: Any) -> dict[str, list[BlockTransfer]]:
+        plans: dict[str, list[BlockTransfer]] = arrived
         return plans
 
 
 _Side = Mapping[int, Mapping[str, Any]]
 
 
-def _layout(name: str, side: _Side) -> dict[int, Block]:
+def _blocks(name: str, side: _Side) -> dict[int, Block]:
     return {rank: Block(*map(tuple, one[name][2:])) for rank, one in side.items() if name in one}
 
 

@@ -106,7 +106,7 @@ VERBS = {
     "Resharding.run": reshard,
     "regroup": regroup,
 }
-WITHOUT_DATA = {"GatheredParameters", "GroupCoordinator", "distributed_loader", "parallel_groups"}
+WITHOUT_DATA = {"GatheredParameters", "GroupCoordinator"}
 OF_SEVERAL_CALLS = {"MetricCollector", "Resharding", "Resharding.run"}
 
 

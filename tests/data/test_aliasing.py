@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from hypothesis import given, strategies as st
 
-from easydist.data.aliasing import aliases, are_apart, overlap, overlaps_itself
+from easydist.data.aliasing import aliases, are_disjoint, overlap, overlaps_itself
 
 STRIDED = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=4)
 
@@ -26,7 +26,7 @@ def test_leaves_overlap_where_numpy_finds_that_they_share_memory(views):
     found = overlap(tensors)
     assert found in sharing if sharing else found is None
     is_plain = all(tensor.is_contiguous() for tensor in tensors)
-    assert are_apart(tensors, [tensor.nbytes for tensor in tensors]) == (is_plain and not sharing and not same)
+    assert are_disjoint(tensors, [tensor.nbytes for tensor in tensors]) == (is_plain and not sharing and not same)
 
 
 def pairs(items):

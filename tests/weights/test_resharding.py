@@ -18,7 +18,7 @@ from easydist import DisagreementError, RemoteError
 from easydist.testing import distributed
 from easydist.transport.comm import Collectives
 from easydist.weights import LocalShard, Resharding
-from easydist.weights.blocks import Block, common, plan, shard, whole
+from easydist.weights.blocks import Block, block_transfers, common, shard, whole
 
 
 def laid_out(shape, ranks, placements):
@@ -55,7 +55,7 @@ def test_every_rank_gets_just_what_it_wants(case):
     tensor = torch.arange(math.prod(shape)).view(shape)
     got = {rank: torch.full(box.shape, -1) for rank, box in wanted.items()}
     count = Counter()
-    for src, dst, block in plan(shape, held, wanted):
+    for src, dst, block in block_transfers(shape, held, wanted):
         assert common(block, held[src]) == block
         block.within(wanted[dst]).of(got[dst])[...] = block.within(held[src]).of(held[src].of(tensor))
         count[dst] += block.numel
@@ -72,13 +72,13 @@ def test_a_layout_does_not_depend_on_the_default_device():
 def test_replicas_share_the_work():
     held = everywhere((8,), [0, 1])
     load = {}
-    found = [plan((8,), held, {rank: Block((0,), (8,))}, load)[0].src for rank in (2, 3, 4, 5)]
+    found = [block_transfers((8,), held, {rank: Block((0,), (8,))}, load)[0].src for rank in (2, 3, 4, 5)]
     assert sorted(found) == [0, 0, 1, 1]
 
 
 def test_holes_are_refused():
     with pytest.raises(ValueError, match=r"blocks of ranks \[0\] do not make up a tensor of shape \(4,\)"):
-        plan((4,), {0: Block((0,), (3,))}, everywhere((4,), [1]))
+        block_transfers((4,), {0: Block((0,), (3,))}, everywhere((4,), [1]))
 
 
 # --- on real ranks
