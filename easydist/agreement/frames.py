@@ -115,11 +115,13 @@ class Agreement:
         assert self._frames is not None
         return self._frames.each[rank].narrow(0, _start(self._headers.sizes[rank]), self._headers.payload[rank])
 
-    def broadcast_payload(self, comms: Communicators, rank: int) -> torch.Tensor:
-        """Return the payload of a rank, if it was too long to come with the headers.
+    def payload_of(self, comms: Communicators, rank: int) -> torch.Tensor:
+        """Return the payload of a rank on all ranks; all of them call this.
 
-        Cost: one broadcast.
+        Cost: one broadcast, unless it came with the headers.
         """
+        if self.has_payload:
+            return self.payload(rank)
         nbytes = self.nbytes[rank]
         payload = self.call.payload[0] if comms.rank == rank else memory.empty([nbytes], torch.uint8)
         comms.cpu(nbytes).broadcast(payload, rank, async_op=False)

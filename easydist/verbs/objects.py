@@ -313,7 +313,7 @@ class BroadcastObjectList(Verb[list[Any]]):
     def exchange(self, comms: Communicators, agreed: Agreement) -> torch.Tensor | None:
         if comms.size == 1 or agreed.has_payload:
             return None
-        return agreed.broadcast_payload(comms, self._source)
+        return agreed.payload_of(comms, self._source)
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: torch.Tensor | None) -> list[Any]:
         if comms.rank != self._source and self._values:

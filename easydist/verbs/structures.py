@@ -35,7 +35,7 @@ def shared_leaves(
     Cost: one header exchange, and a broadcast of the structure if it was too large for the previous one.
     """
     leaves: list[Leaves] = []
-    encoded = agreed.payload(source).clone() if agreed.has_payload else agreed.broadcast_payload(comms, source)
+    encoded = agreed.payload_of(comms, source).clone()  # the next agreement overwrites it
 
     def decode() -> Call:
         mine = comms.rank == source

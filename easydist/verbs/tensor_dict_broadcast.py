@@ -82,7 +82,7 @@ class BroadcastTensorDict(Verb[Tree]):
         if comms.size == 1:
             return
         src, nbytes = self._src, agreed.nbytes
-        self._message = agreed.payload(src) if agreed.has_payload else agreed.broadcast_payload(comms, src)
+        self._message = agreed.payload_of(comms, src)
         if self._message[0] or any(n for rank, n in enumerate(nbytes) if rank != src):
             self._accept(comms)
             carrier = self._data or comms

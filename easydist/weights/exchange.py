@@ -134,7 +134,7 @@ class BroadcastWeights(Verb[Any]):
         """Announce the entries, make sure that all ranks accept them, and move them."""
         if comms.size == 1 and not self.is_receiver(0, [0]):
             return
-        announced = self._accept(comms, self._heard(comms, agreed))
+        announced = self._accept(comms, bytes(agreed.payload_of(comms, self._first).numpy()))
         messages = self._scheduled(comms, announced)
         digests = Digests() if announced.about["verify"] else None
         shown = self._shows_progress and comms.rank == 0
@@ -151,14 +151,13 @@ class BroadcastWeights(Verb[Any]):
         if digests is not None:
             self._verify(comms, announced, digests.differing(comms, messages))
 
-    def _heard(self, comms: Communicators, agreed: Agreement) -> bytes:
-        """Return the header and the notes. If they are short, they came with the call."""
-        first = self._first
-        message = agreed.payload(first) if agreed.has_payload else agreed.broadcast_payload(comms, first)
-        return bytes(message.numpy())
-
     def _accept(self, comms: Communicators, encoded: bytes) -> Announced:
-        """Let every rank accept or refuse the entries, and report its shards; all raise if one refuses."""
+        """Let every rank accept or refuse the entries, and report its shards; all raise if one refuses.
+
+        Args:
+            comms: The group.
+            encoded: The header, and the notes.
+        """
         found: list[Announced] = []
 
         def judge() -> dict[str, Any]:

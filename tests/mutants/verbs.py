@@ -82,7 +82,7 @@ MUTANTS = [
     ),
     Mutant(
         "agreement/frames.py",
-        "Agreement.broadcast_payload",
+        "Agreement.payload_of",
         "nbytes = self.nbytes[rank]",
         "nbytes = self.nbytes[0]",
         "tests/verbs/test_broadcast.py::test_a_structure_larger_than_a_frame_comes_from_any_source",
