@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from easydist.agreement.runner import meet
+from easydist.agreement.runner import compare
 from easydist.base import modes
 from easydist.format import codec
 from easydist.groups.communicators import Communicators
@@ -314,13 +314,7 @@ class MessageQueue:
 
 def _all_or_none(comms: Communicators, make: Callable[[], _T]) -> _T:
     """Return the result of ``make``. If it raises on one rank, all ranks raise."""
-    try:
-        made = make()
-    except Exception as error:
-        meet(comms, "MessageQueue", error)
-        raise
-    meet(comms, "MessageQueue")
-    return made
+    return compare(comms, "MessageQueue", lambda _: (make(), {}))
 
 
 def _check_numbers(n_reader: int, n_local: int, ranks: list[int], max_chunk_bytes: int, max_chunks: int) -> None:
