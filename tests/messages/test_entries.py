@@ -243,6 +243,17 @@ def test_two_that_receive_from_each_other_raise_the_same(rank, world_size):
         entries.works()
 
 
+def fail(text):
+    raise ValueError(text)
+
+
+class Unreadable:
+    """Its receiver fails, with a text that is too long for an answer."""
+
+    def __reduce__(self):
+        return fail, ("text" * 10_000,)
+
+
 @pytest.mark.slow
 @KINDS
 @distributed(world_size=2)
@@ -256,6 +267,10 @@ def test_what_cannot_travel_or_be_taken_raises_the_same(kind, rank, world_size):
             if "into" in name:
                 text = entries.raised(partial(send, large), partial(receive, {"x": torch.ones(1)}))
                 assert "ranks disagree on 1 of 1 leaves" in text
+        for (name, send), (other, receive) in itertools.product(entries.object, entries.get_object):
+            if "coordinator" not in name + other:  # whose decoder is restricted
+                text = entries.raised(partial(send, Unreadable()), partial(receive, None))
+                assert "rank 1 cannot take what rank 0 sends" in text
         entries.works()
 
 
