@@ -12,7 +12,7 @@ from easydist.comms import SOLO
 from easydist.format import header, outline
 from easydist.testing import distributed
 from easydist.verbs.buckets import LARGE
-from easydist.verbs.tensor_dict_messages import Incoming
+from easydist.verbs.tensor_dict_messages import Announcement, Incoming, Outgoing
 
 
 def text_of(caught):
@@ -192,6 +192,14 @@ def test_an_error_that_has_no_text_is_told_as_well(rank):
 
 
 # --- headers
+
+
+@pytest.mark.parametrize("change", [lambda one: one[:-1], lambda one: torch.cat([one, one[:1]]), lambda one: one[:20]])
+def test_an_announcement_of_another_length_is_refused(change):
+    message = Outgoing({"a": torch.ones(3)}).announcement(1 << 10)
+    assert Announcement(message).data.numel() == 12
+    with pytest.raises(WireError, match="an announcement of"):
+        Announcement(change(message))
 
 
 def test_a_header_without_its_data_is_checked_like_any_other():
