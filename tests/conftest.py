@@ -1,4 +1,5 @@
 import gc
+import multiprocessing
 import os
 import signal
 import statistics
@@ -22,6 +23,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a s
 # torch looks up the name of the other end of each connection to a store. A lookup that is lost takes five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
+PRELOADED = ["easydist.testing.worker", "pytest", "hypothesis", "torchmetrics", "torcheval.metrics", "tensordict"]
+"""What the fork server loads once, and not each rank: they take five seconds."""
+
 unmarked = []
 """Lines about slow tests that are not marked slow."""
 
@@ -37,6 +41,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
+    default_pool()
+    multiprocessing.set_forkserver_preload(PRELOADED)  # the server starts with the first rank
     gc.collect()
     gc.freeze()  # torch and the tests themselves are then not scanned again and again
 

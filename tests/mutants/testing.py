@@ -56,8 +56,8 @@ MUTANTS = [
     Mutant(
         "testing/cases.py",
         "sample",
-        "manual_seed(1000 * rank + numel)",
-        "manual_seed(numel)",
+        "(1000 * rank + numel) * 4099",
+        "numel * 4099",
         "tests/testing/test_testing.py::test_the_battery_catches_a_broken_one",
     ),
 ]

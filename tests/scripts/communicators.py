@@ -1,5 +1,6 @@
 """Communicators in processes of their own, configured by the environment alone. Each rank prints its outcome."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -9,6 +10,11 @@ from datetime import timedelta
 
 import torch
 from launching import within
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import easydist.comms as torchcomms
 from easydist.comms import ReduceOp, SignalCmpOp, device_mesh, making
@@ -109,11 +115,6 @@ def error_of(wait):
 
 def mesh(rank, backend):
     """Work without a default group: DDP along one dimension, tensors in parallel along the other."""
-    from torch import nn
-    from torch.distributed.tensor import Shard, distribute_tensor
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-    from torch.nn.parallel import DistributedDataParallel
-
     world = torchcomms.new_comm(backend, CPU, "world")
     rows, columns = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
     tp = world.split(rows[rank // 2], "tp")
@@ -145,9 +146,6 @@ def mesh(rank, backend):
 
 
 def sharded(grid, weights, inputs, alone):
-    from torch import nn
-    from torch.distributed.fsdp import fully_shard
-
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     model.load_state_dict(weights)
     fully_shard(model, mesh=grid["dp"])
@@ -163,6 +161,8 @@ def abort(rank):
     comm.recv(torch.empty(1), 0, False)
 
 
+gc.collect()
+gc.freeze()  # objects loaded before the fork are then not scanned and copied
 for backend in ("gloo", "shm"):
     print(*launch(3, sums, backend)[1], sep="\n")
 for backend in ("gloo", "shm"):

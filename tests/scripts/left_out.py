@@ -380,7 +380,7 @@ def launch(case: str) -> None:
 
     with store_of_an_agent(ranks.scenario in AGENT) as variables:
         variables["EASYDIST_SHM"] = int(ranks.backend not in ("gloo", "comm_gloo"))
-        pids = forked(ranks.size, live, is_short=ranks.backend == "shm", **variables)
+        pids = forked(ranks.size, live, is_short="shm" in ranks.backend, **variables)
         if ranks.scenario in ("stop", "store_stops", "connect_stops"):
             ranks.wait(ranks.done, ranks.last)
             os.kill(pids[ranks.last if ranks.scenario == "stop" else 0], signal.SIGCONT)

@@ -131,8 +131,9 @@ def launch(case: str) -> None:
         row = {"case": case, "rank": rank, **work(scenario, rank, pipe)}
         os.write(1, (json.dumps(row) + "\n").encode())
 
-    variables = {"EASYDIST_SHM": int(backend == "shm"), **VARIABLES.get(scenario, {})}
-    ended = statuses(forked(2 if scenario in ("warn", "quiet", "check") else 3, live, **variables))
+    size, shares = 2 if scenario in ("warn", "quiet", "check") else 3, backend == "shm"
+    variables = {"EASYDIST_SHM": int(shares), **VARIABLES.get(scenario, {})}
+    ended = statuses(forked(size, live, is_short=shares, **variables))
     os.write(1, (json.dumps({"case": case, "statuses": ended}) + "\n").encode())
 
 
