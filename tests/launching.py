@@ -1,15 +1,22 @@
 """Processes that tests start, and time limits for them that grow with the load of the machine."""
 
+import atexit
 import contextlib
+import functools
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+SCRIPTS = ROOT / "tests" / "scripts"
+OWN = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
 
 MOST = 12
 """The highest patience: on a machine that is busier than that, nobody waits for the tests any more."""
@@ -73,21 +80,60 @@ def _output(process, began, seconds):
                 raise
 
 
-def python(*arguments, status=0, seconds=60, **environment):
+def python(*arguments, status=0, seconds=60, interpreter=sys.executable, **environment):
     """Run Python with easydist and the tests on its path, check its exit status, and return its output and errors."""
-    own = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
-    process = start(sys.executable, *arguments, env=os.environ | own | environment)
+    process = start(interpreter, *arguments, env=os.environ | OWN | environment)
     ((out, err),) = finished(process, seconds=seconds)
     assert process.returncode == status, err
     return out, err
 
 
-def launched(script, cases):
+def forked(*arguments, **options):
+    """As ``python``, in a fork of a process that has torch loaded: for all that is not about how Python starts."""
+    return python(*arguments, interpreter=fork(), **options)
+
+
+@functools.cache
+def fork():
+    """Return the path of an interpreter that runs Python's arguments in a fork of the fork server of these tests.
+
+    It is a small process that passes on its environment, its streams and the signals that it gets, and ends as the
+    fork does. The fork has a pid and a parent of its own, and its process group ends with it.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="fork-"))  # short, because the paths of sockets must be
+    with socket.socket(socket.AF_UNIX) as listener, (folder / "stderr").open("w") as errors:
+        listener.bind(f"{folder}/socket")
+        listener.listen()
+        server = subprocess.Popen(
+            [sys.executable, SCRIPTS / "fork_server.py", str(listener.fileno())],
+            env={name: value for name, value in (os.environ | OWN).items() if name != "PYTHONPATH"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            pass_fds=[listener.fileno()],
+            start_new_session=True,
+        )
+    atexit.register(_end, server, folder, os.getpid())
+    interpreter = folder / "python"
+    interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {SCRIPTS}/forked.py {folder} "$@"\n')
+    interpreter.chmod(0o700)
+    return interpreter
+
+
+def _end(server, folder, owner):
+    """End the fork server and remove its folder, unless this is a fork of the process that has started it."""
+    if os.getpid() == owner:
+        server.kill()  # if this process is killed, it ends with its stdin
+        server.communicate()
+        shutil.rmtree(folder)
+
+
+def launched(script, cases, **environment):
     """Return by case each rank's outcome, by rank, and the exit statuses; and everything written to stderr.
 
     The script launches ranks of its own, for many cases at once.
     """
-    out, err = python(script, *cases, seconds=90, GLOO_SOCKET_IFNAME="lo")
+    out, err = forked(script, *cases, seconds=90, GLOO_SOCKET_IFNAME="lo", **environment)
     found = {}
     for row in [json.loads(line) for line in out.splitlines() if line.startswith("{")]:
         rows, statuses = found.setdefault(row["case"], ({}, []))
