@@ -11,16 +11,15 @@ from collections import defaultdict
 from importlib.util import find_spec
 
 import pytest
-from launching import ROOT, python
+from launching import ROOT, fork, forked, python
 
 from easydist.testing import default_pool
 
 
 def on_ranks(count, example):
-    """Run an example on several ranks, and return its output."""
-    out, _ = python(
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count, ROOT / "examples" / example
-    )
+    """Run an example with torchrun, and return its output."""
+    options = ("--standalone", "--nproc-per-node", count)
+    out, _ = forked("-m", "torch.distributed.run", *options, ROOT / "examples" / example, PYTHON_EXEC=fork())
     return out
 
 
@@ -59,7 +58,8 @@ def test_ray_weight_sync():
 
 @pytest.mark.slow
 def test_survivors_finish_the_evaluation():
-    out, err = python("-m", "easydist", "run", "--survivors", "-n", "3", ROOT / "examples" / "survivors.py")
+    path = ROOT / "examples" / "survivors.py"
+    out, err = forked("-m", "easydist", "run", "--survivors", "-n", "3", path, PYTHON_EXEC=fork())
     assert out == "[rank 0] 2 ranks go on\n[rank 0] 60 of 60 are right\n"
     assert "was killed by SIGKILL; the others continue" in err
     assert out in (ROOT / "docs" / "recovering.md").read_text()

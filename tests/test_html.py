@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from launching import ROOT, python
+from launching import ROOT, forked
 
 import easydist
 from easydist import tree
@@ -132,7 +132,7 @@ for value in ("easydist.PeerLostError('rank 1 is lost')", "easydist.trace()"):
 def test_ipython_ends_a_traceback_at_the_call_of_easydist(tmp_path):
     path = tmp_path / "cells.py"
     path.write_text(CELLS)
-    out, _ = python(path, IPYTHONDIR=tmp_path)
+    out, _ = forked(path, IPYTHONDIR=tmp_path)
     context, verbose, minimal, shown = [part.partition("\n")[2] for part in out.split("===== ")[1:]]
     own, _, another = context.partition("----- another's\n")
     assert "----> 1 easydist.gather_object(easydist.trace, weights_only=True)\n\nUnsafeObjectError: the message" in own

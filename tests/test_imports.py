@@ -11,6 +11,7 @@ import sys
 import types
 from pathlib import Path
 
+import launching
 import pytest
 
 import easydist
@@ -43,10 +44,12 @@ def names() -> set[str]:
 
 def run(*code: str) -> str:
     """Return the output of a fresh interpreter."""
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", "\n".join(code)], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return launching.python("-c", "\n".join(code))[0]
+
+
+def run_with_torch(*code: str) -> str:
+    """Return the output of an interpreter that has loaded torch, and nothing of easydist."""
+    return launching.forked("-c", "\n".join(code))[0]
 
 
 def test_importing_easydist_loads_nothing_heavy():
@@ -76,20 +79,20 @@ for name, module in sys.modules.copy().items():
             if any(isinstance(part, torch.Tensor) and part.is_meta for part in parts):
                 print(name, key)
 """
-    assert run(code) == ""
+    assert run_with_torch(code) == ""
 
 
 @pytest.mark.slow
 def test_all_names_load_torch_and_nothing_heavier():
     before = "import sys, torch.distributed; before = set(sys.modules)"
-    loaded = set(run(before, "from easydist import *", "print(*set(sys.modules) - before)").split())
+    loaded = set(run_with_torch(before, "from easydist import *", "print(*set(sys.modules) - before)").split())
     assert "easydist.queue.queue" in loaded
     assert {name.split(".")[0] for name in loaded} <= sys.stdlib_module_names | {"easydist", "lazy_loader"}
 
 
 @pytest.mark.slow
 def test_only_process_group_registers_a_backend():
-    run(
+    run_with_torch(
         "import sys, torch.distributed as d",
         "from easydist import *",
         "assert not d.Backend._plugins",
@@ -102,7 +105,7 @@ def test_only_process_group_registers_a_backend():
 @pytest.mark.slow
 def test_submodules_need_no_import_of_their_own():
     used = "queue.MessageQueue tree.map memory.release testing.distributed comms.TorchComm"
-    run("import easydist", *[f"easydist.{name}" for name in used.split()])
+    run_with_torch("import easydist", *[f"easydist.{name}" for name in used.split()])
 
 
 @pytest.mark.slow
@@ -120,7 +123,7 @@ def test_threads_may_load_all_names_at_once():
 @pytest.mark.slow
 def test_a_room_may_be_loaded_while_another_thread_loads_a_module_of_it():
     """No module of a room may wait for the room itself: the room may be waiting for that module."""
-    run(
+    run_with_torch(
         "import sys, threading, easydist",
         "from concurrent.futures import ThreadPoolExecutor",
         "begun, loaded, pool = threading.Event(), threading.Event(), ThreadPoolExecutor(1)",
@@ -209,25 +212,8 @@ LARGE = "mypy-torch.*,transformers.*,torchmetrics.*,IPython.*,matplotlib.*"
 """Packages that mypy takes long to read, and that do not matter for easydist's names."""
 
 
-def errors_of_mypy(folder, script):
-    """Return the lines of a user's script that mypy rejects, and its whole output."""
-    (folder / "script.py").write_text(script)
-    (folder / "mypy.ini").write_text(f"[mypy]\nfollow_imports = silent\n[{LARGE}]\nfollow_imports = skip\n")
-    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", folder / "cache", "script.py"]
-    env = os.environ | {"MYPYPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
-    found = [int(line) for line in re.findall(r"^script\.py:(\d+): error", done.stdout, re.MULTILINE)]
-    return found, done.stdout + done.stderr
-
-
 def wrong_lines(script):
     return [number for number, line in enumerate(script.splitlines(), 1) if line.endswith("# wrong")]
-
-
-@pytest.mark.slow
-def test_type_checkers_see_every_name(tmp_path):
-    found, said = errors_of_mypy(tmp_path, SCRIPT)
-    assert found == wrong_lines(SCRIPT), said
 
 
 USES = """
@@ -318,10 +304,24 @@ def __getattr__(name: str) -> Any: ...
 """
 
 
+@pytest.fixture(scope="module")
+def said_by_mypy(tmp_path_factory):
+    """The output of mypy for both scripts of a user."""
+    folder = tmp_path_factory.mktemp("mypy")
+    (folder / "torch" / "distributed").mkdir(parents=True)
+    (folder / "torch" / "__init__.pyi").write_text(TORCH)
+    (folder / "torch" / "distributed" / "__init__.pyi").write_text(TORCH_DISTRIBUTED)
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "uses.py").write_text(USES)
+    (folder / "mypy.ini").write_text(f"[mypy]\nfollow_imports = silent\n[{LARGE}]\nfollow_imports = skip\n")
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", folder / "cache", "script.py", "uses.py"]
+    env = os.environ | {"MYPYPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
 @pytest.mark.slow
-def test_type_checkers_know_what_verbs_return(tmp_path):
-    (tmp_path / "torch" / "distributed").mkdir(parents=True)
-    (tmp_path / "torch" / "__init__.pyi").write_text(TORCH)
-    (tmp_path / "torch" / "distributed" / "__init__.pyi").write_text(TORCH_DISTRIBUTED)
-    found, said = errors_of_mypy(tmp_path, USES)
-    assert found == wrong_lines(USES), said
+@pytest.mark.parametrize(("name", "script"), [("script", SCRIPT), ("uses", USES)])
+def test_type_checkers_see_every_name_and_what_verbs_return(said_by_mypy, name, script):
+    found = [int(line) for line in re.findall(rf"^{name}\.py:(\d+): error", said_by_mypy, re.MULTILINE)]
+    assert found == wrong_lines(script), said_by_mypy

@@ -186,7 +186,7 @@ assert not dist.is_initialized()
 @pytest.mark.parametrize("rank", [0, 1])
 def test_before_a_state_or_a_group_exists(rank):
     """The other rank never comes: nothing waits for it."""
-    out, _ = launching.python("-c", ALONE, RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    out, _ = launching.forked("-c", ALONE, RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     assert out.splitlines() == (["[RANK 0] main"] if rank == 0 else []) + [f"[RANK {rank}] all"]
 
 

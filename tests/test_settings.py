@@ -97,7 +97,7 @@ def test_making_a_group_in_shared_memory_raises_on_all_ranks(rank):
 @pytest.mark.parametrize("call", ["gather_object([1])", "queue.MessageQueue(1, 1)", "ProcessState()"])
 def test_a_single_process_raises_in_its_first_call(call):
     code = f"import easydist\ntry: easydist.{call}\nexcept ValueError as error: print(error)"
-    out, _ = launching.python("-c", code, EASYDIST_PICKLE=" 2")
+    out, _ = launching.forked("-c", code, EASYDIST_PICKLE=" 2")
     assert out.startswith("EASYDIST_PICKLE=' 2' is malformed: EASYDIST_PICKLE takes yes or no")
 
 
@@ -105,7 +105,7 @@ def test_a_single_process_raises_in_its_first_call(call):
 def test_run_refuses_before_it_starts_ranks(tmp_path):
     path = tmp_path / "never.py"
     path.write_text("print('started')")
-    out, err = launching.python("-m", "easydist", "run", path, status=2, EASYDIST_CHECK="")
+    out, err = launching.forked("-m", "easydist", "run", path, status=2, EASYDIST_CHECK="")
     assert "EASYDIST_CHECK='' is empty" in err
     assert "started" not in out
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from launching import python
+from launching import forked
 
 import easydist
 from easydist.base import torch_groups, torch_private
@@ -46,5 +46,5 @@ def test_this_torch_has_all_of_them():
 
 @pytest.mark.slow
 def test_calls_work_without_any_one_of_them():
-    out, _ = python(SCRIPT, *NAMES, seconds=120)
+    out, _ = forked(SCRIPT, *NAMES, seconds=120)
     assert out.splitlines() == [f"{name}: works" for name in NAMES]

@@ -41,14 +41,15 @@ def test_a_machine_that_works():
 def test_ranks_may_print_more_than_a_pipe_holds(tmp_path):
     text = "import os, sys\nprint('a library')\nif os.environ.get('RANK') == '1': sys.stderr.write('x' * 300_000)\n"
     (tmp_path / "sitecustomize.py").write_text(text)
-    out, _ = easydist("check", "--json", PYTHONPATH=os.pathsep.join([str(launching.ROOT), str(tmp_path)]))
+    path = os.pathsep.join([str(launching.ROOT), str(tmp_path)])
+    out, _ = launching.python("-m", "easydist", "check", "--json", PYTHONPATH=path)
     assert set(states(json.loads(out.partition("\n")[2])).values()) == {"ok"}
 
 
 @pytest.mark.slow
 def test_under_a_launcher_rank_0_prints():
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [start(env | {"RANK": str(rank)}) for rank in range(2)]
+    ranks = [start(env | {"RANK": str(rank)}, interpreter=launching.fork()) for rank in range(2)]
     (out, err), (nothing, errors) = launching.finished(*ranks)
     assert [rank.returncode for rank in ranks] == [0, 0], err + errors
     assert "ok       meeting: 2 ranks met at 127.0.0.1:" in out
@@ -80,15 +81,16 @@ def test_under_srun_rank_0_prints():
     assert out.count("meeting: 2 ranks met") == 1
 
 
-def start(env, *prefix, options=()):
+def start(env, *prefix, options=(), interpreter=sys.executable):
     own = {"PYTHONPATH": str(launching.ROOT), "OMP_NUM_THREADS": "1"}
-    command = [*prefix, sys.executable, "-m", "easydist", "check", *options]
+    command = [*prefix, interpreter, "-m", "easydist", "check", *options]
     return launching.start(*command, env=os.environ | own | env)
 
 
 def fault(env, *prefix):
     """Return the output of a rank that finds a fault."""
-    process = start(env, *prefix, options=("--timeout", "5"))
+    interpreter = sys.executable if prefix else launching.fork()
+    process = start(env, *prefix, options=("--timeout", "5"), interpreter=interpreter)
     ((out, err),) = launching.finished(process)
     assert process.returncode == 1, out + err
     return out

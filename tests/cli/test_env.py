@@ -14,8 +14,8 @@ COMMANDS = sorted(main.commands)
 
 
 def easydist(*arguments, **environment):
-    """Return the output of the command and its errors."""
-    return launching.python("-m", "easydist", *arguments, **environment)
+    """Return the output of the command and its errors; with ``PYTHON_EXEC=fork()`` its ranks are forked, too."""
+    return launching.forked("-m", "easydist", *arguments, **environment)
 
 
 @pytest.mark.slow

@@ -111,7 +111,7 @@ easydist.gather(torch.ones(1))
 @pytest.mark.slow
 def test_the_first_failing_rank_is_shown_first_with_its_traceback(tmp_path):
     """Rank 0 fails, too, because of rank 1, and may end before it."""
-    _, err = easydist("run", "-n", "2", script(tmp_path, RAISES), status=1)
+    _, err = easydist("run", "-n", "2", script(tmp_path, RAISES), status=1, PYTHON_EXEC=launching.fork())
     end = err.partition("\nRank 1 failed first: process ")[2]
     assert end.splitlines()[0].endswith(
         (" ended with exit status 1.", " was terminated by SIGTERM after its exception.")
@@ -166,7 +166,7 @@ KILLED = RAISES.partition("    try")[0] + "    import os\n    os.kill(os.getpid(
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_named(tmp_path):
-    _, err = easydist("run", "-n", "2", script(tmp_path, KILLED), status=137)
+    _, err = easydist("run", "-n", "2", script(tmp_path, KILLED), status=137, PYTHON_EXEC=launching.fork())
     assert "Rank 1 failed first: process " in err
     assert "was killed by SIGKILL.\nIt left no traceback." in err
 
@@ -177,7 +177,7 @@ SLOW_TO_END = RAISES.replace("    try", "    import atexit, time; atexit.registe
 @pytest.mark.slow
 def test_a_rank_that_raised_is_first_even_if_the_launcher_has_to_end_it(tmp_path):
     """Rank 0 has ended before, because of rank 1."""
-    _, err = easydist("run", "-n", "2", script(tmp_path, SLOW_TO_END), status=1)
+    _, err = easydist("run", "-n", "2", script(tmp_path, SLOW_TO_END), status=1, PYTHON_EXEC=launching.fork())
     end = err.partition("\nRank 1 failed first: process ")[2]
     assert "was terminated by SIGTERM after its exception." in end.splitlines()[0]
     assert end.index("ValueError: bad data") < end.index("Rank 0: process ")
@@ -185,12 +185,12 @@ def test_a_rank_that_raised_is_first_even_if_the_launcher_has_to_end_it(tmp_path
 
 def on_two_nodes(path, *options, second=("-m", "easydist")):
     """The lines, the errors and the status of two agents on this machine, with two ranks each."""
-    own = {"PYTHONPATH": launching.ROOT, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    own = {"PYTHONPATH": launching.ROOT, "GLOO_SOCKET_IFNAME": "lo", "PYTHON_EXEC": launching.fork()}
     nodes = []
     for node, program in enumerate([("-m", "easydist"), second]):
         command = [*program, "run", "--nnodes", "2", "-n", "2", "--node-rank", str(node), *options, path]
         env = own | {"EASYDIST_HOST_ID": f"node{node}", "FIRST": nodes and nodes[0].pid}
-        nodes.append(launching.start(sys.executable, *command, env=os.environ | env))
+        nodes.append(launching.start(launching.fork(), *command, env=os.environ | env))
     told = launching.finished(*nodes)
     return [(sorted(out.splitlines()), err, node.returncode) for (out, err), node in zip(told, nodes, strict=True)]
 

@@ -165,7 +165,8 @@ os._exit(os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
 @pytest.mark.slow
 def test_restarted_ranks_meet_again(tmp_path):
     path = script(tmp_path, FAILS_ONCE)
-    out, _ = easydist("run", "-n", "2", "--max-restarts", "1", path, GLOO_SOCKET_IFNAME="lo")
+    options = {"GLOO_SOCKET_IFNAME": "lo", "PYTHON_EXEC": launching.fork()}
+    out, _ = easydist("run", "-n", "2", "--max-restarts", "1", path, **options)
     assert sorted(out.splitlines())[-1] == "[rank 1] 1"
 
 

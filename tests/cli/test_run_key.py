@@ -7,6 +7,7 @@ import click
 import launching
 import pytest
 from click.testing import CliRunner
+from test_env import easydist
 
 from easydist import settings
 from easydist.cli import job_key
@@ -82,8 +83,9 @@ def test_the_ranks_have_the_key_in_their_environment(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(PRINTS)
     path = file_with(tmp_path, KEY)
-    out, _ = launching.python("-m", "easydist", "run", "-n", "2", "--job-key", path, script, EASYDIST_JOB_KEY="x")
+    command = ("run", "-n", "2", "--job-key", path, script)
+    out, _ = easydist(*command, EASYDIST_JOB_KEY="x", PYTHON_EXEC=launching.fork())
     assert sorted(out.splitlines()) == [f"[rank {rank}] [1, 1] {KEY}" for rank in range(2)]
     os.chmod(path, 0o640)
-    out, err = launching.python("-m", "easydist", "run", "-n", "2", "--job-key", path, script, status=2)
+    out, err = easydist(*command, status=2)
     assert (out, "chmod 600" in err) == ("", True)

@@ -1,7 +1,6 @@
 """The first call of a launched job: its limit, its warning, late ranks, mistakes, and values that are damaged."""
 
 import functools
-import json
 from pathlib import Path
 
 import launching
@@ -26,15 +25,7 @@ pytestmark = pytest.mark.slow
 @functools.cache
 def launched():
     """Return for each case the rows by rank and the exit statuses; and what the loggers wrote."""
-    out, err = launching.python(SCRIPT, *CASES, seconds=90, GLOO_SOCKET_IFNAME="lo", EASYDIST_WARN_AFTER="0.3")
-    found = {case: ({}, []) for case in CASES}
-    for row in [json.loads(line) for line in out.splitlines() if line.startswith("{")]:
-        rows, statuses = found[row["case"]]
-        if "rank" in row:
-            rows[row["rank"]] = row
-        else:
-            statuses += row["statuses"]
-    return found, err
+    return launching.launched(SCRIPT, CASES, EASYDIST_WARN_AFTER="0.3")
 
 
 def outcome(case):

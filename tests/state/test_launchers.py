@@ -39,19 +39,22 @@ def start(*command: object, **env: object) -> subprocess.Popen:
     return launching.start(*command, env=variables, cwd=ROOT)
 
 
-def finish(*processes: subprocess.Popen) -> str:
+def finish(*processes: subprocess.Popen, seconds: float = 60) -> str:
     """All of them end well; what they wrote."""
-    texts = ["".join(told) for told in launching.finished(*processes)]
+    texts = ["".join(told) for told in launching.finished(*processes, seconds=seconds)]
     assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(texts)
     return "\n".join(texts)
 
 
-def launch(*command: object, **env: object) -> str:
-    return finish(start(*command, **env))
+def launch(*command: object, seconds: float = 60, **env: object) -> str:
+    return finish(start(*command, **env), seconds=seconds)
 
 
-def torchrun(nproc: int, *script: object) -> str:
-    return launch(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", *script)
+def torchrun(nproc: int, *script: object, python: object = None, **options: object) -> str:
+    """Launch a script with torchrun, both in forks, or both by another interpreter."""
+    python = python or launching.fork()
+    command = (python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}")
+    return launch(*command, *script, PYTHON_EXEC=python, **options)
 
 
 def accelerate(*arguments: object) -> str:
@@ -79,7 +82,7 @@ def a_world_of(size: int, *, adopted: bool = False, hosts: int = 1) -> list[dict
 
 @pytest.mark.parametrize("size", [2])  # accelerate's own checks, below, run on 4 as well
 def test_torchrun_on_the_cpu_means_the_launched_world(size, tmp_path):
-    text = torchrun(size, WORLD, tmp_path)
+    text = torchrun(size, WORLD, tmp_path, python=sys.executable)
     assert worlds(tmp_path) == a_world_of(size)
     assert "Traceback" not in text
     assert "Warning" not in text
@@ -87,8 +90,9 @@ def test_torchrun_on_the_cpu_means_the_launched_world(size, tmp_path):
 
 def test_two_agents_of_torchrun_are_two_hosts(tmp_path):
     options = ("--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
-    command = (sys.executable, "-m", "torch.distributed.run", *options)
-    finish(*[start(*command, f"--node-rank={node}", WORLD, tmp_path) for node in range(2)])
+    command = (launching.fork(), "-m", "torch.distributed.run", *options)
+    ranks = {"PYTHON_EXEC": launching.fork()}
+    finish(*[start(*command, f"--node-rank={node}", WORLD, tmp_path, **ranks) for node in range(2)])
     assert worlds(tmp_path) == a_world_of(4, hosts=2)
 
 
@@ -96,7 +100,7 @@ def test_ranks_that_were_told_only_their_number_find_their_hosts(tmp_path):
     port = free_port()
     env = {"WORLD_SIZE": 4, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     each = [env | {"RANK": r, "LOCAL_RANK": r % 2, "EASYDIST_HOST_ID": f"host {r // 2}"} for r in range(4)]
-    finish(*[start(sys.executable, WORLD, tmp_path, **env) for env in each])
+    finish(*[start(launching.fork(), WORLD, tmp_path, **env) for env in each])
     assert worlds(tmp_path) == a_world_of(4, hosts=2)
 
 
@@ -109,7 +113,7 @@ def test_an_empty_address_means_this_host(tmp_path):
     port = free_port()
     env = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "", "MASTER_PORT": port}
     each = [{name: str(value) for name, value in (env | {"RANK": r, "LOCAL_RANK": r}).items()} for r in range(2)]
-    finish(*[start(sys.executable, WORLD, tmp_path, **env) for env in each])
+    finish(*[start(launching.fork(), WORLD, tmp_path, **env) for env in each])
     assert worlds(tmp_path) == a_world_of(2)
 
 
@@ -151,7 +155,7 @@ def test_a_job_step_of_slurm(tmp_path):
         "SLURM_STEP_NODELIST": "localhost",
     }
     finish(
-        *[start(sys.executable, WORLD, tmp_path, **step, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in range(2)]
+        *[start(launching.fork(), WORLD, tmp_path, **step, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in range(2)]
     )
     assert worlds(tmp_path) == a_world_of(2)
 
@@ -166,7 +170,7 @@ def test_a_job_step_of_slurm_on_two_nodes(tmp_path):
         "SLURM_STEP_NODELIST": "localhost",
     }
     tasks = [{"SLURM_PROCID": rank, "SLURM_LOCALID": rank % 2, "SLURM_NODEID": rank // 2} for rank in range(4)]
-    finish(*[start(sys.executable, WORLD, tmp_path, **step, **task) for task in tasks])
+    finish(*[start(launching.fork(), WORLD, tmp_path, **step, **task) for task in tasks])
     assert worlds(tmp_path) == a_world_of(4, hosts=2)
 
 
@@ -184,7 +188,7 @@ def test_mpirun_on_two_hosts_that_easydist_finds(tmp_path):
 
 def test_scripts_without_any_cleanup_end_well():
     cases = ["none"] * launching.examples(6) + ["0", "3"] * launching.examples(2)
-    text = launch(sys.executable, SCRIPTS / "exits.py", *cases)
+    text = launch(launching.fork(), SCRIPTS / "exits.py", *cases)
     # torch 2.9 prints, in pieces that mix with our lines, that gloo connects.
     said = re.findall(r"(?:none|[03])(?: -?\d+){4}", text) if "[Gloo]" in text else text.splitlines()
     assert sorted(said) == sorted(f"{case} 0 0 0 0" for case in cases)
@@ -192,12 +196,12 @@ def test_scripts_without_any_cleanup_end_well():
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux, to let gloo's threads starve")
 def test_gloo_threads_release_the_last_tensors_before_the_interpreter_ends():
-    assert launch(sys.executable, SCRIPTS / "endings.py", 20).split() == ["0"] * 20
+    assert launch(launching.fork(), SCRIPTS / "endings.py", 20).split() == ["0"] * 20
 
 
 def test_at_exit_easydist_takes_down_its_own_group_only(tmp_path):
     (folder := tmp_path / "left").mkdir()
-    launch(sys.executable, SCRIPTS / "leave.py", folder, "mine", "easydist", "later")
+    launch(launching.fork(), SCRIPTS / "leave.py", folder, "mine", "easydist", "later")
     left = {path.name: path.read_text() for path in folder.iterdir()}
     assert left == {f"{who}-{rank}": str(who != "easydist") for who in ("mine", "easydist", "later") for rank in (0, 1)}
 

@@ -2,11 +2,9 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 
 import pytest
-from test_launchers import ENV, ROOT, SCRIPTS
+from test_launchers import SCRIPTS, torchrun
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,10 +24,7 @@ ALWAYS = {"gather", "pad_across_processes", "send_to_device"}
 def folder(tmp_path_factory):
     """The folder into which each rank has written its findings."""
     folder = tmp_path_factory.mktemp("trainer")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(SCRIPTS / "trainer.py"), str(folder)]
-    done = subprocess.run(command, env=ENV, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    torchrun(2, SCRIPTS / "trainer.py", folder, seconds=150)
     return folder
 
 
