@@ -26,9 +26,9 @@ def _create(store: Store, rank: int, size: int, timeout: timedelta) -> SharedMem
     """Create a group with this backend, for torch."""
     if size == 1:
         return SharedMemoryGroup(Solo(), store, timeout, Monitor(0, 1, timeout.total_seconds()))
-    meeting, own, backend = met(store, rank, size, timeout)
-    group = SharedMemoryGroup(backend, own, timeout, meeting.monitor)
-    meeting.look_to(group.guard)
+    rendezvous, backend = met(store, rank, size, timeout)
+    group = SharedMemoryGroup(backend, rendezvous.store, timeout, rendezvous.monitor)
+    rendezvous.look_to(group.guard)
     return group
 
 

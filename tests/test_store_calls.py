@@ -1,4 +1,6 @@
-"""No wait for a store without a limit: raw stores are called, and connected to, in one module or inside ``within``."""
+"""No wait for a store without a limit: raw stores are called in one module, and reached and used to connect in calls of
+``within`` or ``connect``, which have a limit.
+"""
 
 import ast
 import functools
@@ -106,7 +108,7 @@ def unlimited(source):
     """Return the lines that wait for a store without a limit."""
     tree, asking = parsed(source)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    limits = [node for node in calls if last_name(node) == "within"]
+    limits = [node for node in calls if last_name(node) == "within" or getattr(node.func, "id", "") == "connect"]
     limited = {id(part) for node in limits for given in (*node.args, *node.keywords) for part in ast.walk(given)}
     connecting = {id(node) for node in calls if connects(node)}
     waiting = {id(node) for node in asking}

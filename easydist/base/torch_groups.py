@@ -126,9 +126,7 @@ def forget_all() -> None:
     forget_names()
 
 
-def made(
-    ranks: Sequence[int], rank: int, backend: str, store: Store, name: str, limit: timedelta, description: str
-) -> dist.ProcessGroup:
+def made(ranks: Sequence[int], rank: int, backend: str, store: Store, name: str, limit: timedelta) -> dist.ProcessGroup:
     """Return a group made as by ``new_group``, but in its own store, and by its members alone.
 
     Args:
@@ -138,11 +136,10 @@ def made(
         store: The store of all members.
         name: The name of the group, which no other group has.
         limit: The time limit for connecting, and for each call of the group.
-        description: The group's description.
     """
     make = _needed(_make, "a group of some ranks in its own store")
     told = len(ranks), rank, list(ranks), backend, store, name
-    group: dist.ProcessGroup = make(*told, timeout=limit, group_desc=description)[0]
+    group: dist.ProcessGroup = make(*told, timeout=limit, group_desc=name)[0]
     _needed(_world, "the same").pg_group_ranks[group] = {member: place for place, member in enumerate(ranks)}
     return group
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 import functools
 import os
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
 from easydist.cli.findings import Finding
 from easydist.cli.measure import Work, timed
-from easydist.errors import EasydistError
-from easydist.liveness.limited import within
-from easydist.liveness.rules import PATIENCE
-from easydist.liveness.timed_store import POLL, TimedStore, reached, served
+from easydist.errors import CollectiveTimeout, EasydistError
+from easydist.groups.connecting import connect
+from easydist.groups.rendezvous import Rendezvous
+from easydist.liveness.timed_store import reached, served
 from easydist.state import ProcessState, wait_for_everyone
 from easydist.state.environment import World
 from easydist.verbs.all_to_all import all_to_all
@@ -57,27 +56,26 @@ def meet(world: World, seconds: float) -> Finding:
             "port that no firewall blocks. Rank 0 must be running."
         )
         return Finding("meeting", "fault", said, advice)
-    if missing := _missing(TimedStore(store), world, seconds):
+    if missing := _missing(store, world, limit):
         ranks = ", ".join(map(str, missing))
         said = f"{len(missing)} of {world.size} ranks did not reach {where} within {seconds:.0f} s: {ranks}"
         return Finding("meeting", "fault", said, "Start them, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE.")
     return _connect(world, store, limit)
 
 
-def _missing(store: TimedStore, world: World, seconds: float) -> list[int]:
-    deadline = time.monotonic() + seconds
-    store.set(f"check/{world.rank}", "")
-    while missing := [rank for rank in range(world.size) if store.get(f"check/{rank}", rank) is None]:
-        if time.monotonic() > deadline:
-            break
-        time.sleep(POLL)
-    return missing
+def _missing(store: Store, world: World, limit: timedelta) -> Sequence[int]:
+    try:
+        with Rendezvous(PrefixStore("check", store), world.rank, world.size, limit, name="check") as rendezvous:
+            rendezvous.arrive()
+    except CollectiveTimeout as error:
+        return error.missing
+    return ()
 
 
 def _connect(world: World, store: Store, limit: timedelta) -> Finding:
     join = functools.partial(dist.init_process_group, "gloo", store=store, rank=world.rank, world_size=world.size)
     try:
-        within(limit.total_seconds() + PATIENCE, lambda: join(timeout=limit))
+        connect(lambda: join(timeout=limit), limit.total_seconds())
         backend = ProcessState(cpu=True).communicators().met().control.get_backend()
     except (RuntimeError, EasydistError) as error:
         advice = (

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from easydist.agreement.notes import Notes, listeners, note_data
-from easydist.groups.meeting import site
+from easydist.groups.rendezvous import site
 from easydist.transport.backend import Backend
 from easydist.transport.work import TorchWork
 

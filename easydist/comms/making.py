@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -11,25 +10,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from easydist.comms.failures import UNMADE, CommLeftOut, CommPeerLost, CommTimeout, explained
+from easydist.comms.failures import CommLeftOut, CommPeerLost, CommTimeout
 from easydist.comms.options import CommOptions
 from easydist.comms.own_gloo import OwnGloo
 from easydist.errors import CollectiveTimeout, EasydistError, LeftOutError, PeerLostError
-from easydist.groups.meeting import Meeting
+from easydist.groups.connecting import connect, gloo_connections
 from easydist.groups.recovering import Attempt, Recovered, Recovery
+from easydist.groups.rendezvous import Rendezvous
 from easydist.groups.sharing import Hosts, is_wanted
-from easydist.groups.standalone import gloo_connections
-from easydist.liveness.limited import within
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.peer import Peer
-from easydist.liveness.rules import PATIENCE
 from easydist.liveness.status import nothing
-from easydist.liveness.timed_store import TimedStore
 from easydist.shm.streams import Guard
 from easydist.transport.backend import Backend
 from easydist.transport.backends.c10d import Native
 from easydist.transport.backends.solo import Solo
-from easydist.typing import T
 
 
 class Place(NamedTuple):
@@ -116,52 +111,32 @@ def make(kind: str, place: Place) -> Made:
         RuntimeError: Some ranks did not come, or the backend cannot be created.
     """
     if kind in _factories:
-        return Made(_arrived(place, _factories[kind])[1])
+        with _rendezvous(place) as rendezvous:
+            return Made(_factories[kind](place._replace(store=rendezvous.store)))
     if place.size == 1:
         alone = Solo(place.device)
         alone.name = kind if kind != "auto" else "shm" if place.device.type == "cpu" else "nccl"
         return Made(alone)
-    own, (meeting, hosts) = _arrived(place, _meet)
+    with _rendezvous(place) as rendezvous:
+        hosts = rendezvous.introduce(is_wanted() and place.device.type == "cpu")
     build = {"shm": _shm, "gloo": _gloo, "nccl": _nccl}[_chosen(kind, place, hosts)]
-    backend = build(own, meeting, hosts)
-    meeting.monitor.operation = f"the communicator {place.name!r}"
-    meeting.monitor.end()
-    return Made(backend, meeting.monitor, meeting.look_to, own.store)
+    backend = build(place._replace(store=rendezvous.store), rendezvous, hosts)
+    rendezvous.monitor.operation = f"the communicator {place.name!r}"
+    rendezvous.monitor.end()
+    return Made(backend, rendezvous.monitor, rendezvous.look_to, rendezvous.store)
 
 
-def _arrived(place: Place, meet: Callable[[Place], T]) -> tuple[Place, T]:
-    """Meet under keys of this attempt alone, and return the place with them and the result.
-
-    The i-th arrival of each rank meets the i-th of all others.
-    """
-    arrivals = f"came/{place.rank}"
-    store, limit = TimedStore(place.store), place.timeout.total_seconds()
-    own = place._replace(store=PrefixStore(str(store.add(arrivals, 1, limit)), place.store))
-    try:
-        return own, meet(own)
-    except (EasydistError, KeyboardInterrupt):  # others may come later: they must find this rank as if it had not come
-        with suppress(RuntimeError):
-            store.add(arrivals, -1, PATIENCE)
-        raise
-
-
-def _meet(place: Place) -> tuple[Meeting, Hosts]:
-    meeting = Meeting(
-        PrefixStore("meeting", place.store),
+def _rendezvous(place: Place) -> Rendezvous:
+    return Rendezvous(
+        place.store,
         place.rank,
         place.size,
         place.timeout,
         name=f"the communicator {place.name!r} over shm",
         operation=f"new_comm {place.name!r}",
-        instead="Use gloo: new_comm('gloo', …), or 'auto'",
         known=place.known,
         look=place.look,
     )
-    try:
-        return meeting, meeting.introduce(is_wanted() and place.device.type == "cpu")
-    except (EasydistError, KeyboardInterrupt):
-        meeting.leave()
-        raise
 
 
 def _chosen(kind: str, place: Place, hosts: Hosts) -> str:
@@ -173,32 +148,28 @@ def _chosen(kind: str, place: Place, hosts: Hosts) -> str:
     return "nccl"
 
 
-def _shm(place: Place, meeting: Meeting, hosts: Hosts) -> Backend:
+def _shm(place: Place, rendezvous: Rendezvous, hosts: Hosts) -> Backend:
     if place.device.type != "cpu":
         raise RuntimeError(f"the backend shm moves tensors on the CPU, not on {place.device}")
-    return meeting.join(hosts)
+    return rendezvous.join(hosts, "Use gloo: new_comm('gloo', …), or 'auto'")
 
 
 _dist: Any = dist
 """Untyped, because the stubs depend on the build of torch."""
 
 
-def _gloo(place: Place, meeting: Meeting, hosts: Hosts) -> Backend:
+def _gloo(place: Place, rendezvous: Rendezvous, hosts: Hosts) -> Backend:
     if place.device.type != "cpu":
         raise RuntimeError(f"the backend gloo moves tensors on the CPU, not on {place.device}; use nccl")
     hints = place.options.hints
     where = {key: hints[key] for key in ("hostname", "interface") if key in hints}
-    try:
-        store, limit = PrefixStore("gloo", place.store), meeting.left
-        gloo = gloo_connections(store, place.rank, place.size, limit, meeting.check, **where)
-    except RuntimeError as error:
-        what, peers = meeting.monitor.operation, list(meeting.monitor.peers.values())
-        raise explained(error, what, place.timeout, peers, UNMADE) from error
-    meeting.arrive()  # a rank that closes its connections at once would break those that others are still making
-    return OwnGloo(gloo, place.device, meeting.monitor)
+    store, monitor = PrefixStore("gloo", place.store), rendezvous.monitor
+    gloo = gloo_connections(store, place.rank, place.size, rendezvous.left, monitor, rendezvous.check, **where)
+    rendezvous.arrive()  # a rank that closes its connections at once would break those that others are still making
+    return OwnGloo(gloo, place.device, monitor)
 
 
-def _nccl(place: Place, meeting: Meeting, hosts: Hosts) -> Backend:
+def _nccl(place: Place, rendezvous: Rendezvous, hosts: Hosts) -> Backend:
     if place.device.type != "cuda" or not _dist.is_nccl_available():
         raise RuntimeError(f"the backend nccl needs a GPU and a torch that was built with it; device is {place.device}")
     from torch.distributed import ProcessGroupNCCL
@@ -207,9 +178,9 @@ def _nccl(place: Place, meeting: Meeting, hosts: Hosts) -> Backend:
     device = place.device if given else torch.device("cuda", place.rank % torch.cuda.device_count())
     group: Any = dist.ProcessGroup(PrefixStore("nccl", place.store), place.rank, place.size)
     store, options = PrefixStore("nccl", place.store), _nccl_options(place)
-    nccl = within(
-        place.timeout.total_seconds() + PATIENCE, lambda: ProcessGroupNCCL(store, place.rank, place.size, options)
-    )
+    limit, monitor = rendezvous.left.total_seconds(), rendezvous.monitor
+    told = store, place.rank, place.size, options
+    nccl = connect(lambda: ProcessGroupNCCL(*told), limit, monitor, rendezvous.check)
     group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, nccl)
     return Native(group, device, "nccl")
 

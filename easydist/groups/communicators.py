@@ -23,9 +23,10 @@ from easydist.base import torch_groups
 from easydist.base.forks import NOT_A_RANK
 from easydist.data.packing import Packed, Packing
 from easydist.errors import EasydistError
+from easydist.groups.connecting import gloo_beside
 from easydist.groups.first_meeting import FirstMeeting
 from easydist.groups.founding import Founding, appear, found
-from easydist.groups.reconnecting import gloo_beside, reconnect
+from easydist.groups.reconnecting import reconnect
 from easydist.groups.recovering import Attempt, Recovered, Recovery
 from easydist.groups.sharing import Hosts, all_gather, attach, introduce, is_wanted
 from easydist.liveness.monitor import Monitor
@@ -429,10 +430,10 @@ class Communicators:
         # Both ranks count their messages from zero over new connections.
         self._inboxes.clear()
         self.has_met = False
-        check = functools.partial(self.monitor.guard, [*self.monitor.peers])
         if self._asked is None or self._asked.plain is not self._store:
             self._asked = TimedStore(self._store)
-        self._rebuild(reconnect(self._asked, self.monitor, functools.partial(gloo_beside, self._group, check=check)))
+        connect = functools.partial(gloo_beside, self._group, monitor=self.monitor)
+        self._rebuild(reconnect(self._asked, self.monitor, connect))
 
     def _rebuild(self, backend: Gloo) -> None:
         cpu = self._data.get("cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ class Founding(NamedTuple):
         where: The words for the place of the store, for errors.
         is_served_by_rank_0: True if rank 0 serves the store, and not the launcher.
         reach: Returns the store, within a number of seconds; it calls the function that it gets while it waits.
-        make: Makes the group in a store for it alone, within a number of seconds.
+        make: Makes the group in a store for it alone, within a number of seconds, or as long as the monitor agrees.
     """
 
     rank: int
@@ -38,7 +39,7 @@ class Founding(NamedTuple):
     where: str
     is_served_by_rank_0: bool
     reach: Callable[[float, Callable[[], None]], Store]
-    make: Callable[[Store, float], dist.ProcessGroup]
+    make: Callable[[Monitor, Store, float], dist.ProcessGroup]
 
 
 class Founded(NamedTuple):
@@ -71,7 +72,7 @@ def found(founding: Founding, monitor: Monitor, store: Store | None, call: tuple
         with signals_wake_watchdog():
             own = store or _reached(founding, monitor)
             FirstMeeting(own, monitor).announce()
-            group = reconnect(TimedStore(own), monitor, founding.make)
+            group = reconnect(TimedStore(own), monitor, functools.partial(founding.make, monitor))
         is_done = True
         return Founded(own, group)
     except BaseException as error:

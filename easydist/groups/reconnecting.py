@@ -10,23 +10,17 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import TypeVar
 
-import torch
-import torch.distributed as dist
-from torch.distributed import DistError, PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
 from easydist.errors import PeerLostError
-from easydist.groups.standalone import gloo_connections
 from easydist.liveness import texts
 from easydist.liveness.events import Announced, Answer, Do, Step
-from easydist.liveness.limited import NoAnswerError
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.peer import Peer
 from easydist.liveness.stored import decoded, in_store
 from easydist.liveness.timed_store import POLL, TimedStore
-from easydist.transport.backends.c10d import Gloo
 
 T = TypeVar("T")
 
@@ -38,7 +32,8 @@ def reconnect(store: TimedStore, monitor: Monitor, connect: Callable[[Store, flo
         store: The group's store, with a prefix that only easydist uses; the same in every attempt, so that no more than
             one thread waits for it if it does not answer.
         monitor: The group's monitor; its call takes the highest number that any rank has reached.
-        connect: Makes the connections, in a store for this alone and within a number of seconds.
+        connect: Makes the connections (``groups/connecting.py``), in a store for this alone and within a number of
+            seconds.
 
     Raises:
         EasydistError: Ranks are missing (see ``Monitor.guard``), or one has left again.
@@ -46,7 +41,8 @@ def reconnect(store: TimedStore, monitor: Monitor, connect: Callable[[Store, flo
     broken = monitor.begin_reconnecting()
     try:
         met = _meet(store, monitor)
-        made = _connect(connect, PrefixStore(_place(monitor.phase, met), store.plain), monitor)
+        place = PrefixStore(_place(monitor.phase, met), store.plain)
+        made = connect(place, monitor.connect_limit(time.monotonic()))  # almost at once, unless one has left again
         monitor.end_meeting()  # inside try: from now on Ctrl-C ends a call of connected ranks
         broken = None
         return made
@@ -120,40 +116,3 @@ _ACTIONS: dict[Do, Callable[[Monitor, Step], None]] = {
     Do.GIVE_UP: lambda monitor, _: monitor.give_up_for_others(),
     Do.MOVE: lambda monitor, _: monitor.move(),
 }
-
-
-def _connect(connect: Callable[[Store, float], T], store: Store, monitor: Monitor) -> T:
-    """Connect ranks that have all come; this takes almost no time unless one has left again."""
-    limit = monitor.connect_limit(time.monotonic())
-    try:
-        return connect(store, limit)
-    except RuntimeError as error:
-        if not is_of_connections(error):
-            raise
-        raise monitor.unconnected(limit) from error
-
-
-def is_of_connections(error: RuntimeError) -> bool:
-    """True unless torch cannot make such a group at all.
-
-    The store's errors have types. gloo's are plain: "Gloo connectFullMesh failed with …", "Timed out …". The word gloo
-    says nothing, because it is in the path of each of its source files.
-    """
-    if isinstance(error, DistError | NoAnswerError):
-        return True
-    return any(word in str(error).lower() for word in ("connect", "timed out"))
-
-
-def gloo_beside(
-    group: dist.ProcessGroup, store: Store, timeout: float, check: Callable[[], None] | None = None
-) -> Gloo:
-    """Make a gloo group of the members of ``group``.
-
-    Args:
-        group: A group that this process belongs to.
-        store: The store in which the members connect; no other group uses it.
-        timeout: Seconds that connecting may take, and each wait of the new group.
-        check: Called again and again meanwhile; it raises to give up.
-    """
-    gloo = gloo_connections(store, group.rank(), group.size(), timedelta(seconds=timeout), check)
-    return Gloo(gloo, torch.device("cpu"), "gloo")

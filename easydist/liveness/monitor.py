@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from easydist import settings
-from easydist.errors import EasydistError, RemoteError, WireError
+from easydist.errors import EasydistError, PeerLostError, RemoteError, WireError
 from easydist.liveness import texts
 from easydist.liveness.events import Cause, Heard, Parting, Why
 from easydist.liveness.page import Wait
@@ -346,6 +346,16 @@ class Monitor(GroupStatus):
         """Return why no wait for all others can succeed; None if it still can."""
         everyone = list(self.peers)
         return self._in_vain(everyone) or self._in_vain(everyone)  # an ended rank counts as lost at the second look
+
+    def raise_if_lost(self) -> None:
+        """Raise an error if another rank has ended.
+
+        Raises:
+            PeerLostError: A rank has ended.
+        """
+        if isinstance(error := self.in_vain(), PeerLostError):
+            self.give_up(error)
+            raise again(error)
 
     def _cause(self, error: Exception, broken: Peer) -> EasydistError:
         cause = Cause(Why.LATE) if "imed out" in str(error) else self._explained(broken)

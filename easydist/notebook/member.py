@@ -7,8 +7,8 @@ import json
 import linecache
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,15 +17,15 @@ from torch.distributed import FileStore, PrefixStore, Store
 
 from easydist.base import torch_groups
 from easydist.errors import UnsafeObjectError
+from easydist.groups.connecting import connect
 from easydist.groups.known import forget
-from easydist.liveness.limited import within
-from easydist.liveness.stored import decoded, in_store
-from easydist.liveness.timed_store import POLL, TimedStore
+from easydist.groups.rendezvous import Rendezvous
+from easydist.liveness.stored import decoded
 from easydist.notebook.values import is_plain, pack, unpack
 from easydist.process_group import NAME, SharedMemoryGroup
-from easydist.torch_backend.rendezvous import meeting_in
+from easydist.torch_backend.rendezvous import rendezvous_in
 
-_MEETING = 60.0
+_SECONDS = 60.0
 """Seconds within which ready ranks must meet."""
 
 
@@ -56,15 +56,14 @@ class Member:
             epoch: The number of this meeting.
         """
         store = FileStore(os.path.join(self._folder, f"store-{epoch}"), self._size)
-        shared = TimedStore(store)
-        if not dist.is_initialized():
-            shared.set(f"groups/{self._rank}", "{}")
-            self._create(store)
-        elif isinstance(dist.group.WORLD, SharedMemoryGroup):
-            self._renew(store, shared)
-        else:  # gloo and nccl end with their group
-            shared.set(f"groups/{self._rank}", "{}")
-            dist.destroy_process_group()
+        is_renewed = isinstance(dist.group.WORLD, SharedMemoryGroup)
+        own: dict[str, Any] = {group.group_name: group for group in torch_groups.known()} if is_renewed else {}
+        told = self._exchange({name: dist.get_process_group_ranks(group) for name, group in own.items()}, store)
+        if is_renewed:
+            self._renew(own, told, store)
+        else:
+            if dist.is_initialized():  # gloo and nccl end with their group
+                dist.destroy_process_group()
             self._create(store)
         self._agree_on_new_groups(store, epoch)
 
@@ -77,30 +76,30 @@ class Member:
         if torch.cuda.is_available() and torch.cuda.device_count() >= self._size:
             torch.cuda.set_device(self._rank)
             own, place = PrefixStore(_TORCH, store), dict[str, Any](rank=self._rank, world_size=self._size)
-            within(
-                _MEETING,
-                lambda: dist.init_process_group("cpu:gloo,cuda:nccl", store=own, **place),
-                discard=lambda _: dist.destroy_process_group(),
-            )
+            connect(lambda: dist.init_process_group("cpu:gloo,cuda:nccl", store=own, **place), _SECONDS)
             return
-        with meeting_in(PrefixStore(_DEFAULT, store)):
+        with rendezvous_in(PrefixStore(_DEFAULT, store)):
             dist.init_process_group(NAME, store=PrefixStore(_TORCH, store), rank=self._rank, world_size=self._size)
 
-    def _renew(self, store: Store, shared: TimedStore) -> None:
+    def _exchange(self, ranks: dict[str, list[int]], store: Store) -> list[dict[str, list[int]]]:
+        """Return the ranks of all groups by name, as each rank knows them."""
+        place, limit = PrefixStore("groups", store), timedelta(seconds=_SECONDS)
+        with Rendezvous(place, self._rank, self._size, limit, name="the notebook's ranks") as rendezvous:
+            told = rendezvous.exchange(json.dumps(ranks).encode())
+        return [decoded(f"the groups of rank {rank}", text, {str: [int]}) for rank, text in enumerate(told)]
+
+    def _renew(self, own: dict[str, Any], told: list[dict[str, list[int]]], store: Store) -> None:
         """Renew the default group, and those others that all their ranks know."""
-        own: dict[str, Any] = {group.group_name: group for group in torch_groups.known()}
         default: Any = dist.group.WORLD
         del own[default.group_name]
-        ranks = {name: dist.get_process_group_ranks(group) for name, group in own.items()}
-        shared.set(f"groups/{self._rank}", json.dumps(ranks))
-        told = [_groups_of(shared, rank) for rank in range(self._size)]
         forget(default)
         default.renew(PrefixStore(_DEFAULT, store))
         for name, group in own.items():
             forget(group)
             if not isinstance(group, SharedMemoryGroup):
                 continue
-            if all(told[rank].get(name) == ranks[name] for rank in ranks[name]):
+            ranks = told[self._rank][name]
+            if all(told[rank].get(name) == ranks for rank in ranks):
                 group.renew(PrefixStore(f"group/{name}", store))
             else:  # one of its ranks is new
                 group.discard()
@@ -167,16 +166,3 @@ def _forget_accelerate() -> None:
     """Let accelerate, if it is loaded, read its environment again, as in a process of its own."""
     if (state := sys.modules.get("accelerate.state")) is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def _groups_of(store: TimedStore, rank: int) -> dict[str, list[int]]:
-    """Wait for a rank, and return its groups."""
-    key, deadline = f"groups/{rank}", time.monotonic() + _MEETING
-
-    def wait() -> None:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"the ranks did not connect within {_MEETING:.0f} s: {key} is missing")
-        time.sleep(POLL)
-
-    found: dict[str, list[int]] = decoded(in_store(key), store.awaited(key, wait, rank), {str: [int]})
-    return found

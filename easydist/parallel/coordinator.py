@@ -9,8 +9,9 @@ from torch.distributed import PrefixStore, Store
 
 from easydist.agreement.calling import seconds
 from easydist.base.eager import eager
+from easydist.groups.connecting import gloo_group
 from easydist.groups.known import unregistered
-from easydist.groups.standalone import gloo_group
+from easydist.groups.rendezvous import Rendezvous
 from easydist.parallel.experts import Experts
 from easydist.parallel.objects import Objects
 from easydist.parallel.pairs import Pairs
@@ -120,7 +121,8 @@ class GroupCoordinator(Tensors, Experts, Objects, Pairs):
             The coordinator. Its ``ranks`` are numbered among the members. Tensors travel by gloo.
 
         Raises:
-            RuntimeError: Some members did not come.
+            CollectiveTimeout: Some members did not come; the text and ``missing`` name them.
+            PeerLostError: A member has ended, or the store has.
             ValueError: ``rank`` is not a rank of that many members. Only this process raises.
             DisagreementError: The members have passed different options.
         """
@@ -130,8 +132,11 @@ class GroupCoordinator(Tensors, Experts, Objects, Pairs):
             raise ValueError(
                 f"GroupCoordinator.stateless: rank={rank} is not below world_size={world_size}; count from 0"
             )
-        own = f"easydist/{group_name}"
-        group = gloo_group(PrefixStore(own, store), rank, world_size, own, limit)
+        own, what = PrefixStore(f"easydist/{group_name}", store), f"GroupCoordinator.stateless {group_name!r}"
+        with Rendezvous(own, rank, world_size, limit, name=what) as rendezvous:
+            rendezvous.introduce(False)
+            at, monitor, check = rendezvous.store, rendezvous.monitor, rendezvous.check
+            group = gloo_group(at, rank, world_size, f"easydist/{group_name}", limit, monitor, check)
         unregistered.add(group)
         self.use_device_communicator, self.weights_only = False, weights_only
         self._join([*range(world_size)], rank, local_rank, group_name, (group, group))

@@ -19,8 +19,8 @@ from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb, run
 from easydist.base import torch_groups
 from easydist.groups.communicators import Communicators
+from easydist.groups.connecting import connect, registered_group
 from easydist.groups.known import SOLO, of_group, unregistered
-from easydist.groups.registered import connected, registered
 from easydist.state import ProcessState
 from easydist.state.groups import default_group, is_recovered
 
@@ -244,7 +244,12 @@ def _groups(lists: Sequence[Sequence[int]], backend: str, comms: Communicators) 
 def _by_torch(comms: Communicators, world: dist.ProcessGroup, ranks: list[int], backend: str, number: int) -> Any:
     limit = timedelta(seconds=comms.monitor.timeout)  # torch would use its own default
     make = functools.partial(dist.new_group, ranks, limit, backend)
-    return connected(make, comms.monitor, ranks, limit.total_seconds())
+    return connect(make, limit.total_seconds(), comms.monitor, _check_of(ranks, comms))
+
+
+def _check_of(ranks: Sequence[int], comms: Communicators) -> Callable[[], None]:
+    """Return the check of ranks that make a group, or wait for others that do, in a call of the world."""
+    return functools.partial(comms.monitor.guard, [rank for rank in ranks if rank in comms.monitor.peers])
 
 
 def _in_own_store(comms: Communicators, world: dist.ProcessGroup, ranks: list[int], backend: str, number: int) -> Any:
@@ -255,5 +260,5 @@ def _in_own_store(comms: Communicators, world: dist.ProcessGroup, ranks: list[in
     call = comms.monitor.number or f"alone-{next(_alone)}"  # a world of one does not count its calls
     name = f"{world.group_name}/coordinator/{call}/{number}/{backend}"
     store, every = PrefixStore("coordinators", world.get_group_store()), dist.get_process_group_ranks(world)
-    told = [every[rank] for rank in ranks], ranks.index(comms.rank), backend, store, name, limit, "coordinator"
-    return connected(lambda: registered(*told), comms.monitor, ranks, limit.total_seconds())
+    told = [every[rank] for rank in ranks], ranks.index(comms.rank), backend, store, name, limit
+    return registered_group(*told, comms.monitor, _check_of(ranks, comms))

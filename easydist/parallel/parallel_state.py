@@ -9,9 +9,8 @@ import torch.distributed as dist
 
 from easydist.agreement.calling import seconds
 from easydist.base import torch_groups
-from easydist.liveness.limited import within
+from easydist.groups.connecting import connect
 from easydist.liveness.peer import host_id
-from easydist.liveness.rules import PATIENCE
 from easydist.parallel.coordinator import GroupCoordinator
 from easydist.parallel.groups import ParallelGroups, parallel_groups
 from easydist.state import ProcessState, communicators
@@ -44,9 +43,9 @@ def init_distributed_environment(
     if rank >= 0 and not dist.is_initialized():
         limit = None if timeout is None else timedelta(seconds=seconds(timeout, "init_distributed_environment"))
         fitting, method = backend or backend_for(ProcessState().device), distributed_init_method
-        wait = (limit or torch_groups.default_timeout()).total_seconds() + PATIENCE
+        wait = (limit or torch_groups.default_timeout()).total_seconds()
         join = functools.partial(dist.init_process_group, fitting, method, timeout=limit)
-        within(wait, lambda: join(world_size=world_size, rank=rank))
+        connect(lambda: join(world_size=world_size, rank=rank), wait)
     elif not dist.is_initialized():
         ProcessState(backend=backend, timeout=timeout)
     if not _exists("world"):

@@ -17,10 +17,10 @@ from torch.distributed import PrefixStore, Store
 
 from easydist.base import forks, torch_groups
 from easydist.groups.communicators import Communicators
+from easydist.groups.connecting import connect
 from easydist.groups.founding import Founding
 from easydist.groups.known import let_go, of_comm, of_group
-from easydist.liveness.limited import within
-from easydist.liveness.rules import PATIENCE
+from easydist.liveness.monitor import Monitor
 from easydist.liveness.timed_store import reached, served
 from easydist.state.environment import World, launched
 from easydist.transport.comm import Collectives
@@ -164,8 +164,8 @@ def founding(
         raise RuntimeError(forks.NOT_A_RANK)
     limit = timeout or torch_groups.default_timeout(backend.partition(",")[0].rpartition(":")[2])
 
-    def make(store: Store, seconds: float) -> dist.ProcessGroup:
-        group = _made_in(store, world, backend, seconds)
+    def make(monitor: Monitor, store: Store, seconds: float) -> dist.ProcessGroup:
+        group = _made_in(monitor, store, seconds, world, backend)
         torch_groups.set_timeout(group, limit)
         use(group)
         return group
@@ -175,15 +175,12 @@ def founding(
     return Founding(world.rank, world.size, limit.total_seconds(), where, not has_agent, reach, make)
 
 
-def _made_in(store: Store, world: World, backend: str, seconds: float) -> dist.ProcessGroup:
+def _made_in(monitor: Monitor, store: Store, seconds: float, world: World, backend: str) -> dist.ProcessGroup:
     count, limit = torch_groups.count(), timedelta(seconds=seconds)
     place: dict[str, Any] = {"rank": world.rank, "world_size": world.size, "timeout": limit}
     try:
-        within(
-            seconds + PATIENCE,
-            lambda: dist.init_process_group(backend, store=store, **place),
-            discard=lambda _: dist.destroy_process_group(),
-        )
+        # Only an ended rank ends this: after other errors the ranks try again, while torch would still make this group.
+        connect(lambda: dist.init_process_group(backend, store=store, **place), seconds, monitor, monitor.raise_if_lost)
     except BaseException:
         torch_groups.set_count(count)  # it numbers the groups, and the ranks may try again
         raise

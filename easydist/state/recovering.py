@@ -14,10 +14,9 @@ from easydist.agreement.calling import seconds
 from easydist.base import torch_groups
 from easydist.base.eager import eager
 from easydist.groups.communicators import timeout_of
+from easydist.groups.connecting import gloo_group, registered_group
 from easydist.groups.known import forget, of_group, retire, unregistered
 from easydist.groups.recovering import TIMEOUT, Attempt
-from easydist.groups.registered import registered
-from easydist.groups.standalone import gloo_group
 from easydist.state.environment import World
 from easydist.state.groups import is_recovered, replace_default_group
 from easydist.state.process_state import ProcessState
@@ -122,7 +121,7 @@ def _connected(old: dist.ProcessGroup, attempt: Attempt) -> dist.ProcessGroup:
     else:
         ranks = [dist.get_process_group_ranks(old)[member] for member in attempt.members]
         backend, limit = torch_groups.backend_of(old), attempt.left
-        new = registered(ranks, attempt.rank, backend, attempt.store, name, limit, "recovered", attempt.check)
+        new = registered_group(ranks, attempt.rank, backend, attempt.store, name, limit, check=attempt.check)
     # A group in shared memory has its own, because torch's function knows groups of gloo and NCCL only.
     new.set_timeout(timeout) if hasattr(new, "monitor") else torch_groups.set_timeout(new, timeout)
     try:

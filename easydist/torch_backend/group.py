@@ -20,7 +20,7 @@ from easydist.base import modes, torch_groups
 from easydist.base.eager import eager_methods
 from easydist.data.packing import as_bytes
 from easydist.errors import DisagreementError, EasydistError, RemoteError
-from easydist.groups.meeting import NEVER, site
+from easydist.groups.rendezvous import NEVER, site
 from easydist.liveness.monitor import Monitor
 from easydist.torch_backend.reductions import reduction
 from easydist.torch_backend.rendezvous import NAME, met
@@ -179,9 +179,9 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         if self.size() == 1:
             return
         self.discard()
-        meeting, self._store, self._backend = met(store, self.rank(), self.size(), self.timeout)
-        self._monitor = meeting.monitor
-        meeting.look_to(self.guard)
+        rendezvous, self._backend = met(store, self.rank(), self.size(), self.timeout)
+        self._store, self._monitor = rendezvous.store, rendezvous.monitor
+        rendezvous.look_to(self.guard)
         self._compare()
         self._under_way, self._is_closed, self._batch = [], False, None
         self._held.clear()

@@ -366,7 +366,7 @@ def test_scripts_of_the_original_run_under_a_launcher():
         *[f"rank 1 ended by {signal.SIGKILL.value}: wait_signal: rank 1 "] * 2,
         *[f"rank 2 ended by {signal.SIGKILL.value}: wait_signal: rank 2 "] * 2,
         *[f"rank 3 ended by {signal.SIGKILL.value}: wait_signal: rank 3 "] * 3,
-        f"rank 1 ended by {signal.SIGKILL.value}: new_comm 'main': rank 1 ",
+        *[f"rank 1 ended by {signal.SIGKILL.value}: new_comm 'main': rank 1 "] * 4,
         "gloo mesh: 4 ranks agree",
         "shm mesh: 4 ranks agree",
         f"aborted: {-signal.SIGABRT.value}",

@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo, TCPStore
 
-from easydist.groups.reconnecting import is_of_connections
+from easydist.groups.connecting import is_of_connections
 
 
 def error_of(store):

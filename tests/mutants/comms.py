@@ -95,9 +95,9 @@ MUTANTS = [
         "tests/comms/test_device_mesh.py::test_fsdp_with_a_divide_factor",
     ),
     Mutant(
-        "comms/making.py",
-        "_arrived",
-        "        with suppress(RuntimeError):\n            store.add(arrivals, -1, PATIENCE)\n",
+        "groups/rendezvous.py",
+        "Rendezvous.__exit__",
+        '            self._arrivals.add(f"came/{self.rank}", -1, PATIENCE)\n',
         "",
         "tests/comms/test_new_comm.py::test_a_rank_that_does_not_come_is_named_and_the_next_attempt_works",
     ),

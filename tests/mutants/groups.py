@@ -32,8 +32,8 @@ MUTANTS = [
         "tests/groups/test_communicators.py::test_hosts_stand_in_the_order_of_their_lowest_ranks",
     ),
     Mutant(
-        "groups/meeting.py",
-        "Meeting.join",
+        "groups/rendezvous.py",
+        "Rendezvous.join",
         "if backend is None or any(failures):",
         "if backend is None:",
         "tests/torch_backend/test_ends_of_groups.py::test_one_rank_without_memory_fails_the_group_on_all",

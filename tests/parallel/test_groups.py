@@ -284,5 +284,8 @@ def test_a_group_of_its_own_needs_no_default_world(rank):
                 )
             )
             assert found.startswith("DisagreementError: "), found
+    found = text_of(lambda: GroupCoordinator.stateless(world, 0, 3, f"only {rank}", timeout=0.2))
+    assert found.startswith(f"CollectiveTimeout: GroupCoordinator.stateless 'only {rank}': 2 of 3 ranks did not come")
+    assert "\n  rank 1: missing; not seen in this group yet\n  rank 2: missing; " in found
     found = text_of(lambda: GroupCoordinator.stateless(world, 2, 2, "too few"))
     assert found == "ValueError: GroupCoordinator.stateless: rank=2 is not below world_size=2; count from 0"

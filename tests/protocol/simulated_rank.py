@@ -195,7 +195,7 @@ class SimulatedRank:
         def connect(place, limit):
             nonlocal link
             link = self.group.links.setdefault(place, Link(self.world, False))
-            yield from self._connect(place, limit)
+            yield from self.code.connecting.connect(lambda: self._connect(place, limit), limit, self.monitor)
             return link
 
         try:

@@ -25,19 +25,22 @@ FILES = {
     "crossing": "liveness/crossing.py",
     "status": "liveness/status.py",
     "monitor": "liveness/monitor.py",
+    "connecting": "groups/connecting.py",
     "reconnecting": "groups/reconnecting.py",
 }
 
 STEPS = {
     "monitor": {"guard", "check_reports", "explain", "_cause", "_explained", "unconnected"},
-    "reconnecting": {"reconnect", "_meet", "_agree_on_call", "_take", "_connect"},
+    "connecting": {"connect", "_explained"},
+    "reconnecting": {"reconnect", "_meet", "_agree_on_call", "_take"},
 }
 """The functions that become generators, by module."""
 
 WAITS = {
     *("younger.guard", "self._in_vain", "self.check", "self._cause", "self._explained", "looks.send", "time.sleep"),
     *("monitor.begin_reconnecting", "monitor.end_meeting", "monitor.unconnected"),
-    *("_meet", "_agree_on_call", "_take", "_ask", "_connect", "store.set", "connect", "_ACTIONS[step.do]"),
+    *("_meet", "_agree_on_call", "_take", "_ask", "store.set", "connect", "_ACTIONS[step.do]"),
+    *("within", "_explained"),
 }
 """The calls in them that take time."""
 

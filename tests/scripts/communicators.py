@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import easydist.comms as torchcomms
 from easydist.comms import ReduceOp, SignalCmpOp, device_mesh, making
 from easydist.errors import PeerLostError
+from easydist.groups import rendezvous
 
 CPU = torch.device("cpu")
 
@@ -77,6 +78,16 @@ def death_in_connecting(rank):
     if rank == 1:
         making.gloo_connections = lambda *_args, **_where: os.kill(os.getpid(), signal.SIGKILL)
     return error_of(lambda: torchcomms.new_comm("gloo", CPU, "main", timeout=timedelta(seconds=within(2))))
+
+
+def death_in_rendezvous(rank, size):
+    """A rank dies when it has come, but the last one has not, and never comes."""
+    torchcomms.new_comm("shm", CPU, "first").barrier(False)
+    if rank == 1:
+        rendezvous.Rendezvous.check = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    if rank == size - 1:
+        return None
+    return error_of(lambda: torchcomms.new_comm("auto", CPU, "main", timeout=timedelta(seconds=within(600))))
 
 
 def silence(rank):
@@ -171,6 +182,8 @@ print(*launch(2, silence)[1][0], sep="\n")
 for size in (3, 4):
     print(*launch(size, stuck, size)[1], sep="\n")
 print(*launch(2, death_in_connecting)[1], sep="\n")
+for size in (3, 4):
+    print(*launch(size, death_in_rendezvous, size)[1], sep="\n")
 for backend in ("gloo", "shm"):
     print(f"{backend} mesh: {len(launch(4, mesh, backend)[1])} ranks agree")
 print("aborted:", launch(2, abort)[0][0])

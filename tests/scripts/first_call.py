@@ -7,6 +7,7 @@ A case is the world size and the scenario.
 
 import json
 import os
+import signal
 import sys
 import time
 
@@ -109,6 +110,13 @@ def destroyed(rank, others_are_done):
     first = call(LONG)
     os.write(others_are_done[1], b".")
     return {"first": first}
+
+
+def connecting(rank, others_are_done):
+    """The last rank dies when all have come, but are not connected."""
+    if rank == int(os.environ["WORLD_SIZE"]) - 1:
+        dist.init_process_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    return {"first": call(within(600))}
 
 
 CASE = [""]

@@ -18,6 +18,8 @@ CASES = [
     "4/same",
     "2/damaged",
     "2/destroyed",
+    "2/connecting",
+    "3/connecting",
 ]
 pytestmark = pytest.mark.slow
 
@@ -46,6 +48,18 @@ def test_the_first_call_has_a_limit_and_the_next_one_tries_again(case):
         assert "\n  rank 1: missing; not seen in this group yet\n" in first["text"]
     assert [rows[rank]["second"]["got"] for rank in everyone] == [everyone] * len(rows)
     assert set(statuses) == {0}
+
+
+@pytest.mark.parametrize("case", ["2/connecting", "3/connecting"])
+def test_a_rank_that_dies_while_the_group_is_connected_is_named_at_once(case):
+    """Connecting may take 30 seconds, and as long as the others would wait: the script has 90."""
+    rows, statuses = outcome(case)
+    last = int(case[0]) - 1
+    assert [rows[rank]["first"]["type"] for rank in range(last)] == ["PeerLostError"] * last
+    assert all(f"gather: rank {last} is lost: process " in rows[rank]["first"]["text"] for rank in range(last))
+    assert all("SIGKILL" in rows[rank]["first"]["text"] for rank in range(last))
+    assert rows[0]["first"]["seconds"] < launching.within(10)
+    assert sorted(statuses) == [-9, *[0] * last]
 
 
 def test_the_limit_of_the_state_holds_for_the_first_call_if_a_rank_raises_before_it():

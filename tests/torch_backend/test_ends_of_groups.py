@@ -135,6 +135,20 @@ def test_rank_that_does_not_come(rank):
     dist.barrier()
 
 
+@distributed(world_size=[2, 3])
+def test_ranks_meet_after_an_attempt_to_which_not_all_came(rank, world_size):
+    create = dist.distributed_c10d.Backend._plugins[NAME.upper()].creator_fn
+    store = dist.PrefixStore("again", dist.group.WORLD.get_group_store())
+    if rank != 1:
+        with pytest.raises(CollectiveTimeout, match="rank 1: missing"):
+            create(store, rank, world_size, timedelta(seconds=0.2))
+    dist.barrier()
+    made = create(store, rank, world_size, timedelta(seconds=launching.within(20)))
+    made.allreduce(total := torch.ones(1)).wait()
+    assert total.item() == world_size
+    made.shutdown()
+
+
 SCRIPT = """
 import os, sys, time, torch, torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from easydist.groups.reconnecting import gloo_beside
+from easydist.groups.connecting import gloo_beside
 from easydist.testing import distributed
 
 

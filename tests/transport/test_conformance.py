@@ -9,7 +9,7 @@ from queues import eventually
 from torch.distributed import PrefixStore
 
 from easydist.comms import Gloo, Native, ReduceOp, TorchComm
-from easydist.groups.reconnecting import gloo_beside
+from easydist.groups.connecting import gloo_beside
 from easydist.testing import check_comm, distributed
 from easydist.testing.conformance import default_group, solo
 

@@ -106,7 +106,8 @@ def missing(rank, size, name, seconds):
 def test_members_that_do_not_come_are_named(actors):
     for found, text in each(actors[:2], missing, 3, "incomplete", within(0.5)):
         assert found == (2,)
-        assert "ranks [2] of 3 did not come" in text
+        assert "group 'incomplete': 1 of 3 ranks did not come within " in text
+        assert "\n  rank 2: missing; not seen in this group yet\nEach member has to call init_group" in text
     ((found, text),) = each(actors[1:2], lambda _: missing(1, 2, "headless", 0.5))
     assert found == (0,)
     assert "rank 0 did not come in time" in text

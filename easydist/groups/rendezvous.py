@@ -1,0 +1,254 @@
+"""A rendezvous: the ranks of a new group meet in a store, learn of one another, and share memory or connect.
+
+All groups meet here that are made outside of the calls of an older group: communicators, groups of ``easydist_shm``,
+of actors and of processes that share no world. Every wait asks the monitor, so a process that ends is detected as in
+the group's operations later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+from torch.distributed import DistError, PrefixStore, Store
+
+from easydist.errors import EasydistError, PeerLostError, RemoteError
+from easydist.groups.sharing import Hosts, introduce, share
+from easydist.liveness import texts
+from easydist.liveness.monitor import Monitor
+from easydist.liveness.peer import Peer
+from easydist.liveness.rules import PATIENCE
+from easydist.liveness.status import nothing
+from easydist.liveness.timed_store import POLL, TimedStore
+from easydist.shm.streams import Guard
+from easydist.transport.backends.shm import Shm
+
+_SLOTS = (2 << 20, 1 << 19, 1 << 17, 1 << 14)
+"""The bytes that a rank can publish at once: the first size that fits six times per rank into the memory."""
+
+NEVER = 1e9
+"""The monitor's timeout in seconds. The group checks the time itself, because it does not reconnect after a timeout."""
+
+_OUTSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+
+
+class _Member(Peer):
+    """Another rank of a group in shared memory. An awaited rank has not come, whatever call number its page shows."""
+
+    @classmethod
+    def known(cls, rank: int, peer: Peer) -> _Member:
+        """Return the process of a peer of another group as a rank of this one, in which it has no entry yet."""
+        member = cls(rank)
+        vars(member).update(vars(peer), rank=rank, _entry=-1, _original=peer)  # which closes the descriptors
+        return member
+
+    def has_finished(self, number: int) -> bool:
+        return False
+
+    def number(self) -> int | None:
+        return 0
+
+
+class Rendezvous:
+    """One attempt of the ranks of a new group to meet. As a context it begins with the arrival of this rank.
+
+    The i-th arrival of each rank meets the i-th of all others. A rank that gives up in the context leaves as if it had
+    not come: the others wait on, and it may come again.
+
+    Args:
+        store: A store for groups of these ranks and this name, one after another.
+        rank: The rank of this process in the group.
+        size: The number of processes in the group.
+        timeout: The time limit for the whole rendezvous.
+        name: The name of the group, for errors.
+        operation: The call that makes the group; empty for the name.
+        advice: The advice at the end of errors.
+        known: The other processes by rank, as far as they are known from a group from which this one is split. The
+            rendezvous does not wait for a process that has ended, or recovers that group.
+        look: Called again and again while this rank waits; it raises to end the rendezvous.
+
+    Attributes:
+        store: The part of the store for this attempt alone, once this rank has arrived.
+        monitor: The monitor, which knows the other processes.
+    """
+
+    store: Store
+    _messages: TimedStore
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        *,
+        name: str,
+        operation: str = "",
+        advice: texts.Advice = texts.ENDED,
+        known: Mapping[int, Peer] | None = None,
+        look: Callable[[], None] = nothing,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._timeout = timeout.total_seconds()
+        self._deadline = time.monotonic() + self._timeout
+        self._place, self._arrivals, self._name = store, TimedStore(store), name
+        self.monitor = Monitor(rank, size, self._timeout, None, name)
+        self.monitor.waits_in_memory, self.monitor.advice = True, advice
+        self._known, self._look = known or {}, look
+        self.monitor.peers |= {rank: _Member.known(rank, peer) for rank, peer in self._known.items()}
+        self.monitor.begin(operation or name, site(), NEVER)
+        self._turns = itertools.count()
+        self._guard_of_group: Guard = self.monitor.guard
+
+    def __enter__(self) -> Rendezvous:
+        with self._explaining():
+            number = self._arrivals.add(f"came/{self.rank}", 1, self._timeout)
+        self.store = PrefixStore(str(number), self._place)
+        self._messages = TimedStore(PrefixStore("meeting", self.store))
+        self.monitor.use(self._messages)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, EasydistError | KeyboardInterrupt):  # others are raised on all ranks
+            return
+        with contextlib.suppress(RuntimeError):
+            for turn in range(next(self._turns)):
+                self._messages.delete(f"{turn}/{self.rank}")
+            self._arrivals.add(f"came/{self.rank}", -1, PATIENCE)
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Raise an error of the store as one that says who is lost."""
+        try:
+            yield
+        except DistError as error:
+            text = texts.without_store(self.monitor.operation)
+            raise self.monitor.in_vain() or PeerLostError(text) from error
+
+    def introduce(self, shares: bool) -> Hosts:
+        """Exchange the identities of all ranks, and return the ranks that may share memory, by host.
+
+        Args:
+            shares: True if this process would use shared memory.
+
+        Raises:
+            EasydistError: Some ranks did not come.
+        """
+        with self._explaining():
+            return introduce(functools.partial(self._exchange, is_first=True), self.monitor, shares, _Member)
+
+    def join(self, hosts: Hosts, instead: str) -> Shm:
+        """Attach the memory that rank 0 creates. Either all ranks attach it, or none does.
+
+        Args:
+            hosts: The result of ``introduce``.
+            instead: The advice in the error if ranks cannot share memory.
+
+        Raises:
+            RuntimeError: The ranks cannot share memory; the text is the same on every rank.
+        """
+        if len(hosts) > 1:
+            seen = ", ".join(f"rank {r} on {self._host(r)}" for r in range(self.size))
+            reason = f"ranks are on several hosts, have EASYDIST_SHM=0, or lack Linux's memory files: {seen}"
+            raise self._impossible([reason], instead)
+        backend, failures = share(self.exchange, self.rank, hosts, _SLOTS, self._guard)
+        if backend is None or any(failures):
+            # The memory of a rank that has ended cannot be attached, either.
+            raise self.monitor.in_vain() or self._impossible([text for text in failures if text], instead)
+        self.monitor.bystanders = functools.partial(_bystanders, weakref.ref(backend))
+        self.monitor.end()
+        return backend
+
+    def arrive(self) -> None:
+        """Wait until all ranks have called this.
+
+        Raises:
+            EasydistError: Some ranks did not come.
+        """
+        self.exchange(b"")
+
+    @property
+    def left(self) -> timedelta:
+        """The time that is left for the rendezvous, at least a tenth of a second."""
+        return timedelta(seconds=max(0.1, self._deadline - time.monotonic()))
+
+    def look_to(self, guard: Guard) -> None:
+        """Let ``guard`` decide from now on when waits in the shared memory end."""
+        self._guard_of_group = guard
+
+    def _guard(self, awaited: Sequence[int], waited: float) -> None:
+        self._guard_of_group(awaited, waited)
+
+    def _host(self, rank: int) -> str | None:
+        return socket.gethostname() if rank == self.rank else self.monitor.peers[rank].host
+
+    def exchange(self, mine: bytes) -> list[bytes]:
+        """Send a message to all ranks through the store, and return the messages of all ranks.
+
+        Raises:
+            EasydistError: Some ranks did not come.
+        """
+        with self._explaining():
+            return self._exchange(mine)
+
+    def _exchange(self, mine: bytes, is_first: bool = False) -> list[bytes]:
+        messages, turn = self._messages, next(self._turns)
+        messages.set(f"{turn}/{self.rank}", mine.decode())
+        told: dict[int, bytes] = {}
+        while missing := [r for r in range(self.size) if r not in told]:
+            came = {r: message for r in missing if (message := messages.get(f"{turn}/{r}", r)) is not None}
+            told |= came
+            if missing := [r for r in missing if r not in told]:
+                if is_first:  # ranks that have come are needed for what follows, too: their end ends the wait
+                    self.monitor.peers |= {r: _Member(r, record) for r, record in came.items() if r != self.rank}
+                self.check(missing, [*self.monitor.peers] if is_first else missing)
+                time.sleep(POLL)
+        return [told[r] for r in range(self.size)]
+
+    def check(self, missing: Sequence[int] | None = None, awaited: Sequence[int] | None = None) -> None:
+        """Raise if ranks cannot come or be connected any more, or the time is over.
+
+        Args:
+            missing: The ranks that have not come; None for all.
+            awaited: The ranks whose end ends the wait; None for those that have not come.
+        """
+        missing = [*self.monitor.peers] if missing is None else missing
+        awaited = missing if awaited is None else awaited
+        self.monitor.guard(awaited)
+        self._look()
+        for peer in [self._known[rank] for rank in awaited if rank in self._known]:
+            if peer.register():
+                error = RemoteError(texts.recovers(peer.rank))
+                error.rank = peer.rank
+                raise self.monitor.in_vain() or error  # it may recover because of a rank that has ended
+        if time.monotonic() >= self._deadline:
+            raise self.monitor.late(missing, self._timeout)
+
+    def _impossible(self, reasons: Sequence[str], instead: str) -> RuntimeError:
+        return RuntimeError(f"{self._name} needs memory that all ranks share: {'; '.join(reasons)}. {instead}")
+
+
+def _bystanders(backend: weakref.ref[Shm], ranks: Iterable[int]) -> Sequence[int]:
+    """Do as ``Shm.bystanders``; the monitor must not keep the memory of a group that is dropped."""
+    shm = backend()
+    return [] if shm is None else shm.bystanders(ranks)
+
+
+def site() -> str:
+    """Return the file and line of the first caller outside of torch and easydist."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OUTSIDE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
