@@ -52,6 +52,7 @@ class TorchComm(Collectives):
     Attributes:
         store: The store in which the ranks can meet again.
         monitor: Watches the other processes.
+        store_of_verbs: The store for waits of easydist's verbs over this communicator; None if there is none.
 
     Example:
         >>> from easydist.comms import ReduceOp, Solo, TorchComm
@@ -80,8 +81,10 @@ class TorchComm(Collectives):
         self.store, self._kind, self._made = store, kind, made
         self._recovery: Recovery | None = None
         self._splits: Splits | None = None
+        self.store_of_verbs: Store | None = None
         if made is not None and made.store is not None:
             self._operations.watch(PrefixStore("calls", made.store))
+            self.store_of_verbs = PrefixStore("verbs", made.store)
 
     def core(self) -> Collectives:
         """Return the same ranks and backend for easydist's verbs, without hooks and time limits of its own."""

@@ -27,7 +27,8 @@ _GRACE = 1.0
 _SHOWN = 8
 """The most processes that a text describes."""
 
-_BROKEN = "The communicator is broken. recover() makes a new one of the ranks that are left."
+BROKEN = "is broken. recover() makes a new one of the ranks that are left."
+BROKEN_WRAPPED = "is broken. Make a new one; over a process group, wrap what easydist.recover(group=...) returns."
 UNMADE = "The communicator was not created."
 
 
@@ -52,7 +53,7 @@ class CommRemoteError(RemoteError, RuntimeError):
 
 
 def explained(
-    error: BaseException, what: str, limit: timedelta, peers: Sequence[Peer], state: str = _BROKEN
+    error: BaseException, what: str, limit: timedelta, peers: Sequence[Peer], state: str
 ) -> CommTimeout | CommPeerLost | CommRemoteError | RuntimeError:
     """Return the error that explains why an operation failed.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from datetime import timedelta
 from typing import NoReturn
 
@@ -13,7 +12,7 @@ from torch.distributed import Store
 
 from easydist.agreement.notes import listeners
 from easydist.base.modes import demand_data
-from easydist.comms.failures import CommDisagreement, abort, explained, is_late, later
+from easydist.comms.failures import BROKEN, BROKEN_WRAPPED, CommDisagreement, abort, explained, is_late, later
 from easydist.comms.hooks import HookArgs, Hooks, traced
 from easydist.comms.options import CommOptions, checked_hints, limited
 from easydist.comms.statuses import Statuses, asks_for_headers, compare_headers
@@ -23,7 +22,7 @@ from easydist.liveness.timed_store import TimedStore
 from easydist.transport.backend import Backend
 from easydist.transport.backends.c10d import Gloo
 from easydist.transport.checked import About, Begin, Hints, Staging, checked_timeout, ended
-from easydist.transport.described import BROKEN, MESSAGE, OWN, PAIRS, Described, described, text
+from easydist.transport.described import MESSAGE, OWN, PAIRS, Described, described, text
 from easydist.transport.work import TorchWork, handle
 from easydist.typing import T
 
@@ -48,6 +47,7 @@ class Operations:
 
     def __init__(self, backend: Backend, name: str, options: CommOptions, monitor: Monitor | None) -> None:
         self._backend, self._name, self._monitor = backend, name, monitor
+        self._broken = BROKEN_WRAPPED if monitor is None else BROKEN
         self._is_on_cpu = backend.device.type == "cpu"
         self.options, self.hooks = options, Hooks()
         self.time_limit: timedelta = options.time_limit
@@ -80,7 +80,7 @@ class Operations:
             store: A store of this communicator alone.
         """
         if isinstance(self._backend, Gloo):
-            text_of = functools.partial(text, end=f"The communicator {self._name!r} {BROKEN}")
+            text_of = functools.partial(text, end=f"The communicator {self._name!r} {self._broken}")
             self._statuses = Statuses(TimedStore(store), self._backend, text_of, self.busy)
 
     def exchange(self, name: str, run: Callable[[], T]) -> T:
@@ -111,8 +111,10 @@ class Operations:
         """Let no further operation begin, and wait for the collectives under way: other ranks may need them."""
         self.is_final = True
         if self.failure is None:
-            with suppress(Exception):  # their own waits raise it
+            try:
                 self._backend.finish(self.time_limit)
+            except Exception as error:  # their own waits raise it
+                self._tell(self._explained("finalize", self.time_limit, error))
             if self._statuses is not None:
                 self._statuses.finish()
 
@@ -226,10 +228,14 @@ class Operations:
         self.failure = raised
         if raised is not error:
             raised.__cause__ = error
-        if self._monitor is not None:  # the other ranks must not wait for this one, and raise the same error
-            self._monitor.give_up(raised) if isinstance(raised, EasydistError) else self._monitor.ended_by(error)
+        self._tell(raised)
         self._tell_hooks(raised)
         return raised
+
+    def _tell(self, error: BaseException) -> None:
+        """Tell the other ranks, which must not wait for this one, and raise the same error."""
+        if self._monitor is not None:
+            self._monitor.give_up(error) if isinstance(error, EasydistError) else self._monitor.ended_by(error)
 
     def _tell_hooks(self, error: BaseException) -> None:
         for hook in tuple(self.hooks.failed.values()):
@@ -248,4 +254,4 @@ class Operations:
             error = self._monitor.explain(error, peer)
         peers = [] if self._monitor is None else list(self._monitor.peers.values())
         what = f"{name} in the communicator {self._name!r} (rank {self._backend.rank} of {self._backend.size})"
-        return explained(error, what, limit, peers)
+        return explained(error, what, limit, peers, f"The communicator {self._broken}")

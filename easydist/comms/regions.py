@@ -17,7 +17,7 @@ from datetime import timedelta
 
 import torch
 
-from easydist.comms.failures import CommPeerLost, CommTimeout, conditions, explained, how, lost, named
+from easydist.comms.failures import BROKEN, CommPeerLost, CommTimeout, conditions, explained, how, lost, named
 from easydist.groups.sharing import Exchange, is_wanted
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.peer import Peer, host_id
@@ -211,7 +211,7 @@ class Regions:
                 if left <= 0 or is_in_vain:
                     raise self._in_vain(slot, limit, gone, peers, is_late=left <= 0)
                 if error is not None:
-                    raise explained(error, "wait_signal", limit, []) from error
+                    raise explained(error, "wait_signal", limit, [], f"The communicator {BROKEN}") from error
                 wait.look()
                 self._futex.sleep(expected, min(left, _LOOK))
                 # Before the next look, which sees their last signals. The first stays first: others end because of it.

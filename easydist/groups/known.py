@@ -14,6 +14,7 @@ from easydist.base.forks import NOT_A_RANK, groups_of_parents, keep
 from easydist.base.torch_groups import is_known
 from easydist.groups.communicators import Communicators
 from easydist.groups.recovering import ALREADY_RECOVERED
+from easydist.liveness.timed_store import TimedStore
 from easydist.transport.backends.c10d import over
 from easydist.transport.backends.solo import Solo
 from easydist.transport.comm import Collectives
@@ -119,6 +120,8 @@ def of_comm(comm: Collectives) -> Communicators:
     with _making:
         if comm.communicators is None:
             comm.communicators = comms = Communicators(comm.core())
+            if (store := getattr(comm, "store_of_verbs", None)) is not None:
+                comms.monitor.use(TimedStore(store))  # until its ranks have met in a verb
             if (elder := getattr(comm, "monitor", None)) is not None:
                 elder.share_memory_with(comms.monitor)
     comms = cast(Communicators, comm.communicators)

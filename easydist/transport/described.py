@@ -151,7 +151,6 @@ def _size(code: int, nbytes: int) -> str:
 
 
 GOES_ON = "has dropped what was under way, and goes on with the next call."
-BROKEN = "is broken. recover() makes a new one."
 
 
 def text(dispute: Dispute, end: str) -> str:
@@ -159,7 +158,7 @@ def text(dispute: Dispute, end: str) -> str:
 
     Args:
         dispute: The difference.
-        end: What has become of the communicator: its name, and ``GOES_ON`` or ``BROKEN``.
+        end: What has become of the communicator: its name, and ``GOES_ON``, or that it is broken.
 
     Example:
         >>> one, other = (Call(*described("all_reduce", torch.zeros(n), op=ReduceOp.SUM)) for n in (4, 8))

@@ -143,7 +143,7 @@ GLOO = {
 def test_waits_over_gloo_end_before_the_limit(what, rank, world_size):
     comm, (name, mine, other) = made(backend="gloo"), GLOO[what]
     text = demand_one_error(lambda: differing(comm, name, mine, other), comm, goes_on=False)
-    assert text.endswith("The communicator 'main' is broken. recover() makes a new one.")
+    assert text.endswith("The communicator 'main' is broken. recover() makes a new one of the ranks that are left.")
     assert f"  rank 0: {name}(" in text
     with pytest.raises(RuntimeError, match="is broken"):
         comm.barrier(False)

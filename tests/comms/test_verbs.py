@@ -9,8 +9,8 @@ import torch.distributed as dist
 from launching import within
 
 import easydist
-from easydist import CollectiveTimeout
-from easydist.comms import CommTimeout, ReduceOp, new_comm
+from easydist import CollectiveTimeout, DisagreementError
+from easydist.comms import CommTimeout, ReduceOp, new_comm, wrap
 from easydist.testing import distributed
 
 CPU = torch.device("cpu")
@@ -63,3 +63,37 @@ def test_a_communicator_whose_store_is_not_served_names_the_rank_that_has_not_co
     with pytest.raises(CommTimeout, match=text) as error:
         made("auto", 0.1)
     assert error.value.missing == (0,)
+
+
+@distributed(world_size=[2, 3], timeout=within(60))
+def test_first_calls_that_do_not_match_are_an_error_at_once(rank):
+    """The ranks have not met in a verb yet, so they see one another's waits in the store only."""
+    comm = made("gloo", within(60))
+    with pytest.raises(DisagreementError, match="ranks wait for one another, in calls that do not match"):
+        easydist.recv_object(1, group=comm) if rank == 0 else easydist.gather(rank, group=comm)
+
+
+@pytest.mark.slow
+@distributed(world_size=[2, 3])
+def test_a_finalize_that_gives_up_says_why(rank):
+    """Its own part of the operation has come, so that the others can end that one."""
+    comm = made("shm", within(30))
+    if rank == 0:
+        comm.all_reduce(torch.ones(1), ReduceOp.SUM, True)
+        comm.set_timeout(timedelta(seconds=0.2))
+        comm.finalize()
+    dist.barrier()
+    if rank != 0:
+        comm.all_reduce(torch.ones(1), ReduceOp.SUM, False)
+        with pytest.raises(CommTimeout, match=r"in time for another rank.* \(finalize in the communicator 'main'"):
+            comm.barrier(False)
+    dist.barrier()
+
+
+@distributed(world_size=[2, 3])
+def test_a_wrapped_communicator_says_how_to_replace_it(rank):
+    comm = wrap(dist.new_group())
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"is broken\. Make a new one; over a process group, wrap what easydist"):
+            comm.recv(torch.ones(1), 1, False, timeout=timedelta(seconds=0.1))
+    dist.barrier()
