@@ -5,12 +5,8 @@ torchrun's own ``--standalone`` opens two stores, and both listen on all interfa
 
 from __future__ import annotations
 
-import os
-import socket
-from datetime import timedelta
-
 import click
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -19,7 +15,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from easydist.liveness.limited import within
+from easydist.liveness.timed_store import served
 
 BACKEND = "easydist-loopback"
 _HOST = "127.0.0.1"
@@ -53,17 +49,11 @@ class LoopbackRendezvous(RendezvousHandler):
             click.ClickException: The port is in use.
         """
         try:
-            listener = socket.create_server((_HOST, self._port))
+            store = served(_HOST, self._port, _SECONDS, only_there=True)
         except OSError as error:
             raise click.ClickException(f"cannot listen on port {self._port} of {_HOST}: {error.strerror}") from None
-        with listener:
-            port, self._port = listener.getsockname()[1], 0
-            descriptor = os.dup(listener.fileno())
-            limit = timedelta(seconds=_SECONDS)
-            store = within(
-                _SECONDS, lambda: TCPStore(_HOST, port, is_master=True, timeout=limit, master_listen_fd=descriptor)
-            )
-        return RendezvousInfo(PrefixStore(self._run_id, store), 0, 1, RendezvousStoreInfo(_HOST, port))
+        self._port = 0
+        return RendezvousInfo(PrefixStore(self._run_id, store), 0, 1, RendezvousStoreInfo(_HOST, store.port))
 
     def is_closed(self) -> bool:
         """Return False: there is no other agent that could close it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -20,7 +19,7 @@ from easydist.groups.connecting import connect
 from easydist.groups.rendezvous import Rendezvous
 from easydist.liveness.timed_store import reached, served
 from easydist.state import ProcessState, wait_for_everyone
-from easydist.state.environment import World
+from easydist.state.environment import World, has_agent
 from easydist.verbs.all_to_all import all_to_all
 from easydist.verbs.broadcast import broadcast
 from easydist.verbs.gather import gather
@@ -45,7 +44,7 @@ def meet(world: World, seconds: float) -> Finding:
         The outcome; on failure a fault that names the missing ranks.
     """
     limit, where = timedelta(seconds=seconds), f"{world.address}:{world.port}"
-    is_host = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    is_host = world.rank == 0 and not has_agent()
     try:
         store = (served if is_host else reached)(world.address, world.port, seconds)
     except RuntimeError as error:  # DNS errors, too

@@ -23,7 +23,7 @@ from easydist.comms.options import CommOptions, Milliseconds, checked_hints, lim
 from easydist.liveness import texts
 from easydist.liveness.limited import NoAnswerError
 from easydist.liveness.timed_store import reached, served
-from easydist.state.environment import World, launched
+from easydist.state.environment import World, has_agent, launched
 from easydist.torch_backend.rendezvous import NAME
 from easydist.transport.backends.c10d import over
 from easydist.transport.checked import checked_timeout
@@ -219,22 +219,17 @@ def default_store(rank: int, timeout: timedelta, what: str) -> Store:
 
 def _unreached(what: str, rank: int, where: str, timeout: timedelta) -> CommTimeout:
     """Return the error for a store that does not answer; the first rank that serves it may not have come."""
-    is_served = not _has_agent() and rank > 0
+    is_served = not has_agent() and rank > 0
     row = texts.row(rank, f"waits in {what}", "")
     error = CommTimeout(texts.unreached(what, where, is_served, timeout.total_seconds(), row, texts.UNMADE))
     error.missing = (0,) if is_served else ()
     return error
 
 
-def _has_agent() -> bool:
-    """True if torchrun's agent serves the store."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 @functools.cache
 def _connected(pid: int, address: str, port: int, serves: bool, timeout: timedelta) -> Store:
     """Return a store that lives as long as the process, so that communicators can be created and split at any time."""
-    if serves and not _has_agent() and _is_here(address):
+    if serves and not has_agent() and _is_here(address):
         with contextlib.suppress(RuntimeError):  # another process serves it already
             return served(address, port, timeout.total_seconds())
     return reached(address, port, timeout.total_seconds())

@@ -92,22 +92,6 @@ class TimedStore:
         opened = None if value is None else self._seal.opened(key, value, by)
         return None if opened == _DELETED.encode() else opened
 
-    def awaited(self, key: str, wait: Callable[[], None], by: int | None = None) -> bytes:
-        """Wait for a key, and return its value.
-
-        Args:
-            key: The key.
-            wait: A function to call while the key is missing. It sleeps for a moment, and raises to end the wait.
-            by: As for ``get``.
-
-        Raises:
-            RuntimeError: The store is gone.
-            WireError: As for ``get``.
-        """
-        while (value := self.get(key, by)) is None:
-            wait()
-        return value
-
     def set_first(self, key: str, text: str) -> bytes | None:
         """Set a key unless it is set; later, if the store does not answer.
 
@@ -213,21 +197,20 @@ class InterruptibleStore(Store):
 
     def get(self, key: str) -> bytes:
         """Wait for a key, and return its value."""
-        return self._timed.awaited(key, self._pause).decode().encode("latin-1")
+        while (value := self._timed.get(key)) is None:
+            if time.monotonic() >= self._ends:
+                raise RuntimeError("timed out, or given up, in the store through which the ranks connect")
+            time.sleep(POLL)
+        return value.decode().encode("latin-1")
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for keys."""
         for key in keys:
-            self._timed.awaited(key, self._pause)
+            self.get(key)
 
     def check(self, keys: Sequence[str]) -> bool:
         """True if all these keys have been set."""
         return self._timed.check(keys)
-
-    def _pause(self) -> None:
-        if time.monotonic() >= self._ends:
-            raise RuntimeError("timed out, or given up, in the store through which the ranks connect")
-        time.sleep(POLL)
 
 
 def _answered(question: Callable[[], T]) -> T:
@@ -239,7 +222,7 @@ def _answered(question: Callable[[], T]) -> T:
         raise RuntimeError(f"the store has failed: {error!r}") from error
 
 
-def served(host: str, port: int, seconds: float) -> TCPStore:
+def served(host: str, port: int, seconds: float, only_there: bool = False) -> TCPStore:
     """Return a store that this process serves.
 
     Args:
@@ -247,13 +230,15 @@ def served(host: str, port: int, seconds: float) -> TCPStore:
         port: The port, where the store listens on all addresses, and stores of this process may share it; 0 for a free
             port of that address alone.
         seconds: The limit of torch's own waits in the store.
+        only_there: True to listen at no other address in any case.
 
     Raises:
         RuntimeError: The port is in use.
+        OSError: The port is in use, of this address alone.
     """
     where: dict[str, Any] = {"multi_tenant": True}
-    if port == 0:
-        listener = socket.create_server((host, 0))
+    if only_there or port == 0:
+        listener = socket.create_server((host, port))
         port, where = listener.getsockname()[1], {"master_listen_fd": listener.detach()}
     limit = timedelta(seconds=seconds)
     return within(seconds, lambda: TCPStore(host, port, None, True, limit, wait_for_workers=False, **where))

@@ -78,6 +78,11 @@ _ACCELERATE_ALONE = (
 )
 
 
+def has_agent() -> bool:
+    """True if the launcher serves the store in which the ranks meet, as torchrun's agent does; else rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def launched(env: Mapping[str, str] = os.environ, has_group: bool = False) -> World:
     """Return the world that the launcher describes; a world of one process if there is no launcher.
 

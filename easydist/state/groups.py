@@ -22,7 +22,7 @@ from easydist.groups.founding import Founding
 from easydist.groups.known import let_go, of_comm, of_group
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.timed_store import reached, served
-from easydist.state.environment import World, launched
+from easydist.state.environment import World, has_agent, launched
 from easydist.transport.comm import Collectives
 from easydist.typing import Group
 
@@ -171,8 +171,8 @@ def founding(
         return group
 
     reach = functools.partial(_store_of_group, world)
-    where, has_agent = f"{world.address}:{world.port}", _has_agent()
-    return Founding(world.rank, world.size, limit.total_seconds(), where, not has_agent, reach, make)
+    where = f"{world.address}:{world.port}"
+    return Founding(world.rank, world.size, limit.total_seconds(), where, not has_agent(), reach, make)
 
 
 def _made_in(monitor: Monitor, store: Store, seconds: float, world: World, backend: str) -> dist.ProcessGroup:
@@ -204,14 +204,9 @@ def leave_groups_of_parents() -> None:
     torch_groups.forget_all()
 
 
-def _has_agent() -> bool:
-    """True if the launcher serves the store in which the ranks meet, as torchrun's agent does; else rank 0 does."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def _store_of_group(world: World, seconds: float, check: Callable[[], None]) -> Store:
     if (store := _stores.get(world)) is None:
-        if world.rank == 0 and not _has_agent():
+        if world.rank == 0 and not has_agent():
             store = served(world.address, world.port, _WAIT)
         else:
             store = reached(world.address, world.port, seconds, check, _WAIT)

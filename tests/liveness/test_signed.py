@@ -21,7 +21,7 @@ def test_every_value_arrives_as_it_was_written(key, monkeypatch):
     store = timed(PrefixStore("group", raw), key, monkeypatch)
     for text in ("", "[1]", "a:b:c:d:e", "signed", "é\n"):
         store.set("a/1", text)
-        assert (store.get("a/1"), store.awaited("a/1", pytest.fail)) == (text.encode(), text.encode())
+        assert store.get("a/1") == text.encode()
         assert (raw.get("group/a/1") == text.encode()) is not bool(key)
     assert [store.set_first("met", text) for text in ("yes", "no")] == [b"yes", b"yes"]
     store.append("log", "first")

@@ -39,6 +39,20 @@ MUTANTS = [
         "tests/torch_backend/test_ends_of_groups.py::test_one_rank_without_memory_fails_the_group_on_all",
     ),
     Mutant(
+        "groups/rendezvous.py",
+        "Rendezvous._exchange",
+        "[*self.monitor.peers] if is_first else missing",
+        "missing",
+        "tests/comms/test_new_comm.py::test_scripts_of_the_original_run_under_a_launcher",
+    ),
+    Mutant(
+        "state/groups.py",
+        "_made_in",
+        ", seconds, monitor, monitor.raise_if_lost)",
+        ", seconds)",
+        "tests/state/test_first_call.py -k test_a_rank_that_dies_while_the_group_is_connected_is_named_at_once",
+    ),
+    Mutant(
         "groups/membership.py",
         "Membership.__init__",
         "now + timeout + 3 * limit",

@@ -87,7 +87,7 @@ def death_in_rendezvous(rank, size):
         rendezvous.Rendezvous.check = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     if rank == size - 1:
         return None
-    return error_of(lambda: torchcomms.new_comm("auto", CPU, "main", timeout=timedelta(seconds=within(600))))
+    return error_of(lambda: torchcomms.new_comm("auto", CPU, "main", timeout=timedelta(seconds=within(60))))
 
 
 def silence(rank):
