@@ -1,0 +1,35 @@
+"""Groups of actors, without Ray: who does not come is named on all, and a rank that comes later meets the others."""
+
+import time
+
+import pytest
+import torch.distributed as dist
+from launching import within
+
+import easydist
+from easydist.errors import CollectiveTimeout
+from easydist.testing import distributed
+from easydist.weights.group import Endpoint, PrivateGroup, is_given_up
+
+
+def group(name, rank, size, seconds):
+    store = dist.PrefixStore(name, dist.group.WORLD.get_group_store())
+    endpoint, deadline = Endpoint(rank, size, "127.0.0.1"), time.monotonic() + seconds
+    return PrivateGroup(name, store, endpoint, deadline, within(30), lambda: None)
+
+
+@pytest.mark.slow
+@distributed(world_size=[2, 3])
+def test_members_that_do_not_come_are_named_on_all(rank, world_size):
+    """The first rank gives up, and the others hear of it long before their own time is over."""
+    with pytest.raises(CollectiveTimeout) as caught:
+        group("incomplete", rank, world_size + 1, within(1 if rank == 0 else 60))
+    assert caught.value.missing == (world_size,)
+    text = f"group 'incomplete': 1 of {world_size + 1} ranks did not come within "
+    assert str(caught.value).startswith(text)
+    assert f"\n  rank {world_size}: missing; not seen in this group yet\nEach member has to call" in str(caught.value)
+    assert is_given_up(dist.PrefixStore("incomplete", dist.group.WORLD.get_group_store()))
+    made = group("complete", rank, world_size, within(60))
+    assert easydist.gather(rank, group=made.comm).tolist() == [*range(world_size)]
+    dist.barrier()
+    made.close()
