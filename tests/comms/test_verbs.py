@@ -65,6 +65,7 @@ def test_a_communicator_whose_store_is_not_served_names_the_rank_that_has_not_co
     assert error.value.missing == (0,)
 
 
+@pytest.mark.slow
 @distributed(world_size=[2, 3], timeout=within(60))
 def test_first_calls_that_do_not_match_are_an_error_at_once(rank):
     """The ranks have not met in a verb yet, so they see one another's waits in the store only."""
