@@ -1,39 +1,24 @@
 """Calls with a time limit into C++ code that waits for a store: it blocks as long as the store's process is stopped.
 
 torch's own limits do not hold there: ``get`` and the constructor of a ``TCPStore`` wait for an answer for ever. So each
-such call is made in a thread, for which the caller waits. A thread whose call does not return is left to itself, and
-ends if the call ever does, but no longer when the interpreter ends.
+such call is made in a thread, for which the caller waits.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextvars
-import ctypes
-import functools
 import os
-import signal
-import threading
 import time
-import weakref
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
-from queue import SimpleQueue
-from typing import Any, TypeVar, cast
+from collections.abc import Callable
+from concurrent.futures import wait
+from typing import TypeVar
+
+from easydist.liveness.background import Caller
 
 T = TypeVar("T")
 
-_FAREWELL = 2.0
-"""Seconds that the threads have at exit to finish the pending calls."""
-
-_NAME = "easydist-store"
-"""The name of the threads that make calls of stores."""
-
 _TICK = 0.05
 """Seconds between two checks while a call is under way."""
-
-_HOLD = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
-"""The signal that holds a thread at exit."""
 
 _KEPT = 2
 """The most threads that are kept for later calls."""
@@ -43,54 +28,24 @@ class NoAnswerError(RuntimeError):
     """The error of a call that has not returned in time: the store's process is stopped, or cannot be reached."""
 
 
-_Calls = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+_idle: list[Caller] = []
+"""The threads without a call."""
 
-
-class CppThread(threading.Thread):
-    """A thread that waits in C++, perhaps until the interpreter ends.
-
-    It would abort the process if it returned to Python then. So at exit, after all other steps, it is made to sleep
-    until the process has ended.
-    """
-
-    def __init__(self, target: Callable[[], object], name: str) -> None:
-        super().__init__(target=target, name=name, daemon=True)
-
-
-class Caller:
-    """A thread that makes calls one after another; it ends with this object."""
-
-    def __init__(self) -> None:
-        self._calls: _Calls = SimpleQueue()
-        CppThread(functools.partial(_serve, self._calls), _NAME).start()
-        self.end = weakref.finalize(self, self._calls.put, None)
-        self.end.atexit = False
-        _running.add(self)
-
-    def begin(self, call: Callable[[], T]) -> Future[T]:
-        """Begin a call after those that have been begun before; return its future result."""
-        answer = Future[T]()
-        self._calls.put((answer, call))
-        return answer
-
-
-_running: weakref.WeakSet[Caller] = weakref.WeakSet()
-_idle: dict[int, list[Caller]] = {}
-"""The threads without a call, by process: a forked child has its own."""
+os.register_at_fork(after_in_child=_idle.clear)
 
 
 def idle_caller() -> Caller:
     """Return a thread that makes no call now; give it back with ``release``."""
     try:
-        return _idle.setdefault(os.getpid(), []).pop()
+        return _idle.pop()
     except IndexError:
-        return Caller()
+        return Caller("easydist-store")
 
 
 def release(caller: Caller) -> None:
     """Give back a thread whose calls have all returned."""
-    if len(kept := _idle.setdefault(os.getpid(), [])) < _KEPT:
-        kept.append(caller)
+    if len(_idle) < _KEPT:
+        _idle.append(caller)
 
 
 def within(
@@ -125,46 +80,3 @@ def within(
         raise
     release(caller)
     return answer.result()
-
-
-@atexit.register
-def _at_exit() -> None:
-    """End the threads that serve; any thread that is then still in C++ never returns."""
-    for caller in list(_running):
-        caller.end()
-    deadline, threads = time.monotonic() + _FAREWELL, _alive()
-    for thread in threads:
-        if thread.name == _NAME:
-            thread.join(max(0.0, deadline - time.monotonic()))
-    if threads := _alive():
-        _hold(threads)
-
-
-def _alive() -> list[CppThread]:
-    return [thread for thread in threading.enumerate() if isinstance(thread, CppThread)]
-
-
-def _hold(threads: Sequence[CppThread]) -> None:
-    c = ctypes.CDLL(None)
-    # pause(2) itself handles the signal: a handler in Python would need the interpreter.
-    c.signal(_HOLD, ctypes.cast(c.pause, ctypes.c_void_p))
-    for thread in threads:
-        if thread.is_alive():  # the calls above have let go of the interpreter
-            signal.pthread_kill(cast(int, thread.ident), _HOLD)
-
-
-def _serve(calls: _Calls) -> None:
-    while _serve_next(calls):  # in its own frame, so that the sleeping thread keeps no store alive
-        pass
-
-
-def _serve_next(calls: _Calls) -> bool:
-    """Make the next call of the queue; return False at its end."""
-    if (asked := calls.get()) is None:
-        return False
-    answer, call = asked
-    try:
-        answer.set_result(call())
-    except BaseException as error:  # the caller raises it, and this thread serves others
-        answer.set_exception(error)
-    return True

@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from easydist.liveness.limited import Caller, NoAnswerError, idle_caller, release, within
+from easydist.liveness.background import Caller
+from easydist.liveness.limited import NoAnswerError, idle_caller, release, within
 from easydist.liveness.rules import PATIENCE
 from easydist.liveness.signed import seal
 

@@ -14,10 +14,10 @@ import torch
 from easydist.agreement.calling import calling
 from easydist.errors import RemoteError
 from easydist.groups.communicators import Communicators
+from easydist.liveness.background import in_line
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.page import Wait
 from easydist.messages.frames import REFUSED, Message, error_of
-from easydist.transport.background import in_line
 from easydist.transport.work import TorchWork
 
 _POLL = 0.05

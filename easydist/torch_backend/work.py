@@ -17,7 +17,7 @@ from easydist.data.backing import absence, backed, is_backed, writable
 from easydist.data.leaves import overlaps
 from easydist.data.packing import as_bytes
 from easydist.errors import EasydistError
-from easydist.transport.background import at_once
+from easydist.liveness.background import at_once
 from easydist.transport.work import Begun, wait
 
 _NO_LIMIT = timedelta(0)

@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from easydist.errors import DisagreementError
+from easydist.liveness.background import at_once, in_background
 from easydist.shm.progress import handles
-from easydist.transport.background import at_once, in_background
 
 Failed = Callable[[str, timedelta, BaseException], BaseException]
 """A function of an operation's name, its time limit, and the exception that ended it; it returns the one to raise."""

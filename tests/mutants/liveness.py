@@ -4,6 +4,13 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "liveness/background.py",
+        "Caller.__init__",
+        "weakref.finalize(self, self._calls.put, None)",
+        "weakref.finalize(self, id, None)",
+        "tests/liveness/test_background.py",
+    ),
+    Mutant(
         "liveness/page.py",
         "OwnPage.new_entry",
         "max(self._words[_USED], entry + 1)",

@@ -25,13 +25,6 @@ MUTANTS = [
         "tests/transport/test_work.py",
     ),
     Mutant(
-        "transport/background.py",
-        "_end_line",
-        "        line.waiting.put(None)\n",
-        "        pass\n",
-        "tests/transport/test_lines.py",
-    ),
-    Mutant(
         "transport/reductions.py",
         "Reductions._reduce_scatter",
         "[flat(op.scaled(tensor)) for tensor in input_list]",

@@ -12,7 +12,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import threading
 from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +22,7 @@ import torch.distributed as dist
 
 from easydist.data.plan import split_sizes
 from easydist.errors import DisagreementError
-from easydist.liveness.limited import CppThread
+from easydist.liveness.limited import within
 from easydist.liveness.monitor import Monitor
 from easydist.transport.backend import Backend, Transfer, set_to
 from easydist.transport.described import DTYPE_CODES, MESSAGE, OWN, Described
@@ -55,7 +54,6 @@ _REDUCED_AT_ONCE = 1 << 15
 """The total bytes of all ranks up to which every rank reduces everything: one turn instead of two."""
 
 _FOREVER = timedelta(days=365)
-_TICK = 0.25
 _LARGE = 1 << 18
 """The bytes from which a message may be half sent when its sender dies."""
 
@@ -164,21 +162,7 @@ class _Posted:
 
 def _wait_aside(monitor: Monitor, work: dist.Work, *timeout: timedelta) -> None:
     """Wait in a thread: if the sender dies in the middle of a large message, gloo waits on in spite of broken links."""
-    ended = threading.Event()
-    errors: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            work.wait(*timeout)
-        except BaseException as error:
-            errors.append(error)
-        ended.set()
-
-    CppThread(wait, "easydist-wait").start()
-    while not ended.wait(_TICK) and monitor.broken is None:
-        pass
-    if errors:
-        raise errors[0]
+    within(_FOREVER.total_seconds(), functools.partial(work.wait, *timeout), monitor.raise_if_broken)
 
 
 class Posted:

@@ -5,7 +5,7 @@ import threading
 
 import launching
 
-from easydist.transport.background import in_line
+from easydist.liveness.background import in_line
 
 
 class Owner:

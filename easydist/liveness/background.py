@@ -1,0 +1,191 @@
+"""Background threads, which wait in C++ as long as another process needs.
+
+gloo reports the end of an operation only to a wait, and a store may never answer. So each such wait is a call in a
+thread. Operations of several steps go through a pool. Messages between two ranks end in the order in which they were
+sent, and may take as long as the other rank needs, so each queue of such messages has its own thread. A thread whose
+call does not return is left to itself: it ends if the call ever does, but no longer when the interpreter ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar, cast
+
+T = TypeVar("T")
+_Call = Callable[[], object]
+_Calls = SimpleQueue[_Call | None]
+
+_MOST = 4
+"""The number of threads in the pool."""
+
+_FAREWELL = 2.0
+"""Seconds that the threads have at exit to finish the pending calls."""
+
+_HOLD = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
+"""The signal that holds a thread at exit."""
+
+_OF_GLOO = "pt_gloo_runloop"
+"""The name of gloo's threads that run operations."""
+
+
+class CppThread(threading.Thread):
+    """A thread that waits in C++, perhaps until the interpreter ends.
+
+    It would abort the process if it returned to Python then. So at exit, after all other steps, it is made to sleep
+    until the process has ended.
+    """
+
+    def __init__(self, target: _Call, name: str) -> None:
+        super().__init__(target=target, name=name, daemon=True)
+
+
+class Caller:
+    """Threads that make calls in the order in which they were added, and end once this object is freed.
+
+    It takes no lock, so it may be used during garbage collection, which can happen anywhere.
+
+    Args:
+        name: The name of the threads.
+        most: The most threads; each starts with one of the first calls.
+    """
+
+    def __init__(self, name: str, most: int = 1) -> None:
+        self._name, self._starts = name, iter(range(most))
+        self._calls: _Calls = SimpleQueue()
+        self.threads: list[CppThread] = []
+        self.end = weakref.finalize(self, self._calls.put, None)
+        self.end.atexit = False
+        _callers.add(self)
+
+    def add(self, call: _Call) -> None:
+        """Let a thread make a call, which raises nothing."""
+        self._calls.put(call)
+        if next(self._starts, None) is not None:
+            self.threads.append(thread := CppThread(functools.partial(_serve, self._calls), self._name))
+            thread.start()
+
+    def begin(self, call: Callable[[], T]) -> Future[T]:
+        """Add a call; return its future result."""
+        answer = Future[T]()
+        self.add(functools.partial(_answer, answer, call))
+        return answer
+
+
+def _serve(calls: _Calls) -> None:
+    while _serve_next(calls):  # in its own frame, so that an idle thread keeps nothing alive
+        pass
+
+
+def _serve_next(calls: _Calls) -> bool:
+    """Make the next call of the queue; return False at its end."""
+    if (call := calls.get()) is None:
+        calls.put(None)  # for the next thread
+        return False
+    call()
+    return True
+
+
+def _answer(answer: Future[Any], call: Callable[[], Any]) -> None:
+    try:
+        answer.set_result(call())
+    except BaseException as error:  # the caller raises it, and this thread makes other calls
+        answer.set_exception(error)
+
+
+_callers: weakref.WeakSet[Caller] = weakref.WeakSet()
+_lines: weakref.WeakKeyDictionary[object, dict[Hashable, Caller]] = weakref.WeakKeyDictionary()
+
+
+def _new_caller(most: int = 1) -> Caller:
+    return Caller("easydist-work", most)
+
+
+_pool = _new_caller(_MOST)
+
+
+def in_background(drive: _Call) -> None:
+    """Let a thread of the pool call ``drive``, which raises nothing; queue it if all are busy."""
+    _pool.add(drive)
+
+
+def at_once(drive: _Call) -> None:
+    """Start a thread that calls ``drive``, which raises nothing."""
+    _new_caller().add(drive)
+
+
+def in_line(owner: object, name: Hashable, drive: _Call) -> None:
+    """Append ``drive``, which raises nothing, to a queue with its own thread, which calls the functions in order.
+
+    Args:
+        owner: The owner of the queue. When it is freed, the thread ends once the queue is empty.
+        name: The name of the queue among those of its owner.
+        drive: The function to call.
+    """
+    lines = _lines.setdefault(owner, {})
+    (lines.get(name) or lines.setdefault(name, _new_caller())).add(drive)
+
+
+@atexit.register
+def _at_exit() -> None:
+    """Let messages and calls under way end; a thread that is still in C++ then never returns."""
+    until = time.monotonic() + _FAREWELL
+    callers = [caller for caller in list(_callers) if caller is not _pool]  # its operations may need other ranks
+    for caller in callers:
+        caller.end()
+    for caller in callers:
+        for thread in caller.threads:
+            thread.join(max(0.0, until - time.monotonic()))
+    _let_gloo_threads_finish()
+    if threads := [thread for thread in threading.enumerate() if isinstance(thread, CppThread)]:
+        _hold(threads)
+
+
+def _let_gloo_threads_finish() -> None:
+    """Wait until gloo's threads have released the tensors of operations that have ended.
+
+    That needs the interpreter if Python has dropped such a tensor: a thread that comes too late aborts the process.
+    """
+    until = time.monotonic() + _FAREWELL
+    while _are_running(_OF_GLOO) and time.monotonic() < until:
+        pass
+
+
+def _are_running(name: str) -> bool:
+    """True if threads of this name want to run after a moment in which they could; False if the system cannot tell."""
+    time.sleep(0.001)
+    for stat in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            if f"({name}) R" in stat.read_text():
+                return True
+    return False
+
+
+def _hold(threads: Sequence[CppThread]) -> None:
+    c = ctypes.CDLL(None)
+    # pause(2) itself handles the signal: a handler in Python would need the interpreter.
+    c.signal(_HOLD, ctypes.cast(c.pause, ctypes.c_void_p))
+    for thread in threads:
+        if thread.is_alive():  # the calls above have let go of the interpreter
+            signal.pthread_kill(cast(int, thread.ident), _HOLD)
+
+
+def _after_fork() -> None:
+    global _pool
+    _pool = _new_caller(_MOST)
+    _lines.clear()
+    _callers.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
