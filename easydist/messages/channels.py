@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -15,11 +14,11 @@ from easydist.groups.communicators import Communicators
 from easydist.liveness.crossing import RECEIVE
 from easydist.messages import frames
 from easydist.messages.frames import ACCEPTED, ASKED, FRAME, HEAD, REFUSED, Message
-from easydist.messages.transfers import Answer, Part, aside
+from easydist.messages.transfers import Answer, Part
 from easydist.shm.mailbox import Mailbox
 from easydist.transport.backend import Backend
 from easydist.transport.backends.c10d import Gloo
-from easydist.transport.work import Begun, handle
+from easydist.transport.work import Begun
 
 _MESSAGES, _ANSWERS = 64, 65
 """Channels of the group's connections that are reserved for frames and answers."""
@@ -103,7 +102,7 @@ class Channel:
     def _begin(self, carrier: Backend, verb: str, buffer: torch.Tensor) -> Part:
         begin: Callable[[torch.Tensor, int], Begun] = getattr(carrier, verb)
         try:
-            return Part(handle(begin(buffer, self.peer)), buffer)
+            return Part(begin(buffer, self.peer), buffer)
         except RuntimeError as error:  # the connection broke before
             raise self._comms.monitor.explain(error, self.peer) from error
 
@@ -205,7 +204,7 @@ class _OfMemory(_OfGloo):
         if error is not None:  # the sender may never ask for the answer
             terms = {"number": self._mailbox.answered} | ({_CROSSED: True} if has_crossed else {})
             refusal = self._post_answer(_answer(error, terms))
-            aside(refusal.end, weakref.ref(self._comms), (self.peer, "refusals"))
+            refusal.in_line(self._comms, (self.peer, "refusals"))
         self._mailbox.answer(is_refusal=error is not None)
 
     def _refuse(self, crossed: Crossed) -> None:

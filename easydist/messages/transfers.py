@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,93 +12,34 @@ import torch
 from easydist.agreement.calling import calling
 from easydist.errors import RemoteError
 from easydist.groups.communicators import Communicators
-from easydist.liveness.background import in_line
-from easydist.liveness.monitor import Monitor
 from easydist.liveness.page import Wait
 from easydist.messages.frames import REFUSED, Message, error_of
-from easydist.transport.work import TorchWork
+from easydist.transport.backends.c10d import wait_watched
+from easydist.transport.work import COMPLETED, Begun, TorchWork
 
-_POLL = 0.05
 _FOREVER = timedelta(days=365)
 _LARGE = 1 << 18
 """The bytes from which a gloo message blocks its waiter after the sender dies, even if the connection breaks."""
 
 
-class Part:
+class Part(TorchWork):
     """One message, and the memory that it needs until it has arrived.
 
     Args:
-        work: The work of a backend without a monitor, since any thread may wait for it.
+        begun: The message, through a backend without a monitor, since any thread may wait for it.
         memory: The data to send, or the memory in which it arrives.
     """
 
-    __slots__ = ("memory", "work")
-
-    def __init__(self, work: TorchWork, memory: torch.Tensor) -> None:
-        self.work, self.memory = work, memory
-
-    def wait(self) -> None:
-        """Wait until it has arrived. Nothing monitors this wait."""
-        if self.memory.is_cpu:
-            self.work.within(_FOREVER).wait()
-        else:
-            self.work.wait()
-
-    def end(self) -> None:
-        """Wait until it has arrived, in a thread that ignores errors."""
-        with contextlib.suppress(Exception):
-            self.wait()
-
-    def wait_watched(self, monitor: Monitor, peer: int) -> None:
-        """Wait until it has arrived, in a call, whose watchdog ends the wait if the message cannot arrive."""
-        monitor.begin_wait()
-        try:
-            self.wait()
-        except RuntimeError as error:
-            raise monitor.explain(error, peer) from error
-        finally:
-            monitor.end_wait()
-        monitor.raise_if_broken()
+    def __init__(self, begun: Begun, memory: torch.Tensor) -> None:
+        super().__init__([begun], timeout=_FOREVER if memory.is_cpu else None)
+        self.memory = memory
+        self.is_large = memory.is_cpu and memory.nbytes >= _LARGE
 
 
-class _Parts:
-    """The parts of a transfer, which outlive a dropped handle.
-
-    Attributes:
-        ended: Set when no part is under way any more.
-        error: The error that ended the transfer.
-        is_aside: True if a background thread waits for it.
-    """
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self._parts = list(parts)
-        self.is_large = any(part.memory.is_cpu and part.memory.nbytes >= _LARGE for part in parts)
-        self.ended = threading.Event()
-        self.error: BaseException | None = None
-        self.is_aside = False
-        if not parts:
-            self.ended.set()
-
-    def end(self) -> None:
-        """Wait for all parts, in a thread. An error is stored for later waits."""
-        with contextlib.suppress(Exception):
-            self.drain(Part.wait)
-
-    def drain(self, wait: Callable[[Part], None]) -> None:
-        """Wait for all parts, and release the memory of each as it ends."""
-        try:
-            while self._parts:
-                wait(self._parts[0])
-                del self._parts[0]
-        except BaseException as error:
-            self.error = error
-            raise
-        finally:
-            self._parts.clear()
-            self.ended.set()
-
-
-_NO_PARTS = _Parts(())
+def _in_order(parts: list[Part]) -> Iterator[Part]:
+    """Yield the parts of a message, and drop each, so that its memory is released as soon as it has arrived."""
+    while parts:
+        yield parts.pop(0)
 
 
 class Answer:
@@ -161,18 +100,19 @@ class Transfer:
     ) -> None:
         self._message, self._is_promised = message, is_promised
         self._comms, self._operation, self._peer = comms, operation, peer
-        self._parts, self._answer = _Parts(parts) if parts else _NO_PARTS, answer
+        self._is_large = any(part.is_large for part in parts)
+        self._work, self._answer = TorchWork(_in_order([*parts])) if parts else COMPLETED, answer
         self._phase = comms.monitor.phase
         self._error: BaseException | None = None
         self._is_done = False
         if parts:
-            self._abandon = weakref.finalize(self, _aside, self._parts, weakref.ref(comms), (peer, answer is not None))
+            self._abandon = weakref.finalize(self, _aside, self._work, weakref.ref(comms), (peer, answer is not None))
             self._abandon.atexit = False
 
     @property
     def is_empty(self) -> bool:
         """True if there is nothing to wait for."""
-        return self._parts.ended.is_set() and self._answer is None
+        return self._work.has_succeeded and self._answer is None
 
     def is_completed(self) -> bool:
         """True if ``wait`` would return or raise at once."""
@@ -185,13 +125,9 @@ class Transfer:
         return monitor.phase != self._phase or peer.has_ended() or (peer.has_left() and not self._is_promised)
 
     def _has_arrived(self) -> bool:
-        if not self._parts.is_aside:  # gloo reports the end of a message only to a thread that waits for it
-            self._give_to_thread()
-        return self._parts.ended.is_set() and (self._answer is None or self._answer.has_come())
-
-    def _give_to_thread(self) -> None:
-        if self._abandon is not None:
+        if self._abandon is not None:  # gloo reports the end of a message only to a thread that waits for it
             self._abandon()
+        return self._work.has_ended and (self._answer is None or self._answer.has_come())
 
     def wait(self) -> None:
         """Block until the message has arrived. A second call returns or raises the same at once.
@@ -238,30 +174,18 @@ class Transfer:
             )
 
     def _drain(self) -> None:
-        parts, monitor = self._parts, self._comms.monitor
-        if parts.is_large:
-            self._give_to_thread()
-        if not parts.is_aside:
-            parts.drain(lambda part: part.wait_watched(monitor, self._peer))
-            return
+        monitor, work = self._comms.monitor, self._work
+        is_given = self._abandon is not None and not self._abandon.alive
+        aside = (is_given or self._is_large) and not work.has_ended
         try:
-            while not parts.ended.wait(_POLL):
-                monitor.guard([self._peer], is_exact=False)  # gloo may have its data
+            wait_watched(monitor, self._peer, work.wait, aside)
         except BaseException:
-            monitor.disconnect()  # otherwise the thread would go on waiting
+            if aside:
+                monitor.disconnect()  # otherwise the thread would go on waiting
             raise
-        if isinstance(parts.error, RuntimeError):
-            raise monitor.explain(parts.error, self._peer) from parts.error
 
 
-def _aside(parts: _Parts, comms: weakref.ref[Communicators], line: Hashable) -> None:
-    """Let a background thread wait for parts for which no caller waits."""
-    if not (parts.ended.is_set() or parts.is_aside):
-        parts.is_aside = True
-        aside(parts.end, comms, line)
-
-
-def aside(drive: Callable[[], None], comms: weakref.ref[Communicators], line: Hashable) -> None:
-    """Let the background thread of a group's line wait, until the group's connections break."""
+def _aside(work: TorchWork, comms: weakref.ref[Communicators], line: Hashable) -> None:
+    """Let a background thread wait for a message for which no caller waits, until the group's connections break."""
     if (group := comms()) is not None:
-        in_line(group, line, drive)
+        work.in_line(group, line)

@@ -1,18 +1,23 @@
-"""Operations under way: anything with a ``wait`` is ``Pending``, and a ``TorchWork`` consists of such parts."""
+"""Operations under way: anything with a ``wait`` is ``Pending``, and a ``TorchWork`` consists of such parts.
+
+An operation of several steps is an iterator of the parts for which it waits. Whoever waits for the operation runs it;
+otherwise a thread does.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from easydist.errors import DisagreementError
-from easydist.liveness.background import at_once, in_background
+from easydist.liveness.background import at_once, in_background, in_line
 from easydist.shm.progress import handles
 
 Failed = Callable[[str, timedelta, BaseException], BaseException]
@@ -50,7 +55,8 @@ class TorchWork:
     costs nothing, and its operation still ends.
 
     Args:
-        pending: The parts of the operation, in the order in which to wait for them.
+        parts: The parts of the operation, in the order in which to wait for them; an iterator may begin each only when
+            those before have ended.
         keep: Tensors that have to live until the end.
         timeout: The time limit for each message; None is the communicator's own.
 
@@ -60,7 +66,8 @@ class TorchWork:
     _error: BaseException | None = None
     _reports: tuple[Failed, str, timedelta] | None = None
     _is_driven = _is_asked = _is_done = False
-    _pending: Sequence[Begun] = ()
+    _part: Begun | None = None
+    _parts: Iterator[Begun] = iter(())
     _keep: Sequence[torch.Tensor] = ()
     _timeout: timedelta | None = None
     _outputs: Sequence[torch.Tensor] = ()
@@ -68,27 +75,28 @@ class TorchWork:
 
     def __init__(
         self,
-        pending: Sequence[Begun] = (),
+        parts: Iterable[Begun] = (),
         keep: Sequence[torch.Tensor] = (),
         timeout: timedelta | None = None,
     ) -> None:
-        if not pending:
+        if not parts:
             self._is_done = True  # and no more: every operation that is waited for at once returns such a work
             return
-        self._pending, self._keep, self._timeout = pending, keep, timeout
-        self._begin()
+        self._keep, self._timeout = keep, timeout
+        self._begin(parts)
 
-    def _begin(self) -> None:
-        self._steps: list[Callable[[], Sequence[Begun]]] = []
+    def _begin(self, parts: Iterable[Begun]) -> None:
         self._lock = threading.Lock()
         self._futures: list[torch.futures.Future[Any]] = []
-        self._is_done = False
+        self._parts = iter(parts)
+        self._part = next(self._parts, None)
+        self._is_done = self._part is None
 
-    def followed_by(self, step: Callable[[], Sequence[Begun]]) -> TorchWork:
+    def followed_by(self, step: Callable[[], Iterable[Begun]]) -> TorchWork:
         """Add a step, and return this work: ``step`` runs inside ``wait`` and returns the messages to wait for next."""
         if self._is_done:
-            self._begin()
-        self._steps.append(step)
+            self._begin([ENDED])
+        self._parts = itertools.chain(self._parts, _of(step))
         return self
 
     def within(self, timeout: timedelta | None) -> TorchWork:
@@ -115,6 +123,11 @@ class TorchWork:
             in_background(self._drive)
         return self
 
+    def in_line(self, owner: object, name: Hashable) -> None:
+        """Let a thread complete this work after those that were given to it before; see ``background.in_line``."""
+        if not self.has_ended:
+            in_line(owner, name, self._drive)
+
     def wait(self) -> None:
         """Block until the operation has completed; on a GPU, make the current stream wait for it.
 
@@ -137,8 +150,8 @@ class TorchWork:
 
     @property
     def parts(self) -> Sequence[Begun]:
-        """The parts that have not ended."""
-        return self._pending
+        """The part for which it waits."""
+        return () if self._part is None else (self._part,)
 
     def wait_blocking(self) -> None:
         """Block the CPU until the operation has completed; on a GPU, too."""
@@ -152,12 +165,18 @@ class TorchWork:
         """True if it is known that the operation has completed or failed."""
         return self._is_done or self._error is not None
 
+    @property
+    def has_succeeded(self) -> bool:
+        """True if it is known that the operation has completed without an error."""
+        return self._is_done
+
     def is_completed(self) -> bool:
         """True if ``wait`` would return or raise at once; an operation begun with ``async_op=True`` ends without it."""
         if self.has_ended:
             return True
         if not self._is_driven:
-            return not self._steps and all(p.is_completed() for p in self._pending)
+            self._drive(waits=False)
+            return self.has_ended
         if not self._is_asked and not self._lock.locked():  # it may be queued behind a long operation
             self._is_asked = True
             at_once(self._drive)
@@ -179,27 +198,28 @@ class TorchWork:
             at_once(self._drive)
         return future
 
-    def _drive(self) -> None:
-        """Complete the operation, unless another thread is doing that; ``wait`` raises its errors later."""
+    def _drive(self, waits: bool = True) -> None:
+        """Run the operation, unless another thread is doing that; ``wait`` raises its errors later."""
         if self._lock.acquire(blocking=False):
             try:
-                with contextlib.suppress(BaseException):
-                    self._finish()
+                with contextlib.suppress(BaseException if waits else Exception):  # a caller may poll in the main thread
+                    self._finish(waits)
             finally:
                 self._lock.release()
         self._tell_futures()
 
-    def _finish(self) -> None:
-        """Wait for all messages and run all steps; the caller holds the lock."""
+    def _finish(self, waits: bool = True) -> None:
+        """Run the operation to its end, or until it would have to wait; the caller holds the lock."""
         if self._is_done or self._error is not None:
             return
         try:
-            if self._pending:
-                self._drain()
-            while self._steps:
-                self._pending = self._steps.pop(0)()
-                self._drain()
+            while (part := self._part) is not None:
+                if not (waits or part.is_completed()):
+                    return
+                wait(part, self._timeout)  # also if it has completed: it may have failed
+                self._part = next(self._parts, None)
         except BaseException as error:
+            self._part, self._parts = None, iter(())
             if self._reports is not None:
                 failed, name, limit = self._reports
                 self._error = failed(name, limit, error)
@@ -209,13 +229,8 @@ class TorchWork:
                 raise
         else:
             self.returning(self._outputs)
-        self._pending = self._keep = self._outputs = ()
+        self._keep = self._outputs = ()
         self._is_done = self._error is None  # last, because it is read without the lock
-
-    def _drain(self) -> None:
-        for pending in self._pending:
-            wait(pending, self._timeout)
-        self._pending = ()
 
     def _tell_futures(self) -> None:
         while self._futures and (self._is_done or self._error is not None):
@@ -227,6 +242,10 @@ class TorchWork:
             future.set_result([tensor for result in self._results if (tensor := result()) is not None])
         else:
             future.set_exception(self._error)
+
+
+def _of(step: Callable[[], Iterable[Begun]]) -> Iterator[Begun]:
+    yield from step()
 
 
 COMPLETED = TorchWork()

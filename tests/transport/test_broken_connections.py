@@ -28,7 +28,7 @@ def test_who_finds_a_connection_broken_sends_nothing_to_the_others_either(rank):
         gloo.disconnect()
     else:
         work = gloo.all_gather_v(parts, mine)
-        from_late, from_other = work._pending[:2]
+        from_late, from_other = work._part, next(work._parts)
         if rank == 2:
             store.wait(["has_come"])
             gloo.disconnect()

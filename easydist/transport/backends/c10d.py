@@ -142,27 +142,37 @@ class _Posted:
             raise
 
     def _wait_watched(self, monitor: Monitor, timeout: timedelta | None) -> None:
-        """Wait; if the connection breaks, raise the error in which the group's monitor explains why."""
         if timeout is None and monitor.left is not None:
             timeout = _FOREVER  # the watchdog ends the wait when the call's time is over
-        monitor.begin_wait()
-        wait = functools.partial(_wait_aside, monitor) if self._is_large else dist.Work.wait
-        try:
-            wait(self._work) if timeout is None else wait(self._work, timeout)
-        except RuntimeError as error:
-            raise monitor.explain(error, self._peer) from error
-        finally:
-            monitor.end_wait()
-        if monitor.broken is not None:  # the message came after this rank had given up
-            monitor.raise_if_broken()
+        wait = self._work.wait if timeout is None else functools.partial(self._work.wait, timeout)
+        wait_watched(monitor, self._peer, wait, self._is_large)
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
 
 
-def _wait_aside(monitor: Monitor, work: dist.Work, *timeout: timedelta) -> None:
-    """Wait in a thread: if the sender dies in the middle of a large message, gloo waits on in spite of broken links."""
-    within(_FOREVER.total_seconds(), functools.partial(work.wait, *timeout), monitor.raise_if_broken)
+def wait_watched(monitor: Monitor, peer: int, wait: Callable[[], object], aside: bool) -> None:
+    """Wait in C++ for a message; the watchdog breaks the connections if it cannot arrive.
+
+    Args:
+        monitor: The monitor of the group.
+        peer: The other rank.
+        wait: The function that waits.
+        aside: True to wait in a thread. If the sender dies in the middle of a large message, gloo waits on in spite of
+            broken connections.
+
+    Raises:
+        EasydistError: The monitor explains why the connection broke, or this rank has given up meanwhile.
+    """
+    monitor.begin_wait()
+    try:
+        within(_FOREVER.total_seconds(), wait, monitor.raise_if_broken) if aside else wait()
+    except RuntimeError as error:
+        raise monitor.explain(error, peer) from error
+    finally:
+        monitor.end_wait()
+    if monitor.broken is not None:  # the message came after this rank had given up
+        monitor.raise_if_broken()
 
 
 class Posted:
