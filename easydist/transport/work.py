@@ -213,11 +213,8 @@ class TorchWork:
         if self._is_done or self._error is not None:
             return
         try:
-            while (part := self._part) is not None:
-                if not (waits or part.is_completed()):
-                    return
-                wait(part, self._timeout)  # also if it has completed: it may have failed
-                self._part = next(self._parts, None)
+            if not self.advance(waits, self._timeout):
+                return
         except BaseException as error:
             self._part, self._parts = None, iter(())
             if self._reports is not None:
@@ -231,6 +228,20 @@ class TorchWork:
             self.returning(self._outputs)
         self._keep = self._outputs = ()
         self._is_done = self._error is None  # last, because it is read without the lock
+
+    def advance(self, waits: bool, timeout: timedelta | None) -> bool:
+        """Wait for the parts, or only run those that have completed; return True if none is left.
+
+        Args:
+            waits: True to wait.
+            timeout: The time limit for each part; None is its own.
+        """
+        while (part := self._part) is not None:
+            if not (waits or part.is_completed()):
+                return False
+            wait(part, timeout)  # also if it has completed: it may have failed
+            self._part = next(self._parts, None)
+        return True
 
     def _tell_futures(self) -> None:
         while self._futures and (self._is_done or self._error is not None):

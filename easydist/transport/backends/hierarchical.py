@@ -9,6 +9,7 @@ connections.
 
 from __future__ import annotations
 
+import itertools
 import struct
 import threading
 from collections import deque
@@ -21,7 +22,7 @@ from easydist.data.plan import split_sizes
 from easydist.transport.backend import Backend, set_to
 from easydist.transport.backends.c10d import Gloo
 from easydist.transport.reduce_op import RedOpType, ReduceOp, accumulator, average, check_reducible, combine
-from easydist.transport.work import ENDED, Begun, Pending, TorchWork, handle, wait
+from easydist.transport.work import ENDED, Begun, TorchWork, handle
 
 _LENGTH = struct.Struct("<q")
 
@@ -264,21 +265,18 @@ def _bits(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.view(torch.uint8) for tensor in tensors]
 
 
-class _Operation:
-    """A collective of several steps."""
+class _Queued(TorchWork):
+    """A collective of several steps, which runs after those that have begun before it."""
 
     def __init__(self, queue: RunQueue, steps: Iterator[Begun]) -> None:
-        self._queue, self.steps = queue, steps
-        self.step: Begun = ENDED
-        self.is_done = False
+        super().__init__(itertools.chain([ENDED], steps))  # its first step begins in its turn, too
+        self.queue: RunQueue | None = queue
+        self._lock = queue.lock
 
-    def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait for the end; ``timeout`` limits each message."""
-        self._queue.run(self, timeout)
-
-    def is_completed(self) -> bool:
-        """True if it has ended; it advances inside ``wait``."""
-        return self.is_done
+    def advance(self, waits: bool, timeout: timedelta | None) -> bool:
+        if self.queue is None:
+            return super().advance(waits, timeout)
+        return self.queue.run(self, waits, timeout)
 
 
 class RunQueue:
@@ -297,11 +295,11 @@ class RunQueue:
     """
 
     def __init__(self) -> None:
-        self._queue: deque[_Operation] = deque()
-        self._lock = threading.Lock()
+        self._queue: deque[_Queued] = deque()
+        self.lock = threading.Lock()
         self._error: BaseException | None = None
 
-    def begin(self, steps: Iterator[Begun]) -> Pending:
+    def begin(self, steps: Iterator[Begun]) -> TorchWork:
         """Queue an operation; if it is the first, run it until it would have to wait.
 
         Args:
@@ -311,43 +309,29 @@ class RunQueue:
             RuntimeError: An earlier operation has failed, or ``fail`` was called.
         """
         self._check()
-        operation = _Operation(self, steps)
-        self._queue.append(operation)
-        if self._lock.acquire(blocking=False):
+        work = _Queued(self, steps)
+        self._queue.append(work)
+        if work.is_completed():
+            work.wait()  # it may have failed
+        return work
+
+    def run(self, last: _Queued, waits: bool, timeout: timedelta | None) -> bool:
+        """Run the operations up to ``last``, which calls this; see ``TorchWork.advance``."""
+        works = self._queue
+        while last.queue is not None:
+            self._check()
             try:
-                self._advance(None, None)
-            finally:
-                self._lock.release()
-        return operation
-
-    def run(self, last: _Operation, timeout: timedelta | None) -> None:
-        """Wait until ``last`` has ended."""
-        with self._lock:
-            if not last.is_done:
-                self._check()
-                self._advance(last, timeout)
-
-    def _advance(self, last: _Operation | None, timeout: timedelta | None) -> None:
-        """Run operations up to ``last``; with None, until one would have to wait."""
-        try:
-            while self._queue and not (last and last.is_done):
-                first = self._queue[0]
-                if last is None and not first.step.is_completed():
-                    return
-                wait(first.step, timeout)  # also if it has completed: it may have failed
-                if (step := next(first.steps, None)) is None:
-                    first.is_done = True
-                    self._queue.popleft()
-                else:
-                    first.step = step
-        except BaseException as error:  # a step was left unfinished
-            self.fail(error)
-            raise
+                if not super(_Queued, works[0]).advance(waits, timeout):
+                    return False
+            except BaseException as error:  # a step was left unfinished
+                self.fail(error)
+                raise
+            works.popleft().queue = None
+        return True
 
     def fail(self, error: BaseException) -> None:
         """Drop all operations under way, and refuse new ones with this error."""
-        self._error = error
-        self._queue.clear()
+        self._error, self._queue = error, deque()  # another thread may be running the old ones
 
     def _check(self) -> None:
         if self._error is not None:
