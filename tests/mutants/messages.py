@@ -4,6 +4,20 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "messages/transfers.py",
+        "_in_order",
+        "    while parts:\n        yield parts.pop(0)\n",
+        "    yield from parts\n",
+        "tests/messages/test_transfers.py",
+    ),
+    Mutant(
+        "messages/transfers.py",
+        "Transfer.is_empty",
+        "self._work.has_succeeded",
+        "self._work.has_ended",
+        "tests/messages/test_transfers.py",
+    ),
+    Mutant(
         "messages/frames.py",
         "shareable",
         "RemoteError(text[:LONGEST])",

@@ -4,6 +4,20 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "transport/work.py",
+        "TorchWork.advance",
+        "if not (waits or part.is_completed()):",
+        "if not waits:",
+        "tests/transport/test_work.py",
+    ),
+    Mutant(
+        "transport/backends/hierarchical.py",
+        "RunQueue.run",
+        "            self._check()\n",
+        "",
+        "tests/transport/test_work.py",
+    ),
+    Mutant(
         "transport/reduce_op.py",
         "_combine_uint64",
         "op.type in (RedOpType.MIN, RedOpType.MAX)",

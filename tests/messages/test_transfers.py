@@ -1,0 +1,65 @@
+"""Messages under way whose parts end in a thread."""
+
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import easydist
+from easydist import CollectiveTimeout, ProcessState
+from easydist.messages.transfers import Part, Transfer
+from easydist.testing import distributed
+from easydist.transport.work import ENDED
+
+
+class Fails:
+    """A message that does not arrive."""
+
+    def wait(self, timeout=None):
+        raise RuntimeError("Timed out")
+
+
+class Held:
+    """A message that arrives once ``comes`` is set."""
+
+    def __init__(self):
+        self.is_awaited, self.comes = threading.Event(), threading.Event()
+
+    def wait(self, timeout=None):
+        self.is_awaited.set()
+        self.comes.wait()
+
+
+def transfer_of(rank, *parts):
+    """Return a message under way once both ranks have connected."""
+    easydist.gather(rank)
+    store = dist.group.WORLD.get_group_store()
+    store.set(f"connected/{rank}", "")
+    store.wait(["connected/0", "connected/1"])
+    return Transfer(ProcessState().communicators(), "irecv", 1 - rank, parts)
+
+
+@distributed(world_size=2)
+def test_a_message_that_fails_in_its_thread_raises_at_each_wait(rank):
+    transfer = transfer_of(rank, Part(ENDED if rank else Fails(), torch.empty(4)))
+    while not transfer.is_completed():
+        pass
+    for _ in range(2 if rank == 0 else 0):
+        with pytest.raises(CollectiveTimeout, match="irecv"):
+            transfer.wait()
+
+
+@distributed(world_size=2)
+def test_the_memory_of_a_part_is_released_before_the_next_one_arrives(rank):
+    held = Held()
+    first, last = Part(ENDED, torch.empty(4)), Part(held, torch.empty(4))
+    memory = weakref.ref(first.memory)
+    transfer = transfer_of(rank, first, last)
+    del first
+    assert not transfer.is_completed()
+    held.is_awaited.wait()
+    assert memory() is None
+    held.comes.set()
+    transfer.wait()
