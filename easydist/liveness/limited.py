@@ -39,7 +39,7 @@ def idle_caller() -> Caller:
     try:
         return _idle.pop()
     except IndexError:
-        return Caller("easydist-store")
+        return Caller("easydist-call")
 
 
 def release(caller: Caller) -> None:

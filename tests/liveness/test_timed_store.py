@@ -216,7 +216,7 @@ for _ in range(4):
     try:
         easydist.gather(torch.ones(1), timeout=0.7)
     except CollectiveTimeout:
-        counts.append(sum(thread.name == "easydist-store" for thread in threading.enumerate()))
+        counts.append(sum(thread.name == "easydist-call" for thread in threading.enumerate()))
 os.kill(pid, signal.SIGKILL)
 print(*counts, flush=True)
 os._exit(0)

@@ -233,7 +233,7 @@ class GivenGroup(Verbs):
         return ranks
 
 
-KEPT = collections.Counter({"thread easydist-store": 2, "thread easydist-progress": 1})
+KEPT = collections.Counter({"thread easydist-call": 2, "thread easydist-progress": 1})
 """The most threads that a process keeps for later calls."""
 
 

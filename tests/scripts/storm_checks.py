@@ -17,8 +17,8 @@ KNOWN |= {"LeftOutError", "CommLeftOut"}  # of ranks that were interrupted while
 LATE = {"CollectiveTimeout", "CommTimeout"}
 """The types of errors, in all storms and in those with a rank that is stopped."""
 
-STORE = "thread easydist-store"
-"""A thread that waits for a store; it ends once the store's process goes on."""
+STORE = "thread easydist-call"
+"""A thread that waits for a store, or for much data; it ends once the store's process goes on."""
 
 
 class Log:
