@@ -73,7 +73,7 @@ def test_limits_are_torchs_or_half_an_hour(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "call"),
     [
-        ("_make", lambda: torch_groups.made([0], 0, "gloo", dist.HashStore(), "x", LIMIT, "")),
+        ("_make", lambda: torch_groups.made([0], 0, "gloo", dist.HashStore(), "x", LIMIT)),
         ("_name_group", lambda: torch_groups.present(None, "x", [0], ("gloo", "cpu"), dist.HashStore(), "")),
         ("_default_store", torch_groups.default_store),
     ],

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from launching import python, within
+from launching import forked, within
 
 import easydist
 from easydist.comms import (
@@ -358,7 +358,7 @@ def test_operations_are_compared_by_value_and_pickled(op):
 @pytest.mark.slow
 def test_scripts_of_the_original_run_under_a_launcher():
     """The store of MASTER_ADDR, a rank that dies, and a process that is aborted, in processes of their own."""
-    out, err = python("tests/scripts/communicators.py", seconds=120)
+    out, err = forked("tests/scripts/communicators.py", seconds=120)
     lines = out.splitlines()
     assert lines == [
         *[f"{backend}: rank {rank} sums 6" for backend in ("gloo", "shm") for rank in range(3)],

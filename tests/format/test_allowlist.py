@@ -119,6 +119,6 @@ def test_random_states_travel_where_pickle_is_denied(rank):
 @pytest.mark.slow
 def test_the_environment_denies_pickle():
     code = "import easydist.format.codec; print(easydist.format.codec.is_pickle_allowed())"
-    assert launching.python("-c", code, EASYDIST_PICKLE=0)[0] == "False\n"
+    assert launching.forked("-c", code, EASYDIST_PICKLE=0)[0] == "False\n"
 
     assert codec.is_pickle_allowed()

@@ -32,7 +32,7 @@ def cases(count):
 @functools.cache
 def launched(some):
     """Return for each case the survivors' rows by rank, and the exit statuses of all ranks."""
-    out, _ = launching.python(SCRIPT, *some, seconds=90, GLOO_SOCKET_IFNAME="lo")
+    out, _ = launching.forked(SCRIPT, *some, seconds=90, GLOO_SOCKET_IFNAME="lo")
     found = {}
     for row in [json.loads(line) for line in out.splitlines() if line.startswith("{")]:  # torch 2.9 writes, too
         rows, ended = found.setdefault(row["case"], ({}, {}))

@@ -24,7 +24,7 @@ def cases(first, count):
 @functools.cache
 def launched(some):
     """Return what the controllers of these cases have found."""
-    out, _ = launching.python(SCRIPT, *some, seconds=300, GLOO_SOCKET_IFNAME="lo")
+    out, _ = launching.forked(SCRIPT, *some, seconds=300, GLOO_SOCKET_IFNAME="lo")
     rows = [json.loads(line) for line in out.splitlines() if line.startswith('{"case"')]
     return {row["case"]: row for row in rows}
 

@@ -228,7 +228,7 @@ def test_calls_that_fail_while_a_store_is_stopped_leave_no_further_threads():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    out, _ = launching.python("-c", FAILING_CALLS, **address)
+    out, _ = launching.forked("-c", FAILING_CALLS, **address)
     counts = [int(count) for count in out.split()]
     assert len(counts) == 4
     assert counts[-1] <= max(2, counts[0])

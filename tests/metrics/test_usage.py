@@ -432,7 +432,8 @@ def _fail(self, *args):
 
 @pytest.mark.slow
 def test_loops_before_the_import_and_with_persistent_workers_are_counted():
-    launching.python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, SCRIPT)
+    options = {"PYTHON_EXEC": launching.fork()}
+    launching.forked("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, SCRIPT, **options)
 
 
 def test_looking_for_loaders_does_not_disturb_other_threads():

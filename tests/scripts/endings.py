@@ -12,7 +12,7 @@ import torch.distributed as dist
 from forking import forked, statuses
 
 import easydist
-from easydist.transport import background
+from easydist.liveness import background
 
 
 def end(rank: int) -> None:
