@@ -66,8 +66,10 @@ def _watch(pipe: int, rank: int) -> None:
         return
     os.closerange(0, pipe)
     os.closerange(pipe + 1, pipe + 100)
-    while os.getppid() == rank:
-        if select.select([pipe], [], [], _ALIVE)[0]:
+    is_there = True
+    while is_there:
+        is_there = os.getppid() == rank  # asked before the pipe: the rank may have been killed with the launcher
+        if select.select([pipe], [], [], _ALIVE if is_there else 0)[0]:
             os.killpg(0, signal.SIGKILL)
     os._exit(0)
 
