@@ -18,6 +18,13 @@ MUTANTS = [
         "tests/transport/test_work.py",
     ),
     Mutant(
+        "transport/backends/hierarchical.py",
+        "_Queued.advance",
+        "acquire(blocking=waits)",
+        "acquire(blocking=False)",
+        "tests/transport/test_work.py",
+    ),
+    Mutant(
         "transport/reduce_op.py",
         "_combine_uint64",
         "op.type in (RedOpType.MIN, RedOpType.MAX)",

@@ -1,5 +1,6 @@
 """Laws of operations under way, and of those of several steps that run one after another."""
 
+import threading
 from datetime import timedelta
 
 import pytest
@@ -57,6 +58,41 @@ def test_steps_begin_in_the_order_of_the_operations_whichever_is_waited_for():
     works[0].wait()
     works[2].wait()
     assert begun[4:] == [(2, "a"), (2, "b")]
+
+
+class NotingLock:
+    """A lock that notes each time when a thread has tried to take it at once."""
+
+    def __init__(self):
+        self._lock, self.tried = threading.Lock(), threading.Semaphore(0)
+        self.release = self._lock.release
+
+    def acquire(self, blocking=True):
+        taken = self._lock.acquire(blocking=False)
+        self.tried.release()
+        return taken or (blocking and self._lock.acquire())
+
+
+def test_an_operation_in_the_background_ends_even_if_another_thread_runs_those_before_it():
+    arrival, end = threading.Event(), threading.Event()
+
+    class Late(Message):
+        def wait(self, *limits):
+            assert arrival.wait(60)
+
+    def steps():
+        yield Message()
+        end.set()
+
+    line = RunQueue()
+    line.lock = NotingLock()
+    for parts in (iter([Late()]), steps()):
+        work = line.begin(parts)
+        assert line.lock.tried.acquire(timeout=60)
+        work.in_background()
+        assert line.lock.tried.acquire(timeout=60)
+    arrival.set()
+    assert end.wait(10)
 
 
 def test_an_operation_that_fails_between_steps_ends_those_behind_it():

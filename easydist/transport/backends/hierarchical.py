@@ -271,12 +271,17 @@ class _Queued(TorchWork):
     def __init__(self, queue: RunQueue, steps: Iterator[Begun]) -> None:
         super().__init__(itertools.chain([ENDED], steps))  # its first step begins in its turn, too
         self.queue: RunQueue | None = queue
-        self._lock = queue.lock
 
     def advance(self, waits: bool, timeout: timedelta | None) -> bool:
-        if self.queue is None:
+        if (queue := self.queue) is None:
             return super().advance(waits, timeout)
-        return self.queue.run(self, waits, timeout)
+        # Not its own lock: a background thread gives up an operation that is locked, since another one runs it.
+        if not queue.lock.acquire(blocking=waits):
+            return False
+        try:
+            return queue.run(self, waits, timeout)
+        finally:
+            queue.lock.release()
 
 
 class RunQueue:
@@ -316,7 +321,7 @@ class RunQueue:
         return work
 
     def run(self, last: _Queued, waits: bool, timeout: timedelta | None) -> bool:
-        """Run the operations up to ``last``, which calls this; see ``TorchWork.advance``."""
+        """Run the operations up to ``last``, which holds the lock; see ``TorchWork.advance``."""
         works = self._queue
         while last.queue is not None:
             self._check()
