@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
@@ -10,12 +11,12 @@ V = TypeVar("V")
 
 
 class _Kept(Generic[V]):
-    """A result, and when it was used last."""
+    """The result of a key, and when it was used last."""
 
-    __slots__ = ("used", "value")
+    __slots__ = ("key", "used", "value")
 
-    def __init__(self, used: int, value: V) -> None:
-        self.used, self.value = used, value
+    def __init__(self, key: Hashable, used: int, value: V) -> None:
+        self.key, self.used, self.value = key, used, value
 
 
 class Recent(Generic[V]):
@@ -54,7 +55,8 @@ class Recent(Generic[V]):
     def keep(self, key: Hashable, value: V) -> None:
         """Keep the result of a key, in place of an earlier one."""
         if len(self._kept) >= self._most and key not in self._kept:
-            oldest = sorted([*self._kept.items()], key=lambda one: one[1].used)
-            for known, _ in oldest[: -(-self._most // 4)]:
-                self._kept.pop(known, None)
-        self._kept[key] = _Kept(self._tick(), value)
+            # Not the items: a tuple for each may begin a collection of garbage, in which other threads change the dict.
+            oldest = sorted(self._kept.values(), key=operator.attrgetter("used"))
+            for one in oldest[: -(-self._most // 4)]:
+                self._kept.pop(one.key, None)
+        self._kept[key] = _Kept(key, self._tick(), value)
