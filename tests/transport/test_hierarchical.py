@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 import easydist
-from easydist import DisagreementError
+from easydist import CollectiveTimeout, DisagreementError, EasydistError
 from easydist.comms import Gloo, ReduceOp, TorchComm, of_comm
+from easydist.messages.channels import Channel
 from easydist.shm.segment import Segment
 from easydist.state import communicators
 from easydist.testing import check_comm, distributed
@@ -218,6 +219,23 @@ def test_tensor_dicts_between_and_inside_hosts(rank):
             if rank == dst:
                 got = easydist.recv_tensor_dict(src)
                 assert all(torch.equal(got[key], tree[key]) for key in tree)
+
+
+@distributed(world_size=3)
+@pytest.mark.parametrize("nbytes", [100_000, 300_000])
+def test_a_wait_for_a_message_between_hosts_has_a_time_limit(rank, nbytes):
+    with on_hosts("001", rank), pytest.MonkeyPatch.context() as patch:
+        easydist.gather(rank)
+        store = dist.group.WORLD.get_group_store()
+        if rank == 0:
+            with pytest.raises(CollectiveTimeout):
+                easydist.recv_tensor_dict(2, timeout=1)
+            store.set("late", "")
+        if rank == 2:
+            move = Channel.move
+            patch.setattr(Channel, "move", lambda *args, **options: store.wait(["late"]) or move(*args, **options))
+            with pytest.raises(EasydistError):
+                easydist.send_tensor_dict({"": torch.zeros(nbytes, dtype=torch.uint8)}, 0)
 
 
 @distributed(world_size=4)
