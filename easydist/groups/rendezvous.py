@@ -112,17 +112,18 @@ class Rendezvous:
 
     def __enter__(self) -> Rendezvous:
         with self._explaining():
-            number = self._arrivals.add(f"came/{self.rank}", 1, self._timeout)
+            number = self._arrivals.add(f"came/{self.rank}", 1, max(self._timeout, PATIENCE))
         self.store = PrefixStore(str(number), self._place)
         self._messages = TimedStore(PrefixStore("meeting", self.store))
         self.monitor.use(self._messages)
+        self.monitor.is_awaited = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not isinstance(error, EasydistError | KeyboardInterrupt):  # others are raised on all ranks
-            return
+        if not (self.monitor.is_awaited and isinstance(error, EasydistError | KeyboardInterrupt)):
+            return  # all ranks raise it, for which each needs the messages of the others
         with contextlib.suppress(RuntimeError):
             for turn in range(next(self._turns)):
                 self._messages.delete(f"{turn}/{self.rank}")
@@ -212,10 +213,17 @@ class Rendezvous:
             told |= came
             if missing := [r for r in missing if r not in told]:
                 if is_first:  # ranks that have come are needed for what follows, too: their end ends the wait
-                    self.monitor.peers |= {r: _Member(r, record) for r, record in came.items() if r != self.rank}
-                self.check(missing, [*self.monitor.peers] if is_first else missing)
+                    self.monitor.peers |= {r: Peer(r, record) for r, record in came.items() if r != self.rank}
+                self.check(missing, [*missing, *self._present(told, turn)] if is_first else missing)
                 time.sleep(POLL)
         return [told[r] for r in range(self.size)]
+
+    def _present(self, came: Iterable[int], turn: int) -> list[int]:
+        """Return the ranks that have come and can be seen, but for those that gave up before they ended."""
+        visible = [r for r in came if r != self.rank and self.monitor.peers[r].is_visible]
+        ended = [r for r in visible if self.monitor.peers[r].has_ended()]
+        gave_up = [r for r in ended if self._messages.get(f"{turn}/{r}", r) is None]
+        return [r for r in visible if r not in gave_up]
 
     def check(self, missing: Sequence[int] | None = None, awaited: Sequence[int] | None = None) -> None:
         """Raise if ranks cannot come or be connected any more, or the time is over.

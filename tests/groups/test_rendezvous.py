@@ -1,0 +1,87 @@
+"""What a rank leaves in the store for the others, and says of them, while the ranks of a new group meet."""
+
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore, PrefixStore
+
+from easydist.errors import CollectiveTimeout, PeerLostError, RemoteError
+from easydist.groups.rendezvous import Rendezvous
+from easydist.liveness import monitor
+from easydist.liveness.monitor import Monitor
+from easydist.liveness.page import own_page
+from easydist.liveness.peer import Peer, record
+from easydist.liveness.status import nothing
+from easydist.liveness.timed_store import TimedStore
+
+
+@pytest.fixture
+def store():
+    return HashStore()
+
+
+@pytest.fixture
+def messages(store):
+    return TimedStore(PrefixStore("1/meeting", store))
+
+
+@pytest.fixture
+def came(messages):
+    """The other rank's monitor, which has come as rank 1."""
+    other = Monitor(1, 3, 60.0)
+    other.begin("the group", "here")
+    messages.set("0/1", record(own_page(), other.entry, False).decode())
+    return other
+
+
+def meet(store, size, seconds=0.1, look=nothing):
+    """Come as rank 0, and meet the others for a moment."""
+    with Rendezvous(store, 0, size, timedelta(seconds=seconds), name="the group", look=look) as rendezvous:
+        rendezvous.introduce(False)
+
+
+def test_a_warning_names_only_ranks_that_have_not_come(store, came, monkeypatch, caplog):
+    monkeypatch.setattr(monitor, "WARN_AFTER", 0.0)
+    with pytest.raises(CollectiveTimeout) as caught:
+        meet(store, 3)
+    assert caught.value.missing == (2,)
+    said = [one.getMessage() for one in caplog.records]
+    assert said
+    for text in said:
+        assert text.startswith("the group: 1 of 3 ranks did not come within ")
+        assert "\n  rank 1: came; " in text
+
+
+def test_the_end_of_a_rank_that_has_come_ends_the_wait_unless_it_had_given_up(store, messages, came, monkeypatch):
+    def give_up():
+        messages.delete("0/1")
+        monkeypatch.setattr(Peer, "has_ended", lambda peer: peer.rank == 1)
+
+    with pytest.raises(CollectiveTimeout) as caught:
+        meet(store, 3, look=give_up)
+    assert caught.value.missing == (2,)
+    messages.set("0/1", record(own_page(), came.entry, False).decode())
+    with pytest.raises(PeerLostError, match=r"^the group: rank 1 is lost"):
+        meet(store, 3, seconds=600)
+
+
+def test_who_has_no_time_left_is_late(store):
+    with pytest.raises(CollectiveTimeout, match="rank 1: missing"):
+        meet(store, 2, seconds=0)
+
+
+def test_an_error_that_all_ranks_raise_leaves_the_record_for_those_that_have_not_read_it(store, messages, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setenv("EASYDIST_SHM", "maybe")
+        messages.set("0/1", record(own_page(), -1, False).decode())
+    with pytest.raises(RemoteError, match="rank 1: EASYDIST_SHM='maybe' is malformed"):
+        meet(store, 2)
+    assert messages.get("0/0") is not None
+    assert store.add("came/0", 0) == 1  # the other rank has used up its first attempt, too
+
+
+def test_a_rank_that_gives_up_leaves_as_if_it_had_not_come(store, messages):
+    with pytest.raises(CollectiveTimeout):
+        meet(store, 2)
+    assert messages.get("0/0") is None
+    assert store.add("came/0", 0) == 0
