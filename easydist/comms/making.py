@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from easydist.comms.failures import CommLeftOut, CommPeerLost, CommTimeout
+from easydist.comms.failures import UNMADE, CommLeftOut, CommPeerLost, CommTimeout, explained
 from easydist.comms.options import CommOptions
 from easydist.comms.own_gloo import OwnGloo
 from easydist.errors import CollectiveTimeout, EasydistError, LeftOutError, PeerLostError
@@ -164,7 +164,10 @@ def _gloo(place: Place, rendezvous: Rendezvous, hosts: Hosts) -> Backend:
     hints = place.options.hints
     where = {key: hints[key] for key in ("hostname", "interface") if key in hints}
     store, monitor = PrefixStore("gloo", place.store), rendezvous.monitor
-    gloo = gloo_connections(store, place.rank, place.size, rendezvous.left, monitor, rendezvous.check, **where)
+    try:
+        gloo = gloo_connections(store, place.rank, place.size, rendezvous.left, monitor, rendezvous.check, **where)
+    except RuntimeError as error:  # from gloo: it names neither the call nor the communicator
+        raise explained(error, monitor.operation, place.timeout, [], UNMADE) from error
     rendezvous.arrive()  # a rank that closes its connections at once would break those that others are still making
     return OwnGloo(gloo, place.device, monitor)
 

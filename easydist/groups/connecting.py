@@ -58,7 +58,7 @@ def connect(
 
 def _explained(error: RuntimeError, monitor: Monitor, seconds: float) -> EasydistError:
     """Return the reason why ranks were not connected: the end of a process may be seen after that of its store."""
-    if not any(word in str(error).lower() for word in ("timed out", "timeout", "not returned")):
+    if not any(word in str(error).lower() for word in ("timed out", "timeout", "not answered")):
         deadline = time.monotonic() + GRACE
         while (reason := monitor.in_vain()) is None and time.monotonic() < deadline:
             time.sleep(POLL)

@@ -297,6 +297,12 @@ def test_a_rank_that_comes_after_a_timeout_does_not_wait(rank):
             comm.barrier(False)
 
 
+@distributed(world_size=2)
+def test_an_error_of_gloo_names_the_communicator(rank):
+    with pytest.raises(RuntimeError, match=r"^new_comm 'here': failed\. The communicator was not created\. .* nowhere"):
+        made("gloo", "here", hints={"interface": "nowhere"})
+
+
 @pytest.mark.slow
 @distributed(world_size=3)
 def test_a_rank_that_does_not_come_is_named_and_the_next_attempt_works(rank):

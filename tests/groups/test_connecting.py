@@ -5,7 +5,11 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo, TCPStore
 
+from easydist.errors import CollectiveTimeout
+from easydist.groups import connecting
 from easydist.groups.connecting import is_of_connections
+from easydist.liveness.limited import NoAnswerError
+from easydist.liveness.monitor import Monitor
 
 
 def error_of(store):
@@ -37,3 +41,14 @@ def test_a_network_interface_that_does_not_exist_is_none(monkeypatch):
     assert "nowhere" in str(error)
     assert not is_of_connections(error)
     assert not is_of_connections(RuntimeError("Distributed package doesn't have NCCL built in"))
+
+
+def test_after_a_time_limit_nobody_waits_for_the_reason(monkeypatch):
+    def make():
+        raise NoAnswerError("the store has not answered within 1 s")
+
+    monitor = Monitor(0, 2, 1.0)
+    monitor.begin("the group", "here")
+    monkeypatch.setattr(connecting.time, "sleep", lambda _: pytest.fail("it waits"))
+    with pytest.raises(CollectiveTimeout):
+        connecting.connect(make, 1.0, monitor)
