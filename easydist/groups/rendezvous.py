@@ -125,6 +125,8 @@ class Rendezvous:
         if not (self.monitor.is_awaited and isinstance(error, EasydistError | KeyboardInterrupt)):
             return  # all ranks raise it, for which each needs the messages of the others
         with contextlib.suppress(RuntimeError):
+            if isinstance(error, PeerLostError) and self._messages.get(f"0/{error.rank}") is not None:
+                return  # all ranks raise it, and the lost one has used up this attempt, too
             for turn in range(next(self._turns)):
                 self._messages.delete(f"{turn}/{self.rank}")
             self._arrivals.add(f"came/{self.rank}", -1, PATIENCE)

@@ -63,6 +63,9 @@ def test_the_end_of_a_rank_that_has_come_ends_the_wait_unless_it_had_given_up(st
     messages.set("0/1", record(own_page(), came.entry, False).decode())
     with pytest.raises(PeerLostError, match=r"^the group: rank 1 is lost"):
         meet(store, 3, seconds=600)
+    assert (
+        store.add("came/0", 0) == 1
+    )  # it meets the replacement of the lost rank, which comes for the second time, too
 
 
 def test_who_has_no_time_left_is_late(store):
