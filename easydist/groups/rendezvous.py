@@ -221,11 +221,11 @@ class Rendezvous:
         return [told[r] for r in range(self.size)]
 
     def _present(self, came: Iterable[int], turn: int) -> list[int]:
-        """Return the ranks that have come and can be seen, but for those that gave up before they ended."""
-        visible = [r for r in came if r != self.rank and self.monitor.peers[r].is_visible]
-        ended = [r for r in visible if self.monitor.peers[r].has_ended()]
+        """Return the ranks that have come and can be observed, but for those that gave up before they ended."""
+        peers = self.monitor.peers
+        ended = [r for r in came if r in peers and peers[r].has_ended()]  # perhaps before it could be seen
         gave_up = [r for r in ended if self._messages.get(f"{turn}/{r}", r) is None]
-        return [r for r in visible if r not in gave_up]
+        return [r for r in came if r in peers and r not in gave_up and (r in ended or peers[r].is_visible)]
 
     def check(self, missing: Sequence[int] | None = None, awaited: Sequence[int] | None = None) -> None:
         """Raise if ranks cannot come or be connected any more, or the time is over.
