@@ -13,7 +13,8 @@ import pytest
 from click.testing import CliRunner
 from test_env import easydist
 
-from easydist.cli.findings import surroundings
+from easydist.cli import check
+from easydist.cli.findings import Finding, surroundings
 from easydist.cli.main import main
 
 IS_POSSIBLE = ["unshare", "-m", "mount", "-t", "tmpfs", "none", "/dev/shm"]
@@ -154,3 +155,45 @@ def test_an_interface_that_is_not_there_is_named():
     (found,) = [row for row in surroundings({"GLOO_SOCKET_IFNAME": "lo,eth99"}) if row.state == "fault"]
     assert found.said == "GLOO_SOCKET_IFNAME=lo,eth99, but eth99 does not exist or is down"
     assert found.advice.startswith("Name one of ")
+
+
+def found(name, state="ok"):
+    return Finding(name, state, f"{name} is {state}")
+
+
+def test_of_other_ranks_only_faults_are_added_and_no_check_of_the_host_is_repeated(monkeypatch):
+    host = [found("memory", "warning"), found("network")]
+    own = [{"work": "gather", "easydist": 1.0, "gloo": 2.0}]
+    others = [{"work": "gather", "easydist": 3.0, "gloo": 4.0}]
+    of_ranks = [
+        check._as_results([*host, found("meeting"), found("gather")], own),
+        check._as_results([*host, found("meeting"), found("gather", "fault")], others),
+        check._as_results([found("memory", "fault"), found("ranks", "fault")]),
+    ]
+    monkeypatch.setattr(check, "_outcomes", lambda ranks, timeout: of_ranks[:ranks])
+    results = check._as_launcher(3, host, 5.0)
+    joined = [found("meeting"), found("gather"), found("gather", "fault"), found("ranks", "fault")]
+    assert results == check._as_results([*host, *joined], own)
+
+
+def outcome(script):
+    """What is read of rank 1, which is this shell script."""
+    return check._outcome(1, subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+
+
+def test_a_rank_whose_output_holds_no_results_is_a_fault_unless_it_has_ended_well():
+    told = check._as_results([found("gather")])
+    assert outcome(f"echo a library; echo '{json.dumps(told)}'; exit 1") == told
+    assert outcome("echo a library") == check._as_results([])
+    for script in ("exit 3", "echo '{\"findings\": [';  exit 3"):
+        (row,) = outcome(f"printf '%0600d' 0 >&2; echo 'no memory' >&2; {script}")["findings"]
+        assert row["state"] == "fault"
+        assert row["said"] == f"rank 1 ended with exit status 3: {'0' * 491}no memory"
+
+
+@pytest.mark.parametrize(("rank", "state", "is_shown"), [(0, "ok", True), (1, "ok", False), (1, "fault", True)])
+def test_rank_0_prints_and_so_does_each_rank_with_a_fault(monkeypatch, rank, state, is_shown):
+    monkeypatch.setattr(check, "_results", lambda ranks, timeout: (check._as_results([found("gather", state)]), rank))
+    said = CliRunner().invoke(main, ["check"])
+    assert said.exit_code == (state == "fault")
+    assert ("gather: gather is" in said.output) == is_shown

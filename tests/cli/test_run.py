@@ -15,6 +15,7 @@ from test_env import easydist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from easydist.cli.failures import report, traceback_in
+from easydist.cli.launch import _has_own_interpreter
 from easydist.cli.main import main
 
 HELLO = "import os, sys\nprint('hello', os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])"
@@ -133,6 +134,20 @@ def test_a_rank_that_the_launcher_ends_after_its_exception_has_failed_first(tmp_
     err = capsys.readouterr().err
     assert "Rank 1 failed first: process 101 was terminated by SIGTERM after its exception." in err
     assert "Rank 0: process 100 ended with exit status 1. easydist.errors.RemoteError: rank 1 failed" in err
+
+
+def test_a_rank_that_the_system_kills_is_the_first_and_one_that_the_launcher_ends_is_not(tmp_path, capsys):
+    def failure(rank, status, second):
+        (folder := tmp_path / "run" / "attempt_0" / str(rank)).mkdir(parents=True)
+        (folder / "stderr.log").write_text("Traceback (most recent call last):\nOSError: gone\n" * (status == 1))
+        os.utime(folder / "stderr.log", (second, second))
+        return ProcessFailure(rank, 100 + rank, status, "")
+
+    failures = {0: failure(0, -signal.SIGTERM, 1), 1: failure(1, 1, 3), 2: failure(2, -signal.SIGKILL, 2)}
+    assert report(failures, tmp_path) == 128 + signal.SIGKILL
+    err = capsys.readouterr().err
+    assert err.startswith("\nRank 2 failed first: process 102 was killed by SIGKILL.\nIt left no traceback. The system")
+    assert err.index("Rank 1:") < err.index("Rank 0:")
 
 
 def test_only_the_end_of_a_long_output_is_read(tmp_path, capsys):
@@ -303,3 +318,17 @@ def test_a_script_that_is_not_there_is_said_at_once():
 
 def test_without_a_traceback_the_last_lines_are_shown():
     assert traceback_in("\n".join(map(str, range(100)))).splitlines() == [str(i) for i in range(80, 100)]
+
+
+def test_a_traceback_is_shown_with_those_that_led_to_it_and_no_others():
+    first, second, third = (f"Traceback (most recent call last):\n  here\n{name}: text" for name in ("A", "B", "C"))
+    chained = f"{second}\n\nDuring handling of the above exception, another exception occurred:\n\n{third}"
+    assert traceback_in(f"{first}\n\na line\n\n{chained}\n") == chained
+
+
+@pytest.mark.parametrize(
+    ("begin", "is_own"),
+    [("#!/bin/sh", True), ("#!/usr/bin/python3", False), ("#!/bin/easydist run", False), ("", False)],
+)
+def test_a_script_has_its_own_interpreter_unless_that_is_python_or_easydist(tmp_path, begin, is_own):
+    assert _has_own_interpreter(str(script(tmp_path, f"{begin}\npass"))) is is_own

@@ -139,6 +139,26 @@ def test_late_is_who_lets_others_wait():
     assert late_ranks([rank_of(0), rank_of(1)]) == []
 
 
+def test_a_rank_between_calls_waits_for_none():
+    assert awaited([rank_of(0, in_call=False), rank_of(1)]) == {0: [], 1: [2]}
+
+
+def test_a_peer_is_awaited_until_it_is_in_a_call_with_the_rank():
+    assert awaited([rank_of(0, peer=1), rank_of(1, peer=2), rank_of(2, peer=1)]) == {0: [1], 1: [], 2: []}
+    assert awaited([rank_of(0, peer=1), rank_of(1, peer=0, in_call=False)]) == {0: [1], 1: []}
+    assert awaited([rank_of(0, peer=1), rank_of(1), rank_of(2)]) == {0: [1], 1: [], 2: []}
+
+
+def test_a_rank_that_itself_waits_is_not_late():
+    late = rank_of(2, last=0, in_call=False)
+    assert late_ranks([rank_of(0, last=2), rank_of(1), late]) == [late]
+
+
+def test_a_rank_for_which_others_have_waited_a_second_is_late():
+    late = rank_of(1, last=0, in_call=False)
+    assert late_ranks([rank_of(0, seconds=1.0), late]) == [late]
+
+
 def test_the_table_names_each_rank(capsys):
     from rich.console import Console
 
@@ -193,6 +213,27 @@ def test_a_job_alone_keeps_a_table_between_its_calls(capsys):
 
     Console(width=160).print(screen([[of_job(200, rank_of(number, in_call=False)) for number in range(3)]], {}))
     assert "not in a call, last: gather" in capsys.readouterr().out
+
+
+def test_a_group_with_late_ranks_is_the_first_of_its_job(capsys):
+    from rich.console import Console
+
+    quick = [of_job(200, rank_of(number, seconds=0.1), "dp") for number in range(3)]
+    stuck = [of_job(200, rank_of(0), "tp"), of_job(200, rank_of(1, last=0, in_call=False), "tp")]
+    Console(width=160).print(screen([quick, stuck], {}))
+    titles = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("group")]
+    assert titles == ["tp", "dp"]
+
+
+def test_a_job_is_found_by_a_rank_in_any_of_its_groups(monkeypatch):
+    """The groups of ranks 0 and 1, and of ranks 1 and 2, are of one job; only rank 2 has the text."""
+    told = [dataclasses.replace(of_job(200, rank_of(number), "a"), command="rest") for number in (1, 0)]
+    told += [dataclasses.replace(of_job(200, rank_of(number), "b"), command="rest") for number in (1, 2)]
+    told[-1] = dataclasses.replace(told[-1], command="train.py")
+    other = dataclasses.replace(of_job(300, rank_of(0)), command="rest")
+    monkeypatch.setattr(Ranks, "_found", lambda self: [*told, other])
+    assert Ranks("train.py").look() == [[told[1], told[0]], told[2:]]
+    assert Ranks("no such text").look() == []
 
 
 def test_nobody_is_said():
