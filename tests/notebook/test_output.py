@@ -2,7 +2,7 @@
 
 import pytest
 
-from easydist.notebook.lines import Whole
+from easydist.notebook.lines import Flood, Whole, height
 from easydist.notebook.magics import chosen
 from easydist.notebook.output import Output
 
@@ -180,6 +180,36 @@ def test_a_figure_of_another_rank_alone_is_not_lost(page):
     output.close()
     assert page.lines == ["rank 1:", "rank 2: figures and other rich output, shown by %%ranks 2"]
     assert page.shown == [("display_data", figure("a"))]
+
+
+def test_ranks_that_have_shown_more_figures_than_the_first_are_named(page):
+    output = Output([0, 1, 2, 3], page)
+    for rank, names in enumerate(["a", "a", "ab", ""]):
+        for name in names:
+            output.display(rank, "display_data", figure(name))
+    output.close()
+    assert page.shown == [("display_data", figure("a"))]
+    assert page.lines == ["ranks 1–2: figures and other rich output, shown by %%ranks 1"]
+
+
+def test_ranks_may_be_named_in_any_way():
+    assert [chosen(line, 4) for line in (" ", "2", "3,0", "0 2", "1-2, 0", "2-2", "0-3")] == [
+        None,
+        *([2], [0, 3], [0, 2], [0, 1, 2], [2], [0, 1, 2, 3]),
+    ]
+
+
+def test_a_flood_ends_once_lines_have_come_slowly():
+    flood = Flood()
+    assert not flood.fall(1000.0)
+    assert not flood.rise(10_000)
+    assert flood.rise(1)
+    assert not flood.rise(5000)  # it is on already
+    assert [flood.fall(1000.0 + seconds) for seconds in (0.0, 1.0, 1.5, 2.0)] == [False, False, False, True]
+
+
+def test_a_long_line_takes_several_and_a_short_one_one():
+    assert [height(text) for text in ("", "a", "a\nb\nc", "x" * 199, "x" * 200, "x" * 200 + "\n")] == [1, 1, 3, 1, 2, 2]
 
 
 @pytest.mark.parametrize("line", ["4", "a", "0,,9", "-1", "3-9", "2 x", "3-1", ","])
