@@ -1,6 +1,7 @@
 """A queue delivers all objects to all readers, in order."""
 
 import gc
+import itertools
 import os
 import random
 import signal
@@ -81,6 +82,15 @@ def test_a_message_is_what_the_codec_writes():
     draw = random.Random(7)
     for value in [*(drawn(draw) for _ in range(200)), np.ones((70, 70)).T, [filled(5000), filled(4096), Own()]]:
         assert b"".join(codec.EncodedObject(value).parts()) == bytes(codec.encode(value).numpy())
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [3], [4], [8], [3, 5], [0, 4, 0], [1, 9, 2], [5, 0, 3, 4], [13]], ids=str)
+def test_a_message_is_cut_into_pieces_of_one_length(lengths):
+    whole, ends = bytes(range(sum(lengths))), [0, *itertools.accumulate(lengths)]
+    parts = [memoryview(whole)[begin:end] for begin, end in itertools.pairwise(ends)]
+    pieces = [*easydist.queue.writer._cut(parts, 4)]
+    assert [b"".join(piece) for piece in pieces] == [whole[begin : begin + 4] for begin in range(0, len(whole), 4)]
+    assert all(len(part) for piece in pieces for part in piece)
 
 
 def test_objects_larger_than_the_queue(pair):
@@ -315,6 +325,20 @@ def test_ring_takes_memory_only_where_readers_lag():
     assert taken() < 13 << 20
     writer.close()
     reader.close()
+
+
+def test_the_ring_grows_only_if_readers_make_no_room_for_a_while(monkeypatch):
+    monkeypatch.setattr(easydist.queue.writer, "_SOON", 1e9)
+    with MessageQueue(1, 1, max_chunk_bytes=64 << 20, max_chunks=100) as writer:
+        reader, count = MessageQueue.create_from_handle(writer.export_handle(), 0), 0
+        with pytest.raises(TimeoutError, match="made no room in time"):
+            while count < 100:
+                writer.enqueue(bytes(3 << 20), 0.02)
+                count += 1
+        monkeypatch.setattr(easydist.queue.writer, "_SOON", 0.0)
+        writer.enqueue(bytes(9 << 20), SOON)
+        assert [len(reader.dequeue(SOON)) for _ in range(count + 1)] == [*([3 << 20] * count), 9 << 20]
+        reader.close()
 
 
 @pytest.mark.parametrize("timeout", [timedelta(days=2), timedelta(milliseconds=1500), 1.5])

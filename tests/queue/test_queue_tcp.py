@@ -4,7 +4,7 @@ import dataclasses
 import os
 import resource
 import socket
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 import torch
@@ -104,6 +104,33 @@ def test_a_writer_with_shared_memory_keeps_no_trace_of_what_it_has_sent_by_tcp()
         assert writer._end._progress.qsize() <= 1
         for reader in readers:
             reader.close()
+
+
+def test_a_connection_that_says_nothing_is_closed_when_its_time_is_over(monkeypatch):
+    listener = tcp.Listener("127.0.0.1", bytes(32))
+    with socket.create_connection(listener.address):
+        assert listener.accepted() == []
+        assert len(listener._pending) == 1
+    monkeypatch.setattr(tcp, "_PATIENCE", -1.0)
+    with socket.create_connection(listener.address) as silent:
+        assert listener.accepted() == []
+        assert listener._pending == []
+        assert silent.recv(1) == b""
+    listener.close()
+
+
+def test_a_message_that_is_sent_in_part_counts_as_one():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as theirs:
+        ours, _ = server.accept()
+        ours.setblocking(False)
+        sender = tcp.Sender(ours, b"")
+        counts = []
+        for _ in range(3):
+            sender.add(bytes(32 << 20))  # more than the system holds
+            counts.append(sender.unsent()[0])
+        assert counts == [1, 2, 3]
+        assert theirs.recv(8) == tcp._LENGTH.pack(32 << 20)
+        sender.close()
 
 
 @contextmanager
@@ -206,6 +233,24 @@ def test_more_readers_than_announced_are_refused():
     assert first.dequeue(SOON) == second.dequeue(SOON) == 1
     for end in (again, first, second, writer):
         end.close()
+
+
+def test_of_readers_that_come_at_once_no_more_are_let_in_than_there_is_room_for():
+    """Ranks 0 and 1 share memory with the writer, but cannot attach; there is room for two others."""
+    with ExitStack() as ends:
+        writer = ends.enter_context(MessageQueue(4, 2, connect_ip="127.0.0.1"))
+        handle = writer.export_handle()
+        hidden = dataclasses.replace(handle, ring=("1/999999/0/0", handle.ring[1]))
+        ranks = [0, 1, 0, 7, 8, 7, 9]
+        readers = [ends.enter_context(MessageQueue.create_from_handle(hidden, rank)) for rank in ranks]
+        writer.wait_until_ready(SOON)
+        writer.enqueue("all")
+        for reader, is_admitted in zip(readers, [True, True, False, True, True, False, False], strict=True):
+            if is_admitted:
+                assert reader.dequeue(SOON) == "all"
+            else:
+                with pytest.raises(PermissionError, match="rejects this reader"):
+                    reader.dequeue(SOON)
 
 
 def test_local_reader_that_cannot_attach_is_connected():
