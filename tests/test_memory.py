@@ -80,6 +80,16 @@ def test_what_is_kept_has_a_limit(monkeypatch):
     assert memory._kept() == 0, "what is larger than the limit is not kept"
 
 
+def test_memory_is_not_kept_while_the_interpreter_ends():
+    lent = memory._lent(LARGE)
+    lent.__del__(is_finalizing=lambda: True)
+    assert memory._kept() == 0
+    lent.memory = None  # so that its end gives nothing back
+    lent = memory._lent(LARGE)
+    del lent
+    assert memory._kept() == LARGE
+
+
 def test_tensors_may_end_in_any_thread():
     def work():
         for i in range(200):

@@ -29,7 +29,7 @@ MUTANTS = [
         "_Lent.__del__",
         "if self.memory is not None and not is_finalizing():",
         "if self.memory is not None:",
-        "tests/test_memory.py::test_a_result_that_lives_until_the_end_ends_in_silence",
+        "tests/test_memory.py::test_memory_is_not_kept_while_the_interpreter_ends",
     ),
     Mutant(
         "base/modes.py",

@@ -15,7 +15,7 @@ MUTANTS = [
         "default_pool",
         " or _default._owner != os.getpid()",
         "",
-        "tests/testing/test_testing.py::test_workers_stay tests/testing/test_testing.py::test_two_pools_share_nothing",
+        "tests/testing/test_testing.py::test_a_forked_child_gets_a_pool_of_its_own_and_leaves_its_parents_alone",
     ),
     Mutant(
         "testing/worker.py",
@@ -36,8 +36,7 @@ MUTANTS = [
         "distributed",
         "size, timeout=timeout, **given",
         "size, **given",
-        "tests/testing/test_testing.py::test_the_body_runs_on_every_rank "
-        "tests/testing/test_testing.py::test_ranks_get_the_time_that_the_caller_says",
+        "tests/testing/test_testing.py::test_the_decorator_passes_its_time_limit_on",
     ),
     Mutant(
         "testing/pool.py",
@@ -59,5 +58,12 @@ MUTANTS = [
         "(1000 * rank + numel) * 4099",
         "numel * 4099",
         "tests/testing/test_testing.py::test_the_battery_catches_a_broken_one",
+    ),
+    Mutant(
+        "testing/pool.py",
+        "Pool.close",
+        "if os.getpid() == self._owner:",
+        "if True:",
+        "tests/testing/test_testing.py::test_a_forked_child_gets_a_pool_of_its_own_and_leaves_its_parents_alone",
     ),
 ]

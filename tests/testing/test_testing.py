@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -156,6 +157,28 @@ def test_arguments_without_a_parameter_are_refused():
 
 def test_workers_stay():
     assert default_pool().run(os.getpid, 3) == default_pool().run(os.getpid, 3)
+
+
+def test_a_forked_child_gets_a_pool_of_its_own_and_leaves_its_parents_alone(monkeypatch):
+    with Pool() as parents:
+        monkeypatch.setattr("easydist.testing.pool._default", parents)
+        assert default_pool() is parents
+        with monkeypatch.context() as child:
+            child.setattr(parents, "_owner", os.getppid())
+            parents.close()
+            assert Path(parents._folder.name).exists()
+            with default_pool() as own:
+                assert own is not parents
+                assert default_pool() is own
+        assert not Path(own._folder.name).exists()
+
+
+@pytest.mark.parametrize(("given", "told"), [({}, None), ({"timeout": 2.5}, 2.5)])
+def test_the_decorator_passes_its_time_limit_on(monkeypatch, given, told):
+    seen = []
+    monkeypatch.setattr(Pool, "run", lambda self, fn, size, **options: seen.append((size, options)))
+    distributed(world_size=3, **given)(do_nothing)()
+    assert seen == [(3, {"timeout": told})]
 
 
 @pytest.mark.slow
