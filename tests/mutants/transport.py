@@ -120,4 +120,11 @@ MUTANTS = [
         "peer < self._backend.size",
         "tests/comms/test_new_comm.py::test_wrong_arguments_are_refused_before_anything_is_sent",
     ),
+    Mutant(
+        "transport/backends/c10d.py",
+        "Gloo._tag",
+        "tag + _TAGS * self._channel",
+        "tag",
+        "tests/transport/test_conformance.py::test_what_is_sent_on_one_channel_meets_nothing_of_another",
+    ),
 ]

@@ -63,6 +63,19 @@ def test_destroy_takes_everything_down_and_may_be_called_twice(rank):
         assert group.all_reduce(torch.ones(1)).item() == 2
 
 
+@distributed(world_size=2)
+def test_a_rank_that_destroys_a_coordinator_says_so_at_once(rank):
+    group = GroupCoordinator([[0, 1]], rank, "gloo", False)
+    group.barrier()
+    if rank == 1:
+        group.destroy()
+    assert of_all(rank) == [0, 1]
+    if rank == 0:
+        assert group.communicators.monitor.peers[1].has_left()
+        assert "rank 1 has left the group" in text_of(group.barrier)
+        group.destroy()
+
+
 @pytest.mark.slow
 @distributed(world_size=2)
 def test_collectives_are_part_of_a_compiled_function(rank):

@@ -330,14 +330,17 @@ def test_ring_takes_memory_only_where_readers_lag():
 def test_the_ring_grows_only_if_readers_make_no_room_for_a_while(monkeypatch):
     monkeypatch.setattr(easydist.queue.writer, "_SOON", 1e9)
     with MessageQueue(1, 1, max_chunk_bytes=64 << 20, max_chunks=100) as writer:
-        reader, count = MessageQueue.create_from_handle(writer.export_handle(), 0), 0
+        reader, sent = MessageQueue.create_from_handle(writer.export_handle(), 0), []
+
+        def enqueue(nbytes, timeout):
+            writer.enqueue(bytes(nbytes), timeout)
+            sent.append(nbytes)
+
         with pytest.raises(TimeoutError, match="made no room in time"):
-            while count < 100:
-                writer.enqueue(bytes(3 << 20), 0.02)
-                count += 1
+            [enqueue(3 << 20, 0.02) for _ in range(20)]
         monkeypatch.setattr(easydist.queue.writer, "_SOON", 0.0)
-        writer.enqueue(bytes(9 << 20), SOON)
-        assert [len(reader.dequeue(SOON)) for _ in range(count + 1)] == [*([3 << 20] * count), 9 << 20]
+        enqueue(9 << 20, SOON)
+        assert [len(reader.dequeue(SOON)) for _ in sent] == sent
         reader.close()
 
 

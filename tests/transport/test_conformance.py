@@ -172,12 +172,19 @@ def test_tensors_live_as_long_as_their_operation(rank, make, name):
     eventually(lambda: all(array() is None for array in memory))  # gloo's thread frees them after the end
 
 
+COLLECTIVES = {
+    "broadcast": lambda comm, t, rank: comm.broadcast(t, 0, async_op=True),
+    "scatter": lambda comm, t, rank: comm.scatter(t, [] if rank else [t, t], 0, async_op=True),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
 @distributed(world_size=2)
-def test_what_is_sent_on_one_channel_meets_nothing_of_another(rank):
+def test_what_is_sent_on_one_channel_meets_nothing_of_another(rank, name):
     """Rank 0 sends on all channels, rank 1 receives in the opposite order."""
     first = Gloo(dist.group.WORLD, torch.device("cpu"), "gloo")
     comms = [TorchComm(first), *(TorchComm(first.among(range(2), channel)) for channel in (1, 2, 3))]
-    begin = [lambda t, comm=comm: comm.broadcast(t, 0, async_op=True) for comm in comms]
+    begin = [lambda t, comm=comm: COLLECTIVES[name](comm, t, rank) for comm in comms]
     begin += [
         lambda t, comm=comm: comm.send(t, 1, async_op=True) if rank == 0 else comm.recv(t, 0, async_op=True)
         for comm in comms
