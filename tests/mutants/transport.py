@@ -64,7 +64,7 @@ MUTANTS = [
         "Gloo._tag",
         "_TAGS * self._channel",
         "self._channel",
-        "tests/transport/test_conformance.py::test_what_is_sent_on_one_channel_meets_nothing_of_another",
+        "tests/transport/test_conformance.py::test_messages_that_nobody_describes_stay_on_their_channel_too",
     ),
     Mutant(
         "transport/backends/hierarchical.py",
@@ -125,6 +125,6 @@ MUTANTS = [
         "Gloo._tag",
         "tag + _TAGS * self._channel",
         "tag",
-        "tests/transport/test_conformance.py::test_what_is_sent_on_one_channel_meets_nothing_of_another",
+        "tests/transport/test_conformance.py::test_messages_that_nobody_describes_stay_on_their_channel_too",
     ),
 ]

@@ -1,6 +1,7 @@
 import weakref
 from datetime import timedelta
 
+import launching
 import numpy as np
 import pytest
 import torch
@@ -172,25 +173,38 @@ def test_tensors_live_as_long_as_their_operation(rank, make, name):
     eventually(lambda: all(array() is None for array in memory))  # gloo's thread frees them after the end
 
 
-COLLECTIVES = {
-    "broadcast": lambda comm, t, rank: comm.broadcast(t, 0, async_op=True),
-    "scatter": lambda comm, t, rank: comm.scatter(t, [] if rank else [t, t], 0, async_op=True),
-}
-
-
-@pytest.mark.parametrize("name", COLLECTIVES)
-@distributed(world_size=2)
-def test_what_is_sent_on_one_channel_meets_nothing_of_another(rank, name):
-    """Rank 0 sends on all channels, rank 1 receives in the opposite order."""
+def channels():
+    """Return the backends of four channels of the default group."""
     first = Gloo(dist.group.WORLD, torch.device("cpu"), "gloo")
-    comms = [TorchComm(first), *(TorchComm(first.among(range(2), channel)) for channel in (1, 2, 3))]
-    begin = [lambda t, comm=comm: COLLECTIVES[name](comm, t, rank) for comm in comms]
-    begin += [
-        lambda t, comm=comm: comm.send(t, 1, async_op=True) if rank == 0 else comm.recv(t, 0, async_op=True)
-        for comm in comms
-    ]
+    return [first, *(first.among(range(2), channel) for channel in (1, 2, 3))]
+
+
+def all_arrive(rank, begin):
+    """Make sure that tensors from rank 0 arrive in the calls that send them; rank 1 begins these in opposite order."""
     tensors = [torch.tensor([number if rank == 0 else -1]) for number in range(len(begin))]
     order = list(enumerate(begin)) if rank == 0 else list(enumerate(begin))[::-1]
     for work in [call(tensors[number]) for number, call in order]:
         work.wait()
     assert [t.item() for t in tensors] == list(range(len(begin)))
+
+
+@distributed(world_size=2)
+def test_what_is_sent_on_one_channel_meets_nothing_of_another(rank):
+    comms = [TorchComm(backend) for backend in channels()]
+    begin = [lambda t, comm=comm: comm.broadcast(t, 0, async_op=True) for comm in comms]
+    begin += [
+        lambda t, comm=comm: comm.send(t, 1, async_op=True) if rank == 0 else comm.recv(t, 0, async_op=True)
+        for comm in comms
+    ]
+    all_arrive(rank, begin)
+
+
+@distributed(world_size=2, timeout=launching.within(10))
+def test_messages_that_nobody_describes_stay_on_their_channel_too(rank):
+    """Those of a collective, ``send`` and broadcasts: their tags are the only difference."""
+    backends = channels()
+    assert all(backend.call is None for backend in backends)
+    begin = [lambda t, one=one: one.scatter(t, [] if rank else [t, t], 0) for one in backends]
+    begin += [lambda t, one=one: one.recv(t, 0) if rank else one.send(t, 1) for one in backends]
+    begin += [lambda t, one=one: one.broadcast(t, 0) for one in backends]
+    all_arrive(rank, begin)
