@@ -124,4 +124,11 @@ MUTANTS = [
         "len(self._backlog) // 2",
         "tests/queue/test_queue_tcp.py::test_a_message_that_is_sent_in_part_counts_as_one",
     ),
+    Mutant(
+        "queue/end.py",
+        "End._until",
+        "                if look():  # it came at the last moment\n                    return\n",
+        "",
+        "tests/queue/test_queue.py::test_what_comes_at_the_last_moment_counts",
+    ),
 ]

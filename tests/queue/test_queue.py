@@ -21,7 +21,7 @@ import easydist.queue.writer
 from easydist import UnsafeObjectError
 from easydist.format import codec
 from easydist.queue import Handle, MessageQueue
-from easydist.queue.end import deadline
+from easydist.queue.end import End, deadline
 from easydist.shm.ring import RingReader, RingWriter, Shape
 from easydist.testing import distributed
 
@@ -325,6 +325,26 @@ def test_ring_takes_memory_only_where_readers_lag():
     assert taken() < 13 << 20
     writer.close()
     reader.close()
+
+
+class LastMoment(End):
+    """Finds what it waits for just after it has heard that the other end is closed."""
+
+    has_come = False
+
+    def _sleep(self, look, seconds):
+        return look()
+
+    def _fault(self):
+        self.has_come = True
+        return EOFError("closed")
+
+
+def test_what_comes_at_the_last_moment_counts():
+    end = LastMoment()
+    end._until(lambda: end.has_come, None, str)
+    with pytest.raises(EOFError):
+        end._until(lambda: False, None, str)
 
 
 def test_the_ring_grows_only_if_readers_make_no_room_for_a_while(monkeypatch):
