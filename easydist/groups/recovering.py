@@ -262,7 +262,7 @@ class Recovery:
         deadline = time.monotonic() + limit
         check = functools.partial(self._check, machine, [time.monotonic() + PAUSE])
         try:
-            store = PrefixStore(f"recover/{action.attempt}", self._meeting_place(action, limit))
+            store = PrefixStore(f"recover/{action.attempt}", self._meeting_place(action, limit, check))
             rank = action.members.index(self.monitor.rank)
             return connect(Attempt(action.attempt, action.members, rank, store, deadline, check))
         except (RuntimeError, EasydistError):
@@ -277,12 +277,12 @@ class Recovery:
         if heard and machine.is_in_vain(now, [told.register for told in heard], self._ended(heard)):
             raise EasydistError("recover: a member has ended, or has given up this attempt")
 
-    def _meeting_place(self, action: Connect, limit: float) -> Store:
+    def _meeting_place(self, action: Connect, limit: float, check: Callable[[], None]) -> Store:
         """Return the store that the first member has named: the one that it serves, or the old group's."""
         leads = action.members[0] == self.monitor.rank
         address = (self._told if leads else self._heard[action.members[0]]).address
         if address and not leads:
-            return reached("127.0.0.1", int(address), limit)
+            return reached("127.0.0.1", int(address), limit, check)
         store = self._served if address else self._store
         assert store is not None
         return store

@@ -25,6 +25,7 @@ from torch.distributed import DistError, PrefixStore, Store
 from easydist.errors import EasydistError, PeerLostError, RemoteError
 from easydist.groups.sharing import Hosts, introduce, share
 from easydist.liveness import texts
+from easydist.liveness.limited import NoAnswerError
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.peer import Peer
 from easydist.liveness.rules import PATIENCE
@@ -139,6 +140,8 @@ class Rendezvous:
         except DistError as error:
             text = texts.without_store(self.monitor.operation)
             raise self.monitor.in_vain() or PeerLostError(text) from error
+        except NoAnswerError as error:
+            raise self.monitor.in_vain() or self.monitor.late([*self.monitor.peers], self._timeout) from error
 
     def introduce(self, shares: bool) -> Hosts:
         """Exchange the identities of all ranks, and return the ranks that may share memory, by host.

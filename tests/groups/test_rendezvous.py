@@ -8,6 +8,7 @@ from torch.distributed import HashStore, PrefixStore
 from easydist.errors import CollectiveTimeout, PeerLostError, RemoteError
 from easydist.groups.rendezvous import Rendezvous
 from easydist.liveness import monitor
+from easydist.liveness.limited import NoAnswerError
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.page import own_page
 from easydist.liveness.peer import Peer, record
@@ -71,6 +72,15 @@ def test_the_end_of_a_rank_that_has_come_ends_the_wait_unless_it_had_given_up(st
 def test_who_has_no_time_left_is_late(store):
     with pytest.raises(CollectiveTimeout, match="rank 1: missing"):
         meet(store, 2, seconds=0)
+
+
+def test_a_store_that_does_not_answer_is_a_timeout(monkeypatch):
+    def never(store, key, amount, seconds):
+        raise NoAnswerError(f"the store has not answered within {seconds:.3g} s")
+
+    monkeypatch.setattr(TimedStore, "add", never)
+    with pytest.raises(CollectiveTimeout, match=r"^the group: 1 of 2 ranks could not be observed"):
+        meet(HashStore(), 2)
 
 
 def test_an_error_that_all_ranks_raise_leaves_the_record_for_those_that_have_not_read_it(store, messages, monkeypatch):

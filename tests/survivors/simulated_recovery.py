@@ -263,11 +263,15 @@ def served(host, port, seconds):
     return Store(WORLD.current)
 
 
-def reached(host, port, seconds):
+def reached(host, port, seconds, check):
+    until = WORLD.now + seconds
     WORLD.step()
     store = WORLD.stores[port - 1]
-    if store.is_gone:
-        raise RuntimeError("no process listens")
+    while store.is_gone:
+        check()
+        if WORLD.now >= until:
+            raise RuntimeError("no process listens")
+        WORLD.step(POLL)
     return store
 
 
