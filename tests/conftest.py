@@ -24,7 +24,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a s
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 PRELOADED = ["easydist.testing.worker", "pytest", "hypothesis", "torchmetrics", "torcheval.metrics", "tensordict"]
-"""What the fork server loads once, and not each rank: they take five seconds."""
+"""The modules that the fork server loads once for all ranks: each rank would need five seconds for them."""
 
 unmarked = []
 """Lines about slow tests that are not marked slow."""

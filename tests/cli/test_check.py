@@ -177,7 +177,7 @@ def test_of_other_ranks_only_faults_are_added_and_no_check_of_the_host_is_repeat
 
 
 def outcome(script):
-    """What is read of rank 1, which is this shell script."""
+    """Return the findings of rank 1, which is this shell script."""
     return check._outcome(1, subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE))
 
 

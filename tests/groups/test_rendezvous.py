@@ -1,4 +1,4 @@
-"""What a rank leaves in the store for the others, and says of them, while the ranks of a new group meet."""
+"""A rendezvous, seen by one rank: its messages in the store, its errors and its warnings."""
 
 from datetime import timedelta
 

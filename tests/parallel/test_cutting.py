@@ -1,4 +1,4 @@
-"""What a rank sends of a tree whose tensors go in shares; no process is needed."""
+"""The shares of a tree that a rank sends, and the terms on which it does; no process is needed."""
 
 import pytest
 import torch
