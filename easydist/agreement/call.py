@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from easydist.agreement.disagreement import SAME
+from easydist.data.arithmetic import fingerprint
 from easydist.data.leaves import Layout, LeafType, Leaves
-from easydist.data.plan import fingerprint
 
 PlainValue = tuple[str, str, None]
 """A value that is not a leaf: path, text, no shape."""

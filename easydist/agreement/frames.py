@@ -23,8 +23,8 @@ from easydist import memory
 from easydist.agreement.call import Call
 from easydist.agreement.notes import listeners, note_arrivals
 from easydist.data import packing
+from easydist.data.arithmetic import fingerprint
 from easydist.data.packing import Packed
-from easydist.data.plan import fingerprint
 from easydist.groups.communicators import Communicators, Frames
 from easydist.liveness.rules import APART
 
@@ -36,7 +36,7 @@ _LATE = int(APART * 1e9)  # nanoseconds
 _fingerprint = functools.lru_cache(maxsize=256)(fingerprint)
 
 
-class Header(NamedTuple):
+class CallHeader(NamedTuple):
     """The numbers at the beginning of a frame."""
 
     status: int
@@ -50,7 +50,7 @@ class Header(NamedTuple):
 
 
 class Headers(NamedTuple):
-    """The headers of all ranks, as one list of numbers for each field of ``Header``."""
+    """The headers of all ranks, as one list of numbers for each field of ``CallHeader``."""
 
     status: list[int]
     call: list[int]
@@ -62,7 +62,7 @@ class Headers(NamedTuple):
     payload: list[int]
 
     @classmethod
-    def of(cls, *headers: Header) -> Headers:
+    def of(cls, *headers: CallHeader) -> Headers:
         """Return the fields of these headers."""
         return cls._make([[header[field] for header in headers] for field in range(len(cls._fields))])
 
@@ -75,11 +75,11 @@ class Headers(NamedTuple):
         return len({*zip(self.status, self.call, self.structure, strict=True)}) == 1
 
 
-def header_of(operation: str, call: Call) -> Header:
+def header_of(operation: str, call: Call) -> CallHeader:
     """Return the header of a rank that has not failed; the counts of sizes and payload bytes are not set yet."""
     status = ABSENT if call.absent else WELL
     title = _fingerprint(f"{operation}{call.arguments}")
-    return Header(status, title, call.structure(), call.variations(), call.nbytes, time.time_ns())
+    return CallHeader(status, title, call.structure(), call.variations(), call.nbytes, time.time_ns())
 
 
 class Agreement:
@@ -170,7 +170,7 @@ def _start(sizes: int) -> int:
     return _NUMBERS.size + 8 * (sizes + sizes % 2)
 
 
-def exchange(comms: Communicators, header: Header, sizes: bytes, call: Call) -> Headers:
+def exchange(comms: Communicators, header: CallHeader, sizes: bytes, call: Call) -> Headers:
     """Send this rank's frame, and return the headers of all ranks."""
     frames = comms.frames
     # 8 bytes for an odd number of sizes: the payload begins at a multiple of 16.
@@ -209,7 +209,7 @@ def room_for_fault(comms: Communicators) -> int:
 def exchange_fault(comms: Communicators, text: bytes) -> Headers:
     """Send the text of this rank's fault in place of data, and return the headers of all ranks."""
     frames, at = comms.frames, comms.rank * comms.frames.nbytes
-    _NUMBERS.pack_into(frames.view, at, *Header(FAULT, came=time.time_ns(), payload=len(text)))
+    _NUMBERS.pack_into(frames.view, at, *CallHeader(FAULT, came=time.time_ns(), payload=len(text)))
     frames.view[at + _NUMBERS.size : at + _NUMBERS.size + len(text)] = text
     return _exchange(comms, _NUMBERS.size + len(text))
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from easydist.liveness import stacks
-from easydist.liveness.page import Membership, PeerPage
+from easydist.liveness.page import PageEntry, PeerPage
 
 if TYPE_CHECKING:
     import psutil
@@ -30,7 +30,7 @@ class Rank:
     """One rank of one group.
 
     Attributes:
-        membership: The membership on the page of its process.
+        entry: The entry on the page of its process.
         pid: The pid of its process.
         parent: The process that started it, usually the launcher.
         command: Its command line.
@@ -40,7 +40,7 @@ class Rank:
         seconds: The time since it entered its call, or left the last one.
     """
 
-    membership: Membership
+    entry: PageEntry
     pid: int
     parent: int
     command: str
@@ -52,7 +52,7 @@ class Rank:
     @property
     def group(self) -> tuple[str, str, int]:
         """A key of the group, distinct from groups of the same name in other jobs."""
-        told = self.membership
+        told = self.entry
         return told.meeting or str(self.parent), told.group, told.size
 
 
@@ -78,7 +78,7 @@ class Ranks:
         groups: defaultdict[tuple[str, str, int], list[Rank]] = defaultdict(list)
         for rank in found:
             groups[rank.group].append(rank)
-        rows = [sorted(ranks, key=lambda rank: rank.membership.rank) for _, ranks in sorted(groups.items())]
+        rows = [sorted(ranks, key=lambda rank: rank.entry.rank) for _, ranks in sorted(groups.items())]
         return rows if self._job is None else self._of_job(rows)
 
     def _of_job(self, groups: list[list[Rank]]) -> list[list[Rank]]:
@@ -127,7 +127,7 @@ def _ranks_of(process: psutil.Process) -> list[Rank]:
     cpu = process.cpu_percent()
     return [
         Rank(told, process.pid, parent, command, cpu, memory, status, max(0.0, now - told.since))
-        for told in page.memberships()
+        for told in page.entries()
     ]
 
 
@@ -150,11 +150,11 @@ def awaited(ranks: Iterable[Rank]) -> dict[int, list[int]]:
     Args:
         ranks: The visible ranks of the group.
     """
-    known = {rank.membership.rank: rank.membership for rank in ranks}
+    known = {rank.entry.rank: rank.entry for rank in ranks}
     return {rank: awaited_by(told, known) for rank, told in known.items()}
 
 
-def awaited_by(told: Membership, known: Mapping[int, Membership]) -> list[int]:
+def awaited_by(told: PageEntry, known: Mapping[int, PageEntry]) -> list[int]:
     """Return the ranks for which one rank of a group waits.
 
     Args:
@@ -191,13 +191,13 @@ def as_json(groups: Iterable[list[Rank]]) -> list[dict[str, Any]]:
 
 
 def _group_as_json(ranks: list[Rank]) -> dict[str, Any]:
-    told, waits = ranks[0].membership, awaited(ranks)
-    rows = [_rank_as_json(rank, waits[rank.membership.rank]) for rank in ranks]
+    told, waits = ranks[0].entry, awaited(ranks)
+    rows = [_rank_as_json(rank, waits[rank.entry.rank]) for rank in ranks]
     return {"group": told.group, "meeting": told.meeting, "size": told.size, "ranks": rows}
 
 
 def _rank_as_json(rank: Rank, waits_for: list[int]) -> dict[str, Any]:
-    told = rank.membership
+    told = rank.entry
     operation, call, site = placed(told.place)
     return {
         "rank": told.rank,

@@ -102,7 +102,7 @@ def screen(groups: list[list[Rank]], stacks: dict[int, str]) -> RenderableType:
 
 def _hung_for(job: list[list[Rank]]) -> float:
     """Return the seconds for which a rank of a job has waited for others, also for some not visible here; 0 if none."""
-    return max((rank.seconds for ranks in job for rank in ranks if awaited(ranks)[rank.membership.rank]), default=0.0)
+    return max((rank.seconds for ranks in job for rank in ranks if awaited(ranks)[rank.entry.rank]), default=0.0)
 
 
 def _job(groups: list[list[Rank]], is_alone: bool) -> list[RenderableType]:
@@ -110,7 +110,7 @@ def _job(groups: list[list[Rank]], is_alone: bool) -> list[RenderableType]:
     from rich.text import Text
 
     ranks = max(groups, key=len)
-    busy = [group for group in groups if any(rank.membership.is_in_call for rank in group)] or [ranks] * is_alone
+    busy = [group for group in groups if any(rank.entry.is_in_call for rank in group)] or [ranks] * is_alone
     idle = [group for group in groups if group not in busy]
     head = f"job {ranks[0].parent}: {_command(ranks[0])}"
     shown: list[RenderableType] = [Text(head, no_wrap=True, overflow="ellipsis")]
@@ -127,7 +127,7 @@ def _command(rank: Rank) -> str:
 
 
 def _title(rank: Rank) -> str:
-    told = rank.membership
+    told = rank.entry
     return f"group {told.group or '(unnamed)'} of {told.size} ranks"
 
 
@@ -136,7 +136,7 @@ def _table(ranks: list[Rank]) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    waits, late = awaited(ranks), {rank.membership.rank for rank in late_ranks(ranks)}
+    waits, late = awaited(ranks), {rank.entry.rank for rank in late_ranks(ranks)}
     table = Table(title=escape(_title(ranks[0])), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("rank", "pid", "CPU %", "memory", "call"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -144,7 +144,7 @@ def _table(ranks: list[Rank]) -> Table:
         table.add_column(name, overflow="fold")
     table.add_column("for", justify="right", no_wrap=True)
     for rank in ranks:
-        number = rank.membership.rank
+        number = rank.entry.rank
         table.add_row(*map(escape, _cells(rank, waits[number])), style="bold red" if number in late else None)
     return table
 
@@ -156,13 +156,13 @@ def late_ranks(ranks: list[Rank]) -> list[Rank]:
         ranks: The visible ranks of the group.
     """
     waits = awaited(ranks)
-    patient = [waits[rank.membership.rank] for rank in ranks if rank.seconds >= _PATIENCE]
+    patient = [waits[rank.entry.rank] for rank in ranks if rank.seconds >= _PATIENCE]
     missing = {rank for ranks_awaited in patient for rank in ranks_awaited}
-    return [rank for rank in ranks if rank.membership.rank in missing and not waits[rank.membership.rank]]
+    return [rank for rank in ranks if rank.entry.rank in missing and not waits[rank.entry.rank]]
 
 
 def _cells(rank: Rank, waits_for: list[int]) -> list[str]:
-    told = rank.membership
+    told = rank.entry
     operation, _, site = placed(told.place)
     if not told.is_in_call:
         operation = f"not in a call, last: {operation}" if operation else "has made no call yet"

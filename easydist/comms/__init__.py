@@ -5,7 +5,7 @@ from easydist.comms.batch import BatchSendRecv, P2POp, P2POpType
 from easydist.comms.comm import TorchComm
 from easydist.comms.failures import CommDisagreement, CommLeftOut, CommPeerLost, CommRemoteError, CommTimeout
 from easydist.comms.hooks import HookArgs, RemovableHandle
-from easydist.comms.making import Place, register_backend
+from easydist.comms.making import Endpoint, register_backend
 from easydist.comms.new_comm import new_comm, wrap
 from easydist.comms.options import BatchP2POptions, CommOptions
 from easydist.comms.window import RegisteredWindow, SignalCmpOp, TorchCommWindow
@@ -37,7 +37,7 @@ __all__ = [
     "Native",
     "P2POp",
     "P2POpType",
-    "Place",
+    "Endpoint",
     "RedOpType",
     "ReduceOp",
     "RegisteredWindow",

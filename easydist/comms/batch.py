@@ -10,7 +10,7 @@ from typing import SupportsIndex
 import torch
 
 from easydist.comms.options import BatchP2POptions
-from easydist.transport.backend import Transfer
+from easydist.transport.backend import Addressed
 from easydist.transport.checked import Staging, demand, flat
 from easydist.transport.comm import Collectives
 from easydist.transport.work import TorchWork
@@ -112,13 +112,13 @@ class BatchSendRecv:
         begin = functools.partial(self._comm.backend.batch, sends, recvs)
         return self._comm._run("batch_op", begin, async_op, options.hints, options.timeout, staging)
 
-    def _send(self, op: P2POp) -> Transfer:
+    def _send(self, op: P2POp) -> Addressed:
         checks = self._comm.checks
         peer = checks.peer("send to", "dst", op.peer)
         checks.tensors("send", [], [op.tensor])
         return checks.raw(flat(op.tensor)), peer
 
-    def _recv(self, op: P2POp, staging: Staging) -> Transfer:
+    def _recv(self, op: P2POp, staging: Staging) -> Addressed:
         checks = self._comm.checks
         peer = checks.peer("recv from", "src", op.peer)
         checks.tensors("recv", [op.tensor])

@@ -16,7 +16,7 @@ from easydist.comms.batch import BatchSendRecv
 from easydist.comms.circles import Splits
 from easydist.comms.failures import UNMADE, explained
 from easydist.comms.hooks import AbortHook, PostHook, PreHook, RemovableHandle
-from easydist.comms.making import Made, Place, make, recovered
+from easydist.comms.making import Endpoint, Made, make, recovered
 from easydist.comms.operations import Operations
 from easydist.comms.options import CommOptions, Milliseconds, checked_hints, limited
 from easydist.comms.window import RegisteredWindow, TorchCommWindow
@@ -240,9 +240,9 @@ class TorchComm(Collectives):
         peers = {} if self.monitor is None else self.monitor.peers
         known = {i: peers[member] for i, member in enumerate(members) if member in peers}
         splits = self._splits = self._splits or Splits(self.store, self.get_rank(), self.get_size())
-        place = Place(store, rank, len(members), self.get_device(), name, options, limit, known, splits.look)
+        endpoint = Endpoint(store, rank, len(members), self.get_device(), name, options, limit, known, splits.look)
         with splits.waiting(members, name):
-            return made_comm(self._kind, place, what)
+            return made_comm(self._kind, endpoint, what)
 
     def recover(self, timeout: timedelta | None = None) -> TorchComm:
         """Create a communicator of the surviving ranks after a rank has died or has not come. All survivors call it.
@@ -283,13 +283,15 @@ class TorchComm(Collectives):
                 "easydist.recover(group=...) and wrap what it returns"
             )
         self._end_exchanges()
-        place = Place(self.store, 0, 1, self.get_device(), self._name, self.get_options(), self.time_limit)
+        endpoint = Endpoint(self.store, 0, 1, self.get_device(), self._name, self.get_options(), self.time_limit)
         if self.monitor is None:
-            return made_comm(self._kind, place, f"recover {self._name!r}")
+            return made_comm(self._kind, endpoint, f"recover {self._name!r}")
         if self._recovery is None:
             self._recovery = Recovery(self.monitor, PrefixStore("recover", self.store))
-        made, place = recovered(self._recovery, self._kind, place, limit).made
-        return TorchComm(made.backend, place.name, place.options, store=_own(place), kind=self._kind, made=made)
+        made, endpoint = recovered(self._recovery, self._kind, endpoint, limit).made
+        return TorchComm(
+            made.backend, endpoint.name, endpoint.options, store=_own(endpoint), kind=self._kind, made=made
+        )
 
     def _end_exchanges(self) -> None:
         """Break the connections, so that ranks that wait for this one call ``recover``, too."""
@@ -334,26 +336,26 @@ class TorchComm(Collectives):
             self.communicators.leave()
 
 
-def made_comm(kind: str, place: Place, what: str) -> TorchComm:
+def made_comm(kind: str, endpoint: Endpoint, what: str) -> TorchComm:
     """Create a communicator whose ranks meet now.
 
     Args:
         kind: The backend's name.
-        place: This rank's place in the communicator.
+        endpoint: This rank's endpoint in the communicator.
         what: The call, for error messages.
 
     Raises:
         RuntimeError: Some ranks did not come, or the backend cannot be created.
     """
     try:
-        made: Made = make(kind, place)
+        made: Made = make(kind, endpoint)
     except Exception as error:
         if isinstance(error, RuntimeError) and (isinstance(error, EasydistError) or not isinstance(error, DistError)):
             raise
-        raise explained(error, what, place.timeout, [*place.known.values()], UNMADE) from error
-    return TorchComm(made.backend, place.name, place.options, store=_own(place), kind=kind, made=made)
+        raise explained(error, what, endpoint.timeout, [*endpoint.known.values()], UNMADE) from error
+    return TorchComm(made.backend, endpoint.name, endpoint.options, store=_own(endpoint), kind=kind, made=made)
 
 
-def _own(place: Place) -> Any:
+def _own(endpoint: Endpoint) -> Any:
     """Return the store for later calls of the communicator."""
-    return PrefixStore("of", place.store)
+    return PrefixStore("of", endpoint.store)

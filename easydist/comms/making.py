@@ -27,7 +27,7 @@ from easydist.transport.backends.c10d import Native
 from easydist.transport.backends.solo import Solo
 
 
-class Place(NamedTuple):
+class Endpoint(NamedTuple):
     """The rank and the communicator for which a backend is created."""
 
     store: Store
@@ -56,7 +56,7 @@ class Made(NamedTuple):
     """The store of this communicator and no earlier one of its name."""
 
 
-Factory = Callable[[Place], Backend]
+Factory = Callable[[Endpoint], Backend]
 
 _factories: dict[str, Factory] = {}
 _BUILT_IN = ("auto", "gloo", "nccl", "shm")
@@ -67,8 +67,8 @@ def register_backend(name: str, factory: Factory) -> None:
 
     Args:
         name: Any name but those of the built-in backends.
-        factory: Called with a ``Place`` (``store``, ``rank``, ``size``, ``device``, ``name``, ``options``, ``timeout``)
-            on each rank. It returns the rank's ``Backend``.
+        factory: Called on each rank with its ``Endpoint`` (``store``, ``rank``, ``size``, ``device``, ``name``,
+            ``options``, ``timeout``). It returns the rank's ``Backend``.
 
     Raises:
         ValueError: ``name`` is the name of a built-in backend.
@@ -76,7 +76,7 @@ def register_backend(name: str, factory: Factory) -> None:
     Example:
         >>> import torch
         >>> from easydist.comms import Solo, new_comm, register_backend
-        >>> register_backend("alone", lambda place: Solo())
+        >>> register_backend("alone", lambda endpoint: Solo())
     """
     if name in _BUILT_IN:
         raise ValueError(f"register_backend: {name!r} is built in")
@@ -100,57 +100,57 @@ def check_backend(name: object) -> None:
         )
 
 
-def make(kind: str, place: Place) -> Made:
+def make(kind: str, endpoint: Endpoint) -> Made:
     """Create a backend. All ranks of the communicator call it.
 
     Args:
         kind: The backend's name.
-        place: This rank's place. The store may have been used for the same communicator before.
+        endpoint: That of this rank. The store may have been used for the same communicator before.
 
     Raises:
         RuntimeError: Some ranks did not come, or the backend cannot be created.
     """
     if kind in _factories:
-        with _rendezvous(place) as rendezvous:
-            return Made(_factories[kind](place._replace(store=rendezvous.store)))
-    if place.size == 1:
-        alone = Solo(place.device)
-        alone.name = kind if kind != "auto" else "shm" if place.device.type == "cpu" else "nccl"
+        with _rendezvous(endpoint) as rendezvous:
+            return Made(_factories[kind](endpoint._replace(store=rendezvous.store)))
+    if endpoint.size == 1:
+        alone = Solo(endpoint.device)
+        alone.name = kind if kind != "auto" else "shm" if endpoint.device.type == "cpu" else "nccl"
         return Made(alone)
-    with _rendezvous(place) as rendezvous:
-        hosts = rendezvous.introduce(is_wanted() and place.device.type == "cpu")
-    build = {"shm": _shm, "gloo": _gloo, "nccl": _nccl}[_chosen(kind, place, hosts)]
-    backend = build(place._replace(store=rendezvous.store), rendezvous, hosts)
-    rendezvous.monitor.operation = f"the communicator {place.name!r}"
+    with _rendezvous(endpoint) as rendezvous:
+        hosts = rendezvous.introduce(is_wanted() and endpoint.device.type == "cpu")
+    build = {"shm": _shm, "gloo": _gloo, "nccl": _nccl}[_chosen(kind, endpoint, hosts)]
+    backend = build(endpoint._replace(store=rendezvous.store), rendezvous, hosts)
+    rendezvous.monitor.operation = f"the communicator {endpoint.name!r}"
     rendezvous.monitor.end()
     return Made(backend, rendezvous.monitor, rendezvous.look_to, rendezvous.store)
 
 
-def _rendezvous(place: Place) -> Rendezvous:
+def _rendezvous(endpoint: Endpoint) -> Rendezvous:
     return Rendezvous(
-        place.store,
-        place.rank,
-        place.size,
-        place.timeout,
-        name=f"the communicator {place.name!r} over shm",
-        operation=f"new_comm {place.name!r}",
-        known=place.known,
-        look=place.look,
+        endpoint.store,
+        endpoint.rank,
+        endpoint.size,
+        endpoint.timeout,
+        name=f"the communicator {endpoint.name!r} over shm",
+        operation=f"new_comm {endpoint.name!r}",
+        known=endpoint.known,
+        look=endpoint.look,
     )
 
 
-def _chosen(kind: str, place: Place, hosts: Hosts) -> str:
+def _chosen(kind: str, endpoint: Endpoint, hosts: Hosts) -> str:
     """Return the backend that ``auto`` means."""
     if kind != "auto":
         return kind
-    if place.device.type == "cpu":
+    if endpoint.device.type == "cpu":
         return "shm" if len(hosts) == 1 else "gloo"
     return "nccl"
 
 
-def _shm(place: Place, rendezvous: Rendezvous, hosts: Hosts) -> Backend:
-    if place.device.type != "cpu":
-        raise RuntimeError(f"the backend shm moves tensors on the CPU, not on {place.device}")
+def _shm(endpoint: Endpoint, rendezvous: Rendezvous, hosts: Hosts) -> Backend:
+    if endpoint.device.type != "cpu":
+        raise RuntimeError(f"the backend shm moves tensors on the CPU, not on {endpoint.device}")
     return rendezvous.join(hosts, "Use gloo: new_comm('gloo', …), or 'auto'")
 
 
@@ -158,52 +158,56 @@ _dist: Any = dist
 """Untyped, because the stubs depend on the build of torch."""
 
 
-def _gloo(place: Place, rendezvous: Rendezvous, hosts: Hosts) -> Backend:
-    if place.device.type != "cpu":
-        raise RuntimeError(f"the backend gloo moves tensors on the CPU, not on {place.device}; use nccl")
-    hints = place.options.hints
+def _gloo(endpoint: Endpoint, rendezvous: Rendezvous, hosts: Hosts) -> Backend:
+    if endpoint.device.type != "cpu":
+        raise RuntimeError(f"the backend gloo moves tensors on the CPU, not on {endpoint.device}; use nccl")
+    hints = endpoint.options.hints
     where = {key: hints[key] for key in ("hostname", "interface") if key in hints}
-    store, monitor = PrefixStore("gloo", place.store), rendezvous.monitor
+    store, monitor = PrefixStore("gloo", endpoint.store), rendezvous.monitor
     try:
-        gloo = gloo_connections(store, place.rank, place.size, rendezvous.left, monitor, rendezvous.check, **where)
+        gloo = gloo_connections(
+            store, endpoint.rank, endpoint.size, rendezvous.left, monitor, rendezvous.check, **where
+        )
     except RuntimeError as error:  # from gloo: it names neither the call nor the communicator
-        raise explained(error, monitor.operation, place.timeout, [], UNMADE) from error
+        raise explained(error, monitor.operation, endpoint.timeout, [], UNMADE) from error
     rendezvous.arrive()  # a rank that closes its connections at once would break those that others are still making
-    return OwnGloo(gloo, place.device, monitor)
+    return OwnGloo(gloo, endpoint.device, monitor)
 
 
-def _nccl(place: Place, rendezvous: Rendezvous, hosts: Hosts) -> Backend:
-    if place.device.type != "cuda" or not _dist.is_nccl_available():
-        raise RuntimeError(f"the backend nccl needs a GPU and a torch that was built with it; device is {place.device}")
+def _nccl(endpoint: Endpoint, rendezvous: Rendezvous, hosts: Hosts) -> Backend:
+    if endpoint.device.type != "cuda" or not _dist.is_nccl_available():
+        raise RuntimeError(
+            f"the backend nccl needs a GPU and a torch that was built with it; device is {endpoint.device}"
+        )
     from torch.distributed import ProcessGroupNCCL
 
-    given = ":" in str(place.device)
-    device = place.device if given else torch.device("cuda", place.rank % torch.cuda.device_count())
-    group: Any = dist.ProcessGroup(PrefixStore("nccl", place.store), place.rank, place.size)
-    store, options = PrefixStore("nccl", place.store), _nccl_options(place)
+    given = ":" in str(endpoint.device)
+    device = endpoint.device if given else torch.device("cuda", endpoint.rank % torch.cuda.device_count())
+    group: Any = dist.ProcessGroup(PrefixStore("nccl", endpoint.store), endpoint.rank, endpoint.size)
+    store, options = PrefixStore("nccl", endpoint.store), _nccl_options(endpoint)
     limit, monitor = rendezvous.left.total_seconds(), rendezvous.monitor
-    told = store, place.rank, place.size, options
+    told = store, endpoint.rank, endpoint.size, options
     nccl = connect(lambda: ProcessGroupNCCL(*told), limit, monitor, rendezvous.check)
     group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, nccl)
     return Native(group, device, "nccl")
 
 
-def _nccl_options(place: Place) -> Any:
+def _nccl_options(endpoint: Endpoint) -> Any:
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
-    options._timeout = place.timeout
-    options.is_high_priority_stream = place.options.hints.get("high_priority_stream") == "1"
+    options._timeout = endpoint.timeout
+    options.is_high_priority_stream = endpoint.options.hints.get("high_priority_stream") == "1"
     return options
 
 
-def recovered(recovery: Recovery, kind: str, old: Place, timeout: float) -> Recovered[tuple[Made, Place]]:
+def recovered(recovery: Recovery, kind: str, old: Endpoint, timeout: float) -> Recovered[tuple[Made, Endpoint]]:
     """Agree on the survivors, and make a backend for them.
 
     Args:
         recovery: The communicator's recovery.
         kind: The name of the backend.
-        old: The place of this rank in the old communicator. Its store is not used.
+        old: The endpoint of this rank in the old communicator. Its store is not used.
         timeout: Seconds to wait for ranks that are alive but have not called; they are left out after that.
 
     Raises:
@@ -212,7 +216,7 @@ def recovered(recovery: Recovery, kind: str, old: Place, timeout: float) -> Reco
         CommPeerLost: The survivors cannot agree.
     """
 
-    def connect(attempt: Attempt) -> tuple[Made, Place]:
+    def connect(attempt: Attempt) -> tuple[Made, Endpoint]:
         size = len(attempt.members)
         new = old._replace(store=attempt.store, rank=attempt.rank, size=size, timeout=attempt.left)
         return make(kind, new._replace(look=attempt.check)), new

@@ -18,7 +18,7 @@ from torch.distributed import DistError, PrefixStore, Store
 from easydist.base import torch_groups
 from easydist.comms.comm import TorchComm, made_comm
 from easydist.comms.failures import CommTimeout
-from easydist.comms.making import Made, Place, check_backend
+from easydist.comms.making import Endpoint, Made, check_backend
 from easydist.comms.options import CommOptions, Milliseconds, checked_hints, limited
 from easydist.liveness import texts
 from easydist.liveness.limited import NoAnswerError
@@ -89,8 +89,8 @@ def new_comm(
     shared = (
         PrefixStore("easydist/comms", store) if store is not None else default_store(rank, limit, f"new_comm {name!r}")
     )
-    place = Place(PrefixStore(f"{name}/{size}", shared), rank, size, device, name, options, limit)
-    return made_comm(backend, place, f"new_comm {name!r}")
+    endpoint = Endpoint(PrefixStore(f"{name}/{size}", shared), rank, size, device, name, options, limit)
+    return made_comm(backend, endpoint, f"new_comm {name!r}")
 
 
 def _check_types(device: object, name: object, store: object) -> None:
@@ -125,8 +125,8 @@ def wrap(process_group: dist.ProcessGroup, device: torch.device | None = None) -
     store = PrefixStore("easydist/comms", process_group.get_group_store())
     if chosen.type == "cpu" and process_group.name() == NAME:
         limit = Milliseconds.of(process_group.timeout)  # type: ignore[attr-defined]  # it is written in Python
-        place = Place(store, process_group.rank(), process_group.size(), chosen, name, options, limit)
-        return made_comm("shm", place, f"wrap {name!r}")
+        endpoint = Endpoint(store, process_group.rank(), process_group.size(), chosen, name, options, limit)
+        return made_comm("shm", endpoint, f"wrap {name!r}")
     backend = over(process_group, chosen)
     if backend is None:
         raise RuntimeError(

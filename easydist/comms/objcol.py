@@ -44,14 +44,14 @@ class RemoteFault(RemoteError, RuntimeError):
     """Another rank failed. The text contains its error."""
 
 
-class _Message(NamedTuple):
+class _Payload(NamedTuple):
     """This rank's bytes for the others, or the error that it has instead."""
 
     data: torch.Tensor
     fault: Exception | None = None
 
 
-_NOTHING = _Message(torch.empty(0, dtype=torch.uint8, device="cpu"))
+_NOTHING = _Payload(torch.empty(0, dtype=torch.uint8, device="cpu"))
 
 
 def _as_in_examples(at: int) -> Callable[[F], F]:
@@ -314,7 +314,7 @@ def _demand_scatter(outputs: object, inputs: list[Any] | None, comm: TorchComm, 
         raise ValueError(f"scatter_object_input_list has {len(inputs)} elements for {comm.get_size()} ranks")
 
 
-def _checked(check: Callable[[], None]) -> _Message | None:
+def _checked(check: Callable[[], None]) -> _Payload | None:
     """Return the error of a check as a message; None if the check passes."""
     try:
         check()
@@ -323,14 +323,14 @@ def _checked(check: Callable[[], None]) -> _Message | None:
     return None
 
 
-def _encoded(value: object, weights_only: bool) -> _Message:
+def _encoded(value: object, weights_only: bool) -> _Payload:
     try:
         if not weights_only:
             codec.demand_pickle()
         encoded = codec.EncodedObject(value)
         if weights_only:
             encoded.check()
-        return _Message(encoded.joined())
+        return _Payload(encoded.joined())
     except UnsafeObjectError as error:
         return _NOTHING._replace(fault=WeightsOnlyError(f"Weights only load failed: {error}"))
     except Exception as error:  # a class of the user's may raise anything
@@ -342,7 +342,7 @@ def _decoded(data: torch.Tensor, weights_only: bool) -> Any:
 
 
 def _agreed(
-    comm: TorchComm, name: str, mine: _Message, timeout: timedelta | None, length: int | None = None
+    comm: TorchComm, name: str, mine: _Payload, timeout: timedelta | None, length: int | None = None
 ) -> list[int]:
     """Return the sizes of all ranks' data, after making sure that no rank failed and all lists have one length."""
     text = mine.data if mine.fault is None else _text(mine.fault)
@@ -359,7 +359,7 @@ def _agreed(
 
 
 def _raise_faults(
-    comm: TorchComm, name: str, mine: _Message, every: Sequence[Sequence[int]], timeout: timedelta | None
+    comm: TorchComm, name: str, mine: _Payload, every: Sequence[Sequence[int]], timeout: timedelta | None
 ) -> None:
     sizes = [nbytes if is_fault else 0 for nbytes, is_fault, _ in every]
     texts = [_buffer(comm, nbytes) for nbytes in sizes]

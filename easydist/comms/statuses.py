@@ -26,7 +26,7 @@ from easydist.comms.failures import CommDisagreement
 from easydist.liveness.stored import decoded, in_store
 from easydist.liveness.timed_store import TimedStore
 from easydist.liveness.watchdog import watchdog
-from easydist.shm.calls import ABSENT, EQUAL, NOT_BEGUN, UNKNOWN, Call, Dispute, Message
+from easydist.shm.calls import ABSENT, EQUAL, NOT_BEGUN, UNKNOWN, Description, Dispute, Mismatch
 from easydist.shm.cycles import Looks, circle_of
 from easydist.shm.progress import handles, is_alone
 from easydist.transport.backends.c10d import KEPT, Gloo, Posted
@@ -44,17 +44,17 @@ _FORM = {
     "needs": [(int, str, int)],
     "looks": int,
 }
-_NO_WAIT = Call(0, 0)
+_NO_WAIT = Description(0, 0)
 
 
-class _Told(NamedTuple):
+class _Statement(NamedTuple):
     """The operations of a rank, and its wait, as it has written them."""
 
-    calls: dict[int, tuple[Call, dict[str, int], dict[str, int]]]
+    calls: dict[int, tuple[Description, dict[str, int], dict[str, int]]]
     """Its collectives by their numbers, with the bytes to and from each rank."""
     messages: dict[tuple[str, int, int], tuple[int, int]]
     """The dtypes and bytes of its messages by direction, peer, number."""
-    wait: Call
+    wait: Description
     """The operation for which it waits, if it begins nothing else before that has ended."""
     needs: list[tuple[int, str, int]]
     """The needs of this wait: the rank, and the direction and number of the message, or ``"call"`` and a number, that
@@ -157,29 +157,29 @@ class Statuses:
             self._store.set_first(_FOUND, self._text_of(dispute))
         return self.found() is not None
 
-    def _circle_in(self, known: Mapping[int, _Told]) -> Dispute | None:
+    def _circle_in(self, known: Mapping[int, _Statement]) -> Dispute | None:
         """Return the waits of a circle of which this rank is a part, once all of its ranks have looked at it again."""
         ranks = circle_of(self._backend.rank, self._backend.size, lambda one, other: _waits_for(known, one, other))
         if not self._circle.are_enough(ranks, {rank: (told.needs, told.looks) for rank, told in known.items()}):
             return None
-        calls = [known[rank].wait if rank in ranks else Call(ABSENT, 0) for rank in range(self._backend.size)]
+        calls = [known[rank].wait if rank in ranks else Description(ABSENT, 0) for rank in range(self._backend.size)]
         return Dispute(calls, None)
 
-    def _of(self, rank: int) -> _Told | None:
+    def _of(self, rank: int) -> _Statement | None:
         text = self._store.get(key := f"calls/{rank}", rank)
         if text is None:
             return None
         told: Any = decoded(in_store(key), text, _FORM)
-        return _Told(
-            {number: (Call(code, numel), sends, recvs) for number, code, numel, sends, recvs in told["calls"]},
+        return _Statement(
+            {number: (Description(code, numel), sends, recvs) for number, code, numel, sends, recvs in told["calls"]},
             {(way, peer, number): (code, nbytes) for way, peer, number, code, nbytes in told["messages"]},
-            Call(*told["wait"]),
+            Description(*told["wait"]),
             [*map(tuple, told["needs"])],
             told["looks"],
         )
 
 
-def _waits_for(known: Mapping[int, _Told], rank: int, other: int) -> bool:
+def _waits_for(known: Mapping[int, _Statement], rank: int, other: int) -> bool:
     """True if a rank waits for something that another one has not begun."""
     if rank not in known or other not in known:
         return False
@@ -188,7 +188,7 @@ def _waits_for(known: Mapping[int, _Told], rank: int, other: int) -> bool:
 
 
 def _needs(parts: Sequence[Posted]) -> list[tuple[int, str, int]]:
-    """Return what the parts of an operation need from other ranks, see ``_Told``.
+    """Return what the parts of an operation need from other ranks, see ``_Statement``.
 
     Data that it receives is needed from all senders; of several messages that it sends, some may have gone.
     """
@@ -198,13 +198,13 @@ def _needs(parts: Sequence[Posted]) -> list[tuple[int, str, int]]:
     return recvs or (sends if len(sends) == 1 else [])
 
 
-def _wait(part: Posted) -> Call:
+def _wait(part: Posted) -> Description:
     """Return the description of an operation of which this is a part."""
     if part.call[0] > 0:
-        return Call(*part.call)
+        return Description(*part.call)
     name, sizes = ("recv", part.recvs) if part.recvs else ("send", part.sends)
     ((peer, nbytes),) = sizes.items()
-    return Call(*described_message(name, -part.call[0], nbytes, peer))
+    return Description(*described_message(name, -part.call[0], nbytes, peer))
 
 
 def _encoded(backend: Gloo, awaited: Posted | None, looks: int) -> str:
@@ -223,48 +223,48 @@ def _encoded(backend: Gloo, awaited: Posted | None, looks: int) -> str:
     return json.dumps({"calls": calls, "messages": messages, "wait": wait, "needs": needs, "looks": looks})
 
 
-def _difference(known: Mapping[int, _Told], size: int) -> Dispute | None:
+def _difference(known: Mapping[int, _Statement], size: int) -> Dispute | None:
     """Return the first difference between the operations of the ranks."""
     for number in sorted({number for told in known.values() for number in told.calls}):
         told = {rank: of.calls[number] for rank, of in known.items() if number in of.calls}
         first = next(iter(told.values()))[0]
         differs = any(_differ(first, call) for call, _, _ in told.values())
-        message = None if differs or first.code & EQUAL else _mismatch(told)
-        if differs or message is not None:
-            return Dispute([_call(known, told, rank, number) for rank in range(size)], message)
+        mismatch = None if differs or first.code & EQUAL else _mismatch(told)
+        if differs or mismatch is not None:
+            return Dispute([_call(known, told, rank, number) for rank in range(size)], mismatch)
     return _mismatched_message(known, size)
 
 
-def _differ(one: Call, other: Call) -> bool:
+def _differ(one: Description, other: Description) -> bool:
     return one.code != other.code or bool(one.code & EQUAL and one.numel != other.numel)
 
 
-def _call(known: Mapping[int, _Told], told: Mapping[int, Sequence[Any]], rank: int, number: int) -> Call:
+def _call(known: Mapping[int, _Statement], told: Mapping[int, Sequence[Any]], rank: int, number: int) -> Description:
     if rank in told:
-        call: Call = told[rank][0]
+        call: Description = told[rank][0]
         return call
     is_past = rank in known and max(known[rank].calls, default=0) > number
-    return Call(UNKNOWN if is_past else NOT_BEGUN, 0)
+    return Description(UNKNOWN if is_past else NOT_BEGUN, 0)
 
 
-def _mismatch(told: Mapping[int, tuple[Call, dict[str, int], dict[str, int]]]) -> Message | None:
+def _mismatch(told: Mapping[int, tuple[Description, dict[str, int], dict[str, int]]]) -> Mismatch | None:
     """Return the first message of a collective whose length is not what its receiver expects."""
     for sender, (_, sends, _) in told.items():
         for receiver, (_, _, recvs) in told.items():
             sent, awaited = sends.get(str(receiver), 0), recvs.get(str(sender), 0)
             if sender != receiver and sent != awaited:
-                return Message(sender, receiver, sent, awaited)
+                return Mismatch(sender, receiver, sent, awaited)
     return None
 
 
-def _mismatched_message(known: Mapping[int, _Told], size: int) -> Dispute | None:
+def _mismatched_message(known: Mapping[int, _Statement], size: int) -> Dispute | None:
     for receiver, told in known.items():
         for (way, sender, number), awaited in told.messages.items():
             sent = known[sender].messages.get(("to", receiver, number)) if sender in known else None
             if way == "from" and sent is not None and sent != awaited:
-                calls = [Call(0, 0)] * size
-                calls[sender], calls[receiver] = Call(sent[0], 0), Call(awaited[0], 0)
-                return Dispute(calls, Message(sender, receiver, sent[1], awaited[1]))
+                calls = [Description(0, 0)] * size
+                calls[sender], calls[receiver] = Description(sent[0], 0), Description(awaited[0], 0)
+                return Dispute(calls, Mismatch(sender, receiver, sent[1], awaited[1]))
     return None
 
 
@@ -295,10 +295,10 @@ def compare_headers(backend: Gloo, call: Described, peer: int | None, limit: tim
     """
     mine = torch.tensor(call, dtype=torch.int64)
     if peer is not None:
-        calls = [Call(ABSENT, 0)] * backend.size
+        calls = [Description(ABSENT, 0)] * backend.size
         theirs = torch.empty_like(mine)
         wait(backend.batch([(mine, peer)], [(theirs, peer)]), limit)
-        one, other = calls[backend.rank], calls[peer] = Call(*call), Call(*theirs.tolist())
+        one, other = calls[backend.rank], calls[peer] = Description(*call), Description(*theirs.tolist())
         differs = not _are_of_one_message(one, other)
     else:
         backend.call = call
@@ -306,7 +306,7 @@ def compare_headers(backend: Gloo, call: Described, peer: int | None, limit: tim
         backend.call = OWN
         rows = mine.new_empty(backend.size, 2)
         wait(backend.all_gather_single(rows.view(-1), mine), limit)
-        calls = [Call(*row) for row in rows.tolist()]
+        calls = [Description(*row) for row in rows.tolist()]
         differs = any(_differ(calls[0], one) for one in calls)
     if differs:
         raise CommDisagreement(text(Dispute(calls, None), f"{who} {GOES_ON}"))
@@ -316,7 +316,7 @@ _NAME, _DTYPE = 0x3F, 0x3FC0
 """The bits of a code that stand for the name of the operation, and for the dtype."""
 
 
-def _are_of_one_message(one: Call, other: Call) -> bool:
+def _are_of_one_message(one: Description, other: Description) -> bool:
     """True if one of two ranks sends what the other one receives."""
     same_data = one.code & _DTYPE == other.code & _DTYPE and one.numel == other.numel
     return same_data and one.code & _NAME != other.code & _NAME

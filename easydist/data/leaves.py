@@ -15,11 +15,11 @@ import torch
 from easydist import tree
 from easydist.base.torch_private import foreach_copy, is_zerotensor
 from easydist.data.aliasing import aliases, are_disjoint, overlap, overlaps_itself, separate
+from easydist.data.arithmetic import fingerprint
 from easydist.data.backing import backed, is_backed, starts
 from easydist.data.kinds import Kind, kind_of
 from easydist.data.packing import Packed, Packing, dtype_name, sort_key
 from easydist.data.plain import described
-from easydist.data.plan import fingerprint
 from easydist.typing import Tree
 
 _PYTHON_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}

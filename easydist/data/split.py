@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from easydist import tree
-from easydist.data.plan import split_bounds
+from easydist.data.arithmetic import split_bounds
 from easydist.typing import Tree
 
 

@@ -5,11 +5,11 @@ the machine returns actions. ``groups/recovering.py`` carries them between proce
 ``tests/groups/test_membership.py`` runs the same code on simulated ranks. ``docs/design/groups.md`` states the rules.
 
 Each rank has one ``Register``, which only that rank writes and all can read, even after its process has ended. The
-ranks decide a sequence of entries: an even entry lists the members, and the odd entry after it tells whether all of
-them are connected. If they are not, the next two entries are about fewer members. Each entry is decided as in Disk
-Paxos (Gafni and Lamport, 2003) with one disk: a rank writes the number of its ballot and reads all registers. It adopts
-the value of the highest ballot that it finds, or else its own value, writes it, and reads all registers again. If it
-has seen no higher ballot, the value is decided. So a rank may stop at any point and continue at any time, and two ranks
+ranks make a sequence of decisions: an even decision lists the members, and the odd decision after it tells whether all
+of them are connected. If they are not, the next two decisions are about fewer members. Each is made as in Disk Paxos
+(Gafni and Lamport, 2003) with one disk: a rank writes the number of its ballot and reads all registers. It adopts the
+value of the highest ballot that it finds, or else its own value, writes it, and reads all registers again. If it has
+seen no higher ballot, the value is decided. So a rank may stop at any point and continue at any time, and two ranks
 never decide differently.
 """
 
@@ -19,7 +19,7 @@ import enum
 from collections.abc import Sequence, Set as AbstractSet
 from typing import NamedTuple
 
-Entry = tuple[int, ...] | bool
+Decision = tuple[int, ...] | bool
 """The members, ascending; or True if the members are connected, False if not."""
 
 CONNECTING, LAGGING = 0.5, 0.75
@@ -49,11 +49,11 @@ class Register(NamedTuple):
 
     Attributes:
         stage: The rank's stage.
-        slot: The number of entries decided so far.
+        slot: The number of decisions decided so far.
         members: The last members that were decided; empty if there are none.
-        is_settled: True if the last entry says that they are connected.
-        ballot: The highest ballot that the rank has begun for the next entry; 0 if none.
-        accepted: The highest ballot in which it has accepted a value for that entry; 0 if none.
+        is_settled: True if the last decision says that they are connected.
+        ballot: The highest ballot that the rank has begun for the next decision; 0 if none.
+        accepted: The highest ballot in which it has accepted a value for that decision; 0 if none.
         value: The accepted value; None if there is none.
     """
 
@@ -63,7 +63,7 @@ class Register(NamedTuple):
     is_settled: bool = False
     ballot: int = 0
     accepted: int = 0
-    value: Entry | None = None
+    value: Decision | None = None
 
 
 class Write(NamedTuple):
@@ -128,7 +128,7 @@ class Membership:
         before: The register that this rank has written in an earlier attempt.
 
     Attributes:
-        turn: Seconds that a rank gives each lower rank to propose first: if two propose at once, both have to start
+        stagger: Seconds that a rank gives each lower rank to propose first: if two propose at once, both have to start
             over.
 
     Example:
@@ -142,7 +142,7 @@ class Membership:
         Return(members=(0,))
     """
 
-    turn = 0.1
+    stagger = 0.1
 
     def __init__(
         self, rank: int, size: int, now: float, timeout: float, limit: float, before: Register | None = None
@@ -156,7 +156,7 @@ class Membership:
 
     def begin(self) -> list[Action]:
         """Return the first actions."""
-        # If the next entry is about connecting, the connections of an earlier attempt are gone.
+        # If the next decision is about connecting, the connections of an earlier attempt are gone.
         stage = Stage.FAILED if self._mine.slot % 2 else Stage.HERE
         self._mine = self._mine._replace(stage=stage)
         return self._ended() or [Write(self._mine), Read()]
@@ -201,7 +201,7 @@ class Membership:
             return [Connect(before.slot, before.members)]
         return [Read()] if self._mine == before else [Write(self._mine), Read()]
 
-    # Deciding the next entry.
+    # Deciding the next decision.
 
     def _propose(self, now: float, registers: Sequence[Register], ended: AbstractSet[int]) -> None:
         """Begin a ballot, if there is something to decide and it is this rank's turn."""
@@ -210,7 +210,7 @@ class Membership:
             self._wished_since = None
             return
         self._wished_since = now if self._wished_since is None else self._wished_since
-        if now < max(self._wished_since + self.turn * self._turn(registers, ended), self._not_before):
+        if now < max(self._wished_since + self.stagger * self._turn(registers, ended), self._not_before):
             return
         self._wished = wish
         highest = max(register.ballot for register in self._peers(registers))
@@ -222,7 +222,7 @@ class Membership:
         peers = self._peers(registers)
         if max(register.ballot for register in peers) > self._mine.ballot:
             self._ballot = Ballot.NONE
-            self._not_before = now + self.turn * (1 + self._rank)  # so that they do not all propose at once again
+            self._not_before = now + self.stagger * (1 + self._rank)  # so that they do not all propose at once again
         elif self._ballot is Ballot.BEGUN:
             last = max(peers, key=lambda register: register.accepted)
             value = last.value if last.accepted else self._wished
@@ -239,17 +239,17 @@ class Membership:
             self._learn(now, slot, self._mine.members, bool(value))
 
     def _learn(self, now: float, slot: int, members: tuple[int, ...], is_settled: bool) -> None:
-        """Adopt decided entries."""
+        """Adopt decided decisions."""
         stage = Stage.READY if slot % 2 else Stage.HERE
         if is_settled and slot == self._mine.slot + 1:
             stage = self._mine.stage  # CONNECTED or FAILED: the decision does not change it
-        # Without ballots: those were about the entry before.
+        # Without ballots: those were about the decision before.
         self._mine = Register(stage, slot, members, is_settled)
         self._ballot = Ballot.NONE
         self._since, self._wished_since, self._not_before = now, None, now
 
     def _peers(self, registers: Sequence[Register]) -> list[Register]:
-        """Return this rank's own register, and those of other ranks that are about the same entry."""
+        """Return this rank's own register, and those of other ranks that are about the same decision."""
         others = [other for rank, other in enumerate(registers) if rank != self._rank]
         return [self._mine, *[other for other in others if other.slot == self._mine.slot]]
 
@@ -261,7 +261,7 @@ class Membership:
 
     # The value that this rank would propose.
 
-    def _wish(self, now: float, registers: Sequence[Register], ended: AbstractSet[int]) -> Entry | None:
+    def _wish(self, now: float, registers: Sequence[Register], ended: AbstractSet[int]) -> Decision | None:
         """Return the value to propose; None if it is too early."""
         seen = [*registers[: self._rank], self._mine, *registers[self._rank + 1 :]]
         if self._mine.slot % 2:
@@ -299,7 +299,7 @@ class Membership:
     # Leaving the agreement.
 
     def _ended(self) -> list[Action]:
-        """Return the last actions if a decided entry ends the agreement for this rank; else none."""
+        """Return the last actions if a decided decision ends the agreement for this rank; else none."""
         mine = self._mine
         if mine.slot and self._rank not in mine.members:
             return self._leave(Failure.LEFT_OUT)

@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, Store
 
 from easydist.errors import PeerLostError
 from easydist.liveness import texts
-from easydist.liveness.events import Announced, Answer, Do, Step
+from easydist.liveness.events import Announced, Do, Replies, Step
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.peer import Peer
 from easydist.liveness.stored import decoded, in_store
@@ -54,9 +54,9 @@ def reconnect(store: TimedStore, monitor: Monitor, connect: Callable[[Store, flo
 
 
 def _place(phase: int, met: Sequence[Announced]) -> str:
-    """Return the prefix under which these ranks connect; a rank that has met other attempts gets another prefix."""
-    attempts = hashlib.blake2b(repr([one.attempt for one in met]).encode(), digest_size=8).hexdigest()
-    return f"{phase}/{met[0].at}/{attempts}"
+    """Return the prefix under which these ranks connect; ranks that have had other meetings get another."""
+    meetings = hashlib.blake2b(repr([one.meetings for one in met]).encode(), digest_size=8).hexdigest()
+    return f"{phase}/{met[0].at}/{meetings}"
 
 
 def _meet(store: TimedStore, monitor: Monitor) -> Sequence[Announced]:
@@ -81,7 +81,7 @@ def _agree_on_call(store: TimedStore, monitor: Monitor) -> Sequence[Announced]:
         return met
 
 
-def _take(step: Step, store: TimedStore, monitor: Monitor) -> Answer | None:
+def _take(step: Step, store: TimedStore, monitor: Monitor) -> Replies | None:
     if step.do is Do.ASK:
         return _ask(store, step.ranks, monitor)
     if step.do is Do.ANNOUNCE:
@@ -94,19 +94,19 @@ def _take(step: Step, store: TimedStore, monitor: Monitor) -> Answer | None:
     return None
 
 
-def _ask(store: TimedStore, ranks: Sequence[int], monitor: Monitor) -> Answer:
+def _ask(store: TimedStore, ranks: Sequence[int], monitor: Monitor) -> Replies:
     phase = monitor.phase
     told = {rank: store.get(f"{phase}/here/{rank}", rank) for rank in ranks}
     announced = {rank: _announced(f"{phase}/here/{rank}", text) for rank, text in told.items() if text is not None}
     for rank in announced:
         if monitor.peers[rank].pid is None and (record := store.get(f"who/{rank}", rank)) is not None:
             monitor.peers[rank] = Peer(rank, record)  # so that its end is noticed before the ranks have met
-    return Answer(announced, store.check([f"{phase + 2}/begun"]))
+    return Replies(announced, store.check([f"{phase + 2}/begun"]))
 
 
 def _announced(key: str, text: bytes) -> Announced:
-    at, attempt, partner, turns = decoded(in_store(key), text, (float, int, int | None, [(int, int)]))
-    return Announced(at, attempt, partner, tuple((rank, count) for rank, count in turns))
+    at, meetings, partner, turns = decoded(in_store(key), text, (float, int, int | None, [(int, int)]))
+    return Announced(at, meetings, partner, tuple((rank, count) for rank, count in turns))
 
 
 _ACTIONS: dict[Do, Callable[[Monitor, Step], None]] = {

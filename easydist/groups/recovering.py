@@ -28,7 +28,15 @@ from easydist.groups.membership import (
     Stage,
     Write,
 )
-from easydist.groups.registers import PageRegisters, Registers, StoreRegisters, Told, are_on_one_host, this_host, unseen
+from easydist.groups.registers import (
+    PageRegisters,
+    RecoveryState,
+    Registers,
+    StoreRegisters,
+    are_on_one_host,
+    this_host,
+    unseen,
+)
 from easydist.liveness import texts
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.timed_store import POLL, TimedStore, reached, served
@@ -107,8 +115,8 @@ class Recovery:
         self._store = store
         self._timed = None if store is None else TimedStore(store)
         self._host = this_host()
-        self._told = Told(host=self._host)
-        self._heard: list[Told] = []
+        self._told = RecoveryState(host=self._host)
+        self._heard: list[RecoveryState] = []
         self._served: Store | None = None
         self._is_done = False
         self._on_pages = False
@@ -207,7 +215,7 @@ class Recovery:
         address = self._told.address
         if action.register.stage == Stage.READY and action.register.members[0] == self.monitor.rank:
             address = self._address(action.register)
-        told = self._told = Told(action.register, self._host, address)
+        told = self._told = RecoveryState(action.register, self._host, address)
         self._reach(lambda registers: registers.write(told))
 
     def _look(self, machine: Membership) -> list[Action]:
@@ -222,7 +230,7 @@ class Recovery:
             if actions := machine.tick(now):
                 return actions
 
-    def _ended(self, heard: list[Told]) -> set[int]:
+    def _ended(self, heard: list[RecoveryState]) -> set[int]:
         """Return the ranks that have ended or left, and a lost rank of another host that has not come since.
 
         A rank of this host with a broken connection is not lost as long as its process lives: it may come any moment.

@@ -13,15 +13,15 @@ import json
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
-from easydist.groups.membership import Entry, Register, Stage
+from easydist.groups.membership import Decision, Register, Stage
 from easydist.liveness.page import OwnPage
 from easydist.liveness.peer import Peer, host_id
 from easydist.liveness.stored import damaged, decoded, in_store
 from easydist.liveness.timed_store import TimedStore
 
 
-class Told(NamedTuple):
-    """The message of a recovering rank to the others.
+class RecoveryState(NamedTuple):
+    """The state of a recovering rank, as the others read it.
 
     Attributes:
         register: The rank's register in the agreement.
@@ -34,13 +34,13 @@ class Told(NamedTuple):
     address: str = ""
 
     def to_json(self) -> str:
-        """Return the message as JSON.
+        """Return it as JSON.
 
         Example:
-            >>> told = Told(Register(Stage.READY, 1, (0, 2), False, 5, 5, True), "a", "7")
+            >>> told = RecoveryState(Register(Stage.READY, 1, (0, 2), False, 5, 5, True), "a", "7")
             >>> told.to_json()
             '[3, 1, "5", false, 5, 5, true, "a", "7"]'
-            >>> Told.from_json(told.to_json()) == told
+            >>> RecoveryState.from_json(told.to_json()) == told
             True
         """
         stage, slot, members, is_settled, ballot, accepted, value = self.register
@@ -48,11 +48,11 @@ class Told(NamedTuple):
         return json.dumps([*numbers, self.host, self.address])
 
     @classmethod
-    def from_json(cls, text: str | bytes | None, what: str = "a register") -> Told:
-        """Return the message in a JSON text; an empty text means that the rank has not come.
+    def from_json(cls, text: str | bytes | None, what: str = "a register") -> RecoveryState:
+        """Return the state in a JSON text; an empty text means that the rank has not come.
 
         Raises:
-            WireError: The text is no such message; the error names it by ``what``.
+            WireError: The text is no such state; the error names it by ``what``.
         """
         if not text:
             return cls()
@@ -67,7 +67,7 @@ class Told(NamedTuple):
 _FORM = (int, int, str, bool, int, int, str | bool | None, str, str)
 
 
-def _packed(value: Entry | None) -> str | bool | None:
+def _packed(value: Decision | None) -> str | bool | None:
     return format(sum(1 << rank for rank in value), "x") if isinstance(value, tuple) else value
 
 
@@ -76,7 +76,7 @@ def _members(bits: str) -> tuple[int, ...]:
     return tuple(rank for rank in range(number.bit_length()) if number >> rank & 1)
 
 
-def _unpacked(value: str | bool | None) -> Entry | None:
+def _unpacked(value: str | bool | None) -> Decision | None:
     return _members(value) if isinstance(value, str) else value
 
 
@@ -88,10 +88,10 @@ def this_host() -> str:
 class Registers(Protocol):
     """The registers of all ranks."""
 
-    def write(self, told: Told) -> None:
+    def write(self, told: RecoveryState) -> None:
         """Write this rank's register."""
 
-    def read(self) -> list[Told] | None:
+    def read(self) -> list[RecoveryState] | None:
         """Read all registers; return None if they cannot be read now."""
 
 
@@ -107,9 +107,9 @@ class PageRegisters:
 
     def __init__(self, page: OwnPage, entry: int, rank: int, peers: Mapping[int, Peer]) -> None:
         self._page, self._entry, self._rank, self._peers = page, entry, rank, peers
-        self._mine = Told()
+        self._mine = RecoveryState()
 
-    def write(self, told: Told) -> None:
+    def write(self, told: RecoveryState) -> None:
         """Write this rank's register.
 
         Raises:
@@ -118,10 +118,12 @@ class PageRegisters:
         self._mine = told
         self._page.set_register(self._entry, told.to_json())
 
-    def read(self) -> list[Told]:
+    def read(self) -> list[RecoveryState]:
         """Read all registers."""
         size = len(self._peers) + 1
-        return [self._mine if r == self._rank else Told.from_json(self._peers[r].register()) for r in range(size)]
+        return [
+            self._mine if r == self._rank else RecoveryState.from_json(self._peers[r].register()) for r in range(size)
+        ]
 
 
 class StoreRegisters:
@@ -139,9 +141,9 @@ class StoreRegisters:
     def __init__(self, store: TimedStore, rank: int, size: int, page: OwnPage | None, entry: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._page, self._entry = page, entry
-        self._mine = Told()
+        self._mine = RecoveryState()
 
-    def write(self, told: Told) -> None:
+    def write(self, told: RecoveryState) -> None:
         """Write this rank's register; if the store does not answer, later, but before anything is read.
 
         Raises:
@@ -154,7 +156,7 @@ class StoreRegisters:
                 self._page.set_register(self._entry, told.to_json())
         self._store.set(f"recover/{self._rank}", told.to_json())
 
-    def read(self) -> list[Told] | None:
+    def read(self) -> list[RecoveryState] | None:
         """Read all registers; return None if the store does not answer.
 
         Raises:
@@ -165,7 +167,7 @@ class StoreRegisters:
             text = None if rank == self._rank else self._store.get(key := f"recover/{rank}", rank)
             if rank != self._rank and not self._store.has_answered:
                 return None
-            found.append(self._mine if rank == self._rank else Told.from_json(text, in_store(key)))
+            found.append(self._mine if rank == self._rank else RecoveryState.from_json(text, in_store(key)))
         return found
 
 

@@ -43,11 +43,11 @@ NEVER = 1e9
 _OUTSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 
 
-class _Member(Peer):
+class _ShmPeer(Peer):
     """Another rank of a group in shared memory. An awaited rank has not come, whatever call number its page shows."""
 
     @classmethod
-    def known(cls, rank: int, peer: Peer) -> _Member:
+    def known(cls, rank: int, peer: Peer) -> _ShmPeer:
         """Return the process of a peer of another group as a rank of this one, in which it has no entry yet."""
         member = cls(rank)
         vars(member).update(vars(peer), rank=rank, _entry=-1, _original=peer)  # which closes the descriptors
@@ -106,7 +106,7 @@ class Rendezvous:
         self.monitor = Monitor(rank, size, self._timeout, None, name)
         self.monitor.waits_in_memory, self.monitor.advice = True, advice
         self._known, self._look = known or {}, look
-        self.monitor.peers |= {rank: _Member.known(rank, peer) for rank, peer in self._known.items()}
+        self.monitor.peers |= {rank: _ShmPeer.known(rank, peer) for rank, peer in self._known.items()}
         self.monitor.begin(operation or name, site(), NEVER)
         self._turns = itertools.count()
         self._guard_of_group: Guard = self.monitor.guard
@@ -153,7 +153,7 @@ class Rendezvous:
             EasydistError: Some ranks did not come.
         """
         with self._explaining():
-            return introduce(functools.partial(self._exchange, is_first=True), self.monitor, shares, _Member)
+            return introduce(functools.partial(self._exchange, is_first=True), self.monitor, shares, _ShmPeer)
 
     def join(self, hosts: Hosts, instead: str) -> Shm:
         """Attach the memory that rank 0 creates. Either all ranks attach it, or none does.

@@ -24,8 +24,8 @@ from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
-_Call = Callable[[], object]
-_Calls = SimpleQueue[_Call | None]
+_Job = Callable[[], object]
+_Jobs = SimpleQueue[_Job | None]
 
 _MOST = 4
 """The number of threads in the pool."""
@@ -47,7 +47,7 @@ class CppThread(threading.Thread):
     until the process has ended.
     """
 
-    def __init__(self, target: _Call, name: str) -> None:
+    def __init__(self, target: _Job, name: str) -> None:
         super().__init__(target=target, name=name, daemon=True)
 
 
@@ -63,17 +63,17 @@ class Caller:
 
     def __init__(self, name: str, most: int = 1) -> None:
         self._name, self._starts = name, iter(range(most))
-        self._calls: _Calls = SimpleQueue()
+        self._jobs: _Jobs = SimpleQueue()
         self.threads: list[CppThread] = []
-        self.end = weakref.finalize(self, self._calls.put, None)
+        self.end = weakref.finalize(self, self._jobs.put, None)
         self.end.atexit = False
         _callers.add(self)
 
-    def add(self, call: _Call) -> None:
+    def add(self, call: _Job) -> None:
         """Let a thread make a call, which raises nothing."""
-        self._calls.put(call)
+        self._jobs.put(call)
         if next(self._starts, None) is not None:
-            self.threads.append(thread := CppThread(functools.partial(_serve, self._calls), self._name))
+            self.threads.append(thread := CppThread(functools.partial(_serve, self._jobs), self._name))
             thread.start()
 
     def begin(self, call: Callable[[], T]) -> Future[T]:
@@ -83,12 +83,12 @@ class Caller:
         return answer
 
 
-def _serve(calls: _Calls) -> None:
+def _serve(calls: _Jobs) -> None:
     while _serve_next(calls):  # in its own frame, so that an idle thread keeps nothing alive
         pass
 
 
-def _serve_next(calls: _Calls) -> bool:
+def _serve_next(calls: _Jobs) -> bool:
     """Make the next call of the queue; return False at its end."""
     if (call := calls.get()) is None:
         calls.put(None)  # for the next thread
@@ -115,17 +115,17 @@ def _new_caller(most: int = 1) -> Caller:
 _pool = _new_caller(_MOST)
 
 
-def in_background(drive: _Call) -> None:
+def in_background(drive: _Job) -> None:
     """Let a thread of the pool call ``drive``, which raises nothing; queue it if all are busy."""
     _pool.add(drive)
 
 
-def at_once(drive: _Call) -> None:
+def at_once(drive: _Job) -> None:
     """Start a thread that calls ``drive``, which raises nothing."""
     _new_caller().add(drive)
 
 
-def in_line(owner: object, name: Hashable, drive: _Call) -> None:
+def in_line(owner: object, name: Hashable, drive: _Job) -> None:
     """Append ``drive``, which raises nothing, to a queue with its own thread, which calls the functions in order.
 
     Args:

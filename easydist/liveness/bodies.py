@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from easydist.liveness.page import Membership, own_page
+from easydist.liveness.page import PageEntry, own_page
 from easydist.liveness.stored import decoded
 
 _under_way: dict[object, str] = {}
@@ -35,13 +35,13 @@ class Body(NamedTuple):
     text: str
     calls: Sequence[tuple[str, str, int | None]]
 
-    def waits_for(self, memberships: Sequence[Membership]) -> bool:
-        """True if the body cannot end before a process with these memberships, which waits for it, has come.
+    def waits_for(self, entries: Sequence[PageEntry]) -> bool:
+        """True if the body cannot end before a process with these entries, which waits for it, has come.
 
         Nobody knows yet who is in a group that has not met: it may be any process.
 
         Example:
-            >>> one = Membership("world", "a1", 1, 3, 4, "gather, call 4", True, None, 0.0)
+            >>> one = PageEntry("world", "a1", 1, 3, 4, "gather, call 4", True, None, 0.0)
             >>> Body("first", [("world", "a1", None)]).waits_for([one])
             True
             >>> Body("first", [("world", "a1", 2)]).waits_for([one]), Body("first", []).waits_for([one])
@@ -49,7 +49,7 @@ class Body(NamedTuple):
             >>> Body("first", [("new", "", None)]).waits_for([one])
             True
         """
-        own = {(one.group, one.meeting): one.rank for one in memberships}
+        own = {(one.group, one.meeting): one.rank for one in entries}
         return any(
             not meeting or ((group, meeting) in own and peer in (None, own[group, meeting]))
             for group, meeting, peer in self.calls
@@ -78,9 +78,9 @@ def _show() -> None:
         page.set_body(next(reversed(_under_way.values()), ""))
 
 
-def of_page(text: str, memberships: Sequence[Membership]) -> Body | None:
+def of_page(text: str, entries: Sequence[PageEntry]) -> Body | None:
     """Return the body of a process by its page; None if it runs none."""
-    calls = [(one.group, one.meeting, one.peer) for one in memberships if one.is_in_call]
+    calls = [(one.group, one.meeting, one.peer) for one in entries if one.is_in_call]
     return Body(text, calls) if text else None
 
 
@@ -89,7 +89,7 @@ def message() -> str | None:
     text = next(reversed(_under_way.values()), "")
     if not text:
         return None
-    body = of_page(text, [] if (page := own_page()) is None else page.memberships())
+    body = of_page(text, [] if (page := own_page()) is None else page.entries())
     return json.dumps([next(_beats), *body]) if body is not None else None
 
 

@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
 
-from easydist.liveness.page import Held, OwnPage, Wait
+from easydist.liveness.page import Held, MessageWait, OwnPage
 from easydist.liveness.peer import Peer
 from easydist.liveness.stored import decoded, in_store
 
@@ -23,7 +23,7 @@ SEND, RECEIVE = range(2)
 MOST = 256
 """The most ranks of a circle that is looked for, so that a report can name their waits."""
 
-Seen = tuple[Wait, Held] | None
+Seen = tuple[MessageWait, Held] | None
 LookUp = Callable[[int], Seen]
 """A function of a rank; it returns the wait of that rank, and which other wait it holds up."""
 
@@ -51,12 +51,12 @@ class Crossing:
     def __init__(self, rank: int, page: OwnPage | None, entry: int) -> None:
         self._rank, self._page, self._entry = rank, page, entry
         self.begun = Counter[tuple[int, int]]()
-        self.wait: Wait | None = None
+        self.wait: MessageWait | None = None
         self.is_told = False
         self._held: Held = None
         self._lock = threading.Lock()  # the watchdog looks at waits in C++ while this rank may begin the next one
 
-    def begin(self, kind: int, rank: int) -> Wait:
+    def begin(self, kind: int, rank: int) -> MessageWait:
         """Count a message, and return the wait for the other rank's part in it.
 
         Args:
@@ -64,9 +64,9 @@ class Crossing:
             rank: The other rank.
         """
         self.begun[kind, rank] += 1
-        return Wait(rank, 1 - kind, self.begun[kind, rank])
+        return MessageWait(rank, 1 - kind, self.begun[kind, rank])
 
-    def show(self, wait: Wait) -> None:
+    def show(self, wait: MessageWait) -> None:
         """Let the others see this wait until the call ends."""
         with self._lock:
             self.wait, self._held = wait, None
@@ -76,7 +76,7 @@ class Crossing:
     def end(self) -> None:
         """End the wait before the call ends."""
         if self.wait is not None:
-            self.show(Wait(self.wait.partner, 0, 0))
+            self.show(MessageWait(self.wait.partner, 0, 0))
         self.wait = None
 
     def is_in(self, circle: object) -> bool:
@@ -94,7 +94,7 @@ class Crossing:
             return False
         return seen[0].number > self.begun[seen[0].kind, rank]
 
-    def circle(self, look_up: LookUp) -> dict[int, Wait]:
+    def circle(self, look_up: LookUp) -> dict[int, MessageWait]:
         """Return the waits of the circle in which this rank waits, by rank, if it is the lowest of them; else none.
 
         Each rank of a circle shows for which message the rank before it waits, if it has not begun that one. This stays
@@ -111,7 +111,7 @@ class Crossing:
         found = {rank: one[0] for rank, one in seen.items() if one is not None}
         return found if self._rank == min(ranks) and all_show_it and self._seen(mine, look_up) == ranks else {}
 
-    def _seen(self, mine: Wait, look_up: LookUp) -> list[int]:
+    def _seen(self, mine: MessageWait, look_up: LookUp) -> list[int]:
         """Return the ranks that wait for one another in a circle, from this one on; none if they are in none."""
         ranks, partner = [self._rank], mine.partner
         while partner != self._rank:
@@ -121,7 +121,7 @@ class Crossing:
             partner = seen[0].partner
         return ranks
 
-    def _show_held(self, mine: Wait, rank: int, seen: Seen) -> bool:
+    def _show_held(self, mine: MessageWait, rank: int, seen: Seen) -> bool:
         """Show that this rank holds up another one; False if its own wait has ended meanwhile."""
         assert seen is not None
         with self._lock:
@@ -151,7 +151,7 @@ class Crossing:
             return None
         told_phase, number, *wait = decoded(in_store(key), text, (int,) * 8)
         held = None if wait[3] < 0 else (wait[3], wait[4], wait[5])
-        return (number, (Wait(*wait[:3]), held)) if told_phase == phase else None
+        return (number, (MessageWait(*wait[:3]), held)) if told_phase == phase else None
 
     def needs_me_from_afar(self, read: Read, ranks: Container[int], phase: int, number: int) -> int | None:
         """Return the rank that has told this one last that it waits for it, if it does so instead of coming here."""

@@ -87,18 +87,18 @@ class Announced(NamedTuple):
 
     Attributes:
         at: The call that the rank is in.
-        attempt: The number of its meetings so far, so that ranks connect in the same one.
+        meetings: The number of its meetings so far, so that ranks connect in the same one.
         partner: The only other rank in its call; None if all ranks take part.
         turns: The partners, each with the number of calls begun with it since the last call of all ranks.
     """
 
     at: float
-    attempt: int
+    meetings: int
     partner: int | None = None
     turns: tuple[tuple[int, int], ...] = ()
 
 
-class Answer(NamedTuple):
+class Replies(NamedTuple):
     """The announcements of the ranks that were asked.
 
     Attributes:

@@ -17,7 +17,7 @@ from easydist import settings
 from easydist.errors import EasydistError, PeerLostError, RemoteError, WireError
 from easydist.liveness import texts
 from easydist.liveness.events import Cause, Heard, Parting, Why
-from easydist.liveness.page import Wait
+from easydist.liveness.page import MessageWait
 from easydist.liveness.peer import Peer
 from easydist.liveness.report import EXCEPTION, INTERRUPT, fields_of, kind_of
 from easydist.liveness.status import GroupStatus, nothing
@@ -115,7 +115,7 @@ class Monitor(GroupStatus):
             self.give_up(error)
         self.raise_if_broken()
 
-    def waits_for(self, message: Wait) -> None:
+    def waits_for(self, message: MessageWait) -> None:
         """Let the others see for which message this rank waits, unless the call has a limit of its own.
 
         Such a call may well be meant to end in vain, after which this rank comes to the others' call.

@@ -23,13 +23,13 @@ bytes   content of an entry
 8       1 inside that call, 0 after it
 16      the time when the current call began, or the last one ended: double, seconds of the monotonic clock
 24      u32: 1 in a call of all ranks, 2 + r in a call with rank r alone, 0 outside of calls
-28      u32: twice the number of the message for which it waits there, plus its kind (``Wait``); 0 for none
+28      u32: twice the number of the message for which it waits there, plus its kind (``MessageWait``); 0 for none
 32      length of the place, u64; the place of the last call (operation, call, file and line)
 616     u32: 1 + a rank that waits for a message which this one has not begun (``Crossing.circle``); 0 for none
 620     u32: that message, as above
 624     the time when the entry was made for its group: double, seconds of the monotonic clock
 632     1 once the process has left the group, else 0
-640     length of the description, u64; the first four fields of ``Membership``, as JSON
+640     length of the description, u64; the first four fields of ``PageEntry``, as JSON
 1024    the register for recovering the group, twice: number of the version, CRC, length, text
 ======  =====================================================================
 """
@@ -68,7 +68,7 @@ _PID, _USED, _LAST, _SIGNAL, _STACKS = 2, 3, 4, 5, 6
 """Indices of 8-byte words of the page."""
 
 
-class Wait(NamedTuple):
+class MessageWait(NamedTuple):
     """The wait of a rank for a message in a call with one other rank.
 
     Attributes:
@@ -86,7 +86,7 @@ Held = tuple[int, int, int] | None
 """A rank whose message has not been begun, the number of that message, and its kind; None if there is none."""
 
 
-class Membership(NamedTuple):
+class PageEntry(NamedTuple):
     """One rank of a group, as its page describes it.
 
     Attributes:
@@ -127,12 +127,12 @@ class _Page:
         """Return the body that the process runs while others wait for it; empty if there is none."""
         return self._text(_BODY, _REPORT)
 
-    def memberships(self) -> list[Membership]:
-        """Return the memberships of the process: each of its groups, and its state there."""
-        found = [self._membership(entry) for entry in range(min(self._words[_USED], _ENTRY_COUNT))]
-        return [membership for membership in found if membership is not None]
+    def entries(self) -> list[PageEntry]:
+        """Return the entries of the process: each of its groups, and its state there."""
+        found = [self._read_entry(entry) for entry in range(min(self._words[_USED], _ENTRY_COUNT))]
+        return [entry for entry in found if entry is not None]
 
-    def _membership(self, entry: int) -> Membership | None:
+    def _read_entry(self, entry: int) -> PageEntry | None:
         start = _start(entry)
         try:
             group, meeting, rank, size = json.loads(self._text(start + _DESCRIPTION, start + _REGISTER))
@@ -142,7 +142,7 @@ class _Page:
         partner &= _PARTNER
         peer = partner - 2 if partner > 1 else None
         number = self._words[start >> 3]
-        return Membership(group, meeting, rank, size, number, self._place(entry), partner > 0, peer, since)
+        return PageEntry(group, meeting, rank, size, number, self._place(entry), partner > 0, peer, since)
 
     def _place(self, entry: int) -> str:
         return self._text(_start(entry) + _PLACE, _start(entry) + _HOLDS)
@@ -232,7 +232,7 @@ class OwnPage(_Page):
         Args:
             entry: The entry of the group.
             group: The name of the group; the end of one that is too long is left out.
-            *who: The next three fields of ``Membership``.
+            *who: The next three fields of ``PageEntry``.
         """
         if entry < 0:
             return
@@ -262,22 +262,22 @@ class OwnPage(_Page):
             words[start >> 3] = number
         words[_LAST] = entry + 1
 
-    def wait(self, entry: int, wait: Wait) -> None:
+    def wait(self, entry: int, wait: MessageWait) -> None:
         """Record a wait in the call that has begun; number 0 for none any more.
 
         Example:
             >>> page = OwnPage()
             >>> entry = page.new_entry()
             >>> page.begin(entry, b"recv_object", 0.0, peer=3)
-            >>> page.wait(entry, Wait(3, 0, 1))
+            >>> page.wait(entry, MessageWait(3, 0, 1))
             >>> PeerPage.attach(*page.address).waits(entry)
-            (Wait(partner=3, kind=0, number=1), None)
+            (MessageWait(partner=3, kind=0, number=1), None)
         """
         if entry >= 0:
             self._words[(_start(entry) + _HOLDS) >> 3] = 0  # first: it is about the wait before
             self._words[(_start(entry) + 24) >> 3] = _message(wait) << 32 | 2 + wait.partner
 
-    def holds(self, entry: int, rank: int, wait: Wait) -> None:
+    def holds(self, entry: int, rank: int, wait: MessageWait) -> None:
         """Record that a rank waits for a message which this one has not begun, and will not during its own wait."""
         if entry >= 0:
             self._words[(_start(entry) + _HOLDS) >> 3] = _message(wait) << 32 | 1 + rank
@@ -391,14 +391,14 @@ class PeerPage(_Page):
         """Return the number of the last call in a group; None if it is not known."""
         return self._words[_start(entry) >> 3] if entry >= 0 else None
 
-    def waits(self, entry: int) -> tuple[Wait, Held] | None:
+    def waits(self, entry: int) -> tuple[MessageWait, Held] | None:
         """Return the wait of the process for a message, and what it has recorded of another one; None if none."""
         word = self._words[(_start(entry) + 24) >> 3] if entry >= 0 else 0
         if not (told := word >> 32):
             return None
         held = self._words[(_start(entry) + _HOLDS) >> 3]
         other = ((held & _PARTNER) - 1, held >> 33, held >> 32 & 1) if held else None
-        return Wait((word & _PARTNER) - 2, told % 2, told // 2), other
+        return MessageWait((word & _PARTNER) - 2, told % 2, told // 2), other
 
     def has_left(self, entry: int, born: float) -> bool:
         """True if the process has left the group to which the entry belonged at the time ``born`` of its clock."""
@@ -414,7 +414,7 @@ class PeerPage(_Page):
         return entry >= 0 and bool(self._words[(_start(entry) >> 3) + 1])
 
 
-def _message(wait: Wait) -> int:
+def _message(wait: MessageWait) -> int:
     """Return the message of a wait in 31 bits."""
     return (2 * wait.number + wait.kind) & _LAST_MESSAGE
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from easydist import settings
 from easydist.liveness import bodies, texts
 from easydist.liveness.bodies import Body
-from easydist.liveness.page import Held, OwnPage, PeerPage, Wait
+from easydist.liveness.page import Held, MessageWait, OwnPage, PeerPage
 from easydist.liveness.report import EXCEPTION, Report
 from easydist.liveness.rules import has_finished
 from easydist.liveness.signed import seal
@@ -211,7 +211,7 @@ class Peer:
         """True if it is known to be in the call of this number."""
         return self._page is not None and self.number() == number and self._page.is_inside(self._entry)
 
-    def waits(self) -> tuple[Wait, Held] | None:
+    def waits(self) -> tuple[MessageWait, Held] | None:
         """Return its wait for a message, and the rank that it holds up; None if it is not known to wait for one."""
         if self._page is None or self._page.is_reused(self._entry, self._born):
             return None
@@ -229,7 +229,7 @@ class Peer:
         """Return the body that it runs; None if it runs none, is stopped, or is not visible."""
         if self._page is None or not (text := self._page.body()) or _state(self.pid)[0] in (*_DEAD, *_STOPPED):
             return None
-        return bodies.of_page(text, self._page.memberships())
+        return bodies.of_page(text, self._page.entries())
 
     def register(self) -> str:
         """Return its register for recovering the group; empty if it has written none, or none visible."""

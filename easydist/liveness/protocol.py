@@ -13,7 +13,7 @@ import math
 from collections.abc import Generator, Mapping
 
 from easydist.errors import EasydistError
-from easydist.liveness.events import Announced, Answer, Do, Step
+from easydist.liveness.events import Announced, Do, Replies, Step
 from easydist.liveness.rules import CallProtocol
 
 CONNECTED = 30.0
@@ -24,7 +24,7 @@ SHORTEST = 0.05
 
 NOTHING = Announced(-1.0, 0)
 
-Meeting = Generator[Step, Answer | None, list[Announced]]
+Meeting = Generator[Step, Replies | None, list[Announced]]
 """The steps of a meeting, of which only ``ASK`` is answered. Returns the announcements of all ranks: the same call."""
 
 
@@ -45,7 +45,7 @@ class GroupProtocol(CallProtocol):
         """Make the phase odd; return the error that broke the old connections."""
         broken, self.broken = self.broken, None
         self.phase |= 1
-        self._attempt += 1
+        self._meetings += 1
         return broken
 
     def meeting(self) -> Meeting:
@@ -56,7 +56,7 @@ class GroupProtocol(CallProtocol):
         told, last, others = NOTHING, self.at, self._told_nothing()
         while True:
             if told.at < last:
-                told = Announced(last, self._attempt, self._partner, tuple(self._turns.items()))
+                told = Announced(last, self._meetings, self._partner, tuple(self._turns.items()))
                 yield Step(Do.ANNOUNCE, told)
             answer = yield Step(Do.ASK, ranks=[rank for rank, one in others.items() if one.at < told.at])
             if answer is not None and answer.is_passed:  # the others have connected without this rank, and meet again
@@ -88,9 +88,9 @@ class GroupProtocol(CallProtocol):
 
     def _still_there(self, others: Mapping[int, Announced]) -> dict[int, Announced]:
         """Return the announcements, reset for ranks that have left again: they come back with their next call."""
-        return {rank: one if one.attempt > self._over.get(rank, 0) else NOTHING for rank, one in others.items()}
+        return {rank: one if one.meetings > self._over.get(rank, 0) else NOTHING for rank, one in others.items()}
 
-    def _follow(self, at: float) -> Generator[Step, Answer | None, None]:
+    def _follow(self, at: float) -> Generator[Step, Replies | None, None]:
         """Move on to the later call that others are in; give up instead unless Ctrl-C made this rank miss it.
 
         A call of two is given up in any case: the other rank has left it before the call of all that this one has

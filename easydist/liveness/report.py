@@ -48,7 +48,7 @@ _FORM = {
     "fields": {str: object},
     "peer": int | None,
     "turn": int,
-    "attempt": int,
+    "meetings": int,
     "left": float | None,
 }
 _FIELDS = ("rank", "pid", "host", "exit_status", "missing", "call", "circle")
@@ -74,7 +74,7 @@ class Report:
         fields: The other attributes of the error, by name.
         peer: The only other rank of that call; None if all ranks take part.
         turn: The number of that call among the calls between the two ranks since the last call of all ranks.
-        attempt: The number of times that the rank has begun to meet the others.
+        meetings: The number of times that the rank has begun to meet the others.
         left: The call in which the rank left the group's exchanges, without having come back; None if it has not left.
 
     Example:
@@ -94,7 +94,7 @@ class Report:
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)
     peer: int | None = None
     turn: int = 0
-    attempt: int = 0
+    meetings: int = 0
     left: float | None = None
 
     def to_json(self) -> str:

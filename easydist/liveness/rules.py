@@ -73,8 +73,8 @@ class CallProtocol:
         self._partner: int | None = None  # the same as peer, but not reset while the call reconnects all ranks
         # The number of calls with the partner, and with each partner, since the last call of all ranks.
         self._turn, self._turns = 0, dict[int, int]()
-        self._attempt, self._met = 0, list[Announced]()
-        self._over = dict[int, int]()  # for each rank its last meeting attempt that it has left
+        self._meetings, self._met = 0, list[Announced]()
+        self._over = dict[int, int]()  # for each rank its last meeting that it has left
         self._left_at: float | None = None
         self._looks = dict[int, int]()  # for each rank that has ended or left, the looks at it in this call
         self._seen_left: set[int] = set()
@@ -169,14 +169,14 @@ class CallProtocol:
         if not self._is_of_this_phase(report) or not is_ours:
             return None
         if is_reconnecting and is_earlier:  # the report is about an attempt to reconnect that ended before this one
-            self._over[heard.rank] = max(report.attempt, self._over.get(heard.rank, 0))
+            self._over[heard.rank] = max(report.meetings, self._over.get(heard.rank, 0))
             return None
         return Cause(Why.REPORTED, heard.rank, report, is_earlier)
 
     def _is_of_this_phase(self, report: Report) -> bool:
         """True unless the ranks have reconnected since the report; a rank may also have left while they connected."""
         if report.phase == self.phase - 1 and self._met:
-            return report.attempt >= self._met[report.by].attempt
+            return report.meetings >= self._met[report.by].meetings
         return report.phase >= self.phase
 
     def _is_earlier(self, report: Report) -> bool:
@@ -333,9 +333,9 @@ class CallProtocol:
 
     @property
     def origin(self) -> tuple[int | None, int, int, float | None]:
-        """The last fields of a report of this rank: partner, turn, attempt, and the call in which it has left."""
+        """The last fields of a report of this rank: partner, turn, meetings, and the call in which it has left."""
         is_between = self._deadline != NOT_IN_TIME and self._partner is not None
-        return (self._partner if is_between else None), self._turn, self._attempt, self._left_at
+        return (self._partner if is_between else None), self._turn, self._meetings, self._left_at
 
     def leave(self, error: EasydistError, wait: int | None = None) -> Parting:
         """Leave the group's exchanges.

@@ -320,8 +320,8 @@ class GroupStatus(GroupProtocol):
         """Return the body in which a rank is known to be; None if it waits there for this rank."""
         known = self._known(peer)
         body = known.body() if known.is_visible else self._told_body(peer)
-        memberships = [] if body is None or self._page is None else self._page.memberships()
-        return None if body is None or body.waits_for(memberships) else body
+        entries = [] if body is None or self._page is None else self._page.entries()
+        return None if body is None or body.waits_for(entries) else body
 
     def _told_body(self, peer: Peer) -> Body | None:
         """Return the body of a rank of another host, if it has told of it again since the previous look."""

@@ -21,7 +21,7 @@ from easydist.base import modes
 from easydist.errors import DisagreementError, EasydistError, RemoteError
 from easydist.groups.communicators import Communicators
 from easydist.liveness.crossing import RECEIVE, SEND
-from easydist.liveness.page import Wait
+from easydist.liveness.page import MessageWait
 from easydist.messages import frames
 from easydist.messages.channels import Channel, channel_to
 from easydist.messages.frames import ASKED, FAULT, FRAME, POSTED, REFUSED, Message
@@ -272,12 +272,12 @@ class Pair:
         self,
         parts: Sequence[Part],
         answer: Any = None,
-        message: Wait | None = None,
+        message: MessageWait | None = None,
         is_promised: bool = False,
     ) -> Transfer:
         return Transfer(self._comms, self._operation, self.peer, parts, answer, message, is_promised)
 
-    def _begin(self, kind: int) -> Wait:
+    def _begin(self, kind: int) -> MessageWait:
         return self._comms.monitor.crossing.begin(kind, self.peer)
 
     def _wait(self, part: Part) -> None:

@@ -12,7 +12,7 @@ import torch
 from easydist.agreement.calling import calling
 from easydist.errors import RemoteError
 from easydist.groups.communicators import Communicators
-from easydist.liveness.page import Wait
+from easydist.liveness.page import MessageWait
 from easydist.messages.frames import REFUSED, Message, error_of
 from easydist.transport.backends.c10d import wait_watched
 from easydist.transport.work import COMPLETED, Begun, TorchWork
@@ -95,7 +95,7 @@ class Transfer:
         peer: int,
         parts: Sequence[Part],
         answer: Answer | None = None,
-        message: Wait | None = None,
+        message: MessageWait | None = None,
         is_promised: bool = False,
     ) -> None:
         self._message, self._is_promised = message, is_promised

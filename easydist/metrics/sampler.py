@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from easydist.data.plan import split_bounds
+from easydist.data.arithmetic import split_bounds
 from easydist.metrics.collate import Collate
 from easydist.state import ProcessState
 

@@ -1,10 +1,10 @@
 """The loader that the rows of a call come from, and the tally of its rows, on which all ranks agree.
 
 The tally tells which samples a call has, from the rows of the calls before it. The n-th calls between the steps of a
-loader form a *stream*, so predictions and labels that are gathered apart are two. The rows of a stream come in the
+loader form a *sequence*, so predictions and labels that are gathered apart are two. The rows of a sequence come in the
 loader's order, one batch after another, whenever they are gathered: in their own step, some steps later, or all at
-once. So a stream that has all rows of the pass has its last step, the only one with repeated samples. If rows cannot be
-placed in this way, the call raises.
+once. So a sequence that has all rows of the pass has its last step, the only one with repeated samples. If rows cannot
+be placed in this way, the call raises.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Position(NamedTuple):
     mixed: int = 0
 
 
-class _Stream:
+class _Sequence:
     """The n-th calls between two steps.
 
     Attributes:
         name: A name for errors.
         rows: The rows of all ranks in its calls.
-        behind: After its first call, the rows that the loader had yielded and this stream had not gathered.
+        behind: After its first call, the rows that the loader had yielded and this sequence had not gathered.
     """
 
     def __init__(self, number: int) -> None:
@@ -58,20 +58,20 @@ class Tally:
     """The rows that were gathered in the current pass over one loader. All ranks keep the same tally.
 
     Attributes:
-        rows: The rows of all streams.
+        rows: The rows of all sequences.
     """
 
     def __init__(self) -> None:
         self.rows = 0
         self._at = Position(serial=-1)
         self._total: int | None = None
-        self._streams: list[_Stream] = []
+        self._sequences: list[_Sequence] = []
         self._calls = 0
         self._is_lost = False
 
     def lose(self) -> None:
         """Forget the rows of this pass, since the ranks do not agree on them or do not know them."""
-        self._streams, self.rows, self._is_lost = [], 0, True
+        self._sequences, self.rows, self._is_lost = [], 0, True
 
     def admit(self, rows: int, sharding: Sharding, at: Position) -> bool:
         """Add the rows of a call.
@@ -85,8 +85,8 @@ class Tally:
             True if the last step of the pass is among the rows.
 
         Raises:
-            ValueError: It is not known which samples these rows are, or a stream of the last pass lacks rows. The rows
-                of this pass are lost then: call ``lose``.
+            ValueError: It is not known which samples these rows are, or a sequence of the last pass lacks rows. The
+                rows of this pass are lost then: call ``lose``.
         """
         last, self._at = self._at, at
         if at.serial != last.serial or at.mixed != last.mixed:
@@ -96,25 +96,25 @@ class Tally:
         repeats_none = sharding.rows is None and sharding.rest is None and at.has_ended
         if rows == sharding.rows or repeats_none:
             return True  # a whole pass, or one of unknown length
-        stream = None if self._is_lost or not at.serial else self._next_stream(at)
-        if stream is None:
+        sequence = None if self._is_lost or not at.serial else self._next_sequence(at)
+        if sequence is None:
             return self._unplaced(rows, sharding)
         self._total = sharding.rows
         self.rows += rows
-        stream.rows += rows
-        behind = at.available - stream.rows
-        stream.behind = behind if stream.behind < 0 else stream.behind
-        if behind < 0 or (at.has_ended and behind > stream.behind):
+        sequence.rows += rows
+        behind = at.available - sequence.rows
+        sequence.behind = behind if sequence.behind < 0 else sequence.behind
+        if behind < 0 or (at.has_ended and behind > sequence.behind):
             raise ValueError(
-                f"{stream.name} of each step has gathered {stream.rows} rows so far, and the loader has yielded "
+                f"{sequence.name} of each step has gathered {sequence.rows} rows so far, and the loader has yielded "
                 f"{at.available} on all ranks, so it is not known which batches the last of them came from; {_ADVICE}"
             )
-        return at.has_ended and stream.rows == sharding.rows
+        return at.has_ended and sequence.rows == sharding.rows
 
     def _begin(self, last: Position, sharding: Sharding, at: Position) -> None:
         """Begin to count a pass that has begun since the last call."""
         is_mixed = last.serial > 0 and at.mixed != last.mixed
-        streams, self._streams = self._streams, []
+        sequences, self._sequences = self._sequences, []
         self.rows, self._calls, self._is_lost = 0, 0, is_mixed
         if is_mixed and sharding.rest is not None:
             raise ValueError(
@@ -122,24 +122,24 @@ class Tally:
                 "the last ones came from; use a loader for each loop, or pass indices="
             )
         if at.finished == last.serial or last.has_ended:
-            self._check(streams)
+            self._check(sequences)
 
-    def _check(self, streams: list[_Stream]) -> None:
-        """Make sure that the streams of a finished pass have all its rows."""
-        for stream in streams:
-            if self._total not in (None, stream.rows):
+    def _check(self, sequences: list[_Sequence]) -> None:
+        """Make sure that the sequences of a finished pass have all its rows."""
+        for sequence in sequences:
+            if self._total not in (None, sequence.rows):
                 raise ValueError(
-                    f"in the last pass over the loader, {stream.name} of each step gathered {stream.rows} of "
+                    f"in the last pass over the loader, {sequence.name} of each step gathered {sequence.rows} of "
                     f"{self._total} rows, so samples are missing in its results; {_ADVICE}"
                 )
 
-    def _next_stream(self, at: Position) -> _Stream | None:
-        """Return the stream of this call; None if that is not known."""
+    def _next_sequence(self, at: Position) -> _Sequence | None:
+        """Return the sequence of this call; None if that is not known."""
         number, self._calls = self._calls, self._calls + 1
-        if not at.has_ended and number == len(self._streams):
-            self._streams.append(_Stream(number))
-        # After the last step, the streams that the steps before had go on in turns.
-        return self._streams[number % len(self._streams)] if self._streams else None
+        if not at.has_ended and number == len(self._sequences):
+            self._sequences.append(_Sequence(number))
+        # After the last step, the sequences that the steps before had go on in turns.
+        return self._sequences[number % len(self._sequences)] if self._sequences else None
 
     def _unplaced(self, rows: int, sharding: Sharding) -> bool:
         """Refuse rows of which it is not known whether the last step is among them."""

@@ -52,12 +52,12 @@ def main() -> None:
     from easydist.notebook.application import start  # after the path is set
 
     app = start(settings["connection_file"], settings["folder"])
-    from easydist.notebook.member import Member  # loads torch, while the notebook connects
+    from easydist.notebook.own_rank import OwnRank  # loads torch, while the notebook connects
 
-    member = Member(settings["rank"], settings["size"], settings["folder"], app.shell.user_ns)
-    member.join(settings["epoch"])
+    own = OwnRank(settings["rank"], settings["size"], settings["folder"], app.shell.user_ns)
+    own.join(settings["epoch"])
     app.shell.user_ns_hidden.update(app.shell.user_ns)
-    app.kernel.member = member
+    app.kernel.own = own
     gc.freeze()
     gc.enable()
     app.start()

@@ -12,8 +12,8 @@ from typing import IO
 Line = tuple[str, str]
 """The stream of a line, ``"stdout"`` or ``"stderr"``, and its text."""
 
-_Place = tuple[int, int]
-"""A place among the lines: that of the leading rank's line, and a number behind it for lines of ranks that lag."""
+_Position = tuple[int, int]
+"""A position among the lines: that of the leading rank's line, and a number behind it for lines of ranks that lag."""
 
 _KEPT = 50_000
 """The number of lines that are kept at least. A rank that lags by more than twice as many is not recognised."""
@@ -53,15 +53,15 @@ class Shown:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = list(ranks)
-        self._at: dict[int, _Place] = {}
+        self._at: dict[int, _Position] = {}
         self.clear()
 
     def clear(self) -> None:
         """Forget all lines."""
         self._at = dict.fromkeys(self._ranks, (0, 0))
         self._last, self._count = 0, 0
-        self._recent: dict[Line, list[_Place]] = {}
-        self._older: dict[Line, list[_Place]] = {}
+        self._recent: dict[Line, list[_Position]] = {}
+        self._older: dict[Line, list[_Position]] = {}
 
     def follow(self, rank: int, line: Line) -> bool:
         """Move a rank on to its next line on the page that equals this one.
@@ -69,11 +69,11 @@ class Shown:
         Returns:
             True if there is one, so that this line need not be shown again.
         """
-        found: list[_Place] = []
+        found: list[_Position] = []
         for lines in (self._older, self._recent):
-            places = lines.get(line, ())
-            if (index := bisect_right(places, self._at[rank])) < len(places):
-                found.append(places[index])
+            positions = lines.get(line, ())
+            if (index := bisect_right(positions, self._at[rank])) < len(positions):
+                found.append(positions[index])
         if found:
             self._at[rank] = min(found)
         return bool(found)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from easydist.base import html
 from easydist.cli.ranks import awaited_by, placed
-from easydist.liveness.page import Membership, PeerPage
+from easydist.liveness.page import PageEntry, PeerPage
 
 _COUNTS_ALL = "easydist_shm"
 """A group of this name also counts messages of two ranks, so numbers do not show which rank is behind."""
@@ -41,19 +41,19 @@ class Wait(NamedTuple):
     missing: tuple[int, ...]
 
 
-class _Group(NamedTuple):
+class _SeenGroup(NamedTuple):
     """A group, as far as it can be seen.
 
     Attributes:
         size: The number of its ranks.
         numbers: The cluster's rank of each number in the group.
-        told: The published membership of each of them, by its number in the group.
+        told: The published entry of each of them, by its number in the group.
         others: The cluster's ranks that are not known to be in it.
     """
 
     size: int
     numbers: dict[int, int]
-    told: dict[int, Membership]
+    told: dict[int, PageEntry]
     others: set[int]
 
     @property
@@ -74,12 +74,12 @@ class Pages:
         self._pids = pids
         self._pages: dict[int, PeerPage] = {}
 
-    def memberships(self) -> dict[int, list[Membership]]:
+    def entries(self) -> dict[int, list[PageEntry]]:
         """Return the groups of each rank."""
         for rank, pid in self._pids.items():
             if rank not in self._pages and (page := PeerPage.find(pid)) is not None:
                 self._pages[rank] = page
-        return {rank: page.memberships() for rank, page in self._pages.items()}
+        return {rank: page.entries() for rank, page in self._pages.items()}
 
     def waits(self, running: Collection[int]) -> dict[int, Wait]:
         """Return the waits of the ranks that are in a call.
@@ -87,21 +87,21 @@ class Pages:
         Args:
             running: The ranks that run a cell; others join no call.
         """
-        groups: defaultdict[tuple[str, str, int], dict[int, tuple[int, Membership]]] = defaultdict(dict)
-        for rank, memberships in self.memberships().items():
-            for told in memberships:
+        groups: defaultdict[tuple[str, str, int], dict[int, tuple[int, PageEntry]]] = defaultdict(dict)
+        for rank, entries in self.entries().items():
+            for told in entries:
                 groups[told.meeting, told.group, told.size][told.rank] = rank, told
         waits: dict[int, Wait] = {}
         for (_, _, size), members in groups.items():
             numbers = {number: rank for number, (rank, _) in members.items()}
             seen = {number: told for number, (_, told) in members.items()}
-            group = _Group(size, numbers, seen, set(self._pids) - set(numbers.values()))
+            group = _SeenGroup(size, numbers, seen, set(self._pids) - set(numbers.values()))
             for number, rank in numbers.items():
                 if seen[number].is_in_call and rank in running:
                     waits[rank] = self._wait(seen[number], group, running)
         return waits
 
-    def _wait(self, told: Membership, group: _Group, running: Collection[int]) -> Wait:
+    def _wait(self, told: PageEntry, group: _SeenGroup, running: Collection[int]) -> Wait:
         awaited = self._awaited(told, group)
         absent = {rank for rank in group.everyone if rank not in running}
         if told.group == _COUNTS_ALL:
@@ -113,14 +113,14 @@ class Pages:
         missing = awaited & absent or absent
         return Wait(operation, site, tuple(sorted(awaited)), told.since, is_vain, tuple(sorted(missing)))
 
-    def _awaited(self, told: Membership, group: _Group) -> set[int]:
+    def _awaited(self, told: PageEntry, group: _SeenGroup) -> set[int]:
         """Return the ranks for which a rank waits. A group as large as the cluster is in the cluster's order."""
         numbers = awaited_by(told, group.told)
         if group.size == len(self._pids):
             return {group.numbers.get(number, number) for number in numbers}
         return {group.numbers[number] for number in numbers if number in group.numbers}
 
-    def _is_stuck(self, group: _Group, running: Collection[int]) -> bool:
+    def _is_stuck(self, group: _SeenGroup, running: Collection[int]) -> bool:
         """True if no rank of a group can continue: all that run the cell wait, and some do not run it."""
         here = [told for number, told in group.told.items() if group.numbers[number] in running]
         may_come = group.others & set(running) if len(group.told) < group.size else set()

@@ -13,7 +13,7 @@ from easydist import memory
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb
-from easydist.data.plan import split_sizes
+from easydist.data.arithmetic import split_sizes
 from easydist.errors import DisagreementError
 from easydist.groups.communicators import Communicators
 from easydist.transport.comm import Collectives

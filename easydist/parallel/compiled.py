@@ -13,7 +13,7 @@ from torch.fx.node import has_side_effect
 
 from easydist.agreement.runner import run
 from easydist.parallel.collectives import EvenGather
-from easydist.parallel.membership import named
+from easydist.parallel.members import named
 
 
 @torch.library.custom_op("easydist::group_all_reduce", mutates_args=())

@@ -14,12 +14,12 @@ from easydist.groups.known import unregistered
 from easydist.groups.rendezvous import Rendezvous
 from easydist.parallel.experts import Experts
 from easydist.parallel.objects import Objects
-from easydist.parallel.pairs import Pairs
+from easydist.parallel.point_to_point import PointToPoint
 from easydist.parallel.tensors import Tensors
 from easydist.typing import Timeout, Tree
 
 
-class GroupCoordinator(Tensors, Experts, Objects, Pairs):
+class GroupCoordinator(Tensors, Experts, Objects, PointToPoint):
     """A group of ranks with all their exchanges, for engines with tensor, pipeline and data parallelism.
 
     Law: every method returns the value of the single-process expression in its docstring, with one rank too.

@@ -10,10 +10,10 @@ import torch
 from easydist.agreement.runner import run
 from easydist.base.eager import eager
 from easydist.parallel.collectives import AllGatherV, ReduceScatter
-from easydist.parallel.membership import Membership
+from easydist.parallel.members import Members
 
 
-class Experts(Membership):
+class Experts(Members):
     """``dispatch`` and ``combine``.
 
     Attributes:
@@ -21,7 +21,7 @@ class Experts(Membership):
             the group itself. A layout sets it for the group of experts.
     """
 
-    data_parallel: Membership | None = None
+    data_parallel: Members | None = None
 
     @eager
     def dispatch(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ class Experts(Membership):
             )
         return run(verb, self._exchanging(is_sequence_parallel).communicators)
 
-    def _exchanging(self, is_sequence_parallel: bool) -> Membership:
+    def _exchanging(self, is_sequence_parallel: bool) -> Members:
         return self if is_sequence_parallel or self.data_parallel is None else self.data_parallel
 
     def _remember(self, is_sequence_parallel: bool, sizes: list[int]) -> None:

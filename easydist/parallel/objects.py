@@ -7,7 +7,7 @@ from typing import Any
 from easydist.agreement.calling import calling
 from easydist.agreement.runner import run
 from easydist.base.eager import eager
-from easydist.parallel.membership import Membership
+from easydist.parallel.members import Members
 from easydist.queue import Handle, MessageQueue
 from easydist.state import communicators
 from easydist.typing import Group, Tree
@@ -19,7 +19,7 @@ _CHUNK, _CHUNKS = 1 << 22, 6
 _LARGE = 1 << 20
 
 
-class Objects(Membership):
+class Objects(Members):
     """The methods that send from one rank to all.
 
     Attributes:

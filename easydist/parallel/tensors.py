@@ -14,7 +14,7 @@ from easydist.agreement.runner import meet, run
 from easydist.base.eager import eager
 from easydist.parallel import compiled
 from easydist.parallel.collectives import AllGatherV, AllReduce, ReduceScatter
-from easydist.parallel.membership import Membership
+from easydist.parallel.members import Members
 from easydist.verbs.broadcast import broadcast
 from easydist.verbs.gather import gather
 
@@ -30,7 +30,7 @@ class GraphCaptureContext:
     stream: torch.cuda.Stream | None
 
 
-class Tensors(Membership):
+class Tensors(Members):
     """The collective methods for tensors."""
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:

@@ -63,15 +63,15 @@ EQUAL = 1 << 30
 """In a code: the number of elements is the same on all ranks."""
 
 
-class Call(NamedTuple):
-    """The call of one rank: its code (``UNKNOWN``, ``NOT_BEGUN``) and its number of elements."""
+class Description(NamedTuple):
+    """A rank's description of its call: a code (``UNKNOWN``, ``NOT_BEGUN``) and a number of elements."""
 
     code: int
     numel: int
 
 
-class Message(NamedTuple):
-    """The bytes of a message, and those that its receiver expects."""
+class Mismatch(NamedTuple):
+    """A message whose receiver expects another length or dtype: its bytes, and those that are expected."""
 
     sender: int
     receiver: int
@@ -80,16 +80,16 @@ class Message(NamedTuple):
 
 
 class Dispute(NamedTuple):
-    """A difference: the call of each rank, and the message of another length or dtype if it is about one.
+    """A difference: the call of each rank, and the mismatch of a message if it is about one.
 
-    If the message is no part of a collective, the codes are the dtypes of the two ranks, and 0 for the others.
+    If that message is no part of a collective, the codes are the dtypes of the two ranks, and 0 for the others.
     """
 
-    calls: Sequence[Call]
-    message: Message | None
+    calls: Sequence[Description]
+    mismatch: Mismatch | None
 
 
-_NO_MESSAGE = Message(-1, 0, 0, 0)
+_MATCH = Mismatch(-1, 0, 0, 0)
 
 
 def _silent(dispute: Dispute) -> DisagreementError:
@@ -195,18 +195,18 @@ class Calls:
         """
         number = self._first_difference()
         if number is not None or found == expected:
-            message = None
+            mismatch = None
         else:
-            message = Message(peer, self._rank, found, expected)
+            mismatch = Mismatch(peer, self._rank, found, expected)
         if number is None:
             number = self.number - ((self.number - (word >> 32)) & _NUMBERS)
-        return self._differ_at(number, message)
+        return self._differ_at(number, mismatch)
 
-    def _differ_at(self, number: int, message: Message | None) -> DisagreementError:
+    def _differ_at(self, number: int, mismatch: Mismatch | None) -> DisagreementError:
         words, until = self._words, time.monotonic() + _GRACE
         while time.monotonic() < until and not self._has_ended() and any(words[at] < number for at in self._begun_at):
             self._slots.sleep(self._has_ended, _LOOK)
-        return self._dispute([self._call(rank, number) for rank in range(self._slots.size)], message)
+        return self._dispute([self._call(rank, number) for rank in range(self._slots.size)], mismatch)
 
     def differ_in_message(self, kind: int, peer: int, found: tuple[int, int], expected: int) -> DisagreementError:
         """Return the error for a message of another dtype, or of another length, than this rank expects.
@@ -217,9 +217,9 @@ class Calls:
             found: The kind and the bytes of the message.
             expected: The bytes that this rank expects.
         """
-        calls = [Call(0, 0)] * self._slots.size
-        calls[peer], calls[self._rank] = Call(found[0] ^ self.high, 0), Call(kind ^ self.high, 0)
-        return self._dispute(calls, Message(peer, self._rank, found[1], expected))
+        calls = [Description(0, 0)] * self._slots.size
+        calls[peer], calls[self._rank] = Description(found[0] ^ self.high, 0), Description(kind ^ self.high, 0)
+        return self._dispute(calls, Mismatch(peer, self._rank, found[1], expected))
 
     def compare(self) -> DisagreementError | None:
         """Compare the last calls of all ranks; return the error to raise if they differ, or if a rank has found so.
@@ -244,7 +244,7 @@ class Calls:
         found = self.cycles.look(flags, self._call(self._rank, self.number) if call is None else call)
         if found is None:
             return None
-        return self._dispute([Call(*found.get(rank, (ABSENT, 0))) for rank in range(self._slots.size)], None)
+        return self._dispute([Description(*found.get(rank, (ABSENT, 0))) for rank in range(self._slots.size)], None)
 
     def _first_difference(self) -> int | None:
         found = [number for rank in self._slots.others if (number := self._difference(rank)) is not None]
@@ -261,22 +261,22 @@ class Calls:
                 return number
         return None
 
-    def _call(self, rank: int, number: int) -> Call:
+    def _call(self, rank: int, number: int) -> Description:
         words, at = self._words, self._at[rank] + (number % _KEPT << 1)
         if words[self._begun_at[rank]] < number:
-            return Call(NOT_BEGUN, 0)
-        call = Call(words[at], words[at + 1])
+            return Description(NOT_BEGUN, 0)
+        call = Description(words[at], words[at + 1])
         return (
-            call if words[self._begun_at[rank]] < number + _KEPT - 1 else Call(UNKNOWN, 0)
+            call if words[self._begun_at[rank]] < number + _KEPT - 1 else Description(UNKNOWN, 0)
         )  # read last: see ``begin``
 
     # Disputes.
 
-    def _dispute(self, calls: Sequence[Call], message: Message | None) -> DisagreementError:
+    def _dispute(self, calls: Sequence[Description], mismatch: Mismatch | None) -> DisagreementError:
         """State a difference, unless another rank has done so; end the epoch, and return the error to raise."""
         if not self._has_ended():
             words, at = self._words, self._own + _STATEMENT
-            for value in (*(message or _NO_MESSAGE), *itertools.chain(*calls)):
+            for value in (*(mismatch or _MATCH), *itertools.chain(*calls)):
                 words[at] = value
                 at += 1
             self._take_ticket()
@@ -322,8 +322,11 @@ class Calls:
     def _statement(self, rank: int) -> Dispute:
         at = self._at[rank] + _STATEMENT
         numbers = self._words[at : at + 4 + 2 * self._slots.size].tolist()
-        message, calls = Message(*numbers[:4]), itertools.starmap(Call, zip(numbers[4::2], numbers[5::2], strict=True))
-        return Dispute([*calls], None if message == _NO_MESSAGE else message)
+        mismatch, calls = (
+            Mismatch(*numbers[:4]),
+            itertools.starmap(Description, zip(numbers[4::2], numbers[5::2], strict=True)),
+        )
+        return Dispute([*calls], None if mismatch == _MATCH else mismatch)
 
     def entered(self, task: Iterator[Need]) -> Iterator[Need]:
         """Run the first collectives of an epoch once all ranks have left the epoch before."""

@@ -28,7 +28,7 @@ STEP = 1
 """Needs a step of a collective in the slots."""
 
 _DATA, _ROOM = 2, 8
-"""Needs data from a pipe, or room in one; shifted by the channel."""
+"""Needs data from a pipe, or room in one; shifted by the lane."""
 
 _BEGUN = 5
 """By so many bits, from what a rank needs to what the other one has begun that may give it."""
@@ -43,12 +43,12 @@ _ENOUGH = 3
 
 def begun(pipe: Pipe) -> int:
     """Return the flag of a transfer under way in a pipe: the other rank may need it."""
-    return (_DATA if pipe.is_out else _ROOM) << pipe.channel << _BEGUN
+    return (_DATA if pipe.is_out else _ROOM) << pipe.lane << _BEGUN
 
 
 def need(pipe: Pipe) -> int:
     """Return the flag for what a transfer in a pipe needs from the other rank."""
-    return (_ROOM if pipe.is_out else _DATA) << pipe.channel
+    return (_ROOM if pipe.is_out else _DATA) << pipe.lane
 
 
 def circle_of(rank: int, size: int, needs: Callable[[int, int], bool]) -> list[int]:

@@ -7,13 +7,13 @@
         word, word                            the calls to which the data in its slots belongs, see ``calls``
         notice                                1 if another rank has something to tell it; the others write this one
         asleep                                1 if this rank has to be woken, else 0
-        posted, per channel and peer          chunks written to the pipe to that peer
-        taken, per channel and peer           chunks copied out of the pipe from that peer
+        posted, per lane and peer             chunks written to the pipe to that peer
+        taken, per lane and peer              chunks copied out of the pipe from that peer
         eight numbers, per peer               the numbers of the mailboxes, see ``mailbox``
-        two pairs, per channel and peer       the bytes left of the message with each chunk of the pipe to that peer,
+        two pairs, per lane and peer          the bytes left of the message with each chunk of the pipe to that peer,
                                               and the kind of that message
         its calls, and its wait               see ``calls`` and ``cycles``
-    per rank, data                            two slots, and two chunks of a pipe per channel and peer
+    per rank, data                            two slots, and two chunks of a pipe per lane and peer
     per rank, messages                        two chunks of a mailbox per peer
 
 A *slot* is read by all other ranks. Its owner fills it for a step and publishes the step's number; the others wait for
@@ -23,7 +23,7 @@ A rank that publishes wakes all sleeping ranks. If only the last of the awaited 
 context switches, but it took 40 % more time on four ranks and two cores, because then all ranks run at once.
 
 A *pipe* leads from one rank to one other. Both count its chunks, and two chunks may be under way. There is one pipe per
-*channel* (collectives and messages). Together a rank's pipes take as much room as four slots: a pipe's chunk is a slot
+*lane* (collectives and messages). Together a rank's pipes take as much room as four slots: a pipe's chunk is a slot
 divided by W. The mailboxes of a rank take 128 KiB, independent of the size of the slots.
 """
 
@@ -38,7 +38,7 @@ from easydist.shm.futex import Futex
 from easydist.shm.segment import Segment
 
 COLLECTIVES, POINT_TO_POINT = 0, 1
-_CHANNELS = 2
+_LANES = 2
 _LINE = 8
 """The count of 8-byte numbers on a cache line of 64 bytes."""
 
@@ -240,39 +240,39 @@ class Slots:
         """Wake the sleeping threads of this rank."""
         self.futex.wake(1 << self.rank % 32)
 
-    def pipe_to(self, channel: int, peer: int) -> Pipe:
+    def pipe_to(self, lane: int, peer: int) -> Pipe:
         """Return the pipe to a peer, which this rank fills."""
-        return self._pipes.get((channel, self.rank, peer)) or self._make_pipe(channel, self.rank, peer)
+        return self._pipes.get((lane, self.rank, peer)) or self._make_pipe(lane, self.rank, peer)
 
-    def pipe_from(self, channel: int, peer: int) -> Pipe:
+    def pipe_from(self, lane: int, peer: int) -> Pipe:
         """Return the pipe from a peer, which this rank empties."""
-        return self._pipes.get((channel, peer, self.rank)) or self._make_pipe(channel, peer, self.rank)
+        return self._pipes.get((lane, peer, self.rank)) or self._make_pipe(lane, peer, self.rank)
 
-    def _make_pipe(self, channel: int, src: int, dst: int) -> Pipe:
-        cells, chunks = self._pipe(channel, src, dst)
+    def _make_pipe(self, lane: int, src: int, dst: int) -> Pipe:
+        cells, chunks = self._pipe(lane, src, dst)
         peer = dst if src == self.rank else src
         pipe = Pipe(self._words, self.futex, cells, chunks, self.chunk, (peer, self._cell(peer, _ASLEEP)))
-        pipe.channel, pipe.is_out = channel, src == self.rank
-        return self._pipes.setdefault((channel, src, dst), pipe)
+        pipe.lane, pipe.is_out = lane, src == self.rank
+        return self._pipes.setdefault((lane, src, dst), pipe)
 
-    def _pipe(self, channel: int, src: int, dst: int) -> tuple[tuple[int, int, int], tuple[int, int]]:
+    def _pipe(self, lane: int, src: int, dst: int) -> tuple[tuple[int, int, int], tuple[int, int]]:
         """Return the cells of ``posted``, ``taken`` and the lengths, and the addresses of the two chunks."""
         # With four ranks: posted at 16, taken at 24, the mailboxes at 32, lengths and kinds at 64.
-        taken = 2 * _LINE + _rounded(_CHANNELS * self.size, _LINE)
+        taken = 2 * _LINE + _rounded(_LANES * self.size, _LINE)
         lengths = 2 * taken - 2 * _LINE + self.size * _LINE
-        first = self._address + self.slot_offset(src, 2) + 2 * (channel * self.size + dst) * self.chunk
+        first = self._address + self.slot_offset(src, 2) + 2 * (lane * self.size + dst) * self.chunk
         return (
             (
-                self._cell(src, 2 * _LINE + channel * self.size + dst),
-                self._cell(dst, taken + channel * self.size + src),
-                self._cell(src, lengths + 4 * (channel * self.size + dst)),
+                self._cell(src, 2 * _LINE + lane * self.size + dst),
+                self._cell(dst, taken + lane * self.size + src),
+                self._cell(src, lengths + 4 * (lane * self.size + dst)),
             ),
             (first, first + self.chunk),
         )
 
     def message_cell(self, rank: int, peer: int) -> int:
         """Return the first cell of the eight numbers that ``rank`` writes about its messages to and from ``peer``."""
-        return self._cell(rank, 2 * _LINE + 2 * _rounded(_CHANNELS * self.size, _LINE) + peer * _LINE)
+        return self._cell(rank, 2 * _LINE + 2 * _rounded(_LANES * self.size, _LINE) + peer * _LINE)
 
     def message_address(self, src: int, dst: int) -> int:
         """Return the address of the two chunks of the mailbox for messages from ``src`` to ``dst``."""
@@ -298,11 +298,11 @@ class Pipe:
 
     Attributes:
         peer: The other rank.
-        channel: Its channel.
+        lane: Its lane.
         is_out: True if this rank fills it.
     """
 
-    channel, is_out = COLLECTIVES, False
+    lane, is_out = COLLECTIVES, False
 
     def __init__(
         self,
@@ -399,7 +399,7 @@ def unequal(rank: int, found: int, expected: int) -> SizeMismatch:
 
 def _block(size: int) -> int:
     """Return the count of numbers per rank in the control block."""
-    pipes = 2 * _rounded(_CHANNELS * size, _LINE) + _rounded(4 * _CHANNELS * size, _LINE)
+    pipes = 2 * _rounded(_LANES * size, _LINE) + _rounded(4 * _LANES * size, _LINE)
     return 2 * _LINE + pipes + size * _LINE + _calls(size)
 
 

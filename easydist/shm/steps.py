@@ -13,7 +13,7 @@ from easydist.memory import copy
 from easydist.shm.calls import Calls
 from easydist.shm.slots import Need, Slots, unequal
 
-Place = tuple[int, int]
+Extent = tuple[int, int]
 """An address and a number of bytes."""
 
 Piece = tuple[int, int, int]
@@ -79,12 +79,12 @@ class Steps:
             yield from self.all_reach(self._read_in[half] + 1)
         return self.slots.slots[self.slots.rank][half]
 
-    def share(self, mine: Sequence[Place], rows: Sequence[Sequence[Place]], word: int) -> Iterator[Need]:
-        """Fill the places of ``rows[r]`` with the data of rank r.
+    def share(self, mine: Sequence[Extent], rows: Sequence[Sequence[Extent]], word: int) -> Iterator[Need]:
+        """Fill the extents of ``rows[r]`` with the data of rank r.
 
         Args:
-            mine: The places of this rank's data, with as many bytes as ``rows[rank]``; they may be the same places.
-            rows: The target places for each rank's data. Rows may differ in size; all ranks pass the same sizes.
+            mine: The extents of this rank's data, with as many bytes as ``rows[rank]``; they may be the same extents.
+            rows: The target extents for each rank's data. Rows may differ in size; all ranks pass the same sizes.
             word: The word of the call.
         """
         slots, rank = self.slots, self.slots.rank
@@ -101,8 +101,8 @@ class Steps:
                     copy(target, source, length)
             yield from self._collect(half, step, rows, taken, turn, word)
 
-    def share_small(self, mine: Place, rows: Sequence[Place], word: int) -> Iterator[Need]:
-        """Do as ``share`` with one place per rank, none larger than a slot."""
+    def share_small(self, mine: Extent, rows: Sequence[Extent], word: int) -> Iterator[Need]:
+        """Do as ``share`` with one extent per rank, none larger than a slot."""
         slots, nbytes = self.slots, mine[1]
         slot = yield from self.own_slot(half := self.next_half())
         copy(slot, *mine)
@@ -123,7 +123,7 @@ class Steps:
         self,
         half: int,
         step: int,
-        places: Sequence[Sequence[Place]],
+        extents: Sequence[Sequence[Extent]],
         rows: Sequence[Sequence[Sequence[Piece]]],
         turn: int,
         word: int,
@@ -132,7 +132,7 @@ class Steps:
         for rank in slots.others:
             while not slots.has_published(rank, step):
                 yield need
-            if not slots.holds(rank, half, total := _total(places[rank]), word):
+            if not slots.holds(rank, half, total := _total(extents[rank]), word):
                 raise self._differs(rank, half, total, word)
             if turn < len(rows[rank]):
                 slot = slots.slots[rank][half]
@@ -163,10 +163,10 @@ class Steps:
             rest = [[(row + slots.slot, n - slots.slot)] for row, n in zip(rows, lengths, strict=True)]
             yield from self.share(rest[slots.rank], rest, word)
 
-    def spread(self, places: Sequence[Place], root: int, word: int) -> Iterator[Need]:
-        """Copy the data of ``root`` at its places to the places of all others; the sizes are the same on all ranks."""
-        slots, nbytes = self.slots, _total(places)
-        for pieces in slotfuls(places, slots.slot) or [[]]:
+    def spread(self, extents: Sequence[Extent], root: int, word: int) -> Iterator[Need]:
+        """Copy the data of ``root`` at its extents to those of all others; the sizes are the same on all ranks."""
+        slots, nbytes = self.slots, _total(extents)
+        for pieces in slotfuls(extents, slots.slot) or [[]]:
             half = self.next_half()
             if slots.rank == root:
                 slot = yield from self.own_slot(half)
@@ -215,23 +215,23 @@ class Steps:
         del self.slots, self._calls
 
 
-def _total(places: Sequence[Place]) -> int:
-    return places[0][1] if len(places) == 1 else sum(nbytes for _, nbytes in places)
+def _total(extents: Sequence[Extent]) -> int:
+    return extents[0][1] if len(extents) == 1 else sum(nbytes for _, nbytes in extents)
 
 
-def slotfuls(places: Sequence[Place], slot: int) -> list[list[Piece]]:
-    """Return the places, concatenated and cut into parts that each fit a slot.
+def slotfuls(extents: Sequence[Extent], slot: int) -> list[list[Piece]]:
+    """Return the extents, concatenated and cut into parts that each fit a slot.
 
     Example:
         >>> slotfuls([(1000, 3), (2000, 6)], 4)
         [[(1000, 3, 0), (2000, 1, 3)], [(2001, 4, 0)], [(2005, 1, 0)]]
     """
-    if len(places) == 1 and 0 < places[0][1] <= slot:
-        return [[(*places[0], 0)]]
+    if len(extents) == 1 and 0 < extents[0][1] <= slot:
+        return [[(*extents[0], 0)]]
     full: list[list[Piece]] = []
     pieces: list[Piece] = []
     room = slot
-    for address, nbytes in places:
+    for address, nbytes in extents:
         while nbytes > 0:
             length = min(nbytes, room)
             pieces.append((address, length, slot - room))

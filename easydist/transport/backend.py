@@ -13,7 +13,7 @@ from easydist.transport.described import Described
 from easydist.transport.reduce_op import ReduceOp, combine
 from easydist.transport.work import Begun, Pending, TorchWork, handle
 
-Transfer = tuple[torch.Tensor, int]
+Addressed = tuple[torch.Tensor, int]
 """A flat tensor and the rank it goes to or comes from."""
 
 
@@ -122,7 +122,7 @@ class Backend(ABC):
     def send(self, tensor: torch.Tensor, dst: int) -> Begun:
         """Send to another rank, which receives as many bytes; messages never mix with those of collectives."""
 
-    def batch(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> Begun:
+    def batch(self, sends: Sequence[Addressed], recvs: Sequence[Addressed]) -> Begun:
         """Run several ``send`` and ``recv`` as one operation: all begin before any is waited for."""
         messages = [self.recv(*recv) for recv in recvs]
         return TorchWork(messages + [self.send(*send) for send in sends])

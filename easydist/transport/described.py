@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from easydist.shm.calls import ABSENT, EQUAL, NOT_BEGUN, UNKNOWN, Call, Dispute, Message
+from easydist.shm.calls import ABSENT, EQUAL, NOT_BEGUN, UNKNOWN, Description, Dispute, Mismatch
 from easydist.transport.reduce_op import OP_BIT, RedOpType, ReduceOp
 
 _NAMES = (
@@ -105,11 +105,11 @@ def described_message(name: str, dtype: int, nbytes: int, peer: int) -> Describe
     return _NAME_CODES[name] | dtype | peer + 1 << _ROOT, nbytes if kind is None else nbytes // kind.itemsize
 
 
-def text_of(call: Call) -> str:
+def text_of(call: Description) -> str:
     """Return the description of a call as text.
 
     Example:
-        >>> text_of(Call(*described("broadcast", torch.zeros(3), root=1)))
+        >>> text_of(Description(*described("broadcast", torch.zeros(3), root=1)))
         'broadcast(3 elements of float32, root=1)'
     """
     if call.code in _STATES:
@@ -131,7 +131,7 @@ _STATES = {
 }
 
 
-def _name_of(call: Call) -> str:
+def _name_of(call: Description) -> str:
     return _NAMES[(call.code & (1 << _DTYPE) - 1) - 1]
 
 
@@ -161,7 +161,7 @@ def text(dispute: Dispute, end: str) -> str:
         end: What has become of the communicator: its name, and ``GOES_ON``, or that it is broken.
 
     Example:
-        >>> one, other = (Call(*described("all_reduce", torch.zeros(n), op=ReduceOp.SUM)) for n in (4, 8))
+        >>> one, other = (Description(*described("all_reduce", torch.zeros(n), op=ReduceOp.SUM)) for n in (4, 8))
         >>> print(text(Dispute([one, other], None), f"The communicator 'main' {GOES_ON}"))
         all_reduce: the ranks made different calls
           rank 0: all_reduce(4 elements of float32, SUM)
@@ -169,13 +169,13 @@ def text(dispute: Dispute, end: str) -> str:
         Every rank has to make the same calls in the same order, with the same dtypes and sizes.
         The communicator 'main' has dropped what was under way, and goes on with the next call.
     """
-    if dispute.message is not None and _is_bare(dispute):
-        return _text_of_message(dispute.message, dispute.calls, end)
+    if dispute.mismatch is not None and _is_bare(dispute):
+        return _text_of_mismatch(dispute.mismatch, dispute.calls, end)
     names = dict.fromkeys(_name_of(call) for call in dispute.calls if call.code >= 0)
-    is_circle = dispute.message is None and not PAIRS.isdisjoint(names)
+    is_circle = dispute.mismatch is None and not PAIRS.isdisjoint(names)
     rows = [f"  rank {rank}: {text_of(call)}" for rank, call in enumerate(dispute.calls)]
-    if dispute.message is not None:
-        rows.append(_row(dispute.message, max(call.code for call in dispute.calls)))
+    if dispute.mismatch is not None:
+        rows.append(_row(dispute.mismatch, max(call.code for call in dispute.calls)))
     what = "ranks wait for one another for ever" if is_circle else "the ranks made different calls"
     return "\n".join([f"{' and '.join(names)}: {what}", *rows, _MEET if is_circle else _SAME, end])
 
@@ -185,9 +185,9 @@ _SAME = "Every rank has to make the same calls in the same order, with the same 
 _MEET = "Every recv needs a send of the other rank, which must not wait for this one before; batches need no order."
 
 
-def _row(message: Message, code: int) -> str:
-    sent, awaited = _size(code, message.sent), _size(code, message.awaited)
-    return f"  rank {message.sender} passes {sent}, of which rank {message.receiver} expects {awaited}"
+def _row(mismatch: Mismatch, code: int) -> str:
+    sent, awaited = _size(code, mismatch.sent), _size(code, mismatch.awaited)
+    return f"  rank {mismatch.sender} passes {sent}, of which rank {mismatch.receiver} expects {awaited}"
 
 
 def _is_bare(dispute: Dispute) -> bool:
@@ -195,9 +195,9 @@ def _is_bare(dispute: Dispute) -> bool:
     return all(not call.code & (1 << _DTYPE) - 1 and call.code >= 0 for call in dispute.calls)
 
 
-def _text_of_message(message: Message, calls: Sequence[Call], end: str) -> str:
-    sent, awaited = (_size(calls[rank].code, nbytes) for rank, nbytes in zip(message[:2], message[2:], strict=True))
+def _text_of_mismatch(mismatch: Mismatch, calls: Sequence[Description], end: str) -> str:
+    sent, awaited = (_size(calls[rank].code, nbytes) for rank, nbytes in zip(mismatch[:2], mismatch[2:], strict=True))
     return (
-        f"send and recv: rank {message.sender} sends {sent}, but rank {message.receiver} expects {awaited}\n"
+        f"send and recv: rank {mismatch.sender} sends {sent}, but rank {mismatch.receiver} expects {awaited}\n"
         f"Pass tensors of the same dtype and size to both.\n{end}"
     )

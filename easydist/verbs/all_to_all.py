@@ -12,8 +12,8 @@ from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import run
 from easydist.base.eager import eager
 from easydist.data import packing
+from easydist.data.arithmetic import split_bounds
 from easydist.data.leaves import Leaves, as_array
-from easydist.data.plan import split_bounds
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.transport.comm import Collectives

@@ -13,8 +13,8 @@ import torch
 from easydist import memory
 from easydist.agreement.frames import Agreement
 from easydist.data import packing
+from easydist.data.arithmetic import split_bounds
 from easydist.data.leaves import Leaves
-from easydist.data.plan import split_bounds
 from easydist.groups.communicators import Communicators
 from easydist.transport.comm import Collectives
 

@@ -148,7 +148,7 @@ def reduce(
     return run(Reduce(tensor, reduction, scale, dst, gradient), communicators(group), timeout, check)
 
 
-class _Group(NamedTuple):
+class _DtypeGroup(NamedTuple):
     """Leaves that are reduced together, and the dtype in which their values are accumulated."""
 
     dtype: torch.dtype
@@ -159,7 +159,7 @@ class _Group(NamedTuple):
     """True for a second reduction of integers, as floats, which shows whether the exact result fits 64 bits."""
 
 
-_Total = tuple[_Group, torch.Tensor]
+_Total = tuple[_DtypeGroup, torch.Tensor]
 """A group of leaves, and their total over all ranks."""
 
 
@@ -282,7 +282,7 @@ def _scaled(own: torch.Tensor, divisor: int, scale: float) -> torch.Tensor:
 
 
 def _begin(
-    comm: Collectives, leaves: Leaves, group: _Group, op: ReduceOp | None, dst: int | None
+    comm: Collectives, leaves: Leaves, group: _DtypeGroup, op: ReduceOp | None, dst: int | None
 ) -> tuple[torch.Tensor, TorchWork]:
     """Begin to reduce; return the total, which is valid on ``dst`` once the work has ended, and the work."""
     dtype, members = group.dtype, group.members
@@ -340,24 +340,24 @@ def _check_bound(leaves: Leaves, members: Sequence[int], bound: torch.Tensor, re
         )
 
 
-def _groups(layout: Layout, indices: Sequence[int], reduction: str) -> Sequence[_Group]:
+def _groups(layout: Layout, indices: Sequence[int], reduction: str) -> Sequence[_DtypeGroup]:
     """Return the groups of leaves that are reduced together; large items come first, as in a packed buffer."""
     return _grouped(layout, indices if type(indices) is range else tuple(indices), reduction)
 
 
 @functools.lru_cache(maxsize=256)
-def _grouped(layout: Layout, indices: Sequence[int], reduction: str) -> Sequence[_Group]:
+def _grouped(layout: Layout, indices: Sequence[int], reduction: str) -> Sequence[_DtypeGroup]:
     dtypes = layout.dtypes
     accumulated = {dtype: _accumulated_in(dtype, reduction) for dtype in set(dtypes)}
     groups: dict[torch.dtype, list[int]] = {}
     for i in indices:
         groups.setdefault(accumulated[dtypes[i]], []).append(i)
     is_whole = len(indices) == len(dtypes)
-    runs = [_Group(dtype, i, is_whole and {dtypes[one] for one in i} == {dtype}) for dtype, i in groups.items()]
+    runs = [_DtypeGroup(dtype, i, is_whole and {dtypes[one] for one in i} == {dtype}) for dtype, i in groups.items()]
     # A leaf may be a Python number on one rank and a tensor on another: choose by dtype and shape, which are the same.
     if reduction in ("sum", "prod"):
         single = [i for i in indices if dtypes[i] is torch.int64 and not layout.shapes[i]]
-        runs += [_Group(torch.float64, single, is_bound=True)] if single else []
+        runs += [_DtypeGroup(torch.float64, single, is_bound=True)] if single else []
     return sorted(runs, key=lambda group: packing.sort_key(group.dtype))
 
 

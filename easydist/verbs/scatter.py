@@ -14,8 +14,8 @@ from easydist.agreement.runner import Verb, run
 from easydist.base.arguments import UNSET, hiding
 from easydist.base.eager import eager
 from easydist.data import packing
+from easydist.data.arithmetic import split_sizes
 from easydist.data.leaves import Leaves, as_array
-from easydist.data.plan import split_sizes
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.typing import Group, T, Timeout, Tree

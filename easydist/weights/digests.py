@@ -9,7 +9,7 @@ import torch
 
 from easydist.agreement.disagreement import listed
 from easydist.groups.communicators import Communicators
-from easydist.weights.schedule import Message
+from easydist.weights.schedule import Packet
 
 _NBYTES = 16
 
@@ -31,20 +31,20 @@ class Digests:
         self._new = xxh3_128
         self._digests: dict[tuple[int, int], Any] = {}
 
-    def update(self, message: Message, buffer: torch.Tensor) -> None:
-        """Add the bytes of a message."""
-        parts = buffer.cpu().split([part.nbytes for part in message.parts])
-        for part, piece in zip(message.parts, parts, strict=True):
-            self._digests.setdefault((message.root, part.entry), self._new()).update(piece.numpy())
+    def update(self, packet: Packet, buffer: torch.Tensor) -> None:
+        """Add the bytes of a packet."""
+        parts = buffer.cpu().split([part.nbytes for part in packet.parts])
+        for part, piece in zip(packet.parts, parts, strict=True):
+            self._digests.setdefault((packet.root, part.entry), self._new()).update(piece.numpy())
 
-    def differing(self, comms: Communicators, messages: Sequence[Message]) -> list[int]:
+    def differing(self, comms: Communicators, packets: Sequence[Packet]) -> list[int]:
         """Return the entries whose bytes differ from those that their sources have sent.
 
         Cost: one broadcast of 16 bytes per entry from each source.
         """
         found: set[int] = set()
-        for root in sorted({message.root for message in messages}):
-            keys = sorted({(root, part.entry) for one in messages if one.root == root for part in one.parts})
+        for root in sorted({packet.root for packet in packets}):
+            keys = sorted({(root, part.entry) for one in packets if one.root == root for part in one.parts})
             mine = b"".join(self._digests[key].digest() for key in keys)
             theirs = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
             comms.control.broadcast(theirs, root, async_op=False)

@@ -22,10 +22,10 @@ from easydist.format import header
 from easydist.groups.communicators import Communicators
 from easydist.verbs.buckets import carriers
 from easydist.verbs.ranks import checked_ranks
-from easydist.weights.announced import Announced, announced as read
 from easydist.weights.digests import Digests, damaged
+from easydist.weights.manifest import Manifest, manifest as read
 from easydist.weights.receivers import described
-from easydist.weights.schedule import Message, UnderWay, progress
+from easydist.weights.schedule import Packet, UnderWay, progress
 from easydist.weights.source import Source, mesh_ranks, named, state_of
 from easydist.weights.target import Target, Wanted
 
@@ -112,8 +112,8 @@ class BroadcastWeights(Verb[Any]):
         call = Call({"src": sources[0] if len(sources) == 1 else tuple(sources)})
         if comms.rank == self._first:
             self._source = self._made_source(comms, sources)
-            message = _with_notes(self._source.header, self.notes())
-            call.payload, call.nbytes = [message], message.numel()
+            payload = _with_notes(self._source.header, self.notes())
+            call.payload, call.nbytes = [payload], payload.numel()
         return call
 
     def _made_source(self, comms: Communicators, sources: list[int]) -> Source:
@@ -134,37 +134,37 @@ class BroadcastWeights(Verb[Any]):
         """Announce the entries, make sure that all ranks accept them, and move them."""
         if comms.size == 1 and not self.is_receiver(0, [0]):
             return
-        announced = self._accept(comms, bytes(agreed.payload_of(comms, self._first).numpy()))
-        messages = self._scheduled(comms, announced)
-        digests = Digests() if announced.about["verify"] else None
+        manifest = self._accept(comms, bytes(agreed.payload_of(comms, self._first).numpy()))
+        packets = self._scheduled(comms, manifest)
+        digests = Digests() if manifest.about["verify"] else None
         shown = self._shows_progress and comms.rank == 0
-        with progress(shown, announced.nbytes, self.operation) as step:
+        with progress(shown, manifest.nbytes, self.operation) as step:
 
-            def take(message: Message, buffer: torch.Tensor) -> None:
+            def take(packet: Packet, buffer: torch.Tensor) -> None:
                 if digests is not None:
-                    digests.update(message, buffer)
+                    digests.update(packet, buffer)
                 if self._target is not None:
-                    self._target.destinations.take(message, buffer)
-                step(message.nbytes)
+                    self._target.destinations.take(packet, buffer)
+                step(packet.nbytes)
 
-            self._move(comms, messages, UnderWay(announced.about["bucket"], take))
+            self._move(comms, packets, UnderWay(manifest.about["bucket"], take))
         if digests is not None:
-            self._verify(comms, announced, digests.differing(comms, messages))
+            self._verify(comms, manifest, digests.differing(comms, packets))
 
-    def _accept(self, comms: Communicators, encoded: bytes) -> Announced:
+    def _accept(self, comms: Communicators, encoded: bytes) -> Manifest:
         """Let every rank accept or refuse the entries, and report its shards; all raise if one refuses.
 
         Args:
             comms: The group.
             encoded: The header, and the notes.
         """
-        found: list[Announced] = []
+        found: list[Manifest] = []
 
         def judge() -> dict[str, Any]:
             stop = 8 + int.from_bytes(encoded[:8], "little")
             self.noted = header.parse_json(encoded[stop:]) if encoded[stop:] else {}
-            found.append(announced := read(encoded[:stop]))
-            return self._judged(comms, announced)
+            found.append(manifest := read(encoded[:stop]))
+            return self._judged(comms, manifest)
 
         every = judged(comms, self.operation, judge)
         if rows := {rank: one["rows"] for rank, one in every.items() if "rows" in one}:
@@ -173,15 +173,15 @@ class BroadcastWeights(Verb[Any]):
         self._shards = {rank: one["shards"] for rank, one in every.items()}
         return found[0]
 
-    def _judged(self, comms: Communicators, announced: Announced) -> dict[str, Any]:
+    def _judged(self, comms: Communicators, manifest: Manifest) -> dict[str, Any]:
         """Return this rank's answer: the entries that do not fit, or else its blocks of sharded ones."""
-        sources = announced.about["sources"]
-        if announced.about["verify"]:
+        sources = manifest.about["sources"]
+        if manifest.about["verify"]:
             Digests()
-        rows = self._unlike(announced) if comms.rank in sources else []
+        rows = self._unlike(manifest) if comms.rank in sources else []
         if self.is_receiver(comms.rank, sources):
             self.check()
-            self._target = Target(self._model_or_dict, announced, self._received)
+            self._target = Target(self._model_or_dict, manifest, self._received)
             rows += self._target.misfit()
         if rows:
             return {"rows": rows}
@@ -189,45 +189,45 @@ class BroadcastWeights(Verb[Any]):
             self._target.allocate()
         return {"shards": self._source.shards} if self._source is not None and len(sources) > 1 else {}
 
-    def _unlike(self, announced: Announced) -> list[Row]:
+    def _unlike(self, manifest: Manifest) -> list[Row]:
         """Return the differences between the entries of a further source and those of the first one."""
         if self._source is not None:
             return []
         state = self._sent = self.state()
         names = named(state, self._wanted.keep, self._wanted.rename)
-        dtype = announced.about["dtype"]
+        dtype = manifest.about["dtype"]
         self._source = Source(state, names, None if dtype is None else getattr(torch, dtype), {})
-        return announced.differing(read(bytes(self._source.header.numpy())))
+        return manifest.differing(read(bytes(self._source.header.numpy())))
 
-    def _scheduled(self, comms: Communicators, announced: Announced) -> list[Message]:
+    def _scheduled(self, comms: Communicators, manifest: Manifest) -> list[Packet]:
         try:
-            return announced.messages(self._shards)
+            return manifest.packets(self._shards)
         except ValueError as error:
             raise shared(comms, DisagreementError(f"{self.operation}: {error}")) from None
 
-    def _move(self, comms: Communicators, messages: Sequence[Message], under_way: UnderWay) -> None:
-        """Broadcast each message from its source; ranks that do not receive discard it.
+    def _move(self, comms: Communicators, packets: Sequence[Packet], under_way: UnderWay) -> None:
+        """Broadcast each packet from its source; ranks that do not receive discard it.
 
-        Cost: one broadcast for each message.
+        Cost: one broadcast for each packet.
         """
-        carried = carriers(comms, [(message.kind, message.nbytes) for message in messages])
-        for message in messages:
-            comm = carried[message.kind]
-            under_way.admit(message)
-            buffer = self._buffer(message, comms.rank, comm.get_device())
-            under_way.add(message, buffer, comm.broadcast(buffer, message.root, async_op=True))
+        carried = carriers(comms, [(packet.kind, packet.nbytes) for packet in packets])
+        for packet in packets:
+            comm = carried[packet.kind]
+            under_way.admit(packet)
+            buffer = self._buffer(packet, comms.rank, comm.get_device())
+            under_way.add(packet, buffer, comm.broadcast(buffer, packet.root, async_op=True))
         under_way.finish()
 
-    def _buffer(self, message: Message, rank: int, there: torch.device) -> torch.Tensor:
+    def _buffer(self, packet: Packet, rank: int, there: torch.device) -> torch.Tensor:
         """Return the bytes to send, or the memory in which they arrive."""
-        if self._source is not None and message.root == rank:
-            return self._source.load(message, there)
+        if self._source is not None and packet.root == rank:
+            return self._source.load(packet, there)
         if self._target is not None:
-            return self._target.destinations.buffer(message, there)
-        return torch.empty(message.nbytes, dtype=torch.uint8, device=there)
+            return self._target.destinations.buffer(packet, there)
+        return torch.empty(packet.nbytes, dtype=torch.uint8, device=there)
 
-    def _verify(self, comms: Communicators, announced: Announced, differing: list[int]) -> None:
-        names = [announced.entries[i].name for i in differing]
+    def _verify(self, comms: Communicators, manifest: Manifest, differing: list[int]) -> None:
+        names = [manifest.entries[i].name for i in differing]
         if every := judged(comms, self.operation, lambda: names):
             raise shared(comms, WireError(damaged(self.operation, every)))
 

@@ -25,7 +25,7 @@ from easydist.typing import Group, Timeout
 from easydist.weights.blocks import Block, BlockTransfer, block_transfers
 from easydist.weights.exchange import BUCKET_NBYTES
 from easydist.weights.receivers import entries_of
-from easydist.weights.schedule import Item, Message, UnderWay, schedule
+from easydist.weights.schedule import Item, Packet, UnderWay, schedule
 from easydist.weights.source import local
 from easydist.weights.spans import Destinations, Span, span_at, span_of
 
@@ -107,20 +107,20 @@ class Resharding:
         self._destinations = Destinations([*self._dtypes.values()])
         for name, spans in zip(self._dtypes, self._destinations.spans, strict=True):
             spans += [wanted[name]] if name in wanted else []
-        self._messages = self._scheduled(self._comms.size)
+        self._packets = self._scheduled(self._comms.size)
 
-    def _scheduled(self, size: int) -> list[Message]:
-        """Return the messages in one order for all ranks. Each pair has its turn, and waits cannot form a cycle."""
+    def _scheduled(self, size: int) -> list[Packet]:
+        """Return the packets in one order for all ranks. Each pair has its turn, and waits cannot form a cycle."""
         items = [
             Item(dtype, "cpu", [(one.src * size + one.dst, one.block) for one in self.transfers[name]])
             for name, dtype in self._dtypes.items()
         ]
         turns: dict[int, int] = {}
         order = []
-        for message in schedule(items, self._bucket_nbytes):
-            turns[message.root] = turns.get(message.root, 0) + 1
-            order.append((turns[message.root], message.root, message))
-        return [message for *_, message in sorted(order, key=lambda one: one[:2])]
+        for packet in schedule(items, self._bucket_nbytes):
+            turns[packet.root] = turns.get(packet.root, 0) + 1
+            order.append((turns[packet.root], packet.root, packet))
+        return [packet for *_, packet in sorted(order, key=lambda one: one[:2])]
 
     def run(self, *, timeout: Timeout | None = None) -> None:
         """Move the current values.
@@ -134,7 +134,7 @@ class Resharding:
         Cost: one header exchange, then one message between two ranks for each slice of 256 KiB or more, in pieces of a
         quarter of ``bucket_bytes``, and one for all smaller ones of a pair. Tensors on GPUs travel through the CPU.
         """
-        moving = _Moving(self._messages, self._dtypes, self._held, self._destinations, self._bucket_nbytes)
+        moving = _Moving(self._packets, self._dtypes, self._held, self._destinations, self._bucket_nbytes)
         run(moving, self._comms, timeout)
 
     def nbytes(self, src: int, dst: int) -> int:
@@ -244,19 +244,19 @@ def _wrong(names: set[str], types: Mapping[str, Any], held: _Side, wanted: _Side
 
 
 class _Moving(Verb[None]):
-    """The transfer of the messages, in the same order on all ranks."""
+    """The transfer of the packets, in the same order on all ranks."""
 
     operation = "Resharding.run"
 
     def __init__(
         self,
-        messages: Sequence[Message],
+        packets: Sequence[Packet],
         names: Iterable[str],
         held: Sequence[Span | None],
         destinations: Destinations,
         bucket_nbytes: int,
     ) -> None:
-        self._messages, self._names, self._bucket_nbytes = messages, names, bucket_nbytes
+        self._packets, self._names, self._bucket_nbytes = packets, names, bucket_nbytes
         self._held, self._destinations = held, destinations
 
     def prepare(self, comms: Communicators) -> Call:
@@ -264,30 +264,30 @@ class _Moving(Verb[None]):
             for span in [held, *wanted]:
                 if span is not None and not is_backed(span.tensor):  # FSDP may have freed it since the plan was made
                     backed(span.tensor, f"leaf [{name!r}]")
-        return Call({"messages": len(self._messages)})
+        return Call({"messages": len(self._packets)})
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> None:
-        def take(message: Message, buffer: torch.Tensor) -> None:
-            if message.root % comms.size == comms.rank:
-                self._destinations.take(message, buffer)
+        def take(packet: Packet, buffer: torch.Tensor) -> None:
+            if packet.root % comms.size == comms.rank:
+                self._destinations.take(packet, buffer)
 
-        cpu = comms.cpu(sum(message.nbytes for message in self._messages))
+        cpu = comms.cpu(sum(packet.nbytes for packet in self._packets))
         under_way = UnderWay(self._bucket_nbytes, take)
-        for message in self._messages:
-            src, dst = divmod(message.root, comms.size)
+        for packet in self._packets:
+            src, dst = divmod(packet.root, comms.size)
             if comms.rank not in (src, dst):
                 continue
-            under_way.admit(message)
+            under_way.admit(packet)
             if src == dst:
-                take(message, self._load(message))
+                take(packet, self._load(packet))
                 continue
-            buffer = self._load(message) if comms.rank == src else self._destinations.buffer(message, _CPU)
+            buffer = self._load(packet) if comms.rank == src else self._destinations.buffer(packet, _CPU)
             work = cpu.send(buffer, dst, async_op=True) if comms.rank == src else cpu.recv(buffer, src, async_op=True)
-            under_way.add(message, buffer, work)
+            under_way.add(packet, buffer, work)
         under_way.finish()
 
-    def _load(self, message: Message) -> torch.Tensor:
-        pieces = [(part.block, self._held[part.entry]) for part in message.parts]
+    def _load(self, packet: Packet) -> torch.Tensor:
+        pieces = [(part.block, self._held[part.entry]) for part in packet.parts]
         held = [block.within(span.box).of(span.tensor) for block, span in pieces if span is not None]
         return packing.pack([*map(backed, held)])  # conjugate and negative views as their values
 

@@ -1,8 +1,8 @@
-"""The messages of a transfer: their schedule, and those under way.
+"""The packets of a transfer: their schedule, and those under way.
 
 The schedule is computed on every rank from the header alone, with the same result. Large blocks travel alone, so that
 they need no packing, in pieces of a fraction of the bucket. Small ones of the same source and device type share a
-message of at most that size.
+packet of at most that size.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from easydist.verbs.buckets import LARGE
 from easydist.weights.blocks import Block, cut
 
 SHARES = 4
-"""The number of messages of the largest size that fit into the bucket and may be under way."""
+"""The number of packets of the largest size that fit into the bucket and may be under way."""
 
 _DEPTH = 16
-"""The most messages under way, however small they are, as gloo keeps a buffer for each."""
+"""The most packets under way, however small they are, as gloo keeps a buffer for each."""
 
 
 class Part(NamedTuple):
@@ -33,11 +33,11 @@ class Part(NamedTuple):
     nbytes: int
 
     def of(self, buffer: torch.Tensor, start: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the values, as a view of a message's buffer in which they begin at ``start``."""
+        """Return the values, as a view of a packet's buffer in which they begin at ``start``."""
         return buffer.narrow(0, start, self.nbytes).view(dtype).view(self.block.shape)
 
 
-class Message(NamedTuple):
+class Packet(NamedTuple):
     """The blocks that travel together.
 
     Attributes:
@@ -67,12 +67,12 @@ class Item(NamedTuple):
     blocks: Sequence[tuple[int, Block]]
 
 
-def schedule(items: Iterable[Item], bucket_nbytes: int) -> list[Message]:
-    """Return the messages, in the order in which all ranks exchange them.
+def schedule(items: Iterable[Item], bucket_nbytes: int) -> list[Packet]:
+    """Return the packets, in the order in which all ranks exchange them.
 
     Args:
         items: The entries, by decreasing item size.
-        bucket_nbytes: The most bytes under way; a message has at most a quarter of them.
+        bucket_nbytes: The most bytes under way; a packet has at most a quarter of them.
 
     Example:
         >>> from easydist.weights.blocks import whole
@@ -81,20 +81,20 @@ def schedule(items: Iterable[Item], bucket_nbytes: int) -> list[Message]:
         [(2097152, [0]), (1048576, [0]), (11, [1, 2])]
     """
     limit = max(1, bucket_nbytes // SHARES)
-    messages: list[Message] = []
+    packets: list[Packet] = []
     waiting: dict[tuple[int, str], list[Part]] = {}
     sizes: dict[tuple[int, str], int] = {}
     for entry, item in enumerate(items):
         for root, part in _parts(entry, item, limit):
             key = root, item.kind
             if part.nbytes >= min(LARGE, limit):
-                messages.append(Message(*key, (part,), part.nbytes))
+                packets.append(Packet(*key, (part,), part.nbytes))
                 continue
             if sizes.get(key, 0) + part.nbytes > limit:
-                messages.append(Message(*key, tuple(waiting.pop(key)), sizes.pop(key)))
+                packets.append(Packet(*key, tuple(waiting.pop(key)), sizes.pop(key)))
             waiting.setdefault(key, []).append(part)
             sizes[key] = sizes.get(key, 0) + part.nbytes
-    return messages + [Message(*key, tuple(parts), sizes[key]) for key, parts in waiting.items()]
+    return packets + [Packet(*key, tuple(parts), sizes[key]) for key, parts in waiting.items()]
 
 
 def _parts(entry: int, item: Item, limit: int) -> Iterator[tuple[int, Part]]:
@@ -106,37 +106,37 @@ def _parts(entry: int, item: Item, limit: int) -> Iterator[tuple[int, Part]]:
 
 
 class UnderWay:
-    """The messages under way, which end in their order: never more bytes than the bucket has.
+    """The packets under way, which end in their order: never more bytes than the bucket has.
 
     Args:
         bucket_nbytes: The most bytes under way.
-        take: A function to call with each message and its buffer when it has ended.
+        take: A function to call with each packet and its buffer when it has ended.
     """
 
-    def __init__(self, bucket_nbytes: int, take: Callable[[Message, torch.Tensor], None]) -> None:
+    def __init__(self, bucket_nbytes: int, take: Callable[[Packet, torch.Tensor], None]) -> None:
         self._room, self._take = bucket_nbytes, take
-        self._begun: deque[tuple[Message, torch.Tensor, TorchWork]] = deque()
+        self._begun: deque[tuple[Packet, torch.Tensor, TorchWork]] = deque()
 
-    def admit(self, message: Message) -> None:
-        """Wait for the first messages until there is room for another one."""
-        while self._begun and (message.nbytes > self._room or len(self._begun) == _DEPTH):
+    def admit(self, packet: Packet) -> None:
+        """Wait for the first packets until there is room for another one."""
+        while self._begun and (packet.nbytes > self._room or len(self._begun) == _DEPTH):
             self._end()
 
-    def add(self, message: Message, buffer: torch.Tensor, work: TorchWork) -> None:
-        """Add a message that has begun."""
-        self._begun.append((message, buffer, work))
-        self._room -= message.nbytes
+    def add(self, packet: Packet, buffer: torch.Tensor, work: TorchWork) -> None:
+        """Add a packet that has begun."""
+        self._begun.append((packet, buffer, work))
+        self._room -= packet.nbytes
 
     def finish(self) -> None:
-        """Wait for all messages."""
+        """Wait for all packets."""
         while self._begun:
             self._end()
 
     def _end(self) -> None:
-        message, buffer, work = self._begun.popleft()
+        packet, buffer, work = self._begun.popleft()
         work.wait()
-        self._take(message, buffer)
-        self._room += message.nbytes
+        self._take(packet, buffer)
+        self._room += packet.nbytes
 
 
 Step = Callable[[int], None]

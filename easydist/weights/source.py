@@ -18,7 +18,7 @@ from easydist.data.leaves import as_tensor
 from easydist.format import header, outline
 from easydist.verbs.sharded import is_sharded
 from easydist.weights.blocks import Block, shard, whole
-from easydist.weights.schedule import Message, Part
+from easydist.weights.schedule import Packet, Part
 
 LONGEST = 1 << 22
 """The longest header, in bytes, whose decoded form and further results are kept."""
@@ -161,8 +161,8 @@ def layout_key(values: Sequence[Any]) -> Hashable | None:
     return layouts, strides, ties
 
 
-class _Plan(NamedTuple):
-    """The plan for sending a state dict, valid for all that are like it.
+class _Recipe(NamedTuple):
+    """The recipe for sending a state dict, valid for all that are like it.
 
     Attributes:
         header: The header's bytes.
@@ -179,7 +179,7 @@ class _Plan(NamedTuple):
     dtypes: list[torch.dtype]
 
 
-_plans: Recent[_Plan] = Recent(4)
+_recipes: Recent[_Recipe] = Recent(4)
 
 
 class Source:
@@ -208,30 +208,30 @@ class Source:
         given = {new: state[name] for name, new in names.items()}
         values, like = list(given.values()), layout_key(list(given.values()))
         key = None if like is None else (like, tuple(given), dtype, json.dumps(about))
-        plan = None if key is None else _plans.find(key)
-        if plan is None:
-            plan, values = _planned(given, dtype, about)
-            if key is not None and plan.header.numel() <= LONGEST:  # a key is as large as the header
-                _plans.keep(key, plan)
+        recipe = None if key is None else _recipes.find(key)
+        if recipe is None:
+            recipe, values = _prepared(given, dtype, about)
+            if key is not None and recipe.header.numel() <= LONGEST:  # a key is as large as the header
+                _recipes.keep(key, recipe)
         else:
-            values = [values[i] for i in plan.order]
-        self.header, self.shards = plan.header, plan.shards
-        self._plan, self._values = plan, [one.detach() if one.requires_grad else one for one in values]
+            values = [values[i] for i in recipe.order]
+        self.header, self.shards = recipe.header, recipe.shards
+        self._recipe, self._values = recipe, [one.detach() if one.requires_grad else one for one in values]
 
-    def load(self, message: Message, there: torch.device) -> torch.Tensor:
-        """Return the bytes of a message on a device, as a view if nothing has to be cast, packed or moved."""
-        return packing.pack([self._piece(part) for part in message.parts], there)
+    def load(self, packet: Packet, there: torch.device) -> torch.Tensor:
+        """Return the bytes of a packet on a device, as a view if nothing has to be cast, packed or moved."""
+        return packing.pack([self._piece(part) for part in packet.parts], there)
 
     def _piece(self, part: Part) -> torch.Tensor:
-        values, box, dtype = self._values[part.entry], self._plan.boxes[part.entry], self._plan.dtypes[part.entry]
+        values, box, dtype = self._values[part.entry], self._recipe.boxes[part.entry], self._recipe.dtypes[part.entry]
         piece = values if part.block == box else part.block.within(box).of(values)
         return piece if piece.dtype == dtype else piece.to(dtype)
 
 
-def _planned(
+def _prepared(
     given: Mapping[str, Any], dtype: torch.dtype | None, about: Mapping[str, Any]
-) -> tuple[_Plan, list[torch.Tensor]]:
-    """Return the plan, and the values in the order of the header."""
+) -> tuple[_Recipe, list[torch.Tensor]]:
+    """Return the recipe, and the values in the order of the header."""
     held: dict[str, _Held] = {}
     first: dict[Any, str] = {}
     keys: dict[str, str | None] = {}
@@ -250,14 +250,14 @@ def _planned(
     text = json.dumps({"names": keys, "kinds": kinds, "extra": structure, **about})
     encoded, order = _encoded(tuple([(name, one.dtype, one.shape) for name, one in held.items()]), text)
     rows, places = [held[name] for name in order], {name: i for i, name in enumerate(given)}
-    plan = _Plan(
+    recipe = _Recipe(
         torch.frombuffer(bytearray(encoded), dtype=torch.uint8),
         {name: one.box for name, one in held.items() if one.is_cut},
-        [places.get(name, -1) for name in order],  # -1: the tensor is inside of an entry; such a plan is used once
+        [places.get(name, -1) for name in order],  # -1: the tensor is inside of an entry; such a recipe is used once
         [one.box for one in rows],
         [one.dtype for one in rows],
     )
-    return plan, [one.values for one in rows]
+    return recipe, [one.values for one in rows]
 
 
 @functools.lru_cache(maxsize=4)

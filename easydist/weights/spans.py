@@ -12,7 +12,7 @@ from easydist.base.torch_private import foreach_copy
 from easydist.data import packing
 from easydist.typing import Device
 from easydist.weights.blocks import Block, common, whole
-from easydist.weights.schedule import Message, Part
+from easydist.weights.schedule import Packet, Part
 from easydist.weights.source import box_of, local
 
 
@@ -30,7 +30,7 @@ class Span(NamedTuple):
     is_plain: bool
 
     def direct(self, part: Part, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-        """Return the memory of a part as bytes; None if its strides, dtype or device do not match the message."""
+        """Return the memory of a part as bytes; None if its strides, dtype or device do not match the packet."""
         if self.tensor.dtype != dtype or not _is_on(self.tensor.device, device) or part.block.numel == 0:
             return None
         if common(part.block, self.box) != part.block:
@@ -71,11 +71,11 @@ def new(shape: tuple[int, ...], dtype: torch.dtype, device: Device, pin: bool) -
 
 
 class Destinations:
-    """The memory into which messages arrive.
+    """The memory into which packets arrive.
 
     Args:
         dtypes: The dtype of each entry on the wire.
-        is_pinned: True if new memory is pinned, so that copies from a GPU into it need not block the next message.
+        is_pinned: True if new memory is pinned, so that copies from a GPU into it need not block the next packet.
 
     Attributes:
         spans: The spans into which each entry is written.
@@ -86,20 +86,20 @@ class Destinations:
         self._dtypes, self._is_pinned = dtypes, is_pinned
         self._behind: set[torch.device] = set()
 
-    def buffer(self, message: Message, there: torch.device) -> torch.Tensor:
-        """Return the memory for a message: where it belongs if possible, otherwise a temporary buffer."""
-        if len(message.parts) == 1:
-            (part,) = message.parts
+    def buffer(self, packet: Packet, there: torch.device) -> torch.Tensor:
+        """Return the memory for a packet: where it belongs if possible, otherwise a temporary buffer."""
+        if len(packet.parts) == 1:
+            (part,) = packet.parts
             for span in self.spans[part.entry]:
                 if (direct := span.direct(part, self._dtypes[part.entry], there)) is not None:
                     return direct
-        return memory.empty([message.nbytes], torch.uint8, there)
+        return memory.empty([packet.nbytes], torch.uint8, there)
 
-    def take(self, message: Message, buffer: torch.Tensor) -> None:
-        """Write a message that did not arrive where it belongs."""
+    def take(self, packet: Packet, buffer: torch.Tensor) -> None:
+        """Write a packet that did not arrive where it belongs."""
         start, at = 0, buffer.data_ptr() if buffer.is_cpu else 0
         targets, values = [], []
-        for part in message.parts:
+        for part in packet.parts:
             dtype = self._dtypes[part.entry]
             for span in self.spans[part.entry]:
                 if at and span.is_plain and span.tensor.dtype == dtype and span.box == part.block:
@@ -113,7 +113,7 @@ class Destinations:
                     targets.append(pair[0])
                     values.append(pair[1])
             start += part.nbytes
-        if targets:  # copies from a GPU into pinned memory do not block the next message
+        if targets:  # copies from a GPU into pinned memory do not block the next packet
             is_behind = self._is_pinned and not buffer.is_cpu
             foreach_copy(targets, values, non_blocking=is_behind)
             self._behind |= {buffer.device} if is_behind else set()

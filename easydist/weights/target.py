@@ -16,7 +16,7 @@ from easydist.data.packing import type_text
 from easydist.format import outline
 from easydist.typing import Device
 from easydist.verbs.sharded import is_sharded
-from easydist.weights.announced import Announced
+from easydist.weights.manifest import Manifest
 from easydist.weights.receivers import entries_of
 from easydist.weights.source import Filter, Rename, layout_key, local, memory_of, named
 from easydist.weights.spans import Destinations, Span, new, span_of
@@ -62,7 +62,7 @@ class Target:
 
     Args:
         into: A module or dict whose tensors are written; None or an empty dict: all are new.
-        announced: The arriving entries.
+        manifest: The arriving entries.
         wanted: The receiver's settings.
 
     Attributes:
@@ -75,14 +75,14 @@ class Target:
     Cost: 10 µs for each entry; 3 µs if a receiver like it has received entries like these before.
     """
 
-    def __init__(self, into: Any, announced: Announced, wanted: Wanted) -> None:
-        self._announced, self._wanted, self._into = announced, wanted, entries_of(into)
+    def __init__(self, into: Any, manifest: Manifest, wanted: Wanted) -> None:
+        self._manifest, self._wanted, self._into = manifest, wanted, entries_of(into)
         self._mine = self._into.values
         self._takes_all = wanted.grow or not (self._mine or isinstance(into, nn.Module))
         self._is_strict = wanted.strict and not self._takes_all
-        names = named(announced.names, wanted.keep, wanted.rename)
+        names = named(manifest.names, wanted.keep, wanted.rename)
         self._coming = {m: n for n, m in names.items() if self._takes_all or wanted.strict or m in self._mine}
-        self.destinations = Destinations(announced.dtypes, wanted.pin)
+        self.destinations = Destinations(manifest.dtypes, wanted.pin)
         self._new: dict[str, torch.Tensor] = {}
         self._key = self._fit_key()
         self._fit = None if self._key is None else _fits.find(self._key)
@@ -92,15 +92,15 @@ class Target:
         like = layout_key(list(self._mine.values()))
         changes = (*self._coming, *self._coming.values()) if self._wanted.keep or self._wanted.rename else None
         rules = self._is_strict, self._takes_all, self._wanted.strict
-        if like is None or not self._announced.is_kept:
+        if like is None or not self._manifest.is_kept:
             return None
-        return self._announced, like, tuple(self._mine), self._into.own, rules, changes
+        return self._manifest, like, tuple(self._mine), self._into.own, rules, changes
 
     def misfit(self) -> list[Row]:
         """Return the differences between arriving entries and the receiver's, sorted by name; empty if all fit."""
         if self._fit is not None:
             return []
-        if rows := self._into.misfit(self._announced.about.get("optimizer")):
+        if rows := self._into.misfit(self._manifest.about.get("optimizer")):
             return rows
         rows = [row for name in self._coming if (row := self._compared(name)) is not None]
         if self._is_strict:
@@ -111,12 +111,12 @@ class Target:
 
     def _entry(self, name: str) -> int | None:
         """Return the entry that arrives under a name; None if it is not a tensor."""
-        key = self._announced.names[self._coming[name]]
-        return None if key is None else self._announced.index[key]
+        key = self._manifest.names[self._coming[name]]
+        return None if key is None else self._manifest.index[key]
 
     def _compared(self, name: str) -> Row | None:
         i = self._entry(name)
-        entry = None if i is None else self._announced.entries[i]
+        entry = None if i is None else self._manifest.entries[i]
         theirs = "no tensor" if entry is None else type_text(entry.dtype, entry.shape)
         if name not in self._mine:
             return (name, theirs, "missing") if self._is_strict else None
@@ -139,7 +139,7 @@ class Target:
             self._fit = self._found()
         else:
             self._check_disjoint(self._fit)
-        boxes, spans = self._announced.boxes, self.destinations.spans
+        boxes, spans = self._manifest.boxes, self.destinations.spans
         for i, name, is_plain in self._fit.written:
             value = self._mine[name]
             if self._key is None:
@@ -161,7 +161,7 @@ class Target:
 
     def _found(self) -> _Fit:
         fit = _Fit(
-            [], {(self._announced.index[key], self._announced.entry(key).dtype): [] for key in self._announced.extra()}
+            [], {(self._manifest.index[key], self._manifest.entry(key).dtype): [] for key in self._manifest.extra()}
         )
         seen: set[tuple[int, Any]] = set()
         written: dict[str, torch.Tensor] = {}
@@ -180,15 +180,15 @@ class Target:
                 raise ValueError(
                     f"[{name!r}] is a DTensor without memory of its own; call model.to_empty(device=…) first"
                 )
-            dtype = self._announced.entries[i].dtype if value is None else value.dtype
+            dtype = self._manifest.entries[i].dtype if value is None else value.dtype
             fit.made.setdefault((i, dtype), []).append(name)
         Leaves(written).check_writable()
         return fit
 
     def _make(self, i: int, dtype: torch.dtype) -> torch.Tensor:
-        device = self._announced.kinds[i] if self._wanted.device is None else self._wanted.device
-        tensor = new(self._announced.entries[i].shape, dtype, device, self._wanted.pin)
-        self.destinations.spans[i].append(Span(tensor, self._announced.boxes[i], tensor.is_cpu))
+        device = self._manifest.kinds[i] if self._wanted.device is None else self._wanted.device
+        tensor = new(self._manifest.entries[i].shape, dtype, device, self._wanted.pin)
+        self.destinations.spans[i].append(Span(tensor, self._manifest.boxes[i], tensor.is_cpu))
         return tensor
 
     def finish(self) -> Any:
@@ -204,11 +204,11 @@ class Target:
 
     def _extra(self) -> dict[str, Any]:
         """The entries that are no tensors."""
-        if None not in self._announced.names.values():
+        if None not in self._manifest.names.values():
             return {}
-        spans, index = self.destinations.spans, self._announced.index
-        tensors = {key: spans[index[key]][0].tensor for key in self._announced.extra()}
-        decoded = outline.decode(self._announced.about["extra"], tensors, None)[0]
+        spans, index = self.destinations.spans, self._manifest.index
+        tensors = {key: spans[index[key]][0].tensor for key in self._manifest.extra()}
+        decoded = outline.decode(self._manifest.about["extra"], tensors, None)[0]
         return {name: decoded[self._coming[name]] for name in self._coming if self._entry(name) is None}
 
 

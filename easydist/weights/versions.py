@@ -16,14 +16,14 @@ from easydist.agreement.runner import run
 from easydist.base.arguments import UNSET, hiding
 from easydist.typing import Group, Timeout
 from easydist.weights.exchange import BUCKET_NBYTES, Sending
-from easydist.weights.members import Member, Publish
+from easydist.weights.holders import Holder, Publish
 from easydist.weights.source import Filter, Rename, memory_of, state_of
 from easydist.weights.target import Wanted
 
 __all__ = ["WeightPublisher", "WeightReceiver"]
 
 
-class WeightPublisher(Member):
+class WeightPublisher(Holder):
     """Publishes versions of a model's weights to the receivers of a group.
 
     Each member of the group is a ``WeightPublisher`` or a ``WeightReceiver``. Several publishers are the ranks of one
@@ -98,7 +98,7 @@ class WeightPublisher(Member):
         return int(run(Publish(self, self.src, version), self.comms, timeout))
 
 
-class WeightReceiver(Member):
+class WeightReceiver(Holder):
     """Receives versions of weights, and always has one complete version.
 
     Args:

@@ -19,7 +19,7 @@ import easydist
 from easydist.cli.main import main
 from easydist.cli.ranks import Rank, Ranks, as_json, awaited, jobs
 from easydist.cli.top import late_ranks, screen
-from easydist.liveness.page import Membership, OwnPage, PeerPage
+from easydist.liveness.page import OwnPage, PageEntry, PeerPage
 from easydist.testing import distributed
 
 
@@ -96,7 +96,7 @@ def test_groups_are_apart(rank):
 @distributed(world_size=2)
 def test_a_group_that_is_gone_is_not_shown(rank):
     def times_seen():
-        return [told.group for told in PeerPage.find(os.getpid()).memberships()].count(name)
+        return [told.group for told in PeerPage.find(os.getpid()).entries()].count(name)
 
     gc.collect()
     group = dist.new_group([0, 1])
@@ -122,7 +122,7 @@ def test_a_forked_child_is_no_rank():
 
 
 def rank_of(number, last=1, in_call=True, seconds=9.0, peer=None):
-    told = Membership("0", "abc", number, 3, last, "gather, call 1, at a[b].py:1", in_call, peer, 0.0)
+    told = PageEntry("0", "abc", number, 3, last, "gather, call 1, at a[b].py:1", in_call, peer, 0.0)
     return Rank(told, 100 + number, 1, "python", 0.0, 1 << 20, "running", seconds)
 
 
@@ -172,9 +172,9 @@ def test_the_table_names_each_rank(capsys):
 
 def of_job(parent, rank, name="0"):
     """The rank of another job: its process, launcher and command line are those of that job."""
-    told = rank.membership._replace(group=name)
+    told = rank.entry._replace(group=name)
     command = f"train.py {parent}"
-    return dataclasses.replace(rank, membership=told, pid=parent + told.rank, parent=parent, command=command)
+    return dataclasses.replace(rank, entry=told, pid=parent + told.rank, parent=parent, command=command)
 
 
 def test_the_hung_job_is_first_and_idle_groups_take_a_line(capsys):

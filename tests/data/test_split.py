@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from trees import DTYPES, Batch, Items, Pair, Point, assert_same, batch_encoding, tensordict
 
-from easydist.data.plan import split_bounds, split_sizes
+from easydist.data.arithmetic import split_bounds, split_sizes
 from easydist.data.split import split
 
 PROPERTY = settings(max_examples=60, deadline=None)

@@ -14,7 +14,7 @@ import easydist
 from easydist import ProcessState
 from easydist.errors import PeerLostError
 from easydist.groups.communicators import Communicators
-from easydist.groups.registers import Told
+from easydist.groups.registers import RecoveryState
 from easydist.testing import distributed
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "recovering.py"
@@ -103,7 +103,9 @@ def test_a_rank_of_this_host_is_waited_for_though_an_error_calls_it_lost(rank):
     monitor = ProcessState().communicators(group).monitor
     if rank == 2:
         until = time.monotonic() + 0.5  # long enough for the others to go on without it
-        while time.monotonic() < until and not all(Told.from_json(p.register()).register.slot for p in peers(monitor)):
+        while time.monotonic() < until and not all(
+            RecoveryState.from_json(p.register()).register.slot for p in peers(monitor)
+        ):
             time.sleep(0.01)
     else:
         error = PeerLostError("gather: rank 2 is lost: its connection broke")

@@ -35,7 +35,7 @@ def test_a_group_with_a_long_or_foreign_name_is_seen(name):
     page = OwnPage()
     entry = page.new_entry()
     page.describe(entry, name, "0123456789abcdef", 3, 4)
-    ((group, meeting, rank, size, *_),) = page.memberships()
+    ((group, meeting, rank, size, *_),) = page.entries()
     assert (name.startswith(group), len(group) > 20, meeting, rank, size) == (True, True, "0123456789abcdef", 3, 4)
 
 
@@ -76,7 +76,7 @@ def test_a_forked_child_that_drops_a_group_does_not_erase_it_from_its_parents_pa
         del monitor
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    assert "the parent's" in [membership.group for membership in page.memberships()]
+    assert "the parent's" in [entry.group for entry in page.entries()]
 
 
 def test_a_failure_report_counts_though_the_wall_clock_steps_back(monkeypatch):

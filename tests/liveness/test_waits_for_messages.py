@@ -5,7 +5,7 @@ from torch.distributed import HashStore
 
 from easydist.liveness.crossing import RECEIVE, SEND, Crossing
 from easydist.liveness.monitor import Monitor
-from easydist.liveness.page import OwnPage, PeerPage, Wait
+from easydist.liveness.page import MessageWait, OwnPage, PeerPage
 from easydist.liveness.peer import Peer
 from easydist.liveness.timed_store import TimedStore
 
@@ -147,7 +147,7 @@ def test_a_new_wait_of_one_rank_is_another_circle():
     for rank, one in enumerate(made):
         one.waits_for(1 - rank, RECEIVE)
     circles(made, look_up)
-    made[1].crossing.show(Wait(0, SEND, 2))
+    made[1].crossing.show(MessageWait(0, SEND, 2))
     assert not made[0].crossing.circle(look_up)
 
 

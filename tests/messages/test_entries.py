@@ -15,7 +15,7 @@ import easydist
 from easydist.comms import new_comm
 from easydist.errors import DisagreementError, RemoteError
 from easydist.parallel import GroupCoordinator
-from easydist.parallel.pairs import Pairs
+from easydist.parallel.point_to_point import PointToPoint
 from easydist.testing import distributed
 from easydist.verbs import object_pair, tensor_dicts
 
@@ -82,7 +82,7 @@ class OfCoordinator:
 
 def test_the_entries_are_all_that_there_are():
     functions = [name for module in (object_pair, tensor_dicts) for name in module.__all__ if "broadcast" not in name]
-    methods = [f"coordinator.{name}" for name in vars(Pairs) if re.match("i?(send|recv)", name)]
+    methods = [f"coordinator.{name}" for name in vars(PointToPoint) if re.match("i?(send|recv)", name)]
     known = {
         name.partition("(")[0]
         for source in (OfVerbs(None), OfCoordinator(mock.Mock()))
@@ -96,7 +96,7 @@ def test_the_entries_are_all_that_there_are():
     assert {str(path.relative_to(ROOT)) for path in users} == {
         "verbs/object_pair.py",
         "verbs/tensor_dicts.py",
-        "parallel/pairs.py",
+        "parallel/point_to_point.py",
     }
 
 

@@ -27,7 +27,7 @@ MUTANTS = [
     Mutant(
         "cli/top.py",
         "late_ranks",
-        " and not waits[rank.membership.rank]",
+        " and not waits[rank.entry.rank]",
         "",
         "tests/cli/test_top.py::test_a_rank_that_itself_waits_is_not_late",
     ),

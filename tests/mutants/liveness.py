@@ -6,7 +6,7 @@ MUTANTS = [
     Mutant(
         "liveness/background.py",
         "Caller.__init__",
-        "weakref.finalize(self, self._calls.put, None)",
+        "weakref.finalize(self, self._jobs.put, None)",
         "weakref.finalize(self, id, None)",
         "tests/liveness/test_background.py",
     ),

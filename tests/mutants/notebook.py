@@ -67,8 +67,8 @@ MUTANTS = [
         "tests/notebook/test_values.py::test_other_values_arrive_only_from_those_who_are_trusted",
     ),
     Mutant(
-        "notebook/member.py",
-        "Member._agree_on_new_groups",
+        "notebook/own_rank.py",
+        "OwnRank._agree_on_new_groups",
         "        torch_groups.set_count(1 + 1000 * epoch)\n",
         "",
         "tests/notebook/test_processes.py::test_groups_of_the_user_are_renewed_where_all_their_ranks_know_them",
@@ -124,7 +124,7 @@ MUTANTS = [
     ),
     Mutant(
         "notebook/status.py",
-        "_Group.everyone",
+        "_SeenGroup.everyone",
         "== self.size",
         "!= self.size",
         "tests/notebook/test_waits.py::test_a_wait_for_a_rank_that_cannot_be_seen_is_in_vain_if_no_other_runs_the_cell",

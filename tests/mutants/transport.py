@@ -62,9 +62,9 @@ MUTANTS = [
     Mutant(
         "transport/backends/c10d.py",
         "Gloo._tag",
-        "_TAGS * self._channel",
-        "self._channel",
-        "tests/transport/test_conformance.py::test_messages_that_nobody_describes_stay_on_their_channel_too",
+        "_TAGS * self._lane",
+        "self._lane",
+        "tests/transport/test_conformance.py::test_messages_that_nobody_describes_stay_on_their_lane_too",
     ),
     Mutant(
         "transport/backends/hierarchical.py",
@@ -123,8 +123,8 @@ MUTANTS = [
     Mutant(
         "transport/backends/c10d.py",
         "Gloo._tag",
-        "tag + _TAGS * self._channel",
+        "tag + _TAGS * self._lane",
         "tag",
-        "tests/transport/test_conformance.py::test_messages_that_nobody_describes_stay_on_their_channel_too",
+        "tests/transport/test_conformance.py::test_messages_that_nobody_describes_stay_on_their_lane_too",
     ),
 ]

@@ -34,7 +34,7 @@ MUTANTS = [
     Mutant(
         "weights/source.py",
         "Source.__init__",
-        "if key is not None and plan.header.numel() <= LONGEST:",
+        "if key is not None and recipe.header.numel() <= LONGEST:",
         "if key is not None:",
         "tests/weights/test_state_dicts.py::test_a_plan_with_a_very_long_header_leaves_nothing",
     ),
@@ -53,8 +53,8 @@ MUTANTS = [
         "tests/weights/test_state_dicts.py::test_modules_take_what_load_state_dict_takes",
     ),
     Mutant(
-        "weights/members.py",
-        "Member.regroup",
+        "weights/holders.py",
+        "Holder.regroup",
         "        if self.pending == newest > self.version:\n            self.commit(newest)\n",
         "",
         "tests/weights/test_versions.py::test_a_version_that_one_member_has_committed_is_complete_on_all",
@@ -76,7 +76,7 @@ MUTANTS = [
     Mutant(
         "weights/schedule.py",
         "UnderWay.add",
-        "        self._room -= message.nbytes\n",
+        "        self._room -= packet.nbytes\n",
         "",
         "tests/weights/test_state_dicts.py::test_memory_is_bounded_by_the_bucket",
     ),
@@ -88,9 +88,9 @@ MUTANTS = [
         "tests/weights/test_ray.py::test_every_actor_raises_the_same_and_the_group_works_on",
     ),
     Mutant(
-        "weights/announced.py",
-        "announced",
-        "_known(encoded) if len(encoded) <= LONGEST else Announced(encoded)",
+        "weights/manifest.py",
+        "manifest",
+        "_known(encoded) if len(encoded) <= LONGEST else Manifest(encoded)",
         "_known(encoded)",
         "tests/weights/test_state_dicts.py::test_only_headers_that_are_not_very_long_are_kept",
     ),

@@ -4,25 +4,25 @@ import functools
 
 import pytest
 
-from easydist.liveness.page import Membership
+from easydist.liveness.page import PageEntry
 from easydist.notebook import application
 from easydist.notebook.launcher import start
 from easydist.notebook.status import Pages, where
 
 
 class Told(Pages):
-    """Pages with these memberships, by rank."""
+    """Pages with these entries, by rank."""
 
     def __init__(self, told, size):
         super().__init__(dict.fromkeys(range(size), 0))
         self.told = told
 
-    def memberships(self):
-        return {rank: [membership] for rank, membership in self.told.items()}
+    def entries(self):
+        return {rank: [entry] for rank, entry in self.told.items()}
 
 
 def told(number, call, in_call=True, size=3, group="0", peer=None):
-    return Membership(group, "met", number, size, call, "gather, call 2, at <cell 4>:1", in_call, peer, 1.5)
+    return PageEntry(group, "met", number, size, call, "gather, call 2, at <cell 4>:1", in_call, peer, 1.5)
 
 
 def waits(told, running, size=3):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import meeting_cases
 
-from easydist.liveness.events import Announced, Answer, Cause, Do, Heard, Why
+from easydist.liveness.events import Announced, Cause, Do, Heard, Replies, Why
 from easydist.liveness.report import INTERRUPT, Report, kind_of
 
 
@@ -31,8 +31,8 @@ def who_takes_the_others_number_raises_what_ends_that_call(code):
     steps = rank.meeting()
     step = next(steps)
     while step.do is not Do.MOVE:
-        step = steps.send(Answer({2: Announced(2.0, 1)}) if step.do is Do.ASK else None)
-    report = Report(INTERRUPT, "", 2, 0, rank.phase, 2.0, 0.0, attempt=1)
+        step = steps.send(Replies({2: Announced(2.0, 1)}) if step.do is Do.ASK else None)
+    report = Report(INTERRUPT, "", 2, 0, rank.phase, 2.0, 0.0, meetings=1)
     assert rank.at == 2.0
     assert not rank.judge(Heard(2, report)).is_earlier
 
@@ -57,7 +57,7 @@ def a_call_of_two_waits_longer_for_a_rank_that_has_left(code):
 
 def a_rank_that_is_not_known_may_be_ahead_only_while_all_reconnect(code):
     """Its report is from the store, where another group may have left it."""
-    rank, ahead = _rank(code), Report("late", "", 2, 0, 1, 9.0, 0.0, attempt=1)
+    rank, ahead = _rank(code), Report("late", "", 2, 0, 1, 9.0, 0.0, meetings=1)
     assert rank.judge(Heard(2, ahead, is_ours=None)) is None
     assert rank.judge(Heard(2, ahead, is_ours=True)) is not None
     rank.begin_meeting()
@@ -131,11 +131,11 @@ def a_report_outside_of_calls_counts_unless_its_rank_has_left(code):
 
 
 def a_report_from_before_the_ranks_reconnected_is_over(code):
-    """Unless its author left the last meeting in the attempt in which the others connected."""
+    """Unless its author left the last meeting in the one in which the others connected."""
     rank = _rank(code)
     rank.phase, rank._met = 2, [Announced(1.0, 1), Announced(1.0, 1), Announced(1.0, 3)]
-    for phase, attempt, counts in ((2, 1, True), (1, 3, True), (1, 2, False), (0, 3, False)):
-        report = Report("late", "", 2, 0, phase, 1.0, 0.0, attempt=attempt)
+    for phase, meetings, counts in ((2, 1, True), (1, 3, True), (1, 2, False), (0, 3, False)):
+        report = Report("late", "", 2, 0, phase, 1.0, 0.0, meetings=meetings)
         assert (rank.judge(Heard(2, report)) is not None) == counts
 
 

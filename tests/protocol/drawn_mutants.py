@@ -100,8 +100,8 @@ DRAWN = [
         302,
         Mutant(
             "rules",
-            "            return report.attempt >= self._met[report.by].attempt",
-            "            return not (report.attempt >= self._met[report.by].attempt)",
+            "            return report.meetings >= self._met[report.by].meetings",
+            "            return not (report.meetings >= self._met[report.by].meetings)",
         ),
     ),
     (
@@ -302,8 +302,8 @@ DRAWN = [
         5,
         Mutant(
             "reconnecting",
-            '    return f"{phase}/{met[0].at}/{attempts}"',
-            '    return not (f"{phase}/{met[0].at}/{attempts}")',
+            '    return f"{phase}/{met[0].at}/{meetings}"',
+            '    return not (f"{phase}/{met[0].at}/{meetings}")',
         ),
     ),
     (1, Mutant("reconnecting", "        return made", "        return None")),
@@ -371,14 +371,14 @@ DRAWN = [
 EQUIVALENT = {
     Mutant(
         "reconnecting",
-        "    attempts = hashlib.blake2b(repr([one.attempt for one in met]).encode(), digest_size=8).hexdigest()",
-        "    attempts = hashlib.blake2b(repr([one.attempt for one in met]).encode(), digest_size=9).hexdigest()",
+        "    meetings = hashlib.blake2b(repr([one.meetings for one in met]).encode(), digest_size=8).hexdigest()",
+        "    meetings = hashlib.blake2b(repr([one.meetings for one in met]).encode(), digest_size=9).hexdigest()",
     ): "a longer hash names the same place",
     Mutant(
         "rules",
-        "            self._over[heard.rank] = max(report.attempt, self._over.get(heard.rank, 0))",
-        "            self._over[heard.rank] = max(report.attempt, self._over.get(heard.rank, 1))",
-    ): "attempts to meet are counted from 1 on",
+        "            self._over[heard.rank] = max(report.meetings, self._over.get(heard.rank, 0))",
+        "            self._over[heard.rank] = max(report.meetings, self._over.get(heard.rank, 1))",
+    ): "meetings are counted from 1 on",
     Mutant(
         "rules", "        if now < self._warn_at:", "        if now <= self._warn_at:"
     ): "a wait is logged at its time, or at the next look",
@@ -390,7 +390,7 @@ EQUIVALENT = {
         "    other, own = told[partner], dict(one.turns).get(partner, 0)",
         "    other, own = told[partner], dict(one.turns).get(partner, 1)",
     ): "a rank in a call of two has announced a turn with its partner",
-    Mutant("protocol", "        self._attempt += 1", "        self._attempt += 2"): "attempts are only compared",
+    Mutant("protocol", "        self._meetings += 1", "        self._meetings += 2"): "the numbers are only compared",
     Mutant(
         "protocol",
         "            answer = yield Step(Do.ASK, ranks=[rank for rank, one in others.items() if one.at < told.at])",

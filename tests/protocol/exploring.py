@@ -95,7 +95,7 @@ def state(group):
 
 
 _RULES = ("number", "at", "phase", "peer", "was_interrupted", "is_awaited", "is_fresh", "is_promised", "_has_followed")
-_RULES += ("_turn", "_attempt", "_left_at")
+_RULES += ("_turn", "_meetings", "_left_at")
 
 
 def _state_of(rank):

@@ -7,7 +7,7 @@ from simulated_process import Page
 from simulated_world import Process, World, running
 
 from easydist.errors import RemoteError
-from easydist.liveness.events import Announced, Answer, Do, Heard, Step, Why
+from easydist.liveness.events import Announced, Do, Heard, Replies, Step, Why
 from easydist.liveness.report import EXCEPTION, Report
 
 
@@ -29,7 +29,7 @@ def _meets(rank, answers, hears=()):
         answer = None
         if step.do is Do.ASK:
             asked.append(step.ranks)
-            answer = Answer(answers[len(asked) - 1] if len(asked) <= len(answers) else {})
+            answer = Replies(answers[len(asked) - 1] if len(asked) <= len(answers) else {})
         elif step.do is Do.GUARD and len(asked) == 1:
             for heard in hears:
                 rank.judge(heard)
@@ -75,12 +75,12 @@ def a_meeting_is_carried_out_to_its_end(code):
 
 def who_has_left_the_meeting_has_to_come_back(code):
     """Otherwise the others would connect without it, and pair its next call with this one."""
-    left = Heard(2, Report("late", "", 2, 0, 1, 0.5, 0.0, attempt=1))
+    left = Heard(2, Report("late", "", 2, 0, 1, 0.5, 0.0, meetings=1))
     everyone = {0: Announced(1.0, 1), 2: Announced(1.0, 1)}
     asked, met = _meets(_rank(code), [everyone, {2: Announced(1.0, 2)}], [left])
     assert asked == [[0, 2], [2]]
     assert met is not None
-    assert met[2].attempt == 2
+    assert met[2].meetings == 2
 
 
 def ranks_that_meet_observe_those_that_have_come(code):

@@ -210,7 +210,7 @@ PAST = {
     ),
     "does not say since when it has not come back": (
         "a_rank_says_since_when_it_has_not_come_back",
-        Mutant("rules", "self._turn, self._attempt, self._left_at\n", "self._turn, self._attempt, None\n"),
+        Mutant("rules", "self._turn, self._meetings, self._left_at\n", "self._turn, self._meetings, None\n"),
     ),
     "says that it has not come back since the last call that it gave up": (
         "a_rank_says_since_when_it_has_not_come_back",
@@ -218,7 +218,7 @@ PAST = {
     ),
     "meets who has left": (
         "who_has_left_the_meeting_has_to_come_back",
-        Mutant("protocol", "one if one.attempt > self._over.get(rank, 0) else NOTHING for", "one for"),
+        Mutant("protocol", "one if one.meetings > self._over.get(rank, 0) else NOTHING for", "one for"),
     ),
     "waits for a leaver's posted messages as if it had posted none": (
         "a_message_that_has_been_posted_arrives_from_a_rank_that_has_left",
@@ -234,7 +234,7 @@ PAST = {
     ),
     "connects those who have come in different attempts": (
         "who_has_come_in_another_attempt_connects_elsewhere",
-        Mutant("reconnecting", 'return f"{phase}/{met[0].at}/{attempts}"', 'return f"{phase}/{met[0].at}"'),
+        Mutant("reconnecting", 'return f"{phase}/{met[0].at}/{meetings}"', 'return f"{phase}/{met[0].at}"'),
     ),
     "forgets why it was broken": (
         "a_meeting_that_fails_leaves_the_group_broken",

@@ -11,7 +11,7 @@ import weakref
 from simulated_world import NEVER, PAY, PYTHON, running
 
 from easydist.liveness.bodies import of_message, of_page
-from easydist.liveness.page import Membership
+from easydist.liveness.page import PageEntry
 from easydist.liveness.report import Report
 
 POLL = 0.1
@@ -51,9 +51,7 @@ def _message():
     process = running.process
     if not (text := process.page.body()):
         return None
-    return json.dumps(
-        [process.world.now, text, [[g, m, p] for g, m, p in of_page(text, process.page.memberships()).calls]]
-    )
+    return json.dumps([process.world.now, text, [[g, m, p] for g, m, p in of_page(text, process.page.entries()).calls]])
 
 
 def names(module, loaded):
@@ -176,8 +174,8 @@ class Page:
     def body(self):
         return self._body
 
-    def memberships(self):
-        return [Membership(*one.who, one.number, "", one.is_in_call, one.peer, 0.0) for one in self._entries if one.who]
+    def entries(self):
+        return [PageEntry(*one.who, one.number, "", one.is_in_call, one.peer, 0.0) for one in self._entries if one.who]
 
 
 @functools.cache
@@ -212,7 +210,7 @@ def _peer_class(real):
 
         def body(self):
             text = "" if self._page is None or self._other.has_ended or self._other.is_stopped else self._page.body()
-            return of_page(text, self._page.memberships()) if text else None
+            return of_page(text, self._page.entries()) if text else None
 
     return SimulatedPeer
 

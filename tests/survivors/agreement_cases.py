@@ -64,7 +64,7 @@ def lower_ranks_propose_first(machine):
     mine = Register(Stage.HERE)
     one = at(1, mine, 2, machine)
     assert one.heard(0.0, [mine, mine], set()) == [Read()]
-    assert writes(one.heard(machine.turn, [mine, mine], set()))
+    assert writes(one.heard(machine.stagger, [mine, mine], set()))
     assert writes(at(1, mine, 2, machine).heard(0.0, [mine, mine], {0}))
 
 

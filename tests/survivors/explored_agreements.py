@@ -13,17 +13,17 @@ KINDS = ("stop", "die", "interrupt", "fail")
 NEVER = float("inf")
 
 
-def explore(size, surprises, machine=Membership, turn=0.0, kinds=KINDS):
+def explore(size, surprises, machine=Membership, stagger=0.0, kinds=KINDS):
     """Play all schedules, check the laws after each step, and return the number of different states.
 
     Args:
         size: The number of ranks.
         surprises: The number of surprises.
         machine: The class of the machines.
-        turn: ``Membership.turn`` for them; 0 lets all ranks propose at once.
+        stagger: ``Membership.stagger`` for them; 0 lets all ranks propose at once.
         kinds: The kinds of surprises.
     """
-    world = Agreement([0.0] * size, machine, turn)
+    world = Agreement([0.0] * size, machine, stagger)
     world.offered = None
     seen, todo = {}, [(world, number, surprises) for number in range(size)]
     while todo:

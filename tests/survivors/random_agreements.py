@@ -24,9 +24,9 @@ class Schedule:
         size = draw.choice(SIZES)
         latest = 1.5 * LONGEST if has_faults and draw.random() < 0.15 else draw.choice([0.0, 0.3])
         self.order = [*range(size), *range(size)]
-        turn = draw.choice([0.0, 0.0, Membership.turn, Membership.turn])
+        stagger = draw.choice([0.0, 0.0, Membership.stagger, Membership.stagger])
         self.world = Agreement(
-            [draw.uniform(0, latest) for _ in range(size)], machine, turn if has_faults else Membership.turn
+            [draw.uniform(0, latest) for _ in range(size)], machine, stagger if has_faults else Membership.stagger
         )
         self.pace = draw.choice([0.0, 1e-4, 0.02 / size**2])
         self.stays = draw.choice([0.0, 0.5, 0.9, 0.97])

@@ -10,7 +10,7 @@ import simulated_recovery
 
 from easydist.errors import LeftOutError, PeerLostError
 from easydist.groups.membership import CONNECTING, Connect, Failure, Raise, Register, Stage
-from easydist.groups.registers import Told
+from easydist.groups.registers import RecoveryState
 
 
 def peer(is_gone=False, has_left=False, is_visible=True):
@@ -29,14 +29,14 @@ def recovery(modules, one=None, lost=None, **fields):
 
 
 def who_has_ended_or_left_is_not_waited_for(modules):
-    there = [Told(Register(Stage.HERE))] * 2
+    there = [RecoveryState(Register(Stage.HERE))] * 2
     assert recovery(modules, peer())._ended(there) == set()
     assert recovery(modules, peer(is_gone=True))._ended(there) == {1}
     assert recovery(modules, peer(has_left=True))._ended(there) == {1}
 
 
 def a_lost_rank_of_another_host_is_not_waited_for(modules):
-    away, there = [Told()] * 2, [Told(Register(Stage.HERE))] * 2
+    away, there = [RecoveryState()] * 2, [RecoveryState(Register(Stage.HERE))] * 2
     remote = peer(is_visible=False)
     assert recovery(modules, remote, lost=1)._ended(away) == {1}
     assert recovery(modules, remote, lost=1)._ended(there) == set()  # it has come after all
@@ -101,7 +101,7 @@ def the_page_is_written_before_the_store(modules):
     written = []
     store = SimpleNamespace(set=lambda *_: written.append("store"))
     page = SimpleNamespace(set_register=lambda *_: written.append("page"))
-    modules[0].StoreRegisters(store, 0, 2, page, 0).write(Told())
+    modules[0].StoreRegisters(store, 0, 2, page, 0).write(RecoveryState())
     assert written == ["page", "store"]
 
 
@@ -114,14 +114,14 @@ def time_is_taken_before_reading(modules):
     """A process that is stopped in the middle must not leave out those that came meanwhile."""
     world = simulated_recovery.begin(None)
     world.step = later
-    one = recovery(modules, _registers=SimpleNamespace(read=lambda: later(5.0) or [Told(), Told()]))
+    one = recovery(modules, _registers=SimpleNamespace(read=lambda: later(5.0) or [RecoveryState(), RecoveryState()]))
     machine = SimpleNamespace(heard=lambda now, registers, ended: now)
     assert one._look(machine) < 1.0
 
 
 def who_continues_on_the_pages_writes_there_first(modules):
     """Its page may lack what it has written in a store that went without an answer."""
-    pages, told = [], Told(Register(Stage.HERE))
+    pages, told = [], RecoveryState(Register(Stage.HERE))
     new = SimpleNamespace(write=pages.append)
     one = recovery(modules, _registers=None, _on_pages=False, _told=told, _found_registers=lambda: new)
 
@@ -136,7 +136,7 @@ def who_continues_on_the_pages_writes_there_first(modules):
 def an_attempt_has_a_part_of_the_limit(modules):
     """So that members that have failed and come again are not left out by those that still try to connect."""
     simulated_recovery.begin(None)
-    one = recovery(modules, _told=Told(), _store=simulated_recovery.Store(None))
+    one = recovery(modules, _told=RecoveryState(), _store=simulated_recovery.Store(None))
     attempt = one._connected(None, Connect(1, (0,)), lambda attempt: attempt)
     assert attempt.deadline == CONNECTING * simulated_recovery.LIMIT
 

@@ -151,7 +151,7 @@ MEMBERSHIP = {
     ),
     "it has no patience with lower ranks": Mutant(IN + "_turn", "return sum(", "return 0 * sum(", False),
     "it waits for lower ranks that have ended": Mutant(IN + "_turn", " if rank not in ended", "", False),
-    "it proposes again at once": Mutant(IN + "_compare", "now + self.turn * (1 + self._rank)", "now", False),
+    "it proposes again at once": Mutant(IN + "_compare", "now + self.stagger * (1 + self._rank)", "now", False),
 }
 
 
@@ -184,7 +184,9 @@ RECOVERING = {
     "the wrong member serves the store": Mutant(
         IN + "_write", "action.register.members[0]", "action.register.members[-1]", False
     ),
-    "it does not keep what it has written": Mutant(IN + "_write", "told = self._told = Told", "told = Told"),
+    "it does not keep what it has written": Mutant(
+        IN + "_write", "told = self._told = RecoveryState", "told = RecoveryState"
+    ),
     "time is taken after reading": Mutant(
         IN + "_look",
         "now, heard = time.monotonic(), self._reach(lambda registers: registers.read())",
@@ -267,7 +269,7 @@ REGISTERS = {
     ),
     "it goes on without an answer": Mutant("StoreRegisters.read", "rank != self._rank and not", "False and not"),
     "it does not know its own register": Mutant(
-        "StoreRegisters.read", "self._mine if rank == self._rank else", "Told() if rank == self._rank else"
+        "StoreRegisters.read", "self._mine if rank == self._rank else", "RecoveryState() if rank == self._rank else"
     ),
     "the page is not written beside the store": Mutant(
         "StoreRegisters.write", "self._page is not None and self._entry >= 0", "False"
@@ -335,4 +337,4 @@ FOUND = {
     "it does not wait for the answer": 487,
     "it does not know its own register": 112,
 }
-"""The schedule that notices a mutant, if no case does: its seed; or size, surprises and turn of all short schedules."""
+"""The schedule that notices a mutant, if no case does: its seed; or size, surprises and stagger of short ones."""

@@ -89,14 +89,14 @@ class Agreement:
     Args:
         comes: The times when the ranks call.
         machine: The class of their machines.
-        turn: ``Membership.turn`` for them.
+        stagger: ``Membership.stagger`` for them.
     """
 
-    def __init__(self, comes, machine=Membership, turn=Membership.turn):
-        self.size, self.machine, self.turn = len(comes), machine, turn
+    def __init__(self, comes, machine=Membership, stagger=Membership.stagger):
+        self.size, self.machine, self.stagger = len(comes), machine, stagger
         self.ranks = [Rank(time) for time in comes]
         self.written = [Register()] * self.size
-        self.is_fair = turn == Membership.turn  # otherwise ranks may begin ballots for ever
+        self.is_fair = stagger == Membership.stagger  # otherwise ranks may begin ballots for ever
         self.now, self.stamp, self.ended, self.faults = 0.0, 0, frozenset(), 0
         self.decided, self.ballots, self.accepted, self.connected = {}, {}, {}, {}
         self.deadline, self.last_fault, self.has_stops = float("inf"), 0.0, False
@@ -148,7 +148,7 @@ class Agreement:
         rank.is_prompt = rank.is_prompt and self.now < self.deadline - MARGIN
         self.deadline = min(self.deadline, self.now + TIMEOUT)
         rank.machine = self.machine(number, self.size, self.now, TIMEOUT, LIMIT, self.written[number])
-        rank.machine.turn = self.turn
+        rank.machine.stagger = self.stagger
         self._take(number, rank, rank.machine.begin())
 
     def _read(self, number, rank):
@@ -248,7 +248,7 @@ class Agreement:
         if rank.machine is None or rank.began is None:
             return [rank.comes, rank.wakes]
         machine = rank.machine
-        turns = [] if machine._wished_since is None else [machine._wished_since + self.turn * i for i in range(8)]
+        turns = [] if machine._wished_since is None else [machine._wished_since + self.stagger * i for i in range(8)]
         joined = [] if rank.joined is None else [rank.joined + CONNECTING * LIMIT]
         lags = [machine._since + LAGGING * LIMIT, machine._since + LIMIT]
         return [rank.wakes, machine._not_before, rank.began + TIMEOUT, rank.began + LONGEST, *lags, *turns, *joined]
@@ -328,6 +328,6 @@ class Agreement:
         """Check that no rank waited for one that had ended, left or failed, if each step takes no time."""
         latest = max(rank.comes for rank in self.ranks)
         # After each fault the members may have to find out that they cannot connect, and each may wait for its turn.
-        longest = latest + self.faults * CONNECTING * LIMIT + (self.faults + 1) * 3 * self.size * self.turn + MARGIN
+        longest = latest + self.faults * CONNECTING * LIMIT + (self.faults + 1) * 3 * self.size * self.stagger + MARGIN
         if not self.has_stops and latest < self.deadline - MARGIN:
             law(self.now <= longest, f"it took {self.now:.1f} s, although no rank was late")

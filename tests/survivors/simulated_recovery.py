@@ -13,7 +13,7 @@ from simulated_agreement import Broken, law
 
 from easydist.errors import EasydistError, PeerLostError
 from easydist.groups.membership import Register, Stage
-from easydist.groups.registers import Told
+from easydist.groups.registers import RecoveryState
 
 TIMEOUT, LIMIT, POLL = 2.0, 1.0, 0.05
 ENTRY = 3
@@ -113,7 +113,7 @@ class World:
 
     def check(self, text):
         """Check a register that a process writes."""
-        process, register = self.current, Told.from_json(text).register
+        process, register = self.current, RecoveryState.from_json(text).register
         law(register.slot >= process.register.slot, f"rank {process.rank} forgets what has been decided")
         process.register = register
         if register.slot:

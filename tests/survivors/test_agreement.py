@@ -34,22 +34,27 @@ def test_where_nothing_goes_wrong_all_ranks_return():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "surprises", "turn", "kinds"),
-    [(2, 1, Membership.turn, KINDS), (2, 2, 0.0, KINDS), (3, 1, 0.0, KINDS)],
+    ("size", "surprises", "stagger", "kinds"),
+    [(2, 1, Membership.stagger, KINDS), (2, 2, 0.0, KINDS), (3, 1, 0.0, KINDS)],
 )
-def test_no_schedule_with_so_many_surprises_breaks_a_law(size, surprises, turn, kinds):
-    assert explore(size, surprises, turn=turn, kinds=kinds) > 1000
+def test_no_schedule_with_so_many_surprises_breaks_a_law(size, surprises, stagger, kinds):
+    assert explore(size, surprises, stagger=stagger, kinds=kinds) > 1000
 
 
 @pytest.mark.stress
 @pytest.mark.slow
 @pytest.mark.skipif(examples(1200) == 1200, reason="millions of states: make stress")
 @pytest.mark.parametrize(
-    ("size", "surprises", "turn", "kinds"),
-    [(2, 2, Membership.turn, KINDS), (2, 3, 0.0, ("stop",)), (3, 1, Membership.turn, KINDS), (3, 2, 0.0, ("stop",))],
+    ("size", "surprises", "stagger", "kinds"),
+    [
+        (2, 2, Membership.stagger, KINDS),
+        (2, 3, 0.0, ("stop",)),
+        (3, 1, Membership.stagger, KINDS),
+        (3, 2, 0.0, ("stop",)),
+    ],
 )
-def test_no_schedule_with_more_surprises_breaks_a_law(size, surprises, turn, kinds):
-    assert explore(size, surprises, turn=turn, kinds=kinds) > 1000
+def test_no_schedule_with_more_surprises_breaks_a_law(size, surprises, stagger, kinds):
+    assert explore(size, surprises, stagger=stagger, kinds=kinds) > 1000
 
 
 @pytest.mark.slow

@@ -173,10 +173,10 @@ def test_tensors_live_as_long_as_their_operation(rank, make, name):
     eventually(lambda: all(array() is None for array in memory))  # gloo's thread frees them after the end
 
 
-def channels():
-    """Return the backends of four channels of the default group."""
+def lanes():
+    """Return the backends of four lanes of the default group."""
     first = Gloo(dist.group.WORLD, torch.device("cpu"), "gloo")
-    return [first, *(first.among(range(2), channel) for channel in (1, 2, 3))]
+    return [first, *(first.among(range(2), lane) for lane in (1, 2, 3))]
 
 
 def all_arrive(rank, begin):
@@ -189,8 +189,8 @@ def all_arrive(rank, begin):
 
 
 @distributed(world_size=2)
-def test_what_is_sent_on_one_channel_meets_nothing_of_another(rank):
-    comms = [TorchComm(backend) for backend in channels()]
+def test_what_is_sent_on_one_lane_meets_nothing_of_another(rank):
+    comms = [TorchComm(backend) for backend in lanes()]
     begin = [lambda t, comm=comm: comm.broadcast(t, 0, async_op=True) for comm in comms]
     begin += [
         lambda t, comm=comm: comm.send(t, 1, async_op=True) if rank == 0 else comm.recv(t, 0, async_op=True)
@@ -200,9 +200,9 @@ def test_what_is_sent_on_one_channel_meets_nothing_of_another(rank):
 
 
 @distributed(world_size=2, timeout=launching.within(10))
-def test_messages_that_nobody_describes_stay_on_their_channel_too(rank):
+def test_messages_that_nobody_describes_stay_on_their_lane_too(rank):
     """Those of a collective, ``send`` and broadcasts: their tags are the only difference."""
-    backends = channels()
+    backends = lanes()
     assert all(backend.call is None for backend in backends)
     begin = [lambda t, one=one: one.scatter(t, [] if rank else [t, t], 0) for one in backends]
     begin += [lambda t, one=one: one.recv(t, 0) if rank else one.send(t, 1) for one in backends]

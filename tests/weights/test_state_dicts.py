@@ -20,7 +20,7 @@ from easydist.base.recent import Recent
 from easydist.state import communicators
 from easydist.testing import distributed
 from easydist.transport.comm import Collectives
-from easydist.weights import announced, source, target
+from easydist.weights import manifest, source, target
 from easydist.weights.source import Source
 from easydist.weights.target import Target, Wanted
 
@@ -339,9 +339,9 @@ def test_what_is_known_of_weights_holds_for_those_that_are_like_them_alone(rank)
 
 def test_only_headers_that_are_not_very_long_are_kept(monkeypatch):
     encoded = bytes(Source({"w": torch.ones(2)}, {"w": "w"}, None, {}).header.numpy())
-    assert announced.announced(encoded) is announced.announced(encoded)
-    monkeypatch.setattr(announced, "LONGEST", len(encoded) - 1)
-    assert announced.announced(encoded) is not announced.announced(encoded)
+    assert manifest.manifest(encoded) is manifest.manifest(encoded)
+    monkeypatch.setattr(manifest, "LONGEST", len(encoded) - 1)
+    assert manifest.manifest(encoded) is not manifest.manifest(encoded)
 
 
 def test_a_plan_with_a_very_long_header_leaves_nothing(monkeypatch):
@@ -355,7 +355,7 @@ def test_a_plan_with_a_very_long_header_leaves_nothing(monkeypatch):
 
 def test_receivers_that_do_not_fit_leave_nothing(monkeypatch):
     monkeypatch.setattr(target, "_fits", fits := Recent(4))
-    arriving = announced.announced(bytes(Source({"w": torch.ones(2)}, {"w": "w"}, None, {}).header.numpy()))
+    arriving = manifest.manifest(bytes(Source({"w": torch.ones(2)}, {"w": "w"}, None, {}).header.numpy()))
     assert Target({"w": torch.ones(3)}, arriving, Wanted()).misfit()
     unwritable = Target({"w": torch.ones(1).expand(2)}, arriving, Wanted())
     assert not unwritable.misfit()

@@ -2,7 +2,7 @@
 
 ``Gloo`` builds every collective from messages between pairs of ranks, all posted at once: a message takes any size and
 needs no staging copy, and on four ranks and two cores a collective takes a third of the time of gloo's own ring (which
-takes 2 (W - 1) turns). In a reduction every rank reduces one chunk of all ranks' data in rank order, so that all ranks
+takes 2 (W - 1) rounds). In a reduction every rank reduces one chunk of all ranks' data in rank order, so that all ranks
 get the same bits in every run. ``Native`` (nccl, xccl, mpi, …) uses the group's own collectives.
 """
 
@@ -20,11 +20,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from easydist.data.plan import split_sizes
+from easydist.data.arithmetic import split_sizes
 from easydist.errors import DisagreementError
 from easydist.liveness.limited import within
 from easydist.liveness.monitor import Monitor
-from easydist.transport.backend import Backend, Transfer, set_to
+from easydist.transport.backend import Addressed, Backend, set_to
 from easydist.transport.described import DTYPE_CODES, MESSAGE, OWN, Described
 from easydist.transport.reduce_op import RedOpType, ReduceOp, combine, combine_into
 from easydist.transport.work import ENDED, Pending, TorchWork
@@ -38,9 +38,9 @@ _SEND_TAG = _TAG + 1
 
 _NOBODYS_TAG = _TAG + 2
 _TAGS = 4
-"""The distance between the tags of one channel and those of the next."""
+"""The distance between the tags of one lane and those of the next."""
 
-_TURN_TAG, _TURNS, _TURN_CHANNELS = 1 << 30, 1 << 20, 1 << 10
+_ROUND_TAG, _ROUNDS, _ROUND_LANES = 1 << 30, 1 << 20, 1 << 10
 """The tags of operations of several steps: each has its own, because ranks may run the later steps in any order."""
 
 _SIZED_TAG = 1 << 29
@@ -51,7 +51,7 @@ KEPT = 32
 """The operations whose descriptions are kept."""
 
 _REDUCED_AT_ONCE = 1 << 15
-"""The total bytes of all ranks up to which every rank reduces everything: one turn instead of two."""
+"""The total bytes of all ranks up to which every rank reduces everything: one round instead of two."""
 
 _FOREVER = timedelta(days=365)
 _LARGE = 1 << 18
@@ -77,7 +77,7 @@ def over(group: dist.ProcessGroup, device: Device = "cpu") -> Backend | None:
     return Native(group, device, name)
 
 
-class _Group(Backend):
+class _Pairwise(Backend):
     """The common part of both backends: collectives made of messages between pairs."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, name: str) -> None:
@@ -86,7 +86,7 @@ class _Group(Backend):
         self._group = group
 
     @abstractmethod
-    def _exchange(self, sends: Iterable[Transfer], recvs: Iterable[Transfer]) -> Sequence[Pending]:
+    def _exchange(self, sends: Iterable[Addressed], recvs: Iterable[Addressed]) -> Sequence[Pending]:
         """Post all messages at once; none is empty, and none goes to this rank itself."""
 
     def _swap(self, sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor]) -> TorchWork:
@@ -95,7 +95,7 @@ class _Group(Backend):
             recvs[self.rank].copy_(sends[self.rank])
         return TorchWork(self._exchange(self._others(sends), self._others(recvs)), keep=(*sends, *recvs))
 
-    def _others(self, tensors: Sequence[torch.Tensor]) -> Iterable[Transfer]:
+    def _others(self, tensors: Sequence[torch.Tensor]) -> Iterable[Addressed]:
         return [(tensor, r) for r, tensor in enumerate(tensors) if r != self.rank and tensor.numel()]
 
     def all_gather_v(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> TorchWork:
@@ -191,24 +191,29 @@ class Posted:
     """
 
     def __init__(
-        self, key: int, call: Described, turn: int = 0, like: Posted | None = None, batch: Described | None = None
+        self,
+        key: int,
+        call: Described,
+        round_number: int = 0,
+        like: Posted | None = None,
+        batch: Described | None = None,
     ) -> None:
-        self.key, self.call, self._turn = key, call, turn
+        self.key, self.call, self._round = key, call, round_number
         self.batch = batch or call
         self.room: int | None = None
         self.sends: dict[int, int] = {} if like is None else like.sends
         self.recvs: dict[int, int] = {} if like is None else like.recvs
 
-    def tag(self, channel: int, nbytes: int) -> int:
-        """Return the tag of its messages of this length on a channel."""
-        mixed = (((channel * _FACTOR + self.key) * _FACTOR + self.call[0]) * _FACTOR + self._turn) * _FACTOR + nbytes
+    def tag(self, lane: int, nbytes: int) -> int:
+        """Return the tag of its messages of this length on a lane."""
+        mixed = (((lane * _FACTOR + self.key) * _FACTOR + self.call[0]) * _FACTOR + self._round) * _FACTOR + nbytes
         return _SIZED_TAG + mixed % _PRIME
 
 
 _FACTOR, _PRIME = 1_000_003, 536_870_909
 
 
-class Gloo(_Group):
+class Gloo(_Pairwise):
     """The backend for tensors on the CPU over a gloo group.
 
     Attributes:
@@ -222,8 +227,8 @@ class Gloo(_Group):
     def __init__(self, group: dist.ProcessGroup, device: torch.device, name: str) -> None:
         super().__init__(group, device, name)
         self._members: Sequence[int] = range(self.size)
-        self._channel = 0
-        self._turns = itertools.count()
+        self._lane = 0
+        self._rounds = itertools.count()
         self.log: deque[Posted] = deque(maxlen=KEPT)
         self._number, self._messages = 0, Counter[tuple[str, int]]()
 
@@ -232,21 +237,21 @@ class Gloo(_Group):
     ) -> None:
         self.compares, self.call = True, OWN
 
-    def among(self, ranks: Sequence[int], channel: int) -> Gloo:
+    def among(self, ranks: Sequence[int], lane: int) -> Gloo:
         """Return a backend among some of the ranks, over the same connections.
 
         Args:
             ranks: The ranks that take part, including this one; the others need not call this.
-            channel: A number other than zero; messages of different channels never mix.
+            lane: A number other than zero; messages of different lanes never mix.
         """
         part = copy.copy(self)
-        part._members, part._channel, part._turns = list(ranks), channel, itertools.count()
+        part._members, part._lane, part._rounds = list(ranks), lane, itertools.count()
         part.log, part._number, part._messages = deque(maxlen=KEPT), 0, Counter()
         part.rank, part.size = part._members.index(self.rank), len(ranks)
         return part
 
     def _exchange(
-        self, sends: Iterable[Transfer], recvs: Iterable[Transfer], tag: int | Posted | None = None
+        self, sends: Iterable[Addressed], recvs: Iterable[Addressed], tag: int | Posted | None = None
     ) -> Sequence[Pending]:
         tag = self._begun() if tag is None else tag
         # Receive first: if a connection has broken, gloo refuses that before this rank has sent anything. So no rank
@@ -259,7 +264,7 @@ class Gloo(_Group):
         self._begun()
 
     def _tag(self, tag: int) -> int:
-        return tag + _TAGS * self._channel
+        return tag + _TAGS * self._lane
 
     def _begun(self) -> int | Posted:
         """Return the tag of the first messages of an operation of all ranks."""
@@ -269,18 +274,18 @@ class Gloo(_Group):
         self.log.append(posted := Posted(self._number, self.call))
         return posted
 
-    def _turn(self, is_first: bool = False) -> int | Posted:
+    def _round(self, is_first: bool = False) -> int | Posted:
         """Return the tag of the next messages of an operation of all ranks, or of its first ones."""
-        turn = next(self._turns)
+        number = next(self._rounds)
         if self.call is None or self.call is OWN:
-            return _TURN_TAG + self._channel % _TURN_CHANNELS * _TURNS + turn % _TURNS
+            return _ROUND_TAG + self._lane % _ROUND_LANES * _ROUNDS + number % _ROUNDS
         return self._begun() if is_first else Posted(self._number, self.call, 1, self.log[-1])
 
     def _post(self, fn: Callable[..., dist.Work], tensor: torch.Tensor, peer: int, tag: int | Posted) -> _Posted:
         nbytes = tensor.nbytes
         if isinstance(tag, Posted):
             way, length = tag.sends if fn.__name__ == "send" else tag.recvs, tag.room or nbytes
-            way[peer], tag = way.get(peer, 0) + length, tag.tag(self._channel, length)
+            way[peer], tag = way.get(peer, 0) + length, tag.tag(self._lane, length)
         try:
             return _Posted(self, fn([tensor], peer, tag), peer, nbytes >= _LARGE)
         except RuntimeError as error:  # the connection had broken before
@@ -336,16 +341,16 @@ class Gloo(_Group):
         return TorchWork(self._exchange(self._others([mine] * self.size), self._others(every), tag), keep=[rows])
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> TorchWork:
-        (parent, children), turn = _branch(self.rank, self.size, root), self._turn(is_first=True)
+        (parent, children), tag = _branch(self.rank, self.size, root), self._round(is_first=True)
         if not tensor.numel():
             return TorchWork()
 
         def pass_on() -> Sequence[Pending]:
-            return self._exchange([(tensor, child) for child in children], [], turn)
+            return self._exchange([(tensor, child) for child in children], [], tag)
 
         if parent is None:
             return TorchWork(pass_on(), keep=[tensor])
-        work = TorchWork(self._exchange([], [(tensor, parent)], turn), keep=[tensor])
+        work = TorchWork(self._exchange([], [(tensor, parent)], tag), keep=[tensor])
         return work.followed_by(pass_on) if children else work
 
     def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> TorchWork:
@@ -359,11 +364,11 @@ class Gloo(_Group):
         chunks = tensor.split(split_sizes(tensor.numel(), self.size))
         mine = chunks[self.rank]
         parts = tensor.new_empty(self.size, mine.numel()).unbind()
-        first, turn = self._swap(chunks, parts), self._turn()
+        first, tag = self._swap(chunks, parts), self._round()
 
         def reduce_and_share() -> Sequence[Pending]:
             combine_into(mine, op, parts)
-            return self._exchange(self._others([mine] * self.size), self._others(chunks), turn)
+            return self._exchange(self._others([mine] * self.size), self._others(chunks), tag)
 
         return first.followed_by(reduce_and_share)
 
@@ -383,10 +388,10 @@ _NATIVE_DTYPES = frozenset(
 )
 
 
-class Native(_Group):
+class Native(_Pairwise):
     """The backend for tensors on the device of a group with good collectives of its own."""
 
-    def _exchange(self, sends: Iterable[Transfer], recvs: Iterable[Transfer]) -> Sequence[Pending]:
+    def _exchange(self, sends: Iterable[Addressed], recvs: Iterable[Addressed]) -> Sequence[Pending]:
         """Do the same as ``dist.batch_isend_irecv``, which does not support groups that torch does not know by name."""
         posts = [(self._group.recv, *recv) for recv in recvs] + [(self._group.send, *send) for send in sends]
         if not posts:
@@ -402,7 +407,7 @@ class Native(_Group):
             work = self._group._end_coalescing(device)
         return [work]
 
-    def batch(self, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> TorchWork:
+    def batch(self, sends: Sequence[Addressed], recvs: Sequence[Addressed]) -> TorchWork:
         keep = [tensor for tensor, _ in (*sends, *recvs)]
         full = [[transfer for transfer in way if transfer[0].numel()] for way in (sends, recvs)]
         return TorchWork(self._exchange(*full), keep=keep)

@@ -18,7 +18,7 @@ from datetime import timedelta
 
 import torch
 
-from easydist.data.plan import split_sizes
+from easydist.data.arithmetic import split_sizes
 from easydist.transport.backend import Backend, set_to
 from easydist.transport.backends.c10d import Gloo
 from easydist.transport.reduce_op import RedOpType, ReduceOp, accumulator, average, check_reducible, combine
@@ -38,21 +38,21 @@ class Hierarchical(Backend):
         near: The backend among the ranks of this host, in their order.
         gloo: The backend among all ranks; this backend sends its own messages over its connections.
         hosts: The ranks of each host, ascending; the hosts by their lowest ranks.
-        channel: A number that differs for each ``Hierarchical`` over the same connections.
+        lane: A number that differs for each ``Hierarchical`` over the same connections.
     """
 
     name = "hierarchical"
     device = torch.device("cpu")
 
-    def __init__(self, near: Backend, gloo: Gloo, hosts: Sequence[Sequence[int]], channel: int = 0) -> None:
+    def __init__(self, near: Backend, gloo: Gloo, hosts: Sequence[Sequence[int]], lane: int = 0) -> None:
         self.rank, self.size, self._near = gloo.rank, gloo.size, near
         self._hosts = [list(ranks) for ranks in hosts]
         self._host_of = {rank: host for host, ranks in enumerate(hosts) for rank in ranks}
         self._host = self._host_of[self.rank]
         self._here = self._hosts[self._host]
-        self._direct = gloo.among(range(self.size), 2 * channel + 1)
+        self._direct = gloo.among(range(self.size), 2 * lane + 1)
         leaders = [ranks[0] for ranks in hosts]
-        self._far = gloo.among(leaders, 2 * channel + 2) if self.rank in leaders else None
+        self._far = gloo.among(leaders, 2 * lane + 2) if self.rank in leaders else None
         self._queue = RunQueue()
         self._room = _Room(0, self._hosts, self._host)
 

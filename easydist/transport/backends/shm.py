@@ -19,14 +19,14 @@ from datetime import timedelta
 
 import torch
 
-from easydist.data.plan import split_bounds
+from easydist.data.arithmetic import split_bounds
 from easydist.errors import DisagreementError
 from easydist.memory import copy
 from easydist.shm.calls import Calls
 from easydist.shm.mailbox import Mailbox
 from easydist.shm.segment import Segment
 from easydist.shm.slots import COLLECTIVES, POINT_TO_POINT, Differ, Need, Slots, unequal
-from easydist.shm.steps import Place, Steps
+from easydist.shm.steps import Extent, Steps
 from easydist.shm.streams import Guard, Streams, Task
 from easydist.transport.backend import Backend
 from easydist.transport.described import DTYPE_CODES, GOES_ON, OWN, described, text
@@ -108,20 +108,20 @@ class Shm(Backend):
     def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> Pending:
         address, nbytes = output.data_ptr(), data.nbytes
         rows = [(address + r * nbytes, nbytes) for r in range(self.size)]
-        return self._step(self._share(_place(data), rows), output, data)
+        return self._step(self._share(_extent(data), rows), output, data)
 
     def all_gather_upto(self, rows: torch.Tensor, nbytes: int) -> Pending:
         address, stride = rows.data_ptr(), rows.shape[1]
-        places = [address + r * stride for r in range(self.size)]
-        return self._step(self._steps.share_upto(places, nbytes, self._word()), rows)
+        addresses = [address + r * stride for r in range(self.size)]
+        return self._step(self._steps.share_upto(addresses, nbytes, self._word()), rows)
 
     def all_gather_v(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> Pending:
-        return self._step(self._share(_place(data), list(map(_place, outputs))), *outputs, data)
+        return self._step(self._share(_extent(data), list(map(_extent, outputs))), *outputs, data)
 
     def all_gather_parts(self, outputs: Sequence[Sequence[torch.Tensor]], parts: Sequence[torch.Tensor]) -> Pending:
-        rows = [list(map(_place, row)) for row in zip(*outputs, strict=True)]
+        rows = [list(map(_extent, row)) for row in zip(*outputs, strict=True)]
         return self._step(
-            self._steps.share(list(map(_place, parts)), rows, self._word()), *itertools.chain(*outputs), *parts
+            self._steps.share(list(map(_extent, parts)), rows, self._word()), *itertools.chain(*outputs), *parts
         )
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Pending:
@@ -136,10 +136,10 @@ class Shm(Backend):
         return self._step(self._steps.meet(self._word()))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
-        return self._step(self._steps.spread([_place(tensor)], root, self._word()), tensor)
+        return self._step(self._steps.spread([_extent(tensor)], root, self._word()), tensor)
 
     def broadcast_parts(self, tensors: Sequence[torch.Tensor], root: int) -> Pending:
-        return self._step(self._steps.spread(list(map(_place, tensors)), root, self._word()), *tensors)
+        return self._step(self._steps.spread(list(map(_extent, tensors)), root, self._word()), *tensors)
 
     def all_to_all_v(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Pending:
         _copy(outputs[self.rank], inputs[self.rank])
@@ -202,7 +202,7 @@ class Shm(Backend):
         self._streams.close()
         self._steps.close()
 
-    def _share(self, mine: Place, rows: Sequence[Place]) -> Iterator[Need]:
+    def _share(self, mine: Extent, rows: Sequence[Extent]) -> Iterator[Need]:
         if max([nbytes for _, nbytes in rows]) <= self._steps.slots.slot:
             return self._steps.share_small(mine, rows, self._word())
         return self._steps.share([mine], [[row] for row in rows], self._word())
@@ -233,11 +233,11 @@ class Shm(Backend):
             tasks = [(key, self._calls.entered(task)) for key, task in tasks]
         return self._streams.begin(tasks, (sends, recvs)) if tasks else ENDED
 
-    def _put(self, channel: int, peer: int, tensor: torch.Tensor, kind: int) -> Task | None:
+    def _put(self, lane: int, peer: int, tensor: torch.Tensor, kind: int) -> Task | None:
         """Return the task that sends a tensor; None if the pipe has taken it at once."""
-        pipe = self._steps.slots.pipe_to(channel, peer)
+        pipe = self._steps.slots.pipe_to(lane, peer)
         address, nbytes = tensor.data_ptr(), tensor.nbytes
-        is_free = not (channel == COLLECTIVES and self._calls.is_entering) and self._streams.is_idle(pipe)
+        is_free = not (lane == COLLECTIVES and self._calls.is_entering) and self._streams.is_idle(pipe)
         if is_free and pipe.put_whole(address, nbytes, kind):
             return None
         return pipe, pipe.put(address, nbytes, kind)
@@ -263,7 +263,7 @@ def _unequal(rank: int, kind: int, found: int, expected: int) -> Exception:
     return unequal(rank, found, expected)
 
 
-def _place(tensor: torch.Tensor) -> Place:
+def _extent(tensor: torch.Tensor) -> Extent:
     return tensor.data_ptr(), tensor.nbytes
 
 
@@ -282,7 +282,7 @@ def _view(slots: Slots, rank: int, half: int, like: torch.Tensor, begin: int = 0
 def _reduce_at_once(steps: Steps, output: torch.Tensor, data: torch.Tensor, op: ReduceOp, word: int) -> Iterator[Need]:
     """Reduce in one step: every rank reduces everything."""
     slots = steps.slots
-    copy((yield from steps.own_slot(half := steps.next_half())), *_place(data))
+    copy((yield from steps.own_slot(half := steps.next_half())), *_extent(data))
     yield from steps.reach_with(half, data.nbytes, word)
     parts = [data if r == slots.rank else _view(slots, r, half, data) for r in range(slots.size)]
     combine_into(output, op, parts)
@@ -295,7 +295,7 @@ def _reduce_in_shares(
     slots, item = steps.slots, data.itemsize
     size = slots.slot // item
     for target, piece in zip(output.split(size), data.split(size), strict=True):
-        address, nbytes = _place(piece)
+        address, nbytes = _extent(piece)
         bounds = [split_bounds(len(piece), slots.size, r) for r in range(slots.size)]
         begin, stop = bounds[slots.rank]
         slot = yield from steps.own_slot(half := steps.next_half())

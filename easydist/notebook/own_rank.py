@@ -29,7 +29,7 @@ _SECONDS = 60.0
 """Seconds within which ready ranks must meet."""
 
 
-class Member:
+class OwnRank:
     """This process as a rank.
 
     Args:

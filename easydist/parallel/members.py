@@ -29,10 +29,10 @@ _Made = tuple["dist.ProcessGroup | None", "dist.ProcessGroup | None"]
 
 _alone = itertools.count()
 _counts: dict[str, itertools.count[int]] = {}
-_known: weakref.WeakValueDictionary[str, Membership] = weakref.WeakValueDictionary()
+_known: weakref.WeakValueDictionary[str, Members] = weakref.WeakValueDictionary()
 
 
-def named(unique_name: str) -> Membership:
+def named(unique_name: str) -> Members:
     """Return the coordinator with this name. Custom operators get the name in its place.
 
     Raises:
@@ -44,7 +44,7 @@ def named(unique_name: str) -> Membership:
     return found
 
 
-class _Founding(Verb[_Made]):
+class _GroupCreation(Verb[_Made]):
     """The agreement of all ranks of the world to create the same groups, and their creation by ``make``."""
 
     operation = "GroupCoordinator"
@@ -86,7 +86,7 @@ def _check_lists(lists: Sequence[Sequence[int]], size: int) -> None:
         )
 
 
-class Membership:
+class Members:
     """The ranks of the group, this rank's place among them, and the process groups.
 
     Attributes:
@@ -119,7 +119,7 @@ class Membership:
         state = ProcessState()
         told = {"backend": backend, "use_device_communicator": bool(use_device_communicator), **options}
         make = functools.partial(_groups, group_ranks, backend)
-        groups = run(_Founding(group_ranks, {**told, "local_rank": local_rank}, make), state.communicators())
+        groups = run(_GroupCreation(group_ranks, {**told, "local_rank": local_rank}, make), state.communicators())
         ranks = next([*ranks] for ranks in group_ranks if state.process_index in ranks)
         self.use_device_communicator = bool(use_device_communicator)
         self._join(ranks, state.process_index, index(local_rank), group_name, groups)
@@ -149,7 +149,7 @@ class Membership:
     def _agree(self, options: Mapping[str, Any]) -> None:
         """Make sure that all members have passed the same options; if they have not, leave the groups and raise."""
         try:
-            run(_Founding([self.ranks], {**options, "local_rank": self.local_rank}), self.communicators)
+            run(_GroupCreation([self.ranks], {**options, "local_rank": self.local_rank}), self.communicators)
         except BaseException:
             self._leave()
             raise

@@ -17,7 +17,7 @@ from easydist.messages.pair import Buffers, receive, send
 from easydist.messages.transfers import Transfer
 from easydist.parallel import all_gather_hop
 from easydist.parallel.all_gather_hop import IncomingShares, Terms
-from easydist.parallel.membership import Membership
+from easydist.parallel.members import Members
 from easydist.typing import Tree
 from easydist.verbs.object_pair import decoded, encoded
 from easydist.verbs.tensor_dict_messages import Incoming, Outgoing
@@ -25,7 +25,7 @@ from easydist.verbs.tensor_dict_messages import Incoming, Outgoing
 Received = tuple[Tree, list[Transfer], list[Callable[[], None]]]
 
 
-class Pairs(Membership):
+class PointToPoint(Members):
     """The methods between two ranks. ``dst=None`` is the next rank of the group, ``src=None`` the previous one."""
 
     @eager

@@ -11,14 +11,14 @@ from easydist.data.packing import type_text
 from easydist.format import header
 from easydist.format.header import Entry
 from easydist.weights.blocks import Block, is_covered, whole
-from easydist.weights.schedule import Item, Message, schedule
+from easydist.weights.schedule import Item, Packet, schedule
 from easydist.weights.source import LONGEST, METADATA
 
 Shards = Mapping[int, Mapping[str, Sequence[Sequence[int]]]]
 """The block that each source holds of each sharded entry, by rank and name."""
 
 
-class Announced:
+class Manifest:
     """The decoded header of the entries that arrive.
 
     Args:
@@ -49,7 +49,7 @@ class Announced:
         self.is_kept = len(encoded) <= LONGEST
         self.boxes = [whole(entry.shape) for entry in self.entries]
 
-    def messages(self, shards: Shards) -> list[Message]:
+    def packets(self, shards: Shards) -> list[Packet]:
         """Return the schedule. Each block of each entry comes from the first source that holds it.
 
         Args:
@@ -61,7 +61,7 @@ class Announced:
         return schedule(self._items(shards), self.about["bucket"]) if any(shards.values()) else self._unsharded
 
     @functools.cached_property
-    def _unsharded(self) -> list[Message]:
+    def _unsharded(self) -> list[Packet]:
         return schedule(self._items({}), self.about["bucket"])
 
     def _items(self, shards: Shards) -> Iterator[Item]:
@@ -84,7 +84,7 @@ class Announced:
         """The bytes of all data."""
         return self.entries[-1].stop if self.entries else 0
 
-    def differing(self, other: Announced) -> list[Row]:
+    def differing(self, other: Manifest) -> list[Row]:
         """Return the entries that a further source has otherwise than this first one."""
         theirs, ours = ({one.name: type_text(one.dtype, one.shape) for one in a.entries} for a in (self, other))
         rows = [(name, theirs.get(name, "missing"), ours.get(name, "missing")) for name in theirs.keys() | ours.keys()]
@@ -99,9 +99,9 @@ class Announced:
         return self.index.keys() - {key for key in self.names.values() if key is not None}
 
 
-def announced(encoded: bytes) -> Announced:
+def manifest(encoded: bytes) -> Manifest:
     """Decode a header. The results of recent headers are reused, except for very long ones."""
-    return _known(encoded) if len(encoded) <= LONGEST else Announced(encoded)
+    return _known(encoded) if len(encoded) <= LONGEST else Manifest(encoded)
 
 
-_known = functools.lru_cache(maxsize=4)(Announced)
+_known = functools.lru_cache(maxsize=4)(Manifest)

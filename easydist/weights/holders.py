@@ -21,7 +21,7 @@ from easydist.weights.target import Wanted
 _OPERATION = "publish"
 
 
-class Member:
+class Holder:
     """A member of a group that shares versions of the same weights.
 
     Args:
@@ -48,7 +48,7 @@ class Member:
         self.pending: int | None = None
 
     def weights(self) -> Any:
-        """Return the weights of this member's version, to be sent."""
+        """Return the weights of this rank's version, to be sent."""
         raise NotImplementedError
 
     def room(self) -> Any:
@@ -108,9 +108,9 @@ class _Versions(Verb[dict[int, dict[str, Any]]]):
 
     operation = "regroup"
 
-    def __init__(self, member: Member, src: Any) -> None:
+    def __init__(self, holder: Holder, src: Any) -> None:
         self._src = src
-        self._mine = encoded({"receives": member.receives, "version": member.version, "pending": member.pending})
+        self._mine = encoded({"receives": holder.receives, "version": holder.version, "pending": holder.pending})
 
     def prepare(self, comms: Communicators) -> Call:
         checked_ranks(comms, "src", [] if self._src is None else self._src)
@@ -127,26 +127,26 @@ class Publish(BroadcastWeights):
     """The transfer of one version to all members that have an earlier one.
 
     Args:
-        member: This process.
+        holder: This process.
         src: The ranks that have the version.
         version: Its number; None means the member's plus one.
         is_again: True if members may have it already.
     """
 
     def __init__(
-        self, member: Member, src: int | Sequence[int], version: int | None = None, is_again: bool = False
+        self, holder: Holder, src: int | Sequence[int], version: int | None = None, is_again: bool = False
     ) -> None:
-        super().__init__(_OPERATION, member.room(), src, member.wanted, member.sending)
-        self._member, self._version = member, version
-        self._is_known = is_again and member.version == version
+        super().__init__(_OPERATION, holder.room(), src, holder.wanted, holder.sending)
+        self._holder, self._version = holder, version
+        self._is_known = is_again and holder.version == version
 
     def state(self) -> Mapping[str, Any]:
         """Return this member's part of the version."""
-        return state_of(self._member.weights())
+        return state_of(self._holder.weights())
 
     def is_receiver(self, rank: int, sources: Sequence[int]) -> bool:
         """True if this member lacks the version."""
-        return rank not in sources and self._member.receives and not self._is_known
+        return rank not in sources and self._holder.receives and not self._is_known
 
     def notes(self) -> Mapping[str, Any]:
         """Return the version's number.
@@ -154,33 +154,33 @@ class Publish(BroadcastWeights):
         Raises:
             ValueError: It is not newer than the version that this member has published.
         """
-        version = self._member.version + 1 if self._version is None else self._version
-        if version <= self._member.version and not self._is_known:
-            raise ValueError(f"version {version} is not newer than {self._member.version}, which was published before")
+        version = self._holder.version + 1 if self._version is None else self._version
+        if version <= self._holder.version and not self._is_known:
+            raise ValueError(f"version {version} is not newer than {self._holder.version}, which was published before")
         self._version = version
         return {"version": version}
 
     def check(self) -> None:
         """Raise on a receiver if the version is not newer than its own."""
         version = self.noted["version"]
-        if version <= self._member.version:
-            raise ValueError(f"version {version} is not newer than {self._member.version}, which this receiver has")
+        if version <= self._holder.version:
+            raise ValueError(f"version {version} is not newer than {self._holder.version}, which this receiver has")
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> None:
         """Move the weights, and make sure that all members have all of them."""
-        self._member.pending = None
+        self._holder.pending = None
         super().exchange(comms, agreed)
         if comms.size > 1:
             self._version = self.noted["version"]
         if self._target is not None:
             self._target.finish()
-        self._member.pending = self._version
+        self._holder.pending = self._version
         agree(comms, f"{_OPERATION} (complete)", lambda: Call({"version": self._version}))
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: None) -> int:
         """Start to use the version, since all members have it."""
         assert self._version is not None
         if not self._is_known:
-            self._member.commit(self._version)
-        self._member.pending = None
+            self._holder.commit(self._version)
+        self._holder.pending = None
         return self._version
