@@ -86,7 +86,7 @@ def is_namedtuple(data: object) -> bool:
     return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
 
 
-class _Kind(NamedTuple):
+class _Container(NamedTuple):
     """The functions that open a kind of container into (names, children, context), and close it again."""
 
     open: Callable[[Any], tuple[Sequence[str], list[Any], Any]]
@@ -160,17 +160,19 @@ def _close_list(template: list[Any], children: list[Any]) -> list[Any]:
     return clone
 
 
-_DICT = _Kind(lambda d: (_keyed(d), list(d.values()), list(d)), lambda keys, c: dict(zip(keys, c, strict=True)))
-_LIST = _Kind(lambda d: (_indexed(d), d, None), lambda _, children: children)
-_TUPLE = _Kind(lambda d: (_indexed(d), d, None), lambda _, children: tuple(children))
-_SIZE = _Kind(lambda d: (_indexed(d), d, None), _close_size)
-_NAMEDTUPLE = _Kind(lambda d: ([f".{f}" for f in d._fields], d, type(d)), lambda cls, children: cls._make(children))
-_TUPLE_SUBCLASS = _Kind(lambda d: (_indexed(d), d, type(d)), lambda cls, children: cls(children))
-_LIST_SUBCLASS = _Kind(lambda d: (_indexed(d), d, d), _close_list)
-_MAPPING = _Kind(lambda d: (_keyed(d), [d[key] for key in d], d), _close_mapping)
-_DATACLASS = _Kind(_open_dataclass, _close_dataclass)
+_DICT = _Container(lambda d: (_keyed(d), list(d.values()), list(d)), lambda keys, c: dict(zip(keys, c, strict=True)))
+_LIST = _Container(lambda d: (_indexed(d), d, None), lambda _, children: children)
+_TUPLE = _Container(lambda d: (_indexed(d), d, None), lambda _, children: tuple(children))
+_SIZE = _Container(lambda d: (_indexed(d), d, None), _close_size)
+_NAMEDTUPLE = _Container(
+    lambda d: ([f".{f}" for f in d._fields], d, type(d)), lambda cls, children: cls._make(children)
+)
+_TUPLE_SUBCLASS = _Container(lambda d: (_indexed(d), d, type(d)), lambda cls, children: cls(children))
+_LIST_SUBCLASS = _Container(lambda d: (_indexed(d), d, d), _close_list)
+_MAPPING = _Container(lambda d: (_keyed(d), [d[key] for key in d], d), _close_mapping)
+_DATACLASS = _Container(_open_dataclass, _close_dataclass)
 
-_BUILTIN: dict[type, _Kind | None] = {
+_BUILTIN: dict[type, _Container | None] = {
     str: None,
     type(None): None,
     dict: _DICT,
@@ -182,7 +184,7 @@ _BUILTIN: dict[type, _Kind | None] = {
 }
 
 
-def _registered(node: Any) -> _Kind:
+def _registered(node: Any) -> _Container:
     """Return the kind of a class registered with torch.utils._pytree."""
 
     def open_(data: Any) -> tuple[Sequence[str], list[Any], Any]:
@@ -192,10 +194,10 @@ def _registered(node: Any) -> _Kind:
         children, context = node.flatten_fn(data)
         return _indexed(children), list(children), context
 
-    return _Kind(open_, lambda context, children: node.unflatten_fn(children, context))
+    return _Container(open_, lambda context, children: node.unflatten_fn(children, context))
 
 
-def _kind_of(data: Any) -> _Kind | None:
+def _kind_of(data: Any) -> _Container | None:
     """Return the kind of a container; None if ``data`` is not a container."""
     cls = type(data)
     if cls in _BUILTIN:

@@ -61,13 +61,13 @@ class Notes:
             listener(self)
 
 
-class _Open(threading.local):
+class _OpenNotes(threading.local):
     """The notes of the innermost call of this thread."""
 
     notes: Notes | None = None
 
 
-_open = _Open()
+_open = _OpenNotes()
 listeners: list[Callable[[Notes], None]] = []
 """The functions that get the notes of every call; empty unless a trace is running."""
 

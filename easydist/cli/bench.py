@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from easydist.cli.measure import Row
+    from easydist.cli.measure import BenchRow
 
 _EXAMPLE = """\b
 Example:
@@ -58,7 +58,7 @@ def _measured(size: int, seconds: float, only: str) -> list[dict[str, Any]]:
         return [_summary(size, row) for row in pool.run(measure, size, seconds=seconds, only=only)[0]]
 
 
-def _summary(size: int, row: Row) -> dict[str, Any]:
+def _summary(size: int, row: BenchRow) -> dict[str, Any]:
     work, peer, rounds = row
     ours, theirs = (statistics.median(column) for column in zip(*rounds, strict=True))
     ratios = sorted(their / our for our, their in rounds)

@@ -20,7 +20,7 @@ from easydist.verbs.reduce import reduce
 
 _ROUNDS = 7
 _LARGE = 1 << 22
-Row = tuple[str, str, list[tuple[float, float]]]
+BenchRow = tuple[str, str, list[tuple[float, float]]]
 """The name of the work, the name of the peer, and the seconds of easydist and of the peer in each round."""
 
 
@@ -90,7 +90,7 @@ def beside_gloo(world_size: int) -> Iterator[Work]:
     yield Work("reduce 16 MB", lambda: reduce(large), lambda: dist.all_reduce(large.clone()), "gloo")
 
 
-def measure(rank: int, world_size: int, seconds: float, only: str) -> list[Row]:
+def measure(rank: int, world_size: int, seconds: float, only: str) -> list[BenchRow]:
     """Measure all rows. Every rank of a default group calls it.
 
     Args:
@@ -105,7 +105,9 @@ def measure(rank: int, world_size: int, seconds: float, only: str) -> list[Row]:
     return measured(rank, world_size, seconds, only, lambda: [*beside_accelerate(rank), *beside_gloo(world_size)])
 
 
-def measured(rank: int, world_size: int, seconds: float, only: str, works: Callable[[], Iterable[Work]]) -> list[Row]:
+def measured(
+    rank: int, world_size: int, seconds: float, only: str, works: Callable[[], Iterable[Work]]
+) -> list[BenchRow]:
     """Measure the caller's rows.
 
     Args:
@@ -126,7 +128,7 @@ def measured(rank: int, world_size: int, seconds: float, only: str, works: Calla
         PartialState._reset_state()
 
 
-def _row(work: Work, seconds: float) -> Row:
+def _row(work: Work, seconds: float) -> BenchRow:
     ours, theirs = (_repeats(fn, seconds / 10) for fn in (work.ours, work.theirs))
     return work.name, work.peer, [(timed(work.ours, ours), timed(work.theirs, theirs)) for _ in range(_ROUNDS)]
 

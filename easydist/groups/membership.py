@@ -89,7 +89,7 @@ class Return(NamedTuple):
     members: tuple[int, ...]
 
 
-class Failure(enum.Enum):
+class Reason(enum.Enum):
     """The reasons why a rank cannot continue."""
 
     LEFT_OUT = enum.auto()
@@ -100,7 +100,7 @@ class Failure(enum.Enum):
 class Raise(NamedTuple):
     """Raise an error."""
 
-    failure: Failure
+    reason: Reason
     members: tuple[int, ...] = ()
 
 
@@ -163,11 +163,11 @@ class Membership:
 
     def interrupted(self) -> list[Action]:
         """Return the actions after Ctrl-C, or after any other exception on this rank."""
-        return self._leave(Failure.INTERRUPTED)
+        return self._leave(Reason.INTERRUPTED)
 
     def tick(self, now: float) -> list[Action]:
         """Return the actions at a time without new answers; if there are none, keep waiting for the answer."""
-        return self._leave(Failure.LATE) if now >= self._end else []
+        return self._leave(Reason.LATE) if now >= self._end else []
 
     def connected(self, now: float, is_connected: bool) -> list[Action]:
         """Take the answer to ``Connect``, and return the next actions."""
@@ -302,14 +302,14 @@ class Membership:
         """Return the last actions if a decided decision ends the agreement for this rank; else none."""
         mine = self._mine
         if mine.slot and self._rank not in mine.members:
-            return self._leave(Failure.LEFT_OUT)
+            return self._leave(Reason.LEFT_OUT)
         if not mine.is_settled:
             return []
-        return [Write(mine), Return(mine.members)] if mine.stage == Stage.CONNECTED else self._leave(Failure.LEFT_OUT)
+        return [Write(mine), Return(mine.members)] if mine.stage == Stage.CONNECTED else self._leave(Reason.LEFT_OUT)
 
-    def _leave(self, failure: Failure) -> list[Action]:
+    def _leave(self, reason: Reason) -> list[Action]:
         self._mine = self._mine._replace(stage=Stage.LEFT)
-        return [Write(self._mine), Raise(failure, self._mine.members)]
+        return [Write(self._mine), Raise(reason, self._mine.members)]
 
 
 def _is_at(register: Register, slot: int, stage: Stage) -> bool:

@@ -20,9 +20,9 @@ from easydist.groups.membership import (
     CONNECTING,
     Action,
     Connect,
-    Failure,
     Membership,
     Raise,
+    Reason,
     Register,
     Return,
     Stage,
@@ -297,7 +297,7 @@ class Recovery:
 
 
 def _error(action: Raise, monitor: Monitor) -> EasydistError:
-    if action.failure is Failure.LEFT_OUT:
+    if action.reason is Reason.LEFT_OUT:
         left_out = LeftOutError(texts.left_out(monitor.rank, monitor.name, action.members))
         left_out.members = action.members
         return left_out

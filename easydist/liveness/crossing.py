@@ -27,10 +27,10 @@ Seen = tuple[MessageWait, Held] | None
 LookUp = Callable[[int], Seen]
 """A function of a rank; it returns the wait of that rank, and which other wait it holds up."""
 
-Read = Callable[[str, int | None], bytes | None]
+ReadKey = Callable[[str, int | None], bytes | None]
 """A function that reads a key of the store, which one rank has written if that is given; None if it is not set."""
 
-Write = Callable[[str, str], None]
+WriteKey = Callable[[str, str], None]
 """A function that sets a key of the store."""
 
 
@@ -135,7 +135,7 @@ class Crossing:
 
     # In the store, for ranks that do not see one another's pages.
 
-    def tell(self, write: Write, call: Callable[[], tuple[int, int]]) -> None:
+    def tell(self, write: WriteKey, call: Callable[[], tuple[int, int]]) -> None:
         """Tell for which message this rank waits, in a phase and after a call of all ranks, which ``call`` returns."""
         if (mine := self.wait) is None:
             return
@@ -145,7 +145,7 @@ class Crossing:
             write(f"waits/{self._rank}", text)
             write(f"awaited/{mine.partner}", str(self._rank))
 
-    def told(self, read: Read, rank: int, phase: int) -> tuple[int, Seen] | None:
+    def told(self, read: ReadKey, rank: int, phase: int) -> tuple[int, Seen] | None:
         """Return the last call of all ranks of another rank, and the wait of which it has told after that."""
         if not (text := read(key := f"waits/{rank}", rank)):
             return None
@@ -153,7 +153,7 @@ class Crossing:
         held = None if wait[3] < 0 else (wait[3], wait[4], wait[5])
         return (number, (MessageWait(*wait[:3]), held)) if told_phase == phase else None
 
-    def needs_me_from_afar(self, read: Read, ranks: Container[int], phase: int, number: int) -> int | None:
+    def needs_me_from_afar(self, read: ReadKey, ranks: Container[int], phase: int, number: int) -> int | None:
         """Return the rank that has told this one last that it waits for it, if it does so instead of coming here."""
         if (text := read(key := f"awaited/{self._rank}", None)) is None:
             return None
@@ -161,7 +161,7 @@ class Crossing:
         told = self.told(read, rank, phase) if rank in ranks else None
         return rank if told is not None and told[0] < number and self.holds(rank, told[1]) else None
 
-    def untell(self, write: Write) -> None:
+    def untell(self, write: WriteKey) -> None:
         """Take back what the store has: a later group may use the same one."""
         if self.is_told:
             self.is_told = False

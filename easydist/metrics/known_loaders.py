@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from easydist.metrics.loader import DistributedLoader
 from easydist.metrics.order import Sharding
-from easydist.metrics.passes import Steps, existing, passes_of
+from easydist.metrics.passes import LoaderSteps, existing, passes_of
 from easydist.metrics.sampler import DistributedBatchSampler
 from easydist.metrics.tally import ACTIVE, ENDED, Lot
 
@@ -136,12 +136,12 @@ def _check_class(part: Any, known: tuple[Any, ...]) -> None:
         )
 
 
-def _accelerated(loader: Any, size: int, reads: int = 1) -> Steps:
+def _accelerated(loader: Any, size: int, reads: int = 1) -> LoaderSteps:
     """Return the steps of a loader that accelerate may have prepared: such a loader reads one step ahead."""
     if not issubclass(type(loader), _prepared()):
-        return Steps(passes_of(loader), size)
+        return LoaderSteps(passes_of(loader), size)
     ended = bool(loader.end_of_dataloader)
-    return Steps(passes_of(loader), size, loader.skip_batches, 1, reads, loader._drop_last, ended)
+    return LoaderSteps(passes_of(loader), size, loader.skip_batches, 1, reads, loader._drop_last, ended)
 
 
 def _alone(loader: Any, total: int | None) -> Lot:
@@ -219,7 +219,7 @@ def _sharded(loader: Any, shard: Any, rank: int, size: int, total: int | None) -
     return steps.lot(sharding)
 
 
-def _left(loader: Any, steps: Steps, total: int | None, batch_size: int) -> int | None:
+def _left(loader: Any, steps: LoaderSteps, total: int | None, batch_size: int) -> int | None:
     """Return the number of samples of the pass before any is repeated; None if it is unknown.
 
     Args:
@@ -260,7 +260,7 @@ def _strided(loader: Any, sampler: Any, rank: int, size: int) -> Lot:
     _check_class(sampler, (DistributedSampler, *known))
     _check_place((sampler.rank, sampler.num_replicas), (rank, size))
     batch_size, drop_last, skipped = _batches(loader, sampler)
-    steps = Steps(passes_of(loader), batch_size * size)
+    steps = LoaderSteps(passes_of(loader), batch_size * size)
     each = sampler.num_samples // batch_size * batch_size if drop_last else sampler.num_samples
     rows = max(each * size - skipped * steps.size - (steps.done or 0), 0)
     samples = getattr(sampler, "lengths", None)

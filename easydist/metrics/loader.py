@@ -113,8 +113,8 @@ class DistributedLoader:
     def __init__(self, dataset: Any, source: Source, with_indices: bool, group: Group) -> None:
         self.dataset, self.batch_size, self.total = dataset, source.parameters.batch_size, source.total
         self._source, self._with_indices, self._group = source, with_indices, group
-        self._next = _Position(0, 0)
-        self._here, self._reading = self._next, list[_Position]()
+        self._next = _Cursor(0, 0)
+        self._here, self._reading = self._next, list[_Cursor]()
 
     @property
     def epoch(self) -> int:
@@ -142,14 +142,14 @@ class DistributedLoader:
                 its own ``set_epoch``, if it has one.
         """
         if index(epoch) != self._next.epoch:
-            self._next = _Position(index(epoch), 0)
+            self._next = _Cursor(index(epoch), 0)
             self._here = self._reading[-1] if self._reading else self._next
 
     def __iter__(self) -> Iterator[Any]:
         epoch, start = self._next.epoch, self._next.position
         self._meet("begin_epoch", epoch=epoch, position=start, total=self.total)
-        here = self._here = _Position(epoch, start)
-        self._next = _Position(epoch, 0)
+        here = self._here = _Cursor(epoch, start)
+        self._next = _Cursor(epoch, 0)
         self._reading.append(here)
         try:
             for here.position, indices, batch in self._source.batches(epoch, start):
@@ -158,13 +158,13 @@ class DistributedLoader:
             if isinstance(self._source, Streamed):
                 self._meet_at_end(here)
             if self._next.epoch == epoch:  # set_epoch has chosen no other
-                self._next = _Position(epoch + 1, 0)
+                self._next = _Cursor(epoch + 1, 0)
             self._here = self._next
         finally:
             self._reading = [place for place in self._reading if place is not here]
             self._here = self._reading[-1] if self._reading else self._here
 
-    def _meet_at_end(self, here: _Position) -> None:
+    def _meet_at_end(self, here: _Cursor) -> None:
         """Make sure that all ranks' streams were equally long. Their samples are not compared."""
         try:
             self._meet("end_epoch", epoch=here.epoch, position=here.position)
@@ -200,10 +200,10 @@ class DistributedLoader:
                 f"load_state_dict: the state belongs to a loader with {state['order']}, but this one has "
                 f"{self._source.order}; make it with the same data set, shuffle and seed"
             )
-        self._next = self._here = _Position(state["epoch"], state["position"])
+        self._next = self._here = _Cursor(state["epoch"], state["position"])
 
 
-class _Position:
+class _Cursor:
     """A position in an epoch."""
 
     def __init__(self, epoch: int, position: int) -> None:

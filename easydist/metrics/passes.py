@@ -18,7 +18,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from easydist.metrics.order import Sharding
 from easydist.metrics.tally import Lot, Position, Tally
 
-__all__ = ["Pass", "Passes", "Steps", "existing", "passes_of"]
+__all__ = ["Pass", "Passes", "LoaderSteps", "existing", "passes_of"]
 
 
 class Passes:
@@ -76,7 +76,7 @@ class Pass:
             self.has_ended, self._passes.finished = True, self.serial
 
 
-class Steps(NamedTuple):
+class LoaderSteps(NamedTuple):
     """The batches that a loader yields to each rank.
 
     Attributes:

@@ -25,18 +25,18 @@ __all__ = ["Store", "copied"]
 _BLOCK = 1 << 20
 """The bytes from which rows are joined to a block, so that many small updates do not remain many small tensors."""
 
-Leaves = list[Any]
+RowLeaves = list[Any]
 """The rows of each column: a tensor, an array that no tensor can hold, or a list."""
 
 
-class _Block(NamedTuple):
+class _RowBlock(NamedTuple):
     """Consecutive rows: their leaves, or the path of their file."""
 
     length: int
     nbytes: int
-    leaves: Leaves | str
+    leaves: RowLeaves | str
 
-    def read(self) -> Leaves:
+    def read(self) -> RowLeaves:
         """Return the rows, after loading them if they are in a file."""
         if not isinstance(self.leaves, str):
             return self.leaves
@@ -68,8 +68,8 @@ class Store:
     def clear(self) -> None:
         """Discard all rows, and delete the files."""
         self.nbytes = self._held = 0
-        self._blocks: list[_Block] = []
-        self._open: list[_Block] = []
+        self._blocks: list[_RowBlock] = []
+        self._open: list[_RowBlock] = []
         self._indices: list[torch.Tensor] = []
         self._delete()
         self._folder = ""
@@ -93,7 +93,7 @@ class Store:
         begin, end = torch.searchsorted(self.indices, bounds, sorter=self._order).tolist()
         return self._order[begin:end]
 
-    def add(self, indices: torch.Tensor, leaves: Leaves, nbytes: int) -> None:
+    def add(self, indices: torch.Tensor, leaves: RowLeaves, nbytes: int) -> None:
         """Add rows.
 
         Args:
@@ -103,13 +103,13 @@ class Store:
         """
         self._order = None
         self._indices.append(indices)
-        self._open.append(_Block(len(indices), nbytes, leaves))
+        self._open.append(_RowBlock(len(indices), nbytes, leaves))
         self.nbytes += nbytes
         self._held += nbytes
         if sum([block.nbytes for block in self._open]) >= _BLOCK:
             self._seal()
 
-    def rows(self, positions: torch.Tensor) -> Leaves:
+    def rows(self, positions: torch.Tensor) -> RowLeaves:
         """Return the rows at these positions, counted from the first one added; at least one."""
         self._seal()
         ends = torch.tensor([block.length for block in self._blocks], device="cpu").cumsum(0)
@@ -128,7 +128,7 @@ class Store:
         if self._open:
             columns = zip(*[block.read() for block in self._open], strict=True)
             length, nbytes = sum([block.length for block in self._open]), sum([block.nbytes for block in self._open])
-            self._blocks.append(_Block(length, nbytes, [_whole(column) for column in columns]))
+            self._blocks.append(_RowBlock(length, nbytes, [_whole(column) for column in columns]))
             self._open = []
         for i, block in enumerate(self._blocks):
             if self._limit is None or self._held <= self._limit:
@@ -136,7 +136,7 @@ class Store:
             if not isinstance(block.leaves, str):
                 self._blocks[i] = self._spilled(block, i)
 
-    def _spilled(self, block: _Block, number: int) -> _Block:
+    def _spilled(self, block: _RowBlock, number: int) -> _RowBlock:
         if not self._folder:
             self._folder = tempfile.mkdtemp(prefix="easydist-", dir=self._directory)
             self._delete = weakref.finalize(self, _delete, self._folder, os.getpid())
@@ -165,7 +165,7 @@ def _delete(folder: str, pid: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def copied(columns: Mapping[str, Tree], count: int) -> tuple[Schema, Leaves, int]:
+def copied(columns: Mapping[str, Tree], count: int) -> tuple[Schema, RowLeaves, int]:
     """Split the data of one update into columns, and copy their rows.
 
     Args:

@@ -91,7 +91,7 @@ def dist_sync_fn(result: torch.Tensor, group: Group = None) -> list[torch.Tensor
     """
     batch = _open.batch()
     if batch is None or batch.rows or batch.group is not group:
-        batch = _Batch(group)
+        batch = _StateBucket(group)
         _open.batch = weakref.ref(batch)
     batch.add(result)
     return _Gathered(batch, len(batch.tensors) - 1)
@@ -180,7 +180,7 @@ def _merged(values: Sequence[Any], reduction: Callable[[Any], Any] | None, is_li
 # --- dist_sync_fn
 
 
-class _Batch:
+class _StateBucket:
     """States that travel together when the first of them is read."""
 
     def __init__(self, group: Group) -> None:
@@ -221,21 +221,21 @@ def _fitting(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
-class _Open(threading.local):
+class _OpenBucket(threading.local):
     """The batch of this thread that more states may join. It lives as long as one of its results."""
 
-    batch: Callable[[], _Batch | None] = staticmethod(lambda: None)
+    batch: Callable[[], _StateBucket | None] = staticmethod(lambda: None)
 
 
-_open = _Open()
+_open = _OpenBucket()
 
 
 class _Gathered(list[torch.Tensor]):
     """All ranks' tensors of one state, gathered on first access."""
 
-    def __init__(self, batch: _Batch, index: int) -> None:
+    def __init__(self, batch: _StateBucket, index: int) -> None:
         super().__init__()
-        self._pending: tuple[_Batch, int] | None = batch, index
+        self._pending: tuple[_StateBucket, int] | None = batch, index
 
     def _fill(self) -> None:
         if self._pending is not None:

@@ -12,7 +12,7 @@ from typing import IO
 Line = tuple[str, str]
 """The stream of a line, ``"stdout"`` or ``"stderr"``, and its text."""
 
-_Position = tuple[int, int]
+_SortKey = tuple[int, int]
 """A position among the lines: that of the leading rank's line, and a number behind it for lines of ranks that lag."""
 
 _KEPT = 50_000
@@ -53,15 +53,15 @@ class Shown:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = list(ranks)
-        self._at: dict[int, _Position] = {}
+        self._at: dict[int, _SortKey] = {}
         self.clear()
 
     def clear(self) -> None:
         """Forget all lines."""
         self._at = dict.fromkeys(self._ranks, (0, 0))
         self._last, self._count = 0, 0
-        self._recent: dict[Line, list[_Position]] = {}
-        self._older: dict[Line, list[_Position]] = {}
+        self._recent: dict[Line, list[_SortKey]] = {}
+        self._older: dict[Line, list[_SortKey]] = {}
 
     def follow(self, rank: int, line: Line) -> bool:
         """Move a rank on to its next line on the page that equals this one.
@@ -69,7 +69,7 @@ class Shown:
         Returns:
             True if there is one, so that this line need not be shown again.
         """
-        found: list[_Position] = []
+        found: list[_SortKey] = []
         for lines in (self._older, self._recent):
             positions = lines.get(line, ())
             if (index := bisect_right(positions, self._at[rank])) < len(positions):

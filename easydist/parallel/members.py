@@ -24,7 +24,7 @@ from easydist.groups.known import SOLO, of_group, unregistered
 from easydist.state import ProcessState
 from easydist.state.groups import default_group, is_recovered
 
-_Made = tuple["dist.ProcessGroup | None", "dist.ProcessGroup | None"]
+_GroupPair = tuple["dist.ProcessGroup | None", "dist.ProcessGroup | None"]
 """The group for the CPU, and the group for the accelerator."""
 
 _alone = itertools.count()
@@ -44,7 +44,7 @@ def named(unique_name: str) -> Members:
     return found
 
 
-class _GroupCreation(Verb[_Made]):
+class _GroupCreation(Verb[_GroupPair]):
     """The agreement of all ranks of the world to create the same groups, and their creation by ``make``."""
 
     operation = "GroupCoordinator"
@@ -54,7 +54,7 @@ class _GroupCreation(Verb[_Made]):
         self,
         group_ranks: Sequence[Sequence[int]],
         arguments: dict[str, Any],
-        make: Callable[[Communicators], _Made] = lambda _: (None, None),
+        make: Callable[[Communicators], _GroupPair] = lambda _: (None, None),
     ) -> None:
         self._lists, self._arguments, self._make = group_ranks, arguments, make
 
@@ -65,10 +65,10 @@ class _GroupCreation(Verb[_Made]):
         told = {name: value for name, value in self._arguments.items() if name != "local_rank"}
         return Call({"group_ranks": lists, **told})
 
-    def exchange(self, comms: Communicators, agreed: Agreement) -> _Made:
+    def exchange(self, comms: Communicators, agreed: Agreement) -> _GroupPair:
         return self._make(comms)
 
-    def result(self, comms: Communicators, agreed: Agreement, arrived: _Made) -> _Made:
+    def result(self, comms: Communicators, agreed: Agreement, arrived: _GroupPair) -> _GroupPair:
         return arrived
 
 
@@ -124,7 +124,7 @@ class Members:
         self.use_device_communicator = bool(use_device_communicator)
         self._join(ranks, state.process_index, index(local_rank), group_name, groups)
 
-    def _join(self, ranks: list[int], rank: int, local_rank: int, group_name: str | None, groups: _Made) -> None:
+    def _join(self, ranks: list[int], rank: int, local_rank: int, group_name: str | None, groups: _GroupPair) -> None:
         """Join groups that exist, together with all other members."""
         self.ranks, self.rank, self.local_rank = ranks, rank, local_rank
         self.world_size, self.rank_in_group = len(ranks), ranks.index(rank)
@@ -223,10 +223,10 @@ def _unique(name: str) -> str:
     return f"{name}:{next(_counts.setdefault(name, itertools.count()))}"
 
 
-def _groups(lists: Sequence[Sequence[int]], backend: str, comms: Communicators) -> _Made:
+def _groups(lists: Sequence[Sequence[int]], backend: str, comms: Communicators) -> _GroupPair:
     """Create the groups of all lists, in the same order on all ranks, and return those of this process."""
     world = ProcessState().process_group if comms.size == 1 else default_group()
-    own: _Made = None, None
+    own: _GroupPair = None, None
     if world is None:
         return own
     make = _in_own_store if is_recovered(world) else _by_torch

@@ -54,7 +54,7 @@ def _joint(key: bytes) -> bytes:
     return digest(job, b"queue", key) if job else key
 
 
-_Reader = tuple[int, bytes, "Sender"]
+_Accepted = tuple[int, bytes, "Sender"]
 """A reader's rank, its record, and the connection to it."""
 
 
@@ -81,7 +81,7 @@ class Listener:
         self.fault: str | None = None
         self.refused: str | None = None
 
-    def accepted(self) -> list[_Reader]:
+    def accepted(self) -> list[_Accepted]:
         """Return the readers that have since the last call proved to have the key: rank, record, connection."""
         found = self._heard()
         for _ in range(_PENDING):  # a limit, so that a flood of connections does not block the writer
@@ -93,7 +93,7 @@ class Listener:
             self._pending.append((connection, bytearray(), time.monotonic() + _PATIENCE))
         return found + self._heard()
 
-    def _heard(self) -> list[_Reader]:
+    def _heard(self) -> list[_Accepted]:
         received = [(self._read_hello(*each), each) for each in self._pending]
         self._pending = [each for hello, each in received if hello is None and each[0].fileno() >= 0]
         return [hello for hello, _ in received if hello is not None]
@@ -119,7 +119,7 @@ class Listener:
             self.fault = None
             return connection
 
-    def _read_hello(self, connection: socket.socket, received: bytearray, until: float) -> _Reader | None:
+    def _read_hello(self, connection: socket.socket, received: bytearray, until: float) -> _Accepted | None:
         """Return the hello of a pending connection once it is complete. Close the connection if it is not valid."""
         try:
             text = connection.recv(_HELLO_NBYTES - len(received))

@@ -54,7 +54,7 @@ class Waited(Protocol):
     left: int
 
 
-class Handle(Protocol):
+class HasParts(Protocol):
     """Several operations, of this module or others, for which a thread waits together."""
 
     @property
@@ -68,7 +68,7 @@ running: dict[Movable, None] = {}
 waits: list[Waited] = []
 """The operations for which threads of this process sleep."""
 
-handles: dict[int, Handle] = {}
+handles: dict[int, HasParts] = {}
 """The handles for which threads wait; another thread may be completing their operations."""
 
 OWN_THREADS = "easydist-"

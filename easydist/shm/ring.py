@@ -101,7 +101,7 @@ def _rounded(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-class _End:
+class _RingEnd:
     """The common part of writer and readers; ``rank`` is 0 for the writer, and 1, 2, … for the readers."""
 
     def __init__(self, segment: Segment, shape: Shape, rank: int) -> None:
@@ -153,14 +153,14 @@ def _cell(reader: int, number: int) -> int:
     return _FIRST_READER + _PER_READER * (reader - 1) + number
 
 
-class _Piece(NamedTuple):
+class _RingPiece(NamedTuple):
     number: int
     start: int
     stop: int
     is_last: bool
 
 
-class RingWriter(_End):
+class RingWriter(_RingEnd):
     """The writer's end.
 
     Example:
@@ -187,7 +187,7 @@ class RingWriter(_End):
             os.close(self._file)
             raise
         self._backed = min(shape.capacity, _HOT)
-        self._pieces: deque[_Piece] = deque()
+        self._pieces: deque[_RingPiece] = deque()
         readers = range(1, shape.readers + 1)
         self._taken_at = [_cell(reader, _TAKEN) for reader in readers]
         self._asleep_at = [(1 << reader % 32, _cell(reader, _READER_ASLEEP)) for reader in readers]
@@ -219,7 +219,7 @@ class RingWriter(_End):
         """Return the number of complete messages that some reader has not taken yet."""
         return sum(piece.is_last for piece in self._settled())
 
-    def _settled(self) -> deque[_Piece]:
+    def _settled(self) -> deque[_RingPiece]:
         """Return the pieces in use: announced, and not yet taken by all readers."""
         pieces, lowest, posted = self._pieces, self._lowest(), self._words[_POSTED]
         while pieces and pieces[0].number < lowest:
@@ -265,7 +265,7 @@ class RingWriter(_End):
     def _enter(self, start: int, nbytes: int, at: int, total: int) -> None:
         number = self._words[_POSTED]
         # Before it is announced: ``_settled`` takes it back if an interrupt comes in between.
-        self._pieces.append(_Piece(number, start, start + _rounded(nbytes, _ALIGNMENT), at + nbytes == total))
+        self._pieces.append(_RingPiece(number, start, start + _rounded(nbytes, _ALIGNMENT), at + nbytes == total))
         entry = self.shape.entries_at + _ENTRY * (number % self.shape.entries)
         for i, value in enumerate((start, nbytes, at, total)):
             self._words[entry + i] = value
@@ -330,7 +330,7 @@ class RingWriter(_End):
         _let_go(self)
 
 
-class RingReader(_End):
+class RingReader(_RingEnd):
     """A reader's end.
 
     Args:
@@ -411,7 +411,7 @@ def _entry(words: memoryview, shape: Shape, number: int) -> list[int]:
     return [words[at], words[at + 1], words[at + 2], words[at + 3]]
 
 
-def _let_go(end: _End) -> None:
+def _let_go(end: _RingEnd) -> None:
     """Drop the references of an end to the memory; the mapping ends with the last reference."""
     for name in ("_words", "_bytes", "_tensor", "_futex"):
         delattr(end, name)

@@ -21,7 +21,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from easydist.testing.worker import Failure, Reference, Skip, Task, work
+from easydist.testing.worker import Failure, Reference, Skip, WorkerCall, work
 
 if sys.version_info < (3, 11):
     from exceptiongroup import ExceptionGroup
@@ -98,7 +98,9 @@ class Pool:
         limit = timeout or self.timeout
         try:
             for rank, worker in enumerate(workers):
-                task = Task(Reference.of(fn), args, kwargs, rank, world_size, store, list(sys.path), _filters(), limit)
+                task = WorkerCall(
+                    Reference.of(fn), args, kwargs, rank, world_size, store, list(sys.path), _filters(), limit
+                )
                 worker.pipe.send(task)
             outcomes = self._collect(workers, limit)
         except BaseException:  # Ctrl-C, for instance: an outcome that comes later must not count for the next run

@@ -59,7 +59,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Task:
+class WorkerCall:
     """A call for one rank."""
 
     fn: Reference
@@ -104,7 +104,7 @@ def work(pipe: Connection, stacks: str) -> None:
             ProcessState._reset_state()
 
 
-def _outcome(task: Task) -> Any:
+def _outcome(task: WorkerCall) -> Any:
     torch_groups.set_count(0)  # it numbers new groups; a failed one would leave a gap
     try:
         limit, place = task.group_timeout, dict[str, Any](rank=task.rank, world_size=task.world_size)
@@ -129,7 +129,7 @@ def _apply(filters: list[tuple[Any, ...]]) -> None:
         warnings.filterwarnings(action, message, category, module, lineno)
 
 
-def _arguments(fn: Callable[..., Any], task: Task) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(fn: Callable[..., Any], task: WorkerCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the task's arguments, with the rank and the world size if ``fn`` has parameters of these names."""
     given = {"rank": task.rank, "world_size": task.world_size}
     try:

@@ -24,7 +24,7 @@ from easydist.groups.rendezvous import NEVER, site
 from easydist.liveness.monitor import Monitor
 from easydist.torch_backend.reductions import reduction
 from easydist.torch_backend.rendezvous import NAME, met
-from easydist.torch_backend.work import GroupWork, Target, Tensors, all_bytes, dense, seen
+from easydist.torch_backend.work import GroupWork, Output, TensorList, all_bytes, dense, seen
 from easydist.transport.backend import Backend
 from easydist.transport.checked import About
 from easydist.transport.described import OWN, described
@@ -188,11 +188,11 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
     # Operations. ``opts: Any``: torch has a class of its own for each of them.
 
-    def allgather(self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None) -> GroupWork:
+    def allgather(self, output_tensors: Sequence[TensorList], input_tensors: TensorList, opts: Any = None) -> GroupWork:
         """Set ``output_tensors[0][r] = input_tensors[0] of rank r``. The ranks' sizes may differ."""
         (outputs,), (tensor,) = output_tensors, input_tensors
         self._demand_one_per_rank("all_gather", outputs, tensor)
-        targets, data = [Target(output) for output in outputs], dense(tensor)
+        targets, data = [Output(output) for output in outputs], dense(tensor)
         gather = lambda: [self._backend.all_gather_v(all_bytes(targets), as_bytes(data))]  # noqa: E731
         return self._begin("all_gather", (data, None, None), gather, targets)
 
@@ -200,24 +200,28 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         """Set ``output = cat([input of rank 0, …])``, or their stack."""
         if output.nbytes != input.nbytes * self.size():
             raise ValueError(f"all_gather_single: {self.size()} times {seen(input)} do not fit {seen(output)}")
-        target, data = Target(output), dense(input)
+        target, data = Output(output), dense(input)
         flat = as_bytes(target.dense)
         gather = lambda: [self._backend.all_gather_single(flat, as_bytes(data))]  # noqa: E731
         return self._begin("all_gather_single", (data, None, None), gather, [target])
 
-    def all_gather_single_coalesced(self, output_lists: Tensors, input_list: Tensors, opts: Any = None) -> GroupWork:
+    def all_gather_single_coalesced(
+        self, output_lists: TensorList, input_list: TensorList, opts: Any = None
+    ) -> GroupWork:
         """Call ``all_gather_single`` for several tensors."""
         return self._all([self.all_gather_single(o, i, opts) for o, i in zip(output_lists, input_list, strict=True)])
 
-    def allgather_coalesced(self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None) -> GroupWork:
+    def allgather_coalesced(
+        self, output_lists: Sequence[TensorList], input_list: TensorList, opts: Any = None
+    ) -> GroupWork:
         """Set ``output_lists[r][i] = input_list[i] of rank r``."""
         outputs = zip(*output_lists, strict=True)
         return self._all([self.allgather([list(o)], [i], opts) for o, i in zip(outputs, input_list, strict=True)])
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> GroupWork:
+    def allreduce(self, tensors: TensorList, opts: Any = None) -> GroupWork:
         """Set in place ``tensor = op(tensor of rank 0, …)`` for each of the tensors."""
         op = reduction("all_reduce", opts, tensors)
-        targets = [Target(tensor, filled=True) for tensor in tensors]
+        targets = [Output(tensor, filled=True) for tensor in tensors]
         reduce = functools.partial(self._reduce_all, targets, op)
         return self._begin("all_reduce", _about(targets, None, op), reduce, targets)
 
@@ -232,44 +236,44 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         opts: Any = None,
     ) -> GroupWork:
         """Exchange parts of dim 0: the s-th of ``output`` is the part of rank s's ``input`` for this rank."""
-        target, data = Target(output), dense(input)
+        target, data = Output(output), dense(input)
         outputs = self._parts("output", target.dense, output_split_sizes)
         inputs = self._parts("input", data, input_split_sizes)
         return self._swap("all_to_all_single", outputs, inputs, [target])
 
-    def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> GroupWork:
+    def alltoall(self, output_tensors: TensorList, input_tensors: TensorList, opts: Any = None) -> GroupWork:
         """Set ``output_tensors[s] = input_tensors[rank] of rank s``. The sizes may differ."""
-        targets = [Target(output) for output in output_tensors]
+        targets = [Output(output) for output in output_tensors]
         return self._swap("all_to_all", [t.dense for t in targets], [dense(i) for i in input_tensors], targets)
 
     def barrier(self, opts: Any = None) -> GroupWork:
         """Block until every rank has begun it."""
         return self._begin("barrier", _NOTHING, lambda: [self._backend.barrier()], [])
 
-    def broadcast(self, tensors: Tensors, opts: Any = None) -> GroupWork:
+    def broadcast(self, tensors: TensorList, opts: Any = None) -> GroupWork:
         """Set in place ``tensor = tensor of the root``."""
-        targets, root = [Target(tensor, filled=True) for tensor in tensors], self._root("broadcast", opts)
+        targets, root = [Output(tensor, filled=True) for tensor in tensors], self._root("broadcast", opts)
         spread = functools.partial(self._broadcast_all, all_bytes(targets), root)
         return self._begin("broadcast", _about(targets, root), spread, targets)
 
-    def gather(self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None) -> GroupWork:
+    def gather(self, output_tensors: Sequence[TensorList], input_tensors: TensorList, opts: Any = None) -> GroupWork:
         """Set on the root ``output_tensors[0][r] = input_tensors[0] of rank r``."""
         (tensor,), root = input_tensors, self._root("gather", opts)
         outputs = output_tensors[0] if root == self.rank() else []
         if root == self.rank():
             self._demand_one_per_rank("gather", outputs, tensor)
-        targets, data = [Target(output) for output in outputs], dense(tensor)
+        targets, data = [Output(output) for output in outputs], dense(tensor)
         gather = lambda: [self._backend.gather(all_bytes(targets), as_bytes(data), root)]  # noqa: E731
         return self._begin("gather", (data, root, None), gather, targets)
 
-    def recv(self, tensors: Tensors, src: int, tag: int) -> GroupWork:
+    def recv(self, tensors: TensorList, src: int, tag: int) -> GroupWork:
         """Receive the tensors that ``src`` sends to this rank, in order."""
         self._demand_message("recv", src, tag)
-        targets = [Target(tensor) for tensor in tensors]
+        targets = [Output(tensor) for tensor in tensors]
         flats = [target.dense.view(-1) for target in targets]
         return self._begin("recv", _NOTHING, lambda: [self._backend.recv(flat, src) for flat in flats], targets)
 
-    def recv_anysource(self, tensors: Tensors, tag: int) -> NoReturn:
+    def recv_anysource(self, tensors: TensorList, tag: int) -> NoReturn:
         """Raise, since each pair of ranks has its own channel.
 
         Raises:
@@ -277,15 +281,17 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         """
         raise ValueError(f"recv: {NAME} needs to know the sender; pass src=, or use gloo")
 
-    def reduce(self, tensors: Tensors, opts: Any = None) -> GroupWork:
+    def reduce(self, tensors: TensorList, opts: Any = None) -> GroupWork:
         """Set on the root, in place, ``tensor = op(tensor of rank 0, …)``. The other ranks' tensors do not change."""
         op, root = reduction("reduce", opts, tensors), self._root("reduce", opts)
         is_root = root == self.rank()
-        targets = [Target(t, filled=True) if is_root else Target(dense(t).clone(), filled=True) for t in tensors]
+        targets = [Output(t, filled=True) if is_root else Output(dense(t).clone(), filled=True) for t in tensors]
         reduce = functools.partial(self._reduce_all, targets, op)
         return self._begin("reduce", _about(targets, root, op), reduce, targets)
 
-    def reduce_scatter(self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None) -> GroupWork:
+    def reduce_scatter(
+        self, output_tensors: TensorList, input_tensors: Sequence[TensorList], opts: Any = None
+    ) -> GroupWork:
         """Set ``output_tensors[0] = op(input_tensors[0][rank] of rank 0, …)``. The ranks' sizes may differ."""
         (output,), (inputs,) = output_tensors, input_tensors
         return self._reduce_scatter("reduce_scatter", output, inputs, opts)
@@ -297,22 +303,22 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         parts = dense(input).reshape(self.size(), -1).unbind()
         return self._reduce_scatter("reduce_scatter_single", output, parts, opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
+    def reduce_scatter_single_coalesced(self, outputs: TensorList, inputs: TensorList, opts: Any = None) -> GroupWork:
         """Call ``reduce_scatter_single`` for several tensors."""
         return self._all([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
 
-    def scatter(self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None) -> GroupWork:
+    def scatter(self, output_tensors: TensorList, input_tensors: Sequence[TensorList], opts: Any = None) -> GroupWork:
         """Set ``output_tensors[0] = input_tensors[0][rank] of the root``."""
         (output,), root = output_tensors, self._root("scatter", opts)
         inputs = input_tensors[0] if root == self.rank() else []
         if root == self.rank():
             self._demand_one_per_rank("scatter", inputs, output)
-        target, data = Target(output), [dense(tensor) for tensor in inputs]
+        target, data = Output(output), [dense(tensor) for tensor in inputs]
         flat, flats = as_bytes(target.dense), [as_bytes(tensor) for tensor in data]
         about = target.dense, root, None
         return self._begin("scatter", about, lambda: [self._backend.scatter(flat, flats, root)], [target])
 
-    def send(self, tensors: Tensors, dst: int, tag: int) -> GroupWork:
+    def send(self, tensors: TensorList, dst: int, tag: int) -> GroupWork:
         """Send to ``dst``, which receives as many bytes. The tensors may be changed once the work has ended."""
         self._demand_message("send", dst, tag)
         data = [dense(tensor) for tensor in tensors]
@@ -337,7 +343,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         operation: str,
         about: About,
         start: Callable[[], Sequence[Begun]],
-        targets: Sequence[Target],
+        targets: Sequence[Output],
         before: Callable[[], None] | None = None,
     ) -> GroupWork:
         """Begin an operation.
@@ -391,16 +397,16 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         while len(self._held) > _MOST_HELD and self._held[0].is_completed():
             self._held.pop(0)
 
-    def _reduce_all(self, targets: Sequence[Target], op: ReduceOp) -> Sequence[Begun]:
+    def _reduce_all(self, targets: Sequence[Output], op: ReduceOp) -> Sequence[Begun]:
         flats = [target.dense.view(-1) for target in targets]
         if op.is_scaled:
             return [self._backend.all_reduce_from(flat, op.scaled(flat), ReduceOp.SUM) for flat in flats]
         return [self._backend.all_reduce(flat, op) for flat in flats]
 
-    def _broadcast_all(self, flats: Tensors, root: int) -> Sequence[Begun]:
+    def _broadcast_all(self, flats: TensorList, root: int) -> Sequence[Begun]:
         return [self._backend.broadcast(flat, root) for flat in flats]
 
-    def _swap(self, operation: str, outputs: Tensors, inputs: Tensors, targets: Sequence[Target]) -> GroupWork:
+    def _swap(self, operation: str, outputs: TensorList, inputs: TensorList, targets: Sequence[Output]) -> GroupWork:
         mine = self.rank()
         self._demand_one_per_rank(operation, inputs, outputs[mine] if len(outputs) > mine else None)
         self._demand_one_per_rank(operation, outputs, inputs[mine])
@@ -408,10 +414,10 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         about = inputs[mine], None, None
         return self._begin(operation, about, lambda: [self._backend.all_to_all_v(*flats)], targets)
 
-    def _reduce_scatter(self, operation: str, output: torch.Tensor, inputs: Tensors, opts: Any) -> GroupWork:
+    def _reduce_scatter(self, operation: str, output: torch.Tensor, inputs: TensorList, opts: Any) -> GroupWork:
         op = reduction(operation, opts, [output])
         self._demand_one_per_rank(operation, inputs, output)
-        target, data = Target(output), [op.scaled(dense(tensor)) for tensor in inputs]
+        target, data = Output(output), [op.scaled(dense(tensor)) for tensor in inputs]
         parts = torch.empty((self.size(), output.numel()), dtype=output.dtype, device="cpu")
         flats = [as_bytes(part) for part in parts], [as_bytes(tensor) for tensor in data]
 
@@ -421,16 +427,16 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         about = (output, None, op)
         return self._begin(operation, about, lambda: [self._backend.all_to_all_v(*flats)], [target], reduce)
 
-    def _parts(self, what: str, tensor: torch.Tensor, sizes: Sequence[int]) -> Tensors:
+    def _parts(self, what: str, tensor: torch.Tensor, sizes: Sequence[int]) -> TensorList:
         length = len(tensor)
         if not sizes and length % self.size() == 0:
             sizes = [length // self.size()] * self.size()
         if len(sizes) != self.size() or sum(sizes) != length:
             raise ValueError(f"all_to_all_single: {what} of {length} rows cannot be split as {list(sizes)}")
-        parts: Tensors = tensor.split(list(sizes))
+        parts: TensorList = tensor.split(list(sizes))
         return parts
 
-    def _demand_one_per_rank(self, operation: str, tensors: Tensors, own: torch.Tensor | None) -> None:
+    def _demand_one_per_rank(self, operation: str, tensors: TensorList, own: torch.Tensor | None) -> None:
         """Make sure that there is one tensor per rank, and that this rank's is as large as its counterpart."""
         if len(tensors) != self.size():
             raise ValueError(f"{operation}: needs {self.size()} tensors, one per rank, got {len(tensors)}")
@@ -492,5 +498,5 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             self._monitor.raise_if_broken()
 
 
-def _about(targets: Sequence[Target], root: int | None = None, op: ReduceOp | None = None) -> About:
+def _about(targets: Sequence[Output], root: int | None = None, op: ReduceOp | None = None) -> About:
     return targets[0].dense if targets else None, root, op

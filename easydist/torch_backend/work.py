@@ -24,7 +24,7 @@ _NO_LIMIT = timedelta(0)
 _NO_BACKWARD = -1
 """torch's number of the backward pass, outside of one."""
 
-Tensors = Sequence[torch.Tensor]
+TensorList = Sequence[torch.Tensor]
 
 
 class Owner(Protocol):
@@ -65,7 +65,7 @@ class GroupWork(dist.Work):
         self,
         operation: str,
         works: Sequence[Begun],
-        tensors: Tensors,
+        tensors: TensorList,
         owner: Owner,
         finish: Callable[[], None] | None = None,
         keep: object = None,
@@ -167,7 +167,7 @@ class GroupWork(dist.Work):
             future.set_result(result)
 
 
-class Target:
+class Output:
     """A tensor to fill, and contiguous memory for that, which is the tensor's own if possible.
 
     Args:
@@ -215,6 +215,6 @@ def seen(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
 
 
-def all_bytes(targets: Sequence[Target]) -> list[torch.Tensor]:
+def all_bytes(targets: Sequence[Output]) -> list[torch.Tensor]:
     """Return the memory of several targets as bytes."""
     return [as_bytes(target.dense) for target in targets]

@@ -105,7 +105,7 @@ class Staging:
         return ()
 
 
-Moved = tuple[Staging, list[torch.Tensor], list[torch.Tensor]]
+StagedTensors = tuple[Staging, list[torch.Tensor], list[torch.Tensor]]
 """The tensors of an operation for its backend: their staging, the outputs and the inputs."""
 
 
@@ -121,7 +121,7 @@ def ended(begun: Begun, timeout: timedelta | None, staging: Staging | None) -> T
     return work.returning(staging.outputs)
 
 
-class Run(Protocol):
+class RunOperation(Protocol):
     """The rules by which a communicator runs its operations."""
 
     def __call__(
@@ -186,7 +186,7 @@ class Checks:
         demand(peer != self._backend.rank, f"Cannot {name} self")
         return peer
 
-    def moved(self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> Moved:
+    def moved(self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> StagedTensors:
         """Check the tensors of an operation, and return what the backend moves."""
         moved = self.staged(name, outputs, inputs)
         if self.raw is _as_it_is:
@@ -194,7 +194,7 @@ class Checks:
         staging, targets, data = moved
         return staging, self.raws(targets), self.raws(data)
 
-    def staged(self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> Moved:
+    def staged(self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> StagedTensors:
         """Do as ``moved``, with the tensors in their own dtype, in which they are reduced."""
         if self.are_plain((*outputs, *inputs)):
             return Staging(*outputs), [*map(writable, outputs)], [*inputs]  # copies: the caller may change its lists

@@ -15,8 +15,8 @@ from easydist.transport.checked import (
     Checks,
     Hints,
     How,
-    Moved,
-    Run,
+    RunOperation,
+    StagedTensors,
     Staging,
     check_own,
     demand,
@@ -55,7 +55,7 @@ class Collectives(Reductions):
 
     monitor: Monitor | None = None
 
-    def __init__(self, backend: Backend, name: str = "", run: Run = run_for_verbs) -> None:
+    def __init__(self, backend: Backend, name: str = "", run: RunOperation = run_for_verbs) -> None:
         self._backend, self._name, self._run = backend, name, run
         self.checks = Checks(backend)
         self.communicators: object = None
@@ -472,11 +472,11 @@ class Collectives(Reductions):
             "send", lambda: self._backend.send(data, rank), async_op, hints, timeout, None, (tensor, rank, None)
         )
 
-    def _all_gather(self, name: str, moved: Moved, how: How) -> TorchWork:
+    def _all_gather(self, name: str, moved: StagedTensors, how: How) -> TorchWork:
         staging, targets, (data,) = moved
         return self._run(name, lambda: self._backend.all_gather_v(targets, data), *how, staging, (data, None, None))
 
-    def _swap(self, name: str, moved: Moved, source: torch.Tensor, how: How) -> TorchWork:
+    def _swap(self, name: str, moved: StagedTensors, source: torch.Tensor, how: How) -> TorchWork:
         """Exchange the parts of two tensors, of which ``source`` is the second one."""
         staging, outputs, inputs = moved
         targets, data, about = self.checks.raws(outputs), self.checks.raws(inputs), (source, None, None)

@@ -10,7 +10,7 @@ from typing import SupportsIndex
 import torch
 
 from easydist.transport.backend import Backend, set_to
-from easydist.transport.checked import Begin, Checks, Hints, How, Run, demand, flat, split
+from easydist.transport.checked import Begin, Checks, Hints, How, RunOperation, demand, flat, split
 from easydist.transport.reduce_op import ReduceOp, check_reducible
 from easydist.transport.work import Begun, TorchWork, handle
 
@@ -20,7 +20,7 @@ class Reductions:
 
     checks: Checks
     _backend: Backend
-    _run: Run
+    _run: RunOperation
 
     def all_reduce(
         self,

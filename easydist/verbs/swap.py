@@ -23,7 +23,7 @@ from easydist.verbs.gradients import Gradient
 Parts = Sequence[Sequence[torch.Tensor]]
 """``[i][r]``, the part of leaf i that goes to rank r, or comes from there."""
 
-Counts = Sequence[Sequence[int]]
+CountMatrix = Sequence[Sequence[int]]
 """``[i][r]``, the number of elements of such a part."""
 
 
@@ -64,7 +64,7 @@ def cat(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
 class _Swap(Verb[list[torch.Tensor]]):
     operation = "backward of gather"  # or of the verb to which the gradients belong
 
-    def __init__(self, flat: list[torch.Tensor], sent: Counts, received: Counts, gradient: Gradient) -> None:
+    def __init__(self, flat: list[torch.Tensor], sent: CountMatrix, received: CountMatrix, gradient: Gradient) -> None:
         self._flat, self._sent, self._received, self._gradient = flat, sent, received, gradient
 
     def prepare(self, comms: Communicators) -> Call:

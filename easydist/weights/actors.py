@@ -21,7 +21,7 @@ from easydist.liveness.stored import decoded
 from easydist.liveness.timed_store import TimedStore, reached, served
 from easydist.transport.comm import Collectives
 from easydist.typing import Timeout
-from easydist.weights.group import CONNECT, Endpoint, PrivateGroup, is_given_up
+from easydist.weights.group import CONNECT, Participant, PrivateGroup, is_given_up
 
 _POLL = 0.02
 _NAMESPACE = "easydist"
@@ -77,24 +77,24 @@ def init_group(
     if not 0 <= rank < world_size:
         raise ValueError(f"init_group: rank={rank} is not one of {world_size} ranks, counted from 0")
     limit = seconds(timeout, "init_group")
-    _enter(Endpoint(rank, world_size, _own_address()), group_name, generation, limit, limit)
+    _enter(Participant(rank, world_size, _own_address()), group_name, generation, limit, limit)
 
 
-def _enter(endpoint: Endpoint, group_name: str, generation: str | None, timeout: float, patience: float) -> None:
+def _enter(participant: Participant, group_name: str, generation: str | None, timeout: float, patience: float) -> None:
     """Enter a generation, which all members must join within ``patience`` seconds."""
     destroy_group(group_name)
     deadline = time.monotonic() + patience
-    key, rank = _key(group_name, generation), endpoint.rank
+    key, rank = _key(group_name, generation), participant.rank
     _check_wanted(key, group_name)
     if rank == 0:
-        store = served(endpoint.host, 0, timeout)
+        store = served(participant.host, 0, timeout)
         TimedStore(store).add("joined/0", 1, CONNECT)
-        _put(key, json.dumps([endpoint.host, store.port]))
+        _put(key, json.dumps([participant.host, store.port]))
     else:
         store = _found(key, rank, deadline, group_name)
     wait = functools.partial(_check_wanted, key, group_name)
     try:
-        _groups[group_name] = PrivateGroup(group_name, store, endpoint, deadline, timeout, wait)
+        _groups[group_name] = PrivateGroup(group_name, store, participant, deadline, timeout, wait)
     except CollectiveTimeout:
         if rank == 0:
             _in_vain[group_name] = store
@@ -218,7 +218,7 @@ def create_group(actors: Sequence[Any], group_name: str = "default", *, timeout:
 def _join(actor: Any, size: int, rank: int, name: str, timeout: float, generation: str) -> None:
     """Join the group, in an actor, which is the first argument. The driver decides when to give up."""
     _put(_key(name, generation) + f"{_HERE}{rank}", "")
-    _enter(Endpoint(rank, size, _own_address()), name, generation, timeout, timeout + _AFTER)
+    _enter(Participant(rank, size, _own_address()), name, generation, timeout, timeout + _AFTER)
 
 
 def _check(ray: Any, ref: Any, rank: int, name: str) -> None:

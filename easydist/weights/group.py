@@ -36,7 +36,7 @@ CONNECT = 5.0
 """Seconds within which an existing store answers."""
 
 
-class Endpoint(NamedTuple):
+class Participant(NamedTuple):
     """A process in a group, as the others see it.
 
     Attributes:
@@ -56,7 +56,7 @@ class PrivateGroup:
     Args:
         name: The name of the group.
         store: A store for the members of the group alone.
-        endpoint: This process in the group.
+        participant: This process in the group.
         deadline: The time by which all members must have joined, on the clock of ``time.monotonic``.
         timeout: The seconds that a call in the group may take.
         wait: A function to call while members are missing or connect. It may raise to give up.
@@ -70,9 +70,15 @@ class PrivateGroup:
     """
 
     def __init__(
-        self, name: str, store: Store, endpoint: Endpoint, deadline: float, timeout: float, wait: Callable[[], None]
+        self,
+        name: str,
+        store: Store,
+        participant: Participant,
+        deadline: float,
+        timeout: float,
+        wait: Callable[[], None],
     ) -> None:
-        self._store, what, (rank, size, host) = store, f"group {name!r}", endpoint
+        self._store, what, (rank, size, host) = store, f"group {name!r}", participant
         left = timedelta(seconds=max(0.0, deadline - time.monotonic()))
         with Rendezvous(store, rank, size, left, name=what, advice=_ADVICE, look=wait) as rendezvous:
             try:

@@ -11,7 +11,7 @@ from easydist.data.packing import type_text
 from easydist.format import header
 from easydist.format.header import Entry
 from easydist.weights.blocks import Block, is_covered, whole
-from easydist.weights.schedule import Item, Packet, schedule
+from easydist.weights.schedule import Packet, ScheduledEntry, schedule
 from easydist.weights.source import LONGEST, METADATA
 
 Shards = Mapping[int, Mapping[str, Sequence[Sequence[int]]]]
@@ -64,7 +64,7 @@ class Manifest:
     def _unsharded(self) -> list[Packet]:
         return schedule(self._items({}), self.about["bucket"])
 
-    def _items(self, shards: Shards) -> Iterator[Item]:
+    def _items(self, shards: Shards) -> Iterator[ScheduledEntry]:
         sources = self.about["sources"]
         for entry, kind, box in zip(self.entries, self.kinds, self.boxes, strict=True):
             held: dict[Block, int] = {}
@@ -77,7 +77,9 @@ class Manifest:
                     f"ranks {sources} together do not hold all of {entry.name}\nPass src= all ranks of its mesh, and "
                     "no others; each of them has to pass its own shards."
                 )
-            yield Item(entry.dtype, kind, [(rank, block) for block, rank in held.items()] or [(sources[0], box)])
+            yield ScheduledEntry(
+                entry.dtype, kind, [(rank, block) for block, rank in held.items()] or [(sources[0], box)]
+            )
 
     @property
     def nbytes(self) -> int:

@@ -25,7 +25,7 @@ from easydist.typing import Group, Timeout
 from easydist.weights.blocks import Block, BlockTransfer, block_transfers
 from easydist.weights.exchange import BUCKET_NBYTES
 from easydist.weights.receivers import entries_of
-from easydist.weights.schedule import Item, Packet, UnderWay, schedule
+from easydist.weights.schedule import Packet, ScheduledEntry, UnderWay, schedule
 from easydist.weights.source import local
 from easydist.weights.spans import Destinations, Span, span_at, span_of
 
@@ -112,7 +112,7 @@ class Resharding:
     def _scheduled(self, size: int) -> list[Packet]:
         """Return the packets in one order for all ranks. Each pair has its turn, and waits cannot form a cycle."""
         items = [
-            Item(dtype, "cpu", [(one.src * size + one.dst, one.block) for one in self.transfers[name]])
+            ScheduledEntry(dtype, "cpu", [(one.src * size + one.dst, one.block) for one in self.transfers[name]])
             for name, dtype in self._dtypes.items()
         ]
         turns: dict[int, int] = {}

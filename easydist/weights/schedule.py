@@ -25,7 +25,7 @@ _DEPTH = 16
 """The most packets under way, however small they are, as gloo keeps a buffer for each."""
 
 
-class Part(NamedTuple):
+class BlockPart(NamedTuple):
     """A block of an entry, and its size in bytes."""
 
     entry: int
@@ -49,11 +49,11 @@ class Packet(NamedTuple):
 
     root: int
     kind: str
-    parts: tuple[Part, ...]
+    parts: tuple[BlockPart, ...]
     nbytes: int
 
 
-class Item(NamedTuple):
+class ScheduledEntry(NamedTuple):
     """An entry of a header, to be sent.
 
     Attributes:
@@ -67,7 +67,7 @@ class Item(NamedTuple):
     blocks: Sequence[tuple[int, Block]]
 
 
-def schedule(items: Iterable[Item], bucket_nbytes: int) -> list[Packet]:
+def schedule(items: Iterable[ScheduledEntry], bucket_nbytes: int) -> list[Packet]:
     """Return the packets, in the order in which all ranks exchange them.
 
     Args:
@@ -76,13 +76,13 @@ def schedule(items: Iterable[Item], bucket_nbytes: int) -> list[Packet]:
 
     Example:
         >>> from easydist.weights.blocks import whole
-        >>> items = [Item(torch.uint8, "cpu", [(0, whole((n,)))]) for n in (3 << 20, 5, 6)]
+        >>> items = [ScheduledEntry(torch.uint8, "cpu", [(0, whole((n,)))]) for n in (3 << 20, 5, 6)]
         >>> [(m.nbytes, [part.entry for part in m.parts]) for m in schedule(items, 8 << 20)]
         [(2097152, [0]), (1048576, [0]), (11, [1, 2])]
     """
     limit = max(1, bucket_nbytes // SHARES)
     packets: list[Packet] = []
-    waiting: dict[tuple[int, str], list[Part]] = {}
+    waiting: dict[tuple[int, str], list[BlockPart]] = {}
     sizes: dict[tuple[int, str], int] = {}
     for entry, item in enumerate(items):
         for root, part in _parts(entry, item, limit):
@@ -97,12 +97,12 @@ def schedule(items: Iterable[Item], bucket_nbytes: int) -> list[Packet]:
     return packets + [Packet(*key, tuple(parts), sizes[key]) for key, parts in waiting.items()]
 
 
-def _parts(entry: int, item: Item, limit: int) -> Iterator[tuple[int, Part]]:
+def _parts(entry: int, item: ScheduledEntry, limit: int) -> Iterator[tuple[int, BlockPart]]:
     size = item.dtype.itemsize
     for root, block in item.blocks:
         if block.numel:
             for part in cut(block, max(1, limit // size)):
-                yield root, Part(entry, part, part.numel * size)
+                yield root, BlockPart(entry, part, part.numel * size)
 
 
 class UnderWay:
@@ -139,12 +139,12 @@ class UnderWay:
         self._room += packet.nbytes
 
 
-Step = Callable[[int], None]
+Advance = Callable[[int], None]
 """A function to call with the number of bytes that have moved."""
 
 
 @contextmanager
-def progress(is_shown: bool, nbytes: int, title: str) -> Iterator[Step]:
+def progress(is_shown: bool, nbytes: int, title: str) -> Iterator[Advance]:
     """Show a progress bar once the transfer has taken a second, if requested."""
     if not is_shown:
         yield lambda nbytes: None

@@ -18,7 +18,7 @@ from easydist.data.leaves import as_tensor
 from easydist.format import header, outline
 from easydist.verbs.sharded import is_sharded
 from easydist.weights.blocks import Block, shard, whole
-from easydist.weights.schedule import Packet, Part
+from easydist.weights.schedule import BlockPart, Packet
 
 LONGEST = 1 << 22
 """The longest header, in bytes, whose decoded form and further results are kept."""
@@ -81,7 +81,7 @@ def box_of(value: Any) -> Block:
     return shard(value.shape, mesh.shape, place, value.placements)
 
 
-class _Held(NamedTuple):
+class _HeldPart(NamedTuple):
     """This rank's part of an entry, and the block that it covers."""
 
     values: torch.Tensor
@@ -91,12 +91,12 @@ class _Held(NamedTuple):
     dtype: torch.dtype
 
 
-def _held(name: str, value: torch.Tensor, dtype: torch.dtype | None) -> _Held:
+def _held(name: str, value: torch.Tensor, dtype: torch.dtype | None) -> _HeldPart:
     shape, is_cut = tuple(value.shape), _is_cut(value)
     box = box_of(value) if is_cut else whole(shape)
     values = as_tensor(local(value), f"[{name!r}]")
     casts = dtype is not None and values.is_floating_point()
-    return _Held(values, box, is_cut, shape, dtype if casts and dtype is not None else values.dtype)
+    return _HeldPart(values, box, is_cut, shape, dtype if casts and dtype is not None else values.dtype)
 
 
 def _is_cut(value: Any) -> bool:
@@ -222,7 +222,7 @@ class Source:
         """Return the bytes of a packet on a device, as a view if nothing has to be cast, packed or moved."""
         return packing.pack([self._piece(part) for part in packet.parts], there)
 
-    def _piece(self, part: Part) -> torch.Tensor:
+    def _piece(self, part: BlockPart) -> torch.Tensor:
         values, box, dtype = self._values[part.entry], self._recipe.boxes[part.entry], self._recipe.dtypes[part.entry]
         piece = values if part.block == box else part.block.within(box).of(values)
         return piece if piece.dtype == dtype else piece.to(dtype)
@@ -232,7 +232,7 @@ def _prepared(
     given: Mapping[str, Any], dtype: torch.dtype | None, about: Mapping[str, Any]
 ) -> tuple[_Recipe, list[torch.Tensor]]:
     """Return the recipe, and the values in the order of the header."""
-    held: dict[str, _Held] = {}
+    held: dict[str, _HeldPart] = {}
     first: dict[Any, str] = {}
     keys: dict[str, str | None] = {}
     for name, value in given.items():

@@ -12,7 +12,7 @@ from easydist.base.torch_private import foreach_copy
 from easydist.data import packing
 from easydist.typing import Device
 from easydist.weights.blocks import Block, common, whole
-from easydist.weights.schedule import Packet, Part
+from easydist.weights.schedule import BlockPart, Packet
 from easydist.weights.source import box_of, local
 
 
@@ -29,7 +29,7 @@ class Span(NamedTuple):
     box: Block
     is_plain: bool
 
-    def direct(self, part: Part, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    def direct(self, part: BlockPart, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
         """Return the memory of a part as bytes; None if its strides, dtype or device do not match the packet."""
         if self.tensor.dtype != dtype or not _is_on(self.tensor.device, device) or part.block.numel == 0:
             return None
@@ -39,7 +39,7 @@ class Span(NamedTuple):
         is_plain = view.is_contiguous() and not (view.is_conj() or view.is_neg())
         return packing.as_bytes(view) if is_plain else None
 
-    def view(self, part: Part, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def view(self, part: BlockPart, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the memory to write and the part of ``values`` for it; None if they have nothing in common."""
         if part.block == self.box:
             return self.tensor, values

@@ -5,10 +5,10 @@ import functools
 from easydist.groups.membership import (
     CONNECTING,
     Connect,
-    Failure,
     Membership,
     Raise,
     Read,
+    Reason,
     Register,
     Return,
     Stage,
@@ -68,9 +68,9 @@ def test_it_leaves_out_who_does_not_come_in_time():
 
 def test_who_comes_too_late_is_left_out():
     settled = Register(Stage.CONNECTED, 2, (0,), is_settled=True)
-    assert alone(Membership(1, 2, 9.0, 1.0, 1.0), [settled, Register()]) == Raise(Failure.LEFT_OUT, (0,))
+    assert alone(Membership(1, 2, 9.0, 1.0, 1.0), [settled, Register()]) == Raise(Reason.LEFT_OUT, (0,))
 
 
 def test_who_returned_to_an_agreement_in_which_it_is_a_member_is_left_out_of_it():
     settled = Register(Stage.CONNECTED, 2, (0, 1), is_settled=True)
-    assert alone(Membership(1, 2, 9.0, 1.0, 1.0), [settled, Register()]) == Raise(Failure.LEFT_OUT, (0, 1))
+    assert alone(Membership(1, 2, 9.0, 1.0, 1.0), [settled, Register()]) == Raise(Reason.LEFT_OUT, (0, 1))

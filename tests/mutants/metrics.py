@@ -27,7 +27,7 @@ MUTANTS = [
     Mutant(
         "metrics/loader.py",
         "DistributedLoader.__iter__",
-        "        self._next = _Position(epoch, 0)\n",
+        "        self._next = _Cursor(epoch, 0)\n",
         "",
         "tests/metrics/test_loader.py::test_an_epoch_that_was_left_begins_again "
         "tests/metrics/test_loader.py::test_the_epoch_that_was_loaded_is_gone_on_with",

@@ -3,7 +3,7 @@
 Each case takes the class of the machine, so that mutants can be tried.
 """
 
-from easydist.groups.membership import Connect, Failure, Membership, Raise, Read, Register, Return, Stage, Write
+from easydist.groups.membership import Connect, Membership, Raise, Read, Reason, Register, Return, Stage, Write
 
 BOTH = (0, 1)
 
@@ -22,7 +22,7 @@ def writes(actions):
 def who_has_missed_the_end_of_its_group_is_left_out(machine):
     settled = Register(Stage.CONNECTED, 4, BOTH, is_settled=True)
     one = at(1, Register(Stage.CONNECTED, 1, BOTH), machine=machine)
-    assert one.heard(0.0, [settled, one._mine], set())[-1] == Raise(Failure.LEFT_OUT, BOTH)
+    assert one.heard(0.0, [settled, one._mine], set())[-1] == Raise(Reason.LEFT_OUT, BOTH)
 
 
 def members_never_grow(machine):
@@ -126,13 +126,13 @@ def it_gives_way_to_a_promise(machine):
 def the_time_ends_its_silence(machine):
     one = at(0, Register(Stage.HERE), 2, machine)
     assert one.tick(3.9) == []
-    assert one.tick(4.0)[-1] == Raise(Failure.LATE)
+    assert one.tick(4.0)[-1] == Raise(Reason.LATE)
 
 
 def it_says_that_it_leaves(machine):
     one = machine(0, 2, 0.0, 1.0, 1.0)
     one.begin()
-    assert one.interrupted() == [Write(Register(Stage.LEFT)), Raise(Failure.INTERRUPTED)]
+    assert one.interrupted() == [Write(Register(Stage.LEFT)), Raise(Reason.INTERRUPTED)]
 
 
 def a_member_that_called_again_has_no_connections(machine):

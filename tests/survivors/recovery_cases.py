@@ -9,7 +9,7 @@ import pytest
 import simulated_recovery
 
 from easydist.errors import LeftOutError, PeerLostError
-from easydist.groups.membership import CONNECTING, Connect, Failure, Raise, Register, Stage
+from easydist.groups.membership import CONNECTING, Connect, Raise, Reason, Register, Stage
 from easydist.groups.registers import RecoveryState
 
 
@@ -58,7 +58,7 @@ def a_silent_store_does_not_answer(modules):
 
 
 def who_is_left_out_is_told_so(modules):
-    error = modules[0]._error(Raise(Failure.LEFT_OUT, (1,)), recovery(modules).monitor)
+    error = modules[0]._error(Raise(Reason.LEFT_OUT, (1,)), recovery(modules).monitor)
     assert isinstance(error, LeftOutError)
     assert error.members == (1,)
 

@@ -230,7 +230,7 @@ RECOVERING = {
     ),
     "a group is recovered again": Mutant(IN + "run", "self._is_done = True", "pass"),
     "the old monitor goes on": Mutant(IN + "run", "self.monitor.retire()", "pass", False),
-    "who is left out is told that it is late": Mutant("_error", "action.failure is Failure.LEFT_OUT", "False", False),
+    "who is left out is told that it is late": Mutant("_error", "action.reason is Reason.LEFT_OUT", "False", False),
 }
 
 IN = "FirstMeeting."

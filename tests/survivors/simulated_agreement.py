@@ -9,10 +9,10 @@ from easydist.groups.membership import (
     CONNECTING,
     LAGGING,
     Connect,
-    Failure,
     Membership,
     Raise,
     Read,
+    Reason,
     Register,
     Return,
     Write,
@@ -188,7 +188,7 @@ class Agreement:
         self._take(number, rank, rank.machine.connected(self.now, is_connected))
 
     def _end(self, number, rank, action):
-        if isinstance(action, Raise) and action.failure is Failure.INTERRUPTED and rank.calls < 2:
+        if isinstance(action, Raise) and action.reason is Reason.INTERRUPTED and rank.calls < 2:
             rank.began, rank.actions, rank.seen, rank.idle = None, [], [], -1  # the user calls again
             rank.calls += 1
             return
@@ -274,10 +274,10 @@ class Agreement:
 
     def _check_raised(self, number, rank, last):
         settled = next((members for members, is_settled in self.decided.values() if is_settled), ())
-        if last.failure is Failure.LEFT_OUT:
+        if last.reason is Reason.LEFT_OUT:
             law(number not in settled or rank.calls or not rank.is_prompt, f"member {number} was left out")
             law(not rank.is_prompt, f"rank {number}, which answers in time, was left out")
-        if last.failure is Failure.LATE:
+        if last.reason is Reason.LATE:
             is_excused = self.faults > 2 or not rank.is_prompt
             is_excused = is_excused and (rank.wakes or self.last_fault > rank.began + TIMEOUT)
             law(is_excused or not self.is_fair, f"rank {number} is late after {self.faults} faults")

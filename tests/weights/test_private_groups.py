@@ -9,13 +9,13 @@ from launching import within
 import easydist
 from easydist.errors import CollectiveTimeout
 from easydist.testing import distributed
-from easydist.weights.group import Endpoint, PrivateGroup, is_given_up
+from easydist.weights.group import Participant, PrivateGroup, is_given_up
 
 
 def group(name, rank, size, seconds):
     store = dist.PrefixStore(name, dist.group.WORLD.get_group_store())
-    endpoint, deadline = Endpoint(rank, size, "127.0.0.1"), time.monotonic() + seconds
-    return PrivateGroup(name, store, endpoint, deadline, within(30), lambda: None)
+    participant, deadline = Participant(rank, size, "127.0.0.1"), time.monotonic() + seconds
+    return PrivateGroup(name, store, participant, deadline, within(30), lambda: None)
 
 
 @pytest.mark.slow

@@ -124,7 +124,7 @@ class _Pairwise(Backend):
         return self._group.recv([tensor], src, _SEND_TAG) if tensor.numel() else ENDED
 
 
-class _Posted:
+class _MessageWork:
     """A message under way; waiting for it follows the rules of its backend."""
 
     __slots__ = ("_backend", "_is_large", "_peer", "_work")
@@ -281,16 +281,16 @@ class Gloo(_Pairwise):
             return _ROUND_TAG + self._lane % _ROUND_LANES * _ROUNDS + number % _ROUNDS
         return self._begun() if is_first else Posted(self._number, self.call, 1, self.log[-1])
 
-    def _post(self, fn: Callable[..., dist.Work], tensor: torch.Tensor, peer: int, tag: int | Posted) -> _Posted:
+    def _post(self, fn: Callable[..., dist.Work], tensor: torch.Tensor, peer: int, tag: int | Posted) -> _MessageWork:
         nbytes = tensor.nbytes
         if isinstance(tag, Posted):
             way, length = tag.sends if fn.__name__ == "send" else tag.recvs, tag.room or nbytes
             way[peer], tag = way.get(peer, 0) + length, tag.tag(self._lane, length)
         try:
-            return _Posted(self, fn([tensor], peer, tag), peer, nbytes >= _LARGE)
+            return _MessageWork(self, fn([tensor], peer, tag), peer, nbytes >= _LARGE)
         except RuntimeError as error:  # the connection had broken before
             if self.monitor is None:
-                error.peer = peer  # type: ignore[attr-defined]  # as in ``_Posted.wait``
+                error.peer = peer  # type: ignore[attr-defined]  # as in ``_MessageWork.wait``
                 raise
             raise self.monitor.explain(error, peer) from error
 
