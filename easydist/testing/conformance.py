@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,6 +14,9 @@ from easydist.testing.cases import MOVED, SIZES, cases, drawing, expect, sample,
 from easydist.testing.pool import default_pool
 from easydist.transport.comm import Collectives
 from easydist.transport.reduce_op import ReduceOp
+
+_LATE = 0.02
+"""Seconds after which one rank comes to a barrier."""
 
 __all__ = ["MOVED", "check_comm", "default_group", "run_battery", "sample", "solo"]
 
@@ -200,8 +204,16 @@ def _sends_in_flight(comm: Collectives) -> None:
 
 
 def _barrier(comm: Collectives) -> None:
-    for _ in range(3):
+    """Check that no rank leaves before the last one has come. The ranks of a host have one clock."""
+    size = comm.get_size()
+    for late in range(size):
+        if comm.get_rank() == late:
+            time.sleep(_LATE)
+        came = time.monotonic()
         comm.barrier(async_op=False)
+        times = torch.empty(2 * size, dtype=torch.float64)
+        comm.all_gather_single(times, torch.tensor([came, time.monotonic()], dtype=torch.float64), async_op=False)
+        assert times[::2].max() <= times[1::2].min(), f"barrier: a rank left before rank {late} had come"
 
 
 def _asynchronous(comm: Collectives) -> None:

@@ -57,9 +57,10 @@ def lists(comm: Collectives) -> None:
         comm.all_gather(outputs, sample(rank, numel, dtype), async_op=False)
         for r, output in enumerate(outputs):
             expect(output, sample(r, numel, dtype), "all_gather", dtype, numel, "from", r)
-    output = torch.empty(rank)
-    comm.reduce_scatter_v(output, [torch.full((r,), 1.0 + rank) for r in range(size)], ReduceOp.SUM, async_op=False)
-    expect(output, torch.full((rank,), size * (size + 1) / 2), "reduce_scatter_v")
+    lengths = [(r + 1) % 3 for r in range(size)]
+    output = torch.empty(lengths[rank])
+    comm.reduce_scatter_v(output, [torch.full((n,), 1.0 + rank) for n in lengths], ReduceOp.SUM, async_op=False)
+    expect(output, torch.full((lengths[rank],), size * (size + 1) / 2), "reduce_scatter_v")
 
 
 def batches(comm: Any) -> None:

@@ -24,7 +24,7 @@ from easydist.groups.rendezvous import NEVER, site
 from easydist.liveness.monitor import Monitor
 from easydist.torch_backend.reductions import reduction
 from easydist.torch_backend.rendezvous import NAME, met
-from easydist.torch_backend.work import GroupWork, Output, TensorList, all_bytes, dense, seen
+from easydist.torch_backend.work import Filled, GroupWork, TensorList, all_bytes, dense, seen
 from easydist.transport.backend import Backend
 from easydist.transport.checked import About
 from easydist.transport.described import OWN, described
@@ -192,7 +192,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         """Set ``output_tensors[0][r] = input_tensors[0] of rank r``. The ranks' sizes may differ."""
         (outputs,), (tensor,) = output_tensors, input_tensors
         self._demand_one_per_rank("all_gather", outputs, tensor)
-        targets, data = [Output(output) for output in outputs], dense(tensor)
+        targets, data = [Filled(output) for output in outputs], dense(tensor)
         gather = lambda: [self._backend.all_gather_v(all_bytes(targets), as_bytes(data))]  # noqa: E731
         return self._begin("all_gather", (data, None, None), gather, targets)
 
@@ -200,7 +200,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         """Set ``output = cat([input of rank 0, …])``, or their stack."""
         if output.nbytes != input.nbytes * self.size():
             raise ValueError(f"all_gather_single: {self.size()} times {seen(input)} do not fit {seen(output)}")
-        target, data = Output(output), dense(input)
+        target, data = Filled(output), dense(input)
         flat = as_bytes(target.dense)
         gather = lambda: [self._backend.all_gather_single(flat, as_bytes(data))]  # noqa: E731
         return self._begin("all_gather_single", (data, None, None), gather, [target])
@@ -221,7 +221,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
     def allreduce(self, tensors: TensorList, opts: Any = None) -> GroupWork:
         """Set in place ``tensor = op(tensor of rank 0, …)`` for each of the tensors."""
         op = reduction("all_reduce", opts, tensors)
-        targets = [Output(tensor, filled=True) for tensor in tensors]
+        targets = [Filled(tensor, filled=True) for tensor in tensors]
         reduce = functools.partial(self._reduce_all, targets, op)
         return self._begin("all_reduce", _about(targets, None, op), reduce, targets)
 
@@ -236,14 +236,14 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         opts: Any = None,
     ) -> GroupWork:
         """Exchange parts of dim 0: the s-th of ``output`` is the part of rank s's ``input`` for this rank."""
-        target, data = Output(output), dense(input)
+        target, data = Filled(output), dense(input)
         outputs = self._parts("output", target.dense, output_split_sizes)
         inputs = self._parts("input", data, input_split_sizes)
         return self._swap("all_to_all_single", outputs, inputs, [target])
 
     def alltoall(self, output_tensors: TensorList, input_tensors: TensorList, opts: Any = None) -> GroupWork:
         """Set ``output_tensors[s] = input_tensors[rank] of rank s``. The sizes may differ."""
-        targets = [Output(output) for output in output_tensors]
+        targets = [Filled(output) for output in output_tensors]
         return self._swap("all_to_all", [t.dense for t in targets], [dense(i) for i in input_tensors], targets)
 
     def barrier(self, opts: Any = None) -> GroupWork:
@@ -252,7 +252,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
     def broadcast(self, tensors: TensorList, opts: Any = None) -> GroupWork:
         """Set in place ``tensor = tensor of the root``."""
-        targets, root = [Output(tensor, filled=True) for tensor in tensors], self._root("broadcast", opts)
+        targets, root = [Filled(tensor, filled=True) for tensor in tensors], self._root("broadcast", opts)
         spread = functools.partial(self._broadcast_all, all_bytes(targets), root)
         return self._begin("broadcast", _about(targets, root), spread, targets)
 
@@ -262,14 +262,14 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         outputs = output_tensors[0] if root == self.rank() else []
         if root == self.rank():
             self._demand_one_per_rank("gather", outputs, tensor)
-        targets, data = [Output(output) for output in outputs], dense(tensor)
+        targets, data = [Filled(output) for output in outputs], dense(tensor)
         gather = lambda: [self._backend.gather(all_bytes(targets), as_bytes(data), root)]  # noqa: E731
         return self._begin("gather", (data, root, None), gather, targets)
 
     def recv(self, tensors: TensorList, src: int, tag: int) -> GroupWork:
         """Receive the tensors that ``src`` sends to this rank, in order."""
         self._demand_message("recv", src, tag)
-        targets = [Output(tensor) for tensor in tensors]
+        targets = [Filled(tensor) for tensor in tensors]
         flats = [target.dense.view(-1) for target in targets]
         return self._begin("recv", _NOTHING, lambda: [self._backend.recv(flat, src) for flat in flats], targets)
 
@@ -285,7 +285,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         """Set on the root, in place, ``tensor = op(tensor of rank 0, …)``. The other ranks' tensors do not change."""
         op, root = reduction("reduce", opts, tensors), self._root("reduce", opts)
         is_root = root == self.rank()
-        targets = [Output(t, filled=True) if is_root else Output(dense(t).clone(), filled=True) for t in tensors]
+        targets = [Filled(t, filled=True) if is_root else Filled(dense(t).clone(), filled=True) for t in tensors]
         reduce = functools.partial(self._reduce_all, targets, op)
         return self._begin("reduce", _about(targets, root, op), reduce, targets)
 
@@ -313,7 +313,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         inputs = input_tensors[0] if root == self.rank() else []
         if root == self.rank():
             self._demand_one_per_rank("scatter", inputs, output)
-        target, data = Output(output), [dense(tensor) for tensor in inputs]
+        target, data = Filled(output), [dense(tensor) for tensor in inputs]
         flat, flats = as_bytes(target.dense), [as_bytes(tensor) for tensor in data]
         about = target.dense, root, None
         return self._begin("scatter", about, lambda: [self._backend.scatter(flat, flats, root)], [target])
@@ -343,7 +343,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         operation: str,
         about: About,
         start: Callable[[], Sequence[Begun]],
-        targets: Sequence[Output],
+        targets: Sequence[Filled],
         before: Callable[[], None] | None = None,
     ) -> GroupWork:
         """Begin an operation.
@@ -397,7 +397,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         while len(self._held) > _MOST_HELD and self._held[0].is_completed():
             self._held.pop(0)
 
-    def _reduce_all(self, targets: Sequence[Output], op: ReduceOp) -> Sequence[Begun]:
+    def _reduce_all(self, targets: Sequence[Filled], op: ReduceOp) -> Sequence[Begun]:
         flats = [target.dense.view(-1) for target in targets]
         if op.is_scaled:
             return [self._backend.all_reduce_from(flat, op.scaled(flat), ReduceOp.SUM) for flat in flats]
@@ -406,7 +406,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
     def _broadcast_all(self, flats: TensorList, root: int) -> Sequence[Begun]:
         return [self._backend.broadcast(flat, root) for flat in flats]
 
-    def _swap(self, operation: str, outputs: TensorList, inputs: TensorList, targets: Sequence[Output]) -> GroupWork:
+    def _swap(self, operation: str, outputs: TensorList, inputs: TensorList, targets: Sequence[Filled]) -> GroupWork:
         mine = self.rank()
         self._demand_one_per_rank(operation, inputs, outputs[mine] if len(outputs) > mine else None)
         self._demand_one_per_rank(operation, outputs, inputs[mine])
@@ -417,7 +417,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
     def _reduce_scatter(self, operation: str, output: torch.Tensor, inputs: TensorList, opts: Any) -> GroupWork:
         op = reduction(operation, opts, [output])
         self._demand_one_per_rank(operation, inputs, output)
-        target, data = Output(output), [op.scaled(dense(tensor)) for tensor in inputs]
+        target, data = Filled(output), [op.scaled(dense(tensor)) for tensor in inputs]
         parts = torch.empty((self.size(), output.numel()), dtype=output.dtype, device="cpu")
         flats = [as_bytes(part) for part in parts], [as_bytes(tensor) for tensor in data]
 
@@ -498,5 +498,5 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             self._monitor.raise_if_broken()
 
 
-def _about(targets: Sequence[Output], root: int | None = None, op: ReduceOp | None = None) -> About:
+def _about(targets: Sequence[Filled], root: int | None = None, op: ReduceOp | None = None) -> About:
     return targets[0].dense if targets else None, root, op

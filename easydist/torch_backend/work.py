@@ -167,7 +167,7 @@ class GroupWork(dist.Work):
             future.set_result(result)
 
 
-class Output:
+class Filled:
     """A tensor to fill, and contiguous memory for that, which is the tensor's own if possible.
 
     Args:
@@ -215,6 +215,6 @@ def seen(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
 
 
-def all_bytes(targets: Sequence[Output]) -> list[torch.Tensor]:
+def all_bytes(targets: Sequence[Filled]) -> list[torch.Tensor]:
     """Return the memory of several targets as bytes."""
     return [as_bytes(target.dense) for target in targets]

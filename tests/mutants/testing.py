@@ -50,7 +50,7 @@ MUTANTS = [
         "run_battery",
         "        _gather,\n",
         "",
-        "tests/testing/test_testing.py::test_the_battery_catches_a_broken_one",
+        "tests/testing/test_testing.py::test_the_battery_looks_at_the_result_of_every_operation",
     ),
     Mutant(
         "testing/cases.py",
@@ -65,5 +65,12 @@ MUTANTS = [
         "if os.getpid() == self._owner:",
         "if True:",
         "tests/testing/test_testing.py::test_a_forked_child_gets_a_pool_of_its_own_and_leaves_its_parents_alone",
+    ),
+    Mutant(
+        "testing/conformance.py",
+        "_barrier",
+        "times[::2].max() <= times[1::2].min()",
+        "True",
+        "tests/testing/test_testing.py::test_the_battery_catches_a_broken_one",
     ),
 ]

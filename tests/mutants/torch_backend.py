@@ -6,8 +6,8 @@ MUTANTS = [
     Mutant(
         "torch_backend/group.py",
         "SharedMemoryGroup.reduce",
-        "Output(dense(t).clone(), filled=True)",
-        "Output(dense(t), filled=True)",
+        "Filled(dense(t).clone(), filled=True)",
+        "Filled(dense(t), filled=True)",
         "tests/torch_backend/test_process_group.py::test_reductions",
     ),
     Mutant(
@@ -50,7 +50,7 @@ MUTANTS = [
     ),
     Mutant(
         "torch_backend/work.py",
-        "Output.__init__",
+        "Filled.__init__",
         " and not tensor.is_neg()",
         "",
         "tests/torch_backend/test_process_group.py::test_reductions",

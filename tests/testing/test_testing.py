@@ -1,5 +1,6 @@
 """The pool, the decorator and the battery: they tell the truth about what is broken, and go on working."""
 
+import inspect
 import os
 import signal
 import sys
@@ -17,6 +18,8 @@ from hypothesis import given, settings, strategies as st
 import easydist
 from easydist.comms import Gloo, ReduceOp, TorchComm, TorchWork
 from easydist.testing import Died, Pool, Stuck, check_comm, default_pool, distributed
+from easydist.testing.conformance import run_battery, solo
+from easydist.transport.comm import Collectives
 
 if sys.version_info < (3, 11):
     from exceptiongroup import ExceptionGroup
@@ -386,6 +389,20 @@ class SumOnly(Gloo):
         return super().all_reduce(tensor, ReduceOp.SUM)
 
 
+class Garbling(Gloo):
+    """Sends other values."""
+
+    def send(self, tensor, dst):
+        return super().send(tensor.fill_(77), dst)
+
+
+class Impatient(Gloo):
+    """Waits for nobody in a barrier."""
+
+    def barrier(self):
+        return TorchWork()
+
+
 class Lenient(TorchComm):
     """Does not look whether a root exists."""
 
@@ -418,6 +435,14 @@ def sum_only(rank, world_size):
     return over_gloo(SumOnly)
 
 
+def garbling(rank, world_size):
+    return over_gloo(Garbling)
+
+
+def impatient(rank, world_size):
+    return over_gloo(Impatient)
+
+
 def lenient(rank, world_size):
     return over_gloo(Gloo, Lenient)
 
@@ -435,6 +460,8 @@ def test_the_battery_passes_a_right_communicator():
         (wrong_root, "broadcast"),
         (truncating, "scatter"),
         (sum_only, "all_reduce"),
+        (garbling, "send"),
+        (impatient, "barrier"),
         (lenient, "misuse 5 was not refused"),
     ],
 )
@@ -443,3 +470,41 @@ def test_the_battery_catches_a_broken_one(make, operation):
         check_comm(make, [2])
     assert any(isinstance(e, AssertionError) and str(e).startswith(operation) for e in caught.value.exceptions)
     assert works()
+
+
+def tensors_of(arguments):
+    """Return the tensors with elements in the arguments of an operation."""
+    found, _ = easydist.tree.flatten(arguments)
+    return [leaf for leaf in found if isinstance(leaf, torch.Tensor) and leaf.numel()]
+
+
+def flipping(operation):
+    """Return what makes a communicator of one rank whose operation leaves other bits in its tensors."""
+
+    def make(rank, world_size):
+        comm = solo(rank, world_size)
+        right = getattr(comm, operation)
+
+        def wrong(*args, **kwargs):
+            work = right(*args, **kwargs)
+            for tensor in tensors_of(list(args)):
+                tensor.view(-1)[:1].view(torch.uint8).bitwise_not_()
+            return work
+
+        setattr(comm, operation, wrong)
+        return comm
+
+    return make
+
+
+OPERATIONS = [
+    name
+    for name, method in inspect.getmembers(Collectives, inspect.isfunction)
+    if "async_op" in inspect.signature(method).parameters and name not in ("barrier", "recv", "send")
+]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_the_battery_looks_at_the_result_of_every_operation(operation):
+    with pytest.raises(AssertionError, match=f"^{operation}[ :]"):
+        run_battery(flipping(operation), 0, 1)
