@@ -102,7 +102,7 @@ class Kernel:
 
     def is_in(self, operation, rank):
         """True if a rank of the notebook is in a call of that name."""
-        told = [row.membership for group in Ranks(self.pid).look() for row in group]
+        told = [row.entry for group in Ranks(self.pid).look() for row in group]
         return any(row.rank == rank and row.is_in_call and row.place.startswith(operation) for row in told)
 
     def processes(self):

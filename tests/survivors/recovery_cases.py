@@ -141,6 +141,17 @@ def an_attempt_has_a_part_of_the_limit(modules):
     assert attempt.deadline == CONNECTING * simulated_recovery.LIMIT
 
 
+def the_store_of_a_member_that_has_ended_is_given_up(modules):
+    """At once: the first member has ended after it had named the store that it served."""
+    world = simulated_recovery.begin(SimpleNamespace(needs_store=False))
+    simulated_recovery.Store(None).is_gone, world.step = True, lambda seconds=0.0: later(seconds)
+    world.current, heard = SimpleNamespace(rank=0), [RecoveryState(), RecoveryState(address="1")]
+    one = recovery(modules, peer(is_gone=True), _heard=heard, _registers=SimpleNamespace(read=lambda: heard))
+    machine = SimpleNamespace(is_in_vain=lambda now, registers, ended: ended == {1})
+    assert one._connected(machine, Connect(1, (1, 0)), lambda attempt: attempt) is None
+    assert world.now < CONNECTING * simulated_recovery.LIMIT
+
+
 def later(seconds):
     simulated_recovery.WORLD.now += seconds
     assert simulated_recovery.WORLD.now < 9.0, "it waits without an end"
@@ -160,4 +171,5 @@ CASES = [
     time_is_taken_before_reading,
     who_continues_on_the_pages_writes_there_first,
     an_attempt_has_a_part_of_the_limit,
+    the_store_of_a_member_that_has_ended_is_given_up,
 ]

@@ -224,6 +224,9 @@ RECOVERING = {
         IN + "_connected", "limit = CONNECTING * LIMIT", "limit = 9 * LIMIT", False
     ),
     "who connects does not look at the others": Mutant(IN + "_check", "if heard and", "if False and", False),
+    "who looks for a store does not look at the others": Mutant(
+        IN + "_meeting_place", "int(address), limit, check)", "int(address), limit, lambda: None)", False
+    ),
     "each member meets in its own store": Mutant(IN + "_meeting_place", "if address and not leads", "if False", False),
     "the leader meets in the old store": Mutant(
         IN + "_meeting_place", "self._served if address else self._store", "self._store", False

@@ -266,12 +266,14 @@ def served(host, port, seconds):
 def reached(host, port, seconds, check):
     until = WORLD.now + seconds
     WORLD.step()
-    store = WORLD.stores[port - 1]
+    store, looked_on = WORLD.stores[port - 1], 0
     while store.is_gone:
         check()
         if WORLD.now >= until:
             raise RuntimeError("no process listens")
         WORLD.step(POLL)
+        looked_on += not WORLD.schedule.needs_store
+        law(looked_on < 3, f"rank {WORLD.current.rank} looks for the store of a member that has ended")
     return store
 
 

@@ -70,7 +70,7 @@ def test_a_failed_operation_is_under_way_no_more(rank):
     if rank == 1:  # it hears of that before it joins the operation
         with pytest.raises(CollectiveTimeout):
             dist.all_reduce(torch.ones(3), group=made)
-    told = [one for one in PeerPage.find(os.getpid()).memberships() if "all_reduce, call 3" in one.place]
+    told = [one for one in PeerPage.find(os.getpid()).entries() if "all_reduce, call 3" in one.place]
     assert [one.is_in_call for one in told] == [False]  # else the others take a body that follows for one that waits
     dist.barrier()
 
