@@ -50,7 +50,7 @@ class _ShmPeer(Peer):
     def known(cls, rank: int, peer: Peer) -> _ShmPeer:
         """Return the process of a peer of another group as a rank of this one, in which it has no entry yet."""
         member = cls(rank)
-        vars(member).update(vars(peer), rank=rank, _entry=-1, _original=peer)  # which closes the descriptors
+        vars(member).update(vars(peer), rank=rank, _entry=-1)
         return member
 
     def has_finished(self, number: int) -> bool:

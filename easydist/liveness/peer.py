@@ -7,16 +7,15 @@ import functools
 import hashlib
 import json
 import os
-import select
 import socket
 import time
-import weakref
 from collections.abc import Sequence
 
 from easydist import settings
-from easydist.liveness import bodies, texts
+from easydist.liveness import bodies, process, texts
 from easydist.liveness.bodies import Body
 from easydist.liveness.page import Held, MessageWait, OwnPage, PeerPage
+from easydist.liveness.process import SeenProcess
 from easydist.liveness.report import EXCEPTION, Report
 from easydist.liveness.rules import has_finished
 from easydist.liveness.signed import seal
@@ -72,32 +71,6 @@ def by_host(records: Sequence[bytes]) -> list[list[int]]:
 _FIELDS = (float, str, str, bool, int, int, int, str, str, str)
 
 
-_DEAD = ("", "Z", "X")
-_STOPPED = ("T", "t")
-
-
-def _state(pid: int | None) -> list[str]:
-    """Return the fields of a process's status from its state on: an empty state if there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split() or [""]
-    except (FileNotFoundError, ProcessLookupError):
-        return ["?" if _exists(pid) else ""]
-    except OSError:  # it exists, and is hidden from this user
-        return ["?"]
-
-
-def _exists(pid: int | None) -> bool:
-    """True if there is such a process, although the system does not show its status."""
-    try:
-        os.kill(pid or 0, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return pid is not None
-
-
 class Peer:
     """Another process of a group, as far as this process can observe it.
 
@@ -121,8 +94,8 @@ class Peer:
         self.host_id: str | None = None
         self.pid: int | None = None
         self.malformed = self.fingerprint = ""
-        self._entry, self._process, self._born = -1, -1, 0.0
-        self._page: PeerPage | None = None
+        self._entry, self._born = -1, 0.0
+        self._process: SeenProcess | None = None
         self.shares_pages = False
         self._told_left: float | None = None
         if told is not None:
@@ -141,36 +114,28 @@ class Peer:
             is_near = self.host_id == host_id()
             self.shares_pages = is_near and self._entry >= 0
             if is_near:
-                self._attach(*address)
+                self._process = SeenProcess.of(fields[5], *address)
 
-    def _attach(self, descriptor: int, token: str) -> None:
-        assert self.pid is not None
-        self._page = PeerPage.attach(self.pid, descriptor, token)
-        if self._page is not None and hasattr(os, "pidfd_open"):
-            with contextlib.suppress(OSError):
-                self._process = os.pidfd_open(self.pid)
-                weakref.finalize(self, os.close, self._process)
+    @property
+    def _page(self) -> PeerPage | None:
+        return None if self._process is None else self._process.page
 
     @property
     def is_visible(self) -> bool:
         """True if this process can read its page and observe its process, which is on this host."""
-        return self._page is not None
+        return self._process is not None
 
     def has_ended(self) -> bool:
         """True if its process is known to have ended, even if it did so before this process could attach to it."""
-        if self._page is None or self.pid is None:
-            is_here = self.shares_pages and self.host_id == _host_id() != socket.gethostname()
-            return is_here and _state(self.pid)[0] in _DEAD
-        if self._process >= 0:
-            poller = select.poll()
-            poller.register(self._process, select.POLLIN)
-            return bool(poller.poll(0))
-        return _state(self.pid)[0] in _DEAD
+        if self._process is not None:
+            return self._process.has_ended()
+        is_here = self.shares_pages and self.host_id == _host_id() != socket.gethostname()
+        return is_here and process.is_dead(self.pid)
 
     @property
     def is_stopped(self) -> bool:
         """True if its process is stopped, by SIGSTOP or by a debugger, as far as this process can tell."""
-        return self.is_visible and _state(self.pid)[0] in _STOPPED
+        return self.is_visible and process.is_stopped(self.pid)
 
     def has_left(self) -> bool:
         """True if it is known to have left the group, so that it will send nothing more there."""
@@ -184,14 +149,11 @@ class Peer:
 
     def is_gone(self) -> bool:
         """Do as ``has_ended``; also if ``EASYDIST_HOST_ID`` says that it is on this host."""
-        return self.has_ended() or (self._page is None and self.shares_pages and _state(self.pid)[0] in _DEAD)
+        return self.has_ended() or (self._process is None and self.shares_pages and process.is_dead(self.pid))
 
     def exit_status(self) -> int | None:
         """Return its exit status, negative for a signal; None if its parent has already collected it."""
-        state, *fields = _state(self.pid)
-        with contextlib.suppress(IndexError, ValueError):
-            return os.waitstatus_to_exitcode(int(fields[48])) if state in _DEAD else None
-        return None
+        return process.exit_status(self.pid)
 
     def number(self) -> int | None:
         """Return the number of its last call in the group; None if it is not visible."""
@@ -227,7 +189,7 @@ class Peer:
 
     def body(self) -> Body | None:
         """Return the body that it runs; None if it runs none, is stopped, or is not visible."""
-        if self._page is None or not (text := self._page.body()) or _state(self.pid)[0] in (*_DEAD, *_STOPPED):
+        if self._page is None or not (text := self._page.body()) or self.has_ended() or self.is_stopped:
             return None
         return bodies.of_page(text, self._page.entries())
 

@@ -39,21 +39,42 @@ def test_a_group_with_a_long_or_foreign_name_is_seen(name):
     assert (name.startswith(group), len(group) > 20, meeting, rank, size) == (True, True, "0123456789abcdef", 3, 4)
 
 
-def test_the_end_of_a_process_is_seen_without_a_descriptor_of_it(monkeypatch):
-    monkeypatch.delattr(os, "pidfd_open")
-    peer = Peer(1, record(own_page(), 0, True))
-    assert not peer.has_ended()
-    peer.pid = 2**22 + 1  # no process has it
-    assert peer.has_ended()
+def forked(child):
+    """Fork a process that calls a function and ends; return its pid."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which this child does not use
+        if pid := os.fork():
+            return pid
+    child()
+    os._exit(3)
+
+
+@pytest.mark.parametrize("has_pidfd", [True, False])
+def test_the_end_of_a_process_is_seen_with_and_without_a_descriptor_of_it(has_pidfd, monkeypatch):
+    if not has_pidfd:
+        monkeypatch.delattr(os, "pidfd_open")
+    (told, tell), (end, ended) = os.pipe(), os.pipe()
+
+    def child():
+        page = OwnPage()
+        os.write(tell, record(page, page.new_entry(), True))
+        os.read(end, 1)
+
+    pid = forked(child)
+    peer = Peer(1, os.read(told, RECORD_NBYTES))
+    assert (peer.is_visible, peer.has_ended(), peer.exit_status()) == (True, False, None)
+    os.write(ended, b"x")
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert (peer.is_visible, peer.has_ended(), peer.exit_status()) == (True, True, 3)
+    os.waitpid(pid, 0)
+    assert (peer.has_ended(), peer.exit_status()) == (True, None)
+    for descriptor in (told, tell, end, ended):
+        os.close(descriptor)
 
 
 def test_a_process_that_ended_before_its_page_was_opened_is_gone():
     """Even while its parent has not collected it, so that the system still lists it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which this child does not use
-        child = os.fork()
-    if not child:
-        os._exit(3)
+    child = forked(lambda: None)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     fields = json.loads(record(own_page(), 0, True))
     fields[5] = child
@@ -114,3 +135,16 @@ def test_the_last_report_of_a_group_can_be_read_for_some_time_after_its_end():
     reader = PeerPage.attach(*page.address)
     assert page.new_entry() != entry
     assert reader.report(entry) == "left"
+
+
+def test_a_process_takes_two_descriptors_however_many_groups_it_is_in():
+    page = OwnPage()
+    records = [record(page, page.new_entry(), True) for _ in range(4)]
+    before = len(os.listdir("/proc/self/fd"))
+    peers = [Peer(1, told) for told in records]
+    assert all(peer.is_visible and not peer.has_ended() for peer in peers)
+    assert len(os.listdir("/proc/self/fd")) == before + 2
+    del peers[1:]
+    assert not peers[0].has_ended()
+    peers.clear()
+    assert len(os.listdir("/proc/self/fd")) == before

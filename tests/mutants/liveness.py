@@ -179,4 +179,11 @@ MUTANTS = [
         "self._store = None",
         "tests/liveness/test_timed_store.py",
     ),
+    Mutant(
+        "liveness/process.py",
+        "SeenProcess.of",
+        "_seen.get((pid, token))",
+        "None",
+        "tests/liveness/test_page.py",
+    ),
 ]
