@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import easydist
-from easydist.cli.measure import Row, Work, beside_accelerate, measured, trees
+from easydist.cli.measure import BenchRow, Work, beside_accelerate, measured, trees
 from easydist.comms import ReduceOp
 from easydist.testing import Pool
 
@@ -55,7 +55,7 @@ def primitives(world_size: int) -> Iterator[Work]:
     )
 
 
-def measure(rank: int, world_size: int, seconds: float, only: str) -> list[Row]:
+def measure(rank: int, world_size: int, seconds: float, only: str) -> list[BenchRow]:
     """Return the times of (ours, theirs) in several rounds, on this rank."""
 
     def works() -> list[Work]:
@@ -64,7 +64,7 @@ def measure(rank: int, world_size: int, seconds: float, only: str) -> list[Row]:
     return measured(rank, world_size, seconds, only, works)
 
 
-def report(world_size: int, rows: list[Row]) -> None:
+def report(world_size: int, rows: list[BenchRow]) -> None:
     """Print the table of one world size, from rank 0's times."""
     print(f"\n{world_size} ranks, {os.cpu_count()} cores")
     print(f"{'':42}{'easydist':>12}{'peer':>12}   peer / easydist: median (min to max)")

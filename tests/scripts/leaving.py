@@ -23,7 +23,7 @@ import easydist
 from easydist import EasydistError
 from easydist.comms import ReduceOp, TorchComm, new_comm
 from easydist.parallel import GroupCoordinator, init_distributed_environment
-from easydist.weights.group import Endpoint, PrivateGroup
+from easydist.weights.group import Participant, PrivateGroup
 
 LIMIT = within(15)
 LARGE = torch.arange(1 << 20, dtype=torch.float32)
@@ -111,7 +111,7 @@ class Private(Verbs):
     def __init__(self, rank: int, size: int) -> None:
         port = int(os.environ["MASTER_PORT"])
         store = dist.TCPStore("127.0.0.1", port, None, rank == 0, timedelta(seconds=LIMIT), wait_for_workers=False)
-        endpoint, until = Endpoint(rank, size, "127.0.0.1"), time.monotonic() + LIMIT
+        endpoint, until = Participant(rank, size, "127.0.0.1"), time.monotonic() + LIMIT
         self.made = PrivateGroup("actors", store, endpoint, until, LIMIT, lambda: time.sleep(0.01))
         self.group, self.last, self.rank = self.made.comm, size - 1, rank
         easydist.gather(rank, group=self.group)

@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from easydist.verbs.buckets import LARGE
 from easydist.weights.blocks import Block, common, cut, is_covered, shard, whole
-from easydist.weights.schedule import SHARES, Item, schedule
+from easydist.weights.schedule import SHARES, ScheduledEntry, schedule
 
 SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 
@@ -104,7 +104,7 @@ def test_a_schedule_moves_every_byte_once_in_bounded_messages(sizes, bits, halve
     items = []
     for dtype, n in sorted(sizes, key=lambda pair: -pair[0].itemsize):
         parts = [(0, Block((0,), (n // 2,))), (1, Block((n // 2,), (n - n // 2,)))] if halves else [(0, whole((n,)))]
-        items.append(Item(dtype, "cpu", parts))
+        items.append(ScheduledEntry(dtype, "cpu", parts))
     messages = schedule(items, 1 << bits)
     limit = (1 << bits) // SHARES
     assert all(0 < message.nbytes <= limit for message in messages)
@@ -126,11 +126,11 @@ def test_a_schedule_moves_every_byte_once_in_bounded_messages(sizes, bits, halve
 
 
 def test_a_large_tensor_travels_alone_and_a_small_one_beside_others():
-    items = [Item(torch.uint8, "cpu", [(0, whole((n,)))]) for n in (LARGE, LARGE - 1, 1)]
+    items = [ScheduledEntry(torch.uint8, "cpu", [(0, whole((n,)))]) for n in (LARGE, LARGE - 1, 1)]
     assert [[part.entry for part in one.parts] for one in schedule(items, 64 << 20)] == [[0], [1, 2]]
 
 
 def test_thousands_of_small_tensors_are_one_message():
-    items = [Item(torch.float32, "cpu", [(0, whole((1,)))]) for _ in range(5000)]
+    items = [ScheduledEntry(torch.float32, "cpu", [(0, whole((1,)))]) for _ in range(5000)]
     (message,) = schedule(items, 64 << 20)
     assert message.nbytes == 20_000

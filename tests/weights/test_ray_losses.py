@@ -136,7 +136,7 @@ def enrols(actor, rank, size, name, fill):
 def publishes(actor, rank, fill, mortal=None, when=None):
     """The next version; ``mortal`` ends ``when`` it has come so far. Gives version, values, and the error if any."""
 
-    from easydist.weights import members as versions, schedule
+    from easydist.weights import holders as versions, schedule
 
     for value in actor.weights.values() if rank == 0 else ():
         value.fill_(fill)

@@ -345,7 +345,7 @@ def test_only_headers_that_are_not_very_long_are_kept(monkeypatch):
 
 
 def test_a_plan_with_a_very_long_header_leaves_nothing(monkeypatch):
-    monkeypatch.setattr(source, "_plans", plans := Recent(4))
+    monkeypatch.setattr(source, "_recipes", plans := Recent(4))
     Source({"w": torch.ones(2)}, {"w": "w"}, None, {})
     (kept,) = plans._kept
     monkeypatch.setattr(source, "LONGEST", 1)
