@@ -96,6 +96,9 @@ SETTINGS = {
     ),
     "EASYDIST_STRESS": Setting(_positive, _NUMBER, 1200.0, 1200.0, "easydist's own tests: the number of random calls"),
     "EASYDIST_TEST_PATIENCE": Setting(_positive, _NUMBER, "", "", "easydist's own tests: the factor of time limits"),
+    "EASYDIST_UNREACHABLE_AFTER": Setting(
+        _positive, _NUMBER, 25.0, 25.0, "seconds after which a host that does not answer counts as lost"
+    ),
     "EASYDIST_WARN_AFTER": Setting(_positive, _NUMBER, 30.0, 30.0, "seconds of waiting between warnings"),
 }
 """Every variable that easydist knows, by its name."""

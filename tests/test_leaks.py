@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -99,7 +100,9 @@ def test_groups_made_200_times_take_no_more_than_the_first(case, ended):
 # Two hosts.
 
 HOSTS = ["named/verbs", "flat/verbs", "shared/verbs", "containers/verbs"]
-HOSTS += ["named/kill-3", "containers/kill-2", "containers/orphan-2", "named/cut-3"]  # the last one cuts the link
+HOSTS += ["named/kill-3", "containers/kill-2", "containers/orphan-2"]
+HOSTS += ["named/vanish-3", "named/vanish-0", "containers/vanish-2", "adopted/verbs", "named/blink-3"]
+HOSTS += ["named/cut-3"]  # the last one, since it cuts the link
 LINK = f"ed{os.getpid()}"
 
 
@@ -188,3 +191,28 @@ def test_a_host_that_has_lost_the_store_says_so(on_two_hosts):
     assert {row["type"] for row in rows} == {"CollectiveTimeout"}
     assert ["has lost the store at 10.77.0.1:" in row["text"] for row in rows] == [False, False, True, True]
     assert all("\nThis host (" in row["text"] for row in rows[2:])
+
+
+@pytest.mark.parametrize("case", ["named/vanish-3", "named/vanish-0", "containers/vanish-2"])
+def test_a_host_that_vanishes_is_named_by_the_others(case, on_two_hosts):
+    rows, statuses = on_two_hosts[case]
+    assert statuses == [0, 0, 0, 0]
+    assert [row["lost"] // 2 for row in rows] == [1, 1, 0, 0]
+    for row in rows:
+        assert re.search(r": its host has not answered for [\d.]+ s; that host, or the network, is down\n", row["text"])
+
+
+@pytest.mark.parametrize("kind", ["named", "containers", "adopted"])
+def test_every_connection_between_hosts_has_a_limit(kind, on_two_hosts):
+    rows, statuses = on_two_hosts[f"{kind}/verbs"]
+    assert statuses == [0, 0, 0, 0]
+    for row in rows:
+        assert len(row["limits"]) > 3  # those of two groups to two ranks each
+        assert len({*row["limits"]}) == 1
+        assert row["limits"][0] >= 3000
+
+
+def test_a_host_that_vanishes_for_a_moment_ends_nothing(on_two_hosts):
+    rows, statuses = on_two_hosts["named/blink-3"]
+    assert statuses == [0, 0, 0, 0]
+    assert [row["gathered"] for row in rows] == [[0, 1, 2, 3]] * 4

@@ -7,8 +7,9 @@ thread, while the caller asks its monitor whether the others can still be connec
 from __future__ import annotations
 
 import functools
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from torch.distributed import DistError, PrefixStore, ProcessGroupGloo, Store
 
 from easydist.base import torch_groups
 from easydist.errors import EasydistError, PeerLostError
-from easydist.liveness import texts
+from easydist.liveness import keepalive, texts
 from easydist.liveness.limited import NoAnswerError, within
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.rules import GRACE, PATIENCE
@@ -49,7 +50,8 @@ def connect(
     if check is None and monitor is not None:
         check = functools.partial(monitor.guard, [*monitor.peers])
     try:
-        return within(seconds + PATIENCE, make, check, discard=_destroyed)
+        with keepalive.watching():
+            return within(seconds + PATIENCE, make, check, discard=_destroyed)
     except RuntimeError as error:
         if monitor is None or isinstance(error, EasydistError) or not is_of_connections(error):
             raise
@@ -98,7 +100,8 @@ def gloo_connections(
         timeout: The time limit for connecting, and for each operation of the backend.
         monitor: As for ``connect``.
         check: As for ``connect``.
-        where: ``hostname``, this process's own address, or ``interface``; if neither is given, gloo chooses.
+        where: ``hostname``, this process's own address, or ``interface``. If neither is given, the interfaces in
+            ``GLOO_SOCKET_IFNAME`` count, as in torch; without them gloo chooses.
 
     Raises:
         EasydistError: As for ``connect``.
@@ -106,7 +109,7 @@ def gloo_connections(
     """
     options = _Gloo._Options()
     options._timeout = timeout
-    options._devices = [_Gloo.create_device(**where) if where else _Gloo.create_default_device()]
+    options._devices = _devices(where)
     there = InterruptibleStore(store, timeout.total_seconds())
     try:
         return connect(lambda: _Gloo(there, rank, size, options), timeout.total_seconds(), monitor, check)
@@ -114,6 +117,14 @@ def gloo_connections(
         # Otherwise the thread in which gloo connects would wait in the store until the time is over.
         there.give_up()
         raise
+
+
+def _devices(where: Mapping[str, str]) -> list[Any]:
+    """Return gloo's devices; torch reads the variable only for groups whose devices it chooses itself."""
+    if where:
+        return [_Gloo.create_device(**where)]
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    return [_Gloo.create_device(interface=name) for name in names] or [_Gloo.create_default_device()]
 
 
 def gloo_group(

@@ -19,7 +19,7 @@ import torch
 
 from easydist import settings
 from easydist.errors import RemoteError, WireError
-from easydist.liveness import signed
+from easydist.liveness import keepalive, signed
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.page import own_page
 from easydist.liveness.peer import RECORD_NBYTES, Peer, by_host, host_id, record
@@ -78,6 +78,8 @@ def introduce(exchange: Exchange, monitor: Monitor, shares: bool, kind: type[Pee
     records = exchange(record(own_page(), monitor.entry, shares))
     monitor.describe(hashlib.blake2b(b"".join(records), digest_size=8).hexdigest())  # every rank has the same records
     monitor.peers = {rank: kind(rank, records[rank]) for rank in monitor.peers}
+    if far := {one for peer in monitor.peers.values() if peer.host_id != host_id() for one in peer.addresses}:
+        keepalive.watch_hosts(far)  # a group that was adopted has been connected before
     _check_variables(monitor)
     _check_keys(monitor)
     return by_host(records)

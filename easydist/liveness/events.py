@@ -17,6 +17,7 @@ class Why(enum.Enum):
     LOST = enum.auto()
     LEFT = enum.auto()
     BROKE = enum.auto()
+    UNREACHABLE = enum.auto()
     LATE = enum.auto()
 
 
@@ -24,8 +25,8 @@ class Cause(NamedTuple):
     """The cause for which a wait cannot succeed.
 
     Attributes:
-        why: A peer has reported a failure, ended with an exception, ended, or left the group; its connection broke; or
-            time is over.
+        why: A peer has reported a failure, ended with an exception, ended, or left the group; its connection broke, or
+            its host does not answer; or time is over.
         rank: The rank of the peer; -1 if time is over.
         report: The peer's failure report.
         is_earlier: True if the peer gave up a call that this rank had left before, or has missed.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from easydist import settings
 from easydist.errors import EasydistError, PeerLostError, RemoteError, WireError
-from easydist.liveness import texts
+from easydist.liveness import keepalive, texts
 from easydist.liveness.events import Cause, Heard, Parting, Why
 from easydist.liveness.page import MessageWait
 from easydist.liveness.peer import Peer
@@ -358,7 +358,11 @@ class Monitor(GroupStatus):
             raise again(error)
 
     def _cause(self, error: Exception, broken: Peer) -> EasydistError:
-        cause = Cause(Why.LATE) if "imed out" in str(error) else self._explained(broken)
+        is_unreachable = keepalive.TEXT in str(error)
+        is_late = "imed out" in str(error) and not is_unreachable
+        cause = Cause(Why.LATE) if is_late else self._explained(broken)
+        if cause.why is Why.BROKE and is_unreachable:
+            cause = cause._replace(why=Why.UNREACHABLE)
         return self.error_of(cause, list(self.peers))
 
     def _explained(self, broken: Peer) -> Cause:

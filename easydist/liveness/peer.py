@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from easydist import settings
-from easydist.liveness import bodies, process, texts
+from easydist.liveness import bodies, keepalive, process, texts
 from easydist.liveness.bodies import Body
 from easydist.liveness.page import Held, MessageWait, OwnPage, PeerPage
 from easydist.liveness.process import SeenProcess
@@ -21,7 +21,7 @@ from easydist.liveness.rules import has_finished
 from easydist.liveness.signed import seal
 from easydist.liveness.stored import decoded
 
-RECORD_NBYTES = 512
+RECORD_NBYTES = 768
 """The length of the record that each process sends its peers about itself."""
 
 
@@ -49,7 +49,8 @@ def record(page: OwnPage | None, entry: int, shares: bool) -> bytes:
     """Return the record about this process for its peers; ``shares`` is True if it would use shared memory."""
     address = page.address if page else (os.getpid(), -1, "")
     where = socket.gethostname()[:200], host_id()
-    text = json.dumps([time.monotonic(), *where, shares, entry, *address, settings.fault(), seal().fingerprint])
+    about = shares, entry, *address, settings.fault(), seal().fingerprint, keepalive.addresses()
+    text = json.dumps([time.monotonic(), *where, *about])
     return text.encode().ljust(RECORD_NBYTES)
 
 
@@ -68,7 +69,7 @@ def by_host(records: Sequence[bytes]) -> list[list[int]]:
     return list(hosts.values()) if all(shares for _, shares in told) else [[rank] for rank in range(len(told))]
 
 
-_FIELDS = (float, str, str, bool, int, int, int, str, str, str)
+_FIELDS = (float, str, str, bool, int, int, int, str, str, str, [str])
 
 
 class Peer:
@@ -86,6 +87,7 @@ class Peer:
         shares_pages: True if, by its record, it is on this host and has a page.
         malformed: Its malformed variable (``settings.fault()`` there); empty if there is none.
         fingerprint: The fingerprint of its job key; empty if it has none.
+        addresses: The addresses of its host in its connections to other hosts.
     """
 
     def __init__(self, rank: int, told: bytes | None = None) -> None:
@@ -94,6 +96,7 @@ class Peer:
         self.host_id: str | None = None
         self.pid: int | None = None
         self.malformed = self.fingerprint = ""
+        self.addresses: Sequence[str] = ()
         self._entry, self._born = -1, 0.0
         self._process: SeenProcess | None = None
         self.shares_pages = False
@@ -110,6 +113,7 @@ class Peer:
                 *address,
                 self.malformed,
                 self.fingerprint,
+                self.addresses,
             ) = fields
             is_near = self.host_id == host_id()
             self.shares_pages = is_near and self._entry >= 0

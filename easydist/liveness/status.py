@@ -351,7 +351,8 @@ class GroupStatus(GroupProtocol):
         if cause.why is Why.LEFT:
             return self._left(peer)
         if cause.report is None:
-            return self._lost(peer, ": its connection broke" if cause.why is Why.BROKE else "")
+            how = {Why.BROKE: texts.BROKE, Why.UNREACHABLE: texts.unreachable()}
+            return self._lost(peer, how.get(cause.why, ""))
         if cause.why is Why.ENDED:
             return self._ended_with(peer, cause.report.text)
         error = cause.report.error()

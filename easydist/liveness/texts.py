@@ -7,12 +7,15 @@ import signal
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from easydist.liveness import keepalive
+
 LOST = "The group cannot continue without it. Restart the job, or call easydist.recover() on the ranks that are left."
 LEFT = "The group cannot continue without it. End the group on all ranks after the same call, or make a new one."
 SILENT = (
     "The store through which the hosts exchange their status does not answer: rank 0, or the launcher, may be stopped."
 )
 
+BROKE = ": its connection broke"
 IDLE = "has begun it, but waits for nothing"
 """The state of a rank that computes, or is stopped, while others wait for an operation that it has begun."""
 
@@ -102,6 +105,11 @@ def lost(operation: str, who: str, what: str, rows: Sequence[str] = (), advice: 
         The group cannot continue without it. Restart the job, or call easydist.recover() on the ranks that are left.
     """
     return "\n".join([f"{operation}: {who} is lost: {what}", *rows, advice])
+
+
+def unreachable() -> str:
+    """Return how a rank was lost whose host does not answer."""
+    return f": its host has not answered for {keepalive.AFTER:g} s; that host, or the network, is down"
 
 
 def left(operation: str, rank: int, pid: int | None, host: str | None, rows: Sequence[str]) -> str:

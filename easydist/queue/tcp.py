@@ -26,6 +26,7 @@ from contextlib import suppress
 import torch
 
 from easydist import memory, settings
+from easydist.liveness import keepalive
 from easydist.liveness.peer import RECORD_NBYTES, Peer
 from easydist.liveness.signed import digest, seal
 
@@ -168,7 +169,7 @@ class Sender:
     def __init__(self, connection: socket.socket, proof: bytes) -> None:
         self._socket = connection
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        keepalive.watch(connection)
         self._proof = proof
         self._backlog: deque[tuple[memoryview, list[int]]] = deque()
         self._lock = threading.Lock()
@@ -316,6 +317,7 @@ class Receiver:
 
     def __init__(self, address: tuple[str, int], key: bytes, rank: int, record: bytes, writer: Peer) -> None:
         self._socket = socket.create_connection(address, timeout=_PATIENCE)
+        keepalive.watch(self._socket)
         number = secrets.token_bytes(32)
         hello = _HELLO.pack(rank, number, record)
         joint = _joint(key)

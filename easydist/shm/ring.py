@@ -5,7 +5,7 @@
     the writer: asleep                   1 if it has to be woken, else 0
     per reader: taken, state             the number of pieces copied out; absent, attached or left
     per reader: asleep                   1 if it has to be woken, else 0
-    per reader: a note                   512 bytes, for the writer
+    per reader: a note                   768 bytes, for the writer
     entries, used in turn                per piece: its place, its bytes, its place in the message, the message's bytes
     data                                 the pieces
 
@@ -32,7 +32,7 @@ from easydist.shm.futex import Futex
 from easydist.shm.segment import Segment, nameless_file
 from easydist.shm.slots import NEVER
 
-NOTE_NBYTES = 512
+NOTE_NBYTES = 768
 """The bytes of a reader's note about itself."""
 
 _LINE, _PAGE, _ALIGNMENT = 8, 4096, 64

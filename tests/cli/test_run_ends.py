@@ -54,7 +54,7 @@ def left_after_kill(command, folder):
         pids = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
         process.kill()
         process.wait()
-        deadline = time.monotonic() + launching.within(5)
+        deadline = time.monotonic() + launching.within(20)
         while any(map(runs, pids)) and time.monotonic() < deadline:
             time.sleep(0.01)
         return [pid for pid in pids if runs(pid)], list(folder.glob("easydist-run-*"))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import stat
 import time
 import warnings
@@ -9,6 +10,7 @@ import warnings
 import pytest
 
 from easydist.groups.registers import unseen
+from easydist.liveness import keepalive
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.page import OwnPage, PeerPage, own_page
 from easydist.liveness.peer import RECORD_NBYTES, Peer, record
@@ -28,6 +30,16 @@ def test_processes_whose_host_has_a_long_or_foreign_identifier_see_each_other(mo
     assert Peer(1, told).shares_pages
     monkeypatch.setenv("EASYDIST_HOST_ID", f"{text} of another")
     assert not Peer(1, told).shares_pages
+
+
+def test_the_longest_record_has_room(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "n" * 300)
+    monkeypatch.setattr(keepalive, "addresses", lambda: ["fe80:1111:2222:3333:4444:5555:6666:7777%eth0"] * 4)
+    monkeypatch.setenv("EASYDIST_HOST_ID", "h" * 100)
+    monkeypatch.setenv("EASYDIST_UNREACHABLE_AFTER", "\\" * 100)
+    monkeypatch.setenv("EASYDIST_JOB_KEY", "k" * 40)
+    assert len(told := record(own_page(), 15, True)) == RECORD_NBYTES
+    assert len(Peer(1, told).addresses) == 4
 
 
 @pytest.mark.parametrize("name", ["g" * 400, "ü" * 400, "\U0001f600" * 100, "\0" * 100, "\udcff" * 100])

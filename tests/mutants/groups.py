@@ -102,4 +102,18 @@ MUTANTS = [
         "and self._store.is_silent:",
         "tests/survivors/test_recovery_mutants.py -k test_a_process_keeps_the_rules",
     ),
+    Mutant(
+        "groups/connecting.py",
+        "connect",
+        "with keepalive.watching():",
+        "if True:",
+        "tests/test_leaks.py::test_every_connection_between_hosts_has_a_limit",
+    ),
+    Mutant(
+        "groups/sharing.py",
+        "introduce",
+        "keepalive.watch_hosts(far)",
+        "pass",
+        "tests/test_leaks.py::test_every_connection_between_hosts_has_a_limit",
+    ),
 ]

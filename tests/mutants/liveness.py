@@ -186,4 +186,18 @@ MUTANTS = [
         "None",
         "tests/liveness/test_page.py",
     ),
+    Mutant(
+        "liveness/keepalive.py",
+        "watch",
+        "socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1000 * after)",
+        "socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0",
+        "tests/test_leaks.py",
+    ),
+    Mutant(
+        "liveness/monitor.py",
+        "Monitor._cause",
+        'is_late = "imed out" in str(error) and not is_unreachable',
+        'is_late = "imed out" in str(error)',
+        "tests/test_leaks.py",
+    ),
 ]

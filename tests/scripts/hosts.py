@@ -3,8 +3,8 @@
 python tests/scripts/hosts.py LINK PID PID named/verbs containers/kill-3 …
 
 The processes PID own the namespaces of the hosts. A case is the way in which hosts are distinguished (named: by
-EASYDIST_HOST_ID; containers: by their process namespaces; shared: not at all; flat: without shared memory) and the
-event.
+EASYDIST_HOST_ID; containers: by their process namespaces; adopted: in the same way, in a group that torch has made;
+shared: not at all; flat: without shared memory) and the event.
 """
 
 import ctypes
@@ -12,20 +12,27 @@ import gc
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import pytest
 import torch
+import torch.distributed as dist
 from forking import statuses
 from launching import within
 from loss import DEADLINE, others_wait
 
 import easydist
-from easydist import EasydistError, ProcessState
+from easydist import EasydistError, PeerLostError, ProcessState
+from easydist.comms import new_comm
+from easydist.liveness import keepalive
 
 ADDRESSES = "10.77.0.1", "10.77.0.2"
 PER_HOST = 2
+UNREACHABLE_AFTER = within(3)
 NUMEL = 1 << 21
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -86,7 +93,17 @@ def verbs(link, rank, size):
         "node": [getattr(ProcessState(), name) for name in ("node_rank", "num_nodes", "local_world_size")],
         "gather": crossed(link, lambda: easydist.gather(mine)),
         "broadcast": crossed(link, lambda: easydist.broadcast(mine, from_process=1)),
+        "limits": limits(),
     }
+
+
+def limits():
+    """Return after how many milliseconds the connections to the other host end if that does not answer."""
+    easydist.wait_for_everyone()
+    comm = new_comm("gloo", torch.device("cpu"), "second")
+    every = [one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for one, _ in keepalive._connections()]
+    comm.finalize()
+    return every
 
 
 def kill(victim, rank, has_child):
@@ -115,17 +132,50 @@ def cut(link, victim, rank):
     easydist.gather(rank)
     if rank == victim:
         others_wait()
-        subprocess.run(["ip", "link", "set", link, "down"], check=True)
+        switch(link, "down")
     try:
         easydist.gather(rank, timeout=within(1))
     except EasydistError as error:
         return {"type": type(error).__name__, "text": str(error)}
 
 
+def switch(link, state):
+    subprocess.run(["ip", "link", "set", link, state], check=True)
+
+
+def gather_twice(rank):
+    for _ in range(2):
+        easydist.gather(rank, timeout=DEADLINE)
+
+
+def vanish(link, victim, rank):
+    """Take a host from the network, as if it had lost its power, while the others wait without a limit."""
+    easydist.gather(rank)
+    if rank == victim:
+        others_wait()
+        switch(link, "down")
+    with pytest.raises(PeerLostError) as caught:
+        gather_twice(rank)  # the others have sent what this host needs for the first one
+    if rank == victim:
+        switch(link, "up")
+    return {"lost": caught.value.rank, "text": str(caught.value)}
+
+
+def blink(link, victim, rank):
+    """Take a host from the network for a moment."""
+    easydist.gather(rank)
+    if rank == victim:
+        others_wait()
+        switch(link, "down")
+        threading.Event().wait(UNREACHABLE_AFTER / 2)
+        switch(link, "up")
+    return {"gathered": easydist.gather(rank, timeout=DEADLINE).tolist()}
+
+
 def work(case, link, rank, size):
     what = case.split("/")[1]
-    if what.startswith("cut"):
-        found = cut(link, int(what[-1]), rank)
+    if what.startswith(("cut", "vanish", "blink")):
+        found = globals()[what[:-2]](link, int(what[-1]), rank)
     elif what == "verbs":
         found = verbs(link, rank, size)
     else:
@@ -151,7 +201,7 @@ def launch(number, case, link, pids):
         assert not any(ended)
         return False
     kind, size = case.split("/")[0], PER_HOST * len(pids)
-    enter(pids[host], "net", *(["pid_for_children", "mnt"] if kind == "containers" else []))
+    enter(pids[host], "net", *(["pid_for_children", "mnt"] if kind in ("adopted", "containers") else []))
     local, ended = forks(PER_HOST)
     if local is None:
         os.write(1, (json.dumps({"case": case, "host": host, "statuses": ended}) + "\n").encode())
@@ -160,7 +210,10 @@ def launch(number, case, link, pids):
     world = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": 29500 + number, "WORLD_SIZE": size}
     world |= {"RANK": rank, "LOCAL_RANK": local, "GLOO_SOCKET_IFNAME": link, "EASYDIST_SHM": int(kind != "flat")}
     world |= {"EASYDIST_HOST_ID": f"host {host}"} if kind == "named" else {}
+    keepalive.AFTER = UNREACHABLE_AFTER  # it is read when the module is loaded, before the fork
     os.environ.update({name: str(value) for name, value in world.items()})
+    if kind == "adopted":
+        dist.init_process_group("gloo")
     work(case, link, rank, size)
     return True
 

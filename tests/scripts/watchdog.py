@@ -78,17 +78,19 @@ def wait(state: str, end: str) -> dict[str, object]:
     return {"type": None, "text": ""}
 
 
-def work(case: str, rank: int, pipe: tuple[int, int]) -> None:
+def work(case: str, rank: int, gathered: tuple[int, int], ended: tuple[int, int]) -> None:
     state, end = case.split("/")
     if state == "many":
         take_descriptors(1100)
     easydist.gather(rank)
     row: dict[str, object] = {"case": case, "rank": rank}
     if rank == 0:
+        os.read(gathered[0], 1)  # a slow rank 1 would still read what is spoilt here
         row |= wait(state, end)
-        os.write(pipe[1], b"!")
+        os.write(ended[1], b"!")
     else:
-        row["released"] = _is_readable(pipe[0])
+        os.write(gathered[1], b"!")
+        row["released"] = _is_readable(ended[0])
     os.write(1, (json.dumps(row) + "\n").encode())
     os._exit(0)  # the group's end needs descriptors
 
@@ -100,13 +102,13 @@ def _is_readable(descriptor: int) -> bool:
 
 
 def launch(case: str) -> None:
-    pipe = os.pipe()
+    pipes = os.pipe(), os.pipe()
     hosts = {} if case.split("/")[0] in ("many", "none") else {"apart": 1}
 
     def work_as(rank: int) -> None:
         if hosts:
             os.environ["EASYDIST_HOST_ID"] = f"host {rank}"
-        work(case, rank, pipe)
+        work(case, rank, *pipes)
 
     ended = statuses(forked(2, work_as, EASYDIST_SHM=0))
     os.write(1, (json.dumps({"case": case, "statuses": ended}) + "\n").encode())
