@@ -80,6 +80,8 @@ class Monitor(GroupStatus):
             raise RemoteError(texts.given_up(operation, self.advice.failed))
         if may_have_missed and (cause := self.missed(map(self.hear, self.peers.values()))) is not None:
             self.broken = self.error_of(cause, ())
+            if not self.waits_in_memory:
+                self.disconnect()  # a rank that waits for this one first does not see whose connection broke
 
     def end(self, is_done: bool = True) -> None:
         """End the call; ``is_done`` is False if this rank has not sent all the data that others wait for."""

@@ -342,7 +342,8 @@ class Laws:
 
     def _has_parted(self, rank, other):
         """True if a rank has broken its connections, or left."""
-        return any(left.by == other for left in self.given_up) or self.group.has_left(other)
+        one = self.group.ranks[other]
+        return one.has_disconnected or self.group.has_left(other) or any(left.by == other for left in self.given_up)
 
     # At the end.
 

@@ -191,7 +191,7 @@ def _peer_class(real):
             self._other, self.known_since = running.process.world.processes[pid - 1], running.process.world.now
             self.pid, self.host, self.host_id = pid, str(self._other.host), str(self._other.host)
             if self._other.host == running.process.host:
-                self._page = self._other.page
+                self._process = self._other  # which has a page, as a ``SeenProcess`` has
                 self.shares_pages = True
 
         def has_ended(self):

@@ -35,6 +35,7 @@ class SimulatedRank:
         self.monitors = [self.monitor]
         self.link = self.first = group.links.setdefault("first", Link(self.world, False))
         self.has_met, self.is_connected, self.is_in_memory = False, True, False
+        self.has_disconnected = False
         self.has_all = False
         """True if all data of the call has moved."""
         self.missing = []
@@ -66,6 +67,7 @@ class SimulatedRank:
                 monitor.heard_signal()
 
     def disconnect(self):
+        self.has_disconnected = True
         self.first.close(self.rank)
 
     def gave_up(self, monitor, error, kind):

@@ -32,12 +32,14 @@ ONCE = {
     5222949: "the same, with a call of two and an operation in between",
     5034678: "the store answered again just before a report came, and its author counted as lost at the first look",
     1148252: "a connection broke while the store was silent, and a rank in a body counted as one that did not come",
+    10766380: "a rank that had missed a report reconnected, and another one waited for it before the broken connection",
     16066: "Ctrl-C between two calls ended the second, in the simulation alone",
     208536: "the law expected ranks to return from a call that had been given up before Ctrl-C",
     305340: "the law expected a stopped rank to know who had come meanwhile",
     1159191: "the law expected a rank to know who had moved on, after its last look, from an earlier call to its own",
     5354559: "the law expected a rank to know of a body whose process was stopped at its last look",
     5067613: "the same, and it asked a silent store after that look",
+    10476479: "the law expected a rank to know why another one had disconnected, though the store had ended since",
     1130565: "a rank ended while another one was in a body, whose next call raised at once, in a group lost before",
 }
 """Schedules that have broken a law once, and what happened in them."""
