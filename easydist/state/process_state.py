@@ -490,4 +490,4 @@ def communicators(group: Group = None) -> Communicators:
 @eager
 def wait_for_everyone(*, group: Group = None, timeout: Timeout | None = None) -> None:
     """Block until every process has made this call; see ``ProcessState.wait_for_everyone``."""
-    ProcessState().wait_for_everyone(group=group, timeout=timeout)
+    meet(communicators(group), "wait_for_everyone", timeout=timeout)
