@@ -67,7 +67,7 @@ def is_container(data: object) -> bool:
         >>> is_container([]), is_container("text"), is_container(torch.ones(1))
         (True, False, False)
     """
-    return _kind_of(data) is not None
+    return _container_of(data) is not None
 
 
 def is_registered(data: object) -> bool:
@@ -197,7 +197,7 @@ def _registered(node: Any) -> _Container:
     return _Container(open_, lambda context, children: node.unflatten_fn(children, context))
 
 
-def _kind_of(data: Any) -> _Container | None:
+def _container_of(data: Any) -> _Container | None:
     """Return the kind of a container; None if ``data`` is not a container."""
     cls = type(data)
     if cls in _BUILTIN:
@@ -354,7 +354,7 @@ def _flatten(node: Any, path: str, walk: _Walk) -> Any:
         values.append(node)
         paths.append(path)
         return len(values) - 1
-    kind = _kind_of(node)
+    kind = _container_of(node)
     if kind is None:
         plain_values.append((path, node))
         return _Static(node)
@@ -399,7 +399,12 @@ def _too_deep(data: Tree) -> str:
             done[id(node)] = node
         elif id(node) in above:
             return f"the tree has a cycle: {path or 'the root'} is {above[id(node)][0] or 'the root'} again"
-        elif id(node) not in done and not is_leaf(node) and (kind := _kind_of(node)) is not None and len(above) < 2000:
+        elif (
+            id(node) not in done
+            and not is_leaf(node)
+            and (kind := _container_of(node)) is not None
+            and len(above) < 2000
+        ):
             names, children, _ = kind.open(node)
             above[id(node)] = path, node
             stack += [(node, path, True), *((c, path + name, False) for name, c in zip(names, children, strict=True))]

@@ -285,11 +285,11 @@ class Communicators:
             backend.monitor, self.monitor.disconnect = self.monitor, backend.disconnect
             watchdog().add(self.monitor)
 
-    def _over(self, near: Backend, channel: int) -> Collectives:
+    def _over(self, near: Backend, lane: int) -> Collectives:
         """Return a communicator over this host's shared memory; between hosts it uses the first communicator."""
         if near.size < self.size:
             assert isinstance(self._first.backend, Gloo)
-            near = Hierarchical(near, self._first.backend, self._hosts, channel)
+            near = Hierarchical(near, self._first.backend, self._hosts, lane)
         self._shared.append(near)
         return Collectives(near, self.name)
 

@@ -49,7 +49,7 @@ class Register(NamedTuple):
 
     Attributes:
         stage: The rank's stage.
-        slot: The number of decisions decided so far.
+        slot: The number of decisions made so far.
         members: The last members that were decided; empty if there are none.
         is_settled: True if the last decision says that they are connected.
         ballot: The highest ballot that the rank has begun for the next decision; 0 if none.
@@ -201,7 +201,7 @@ class Membership:
             return [Connect(before.slot, before.members)]
         return [Read()] if self._mine == before else [Write(self._mine), Read()]
 
-    # Deciding the next decision.
+    # Making the next decision.
 
     def _propose(self, now: float, registers: Sequence[Register], ended: AbstractSet[int]) -> None:
         """Begin a ballot, if there is something to decide and it is this rank's turn."""
@@ -239,7 +239,7 @@ class Membership:
             self._learn(now, slot, self._mine.members, bool(value))
 
     def _learn(self, now: float, slot: int, members: tuple[int, ...], is_settled: bool) -> None:
-        """Adopt decided decisions."""
+        """Adopt decisions that others have made."""
         stage = Stage.READY if slot % 2 else Stage.HERE
         if is_settled and slot == self._mine.slot + 1:
             stage = self._mine.stage  # CONNECTED or FAILED: the decision does not change it
@@ -299,7 +299,7 @@ class Membership:
     # Leaving the agreement.
 
     def _ended(self) -> list[Action]:
-        """Return the last actions if a decided decision ends the agreement for this rank; else none."""
+        """Return the last actions if a decision ends the agreement for this rank; else none."""
         mine = self._mine
         if mine.slot and self._rank not in mine.members:
             return self._leave(Reason.LEFT_OUT)

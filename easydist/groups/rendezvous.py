@@ -43,11 +43,11 @@ NEVER = 1e9
 _OUTSIDE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 
 
-class _ShmPeer(Peer):
-    """Another rank of a group in shared memory. An awaited rank has not come, whatever call number its page shows."""
+class _ArrivingPeer(Peer):
+    """Another rank of a rendezvous. An awaited rank has not come, whatever call number its page shows."""
 
     @classmethod
-    def known(cls, rank: int, peer: Peer) -> _ShmPeer:
+    def known(cls, rank: int, peer: Peer) -> _ArrivingPeer:
         """Return the process of a peer of another group as a rank of this one, in which it has no entry yet."""
         member = cls(rank)
         vars(member).update(vars(peer), rank=rank, _entry=-1)
@@ -106,9 +106,9 @@ class Rendezvous:
         self.monitor = Monitor(rank, size, self._timeout, None, name)
         self.monitor.waits_in_memory, self.monitor.advice = True, advice
         self._known, self._look = known or {}, look
-        self.monitor.peers |= {rank: _ShmPeer.known(rank, peer) for rank, peer in self._known.items()}
+        self.monitor.peers |= {rank: _ArrivingPeer.known(rank, peer) for rank, peer in self._known.items()}
         self.monitor.begin(operation or name, site(), NEVER)
-        self._turns = itertools.count()
+        self._rounds = itertools.count()
         self._guard_of_group: Guard = self.monitor.guard
 
     def __enter__(self) -> Rendezvous:
@@ -128,8 +128,8 @@ class Rendezvous:
         with contextlib.suppress(RuntimeError):
             if isinstance(error, PeerLostError) and self._messages.get(f"0/{error.rank}") is not None:
                 return  # all ranks raise it, and the lost one has used up this attempt, too
-            for turn in range(next(self._turns)):
-                self._messages.delete(f"{turn}/{self.rank}")
+            for number in range(next(self._rounds)):
+                self._messages.delete(f"{number}/{self.rank}")
             self._arrivals.add(f"came/{self.rank}", -1, PATIENCE)
 
     @contextlib.contextmanager
@@ -153,7 +153,7 @@ class Rendezvous:
             EasydistError: Some ranks did not come.
         """
         with self._explaining():
-            return introduce(functools.partial(self._exchange, is_first=True), self.monitor, shares, _ShmPeer)
+            return introduce(functools.partial(self._exchange, is_first=True), self.monitor, shares, _ArrivingPeer)
 
     def join(self, hosts: Hosts, instead: str) -> Shm:
         """Attach the memory that rank 0 creates. Either all ranks attach it, or none does.
@@ -210,24 +210,24 @@ class Rendezvous:
             return self._exchange(mine)
 
     def _exchange(self, mine: bytes, is_first: bool = False) -> list[bytes]:
-        messages, turn = self._messages, next(self._turns)
-        messages.set(f"{turn}/{self.rank}", mine.decode())
+        messages, number = self._messages, next(self._rounds)
+        messages.set(f"{number}/{self.rank}", mine.decode())
         told: dict[int, bytes] = {}
         while missing := [r for r in range(self.size) if r not in told]:
-            came = {r: message for r in missing if (message := messages.get(f"{turn}/{r}", r)) is not None}
+            came = {r: message for r in missing if (message := messages.get(f"{number}/{r}", r)) is not None}
             told |= came
             if missing := [r for r in missing if r not in told]:
                 if is_first:  # ranks that have come are needed for what follows, too: their end ends the wait
                     self.monitor.peers |= {r: Peer(r, record) for r, record in came.items() if r != self.rank}
-                self.check(missing, [*missing, *self._present(told, turn)] if is_first else missing)
+                self.check(missing, [*missing, *self._present(told, number)] if is_first else missing)
                 time.sleep(POLL)
         return [told[r] for r in range(self.size)]
 
-    def _present(self, came: Iterable[int], turn: int) -> list[int]:
+    def _present(self, came: Iterable[int], number: int) -> list[int]:
         """Return the ranks that have come and can be observed, but for those that gave up before they ended."""
         peers = self.monitor.peers
         ended = [r for r in came if r in peers and peers[r].has_ended()]  # perhaps before it could be seen
-        gave_up = [r for r in ended if self._messages.get(f"{turn}/{r}", r) is None]
+        gave_up = [r for r in ended if self._messages.get(f"{number}/{r}", r) is None]
         return [r for r in came if r in peers and r not in gave_up and (r in ended or peers[r].is_visible)]
 
     def check(self, missing: Sequence[int] | None = None, awaited: Sequence[int] | None = None) -> None:

@@ -69,9 +69,9 @@ class Caller:
         self.end.atexit = False
         _callers.add(self)
 
-    def add(self, call: _Job) -> None:
+    def add(self, job: _Job) -> None:
         """Let a thread make a call, which raises nothing."""
-        self._jobs.put(call)
+        self._jobs.put(job)
         if next(self._starts, None) is not None:
             self.threads.append(thread := CppThread(functools.partial(_serve, self._jobs), self._name))
             thread.start()
@@ -83,17 +83,17 @@ class Caller:
         return answer
 
 
-def _serve(calls: _Jobs) -> None:
-    while _serve_next(calls):  # in its own frame, so that an idle thread keeps nothing alive
+def _serve(jobs: _Jobs) -> None:
+    while _serve_next(jobs):  # in its own frame, so that an idle thread keeps nothing alive
         pass
 
 
-def _serve_next(calls: _Jobs) -> bool:
+def _serve_next(jobs: _Jobs) -> bool:
     """Make the next call of the queue; return False at its end."""
-    if (call := calls.get()) is None:
-        calls.put(None)  # for the next thread
+    if (job := jobs.get()) is None:
+        jobs.put(None)  # for the next thread
         return False
-    call()
+    job()
     return True
 
 

@@ -58,12 +58,12 @@ class GroupProtocol(CallProtocol):
             if told.at < last:
                 told = Announced(last, self._meetings, self._partner, tuple(self._turns.items()))
                 yield Step(Do.ANNOUNCE, told)
-            answer = yield Step(Do.ASK, ranks=[rank for rank, one in others.items() if one.at < told.at])
-            if answer is not None and answer.is_passed:  # the others have connected without this rank, and meet again
+            replies = yield Step(Do.ASK, ranks=[rank for rank, one in others.items() if one.at < told.at])
+            if replies is not None and replies.is_passed:  # the others have connected without this rank, and meet again
                 self.phase += 2
                 told, last, others = NOTHING, max(last, told.at), self._told_nothing()
                 continue
-            others |= answer.announced if answer else {}
+            others |= replies.announced if replies else {}
             yield Step(Do.GUARD, ranks=[rank for rank, one in others.items() if one.at < told.at])
             others = self._still_there(others)
             last = max(one.at for one in others.values())

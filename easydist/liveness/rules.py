@@ -74,7 +74,7 @@ class CallProtocol:
         # The number of calls with the partner, and with each partner, since the last call of all ranks.
         self._turn, self._turns = 0, dict[int, int]()
         self._meetings, self._met = 0, list[Announced]()
-        self._over = dict[int, int]()  # for each rank its last meeting that it has left
+        self._over = dict[int, int]()  # for each rank the number of the last meeting that it has left
         self._left_at: float | None = None
         self._looks = dict[int, int]()  # for each rank that has ended or left, the looks at it in this call
         self._seen_left: set[int] = set()

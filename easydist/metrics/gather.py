@@ -51,7 +51,7 @@ def gather_for_metrics(
 
     Law: over the calls of an epoch, which have the rows of one batch after another, or of several together, each column
     is the one that one process gets from the same data set; with ``indices`` it is sorted by them. Holds at W = 1, too.
-    The rows are counted by loader, pass and stream: the n-th calls between two steps of the loader form a stream.
+    The rows are counted by loader, pass and sequence: the n-th calls between two steps of the loader form a sequence.
 
     Example:
         >>> import torch, easydist
@@ -91,8 +91,8 @@ def gather_for_metrics(
         A new tree of the same structure. On ranks other than ``dst``: None.
 
     Raises:
-        ValueError: It is unknown which rows are repeated samples, or which batches they came from; a stream lacks rows
-            of the last pass; the loader is for another rank or number of ranks, or its order is unknown; the rows do
+        ValueError: It is unknown which rows are repeated samples, or which batches they came from; a sequence lacks
+            rows of the last pass; the loader is for another rank or number of ranks, or its order is unknown; the rows do
             not match the loader, ``total`` or ``indices``; an index is missing or impossible, which the text names; or
             padding would change a value.
         DisagreementError: Paths, dtypes, shapes apart from dim 0, or the loaders' distributions or positions differ

@@ -18,7 +18,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from easydist.metrics.order import Sharding
 from easydist.metrics.tally import Lot, Position, Tally
 
-__all__ = ["Pass", "Passes", "LoaderSteps", "existing", "passes_of"]
+__all__ = ["LoaderSteps", "Pass", "Passes", "existing", "passes_of"]
 
 
 class Passes:

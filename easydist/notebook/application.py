@@ -70,7 +70,7 @@ class _Kernel(IPythonKernel):
     shell_class = _Shell
     compiler_class = _Compiler
     is_interruptible = False
-    own: Any = None
+    own_rank: Any = None
 
     def pre_handler_hook(self) -> None:
         """Keep the signal handler."""
@@ -115,7 +115,7 @@ class _Kernel(IPythonKernel):
     def act(self, meta: dict[str, Any]) -> Any:
         """Perform the action of a request without source."""
         buffers = self.get_parent("shell").get("buffers", [])
-        return self.own.act(meta, buffers, self.publish)
+        return self.own_rank.act(meta, buffers, self.publish)
 
     def publish(self, buffer: Any) -> None:
         """Send bytes to the notebook."""

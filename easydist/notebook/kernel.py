@@ -54,10 +54,10 @@ def main() -> None:
     app = start(settings["connection_file"], settings["folder"])
     from easydist.notebook.own_rank import OwnRank  # loads torch, while the notebook connects
 
-    own = OwnRank(settings["rank"], settings["size"], settings["folder"], app.shell.user_ns)
-    own.join(settings["epoch"])
+    own_rank = OwnRank(settings["rank"], settings["size"], settings["folder"], app.shell.user_ns)
+    own_rank.join(settings["epoch"])
     app.shell.user_ns_hidden.update(app.shell.user_ns)
-    app.kernel.own = own
+    app.kernel.own_rank = own_rank
     gc.freeze()
     gc.enable()
     app.start()

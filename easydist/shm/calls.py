@@ -89,7 +89,7 @@ class Dispute(NamedTuple):
     mismatch: Mismatch | None
 
 
-_MATCH = Mismatch(-1, 0, 0, 0)
+_NO_MISMATCH = Mismatch(-1, 0, 0, 0)
 
 
 def _silent(dispute: Dispute) -> DisagreementError:
@@ -276,7 +276,7 @@ class Calls:
         """State a difference, unless another rank has done so; end the epoch, and return the error to raise."""
         if not self._has_ended():
             words, at = self._words, self._own + _STATEMENT
-            for value in (*(mismatch or _MATCH), *itertools.chain(*calls)):
+            for value in (*(mismatch or _NO_MISMATCH), *itertools.chain(*calls)):
                 words[at] = value
                 at += 1
             self._take_ticket()
@@ -326,7 +326,7 @@ class Calls:
             Mismatch(*numbers[:4]),
             itertools.starmap(Description, zip(numbers[4::2], numbers[5::2], strict=True)),
         )
-        return Dispute([*calls], None if mismatch == _MATCH else mismatch)
+        return Dispute([*calls], None if mismatch == _NO_MISMATCH else mismatch)
 
     def entered(self, task: Iterator[Need]) -> Iterator[Need]:
         """Run the first collectives of an epoch once all ranks have left the epoch before."""

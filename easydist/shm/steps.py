@@ -89,17 +89,17 @@ class Steps:
         """
         slots, rank = self.slots, self.slots.rank
         given, taken = slotfuls(mine, slots.slot), [slotfuls(row, slots.slot) for row in rows]
-        for turn in range(max(1, *map(len, taken))):  # a step even for nothing: another rank may expect something
+        for index in range(max(1, *map(len, taken))):  # a step even for nothing: another rank may expect something
             slot = yield from self.own_slot(half := self.next_half())
-            own = given[turn] if turn < len(given) else []
+            own = given[index] if index < len(given) else []
             for address, length, offset in own:
                 copy(slot + offset, address, length)
             step = self.publish_data(half, _total(mine), word)
             # After publishing, so that the others copy at the same time.
-            for (source, length, _), (target, _, _) in zip(own, taken[rank][turn] if own else [], strict=True):
+            for (source, length, _), (target, _, _) in zip(own, taken[rank][index] if own else [], strict=True):
                 if source != target:
                     copy(target, source, length)
-            yield from self._collect(half, step, rows, taken, turn, word)
+            yield from self._collect(half, step, rows, taken, index, word)
 
     def share_small(self, mine: Extent, rows: Sequence[Extent], word: int) -> Iterator[Need]:
         """Do as ``share`` with one extent per rank, none larger than a slot."""
@@ -125,7 +125,7 @@ class Steps:
         step: int,
         extents: Sequence[Sequence[Extent]],
         rows: Sequence[Sequence[Sequence[Piece]]],
-        turn: int,
+        index: int,
         word: int,
     ) -> Iterator[Need]:
         slots, need = self.slots, (step, self.slots.others)
@@ -134,9 +134,9 @@ class Steps:
                 yield need
             if not slots.holds(rank, half, total := _total(extents[rank]), word):
                 raise self._differs(rank, half, total, word)
-            if turn < len(rows[rank]):
+            if index < len(rows[rank]):
                 slot = slots.slots[rank][half]
-                for address, length, offset in rows[rank][turn]:
+                for address, length, offset in rows[rank][index]:
                     copy(address, slot + offset, length)
         self._reached_by_all = step
 

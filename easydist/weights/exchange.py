@@ -138,14 +138,14 @@ class BroadcastWeights(Verb[Any]):
         packets = self._scheduled(comms, manifest)
         digests = Digests() if manifest.about["verify"] else None
         shown = self._shows_progress and comms.rank == 0
-        with progress(shown, manifest.nbytes, self.operation) as step:
+        with progress(shown, manifest.nbytes, self.operation) as advance:
 
             def take(packet: Packet, buffer: torch.Tensor) -> None:
                 if digests is not None:
                     digests.update(packet, buffer)
                 if self._target is not None:
                     self._target.destinations.take(packet, buffer)
-                step(packet.nbytes)
+                advance(packet.nbytes)
 
             self._move(comms, packets, UnderWay(manifest.about["bucket"], take))
         if digests is not None:

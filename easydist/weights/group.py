@@ -51,7 +51,7 @@ class Participant(NamedTuple):
 
 
 class PrivateGroup:
-    """The membership of this process in one generation of a group.
+    """This process in one generation of a group.
 
     Args:
         name: The name of the group.

@@ -124,7 +124,7 @@ def test_an_entry_tells_of_its_group_until_there_is_no_other():
 
 def test_a_rank_of_another_host_is_known_to_have_left_by_its_report():
     peer = Peer(
-        1, json.dumps([*json.loads(record(None, -1, False))[:2], "another", False, -1, 7, -1, "", "", ""]).encode()
+        1, json.dumps([*json.loads(record(None, -1, False))[:2], "another", False, -1, 7, -1, "", "", "", []]).encode()
     )
     assert [peer.has_left(), peer.has_finished(2)] == [False, False]
     peer.left(2.5)

@@ -131,7 +131,7 @@ def a_report_outside_of_calls_counts_unless_its_rank_has_left(code):
 
 
 def a_report_from_before_the_ranks_reconnected_is_over(code):
-    """Unless its author left the last meeting in the one in which the others connected."""
+    """Unless its author left the last meeting, the one in which the others connected."""
     rank = _rank(code)
     rank.phase, rank._met = 2, [Announced(1.0, 1), Announced(1.0, 1), Announced(1.0, 3)]
     for phase, meetings, counts in ((2, 1, True), (1, 3, True), (1, 2, False), (0, 3, False)):

@@ -333,7 +333,7 @@ DRAWN = [
     ),
     (
         "ranks_that_have_all_come_have_met",
-        Mutant("protocol", "            others |= answer.announced if answer else {}", "            pass"),
+        Mutant("protocol", "            others |= replies.announced if replies else {}", "            pass"),
     ),
     (
         "a_call_of_two_that_the_other_had_left_is_known",
@@ -393,8 +393,8 @@ EQUIVALENT = {
     Mutant("protocol", "        self._meetings += 1", "        self._meetings += 2"): "the numbers are only compared",
     Mutant(
         "protocol",
-        "            answer = yield Step(Do.ASK, ranks=[rank for rank, one in others.items() if one.at < told.at])",
-        "            answer = yield Step(Do.ASK, ranks=[rank for rank, one in others.items() if one.at <= told.at])",
+        "            replies = yield Step(Do.ASK, ranks=[rank for rank, one in others.items() if one.at < told.at])",
+        "            replies = yield Step(Do.ASK, ranks=[rank for rank, one in others.items() if one.at <= told.at])",
     ): "who has come already is asked again",
 }
 

@@ -101,9 +101,9 @@ def nobody_connects_to_a_rank_that_has_ended(code):
     assert met is None
 
 
-def who_has_come_in_another_attempt_connects_elsewhere(code):
+def who_has_come_in_another_meeting_connects_elsewhere(code):
     """One of two ranks may have met the other before it left the meeting and came back."""
-    first, second = ([Announced(1.0, 1), Announced(1.0, attempt)] for attempt in (1, 2))
+    first, second = ([Announced(1.0, 1), Announced(1.0, meetings)] for meetings in (1, 2))
     assert code.reconnecting._place(1, first) != code.reconnecting._place(1, second)
 
 
@@ -236,7 +236,7 @@ CASES = (
     who_has_left_the_meeting_has_to_come_back,
     ranks_that_meet_observe_those_that_have_come,
     nobody_connects_to_a_rank_that_has_ended,
-    who_has_come_in_another_attempt_connects_elsewhere,
+    who_has_come_in_another_meeting_connects_elsewhere,
     a_rank_that_has_announced_itself_is_observed,
     a_meeting_that_fails_leaves_the_group_broken,
     a_call_of_two_ends_with_the_call_of_all_that_its_rank_has_missed,

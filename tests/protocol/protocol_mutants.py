@@ -147,7 +147,7 @@ PAST = {
         302,
         Mutant("rules", "if report.phase == self.phase - 1 and self._met:", "if False:"),
     ),
-    "stays in its phase": (206, Mutant("protocol", "if answer is not None and answer.is_passed:", "if False:")),
+    "stays in its phase": (206, Mutant("protocol", "if replies is not None and replies.is_passed:", "if False:")),
     "takes a final report for one about its call only": (
         "who_leaves_for_good_has_sent_what_it_had_not_given_up",
         Mutant(
@@ -232,8 +232,8 @@ PAST = {
         "the_time_in_a_body_does_not_count",
         Mutant("rules", "self._extended = now + self._limit", "pass"),
     ),
-    "connects those who have come in different attempts": (
-        "who_has_come_in_another_attempt_connects_elsewhere",
+    "connects those who have come in different meetings": (
+        "who_has_come_in_another_meeting_connects_elsewhere",
         Mutant("reconnecting", 'return f"{phase}/{met[0].at}/{meetings}"', 'return f"{phase}/{met[0].at}"'),
     ),
     "forgets why it was broken": (

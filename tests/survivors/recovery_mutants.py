@@ -75,21 +75,21 @@ MEMBERSHIP = {
     ),
     "accepting is not recorded": Mutant(IN + "_compare", "accepted=self._mine.ballot, ", ""),
     "it goes on though others have promised more": Mutant(IN + "_compare", "self._ballot = Ballot.NONE", "pass"),
-    "ballots about other entries count": Mutant(IN + "_peers", " if other.slot == self._mine.slot", ""),
+    "ballots about other decisions count": Mutant(IN + "_peers", " if other.slot == self._mine.slot", ""),
     "its own register does not count": Mutant(IN + "_peers", "[self._mine, *[", "[*[Register()], *["),
     "not connected is taken for connected": Mutant(IN + "_decided", "bool(value)", "True"),
     "a stage is kept when slots are jumped": Mutant(
         IN + "_learn", "if is_settled and slot == self._mine.slot + 1", "if slot > self._mine.slot + 1"
     ),
-    "a stage is kept from each entry to the next": Mutant(
+    "a stage is kept from each decision to the next": Mutant(
         IN + "_learn", "if is_settled and slot == self._mine.slot + 1", "if slot == self._mine.slot + 1"
     ),
-    "a settled entry is taken for the end of its own attempt": Mutant(
+    "a settled decision is taken for the end of its own attempt": Mutant(
         IN + "_learn", "if is_settled and slot == self._mine.slot + 1", "if is_settled"
     ),
-    "an unfinished ballot is carried to the next entry": Mutant(IN + "_learn", "self._ballot = Ballot.NONE", "pass"),
+    "an unfinished ballot is carried to the next decision": Mutant(IN + "_learn", "self._ballot = Ballot.NONE", "pass"),
     "no stage is kept": Mutant(IN + "_learn", "stage = self._mine.stage", "pass", False),
-    "the entry about connecting begins as HERE": Mutant(IN + "_learn", "if slot % 2 else", "if False else", False),
+    "the decision about connecting begins as HERE": Mutant(IN + "_learn", "if slot % 2 else", "if False else", False),
     "members grow": Mutant(IN + "_new_members", "self._mine.members or range(self._size)", "range(self._size)"),
     "it waits for ranks that have ended": Mutant(IN + "_new_members", "rank not in ended and ", "", False),
     "it waits for ranks that have left": Mutant(
@@ -119,14 +119,14 @@ MEMBERSHIP = {
     "failed is taken for connected": Mutant(
         "_is_at", "stage <= register.stage < Stage.FAILED", "stage <= register.stage"
     ),
-    "connected in an earlier entry counts": Mutant("_is_at", "register.slot == slot", "register.slot <= slot"),
-    "failed in an earlier entry counts": Mutant("_has_failed", "register.slot == slot and ", "", False),
+    "connected in an earlier decision counts": Mutant("_is_at", "register.slot == slot", "register.slot <= slot"),
+    "failed in an earlier decision counts": Mutant("_has_failed", "register.slot == slot and ", "", False),
     "it connects without waiting for all": Mutant(IN + "_may_connect", " and all(ready)", "", False),
     "it connects with members that have ended": Mutant(
         IN + "_may_connect", "ended.isdisjoint(mine.members) and ", "", False
     ),
     "it does not hear what others decided": Mutant(IN + "heard", "ahead.slot > before.slot", "False"),
-    "it learns the same entry again": Mutant(
+    "it learns the same decision again": Mutant(
         IN + "heard", "ahead.slot > before.slot", "ahead.slot >= before.slot", False
     ),
     "it does not write what it has decided": Mutant(
@@ -290,12 +290,12 @@ PAGE = {
 
 FOUND = {
     "ballots are not unique": 9,
-    "ballots about other entries count": (2, 1, 0.1),
+    "ballots about other decisions count": (2, 1, 0.1),
     "not connected is taken for connected": 1,
-    "a stage is kept from each entry to the next": 2,
-    "an unfinished ballot is carried to the next entry": 1,
+    "a stage is kept from each decision to the next": 2,
+    "an unfinished ballot is carried to the next decision": 1,
     "no stage is kept": 0,
-    "the entry about connecting begins as HERE": 0,
+    "the decision about connecting begins as HERE": 0,
     "it takes ranks that are behind": (2, 1, 0.1),
     "it takes ranks that have not come": 0,
     "it leaves out ranks at once": 0,

@@ -297,7 +297,7 @@ class Agreement:
             law(accepted <= ballot, f"ballot {accepted} is accepted before it has begun")
 
     def _check_decided(self, slot):
-        """Check an entry when it is decided first: validity, and that no rank that answers in time is left out."""
+        """Check a decision when it is made first: validity, and that no rank that answers in time is left out."""
         members, is_settled = self.decided[slot]
         if self.connected.get(slot) is True:
             return

@@ -117,8 +117,8 @@ class World:
         law(register.slot >= process.register.slot, f"rank {process.rank} forgets what has been decided")
         process.register = register
         if register.slot:
-            entry = register.members, register.is_settled
-            law(self.decided.setdefault(register.slot, entry) == entry, f"agreement: {self.decided} but {register}")
+            made = register.members, register.is_settled
+            law(self.decided.setdefault(register.slot, made) == made, f"agreement: {self.decided} but {register}")
         if register.accepted:
             known = self.accepted.setdefault((register.slot, register.accepted), register.value)
             law(known == register.value, f"ballot {register.accepted} has two values: {known}, {register.value}")

@@ -136,7 +136,7 @@ def enrols(actor, rank, size, name, fill):
 def publishes(actor, rank, fill, mortal=None, when=None):
     """The next version; ``mortal`` ends ``when`` it has come so far. Gives version, values, and the error if any."""
 
-    from easydist.weights import holders as versions, schedule
+    from easydist.weights import holders, schedule
 
     for value in actor.weights.values() if rank == 0 else ():
         value.fill_(fill)
@@ -150,7 +150,7 @@ def publishes(actor, rank, fill, mortal=None, when=None):
         elif when == "middle":
             schedule.UnderWay._end = end
         else:
-            versions.agree = end
+            holders.agree = end
     call = actor.member.publish if rank == 0 else actor.member.receive
     found = outcome(call)
     return actor.member.version, sorted({float(one.mean()) for one in actor.weights.values()}), found

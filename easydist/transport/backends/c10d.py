@@ -409,7 +409,7 @@ class Native(_Pairwise):
 
     def batch(self, sends: Sequence[Addressed], recvs: Sequence[Addressed]) -> TorchWork:
         keep = [tensor for tensor, _ in (*sends, *recvs)]
-        full = [[transfer for transfer in way if transfer[0].numel()] for way in (sends, recvs)]
+        full = [[one for one in way if one[0].numel()] for way in (sends, recvs)]
         return TorchWork(self._exchange(*full), keep=keep)
 
     def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> TorchWork:
