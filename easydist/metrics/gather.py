@@ -92,9 +92,9 @@ def gather_for_metrics(
 
     Raises:
         ValueError: It is unknown which rows are repeated samples, or which batches they came from; a sequence lacks
-            rows of the last pass; the loader is for another rank or number of ranks, or its order is unknown; the rows do
-            not match the loader, ``total`` or ``indices``; an index is missing or impossible, which the text names; or
-            padding would change a value.
+            rows of the last pass; the loader is for another rank or number of ranks, or its order is unknown; the rows
+            do not match the loader, ``total`` or ``indices``; an index is missing or impossible, which the text names;
+            or padding would change a value.
         DisagreementError: Paths, dtypes, shapes apart from dim 0, or the loaders' distributions or positions differ
             between ranks.
         RemoteError: Another rank's data could not travel.
