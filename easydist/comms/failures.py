@@ -18,6 +18,7 @@ from easydist.errors import (
     PeerLostError,
     RemoteError,
 )
+from easydist.liveness import keepalive
 from easydist.liveness.peer import Peer
 from easydist.liveness.report import INTERRUPT
 
@@ -127,7 +128,8 @@ def _is_reported(error: BaseException) -> bool:
 
 def is_late(error: BaseException) -> bool:
     """True for gloo's and a store's errors about time limits."""
-    return "imed out" in str(error) or (isinstance(error, DistStoreError) and "timeout" in str(error))
+    text = str(error).replace(keepalive.TEXT, "")  # of a host that does not answer
+    return "imed out" in text or (isinstance(error, DistStoreError) and "timeout" in text)
 
 
 def _gone(peers: Sequence[Peer], broke: bool) -> list[Peer]:

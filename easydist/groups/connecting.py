@@ -60,7 +60,8 @@ def connect(
 
 def _explained(error: RuntimeError, monitor: Monitor, seconds: float) -> EasydistError:
     """Return the reason why ranks were not connected: the end of a process may be seen after that of its store."""
-    if not any(word in str(error).lower() for word in ("timed out", "timeout", "not answered")):
+    text = str(error).replace(keepalive.TEXT, "").lower()  # of a host that does not answer
+    if not any(word in text for word in ("timed out", "timeout", "not answered")):
         deadline = time.monotonic() + GRACE
         while (reason := monitor.in_vain()) is None and time.monotonic() < deadline:
             time.sleep(POLL)
@@ -109,7 +110,12 @@ def gloo_connections(
     """
     options = _Gloo._Options()
     options._timeout = timeout
-    options._devices = _devices(where)
+    try:
+        options._devices = _devices(where)
+    except RuntimeError as error:  # there is no such interface, or address: the others need not wait
+        if monitor is not None:
+            monitor.failed(error)
+        raise
     there = InterruptibleStore(store, timeout.total_seconds())
     try:
         return connect(lambda: _Gloo(there, rank, size, options), timeout.total_seconds(), monitor, check)

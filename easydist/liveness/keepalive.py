@@ -1,19 +1,28 @@
-"""Connections to hosts that do not answer any more are ended by TCP, so no rank has to send signs of life.
+"""Connections to hosts that do not answer any more are ended, so no rank has to send signs of life.
 
 A host that loses its power or its network sends nothing, not even the end of its connections, so whoever waits for it
-would wait until its time is over. The kernels of both sides ask each other instead: also for a process that is stopped,
-or busy, the kernel answers. gloo and torch's stores do not ask for this, so it is asked for on their connections.
+would wait until its time is over. The kernels of both sides know better, and they answer for processes that are stopped
+or busy, too. While nothing moves, TCP's keepalive asks the other host. It does not while data is under way that the
+other host has not acknowledged; but the kernel tells since when it has heard nothing (``end_unreachable``). TCP's own
+limit for that (TCP_USER_TIMEOUT) would also end the connection to a process that does not read for so long.
+
+gloo and torch's stores have no options for this, so it is set on their sockets, by their descriptors. No Python socket
+is made of these, since it would set the blocking mode, which all descriptors of a connection share.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import ipaddress
 import math
 import os
 import socket
-from collections.abc import Container, Iterator
+import struct
+import sys
+import time
+from collections.abc import Callable, Container, Iterable, Iterator
 
 from easydist import settings
 
@@ -22,27 +31,39 @@ AFTER: float = settings.read("EASYDIST_UNREACHABLE_AFTER")
 TEXT = os.strerror(errno.ETIMEDOUT)
 """What gloo says of a connection to a host that does not answer; its own time limits have other words."""
 
-_LONGEST = 30_000.0
-"""The most seconds that TCP counts. It takes 32 767 for the time without data after which it asks."""
+_LONGEST = 32_767
+"""The most seconds that TCP takes for the time without data after which it asks."""
+
+_QUESTIONS = 8
+_AT_LEAST = 2
+"""The least number of times that a host that counts as unreachable has not answered."""
 
 _MOST = 4
 """The most addresses of a process in its record, which has a limited length."""
 
+_INFO = struct.Struct("=2xBB52xI")
+"""Numbers of TCP_INFO: how often data was sent again, and how often it was asked, without an acknowledgement since; and
+the milliseconds since the last acknowledgement."""
+
 Ends = tuple[str, int, str, int]
 """The address and port of this side of a connection, and those of the other side."""
 
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+_ended: set[str] = set()
+"""The addresses of hosts to which connections were ended here."""
 
-def watch(connection: socket.socket) -> None:
-    """End a TCP connection once the other host has not answered for ``EASYDIST_UNREACHABLE_AFTER`` seconds."""
-    if not hasattr(socket, "TCP_USER_TIMEOUT") or math.inf == AFTER:  # Linux has it
+_next_look = 0.0
+
+
+def watch(connection: int) -> None:
+    """Let TCP ask the other host of a connection whether it is there, while nothing moves."""
+    if _libc is None or math.inf == AFTER:
         return
-    after = min(AFTER, _LONGEST)
-    with contextlib.suppress(OSError):  # it has ended meanwhile
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, math.ceil(after / 3))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, math.ceil(after / 15))
-        # This counts for data that is not acknowledged, too, and takes the place of a number of questions.
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1000 * after))
+    pause = min(_LONGEST, max(1, round(AFTER * 2 / 3 / _QUESTIONS)))
+    _set(connection, socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    _set(connection, socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _idle())
+    _set(connection, socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+    _set(connection, socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, round((AFTER - _idle()) / pause)))
 
 
 def watch_hosts(addresses: Container[str]) -> None:
@@ -62,32 +83,88 @@ def watching() -> Iterator[None]:
             watch(connection)
 
 
+def end_unreachable() -> None:
+    """End the watched connections on which data is sent again and again, and nothing was heard for ``AFTER`` seconds.
+
+    It looks five times in that time at most.
+    """
+    global _next_look
+    if math.inf == AFTER or (now := time.monotonic()) < _next_look:
+        return
+    _next_look = now + AFTER / 5
+    for connection, (*_, address, _) in _connections():
+        if _get(connection, socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == _idle() and _is_unreachable(connection):
+            _ended.add(address)
+            _shut_down(connection)
+
+
+def has_ended(addresses: Iterable[str]) -> bool:
+    """True if a connection to one of these addresses was ended because its host did not answer."""
+    return not _ended.isdisjoint(addresses)
+
+
 def addresses() -> list[str]:
     """Return the addresses of this host in its connections to other hosts."""
     return sorted({ends[0] for _, ends in _connections()})[:_MOST]
 
 
-def _connections() -> Iterator[tuple[socket.socket, Ends]]:
-    """Yield this process's TCP connections to other hosts; each is closed here when the next one is asked for."""
+def _idle() -> int:
+    return min(_LONGEST, math.ceil(AFTER / 3))
+
+
+def _is_unreachable(connection: int) -> bool:
+    assert _libc is not None
+    info, length = ctypes.create_string_buffer(_INFO.size), ctypes.c_uint32(_INFO.size)
+    if _libc.getsockopt(connection, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(length)):
+        return False
+    again, questions, milliseconds = _INFO.unpack(info.raw)
+    return bool(max(again, questions) >= _AT_LEAST and milliseconds >= 1000 * AFTER)
+
+
+def _shut_down(connection: int) -> None:
+    """End a connection on both sides; its owner closes it. By a duplicate, which no other connection replaces."""
+    assert _libc is not None
+    with contextlib.suppress(OSError):
+        same = os.dup(connection)
+        if _is_unreachable(same):
+            _libc.shutdown(same, socket.SHUT_RDWR)
+        os.close(same)
+
+
+def _connections() -> Iterator[tuple[int, Ends]]:
+    """Yield the descriptors of this process's TCP connections to other hosts."""
+    if _libc is None or math.inf == AFTER:
+        return
     with contextlib.suppress(OSError):  # there is no /proc
         for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError, ValueError):  # closed meanwhile, or no connection
-                if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                    continue
-                with socket.socket(fileno=os.dup(int(name))) as connection:
-                    if connection.type == socket.SOCK_STREAM and (ends := _ends(connection)) is not None:
-                        yield connection, ends
+            there = _name(_libc.getpeername, int(name))
+            here = None if there is None else _name(_libc.getsockname, int(name))
+            if here is None or there is None or here[0] == there[0]:
+                continue
+            if not ipaddress.ip_address(there[0]).is_loopback:
+                yield int(name), (*here, *there)
 
 
-def _ends(connection: socket.socket) -> Ends | None:
-    """Return the ends of a TCP connection; None if the other side is on this host.
-
-    Raises:
-        OSError: It is not connected.
-    """
-    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+def _name(function: Callable[..., int], connection: int) -> tuple[str, int] | None:
+    """Return an address and port; None if the descriptor is no connection of the internet."""
+    name, length = ctypes.create_string_buffer(28), ctypes.c_uint32(28)
+    if function(connection, name, ctypes.byref(length)):
         return None
-    mine, other = connection.getsockname(), connection.getpeername()
-    here, there = (end[0].removeprefix("::ffff:") for end in (mine, other))
-    is_near = here == there or ipaddress.ip_address(there.partition("%")[0]).is_loopback
-    return None if is_near else (here, mine[1], there, other[1])
+    family, port = int.from_bytes(name.raw[:2], sys.byteorder), int.from_bytes(name.raw[2:4], "big")
+    if family == socket.AF_INET:
+        return socket.inet_ntop(socket.AF_INET, name.raw[4:8]), port
+    if family == socket.AF_INET6:
+        return socket.inet_ntop(socket.AF_INET6, name.raw[8:24]).removeprefix("::ffff:"), port
+    return None
+
+
+def _set(connection: int, level: int, option: int, value: int) -> None:
+    assert _libc is not None
+    _libc.setsockopt(connection, level, option, ctypes.byref(ctypes.c_int(value)), 4)
+
+
+def _get(connection: int, level: int, option: int) -> int:
+    assert _libc is not None
+    value, length = ctypes.c_int(-1), ctypes.c_uint32(4)
+    _libc.getsockopt(connection, level, option, ctypes.byref(value), ctypes.byref(length))
+    return value.value

@@ -154,6 +154,8 @@ class Monitor(GroupStatus):
         cause = self.look(self._heard(awaited, is_exact))
         now = time.monotonic()
         listens, is_late = self.listens(now), self.is_late(now)
+        if listens:
+            keepalive.end_unreachable()
         if cause is None and listens:
             cause = self.look(self._heard_from_afar())
         if cause is None and (crossed := self._crossed(listens)) is not None:
@@ -360,7 +362,7 @@ class Monitor(GroupStatus):
             raise again(error)
 
     def _cause(self, error: Exception, broken: Peer) -> EasydistError:
-        is_unreachable = keepalive.TEXT in str(error)
+        is_unreachable = keepalive.TEXT in str(error) or keepalive.has_ended(broken.addresses)
         is_late = "imed out" in str(error) and not is_unreachable
         cause = Cause(Why.LATE) if is_late else self._explained(broken)
         if cause.why is Why.BROKE and is_unreachable:
@@ -374,6 +376,7 @@ class Monitor(GroupStatus):
             while True:
                 # If the store is silent here, the peer may have read a report there that this rank cannot read now.
                 # It may also have fallen silent during the look, of which nothing can be concluded, either.
+                keepalive.end_unreachable()  # also the connection to a store that will never answer
                 was_cut_off, heard = self._is_cut_off, list(self._heard_by_all(broken))
                 is_cut_off = self._has_remote_peers() and (was_cut_off or self._is_cut_off)
                 now = time.monotonic()

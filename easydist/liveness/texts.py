@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -109,7 +110,8 @@ def lost(operation: str, who: str, what: str, rows: Sequence[str] = (), advice: 
 
 def unreachable() -> str:
     """Return how a rank was lost whose host does not answer."""
-    return f": its host has not answered for {keepalive.AFTER:g} s; that host, or the network, is down"
+    time = f" for {keepalive.AFTER:g} s" if math.inf > keepalive.AFTER else ""
+    return f": its host has not answered{time}; that host, or the network, is down"
 
 
 def left(operation: str, rank: int, pid: int | None, host: str | None, rows: Sequence[str]) -> str:

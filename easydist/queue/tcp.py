@@ -169,7 +169,8 @@ class Sender:
     def __init__(self, connection: socket.socket, proof: bytes) -> None:
         self._socket = connection
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        keepalive.watch(connection)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        keepalive.watch(connection.fileno())
         self._proof = proof
         self._backlog: deque[tuple[memoryview, list[int]]] = deque()
         self._lock = threading.Lock()
@@ -317,7 +318,7 @@ class Receiver:
 
     def __init__(self, address: tuple[str, int], key: bytes, rank: int, record: bytes, writer: Peer) -> None:
         self._socket = socket.create_connection(address, timeout=_PATIENCE)
-        keepalive.watch(self._socket)
+        keepalive.watch(self._socket.fileno())
         number = secrets.token_bytes(32)
         hello = _HELLO.pack(rank, number, record)
         joint = _joint(key)

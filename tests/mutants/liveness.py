@@ -189,8 +189,8 @@ MUTANTS = [
     Mutant(
         "liveness/keepalive.py",
         "watch",
-        "socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1000 * after)",
-        "socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0",
+        "socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1",
+        "socket.SOL_SOCKET, socket.SO_KEEPALIVE, 0",
         "tests/test_leaks.py",
     ),
     Mutant(
