@@ -48,7 +48,9 @@ the milliseconds since the last acknowledgement."""
 Ends = tuple[str, int, str, int]
 """The address and port of this side of a connection, and those of the other side."""
 
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+_libc: ctypes.CDLL | None = None
+with contextlib.suppress(OSError):  # a Python that loads no libraries
+    _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _ended: set[str] = set()
 """The addresses of hosts to which connections were ended here."""
 

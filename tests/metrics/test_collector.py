@@ -355,7 +355,6 @@ def test_memory_is_bounded(rank, world_size, deal):
     collector = MetricCollector(world_size)
     collector.update(torch.tensor([rank]), x=torch.ones(1, WIDTH))
     collector.compute(dst=0)  # a rank is forked, and gets pages of its own for the objects that it uses
-    gc.collect()
     before = uss()
     collector = MetricCollector(SAMPLES)
     for step in range(0, share, 50):
