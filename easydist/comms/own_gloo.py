@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
+from easydist.liveness import keepalive
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.watchdog import signals_wake_watchdog, watchdog
 from easydist.torch_backend.reductions import premultiplied
@@ -63,7 +64,8 @@ class OwnGloo(Gloo):
         """Do nothing. The messages themselves carry all information for ranks of other hosts."""
 
     def check_wait(self, wait: int) -> None:
-        """Do nothing. The connection to an ended rank breaks, and each wait has its time limit."""
+        """End connections to hosts that do not answer. That to an ended rank breaks, and each wait has its limit."""
+        keepalive.end_unreachable()
 
     def failed(self, error: Exception, wait: int) -> None:
         """Do as ``interrupted``, because of an error of the watchdog's own."""

@@ -29,7 +29,7 @@ from easydist import settings
 AFTER: float = settings.read("EASYDIST_UNREACHABLE_AFTER")
 
 TEXT = os.strerror(errno.ETIMEDOUT)
-"""What gloo says of a connection to a host that does not answer; its own time limits have other words."""
+"""Text of gloo's error for a connection to a host that does not answer; gloo's own time limits have other texts."""
 
 _LONGEST = 32_767
 """The most seconds that TCP takes for the time without data after which it asks."""
@@ -59,7 +59,7 @@ _next_look = 0.0
 
 def watch(connection: int) -> None:
     """Let TCP ask the other host of a connection whether it is there, while nothing moves."""
-    if _libc is None or math.inf == AFTER:
+    if _libc is None or math.isinf(AFTER):
         return
     pause = min(_LONGEST, max(1, round(AFTER * 2 / 3 / _QUESTIONS)))
     _set(connection, socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -91,7 +91,7 @@ def end_unreachable() -> None:
     It looks five times in that time at most.
     """
     global _next_look
-    if math.inf == AFTER or (now := time.monotonic()) < _next_look:
+    if math.isinf(AFTER) or (now := time.monotonic()) < _next_look:
         return
     _next_look = now + AFTER / 5
     for connection, (*_, address, _) in _connections():
@@ -135,7 +135,7 @@ def _shut_down(connection: int) -> None:
 
 def _connections() -> Iterator[tuple[int, Ends]]:
     """Yield the descriptors of this process's TCP connections to other hosts."""
-    if _libc is None or math.inf == AFTER:
+    if _libc is None or math.isinf(AFTER):
         return
     with contextlib.suppress(OSError):  # there is no /proc
         for name in os.listdir("/proc/self/fd"):

@@ -110,7 +110,7 @@ def lost(operation: str, who: str, what: str, rows: Sequence[str] = (), advice: 
 
 def unreachable() -> str:
     """Return how a rank was lost whose host does not answer."""
-    time = f" for {keepalive.AFTER:g} s" if math.inf > keepalive.AFTER else ""
+    time = f" for {keepalive.AFTER:g} s" if not math.isinf(keepalive.AFTER) else ""
     return f": its host has not answered{time}; that host, or the network, is down"
 
 

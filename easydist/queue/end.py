@@ -16,7 +16,7 @@ from typing import Any
 
 from easydist import settings
 from easydist.errors import PeerLostError
-from easydist.liveness import texts
+from easydist.liveness import keepalive, texts
 from easydist.liveness.page import own_page
 from easydist.liveness.peer import Peer, record
 from easydist.shm.futex import give_core
@@ -154,6 +154,7 @@ class End:
         warn_at = began + _WARN_AFTER
         while not self._sleep(look, pause if until is None else max(0.0, min(pause, until - time.monotonic()))):
             pause = _PAUSE
+            keepalive.end_unreachable()
             if self._is_cancelled:
                 raise RuntimeError("cancelled")
             if (fault := self._fault()) is not None:

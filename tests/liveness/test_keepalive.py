@@ -1,4 +1,4 @@
-"""What is changed of a process's connections, and what is not; ``tests/test_leaks.py`` has hosts that vanish."""
+"""The options that are set on a process's connections; ``tests/test_leaks.py`` has hosts that vanish."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ def connected():
 
 
 def test_connections_stay_blocking_and_descriptors_stay_the_same(connected, monkeypatch):
-    """Also with a default timeout, for which Python would change the mode of every socket that it is given."""
+    """Also with a default timeout, for which Python would change the mode of each socket."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(10.0)
     try:
