@@ -1,6 +1,8 @@
 """Communicators whose ranks call different operations, or one with arguments that do not match."""
 
+import itertools
 import os
+import threading
 from datetime import timedelta
 
 import pytest
@@ -9,7 +11,9 @@ from differing import DTYPES, EQUAL, OPERATIONS, OPS, REDUCING, ROOTED, begin, d
 from launching import examples, within
 
 from easydist.comms import CommDisagreement, ReduceOp, new_comm
+from easydist.comms.statuses import Statuses
 from easydist.testing import distributed
+from easydist.transport.backends.c10d import Gloo
 
 SEEDS = int(os.environ["EASYDIST_SEEDS"]) if "EASYDIST_SEEDS" in os.environ else None
 
@@ -147,6 +151,42 @@ def test_waits_over_gloo_end_before_the_limit(what, rank, world_size):
     assert f"  rank 0: {name}(" in text
     with pytest.raises(RuntimeError, match="is broken"):
         comm.barrier(False)
+
+
+def all_to_all(comm):
+    got = torch.zeros(comm.get_size(), 2).unbind()
+    comm.all_to_all([*got], [torch.full((2,), float(comm.get_rank()))] * comm.get_size(), False)
+    assert [part.tolist() for part in got] == [[r, r] for r in range(comm.get_size())]
+
+
+def broadcast_parts(comm):
+    got = [torch.full((n,), float(comm.get_rank() == 0)) for n in (3, 4)]
+    comm.broadcast_parts(got, 0, async_op=False)
+    assert [part.tolist() for part in got] == [[1] * 3, [1] * 4]
+
+
+@pytest.mark.parametrize("operation", [all_to_all, broadcast_parts])
+@distributed(world_size=[2, 4], timeout=within(60))
+def test_a_status_tells_of_messages_that_are_not_posted_yet(operation, rank):
+    """Rank 0 is so slow after the beginning of an operation that all ranks compare their statuses meanwhile."""
+    comm, looks, has_looked = made(backend="gloo"), itertools.count(1), threading.Event()
+    comm.barrier(False)
+
+    def looking(statuses, look=Statuses._has_difference):
+        found = look(statuses)
+        if next(looks) == 4:
+            has_looked.set()
+        return found
+
+    def slowly(*args, post=Gloo._post):
+        assert has_looked.wait(within(20))
+        return post(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(Statuses, "_has_difference", looking)
+            patch.setattr(Gloo, "_post", slowly)
+        operation(comm)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pathlib import Path
 import launching
 import numpy as np
 import pytest
+import resident
 import safetensors.torch
 import torch
 from hypothesis import given, settings, strategies as st
@@ -306,24 +307,18 @@ def test_a_crash_in_the_middle_leaves_the_old_file(path):
     assert easydist.load(path) == {"a": 1}
 
 
-def resident():
-    """Bytes of this process's own memory, without pages of files."""
-    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields["RssAnon"].split()[0]) * 1024
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="counts memory as Linux does")
 def test_neither_saving_nor_loading_copies_the_data(path):
     data = {"a": torch.ones(10_000_000), "b": np.ones(5_000_000)}
-    before = resident()
+    before = resident.own()
     easydist.save(data, path)
     got = easydist.load(path)
     total = float(got["a"].sum()) + float(got["b"].sum())
     assert total == 15_000_000
-    assert resident() - before < 20_000_000  # the data are 80 MB
+    assert resident.own() - before < 20_000_000  # the data are 80 MB
     easydist.load(path, into=data)
-    assert resident() - before < 20_000_000
+    assert resident.own() - before < 20_000_000
 
 
 def test_a_file_and_then_its_name_are_on_the_disk(tmp_path, monkeypatch):

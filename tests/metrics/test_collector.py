@@ -1,13 +1,9 @@
 """A collector gives what one process has of all samples in order, or says what is missing."""
 
-import ctypes
-import gc
-import itertools
-
 import launching
 import numpy as np
-import psutil
 import pytest
+import resident
 import torch
 from counting import exchanges
 from hypothesis import given, settings, strategies as st
@@ -325,19 +321,13 @@ def test_small_columns_take_five_exchanges(rank):
 SAMPLES, WIDTH = 200_000, 100
 
 
-def uss():
-    return psutil.Process().memory_full_info().uss
-
-
 def recording(result, found):
-    """The same method, which notes the memory before and after, in every fourth window."""
-    calls = itertools.count()
+    """The same method, which notes the memory before and after."""
 
     def recorded(*args):
-        is_noted = next(calls) % 4 == 0  # to ask takes longer than a window
-        found.extend([uss()] if is_noted else [])
+        found.append(resident.own())
         got = result(*args)
-        found.extend([uss()] if is_noted else [])
+        found.append(resident.own())
         return got
 
     return recorded
@@ -349,23 +339,19 @@ def recording(result, found):
 def test_memory_is_bounded(rank, world_size, deal):
     easydist.gather(torch.ones(1 << 20))
     easydist.memory.release()
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # else rows lie where a test before this one had its own
+    resident.give_back()
     share = SAMPLES // world_size
-    collector = MetricCollector(world_size)
-    collector.update(torch.tensor([rank]), x=torch.ones(1, WIDTH))
-    collector.compute(dst=0)  # a rank is forked, and gets pages of its own for the objects that it uses
-    before = uss()
+    before = resident.own()
     collector = MetricCollector(SAMPLES)
     for step in range(0, share, 50):
         rows = torch.arange(step, step + 50)
         indices = rows * world_size + rank if deal == "every nth" else rows + rank * share
         collector.update(indices, x=indices.float()[:, None].expand(-1, WIDTH))
-    found = [uss()]
+    found = [resident.own()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(windows._GatherRows, "result", recording(windows._GatherRows.result, found))
         got = collector.compute(dst=0)
-    found.append(uss())
+    found.append(resident.own())
     assert len(found) > 40
     result = 4 * WIDTH * SAMPLES
     if rank == 0:

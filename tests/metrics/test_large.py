@@ -1,13 +1,10 @@
 """gather_for_metrics of much data to one rank: the same result, a window of rows at a time, in flat memory."""
 
-import ctypes
 import datetime
-import gc
-import itertools
 
 import numpy as np
-import psutil
 import pytest
+import resident
 import torch
 from counting import exchanges
 from torch.utils.data import DataLoader, DistributedSampler
@@ -114,24 +111,20 @@ def no_memory(*args):
 
 def peak_of(call):
     """By how much a call raises the memory of this process, while it lasts."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    found = [psutil.Process().memory_full_info().uss]
+    resident.give_back()
+    found = [resident.own()]
 
-    def noted(inner, every):
-        calls = itertools.count()
-
+    def noted(inner):
         def noting(*args):
             result = inner(*args)
-            if next(calls) % every == 0:  # to ask takes longer than a window
-                found.append(psutil.Process().memory_full_info().uss)
+            found.append(resident.own())
             return result
 
         return noting
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gather._GatherForMetrics, "prepare", noted(gather._GatherForMetrics.prepare, 1))
-        patch.setattr(windows._GatherRows, "result", noted(windows._GatherRows.result, 8))
+        patch.setattr(gather._GatherForMetrics, "prepare", noted(gather._GatherForMetrics.prepare))
+        patch.setattr(windows._GatherRows, "result", noted(windows._GatherRows.result))
         call()
     return max(found) - found[0]
 

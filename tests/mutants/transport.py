@@ -98,6 +98,14 @@ MUTANTS = [
 """,
         "tests/transport/test_broken_connections.py",
     ),
+    # Statuses used to tell of messages only once they were posted.
+    Mutant(
+        "transport/backends/c10d.py",
+        "Gloo.broadcast",
+        "self._begun(sends, recvs, own=self._round_tag())",
+        "self._begun([], recvs, own=self._round_tag())",
+        "tests/comms/test_disagreements.py::test_a_status_tells_of_messages_that_are_not_posted_yet",
+    ),
     # Unnoticed when they were first planted: the leader of a host fails.
     Mutant(
         "transport/backends/c10d.py",

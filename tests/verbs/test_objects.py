@@ -1,6 +1,5 @@
 """gather_object, broadcast_object_list, scatter_object_list."""
 
-import ctypes
 import inspect
 import threading
 from collections import namedtuple
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import resident
 import torch
 import trees
 
@@ -221,20 +221,6 @@ def test_what_has_arrived_stays_when_the_next_call_is_made(rank):
     trees.assert_same(objects, [value(1)])
 
 
-def peak_above(call):
-    """The result of ``call``, and how many bytes of memory this process used at its peak beyond what it used before."""
-
-    def read(field):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed before would be used again, and not count
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is used now
-    before = read("VmRSS")
-    result = call()
-    return result, read("VmHWM") - before
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak cannot be measured here")
 @distributed(world_size=2)
@@ -246,7 +232,8 @@ def test_gathering_100_mb_inside_objects_peaks_below_1_2_times_the_result(rank, 
         torch.ones(3_000_000), weights_only=weights_only
     )  # the group's shared memory is used from now on
     easydist.memory.release()
-    got, peak = peak_above(lambda: easydist.gather_object(mine, weights_only=weights_only))
+    resident.give_back()
+    got, peak = resident.peak_above(lambda: easydist.gather_object(mine, weights_only=weights_only))
     assert [int(item["tensors"][3][-1]) + int(item["array"][-1]) for item in got] == [0, 2]
     assert 1.8 * nbytes < peak < 1.2 * 2 * nbytes  # some of it may be memory that was freed before
 
@@ -259,7 +246,8 @@ def test_large_objects_go_to_dst_only(rank):
     mine = torch.full((nbytes // 8,), rank)
     easydist.gather_object(torch.ones(3_000_000))  # the group's shared memory is used from now on
     easydist.memory.release()
-    _, peak = peak_above(lambda: easydist.gather_object(mine, dst=1))
+    resident.give_back()
+    _, peak = resident.peak_above(lambda: easydist.gather_object(mine, dst=1))
     assert peak > 2.8 * nbytes if rank == 1 else peak < 1.8 * nbytes
 
 

@@ -1,9 +1,9 @@
 """broadcast_checkpoint: one rank reads, all have it."""
 
 import json
-from pathlib import Path
 
 import pytest
+import resident
 import safetensors.torch
 import torch
 from torch import nn
@@ -188,12 +188,6 @@ def test_a_bad_index_is_refused(case, tmp_path):
         checkpoint(index)
 
 
-def own_memory():
-    """Bytes of this process's own memory, without pages of files."""
-    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields["RssAnon"].split()[0]) * 1024
-
-
 @pytest.mark.slow
 @distributed(world_size=2)
 def test_the_source_needs_no_copy_of_the_file(rank, tmp_path):
@@ -204,7 +198,7 @@ def test_the_source_needs_no_copy_of_the_file(rank, tmp_path):
     weights.broadcast_checkpoint(path, {"0": torch.zeros(1_000_000)}, filter=lambda name: name == "0")
     targets = {str(i): torch.zeros(1_000_000) for i in range(20)}
     easydist.memory.release()
-    before = own_memory()
+    before = resident.own()
     weights.broadcast_checkpoint(path, targets, bucket_bytes=8 << 20)
-    assert own_memory() - before < 20_000_000
+    assert resident.own() - before < 20_000_000
     assert all(one.eq(1).all() for one in targets.values())

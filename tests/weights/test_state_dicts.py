@@ -4,9 +4,9 @@ import contextlib
 import io
 import pickle
 import sys
-from pathlib import Path
 
 import pytest
+import resident
 import torch
 from counting import recorded
 from groups import BACKENDS, check_works, made
@@ -401,19 +401,6 @@ def test_exchanges_do_not_grow_with_the_number_of_tensors(rank, backend):
         check_works(group, backend)
 
 
-def peak_above(call):
-    """Return the peak of the memory that ``call`` adds to this process, in bytes."""
-
-    def read(field):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is used now
-    before = read("VmRSS")
-    call()
-    return read("VmHWM") - before
-
-
 @pytest.mark.slow
 @BACKENDS
 @distributed(world_size=2)
@@ -425,7 +412,9 @@ def test_memory_is_bounded_by_the_bucket(rank, backend):
     with made(backend) as group:
         weights.broadcast_state_dict(sent if rank == 0 else target, group=group, **options)
         easydist.memory.release()
-        peak = peak_above(lambda: weights.broadcast_state_dict(sent if rank == 0 else target, group=group, **options))
+        _, peak = resident.peak_above(
+            lambda: weights.broadcast_state_dict(sent if rank == 0 else target, group=group, **options)
+        )
         assert all(one.eq(1).all() for one in target.values()) or rank == 0
         assert peak < 3 * 8 * MiB
 

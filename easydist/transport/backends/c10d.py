@@ -86,7 +86,7 @@ class _Pairwise(Backend):
         self._group = group
 
     @abstractmethod
-    def _exchange(self, sends: Iterable[Addressed], recvs: Iterable[Addressed]) -> Sequence[Pending]:
+    def _exchange(self, sends: Sequence[Addressed], recvs: Sequence[Addressed]) -> Sequence[Pending]:
         """Post all messages at once; none is empty, and none goes to this rank itself."""
 
     def _swap(self, sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor]) -> TorchWork:
@@ -95,7 +95,7 @@ class _Pairwise(Backend):
             recvs[self.rank].copy_(sends[self.rank])
         return TorchWork(self._exchange(self._others(sends), self._others(recvs)), keep=(*sends, *recvs))
 
-    def _others(self, tensors: Sequence[torch.Tensor]) -> Iterable[Addressed]:
+    def _others(self, tensors: Sequence[torch.Tensor]) -> Sequence[Addressed]:
         return [(tensor, r) for r, tensor in enumerate(tensors) if r != self.rank and tensor.numel()]
 
     def all_gather_v(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> TorchWork:
@@ -179,7 +179,7 @@ def wait_watched(monitor: Monitor, peer: int, wait: Callable[[], object], aside:
 
 
 class Posted:
-    """A described operation and its messages.
+    """A described operation and its messages, which are known before the first one is posted.
 
     Attributes:
         key: Its number among the collectives, or among the messages to or from one rank.
@@ -194,20 +194,26 @@ class Posted:
         self,
         key: int,
         call: Described,
-        round_number: int = 0,
-        like: Posted | None = None,
+        sends: Iterable[Addressed],
+        recvs: Iterable[Addressed],
+        room: int | None = None,
         batch: Described | None = None,
     ) -> None:
-        self.key, self.call, self._round = key, call, round_number
-        self.batch = batch or call
-        self.room: int | None = None
-        self.sends: dict[int, int] = {} if like is None else like.sends
-        self.recvs: dict[int, int] = {} if like is None else like.recvs
+        self.key, self.call, self.room, self.batch = key, call, room, batch or call
+        self.sends = {peer: room or tensor.nbytes for tensor, peer in sends}
+        self.recvs = {peer: room or tensor.nbytes for tensor, peer in recvs}
+        self._round = 0
+
+    def second_round(self) -> Posted:
+        """Return the same operation, with other tags."""
+        second = copy.copy(self)
+        second._round = 1
+        return second
 
     def tag(self, lane: int, nbytes: int) -> int:
         """Return the tag of its messages of this length on a lane."""
-        mixed = (((lane * _FACTOR + self.key) * _FACTOR + self.call[0]) * _FACTOR + self._round) * _FACTOR + nbytes
-        return _SIZED_TAG + mixed % _PRIME
+        mixed = ((lane * _FACTOR + self.key) * _FACTOR + self.call[0]) * _FACTOR + self._round
+        return _SIZED_TAG + (mixed * _FACTOR + (self.room or nbytes)) % _PRIME
 
 
 _FACTOR, _PRIME = 1_000_003, 536_870_909
@@ -251,9 +257,9 @@ class Gloo(_Pairwise):
         return part
 
     def _exchange(
-        self, sends: Iterable[Addressed], recvs: Iterable[Addressed], tag: int | Posted | None = None
+        self, sends: Sequence[Addressed], recvs: Sequence[Addressed], tag: int | Posted | None = None
     ) -> Sequence[Pending]:
-        tag = self._begun() if tag is None else tag
+        tag = self._begun(sends, recvs) if tag is None else tag
         # Receive first: if a connection has broken, gloo refuses that before this rank has sent anything. So no rank
         # gets all headers of a call that another one has given up, even if no store can tell it.
         posted = [self._post(self._group.recv, tensor, self._members[peer], tag) for tensor, peer in recvs]
@@ -261,31 +267,32 @@ class Gloo(_Pairwise):
 
     def announce(self) -> None:
         """Describe the collective that ``call`` is about before its first message is posted."""
-        self._begun()
+        self._begun([], [])
 
     def _tag(self, tag: int) -> int:
         return tag + _TAGS * self._lane
 
-    def _begun(self) -> int | Posted:
-        """Return the tag of the first messages of an operation of all ranks."""
-        if self.call is None or self.call is OWN:
-            return self._tag(_TAG)
+    def _begun(
+        self, sends: Sequence[Addressed], recvs: Sequence[Addressed], room: int | None = None, own: int | None = None
+    ) -> int | Posted:
+        """Return the tag of the first messages of an operation of all ranks; ``own`` is that of an undescribed one."""
+        if (call := self._described()) is None:
+            return self._tag(_TAG) if own is None else own
         self._number += 1
-        self.log.append(posted := Posted(self._number, self.call))
+        self.log.append(posted := Posted(self._number, call, sends, recvs, room))
         return posted
 
-    def _round(self, is_first: bool = False) -> int | Posted:
-        """Return the tag of the next messages of an operation of all ranks, or of its first ones."""
-        number = next(self._rounds)
-        if self.call is None or self.call is OWN:
-            return _ROUND_TAG + self._lane % _ROUND_LANES * _ROUNDS + number % _ROUNDS
-        return self._begun() if is_first else Posted(self._number, self.call, 1, self.log[-1])
+    def _described(self) -> Described | None:
+        return None if self.call is OWN else self.call
+
+    def _round_tag(self) -> int:
+        """Return the tag of the next messages of an operation of several steps that is not described."""
+        return _ROUND_TAG + self._lane % _ROUND_LANES * _ROUNDS + next(self._rounds) % _ROUNDS
 
     def _post(self, fn: Callable[..., dist.Work], tensor: torch.Tensor, peer: int, tag: int | Posted) -> _MessageWork:
         nbytes = tensor.nbytes
         if isinstance(tag, Posted):
-            way, length = tag.sends if fn.__name__ == "send" else tag.recvs, tag.room or nbytes
-            way[peer], tag = way.get(peer, 0) + length, tag.tag(self._lane, length)
+            tag = tag.tag(self._lane, nbytes)
         try:
             return _MessageWork(self, fn([tensor], peer, tag), peer, nbytes >= _LARGE)
         except RuntimeError as error:  # the connection had broken before
@@ -321,37 +328,31 @@ class Gloo(_Pairwise):
         return self._message(self._group.recv, tensor, src)
 
     def _message(self, fn: Callable[..., dist.Work], tensor: torch.Tensor, peer: int) -> Pending:
-        if self.call is None or self.call is OWN:
+        if (call := self._described()) is None:
             return self._post(fn, tensor, self._members[peer], self._tag(_SEND_TAG)) if tensor.numel() else ENDED
         self._messages[way := (fn.__name__, peer)] += 1
-        batch = None if self.call is MESSAGE else self.call
-        posted = Posted(self._messages[way], (-DTYPE_CODES[tensor.dtype], 0), batch=batch)
+        sends, recvs = ([(tensor, peer)], []) if fn.__name__ == "send" else ([], [(tensor, peer)])
+        batch = None if call is MESSAGE else call
+        posted = Posted(self._messages[way], (-DTYPE_CODES[tensor.dtype], 0), sends, recvs, batch=batch)
         self.log.append(posted)
-        if tensor.numel():
-            return self._post(fn, tensor, self._members[peer], posted)
-        (posted.sends if fn.__name__ == "send" else posted.recvs)[peer] = 0
-        return ENDED
+        return self._post(fn, tensor, self._members[peer], posted) if tensor.numel() else ENDED
 
     def all_gather_upto(self, rows: torch.Tensor, nbytes: int) -> TorchWork:
         every = rows.unbind()
         mine = every[self.rank][: max(1, nbytes)]  # the others cannot know that it is empty, and wait for a message
-        tag = self._begun()
-        if isinstance(tag, Posted):
-            tag.room = rows.shape[1]
-        return TorchWork(self._exchange(self._others([mine] * self.size), self._others(every), tag), keep=[rows])
+        sends, recvs = self._others([mine] * self.size), self._others(every)
+        tag = self._begun(sends, recvs, room=rows.shape[1])
+        return TorchWork(self._exchange(sends, recvs, tag), keep=[rows])
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> TorchWork:
-        (parent, children), tag = _branch(self.rank, self.size, root), self._round(is_first=True)
-        if not tensor.numel():
-            return TorchWork()
-
-        def pass_on() -> Sequence[Pending]:
-            return self._exchange([(tensor, child) for child in children], [], tag)
-
-        if parent is None:
-            return TorchWork(pass_on(), keep=[tensor])
-        work = TorchWork(self._exchange([], [(tensor, parent)], tag), keep=[tensor])
-        return work.followed_by(pass_on) if children else work
+        parent, children = _branch(self.rank, self.size, root)
+        sends = [(tensor, child) for child in children if tensor.numel()]
+        recvs = [(tensor, parent)] if parent is not None and tensor.numel() else []
+        tag = self._begun(sends, recvs, own=self._round_tag())
+        if not recvs:
+            return TorchWork(self._exchange(sends, [], tag), keep=[tensor])
+        work = TorchWork(self._exchange([], recvs, tag), keep=[tensor])
+        return work.followed_by(lambda: self._exchange(sends, [], tag)) if sends else work
 
     def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> TorchWork:
         return self._swap([data] * self.size, output.chunk(self.size) if output.numel() else [output] * self.size)
@@ -364,7 +365,8 @@ class Gloo(_Pairwise):
         chunks = tensor.split(split_sizes(tensor.numel(), self.size))
         mine = chunks[self.rank]
         parts = tensor.new_empty(self.size, mine.numel()).unbind()
-        first, tag = self._swap(chunks, parts), self._round()
+        first = self._swap(chunks, parts)
+        tag = self._round_tag() if self._described() is None else self.log[-1].second_round()
 
         def reduce_and_share() -> Sequence[Pending]:
             combine_into(mine, op, parts)
@@ -391,7 +393,7 @@ _NATIVE_DTYPES = frozenset(
 class Native(_Pairwise):
     """The backend for tensors on the device of a group with good collectives of its own."""
 
-    def _exchange(self, sends: Iterable[Addressed], recvs: Iterable[Addressed]) -> Sequence[Pending]:
+    def _exchange(self, sends: Sequence[Addressed], recvs: Sequence[Addressed]) -> Sequence[Pending]:
         """Do the same as ``dist.batch_isend_irecv``, which does not support groups that torch does not know by name."""
         posts = [(self._group.recv, *recv) for recv in recvs] + [(self._group.send, *send) for send in sends]
         if not posts:
