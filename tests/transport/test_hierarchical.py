@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import weakref
 
 import pytest
 import torch
@@ -271,12 +272,12 @@ def test_each_rank_alone_on_its_host(rank):
 @distributed(world_size=4)
 def test_an_operation_that_fails_ends_the_backend(rank):
     comm = over_hosts(PAIRS, rank)
-    with pytest.raises(RuntimeError, match="not implemented"):
-        comm.all_reduce(
-            torch.ones(1, dtype=torch.complex64), ReduceOp.MAX, async_op=False
-        )  # refused: nothing has moved
+    slots = weakref.ref(comm.backend._near._steps.slots)
+    with pytest.raises(RuntimeError, match="not implemented"):  # refused: nothing has moved
+        comm.all_reduce(torch.ones(1, dtype=torch.complex64), ReduceOp.MAX, async_op=False)
     comm.barrier(async_op=False)
     comm.finalize()
     with pytest.raises(RuntimeError, match="closed"):
         comm.barrier(async_op=False)
     dist.barrier()
+    assert slots() is None  # the host's memory has been released
