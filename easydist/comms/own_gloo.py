@@ -46,12 +46,14 @@ class OwnGloo(Gloo):
         ranks.disconnect, ranks.waits_in_memory = self.disconnect, False
         watchdog().add(self)
 
-    def wait_alone(self, work: dist.Work, timeout: timedelta | None) -> None:
+    def wait_alone(self, work: dist.Work, timeout: timedelta | None, check: Callable[[], None] | None) -> None:
         """Wait for a message. Ctrl-C ends a wait of the main thread."""
+        if check is not None:  # while a thread waits, Python handles signals
+            return super().wait_alone(work, timeout, check)
         with signals_wake_watchdog() as is_heard:
             self.waits += is_heard
             try:
-                work.wait() if timeout is None else work.wait(timeout)
+                super().wait_alone(work, timeout, None)
             finally:
                 self.waits += is_heard
 

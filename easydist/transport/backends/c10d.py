@@ -12,6 +12,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import time
 from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -55,7 +56,10 @@ _REDUCED_AT_ONCE = 1 << 15
 
 _FOREVER = timedelta(days=365)
 _LARGE = 1 << 18
-"""The bytes from which a message may be half sent when its sender dies."""
+"""The bytes from which a message may be half sent when a rank dies."""
+
+_LOOK_EVERY = 1.0
+"""Seconds between two looks at the connection on which a large message is under way."""
 
 
 def over(group: dist.ProcessGroup, device: Device = "cpu") -> Backend | None:
@@ -124,6 +128,10 @@ class _Pairwise(Backend):
         return self._group.recv([tensor], src, _SEND_TAG) if tensor.numel() else ENDED
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 class _MessageWork:
     """A message under way; waiting for it follows the rules of its backend."""
 
@@ -136,7 +144,7 @@ class _MessageWork:
         if (monitor := self._backend.monitor) is not None:
             return self._wait_watched(monitor, timeout)
         try:
-            self._backend.wait_alone(self._work, timeout)
+            self._backend.wait_alone(self._work, timeout, self._check())
         except RuntimeError as error:
             error.peer = self._peer  # type: ignore[attr-defined]  # for a later explanation
             raise
@@ -145,21 +153,38 @@ class _MessageWork:
         if timeout is None and monitor.left is not None:
             timeout = _FOREVER  # the watchdog ends the wait when the call's time is over
         wait = self._work.wait if timeout is None else functools.partial(self._work.wait, timeout)
-        wait_watched(monitor, self._peer, wait, self._is_large)
+        wait_watched(monitor, self._peer, wait, self._check(monitor.raise_if_broken))
+
+    def _check(self, first: Callable[[], None] = _nothing) -> Callable[[], None] | None:
+        """Return the check for the wait in a thread; None if the connection's end also ends the wait."""
+        if not self._is_large:
+            return None
+        look_at = time.monotonic() + _LOOK_EVERY
+
+        def check() -> None:
+            nonlocal look_at
+            first()
+            if (now := time.monotonic()) >= look_at:
+                look_at = now + _LOOK_EVERY
+                self._backend.demand_connection(self._peer)
+
+        return check
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
 
 
-def wait_watched(monitor: Monitor, peer: int, wait: Callable[[], object], aside: bool) -> None:
+def wait_watched(
+    monitor: Monitor, peer: int, wait: Callable[[], object], check: Callable[[], None] | None = None
+) -> None:
     """Wait in C++ for a message; the watchdog breaks the connections if it cannot arrive.
 
     Args:
         monitor: The monitor of the group.
         peer: The other rank.
         wait: The function that waits.
-        aside: True to wait in a thread. If the sender dies in the middle of a large message, gloo waits on in spite of
-            broken connections.
+        check: A function to call while a thread waits, which may raise; None to wait in this thread. If a rank dies in
+            the middle of a large message, gloo waits on in spite of broken connections.
 
     Raises:
         EasydistError: The monitor explains why the connection broke, or this rank has given up meanwhile.
@@ -168,7 +193,7 @@ def wait_watched(monitor: Monitor, peer: int, wait: Callable[[], object], aside:
     if is_outer := monitor.waits % 2 == 0:
         monitor.begin_wait()
     try:
-        within(_FOREVER.total_seconds(), wait, monitor.raise_if_broken) if aside else wait()
+        wait() if check is None else within(_FOREVER.total_seconds(), wait, check)
     except RuntimeError as error:
         raise monitor.explain(error, peer) from error
     finally:
@@ -301,14 +326,20 @@ class Gloo(_Pairwise):
                 raise
             raise self.monitor.explain(error, peer) from error
 
-    def wait_alone(self, work: dist.Work, timeout: timedelta | None) -> None:
+    def wait_alone(self, work: dist.Work, timeout: timedelta | None, check: Callable[[], None] | None) -> None:
         """Wait for a message without a monitor.
 
         Args:
             work: The message.
             timeout: The time limit; None is the group's.
+            check: As in ``wait_watched``.
         """
-        work.wait() if timeout is None else work.wait(timeout)
+        wait = work.wait if timeout is None else functools.partial(work.wait, timeout)
+        wait() if check is None else within(_FOREVER.total_seconds(), wait, check)
+
+    def demand_connection(self, peer: int) -> None:
+        """Raise gloo's error if the connection to a rank has broken: no receive can begin then. Nothing answers it."""
+        self._group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, _NOBODYS_TAG)
 
     def disconnect(self) -> None:
         """Break all connections, so that ranks that wait for this rank get an error.
