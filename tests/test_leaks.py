@@ -101,7 +101,7 @@ def test_groups_made_200_times_take_no_more_than_the_first(case, ended):
 
 HOSTS = ["named/verbs", "flat/verbs", "shared/verbs", "containers/verbs"]
 HOSTS += ["named/kill-3", "containers/kill-2", "containers/orphan-2"]
-HOSTS += ["named/vanish-3", "named/vanish-0", "containers/vanish-2", "adopted/verbs", "named/blink-3"]
+HOSTS += ["named/vanish-3", "named/vanish-0", "containers/vanish-2", "adopted/verbs", "named/blink-3", "named/sink-2"]
 HOSTS += ["named/cut-3"]  # the last one, since it cuts the link
 LINK = f"ed{os.getpid()}"
 
@@ -193,7 +193,7 @@ def test_a_host_that_has_lost_the_store_says_so(on_two_hosts):
     assert all("\nThis host (" in row["text"] for row in rows[2:])
 
 
-@pytest.mark.parametrize("case", ["named/vanish-3", "named/vanish-0", "containers/vanish-2"])
+@pytest.mark.parametrize("case", ["named/vanish-3", "named/vanish-0", "containers/vanish-2", "named/sink-2"])
 def test_a_host_that_vanishes_is_named_by_the_others(case, on_two_hosts):
     rows, statuses = on_two_hosts[case]
     assert statuses == [0, 0, 0, 0]

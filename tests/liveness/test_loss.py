@@ -13,6 +13,7 @@ CASES = [(3, "shm", name) for name in SCENARIOS]
 CASES += [(3, "gloo", name) for name in SCENARIOS]
 CASES += [(3, "shm", "kill_first"), (3, "gloo", "kill_first"), (4, "0011", "kill_first")]
 CASES += [(3, "shm", "kill_meeting"), (3, "gloo", "kill_meeting")]
+CASES += [(2, "01", "midway"), (2, "gloo", "midway"), (2, "gloo", "comm_midway"), (2, "01", "comm_midway")]
 CASES += [(size, "shm", name) for size in (2, 4) for name in ("kill", "late", "raise")]
 CASES += [(4, "0011", name) for name in ("kill", "late", "interrupt", "stop", "store_stops")] + [
     (4, "0001", "kill")
@@ -89,6 +90,17 @@ def test_the_end_of_a_process_that_has_come_to_reconnect_is_noticed(world_size, 
     for row in rows:
         assert re.match(r"gather: rank 2 is lost: process \d+ on \S+ ended ", row["text"])
         assert row["next"] == "PeerLostError"
+
+
+@pytest.mark.slow
+@cases("midway", "comm_midway")
+def test_the_end_of_a_process_in_the_middle_of_a_large_message_is_noticed(world_size, backend, scenario):
+    """gloo does not end such a message when its connection breaks."""
+    kind = "PeerLostError" if scenario == "midway" else "CommPeerLost"
+    [row], status = survivors(world_size, backend, scenario, kind)
+    assert status == -9
+    assert row["fields"]["rank"] == 1
+    assert row["next"] == "PeerLostError"
 
 
 @pytest.mark.slow

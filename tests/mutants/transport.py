@@ -98,6 +98,13 @@ MUTANTS = [
 """,
         "tests/transport/test_broken_connections.py",
     ),
+    Mutant(
+        "transport/backends/c10d.py",
+        "_MessageWork._check",
+        "self._backend.demand_connection(self._peer)",
+        "pass",
+        "tests/liveness/test_loss.py::test_the_end_of_a_process_in_the_middle_of_a_large_message_is_noticed",
+    ),
     # Statuses used to tell of messages only once they were posted.
     Mutant(
         "transport/backends/c10d.py",

@@ -47,8 +47,17 @@ def enter(pid, *names):
 
 def sent(link):
     """Return the bytes that this host has sent."""
+    return moved(link)[8]
+
+
+def received(link):
+    """Return the bytes that this host has received."""
+    return moved(link)[0]
+
+
+def moved(link):
     rows = (line.split(":") for line in Path("/proc/self/net/dev").read_text().splitlines() if ":" in line)
-    return int({name.strip(): numbers for name, numbers in rows}[link].split()[8])
+    return [*map(int, {name.strip(): numbers for name, numbers in rows}[link].split())]
 
 
 def crossed(link, call):
@@ -161,6 +170,30 @@ def vanish(link, victim, rank):
     return {"lost": caught.value.rank, "text": str(caught.value)}
 
 
+def sink(link, victim, rank):
+    """Take a host from the network in the middle of a large message to it."""
+    data = torch.ones(1 << 26)
+    if rank == victim:
+        threading.Thread(target=switch_midway, args=(link,)).start()
+    with pytest.raises(PeerLostError) as caught:
+        broadcast_and_gather(data)
+    if rank == victim:
+        switch(link, "up")
+    return {"lost": caught.value.rank, "text": str(caught.value)}
+
+
+def broadcast_and_gather(data):
+    easydist.broadcast(data, timeout=DEADLINE)
+    easydist.gather(0, timeout=DEADLINE)  # rank 1 may have its data
+
+
+def switch_midway(link):
+    until = received(link) + (16 << 20)
+    while received(link) < until:
+        threading.Event().wait(0.001)
+    switch(link, "down")
+
+
 def blink(link, victim, rank):
     """Take a host from the network for a moment."""
     easydist.gather(rank)
@@ -174,7 +207,7 @@ def blink(link, victim, rank):
 
 def work(case, link, rank, size):
     what = case.split("/")[1]
-    if what.startswith(("cut", "vanish", "blink")):
+    if what.startswith(("cut", "vanish", "blink", "sink")):
         found = globals()[what[:-2]](link, int(what[-1]), rank)
     elif what == "verbs":
         found = verbs(link, rank, size)

@@ -7,14 +7,18 @@ The ranks are forked, so that torch is loaded once. A rank misbehaves once all o
 """
 
 import contextlib
+import fcntl
 import json
 import multiprocessing
 import os
 import signal
 import sys
+import termios
+import threading
 import time
 from multiprocessing.synchronize import Barrier
 
+import psutil
 import torch
 import torch.distributed as dist
 from forking import forked, side_by_side, statuses
@@ -22,6 +26,8 @@ from launching import within
 
 import easydist
 from easydist import CollectiveTimeout, EasydistError, ProcessState
+from easydist.comms import new_comm
+from easydist.transport.backends import c10d
 
 DEADLINE = within(15)
 TIMEOUT = dict.fromkeys(("stop_inside", "late", "store_stops"), within(0.5)) | {"stop": within(1.5)}  # it waits first
@@ -99,10 +105,45 @@ def come_to_reconnect(rank: int, world_size: int) -> None:
         monitor.guard = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 
 
+def under_way() -> int:
+    """Return the bytes that this process has sent on a connection and that the other side has not received."""
+    found, room = 0, bytearray(4)
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(int(name), termios.TIOCOUTQ, room)
+            found = max(found, int.from_bytes(room, sys.byteorder))
+    return found
+
+
+def kill_midway(pid: int) -> None:
+    """Kill a stopped process once a part of a message to it has moved."""
+    deadline = time.monotonic() + DEADLINE
+    while psutil.Process(pid).status() != psutil.STATUS_STOPPED or under_way() < 1 << 16:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+
+
+def midway(scenario: str, rank: int, world_size: int) -> None:
+    """Let the last rank end in the middle of a large message to it."""
+    pid = easydist.gather(os.getpid()).tolist()[-1]
+    comm = new_comm("gloo", torch.device("cpu"), "main") if scenario == "comm_midway" else None
+    data, wait = torch.ones(1 << 26), c10d._MessageWork.wait
+    if rank == 0:
+        threading.Thread(target=kill_midway, args=(pid,), daemon=True).start()
+    elif rank == world_size - 1:
+        c10d._MessageWork.wait = lambda self, *args: (
+            os.kill(os.getpid(), signal.SIGSTOP) if self._is_large else wait(self, *args)
+        )
+    easydist.broadcast(data) if comm is None else comm.broadcast(data, 0, False)
+
+
 def meet(scenario: str, rank: int, world_size: int) -> None:
     """Make the call that the last rank spoils, or the rank that serves the store."""
     if scenario == "together":
         return together(rank, world_size)
+    if scenario.endswith("midway"):
+        return midway(scenario, rank, world_size)
     if scenario.endswith("inside"):
         return data_exchange(rank, world_size, scenario)
     if scenario == "kill_first":
