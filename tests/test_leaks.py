@@ -102,6 +102,7 @@ def test_groups_made_200_times_take_no_more_than_the_first(case, ended):
 HOSTS = ["named/verbs", "flat/verbs", "shared/verbs", "containers/verbs"]
 HOSTS += ["named/kill-3", "containers/kill-2", "containers/orphan-2"]
 HOSTS += ["named/vanish-3", "named/vanish-0", "containers/vanish-2", "adopted/verbs", "named/blink-3", "named/sink-2"]
+HOSTS += ["named/queue-2"]
 HOSTS += ["named/cut-3"]  # the last one, since it cuts the link
 LINK = f"ed{os.getpid()}"
 
@@ -200,6 +201,14 @@ def test_a_host_that_vanishes_is_named_by_the_others(case, on_two_hosts):
     assert [row["lost"] // 2 for row in rows] == [1, 1, 0, 0]
     for row in rows:
         assert re.search(r": its host has not answered for [\d.]+ s; that host, or the network, is down\n", row["text"])
+
+
+def test_both_ends_of_a_queue_notice_that_a_host_vanishes(on_two_hosts):
+    rows, statuses = on_two_hosts["named/queue-2"]
+    assert statuses == [0, 0, 0, 0]
+    assert re.match(r"PeerLostError: MessageQueue: reader [23] is lost", rows[0]["text"])
+    assert re.match(r"EOFError: MessageQueue: the writer, .*, has closed the queue", rows[1]["text"])
+    assert all(row["text"].startswith("PeerLostError: MessageQueue: the writer is lost") for row in rows[2:])
 
 
 @pytest.mark.parametrize("kind", ["named", "containers", "adopted"])

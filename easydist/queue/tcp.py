@@ -43,11 +43,28 @@ _NO_FILES = errno.EMFILE, errno.ENFILE
 
 
 def own_address() -> str:
-    """Return the address by which other hosts reach this one; loopback if there is no network."""
+    """Return the address by which other hosts reach this one; loopback if there is no network.
+
+    It is that of the interface which ``GLOO_SOCKET_IFNAME`` names, else that of the default route, else one that a
+    connection to another host has.
+    """
+    if (found := _of_interface(os.environ.get("GLOO_SOCKET_IFNAME", ""))) is not None:
+        return found
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.connect(("192.0.2.1", 9))  # connecting a UDP socket sends nothing
         return str(probe.getsockname()[0])
-    return "127.0.0.1"
+    return next(iter(keepalive.addresses()), "127.0.0.1")
+
+
+def _of_interface(names: str) -> str | None:
+    """Return the first address of interfaces."""
+    if not names:
+        return None
+    import psutil
+
+    found = psutil.net_if_addrs()
+    every = (one for name in names.split(",") for one in found.get(name, ()))
+    return next((str(one.address) for one in every if one.family is socket.AF_INET), None)
 
 
 def _joint(key: bytes) -> bytes:

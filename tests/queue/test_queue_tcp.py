@@ -4,6 +4,7 @@ import dataclasses
 import os
 import resource
 import socket
+import sys
 from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
@@ -309,3 +310,18 @@ def test_host_without_shared_memory(monkeypatch, caplog):
     assert reader.dequeue(SOON) == 1
     writer.close()
     reader.close()
+
+
+def no_network(*args):
+    raise OSError("Network is unreachable")
+
+
+def test_the_address_is_that_of_the_interface_for_gloo_or_of_a_connection_if_there_is_no_default_route(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none,lo" if sys.platform == "linux" else "lo0")
+    assert tcp.own_address() == "127.0.0.1"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(socket.socket, "connect", no_network)
+    monkeypatch.setattr(tcp.keepalive, "addresses", lambda: ["10.0.0.3", "10.0.1.3"])
+    assert tcp.own_address() == "10.0.0.3"
+    monkeypatch.setattr(tcp.keepalive, "addresses", list)
+    assert tcp.own_address() == "127.0.0.1"

@@ -8,6 +8,7 @@ shared: not at all; flat: without shared memory) and the event.
 """
 
 import ctypes
+import functools
 import gc
 import json
 import os
@@ -29,6 +30,7 @@ import easydist
 from easydist import EasydistError, PeerLostError, ProcessState
 from easydist.comms import new_comm
 from easydist.liveness import keepalive
+from easydist.queue import MessageQueue
 
 ADDRESSES = "10.77.0.1", "10.77.0.2"
 PER_HOST = 2
@@ -182,6 +184,27 @@ def sink(link, victim, rank):
     return {"lost": caught.value.rank, "text": str(caught.value)}
 
 
+def queue(link, victim, rank):
+    """Take a host from the network while its readers wait for the other host's queue, and then the writer for them."""
+    made = MessageQueue.create_from_process_group(None, max_chunk_bytes=1 << 20, max_chunks=4, writer_rank=0)
+    made.broadcast_object("first" if rank == 0 else None)
+    easydist.wait_for_everyone()
+    if rank == victim:
+        switch(link, "down")
+    use = functools.partial(made.dequeue if rank else made.enqueue, *([] if rank else [torch.ones(1 << 16)]))
+    with pytest.raises((PeerLostError, EOFError)) as caught:
+        endlessly(use)
+    made.close()
+    if rank == victim:
+        switch(link, "up")
+    return {"text": f"{caught.typename}: {caught.value}"}
+
+
+def endlessly(use):
+    while True:
+        use(timeout=DEADLINE)
+
+
 def broadcast_and_gather(data):
     easydist.broadcast(data, timeout=DEADLINE)
     easydist.gather(0, timeout=DEADLINE)  # rank 1 may have its data
@@ -207,7 +230,7 @@ def blink(link, victim, rank):
 
 def work(case, link, rank, size):
     what = case.split("/")[1]
-    if what.startswith(("cut", "vanish", "blink", "sink")):
+    if what.startswith(("cut", "vanish", "blink", "sink", "queue")):
         found = globals()[what[:-2]](link, int(what[-1]), rank)
     elif what == "verbs":
         found = verbs(link, rank, size)
