@@ -42,7 +42,7 @@ class OwnGloo(Gloo):
         self.process_group = group
         self.waits, self.was_interrupted = 0, False
         self.sync_signals: Callable[[], None] = ranks.sync_signals
-        self._ranks = ranks
+        self._ranks, self.is_near = ranks, ranks.sees
         ranks.disconnect, ranks.waits_in_memory = self.disconnect, False
         watchdog().add(self)
 

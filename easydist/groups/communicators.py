@@ -283,6 +283,7 @@ class Communicators:
         self.control = self._first = self._data[control.get_device().type] = control
         if self.size > 1 and isinstance(backend := control.backend, Gloo):
             backend.monitor, self.monitor.disconnect = self.monitor, backend.disconnect
+            backend.is_near = self.monitor.sees
             watchdog().add(self.monitor)
 
     def _over(self, near: Backend, lane: int) -> Collectives:

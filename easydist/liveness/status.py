@@ -93,6 +93,10 @@ class GroupStatus(GroupProtocol):
         """Use this store for exchanges with the others from now on."""
         self._store = store
 
+    def sees(self, rank: int) -> bool:
+        """True if another rank's process is known to be on this host."""
+        return self.peers[rank].is_visible
+
     def describe(self, meeting: str = "") -> None:
         """Write on the page which rank of which group this is.
 

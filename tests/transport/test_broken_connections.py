@@ -5,7 +5,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
+from easydist.comms import new_comm
 from easydist.groups.connecting import gloo_beside
+from easydist.state import communicators
 from easydist.testing import distributed
 
 
@@ -39,3 +41,22 @@ def test_who_finds_a_connection_broken_sends_nothing_to_the_others_either(rank):
             with pytest.raises(RuntimeError):
                 from_late.wait()
     dist.barrier()
+
+
+SIZES = 1 << 14, 1 << 15, 1 << 18
+
+
+@pytest.mark.parametrize("hosts", ["00", "01"])
+@distributed(world_size=2)
+def test_a_message_to_another_host_may_be_half_sent_sooner(hosts, rank):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EASYDIST_HOST_ID", f"host {hosts[rank]}")
+        patch.setenv("EASYDIST_SHM", "0")
+        of_verbs = communicators().met().control.backend
+        of_users = new_comm("gloo", torch.device("cpu"), "main").unsafe_get_backend()
+    for gloo in (of_verbs, of_users):
+        sends = [gloo.send(torch.zeros(n, dtype=torch.uint8), 1 - rank) for n in SIZES]
+        recvs = [gloo.recv(torch.zeros(n, dtype=torch.uint8), 1 - rank) for n in SIZES]
+        for work in recvs + sends:
+            work.wait()
+        assert [work._is_large for work in sends] == [False, hosts == "01", True]

@@ -55,8 +55,9 @@ _REDUCED_AT_ONCE = 1 << 15
 """The total bytes of all ranks up to which every rank reduces everything: one round instead of two."""
 
 _FOREVER = timedelta(days=365)
-_LARGE = 1 << 18
-"""The bytes from which a message may be half sent when a rank dies."""
+_LARGE, _LARGE_AFAR = 1 << 18, 1 << 15
+"""The bytes from which a message may be half sent when a rank dies. A kernel takes megabytes at once for a process of
+its own host, but for another host only some 50 KB until that has answered. To wait in a thread takes 50 µs longer."""
 
 _LOOK_EVERY = 1.0
 """Seconds between two looks at the connection on which a large message is under way."""
@@ -130,6 +131,10 @@ class _Pairwise(Backend):
 
 def _nothing() -> None:
     """Do nothing."""
+
+
+def _nowhere(rank: int) -> bool:
+    return False
 
 
 class _MessageWork:
@@ -250,14 +255,17 @@ class Gloo(_Pairwise):
     Attributes:
         monitor: The monitor, which finds out why a connection broke; None if the group has none.
         log: The last described operations.
+        is_near: Returns True if a rank is known to be on this host.
     """
 
     moves_any_dtype = True
     monitor: Monitor | None = None
+    is_near: Callable[[int], bool]
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, name: str) -> None:
         super().__init__(group, device, name)
         self._members: Sequence[int] = range(self.size)
+        self.is_near = _nowhere
         self._lane = 0
         self._rounds = itertools.count()
         self.log: deque[Posted] = deque(maxlen=KEPT)
@@ -282,12 +290,16 @@ class Gloo(_Pairwise):
         return part
 
     def _exchange(
-        self, sends: Sequence[Addressed], recvs: Sequence[Addressed], tag: int | Posted | None = None
+        self,
+        sends: Sequence[Addressed],
+        recvs: Sequence[Addressed],
+        tag: int | Posted | None = None,
+        expected: int | None = None,
     ) -> Sequence[Pending]:
         tag = self._begun(sends, recvs) if tag is None else tag
         # Receive first: if a connection has broken, gloo refuses that before this rank has sent anything. So no rank
         # gets all headers of a call that another one has given up, even if no store can tell it.
-        posted = [self._post(self._group.recv, tensor, self._members[peer], tag) for tensor, peer in recvs]
+        posted = [self._post(self._group.recv, tensor, self._members[peer], tag, expected) for tensor, peer in recvs]
         return posted + [self._post(self._group.send, tensor, self._members[peer], tag) for tensor, peer in sends]
 
     def announce(self) -> None:
@@ -314,17 +326,28 @@ class Gloo(_Pairwise):
         """Return the tag of the next messages of an operation of several steps that is not described."""
         return _ROUND_TAG + self._lane % _ROUND_LANES * _ROUNDS + next(self._rounds) % _ROUNDS
 
-    def _post(self, fn: Callable[..., dist.Work], tensor: torch.Tensor, peer: int, tag: int | Posted) -> _MessageWork:
+    def _post(
+        self,
+        fn: Callable[..., dist.Work],
+        tensor: torch.Tensor,
+        peer: int,
+        tag: int | Posted,
+        expected: int | None = None,
+    ) -> _MessageWork:
+        """Begin a message; ``expected`` is its length if the tensor has room for more."""
         nbytes = tensor.nbytes
         if isinstance(tag, Posted):
             tag = tag.tag(self._lane, nbytes)
         try:
-            return _MessageWork(self, fn([tensor], peer, tag), peer, nbytes >= _LARGE)
+            return _MessageWork(self, fn([tensor], peer, tag), peer, self._is_large(expected or nbytes, peer))
         except RuntimeError as error:  # the connection had broken before
             if self.monitor is None:
                 error.peer = peer  # type: ignore[attr-defined]  # as in ``_MessageWork.wait``
                 raise
             raise self.monitor.explain(error, peer) from error
+
+    def _is_large(self, nbytes: int, peer: int) -> bool:
+        return nbytes >= _LARGE_AFAR and (nbytes >= _LARGE or not self.is_near(peer))
 
     def wait_alone(self, work: dist.Work, timeout: timedelta | None, check: Callable[[], None] | None) -> None:
         """Wait for a message without a monitor.
@@ -373,7 +396,8 @@ class Gloo(_Pairwise):
         mine = every[self.rank][: max(1, nbytes)]  # the others cannot know that it is empty, and wait for a message
         sends, recvs = self._others([mine] * self.size), self._others(every)
         tag = self._begun(sends, recvs, room=rows.shape[1])
-        return TorchWork(self._exchange(sends, recvs, tag), keep=[rows])
+        # The others send about as much; all rows as large would mean a thread for each short header.
+        return TorchWork(self._exchange(sends, recvs, tag, len(mine)), keep=[rows])
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> TorchWork:
         parent, children = _branch(self.rank, self.size, root)
