@@ -41,9 +41,9 @@ _AT_LEAST = 2
 _MOST = 4
 """The most addresses of a process in its record, which has a limited length."""
 
-_INFO = struct.Struct("=2xBB52xI")
-"""Numbers of TCP_INFO: how often data was sent again, and how often it was asked, without an acknowledgement since; and
-the milliseconds since the last acknowledgement."""
+_INFO = struct.Struct("=2xBB52xI68xQ")
+"""Numbers of TCP_INFO: how often data was sent again, and how often it was asked, without an acknowledgement since; the
+milliseconds since the last acknowledgement; and the bytes received."""
 
 Ends = tuple[str, int, str, int]
 """The address and port of this side of a connection, and those of the other side."""
@@ -70,6 +70,8 @@ def watch(connection: int) -> None:
 
 def watch_hosts(addresses: Container[str]) -> None:
     """Watch the connections of this process to hosts with these addresses."""
+    if math.isinf(AFTER):
+        return
     for connection, (*_, address, _) in _connections():
         if address in addresses:
             watch(connection)
@@ -78,6 +80,9 @@ def watch_hosts(addresses: Container[str]) -> None:
 @contextlib.contextmanager
 def watching() -> Iterator[None]:
     """Watch the connections to other hosts that this process makes in the context."""
+    if math.isinf(AFTER):
+        yield
+        return
     before = {ends for _, ends in _connections()}
     yield
     for connection, ends in _connections():
@@ -110,17 +115,30 @@ def addresses() -> list[str]:
     return sorted({ends[0] for _, ends in _connections()})[:_MOST]
 
 
+def received() -> dict[Ends, int]:
+    """Return the bytes that have arrived on each TCP connection of this process, also on those to its own host."""
+    rows = ((ends, _info(connection)) for connection, ends in _all_connections())
+    return {ends: info[3] for ends, info in rows if info is not None}
+
+
 def _idle() -> int:
     return min(_LONGEST, math.ceil(AFTER / 3))
 
 
 def _is_unreachable(connection: int) -> bool:
+    if (info := _info(connection)) is None:
+        return False
+    again, questions, milliseconds, _ = info
+    return max(again, questions) >= _AT_LEAST and milliseconds >= 1000 * AFTER
+
+
+def _info(connection: int) -> tuple[int, int, int, int] | None:
     assert _libc is not None
     info, length = ctypes.create_string_buffer(_INFO.size), ctypes.c_uint32(_INFO.size)
     if _libc.getsockopt(connection, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(length)):
-        return False
-    again, questions, milliseconds = _INFO.unpack(info.raw)
-    return bool(max(again, questions) >= _AT_LEAST and milliseconds >= 1000 * AFTER)
+        return None
+    again, questions, milliseconds, nbytes = _INFO.unpack(info.raw)
+    return again, questions, milliseconds, nbytes
 
 
 def _shut_down(connection: int) -> None:
@@ -135,15 +153,19 @@ def _shut_down(connection: int) -> None:
 
 def _connections() -> Iterator[tuple[int, Ends]]:
     """Yield the descriptors of this process's TCP connections to other hosts."""
-    if _libc is None or math.isinf(AFTER):
+    for connection, ends in _all_connections():
+        if ends[0] != ends[2] and not ipaddress.ip_address(ends[2]).is_loopback:
+            yield connection, ends
+
+
+def _all_connections() -> Iterator[tuple[int, Ends]]:
+    if _libc is None:
         return
     with contextlib.suppress(OSError):  # there is no /proc
         for name in os.listdir("/proc/self/fd"):
             there = _name(_libc.getpeername, int(name))
             here = None if there is None else _name(_libc.getsockname, int(name))
-            if here is None or there is None or here[0] == there[0]:
-                continue
-            if not ipaddress.ip_address(there[0]).is_loopback:
+            if here is not None and there is not None:
                 yield int(name), (*here, *there)
 
 

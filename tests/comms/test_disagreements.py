@@ -165,10 +165,19 @@ def broadcast_parts(comm):
     assert [part.tolist() for part in got] == [[1] * 3, [1] * 4]
 
 
-@pytest.mark.parametrize("operation", [all_to_all, broadcast_parts])
+def batch(comm):
+    rank, size = comm.get_rank(), comm.get_size()
+    got, messages = torch.zeros(2), comm.batch_op_create()
+    messages.send(torch.full((2,), float(rank)), (rank + 1) % size)
+    messages.recv(got, (rank - 1) % size)
+    messages.issue(async_op=False)
+    assert got.tolist() == [(rank - 1) % size] * 2
+
+
+@pytest.mark.parametrize(("operation", "slow"), [(all_to_all, [0]), (broadcast_parts, [0]), (batch, range(4))])
 @distributed(world_size=[2, 4], timeout=within(60))
-def test_a_status_tells_of_messages_that_are_not_posted_yet(operation, rank):
-    """Rank 0 is so slow after the beginning of an operation that all ranks compare their statuses meanwhile."""
+def test_a_status_tells_of_messages_that_are_not_posted_yet(operation, slow, rank):
+    """Ranks are so slow after the beginning of an operation that all of them compare their statuses meanwhile."""
     comm, looks, has_looked = made(backend="gloo"), itertools.count(1), threading.Event()
     comm.barrier(False)
 
@@ -183,7 +192,7 @@ def test_a_status_tells_of_messages_that_are_not_posted_yet(operation, rank):
         return post(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        if rank == 0:
+        if rank in slow:
             patch.setattr(Statuses, "_has_difference", looking)
             patch.setattr(Gloo, "_post", slowly)
         operation(comm)

@@ -100,9 +100,9 @@ MUTANTS = [
     ),
     Mutant(
         "transport/backends/c10d.py",
-        "_MessageWork._check",
-        "self._backend.demand_connection(self._peer)",
-        "pass",
+        "_Lookout.__call__",
+        "                self._look()",
+        "                pass",
         "tests/liveness/test_loss.py::test_the_end_of_a_process_in_the_middle_of_a_large_message_is_noticed",
     ),
     Mutant(

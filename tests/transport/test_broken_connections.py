@@ -1,5 +1,8 @@
 """Operations over gloo after a rank has broken its connections."""
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,8 +10,10 @@ from torch.distributed import PrefixStore
 
 from easydist.comms import new_comm
 from easydist.groups.connecting import gloo_beside
+from easydist.liveness import keepalive
 from easydist.state import communicators
 from easydist.testing import distributed
+from easydist.transport.backends import c10d
 
 
 def notice(gloo, peer):
@@ -60,3 +65,25 @@ def test_a_message_to_another_host_may_be_half_sent_sooner(hosts, rank):
         for work in recvs + sends:
             work.wait()
         assert [work._is_large for work in sends] == [False, hosts == "01", True]
+
+
+MOVING, STILL = 1 << 20, 1 << 10
+LEFT, STAYS = {("a", 1, "b", 2): 0}, {}
+
+
+@pytest.mark.parametrize(
+    ("first", "each", "after", "looks"), [(LEFT, MOVING, 5, None), (LEFT, STILL, 5, 2), (STAYS, STILL, 5, 5)]
+)
+def test_a_receive_is_looked_at_only_if_nothing_arrives_any_more(first, each, after, looks, monkeypatch):
+    """Who has sent all and left must not be disturbed; but a connection that broke, and a silent host, are noticed."""
+    here, arrived = ("a", 1, "c", 3), itertools.count(step=each)
+    rows = itertools.chain([first | {here: 0}], ({here: nbytes} for nbytes in arrived))
+    monkeypatch.setattr(keepalive, "received", lambda: next(rows))
+    monkeypatch.setattr(keepalive, "AFTER", after)
+    lookout = c10d._Lookout(SimpleNamespace(recv_alone=None), 1, True, None)
+    found = []
+    monkeypatch.setattr(c10d._Lookout, "_look", lambda self: found.append(True))
+    for look in range(1, 10):
+        lookout._look_at = 0.0
+        lookout()
+        assert bool(found) == (looks is not None and look >= looks)

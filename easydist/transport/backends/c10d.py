@@ -15,7 +15,7 @@ import itertools
 import time
 from abc import abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from easydist.data.arithmetic import split_sizes
 from easydist.errors import DisagreementError
+from easydist.liveness import keepalive
 from easydist.liveness.limited import within
 from easydist.liveness.monitor import Monitor
 from easydist.transport.backend import Addressed, Backend, set_to
@@ -61,6 +62,10 @@ its own host, but for another host only some 50 KB until that has answered. To w
 
 _LOOK_EVERY = 1.0
 """Seconds between two looks at the connection on which a large message is under way."""
+
+_QUIET, _LITTLE = 2, 1 << 15
+"""The looks after which nothing seems to arrive any more, and the bytes on one connection between two looks that count
+as nothing, as those of a store."""
 
 
 def over(group: dist.ProcessGroup, device: Device = "cpu") -> Backend | None:
@@ -129,10 +134,6 @@ class _Pairwise(Backend):
         return self._group.recv([tensor], src, _SEND_TAG) if tensor.numel() else ENDED
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
 def _nowhere(rank: int) -> bool:
     return False
 
@@ -140,43 +141,74 @@ def _nowhere(rank: int) -> bool:
 class _MessageWork:
     """A message under way; waiting for it follows the rules of its backend."""
 
-    __slots__ = ("_backend", "_is_large", "_peer", "_work")
+    __slots__ = ("_backend", "_is_large", "_is_recv", "_peer", "_work")
 
-    def __init__(self, backend: Gloo, work: dist.Work, peer: int, is_large: bool) -> None:
-        self._backend, self._work, self._peer, self._is_large = backend, work, peer, is_large
+    def __init__(self, backend: Gloo, work: dist.Work, peer: int, is_recv: bool, is_large: bool) -> None:
+        self._backend, self._work, self._peer = backend, work, peer
+        self._is_recv, self._is_large = is_recv, is_large
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        if (monitor := self._backend.monitor) is not None:
-            return self._wait_watched(monitor, timeout)
+        monitor = self._backend.monitor
+        check = _Lookout(self._backend, self._peer, self._is_recv, monitor) if self._is_large else None
+        if monitor is not None:
+            if timeout is None and monitor.left is not None:
+                timeout = _FOREVER  # the watchdog ends the wait when the call's time is over
+            wait = self._work.wait if timeout is None else functools.partial(self._work.wait, timeout)
+            return wait_watched(monitor, self._peer, wait, check)
         try:
-            self._backend.wait_alone(self._work, timeout, self._check())
+            self._backend.wait_alone(self._work, timeout, check)
         except RuntimeError as error:
             error.peer = self._peer  # type: ignore[attr-defined]  # for a later explanation
             raise
 
-    def _wait_watched(self, monitor: Monitor, timeout: timedelta | None) -> None:
-        if timeout is None and monitor.left is not None:
-            timeout = _FOREVER  # the watchdog ends the wait when the call's time is over
-        wait = self._work.wait if timeout is None else functools.partial(self._work.wait, timeout)
-        wait_watched(monitor, self._peer, wait, self._check(monitor.raise_if_broken))
-
-    def _check(self, first: Callable[[], None] = _nothing) -> Callable[[], None] | None:
-        """Return the check for the wait in a thread; None if the connection's end also ends the wait."""
-        if not self._is_large:
-            return None
-        look_at = time.monotonic() + _LOOK_EVERY
-
-        def check() -> None:
-            nonlocal look_at
-            first()
-            if (now := time.monotonic()) >= look_at:
-                look_at = now + _LOOK_EVERY
-                self._backend.demand_connection(self._peer)
-
-        return check
-
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
+
+
+class _Lookout:
+    """The check during the wait for a large message: gloo does not end a part of one when its connection breaks.
+
+    A receive that nobody answers shows whether that has happened: gloo refuses to begin it. But it also sends a notice,
+    and a process that has ended after all its data was sent, but before all has arrived, answers that with a reset,
+    which drops what is under way. So while a message is received, this looks only if nothing arrives any more, and one
+    of the connections of this process has ended, or a host counts as unreachable after such a time.
+    """
+
+    __slots__ = ("_ended", "_has_failed", "_is_recv", "_look_at", "_monitor", "_peer", "_quiet", "_received", "_recv")
+
+    def __init__(self, backend: Gloo, peer: int, is_recv: bool, monitor: Monitor | None) -> None:
+        self._recv: Callable[..., dist.Work] = backend.recv_alone
+        self._peer, self._is_recv, self._monitor = peer, is_recv, monitor
+        self._received: Mapping[keepalive.Ends, int] | None = None
+        self._quiet, self._ended = 0, False
+        self._has_failed, self._look_at = False, time.monotonic() + _LOOK_EVERY
+
+    def __call__(self) -> None:
+        if self._monitor is not None:
+            self._monitor.raise_if_broken()
+        if self._received is None and self._is_recv:
+            self._received = keepalive.received()
+        if (now := time.monotonic()) >= self._look_at:
+            self._look_at = now + _LOOK_EVERY
+            keepalive.end_unreachable()
+            if not self._is_recv or self._is_over():
+                self._look()
+
+    def _is_over(self) -> bool:
+        """True if nothing seems to arrive any more, and a connection has ended or a host counts as unreachable."""
+        before, now = self._received or {}, keepalive.received()
+        self._received, self._ended = now, self._ended or not before.keys() <= now.keys()
+        moves = any(nbytes - before.get(ends, 0) > _LITTLE for ends, nbytes in now.items())
+        self._quiet = 0 if moves else self._quiet + 1
+        return self._quiet >= (_QUIET if self._ended else keepalive.AFTER / _LOOK_EVERY)
+
+    def _look(self) -> None:
+        try:
+            self._recv([torch.empty(1, dtype=torch.uint8, device="cpu")], self._peer, _NOBODYS_TAG)
+        except RuntimeError:
+            if self._has_failed:
+                raise
+            self._has_failed, self._look_at = True, 0.0  # the message may just have arrived
 
 
 def wait_watched(
@@ -339,7 +371,8 @@ class Gloo(_Pairwise):
         if isinstance(tag, Posted):
             tag = tag.tag(self._lane, nbytes)
         try:
-            return _MessageWork(self, fn([tensor], peer, tag), peer, self._is_large(expected or nbytes, peer))
+            is_large = self._is_large(expected if expected is not None and nbytes < _LARGE else nbytes, peer)
+            return _MessageWork(self, fn([tensor], peer, tag), peer, fn.__name__ == "recv", is_large)
         except RuntimeError as error:  # the connection had broken before
             if self.monitor is None:
                 error.peer = peer  # type: ignore[attr-defined]  # as in ``_MessageWork.wait``
@@ -358,11 +391,17 @@ class Gloo(_Pairwise):
             check: As in ``wait_watched``.
         """
         wait = work.wait if timeout is None else functools.partial(work.wait, timeout)
-        wait() if check is None else within(_FOREVER.total_seconds(), wait, check)
+        try:
+            wait() if check is None else within(_FOREVER.total_seconds(), wait, check)
+        except BaseException:
+            if check is not None:  # otherwise the thread would go on waiting
+                self.disconnect()
+            raise
 
-    def demand_connection(self, peer: int) -> None:
-        """Raise gloo's error if the connection to a rank has broken: no receive can begin then. Nothing answers it."""
-        self._group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, _NOBODYS_TAG)
+    @property
+    def recv_alone(self) -> Callable[..., dist.Work]:
+        """The method of the group that begins to receive."""
+        return self._group.recv
 
     def disconnect(self) -> None:
         """Break all connections, so that ranks that wait for this rank get an error.
@@ -376,20 +415,32 @@ class Gloo(_Pairwise):
                     self._group.recv([nothing], peer, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
 
     def send(self, tensor: torch.Tensor, dst: int) -> Pending:
-        return self._message(self._group.send, tensor, dst)
+        return self._messages_of([(self._group.send, tensor, dst)])[0]
 
     def recv(self, tensor: torch.Tensor, src: int) -> Pending:
-        return self._message(self._group.recv, tensor, src)
+        return self._messages_of([(self._group.recv, tensor, src)])[0]
 
-    def _message(self, fn: Callable[..., dist.Work], tensor: torch.Tensor, peer: int) -> Pending:
+    def batch(self, sends: Sequence[Addressed], recvs: Sequence[Addressed]) -> TorchWork:
+        messages = [(self._group.recv, *one) for one in recvs] + [(self._group.send, *one) for one in sends]
+        return TorchWork(self._messages_of(messages))
+
+    def _messages_of(self, messages: Sequence[tuple[Callable[..., dist.Work], torch.Tensor, int]]) -> list[Pending]:
+        """Begin messages; all of them are known before the first is posted."""
+        tags = [self._tag_of(fn.__name__, tensor, peer) for fn, tensor, peer in messages]
+        return [
+            self._post(fn, tensor, self._members[peer], tag) if tensor.numel() else ENDED
+            for (fn, tensor, peer), tag in zip(messages, tags, strict=True)
+        ]
+
+    def _tag_of(self, name: str, tensor: torch.Tensor, peer: int) -> int | Posted:
         if (call := self._described()) is None:
-            return self._post(fn, tensor, self._members[peer], self._tag(_SEND_TAG)) if tensor.numel() else ENDED
-        self._messages[way := (fn.__name__, peer)] += 1
-        sends, recvs = ([(tensor, peer)], []) if fn.__name__ == "send" else ([], [(tensor, peer)])
+            return self._tag(_SEND_TAG)
+        self._messages[way := (name, peer)] += 1
+        sends, recvs = ([(tensor, peer)], []) if name == "send" else ([], [(tensor, peer)])
         batch = None if call is MESSAGE else call
         posted = Posted(self._messages[way], (-DTYPE_CODES[tensor.dtype], 0), sends, recvs, batch=batch)
         self.log.append(posted)
-        return self._post(fn, tensor, self._members[peer], posted) if tensor.numel() else ENDED
+        return posted
 
     def all_gather_upto(self, rows: torch.Tensor, nbytes: int) -> TorchWork:
         every = rows.unbind()
