@@ -53,7 +53,7 @@ class Kernel:
     """A notebook's kernel."""
 
     def __init__(self):
-        self.manager = KernelManager(kernel_name="python3")
+        self.manager = KernelManager(kernel_name="python3", transport="ipc")  # a port might be taken in between
         env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[:1]]), "OMP_NUM_THREADS": "1"}
         env.pop("PYTEST_CURRENT_TEST", None)  # ipykernel would not capture what programs write
         self.manager.start_kernel(env=env)

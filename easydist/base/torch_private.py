@@ -69,6 +69,9 @@ backward pass are an error, and DDP's reductions complete in background threads 
 foreach_copy = found("torch._foreach_copy_", _copy_each)
 """Copies many tensors in one call. Without it: one by one."""
 
+foreach_clone = found("torch._foreach_clone", lambda tensors: [tensor.clone() for tensor in tensors])
+"""Clones many tensors in one call. Without it: one by one."""
+
 TensorGuards = found("torch._C._dynamo.guards.TensorGuards", _NoGuard)
 """Recognises tensors of the same kind. Without it: every call looks at each tensor, 0.25 µs more for each."""
 

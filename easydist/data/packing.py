@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from easydist import memory
-from easydist.base.torch_private import foreach_copy
+from easydist.base.torch_private import foreach_clone, foreach_copy
 from easydist.typing import Device
 
 
@@ -247,6 +247,15 @@ class Packing:
         return views
 
 
+_ByLeaf = tuple[torch.Tensor, Sequence[torch.Tensor]]
+"""Memory for a run's values by leaf, then by row: as one tensor, and as one for each leaf."""
+
+
+def _room(columns: torch.Tensor) -> _ByLeaf:
+    room = torch.empty(columns.shape, dtype=columns.dtype, device=columns.device)
+    return room, room.flatten(1, 2).unbind()
+
+
 class Packed:
     """The leaves of every rank in the rows of one buffer; its views are made once, and reused by every call.
 
@@ -260,6 +269,7 @@ class Packed:
         self._runs = packing.runs
         self._bits = [rows.narrow(1, start + run.start, run.nbytes) for run in packing.runs]
         self._columns = [run.columns(bits) for run, bits in zip(self._runs, self._bits, strict=True)]
+        self._has_joined = False
         self._targets: dict[int, list[Any]] = {}
         self._sources: dict[int, list[Any]] = {}
 
@@ -310,10 +320,20 @@ class Packed:
     def joined(self) -> list[torch.Tensor]:
         """Return the leaves, each concatenated over all rows along dim 0, in memory of their own."""
         results: list[torch.Tensor] = []
-        for run, values in zip(self._runs, self._columns, strict=True):
-            joined = _joined(values, run)
+        rooms = self._by_leaf if self._has_joined else [None] * len(self._runs)  # their memory pays off the second time
+        self._has_joined = True
+        for run, values, room in zip(self._runs, self._columns, rooms, strict=True):
+            joined = _joined(values, run, room)
             results += joined if is_copyable(run.dtype) else [each.view(run.dtype) for each in joined]
         return results
+
+    @functools.cached_property
+    @memory.kept
+    def _by_leaf(self) -> list[_ByLeaf | None]:
+        return [
+            _room(values) if run.is_uniform and len(run.shapes) > 1 else None
+            for run, values in zip(self._runs, self._columns, strict=True)
+        ]
 
 
 _known = functools.lru_cache(maxsize=256)(Packing)
@@ -352,8 +372,12 @@ def _sizes_of(shapes: Sequence[tuple[int, ...]]) -> tuple[list[int], bool]:
     return sizes, sizes[0] <= _SMALL and shapes.count(shapes[0]) == len(shapes)
 
 
-def _joined(values: torch.Tensor, run: _Run) -> Sequence[torch.Tensor]:
+def _joined(values: torch.Tensor, run: _Run, room: _ByLeaf | None) -> Sequence[torch.Tensor]:
     """Return the leaves of a run, each concatenated over all rows in its own memory."""
+    if room is not None:
+        whole, leaves = room
+        whole.copy_(values)
+        return cast(Sequence[torch.Tensor], foreach_clone(leaves))
     if len(run.shapes) == 1:
         first, *rest = run.shapes[0]
         return [values.clone(memory_format=torch.contiguous_format).resize_(len(values) * first, *rest)]

@@ -1,5 +1,6 @@
 """Laws of packing tensors into bytes."""
 
+import itertools
 import math
 
 import pytest
@@ -135,13 +136,16 @@ def rows_of(values, count):
 def check_rows(values, count):
     rows = rows_of(values, count)
     dtypes, shapes = [t.dtype for t in values], [t.shape for t in values]
-    got = packing.unpack_rows(rows, dtypes, shapes)
+    packed = packing.Packed(rows, packing.Packing(dtypes, shapes))
+    every = [packing.unpack_rows(rows, dtypes, shapes), *(packed.joined() for _ in range(3))]
     parts = [packing.unpack(row, dtypes, shapes) for row in rows]
     want = [b"".join(map(bits, column)) for column in zip(*parts, strict=True)]
-    assert [(t.dtype, bits(t)) for t in got] == list(zip(dtypes, want, strict=True))
-    assert [t.shape for t in got] == [(count * first, *rest) for first, *rest in shapes]
-    assert all(t.is_contiguous() for t in got)
-    starts = [t.untyped_storage().data_ptr() for t in [rows, *got] if t.numel()]
+    rows.zero_()
+    for got in every:
+        assert [(t.dtype, bits(t)) for t in got] == list(zip(dtypes, want, strict=True))
+        assert [t.shape for t in got] == [(count * first, *rest) for first, *rest in shapes]
+        assert all(t.is_contiguous() for t in got)
+    starts = [t.untyped_storage().data_ptr() for t in [rows, *itertools.chain(*every)] if t.numel()]
     assert len(set(starts)) == len(starts), "each result has memory of its own"
 
 
