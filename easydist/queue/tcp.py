@@ -53,7 +53,7 @@ def own_address() -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.connect(("192.0.2.1", 9))  # connecting a UDP socket sends nothing
         return str(probe.getsockname()[0])
-    return next(iter(keepalive.addresses()), "127.0.0.1")
+    return next((one for one in keepalive.addresses() if ":" not in one), "127.0.0.1")
 
 
 def _of_interface(names: str) -> str | None:

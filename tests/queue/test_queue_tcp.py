@@ -321,7 +321,7 @@ def test_the_address_is_that_of_the_interface_for_gloo_or_of_a_connection_if_the
     assert tcp.own_address() == "127.0.0.1"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr(socket.socket, "connect", no_network)
-    monkeypatch.setattr(tcp.keepalive, "addresses", lambda: ["10.0.0.3", "10.0.1.3"])
+    monkeypatch.setattr(tcp.keepalive, "addresses", lambda: ["fe80::1", "10.0.0.3", "10.0.1.3"])
     assert tcp.own_address() == "10.0.0.3"
     monkeypatch.setattr(tcp.keepalive, "addresses", list)
     assert tcp.own_address() == "127.0.0.1"
