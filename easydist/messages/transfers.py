@@ -14,7 +14,7 @@ from easydist.errors import RemoteError
 from easydist.groups.communicators import Communicators
 from easydist.liveness.page import MessageWait
 from easydist.messages.frames import REFUSED, Message, error_of
-from easydist.transport.backends.c10d import wait_watched
+from easydist.transport.backends.waits import wait_watched
 from easydist.transport.work import COMPLETED, Begun, TorchWork
 
 _FOREVER = timedelta(days=365)

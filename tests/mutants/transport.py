@@ -99,7 +99,7 @@ MUTANTS = [
         "tests/transport/test_broken_connections.py",
     ),
     Mutant(
-        "transport/backends/c10d.py",
+        "transport/backends/waits.py",
         "_Lookout.__call__",
         "                self._look()",
         "                pass",

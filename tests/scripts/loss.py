@@ -27,7 +27,7 @@ from launching import within
 import easydist
 from easydist import CollectiveTimeout, EasydistError, ProcessState
 from easydist.comms import new_comm
-from easydist.transport.backends import c10d
+from easydist.transport.backends.waits import MessageWork
 
 DEADLINE = within(15)
 TIMEOUT = dict.fromkeys(("stop_inside", "late", "store_stops"), within(0.5)) | {"stop": within(1.5)}  # it waits first
@@ -128,11 +128,11 @@ def midway(scenario: str, rank: int, world_size: int) -> None:
     """Let the last rank end in the middle of a large message to it."""
     pid = easydist.gather(os.getpid()).tolist()[-1]
     comm = new_comm("gloo", torch.device("cpu"), "main") if scenario == "comm_midway" else None
-    data, wait = torch.ones(1 << 26), c10d._MessageWork.wait
+    data, wait = torch.ones(1 << 26), MessageWork.wait
     if rank == 0:
         threading.Thread(target=kill_midway, args=(pid,), daemon=True).start()
     elif rank == world_size - 1:
-        c10d._MessageWork.wait = lambda self, *args: (
+        MessageWork.wait = lambda self, *args: (
             os.kill(os.getpid(), signal.SIGSTOP) if self._is_large else wait(self, *args)
         )
     easydist.broadcast(data) if comm is None else comm.broadcast(data, 0, False)

@@ -13,7 +13,7 @@ from easydist.groups.connecting import gloo_beside
 from easydist.liveness import keepalive
 from easydist.state import communicators
 from easydist.testing import distributed
-from easydist.transport.backends import c10d
+from easydist.transport.backends.waits import _Lookout
 
 
 def notice(gloo, peer):
@@ -80,9 +80,9 @@ def test_a_receive_is_looked_at_only_if_nothing_arrives_any_more(first, each, af
     rows = itertools.chain([first | {here: 0}], ({here: nbytes} for nbytes in arrived))
     monkeypatch.setattr(keepalive, "received", lambda: next(rows))
     monkeypatch.setattr(keepalive, "AFTER", after)
-    lookout = c10d._Lookout(SimpleNamespace(recv_alone=None), 1, True, None)
+    lookout = _Lookout(SimpleNamespace(recv_alone=None), 1, True, None)
     found = []
-    monkeypatch.setattr(c10d._Lookout, "_look", lambda self: found.append(True))
+    monkeypatch.setattr(_Lookout, "_look", lambda self: found.append(True))
     for look in range(1, 10):
         lookout._look_at = 0.0
         lookout()

@@ -12,10 +12,9 @@ import contextlib
 import copy
 import functools
 import itertools
-import time
 from abc import abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -23,22 +22,18 @@ import torch.distributed as dist
 
 from easydist.data.arithmetic import split_sizes
 from easydist.errors import DisagreementError
-from easydist.liveness import keepalive
 from easydist.liveness.limited import within
 from easydist.liveness.monitor import Monitor
 from easydist.transport.backend import Addressed, Backend, set_to
+from easydist.transport.backends.waits import FOREVER, NOBODYS_TAG, TAG, MessageWork
 from easydist.transport.described import DTYPE_CODES, MESSAGE, OWN, Described
 from easydist.transport.reduce_op import RedOpType, ReduceOp, combine, combine_into
 from easydist.transport.work import ENDED, Pending, TorchWork
 from easydist.typing import Device
 
-_TAG = 0xEA51
-"""The tag that separates easydist's messages from the caller's own send and recv on the same group."""
-
-_SEND_TAG = _TAG + 1
+_SEND_TAG = TAG + 1
 """The tag that separates ``send`` and ``recv`` from the messages of collectives."""
 
-_NOBODYS_TAG = _TAG + 2
 _TAGS = 4
 """The distance between the tags of one lane and those of the next."""
 
@@ -55,17 +50,9 @@ KEPT = 32
 _REDUCED_AT_ONCE = 1 << 15
 """The total bytes of all ranks up to which every rank reduces everything: one round instead of two."""
 
-_FOREVER = timedelta(days=365)
 _LARGE, _LARGE_AFAR = 1 << 18, 1 << 15
 """The bytes from which a message may be half sent when a rank dies. A kernel takes megabytes at once for a process of
 its own host, but for another host only some 50 KB until that has answered. To wait in a thread takes 50 µs longer."""
-
-_LOOK_EVERY = 1.0
-"""Seconds between two looks at the connection on which a large message is under way."""
-
-_QUIET, _LITTLE = 2, 1 << 15
-"""The looks after which nothing seems to arrive any more, and the bytes on one connection between two looks that count
-as nothing, as those of a store."""
 
 
 def over(group: dist.ProcessGroup, device: Device = "cpu") -> Backend | None:
@@ -136,108 +123,6 @@ class _Pairwise(Backend):
 
 def _nowhere(rank: int) -> bool:
     return False
-
-
-class _MessageWork:
-    """A message under way; waiting for it follows the rules of its backend."""
-
-    __slots__ = ("_backend", "_is_large", "_is_recv", "_peer", "_work")
-
-    def __init__(self, backend: Gloo, work: dist.Work, peer: int, is_recv: bool, is_large: bool) -> None:
-        self._backend, self._work, self._peer = backend, work, peer
-        self._is_recv, self._is_large = is_recv, is_large
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        monitor = self._backend.monitor
-        check = _Lookout(self._backend, self._peer, self._is_recv, monitor) if self._is_large else None
-        if monitor is not None:
-            if timeout is None and monitor.left is not None:
-                timeout = _FOREVER  # the watchdog ends the wait when the call's time is over
-            wait = self._work.wait if timeout is None else functools.partial(self._work.wait, timeout)
-            return wait_watched(monitor, self._peer, wait, check)
-        try:
-            self._backend.wait_alone(self._work, timeout, check)
-        except RuntimeError as error:
-            error.peer = self._peer  # type: ignore[attr-defined]  # for a later explanation
-            raise
-
-    def is_completed(self) -> bool:
-        return bool(self._work.is_completed())
-
-
-class _Lookout:
-    """The check during the wait for a large message: gloo does not end a part of one when its connection breaks.
-
-    A receive that nobody answers shows whether that has happened: gloo refuses to begin it. But it also sends a notice,
-    and a process that has ended after all its data was sent, but before all has arrived, answers that with a reset,
-    which drops what is under way. So while a message is received, this looks only if nothing arrives any more, and one
-    of the connections of this process has ended, or a host counts as unreachable after such a time.
-    """
-
-    __slots__ = ("_ended", "_has_failed", "_is_recv", "_look_at", "_monitor", "_peer", "_quiet", "_received", "_recv")
-
-    def __init__(self, backend: Gloo, peer: int, is_recv: bool, monitor: Monitor | None) -> None:
-        self._recv: Callable[..., dist.Work] = backend.recv_alone
-        self._peer, self._is_recv, self._monitor = peer, is_recv, monitor
-        self._received: Mapping[keepalive.Ends, int] | None = None
-        self._quiet, self._ended = 0, False
-        self._has_failed, self._look_at = False, time.monotonic() + _LOOK_EVERY
-
-    def __call__(self) -> None:
-        if self._monitor is not None:
-            self._monitor.raise_if_broken()
-        if self._received is None and self._is_recv:
-            self._received = keepalive.received()
-        if (now := time.monotonic()) >= self._look_at:
-            self._look_at = now + _LOOK_EVERY
-            keepalive.end_unreachable()
-            if not self._is_recv or self._is_over():
-                self._look()
-
-    def _is_over(self) -> bool:
-        """True if nothing seems to arrive any more, and a connection has ended or a host counts as unreachable."""
-        before, now = self._received or {}, keepalive.received()
-        self._received, self._ended = now, self._ended or not before.keys() <= now.keys()
-        moves = any(nbytes - before.get(ends, 0) > _LITTLE for ends, nbytes in now.items())
-        self._quiet = 0 if moves else self._quiet + 1
-        return self._quiet >= (_QUIET if self._ended else keepalive.AFTER / _LOOK_EVERY)
-
-    def _look(self) -> None:
-        try:
-            self._recv([torch.empty(1, dtype=torch.uint8, device="cpu")], self._peer, _NOBODYS_TAG)
-        except RuntimeError:
-            if self._has_failed:
-                raise
-            self._has_failed, self._look_at = True, 0.0  # the message may just have arrived
-
-
-def wait_watched(
-    monitor: Monitor, peer: int, wait: Callable[[], object], check: Callable[[], None] | None = None
-) -> None:
-    """Wait in C++ for a message; the watchdog breaks the connections if it cannot arrive.
-
-    Args:
-        monitor: The monitor of the group.
-        peer: The other rank.
-        wait: The function that waits.
-        check: A function to call while a thread waits, which may raise; None to wait in this thread. If a rank dies in
-            the middle of a large message, gloo waits on in spite of broken connections.
-
-    Raises:
-        EasydistError: The monitor explains why the connection broke, or this rank has given up meanwhile.
-    """
-    # A message between hosts is waited for inside of another such wait, perhaps in its thread: the watchdog sees one.
-    if is_outer := monitor.waits % 2 == 0:
-        monitor.begin_wait()
-    try:
-        wait() if check is None else within(_FOREVER.total_seconds(), wait, check)
-    except RuntimeError as error:
-        raise monitor.explain(error, peer) from error
-    finally:
-        if is_outer:
-            monitor.end_wait()
-    if monitor.broken is not None:  # the message came after this rank had given up
-        monitor.raise_if_broken()
 
 
 class Posted:
@@ -346,7 +231,7 @@ class Gloo(_Pairwise):
     ) -> int | Posted:
         """Return the tag of the first messages of an operation of all ranks; ``own`` is that of an undescribed one."""
         if (call := self._described()) is None:
-            return self._tag(_TAG) if own is None else own
+            return self._tag(TAG) if own is None else own
         self._number += 1
         self.log.append(posted := Posted(self._number, call, sends, recvs, room))
         return posted
@@ -365,17 +250,17 @@ class Gloo(_Pairwise):
         peer: int,
         tag: int | Posted,
         expected: int | None = None,
-    ) -> _MessageWork:
+    ) -> MessageWork:
         """Begin a message; ``expected`` is its length if the tensor has room for more."""
         nbytes = tensor.nbytes
         if isinstance(tag, Posted):
             tag = tag.tag(self._lane, nbytes)
         try:
             is_large = self._is_large(expected if expected is not None and nbytes < _LARGE else nbytes, peer)
-            return _MessageWork(self, fn([tensor], peer, tag), peer, fn.__name__ == "recv", is_large)
+            return MessageWork(self, fn([tensor], peer, tag), peer, fn.__name__ == "recv", is_large)
         except RuntimeError as error:  # the connection had broken before
             if self.monitor is None:
-                error.peer = peer  # type: ignore[attr-defined]  # as in ``_MessageWork.wait``
+                error.peer = peer  # type: ignore[attr-defined]  # as in ``MessageWork.wait``
                 raise
             raise self.monitor.explain(error, peer) from error
 
@@ -392,7 +277,7 @@ class Gloo(_Pairwise):
         """
         wait = work.wait if timeout is None else functools.partial(work.wait, timeout)
         try:
-            wait() if check is None else within(_FOREVER.total_seconds(), wait, check)
+            wait() if check is None else within(FOREVER.total_seconds(), wait, check)
         except BaseException:
             if check is not None:  # otherwise the thread would go on waiting
                 self.disconnect()
@@ -412,7 +297,7 @@ class Gloo(_Pairwise):
         for peer in range(self.size):
             if peer != self.rank:
                 with contextlib.suppress(RuntimeError):
-                    self._group.recv([nothing], peer, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
+                    self._group.recv([nothing], peer, NOBODYS_TAG).wait(timedelta(milliseconds=1))
 
     def send(self, tensor: torch.Tensor, dst: int) -> Pending:
         return self._messages_of([(self._group.send, tensor, dst)])[0]
