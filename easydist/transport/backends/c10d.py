@@ -278,8 +278,8 @@ class Gloo(_Pairwise):
         wait = work.wait if timeout is None else functools.partial(work.wait, timeout)
         try:
             wait() if check is None else within(FOREVER.total_seconds(), wait, check)
-        except BaseException:
-            if check is not None:  # otherwise the thread would go on waiting
+        except BaseException as error:
+            if check is not None and not isinstance(error, Exception):  # the thread would go on waiting after Ctrl-C
                 self.disconnect()
             raise
 
