@@ -75,7 +75,7 @@ LEFT, STAYS = {("a", 1, "b", 2): 0}, {}
     ("first", "each", "after", "looks"), [(LEFT, MOVING, 5, None), (LEFT, STILL, 5, 2), (STAYS, STILL, 5, 5)]
 )
 def test_a_receive_is_looked_at_only_if_nothing_arrives_any_more(first, each, after, looks, monkeypatch):
-    """A look would drop what a sender that ended has left under way. Broken connections and silent hosts are noticed."""
+    """A look would drop what a sender that ended has left under way; broken connections and silent hosts are seen."""
     here, arrived = ("a", 1, "c", 3), itertools.count(step=each)
     rows = itertools.chain([first | {here: 0}], ({here: nbytes} for nbytes in arrived))
     monkeypatch.setattr(keepalive, "received", lambda: next(rows))
