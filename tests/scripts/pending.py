@@ -139,6 +139,7 @@ def launch(case):
         if rank == 1:
             store().set("pid", str(os.getpid()))
         found = globals()[case](rank, size)
+        progress.helper.stop()  # it may be about to note that nothing is under way any more
         os.write(
             1, (json.dumps({"case": case, "rank": rank, "running": len(progress.running), **found}) + "\n").encode()
         )
