@@ -15,6 +15,7 @@ from torch.distributed import Store
 from easydist.errors import PeerLostError, RemoteError
 from easydist.liveness import texts
 from easydist.liveness.limited import NoAnswerError
+from easydist.liveness.log import Log
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.page import own_page
 from easydist.liveness.peer import Peer, record
@@ -22,6 +23,9 @@ from easydist.liveness.stored import damaged, in_store
 from easydist.liveness.timed_store import POLL, TimedStore
 
 _MET, _NOT_MET = "yes", "no"
+
+WHO = "who"
+"""The log in a group's store with the records of its ranks."""
 
 
 class FirstMeeting:
@@ -41,7 +45,7 @@ class FirstMeeting:
         if self._store is not None:
             with contextlib.suppress(RuntimeError):  # if the store is gone, nothing can be recovered through it either
                 told = record(own_page(), self._monitor.entry, False).decode()
-                self._store.set(f"who/{self._monitor.rank}", told)
+                Log(self._store, WHO).append(self._monitor.rank, told)
 
     def conclude(self) -> bool:
         """Record that the ranks have met, after the meeting.
@@ -92,18 +96,21 @@ class FirstMeeting:
         if answer not in (_MET.encode(), _NOT_MET.encode()):
             raise damaged(in_store("met"), answer)
         has_met = answer == _MET.encode()
-        for rank in self._monitor.peers:
-            key = f"who/{rank}"
-            # All that have met must know all others, or some would agree on pages and some in the store.
-            told = _awaited(store, key, deadline, rank) if has_met else store.get(key, rank)
-            if told is not None:
-                self._monitor.peers[rank] = Peer(rank, told)
+        who = Log(store, WHO)
+        # All that have met must know all others, or some would agree on pages and some in the store.
+        while not (told := who.last()).keys() >= self._monitor.peers.keys() and has_met:
+            _pause(deadline, WHO)
+        self._monitor.peers |= {rank: Peer(rank, told[rank]) for rank in self._monitor.peers if rank in told}
         return has_met
 
 
-def _awaited(store: TimedStore, key: str, deadline: float, by: int | None = None) -> bytes:
-    while (value := store.get(key, by)) is None:
-        if time.monotonic() >= deadline:
-            raise NoAnswerError(f"the store does not answer, or {key} is not set")
-        time.sleep(POLL)
+def _awaited(store: TimedStore, key: str, deadline: float) -> bytes:
+    while (value := store.get(key)) is None:
+        _pause(deadline, key)
     return value
+
+
+def _pause(deadline: float, key: str) -> None:
+    if time.monotonic() >= deadline:
+        raise NoAnswerError(f"the store does not answer, or {key} is not set")
+    time.sleep(POLL)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import socket
 import sys
@@ -26,11 +25,12 @@ from easydist.errors import EasydistError, PeerLostError, RemoteError
 from easydist.groups.sharing import Hosts, introduce, share
 from easydist.liveness import texts
 from easydist.liveness.limited import NoAnswerError
+from easydist.liveness.log import Log, pause
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.peer import Peer
 from easydist.liveness.rules import PATIENCE
 from easydist.liveness.status import nothing
-from easydist.liveness.timed_store import POLL, TimedStore
+from easydist.liveness.timed_store import TimedStore
 from easydist.shm.streams import Guard
 from easydist.transport.backends.shm import Shm
 
@@ -107,8 +107,9 @@ class Rendezvous:
         self.monitor.waits_in_memory, self.monitor.advice = True, advice
         self._known, self._look = known or {}, look
         self.monitor.peers |= {rank: _ArrivingPeer.known(rank, peer) for rank, peer in self._known.items()}
+        self._strangers = dict(self.monitor.peers)
         self.monitor.begin(operation or name, site(), NEVER)
-        self._rounds = itertools.count()
+        self._rounds: list[Log] = []
         self._guard_of_group: Guard = self.monitor.guard
 
     def __enter__(self) -> Rendezvous:
@@ -126,10 +127,10 @@ class Rendezvous:
         if not (self.monitor.is_awaited and isinstance(error, EasydistError | KeyboardInterrupt)):
             return  # all ranks raise it, for which each needs the messages of the others
         with contextlib.suppress(RuntimeError):
-            if isinstance(error, PeerLostError) and self._messages.get(f"0/{error.rank}") is not None:
+            if isinstance(error, PeerLostError) and self._rounds and error.rank in self._rounds[0].last():
                 return  # all ranks raise it, and the lost one has used up this attempt, too
-            for number in range(next(self._rounds)):
-                self._messages.delete(f"{number}/{self.rank}")
+            for log in self._rounds:
+                log.withdraw(self.rank)
             self._arrivals.add(f"came/{self.rank}", -1, PATIENCE)
 
     @contextlib.contextmanager
@@ -210,25 +211,25 @@ class Rendezvous:
             return self._exchange(mine)
 
     def _exchange(self, mine: bytes, is_first: bool = False) -> list[bytes]:
-        messages, number = self._messages, next(self._rounds)
-        messages.set(f"{number}/{self.rank}", mine.decode())
-        told: dict[int, bytes] = {}
-        while missing := [r for r in range(self.size) if r not in told]:
-            came = {r: message for r in missing if (message := messages.get(f"{number}/{r}", r)) is not None}
-            told |= came
-            if missing := [r for r in missing if r not in told]:
-                if is_first:  # ranks that have come are needed for what follows, too: their end ends the wait
-                    self.monitor.peers |= {r: Peer(r, record) for r, record in came.items() if r != self.rank}
-                self.check(missing, [*missing, *self._present(told, number)] if is_first else missing)
-                time.sleep(POLL)
+        self._rounds.append(log := Log(self._messages, str(len(self._rounds))))
+        log.append(self.rank, mine.decode())
+        known: dict[int, bytes] = {}
+        while missing := [r for r in range(self.size) if r not in (told := log.last())]:
+            if is_first:  # ranks that have come are needed for what follows, too: their end ends the wait
+                changed = [r for r in self._strangers if told.get(r) != known.get(r)]
+                self.monitor.peers |= {r: Peer(r, told[r]) if r in told else self._strangers[r] for r in changed}
+                known = dict(told)
+            self.check(missing, [*missing, *self._present(log)] if is_first else missing)
+            time.sleep(pause(self.size))
         return [told[r] for r in range(self.size)]
 
-    def _present(self, came: Iterable[int], number: int) -> list[int]:
+    def _present(self, log: Log) -> list[int]:
         """Return the ranks that have come and can be observed, but for those that gave up before they ended."""
         peers = self.monitor.peers
-        ended = [r for r in came if r in peers and peers[r].has_ended()]  # perhaps before it could be seen
-        gave_up = [r for r in ended if self._messages.get(f"{number}/{r}", r) is None]
-        return [r for r in came if r in peers and r not in gave_up and (r in ended or peers[r].is_visible)]
+        came = [r for r in log.last() if r in peers]
+        ended = [r for r in came if peers[r].has_ended()]  # perhaps before it could be seen
+        gave_up = {*ended} - {*log.last()}
+        return [r for r in came if r not in gave_up and (r in ended or peers[r].is_visible)]
 
     def check(self, missing: Sequence[int] | None = None, awaited: Sequence[int] | None = None) -> None:
         """Raise if ranks cannot come or be connected any more, or the time is over.

@@ -12,14 +12,15 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from easydist.errors import CollectiveTimeout, DisagreementError, EasydistError, PeerLostError, RemoteError, WireError
+from easydist.errors import CollectiveTimeout, DisagreementError, EasydistError, PeerLostError, RemoteError
 from easydist.liveness import bodies, texts
 from easydist.liveness.bodies import Body
 from easydist.liveness.crossing import Crossing, Seen
 from easydist.liveness.events import Cause, Heard, Why
+from easydist.liveness.log import Entry, Log
 from easydist.liveness.page import OwnPage, own_page
 from easydist.liveness.peer import Peer
 from easydist.liveness.protocol import GroupProtocol
@@ -72,12 +73,11 @@ class GroupStatus(GroupProtocol):
         if self._page is not None:
             weakref.finalize(self, self._page.free_entry, self.entry).atexit = False
         self.describe()
-        self._store = store
         self._place = b""
         self._published = (0, b"")
         self._told = dict[int, tuple[float, bytes | None, Body | None]]()  # when read, the message, the body
         self._log: list[Report] = []
-        self._entries_read = 0
+        self.use(store)
         self._lost_store: TimedStore | None = None
         self.unreached: tuple[str, bool] | None = None
         self._has_left, self._pid = False, os.getpid()
@@ -89,9 +89,9 @@ class GroupStatus(GroupProtocol):
         """The page of this process; None if it has none."""
         return self._page
 
-    def use(self, store: TimedStore) -> None:
+    def use(self, store: TimedStore | None) -> None:
         """Use this store for exchanges with the others from now on."""
-        self._store = store
+        self._store, self._reports = store, None if store is None else Log(store, _LOG)
 
     def sees(self, rank: int) -> bool:
         """True if another rank's process is known to be on this host."""
@@ -153,7 +153,14 @@ class GroupStatus(GroupProtocol):
     def _append(self, report: str, always: bool) -> None:
         if (store := self._store) is not None and (always or self._has_remote_peers()):
             try:
-                store.append(_LOG, report)
+                store.append(_LOG, self.rank, report)
+            except RuntimeError:
+                self._store, self._lost_store = None, store
+
+    def _news(self) -> Iterator[Entry]:
+        if (store := self._store) is not None and self._reports is not None and self._has_remote_peers():
+            try:
+                yield from self._reports.news()
             except RuntimeError:
                 self._store, self._lost_store = None, store
 
@@ -203,31 +210,18 @@ class GroupStatus(GroupProtocol):
 
     def _read_log(self) -> list[Report]:
         """Return the logged reports of ranks on other hosts that may still matter, in the order of posting."""
-        while (entry := self._next_entry()) is not None:
-            report = Report.from_store(*entry)
+        for key, _, text in self._news():
+            report = Report.from_store(in_store(key), text)
             if report is None or report.by == self.rank:
                 continue
             if report.by not in self.peers:
-                raise damaged(*entry)
+                raise damaged(in_store(key), text)
             if report.kind == LEAVING:
                 self.peers[report.by].left(report.number)
             else:
                 self._log.append(report)
         self._log = [report for report in self._log if self.may_matter(report)]
         return self._log
-
-    def _next_entry(self) -> tuple[str, bytes] | None:
-        """Return the words for the next entry of the log, and its text; None if there is none yet."""
-        key = f"{_LOG}/{self._entries_read + 1}"
-        try:
-            text = self._read(key)
-        except WireError:
-            self._entries_read += 1  # it ends one call, not every call from now on
-            raise
-        if text is None:
-            return None
-        self._entries_read += 1
-        return in_store(key), text
 
     def hear(self, peer: Peer, remote: bool = False, is_awaited: bool = False, logged: Report | None = None) -> Heard:
         """Look at another rank.

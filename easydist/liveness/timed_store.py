@@ -30,8 +30,8 @@ T = TypeVar("T")
 POLL = 0.005
 """Seconds between two looks for a key: the store's own wait cannot be interrupted."""
 
-
-_DELETED = "\0deleted"
+AT_ONCE = 1000
+"""The most values to ask for at once, which have to come within ``PATIENCE``."""
 
 
 class TimedStore:
@@ -90,8 +90,12 @@ class TimedStore:
             WireError: The value is not signed with this process's job key.
         """
         value = self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
-        opened = None if value is None else self._seal.opened(key, value, by)
-        return None if opened == _DELETED.encode() else opened
+        return None if value is None else self._seal.opened(key, value, by)
+
+    def values(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Do as ``get`` for at most ``AT_ONCE`` keys, in two questions if all are set."""
+        found = zip(keys, self._ask(lambda: _values(self._store, keys)) or [None] * len(keys), strict=True)
+        return [None if value is None else self._seal.opened(key, value) for key, value in found]
 
     def set_first(self, key: str, text: str) -> bytes | None:
         """Set a key unless it is set; later, if the store does not answer.
@@ -116,19 +120,8 @@ class TimedStore:
         sealed = self._seal.sealed(key, text)
         self._ask(lambda: self._store.set(key, sealed), is_lasting=True)
 
-    def delete(self, key: str) -> None:
-        """Let a key count as missing; later, if the store does not answer.
-
-        It stays in the store: if another rank has just checked that it is there, torch's ``get`` would wait for it, and
-        all other questions of that process with it.
-
-        Raises:
-            RuntimeError: The store is gone.
-        """
-        self.set(key, _DELETED)
-
-    def append(self, log: str, text: str) -> None:
-        """Append an entry to a log, which has the keys ``log/1``, ``log/2``, …; later, if the store does not answer.
+    def append(self, log: str, rank: int, text: str) -> None:
+        """Append an entry to a log (``liveness/log.py``); later, if the store does not answer.
 
         Raises:
             RuntimeError: The store is gone.
@@ -136,9 +129,36 @@ class TimedStore:
 
         def append() -> None:
             key = f"{log}/{self._store.add(log, 1)}"
-            self._store.set(key, self._seal.sealed(key, text))
+            self._store.set(key, f"{rank} {self._seal.sealed(key, text)}")
 
         self._ask(append, is_lasting=True)
+
+    def entries(self, log: str, count: int, missing: Sequence[int]) -> tuple[int, dict[int, bytes | None]]:
+        """Return the values of new entries of a log by number, at most ``AT_ONCE``, and how many this process has seen.
+
+        Args:
+            log: The log.
+            count: The number that it had seen before; also the result if the store does not answer.
+            missing: Those of them that had not been written yet. Such values are None here.
+
+        Raises:
+            RuntimeError: The store is gone.
+        """
+
+        def look() -> tuple[int, dict[int, bytes | None]]:
+            now = min(self._store.add(log, 0), count + AT_ONCE)
+            numbers = [*missing, *range(count + 1, now + 1)]
+            return now, dict(zip(numbers, _values(self._store, [f"{log}/{n}" for n in numbers]), strict=True))
+
+        return self._ask(look) or (count, {})
+
+    def opened(self, key: str, value: bytes, by: int | None) -> bytes:
+        """Return the text of an entry of a log.
+
+        Raises:
+            WireError: As for ``get``.
+        """
+        return self._seal.opened(key, value, by)
 
     def add(self, key: str, amount: int, seconds: float) -> int:
         """Add to a counter, and return its new value.
@@ -177,7 +197,8 @@ class TimedStore:
 class InterruptibleStore(Store):
     """A store in which torch's own waits end once the caller gives up, so that no thread and no socket stays behind.
 
-    torch calls its methods from C++. The values may be any bytes.
+    torch calls its methods from C++. The values may be any bytes. gloo waits for the key of each other rank, and gets
+    it; with ``GLOO_ENABLE_STORE_V2_API=1`` in the environment it gets all of them at once.
 
     Args:
         store: The store.
@@ -187,6 +208,7 @@ class InterruptibleStore(Store):
     def __init__(self, store: Store, seconds: float) -> None:
         super().__init__()
         self._timed, self._ends = TimedStore(store), time.monotonic() + seconds
+        self._awaited: dict[str, bytes] = {}
 
     def give_up(self) -> None:
         """End a wait in another thread, and all further ones."""
@@ -198,20 +220,39 @@ class InterruptibleStore(Store):
 
     def get(self, key: str) -> bytes:
         """Wait for a key, and return its value."""
-        while (value := self._timed.get(key)) is None:
-            if time.monotonic() >= self._ends:
+        return self._awaited.pop(key, None) or self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Wait for keys, and return their values."""
+        found: list[bytes] = []
+        while asked := keys[len(found) : len(found) + AT_ONCE]:
+            values = [value for value in self._timed.values(asked) if value is not None]
+            if len(values) == len(asked):
+                found += [value.decode().encode("latin-1") for value in values]
+            elif time.monotonic() >= self._ends:
                 raise RuntimeError("timed out, or given up, in the store through which the ranks connect")
-            time.sleep(POLL)
-        return value.decode().encode("latin-1")
+            else:
+                time.sleep(POLL)
+        return found
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for keys."""
-        for key in keys:
-            self.get(key)
+        self._awaited |= zip(keys, self.multi_get(keys), strict=True)
+
+    def has_extended_api(self) -> bool:
+        """True: there is a ``multi_get``."""
+        return True
 
     def check(self, keys: Sequence[str]) -> bool:
         """True if all these keys have been set."""
         return self._timed.check(keys)
+
+
+def _values(store: Any, keys: Sequence[str]) -> list[bytes | None]:
+    """Return the values of some keys, None for those that are not set; in few questions if all are."""
+    if not keys or not store.check(keys):
+        return [store.get(key) if store.check([key]) else None for key in keys]
+    return [*store.multi_get(keys)] if store.has_extended_api() else [store.get(key) for key in keys]
 
 
 def _answered(question: Callable[[], T]) -> T:

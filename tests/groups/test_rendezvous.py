@@ -9,6 +9,7 @@ from easydist.errors import CollectiveTimeout, PeerLostError, RemoteError
 from easydist.groups.rendezvous import Rendezvous
 from easydist.liveness import monitor
 from easydist.liveness.limited import NoAnswerError
+from easydist.liveness.log import Log
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.page import own_page
 from easydist.liveness.peer import Peer, record
@@ -23,7 +24,7 @@ def store():
 
 @pytest.fixture
 def messages(store):
-    return TimedStore(PrefixStore("1/meeting", store))
+    return Log(TimedStore(PrefixStore("1/meeting", store)), "0")
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def came(messages):
     """The other rank's monitor, which has come as rank 1."""
     other = Monitor(1, 3, 60.0)
     other.begin("the group", "here")
-    messages.set("0/1", record(own_page(), other.entry, False).decode())
+    messages.append(1, record(own_page(), other.entry, False).decode())
     return other
 
 
@@ -55,13 +56,13 @@ def test_a_warning_names_only_ranks_that_have_not_come(store, came, monkeypatch,
 
 def test_the_end_of_a_rank_that_has_come_ends_the_wait_unless_it_had_given_up(store, messages, came, monkeypatch):
     def give_up():
-        messages.delete("0/1")
-        monkeypatch.setattr(Peer, "has_ended", lambda peer: peer.rank == 1)
+        messages.withdraw(1)
+        monkeypatch.setattr(Peer, "has_ended", lambda peer: peer.pid is not None and peer.rank == 1)
 
     with pytest.raises(CollectiveTimeout) as caught:
         meet(store, 3, look=give_up)
-    assert caught.value.missing == (2,)
-    messages.set("0/1", record(own_page(), came.entry, False).decode())
+    assert caught.value.missing == (1, 2)
+    messages.append(1, record(own_page(), came.entry, False).decode())
     with pytest.raises(PeerLostError, match=r"^the group: rank 1 is lost"):
         meet(store, 3, seconds=600)
     assert (
@@ -86,15 +87,15 @@ def test_a_store_that_does_not_answer_is_a_timeout(monkeypatch):
 def test_an_error_that_all_ranks_raise_leaves_the_record_for_those_that_have_not_read_it(store, messages, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("EASYDIST_SHM", "maybe")
-        messages.set("0/1", record(own_page(), -1, False).decode())
+        messages.append(1, record(own_page(), -1, False).decode())
     with pytest.raises(RemoteError, match="rank 1: EASYDIST_SHM='maybe' is malformed"):
         meet(store, 2)
-    assert messages.get("0/0") is not None
+    assert 0 in messages.last()
     assert store.add("came/0", 0) == 1  # the other rank has used up its first attempt, too
 
 
 def test_a_rank_that_gives_up_leaves_as_if_it_had_not_come(store, messages):
     with pytest.raises(CollectiveTimeout):
         meet(store, 2)
-    assert messages.get("0/0") is None
+    assert 0 not in messages.last()
     assert store.add("came/0", 0) == 0

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import launching
 import pytest
+from torch.distributed import HashStore
 
 from easydist.liveness.events import Heard, Why
+from easydist.liveness.log import Log
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.page import OwnPage, PeerPage
 from easydist.liveness.peer import Peer, record
 from easydist.liveness.report import LEAVING, Report
 from easydist.liveness.rules import CallProtocol
+from easydist.liveness.timed_store import TimedStore
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "leaving.py"
 WAITS = {
@@ -132,27 +135,15 @@ def test_a_rank_of_another_host_is_known_to_have_left_by_its_report():
 
 
 def test_leaving_is_announced_once_in_the_store_for_ranks_that_cannot_see_the_page():
-    store = Kept()
+    store = TimedStore(HashStore())
     monitor = Monitor(0, 2, 1.0, store)
     monitor.begin("gather", "here")
     monitor.end()
     monitor.announce_leaving()
     monitor.announce_leaving()
-    ((key, told),) = store.appended
-    report = Report.from_page(told)
-    assert (key, report.kind, report.by, report.number) == ("reports/log", LEAVING, 0, 1.5)
-
-
-class Kept:
-    """A store that keeps what is appended."""
-
-    is_silent = False
-
-    def __init__(self):
-        self.appended = []
-
-    def append(self, key, text):
-        self.appended.append((key, text))
+    ((_, rank, told),) = Log(store, "reports/log").news()
+    report = Report.from_page(told.decode())
+    assert (rank, report.kind, report.by, report.number) == (0, LEAVING, 0, 1.5)
 
 
 @pytest.mark.parametrize(("peer", "looks"), [(None, 2), (1, 5)])

@@ -71,8 +71,8 @@ def test_a_logged_report_of_another_form_is_damaged_and_ends_one_call_only(chang
     store = dist.HashStore()
     reader = Monitor(0, 2, timeout=1.0, store=TimedStore(store))
     right = json.loads(Report("late", "gather: …", 1, 0, 0, 2.0, 0.0, left=1.0).to_json())
-    for number, told in enumerate((right | changed, right), 1):
-        store.set(f"reports/log/{number}", json.dumps(told))
+    for told in (right | changed, right):
+        TimedStore(store).append("reports/log", 1, json.dumps(told))
     with pytest.raises(WireError, match="is damaged, or from another version"):
         reader._read_log()
     assert [report.by for report in reader._read_log()] == [1]

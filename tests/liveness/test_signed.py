@@ -4,6 +4,7 @@ import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from easydist.errors import WireError
+from easydist.liveness.log import Log
 from easydist.liveness.signed import Seal, difference
 from easydist.liveness.timed_store import TimedStore
 
@@ -24,9 +25,10 @@ def test_every_value_arrives_as_it_was_written(key, monkeypatch):
         assert store.get("a/1") == text.encode()
         assert (raw.get("group/a/1") == text.encode()) is not bool(key)
     assert [store.set_first("met", text) for text in ("yes", "no")] == [b"yes", b"yes"]
-    store.append("log", "first")
-    assert (store.get("log/1"), store.get("log/2"), store.check(["a/1", "log/1"])) == (b"first", None, True)
-    assert not store.check(["a/1", "log/2"])
+    Log(store, "log").append(1, "first")
+    assert [(entry.by, entry.text) for entry in Log(store, "log").news()] == [(1, b"first")]
+    assert store.check(["a/1"])
+    assert not store.check(["a/1", "a/2"])
 
 
 @pytest.mark.parametrize(

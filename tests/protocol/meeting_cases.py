@@ -5,10 +5,12 @@ from types import SimpleNamespace
 
 from simulated_process import Page
 from simulated_world import Process, World, running
+from torch.distributed import HashStore
 
 from easydist.errors import RemoteError
 from easydist.liveness.events import Announced, Do, Heard, Replies, Step, Why
 from easydist.liveness.report import EXCEPTION, Report
+from easydist.liveness.timed_store import TimedStore
 
 
 def _rank(code, size=3):
@@ -114,22 +116,18 @@ def a_rank_that_has_announced_itself_is_observed(code):
     process.page = Page(process)
     process.page.new_entry()
     peer, met = code.reconnecting.Peer(2), code.reconnecting.Peer(0, b"1 0 0.5")
-    values = {
-        "1/here/0": b"[1.0, 1, null, []]",
-        "1/here/2": b"[1.0, 1, null, []]",
-        "who/2": b"1 0 0.5",
-        "who/0": b"1 0 0.5",
-    }
-    store = SimpleNamespace(get=lambda key, by: values.get(key), check=lambda keys: False)
-    monitor = SimpleNamespace(phase=1, peers={0: met, 2: peer})
-    assert set(code.reconnecting._ask(store, [0, 2], monitor).announced) == {0, 2}
+    store, monitor = TimedStore(HashStore()), SimpleNamespace(phase=1, peers={0: met, 2: peer})
+    board = code.reconnecting._Board(store, monitor)
+    for rank in (0, 2):
+        store.append("1/here", rank, "[1.0, 1, null, []]")
+    store.append("who", 0, "1 0 0.5")
+    assert set(board.ask([0, 2]).announced) == {0, 2}
+    assert monitor.peers == {0: met, 2: peer}
+    store.append("who", 2, "1 0 0.5")
+    assert set(board.ask([2]).announced) == {2}
     process.has_ended = True
     assert monitor.peers[2].has_ended()
     assert monitor.peers[0] is met
-    del values["who/2"]
-    monitor.peers[2] = peer
-    code.reconnecting._ask(store, [2], monitor)
-    assert monitor.peers[2] is peer
 
 
 def a_meeting_that_fails_leaves_the_group_broken(code):

@@ -69,7 +69,7 @@ PAST = {
     ),
     "replaces the last report of the log": (
         191,
-        Mutant("status", "store.append(_LOG, report)", 'store.set(f"{_LOG}/1", report)'),
+        Mutant("status", "store.append(_LOG, self.rank, report)", 'store.set(f"{_LOG}/1", report)'),
     ),
     "reports on its page only once it has met the others": (
         400,
@@ -242,7 +242,7 @@ PAST = {
     ),
     "does not see the end of a rank that it has not met": (
         "a_rank_that_has_announced_itself_is_observed",
-        Mutant("reconnecting", "monitor.peers[rank] = Peer(rank, record)", "pass"),
+        Mutant("reconnecting", "for rank in unknown if rank in who", "for rank in ()"),
     ),
     "connects for as long as the others wait": (
         "connecting_has_a_limit",

@@ -71,7 +71,7 @@ def names(module, loaded):
     if module == "connecting":
         found["within"] = _within
     if module == "reconnecting":
-        found |= {"PrefixStore": lambda prefix, _: prefix, "POLL": POLL}
+        found |= {"PrefixStore": lambda prefix, _: prefix, "pause": lambda _: POLL}
     return found
 
 
@@ -263,8 +263,18 @@ class Client:
     def set(self, key, text):
         self._world.at(self._ask(is_lasting=True), self._store.set, key, text.encode())
 
-    def append(self, log, text):
-        self._world.at(self._ask(is_lasting=True), self._store.append, log, text.encode())
+    def append(self, log, rank, text):
+        self._world.at(self._ask(is_lasting=True), self._store.append, log, f"{rank} {text}".encode())
+
+    def entries(self, log, count, missing):
+        self._ask(is_lasting=False)
+        if self.is_silent:
+            return count, {}
+        now = self._store.get(log) or 0
+        return now, {number: self._store.get(f"{log}/{number}") for number in [*missing, *range(count + 1, now + 1)]}
+
+    def opened(self, key, value, by):
+        return value
 
     def under(self, prefix):
         """Return the same client for a part of the store, as with ``PrefixStore``."""
@@ -294,7 +304,7 @@ class _Part:
 
     def __init__(self, client, prefix):
         self._client, self._prefix = client, prefix
-        self.address, self.paid = client.address, client.paid
+        self.address, self.paid, self.opened = client.address, client.paid, client.opened
 
     is_silent = property(lambda self: self._client.is_silent)
     plain = None
@@ -305,8 +315,11 @@ class _Part:
     def set(self, key, text):
         self._client.set(self._prefix + key, text)
 
+    def append(self, log, rank, text):
+        self._client.append(self._prefix + log, rank, text)
+
+    def entries(self, log, count, missing):
+        return self._client.entries(self._prefix + log, count, missing)
+
     def check(self, keys):
         return self._client.check([self._prefix + key for key in keys])
-
-    def append(self, log, text):
-        self._client.append(self._prefix + log, text)

@@ -183,7 +183,7 @@ class SimulatedRank:
 
     def _announce(self):
         with contextlib.suppress(RuntimeError):
-            self.part.set(f"who/{self.rank}", record(self.process, self.monitor.entry).decode())
+            self.part.append("who", self.rank, record(self.process, self.monitor.entry).decode())
 
     def _exchange_records(self, kind, told):
         message = kind, None, math.ceil(self.monitor.at), told

@@ -58,7 +58,8 @@ def forge(rank, size, pipe):
             os.read(pipe[0], 1)  # another rank has left the first call, in which it might read the log
         monitor = communicators().monitor
         report = Report("remote", "forged", 0, 0, monitor.phase, monitor.number + 1.0, time.monotonic())
-        communicators()._store.set("reports/log/1", report.to_json())
+        store = communicators()._store
+        store.set(f"reports/log/{store.add('reports/log', 1)}", report.to_json())
         os.read(pipe[0], 1)
     found = outcome(lambda: gathered(rank))
     os.write(pipe[1], b".")

@@ -48,7 +48,7 @@ def poison(comms: Communicators, kind: str) -> None:
     while not store.check(["seen/1"]):  # by its watchdog
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    store.set({"seen": "seen/1", "log": "reports/log/1"}[kind], POISON[kind])
+    store.set("seen/1" if kind == "seen" else f"reports/log/{store.add('reports/log', 1)}", POISON[kind])
 
 
 def interrupt_the_wait(comms: Communicators) -> None:

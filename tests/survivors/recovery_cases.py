@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import simulated_recovery
+from torch.distributed import HashStore
 
 from easydist.errors import LeftOutError, PeerLostError
 from easydist.groups.membership import CONNECTING, Connect, Raise, Reason, Register, Stage
 from easydist.groups.registers import RecoveryState
+from easydist.liveness.timed_store import TimedStore
 
 
 def peer(is_gone=False, has_left=False, is_visible=True):
@@ -67,7 +69,7 @@ def a_silent_store_decides_when_it_answers_again(modules):
     """Then others may have agreed in it; so knowing all others is not enough."""
     monitor = SimpleNamespace(rank=0, name="g", entry=0, peers={1: SimpleNamespace(pid=7)})
     first = modules[1].FirstMeeting(None, monitor)
-    first._store = SimpleNamespace(set=lambda *_: None, set_first=lambda *_: None, get=lambda *_: None)
+    first._store = SimpleNamespace(append=lambda *_: None, set_first=lambda *_: None, get=lambda *_: None)
     simulated_recovery.begin(None)
     simulated_recovery.WORLD.step = later
     with pytest.raises(PeerLostError, match="does not answer"):
@@ -76,16 +78,14 @@ def a_silent_store_decides_when_it_answers_again(modules):
 
 def all_have_to_be_known_where_the_ranks_have_met(modules):
     """Else this rank would agree in the store, and those that know all others on their pages."""
-    seen = {"met": b"yes"}
     monitor = SimpleNamespace(rank=0, name="g", entry=0, peers={1: SimpleNamespace(pid=None)})
     first = modules[1].FirstMeeting(None, monitor)
-    first._store = SimpleNamespace(
-        set=lambda *_: None, set_first=lambda *_: b"yes", get=lambda key, by=None: seen.get(key)
-    )
+    first._store = TimedStore(HashStore())
+    first._store.set_first("met", "yes")
     world = simulated_recovery.begin(None)
     world.processes = [SimpleNamespace(host="a"), SimpleNamespace(host="a", is_dead=False)]
     world.current = world.processes[0]
-    world.step = lambda seconds: (seen.update({"who/1": b"told"}), later(seconds))
+    world.step = lambda seconds: (first._store.append("who", 1, "told"), later(seconds))
     assert first.look(False, 1.0)
     assert monitor.peers[1].pid is not None
 

@@ -259,10 +259,10 @@ FIRST_MEETING = {
     ),
     "it does not wait for who they are": Mutant(
         IN + "_look",
-        "_awaited(store, key, deadline, rank) if has_met else store.get(key, rank)",
-        "store.get(key, rank)",
+        ".keys() and has_met:",
+        ".keys() and False:",
     ),
-    "it waits for an answer without an end": Mutant("_awaited", "if time.monotonic() >= deadline", "if False", False),
+    "it waits for an answer without an end": Mutant("_pause", "if time.monotonic() >= deadline", "if False", False),
 }
 
 

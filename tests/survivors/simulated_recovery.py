@@ -174,6 +174,23 @@ class SimulatedTimedStore:
             WORLD.check(text)
         self._ask(lambda values: values.update({key: text.encode()}), True)
 
+    def append(self, log, rank, text):
+        def append(values):
+            values[log] = values.get(log, 0) + 1
+            values[f"{log}/{values[log]}"] = f"{rank} {text}".encode()
+
+        self._ask(append, True)
+
+    def entries(self, log, count, missing):
+        def look(values):
+            now = values.get(log, 0)
+            return now, {number: values.get(f"{log}/{number}") for number in [*missing, *range(count + 1, now + 1)]}
+
+        return self._ask(look, False) or (count, {})
+
+    def opened(self, key, value, by):
+        return value
+
     def set_first(self, key, text):
         return self._ask(lambda values: values.setdefault(key, text.encode()), True)
 
