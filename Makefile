@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 STRESS ?= 20000
-JOBS ?= 2
+JOBS ?= 4
 BIN := $(VENV)/bin
 # Files side by side, since most tests wait for other processes; in their order, so that the long ones don't come last.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder

@@ -49,7 +49,7 @@ DRAWN = [
         ),
     ),
     (
-        173,
+        357,
         Mutant(
             "rules",
             "        return report.kind == INTERRUPT and report.number == self.at and not self._is_of_others(report)",
@@ -73,7 +73,7 @@ DRAWN = [
         ),
     ),
     (
-        4434,
+        "a_call_may_have_missed_a_report_after_ctrl_c_or_a_pause",
         Mutant(
             "rules",
             "        return self.broken is None and (self.was_interrupted or now - self._ended > IDLE)",
@@ -97,7 +97,7 @@ DRAWN = [
         ),
     ),
     (
-        302,
+        "a_report_from_before_the_ranks_reconnected_is_over",
         Mutant(
             "rules",
             "            return report.meetings >= self._met[report.by].meetings",
@@ -133,7 +133,7 @@ DRAWN = [
         Mutant("rules", "    return earlier", "    return not (earlier)"),
     ),
     (
-        2,
+        "a_rank_says_since_when_it_has_not_come_back",
         Mutant(
             "rules",
             "        if self.broken is not None or wait not in (None, self.waits):",
@@ -199,7 +199,7 @@ DRAWN = [
         ),
     ),
     (
-        206,
+        "a_report_from_before_the_ranks_reconnected_is_over",
         Mutant(
             "rules",
             "        if report.phase == self.phase - 1 and self._met:",
@@ -231,7 +231,7 @@ DRAWN = [
         ),
     ),
     (
-        49,
+        "who_is_behind_its_partner_raises_first",
         Mutant(
             "protocol",
             "    return other.partner is None or begun > own or (begun == own and other.partner != rank)",
@@ -263,7 +263,7 @@ DRAWN = [
         ),
     ),
     (
-        50,
+        "who_is_behind_its_partner_raises_first",
         Mutant(
             "protocol",
             "    return other.partner is None or begun > own or (begun == own and other.partner != rank)",
@@ -271,7 +271,7 @@ DRAWN = [
         ),
     ),
     (
-        49,
+        "who_is_behind_its_partner_raises_first",
         Mutant(
             "protocol",
             "    return [rank for rank, one in told.items() if one.partner is not None and _is_past(rank, one, one.partner, told)]",
@@ -299,7 +299,7 @@ DRAWN = [
         ),
     ),
     (
-        5,
+        "who_has_come_in_another_meeting_connects_elsewhere",
         Mutant(
             "reconnecting",
             '    return f"{phase}/{met[0].at}/{meetings}"',

@@ -95,6 +95,30 @@ def ranks_that_meet_observe_those_that_have_come(code):
         assert [heard.rank for heard in code.monitor.Monitor._heard(monitor, [2], True)] == observed
 
 
+def a_broken_connection_is_explained_by_logged_reports_too(code):
+    """A rank that gave up two calls in turn has replaced the report about the first one on its page."""
+    last, logged = Report("late", "", 2, 0, 0, 2.0, 0.0), Report("late", "", 2, 0, 0, 1.0, 0.0)
+    peer = SimpleNamespace(rank=2)
+    monitor = SimpleNamespace(peers={2: peer}, _read_log=lambda: [logged], _unfinished=lambda awaited: [])
+    monitor.hear = lambda peer, remote, is_awaited=False, logged=None: Heard(peer.rank, logged or last)
+    heard = code.monitor.Monitor._heard_by_all(monitor, peer)
+    assert [one.report for one in heard] == [last, last, logged]
+
+
+def a_call_may_have_missed_a_report_after_ctrl_c_or_a_pause(code):
+    """Unless this rank has given up itself: then it reconnects anyway."""
+    for broken, was_interrupted, now, may in (
+        (None, True, 1.0, True),
+        (None, False, 9.0, True),
+        (None, False, 1.0, False),
+        (RemoteError("mine"), True, 9.0, False),
+    ):
+        rank = _rank(code)
+        rank.end_call(1.0)
+        rank.broken, rank.was_interrupted = broken, was_interrupted
+        assert bool(rank.begin_call(now, 1.0, 9.0)) is may
+
+
 def nobody_connects_to_a_rank_that_has_ended(code):
     """It counts as lost at the second look only, and connecting would take half of the time."""
     rank = _rank(code)
@@ -233,6 +257,8 @@ CASES = (
     a_meeting_is_carried_out_to_its_end,
     who_has_left_the_meeting_has_to_come_back,
     ranks_that_meet_observe_those_that_have_come,
+    a_broken_connection_is_explained_by_logged_reports_too,
+    a_call_may_have_missed_a_report_after_ctrl_c_or_a_pause,
     nobody_connects_to_a_rank_that_has_ended,
     who_has_come_in_another_meeting_connects_elsewhere,
     a_rank_that_has_announced_itself_is_observed,

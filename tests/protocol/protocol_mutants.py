@@ -64,7 +64,7 @@ PAST = {
         Mutant("monitor", "if is_cut_off and self._waits_for_a_body(list(self.peers)):", "if False:"),
     ),
     "explains a broken connection by the last report of each rank alone": (
-        8217,
+        "a_broken_connection_is_explained_by_logged_reports_too",
         Mutant("monitor", "        for report in logged:  #", "        for report in ():  #"),
     ),
     "replaces the last report of the log": (
@@ -116,7 +116,7 @@ PAST = {
         ),
     ),
     "takes calls of two for the next of all": (
-        49,
+        135,
         Mutant(
             "rules",
             "return self.number + 0.5 if self._deadline == NOT_IN_TIME else self.at",
@@ -144,10 +144,10 @@ PAST = {
         Mutant("rules", "return report.phase >= self.phase\n", "return True\n"),
     ),
     "ignores who left the meeting when others were connected": (
-        302,
+        "a_report_from_before_the_ranks_reconnected_is_over",
         Mutant("rules", "if report.phase == self.phase - 1 and self._met:", "if False:"),
     ),
-    "stays in its phase": (206, Mutant("protocol", "if replies is not None and replies.is_passed:", "if False:")),
+    "stays in its phase": (52, Mutant("protocol", "if replies is not None and replies.is_passed:", "if False:")),
     "takes a final report for one about its call only": (
         "who_leaves_for_good_has_sent_what_it_had_not_given_up",
         Mutant(
@@ -249,7 +249,7 @@ PAST = {
         Mutant("protocol", "(self._ends_at - now) / 2", "self._ends_at - now"),
     ),
     "observes only those who have not come to a meeting": (
-        163907,
+        "ranks_that_meet_observe_those_that_have_come",
         Mutant("monitor", "self.peers.values() if self.phase % 2 else self._unfinished", "self._unfinished"),
     ),
     "connects to ranks that have ended": (
