@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -29,19 +30,20 @@ def works(world_size: int) -> Iterator[Work]:
     small = [{"loss": 0.5}]
     yield Work(
         "broadcast_object_list of a small dict",
-        lambda: easydist.broadcast_object_list(small),
-        lambda: dist.broadcast_object_list(small),
+        partial(easydist.broadcast_object_list, small),
+        partial(dist.broadcast_object_list, small),
         "torch",
     )
     for name, numel in _SIZES.items():
         data, parts = torch.ones(numel), [torch.empty(numel) for _ in range(world_size)]
-        yield Work(
-            f"gather {name}", lambda d=data: easydist.gather(d), lambda d=data, p=parts: dist.all_gather(p, d), "gloo"
-        )
-        yield Work(
-            f"broadcast {name}", lambda d=data: easydist.broadcast(d), lambda d=data: dist.broadcast(d.clone(), 0), "gloo"
-        )
-        yield Work(f"reduce {name}", lambda d=data: easydist.reduce(d), lambda d=data: dist.all_reduce(d.clone()), "gloo")
+        yield Work(f"gather {name}", partial(easydist.gather, data), partial(dist.all_gather, parts, data), "gloo")
+        yield Work(f"broadcast {name}", partial(easydist.broadcast, data), partial(dist.broadcast, data, 0), "gloo")
+        yield Work(f"reduce {name}", partial(easydist.reduce, data), partial(_reduced, data), "gloo")
+
+
+def _reduced(data: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(reduced := data.clone())
+    return reduced
 
 
 def measure(rank: int, world_size: int, seconds: float, only: str) -> list[BenchRow]:

@@ -16,7 +16,6 @@ from typing import Any
 from torch.distributed import Store
 
 from easydist.comms.failures import UNMADE, CommDisagreement
-from easydist.liveness.log import Log
 from easydist.liveness.stored import decoded, in_store
 from easydist.liveness.timed_store import TimedStore
 from easydist.shm.cycles import Looks, circle_of, reached
@@ -24,7 +23,7 @@ from easydist.shm.cycles import Looks, circle_of, reached
 _LOOK_EVERY = 0.25
 """Seconds between two looks."""
 
-_WHAT, _FORM = in_store("split"), {"call": str, "ranks": [int], "name": str, "looks": int, "different": str}
+_FORM = {"call": str, "ranks": [int], "name": str, "looks": int, "different": str}
 
 
 class Splits:
@@ -38,7 +37,6 @@ class Splits:
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = TimedStore(store), rank, size
-        self._waits = Log(self._store, "split")
         self._mine: dict[str, Any] = {}
         self._looks, self._look_at = Looks(), 0.0
         self._seen = ""  # the last circle; its ranks may find it first, and go
@@ -60,10 +58,10 @@ class Splits:
         finally:
             if not self._mine["different"]:
                 with contextlib.suppress(RuntimeError):  # the store is gone
-                    self._waits.withdraw(self._rank)
+                    self._store.delete(f"split/{self._rank}")
 
     def _write(self) -> None:
-        self._waits.append(self._rank, json.dumps(self._mine | {"looks": self._looks.count}))
+        self._store.set(f"split/{self._rank}", json.dumps(self._mine | {"looks": self._looks.count}))
 
     def look(self) -> None:
         """Look at the lists of the others, from time to time.
@@ -74,7 +72,7 @@ class Splits:
         if (now := time.monotonic()) < self._look_at:
             return
         self._look_at = now + _LOOK_EVERY
-        known = {rank: decoded(_WHAT, text, _FORM) for rank, text in self._waits.last().items()}
+        known = {rank: told for rank in range(self._size) if (told := self._of(rank)) is not None}
         waiting = {rank: told for rank, told in known.items() if not told["different"]}
         if circle := self._circle_in(waiting):
             self._seen = "different/" + "-".join(known[rank]["call"] for rank in circle)
@@ -92,6 +90,11 @@ class Splits:
         """Return the circles because of which ranks have ended their wait for this one, before it came."""
         awaited = [told for rank, told in known.items() if rank in self._mine["ranks"] and self._rank in told["ranks"]]
         return [told["different"] for told in awaited if told["different"] not in self._heard]
+
+    def _of(self, rank: int) -> dict[str, Any] | None:
+        text = self._store.get(key := f"split/{rank}", rank)
+        told: dict[str, Any] | None = None if text is None else decoded(in_store(key), text, _FORM)
+        return told
 
     def _circle_in(self, known: Mapping[int, Mapping[str, Any]]) -> list[int]:
         """Return the ranks of the first circle for which this rank waits, in order; it may be one of them."""

@@ -15,17 +15,14 @@ from torch.distributed import Store
 from easydist.errors import PeerLostError, RemoteError
 from easydist.liveness import texts
 from easydist.liveness.limited import NoAnswerError
-from easydist.liveness.log import Log
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.page import own_page
 from easydist.liveness.peer import Peer, record
+from easydist.liveness.status import WHO
 from easydist.liveness.stored import damaged, in_store
 from easydist.liveness.timed_store import POLL, TimedStore
 
 _MET, _NOT_MET = "yes", "no"
-
-WHO = "who"
-"""The log in a group's store with the records of its ranks."""
 
 
 class FirstMeeting:
@@ -45,7 +42,7 @@ class FirstMeeting:
         if self._store is not None:
             with contextlib.suppress(RuntimeError):  # if the store is gone, nothing can be recovered through it either
                 told = record(own_page(), self._monitor.entry, False).decode()
-                Log(self._store, WHO).append(self._monitor.rank, told)
+                self._monitor.log(WHO).append(self._store, self._monitor.rank, told)
 
     def conclude(self) -> bool:
         """Record that the ranks have met, after the meeting.
@@ -96,9 +93,9 @@ class FirstMeeting:
         if answer not in (_MET.encode(), _NOT_MET.encode()):
             raise damaged(in_store("met"), answer)
         has_met = answer == _MET.encode()
-        who = Log(store, WHO)
+        who = self._monitor.log(WHO)
         # All that have met must know all others, or some would agree on pages and some in the store.
-        while not (told := who.last()).keys() >= self._monitor.peers.keys() and has_met:
+        while not (told := who.last(store)).keys() >= self._monitor.peers.keys() and has_met:
             _pause(deadline, WHO)
         self._monitor.peers |= {rank: Peer(rank, told[rank]) for rank in self._monitor.peers if rank in told}
         return has_met

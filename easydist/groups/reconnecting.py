@@ -15,12 +15,12 @@ from typing import TypeVar
 from torch.distributed import PrefixStore, Store
 
 from easydist.errors import PeerLostError
-from easydist.groups.first_meeting import WHO
 from easydist.liveness import texts
 from easydist.liveness.events import Announced, Do, Replies, Step
 from easydist.liveness.log import Log, pause
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.peer import Peer
+from easydist.liveness.status import WHO
 from easydist.liveness.stored import decoded, in_store
 from easydist.liveness.timed_store import TimedStore
 
@@ -64,30 +64,31 @@ def _place(phase: int, met: Sequence[Announced]) -> str:
 def _meet(store: TimedStore, monitor: Monitor) -> Sequence[Announced]:
     """Wait for all ranks, and return their announcements: the last call that any of them has reached."""
     try:
-        return _agree_on_call(_Board(store, monitor), monitor)
+        return _agree_on_call(store, monitor)
     except RuntimeError as error:  # from the store: the monitor raises no RuntimeError
         text = texts.without_store(monitor.operation)
         monitor.give_up(PeerLostError(text))
         raise PeerLostError(text) from error
 
 
-def _agree_on_call(board: _Board, monitor: Monitor) -> Sequence[Announced]:
+def _agree_on_call(store: TimedStore, monitor: Monitor) -> Sequence[Announced]:
     """Carry out the steps of the meeting (``GroupProtocol.meeting``)."""
     steps = monitor.meeting()
     step = next(steps)
     try:
         while True:
-            step = steps.send(_take(step, board, monitor))
+            step = steps.send(_take(step, store, monitor))
     except StopIteration as end:
         met: Sequence[Announced] = end.value
         return met
 
 
-def _take(step: Step, board: _Board, monitor: Monitor) -> Replies | None:
+def _take(step: Step, store: TimedStore, monitor: Monitor) -> Replies | None:
     if step.do is Do.ASK:
-        return board.ask(step.ranks)
+        return _ask(store, step.ranks, monitor)
     if step.do is Do.ANNOUNCE:
-        board.announce(step.told)
+        _here(monitor).append(store, monitor.rank, json.dumps(step.told))
+        store.set(f"{monitor.phase}/begun", "")
     elif step.do is Do.PAUSE:
         time.sleep(pause(monitor.size))
     else:
@@ -95,41 +96,19 @@ def _take(step: Step, board: _Board, monitor: Monitor) -> Replies | None:
     return None
 
 
-class _Board:
-    """The announcements of the ranks of a group that meet, in its store.
+def _here(monitor: Monitor) -> Log:
+    """Return the log of the announcements of this phase."""
+    return monitor.log(f"{monitor.phase}/here")
 
-    Args:
-        store: The group's store.
-        monitor: The group's monitor.
-    """
 
-    def __init__(self, store: TimedStore, monitor: Monitor) -> None:
-        self._store, self._monitor, self._phase = store, monitor, -1
-        self._who = Log(store, WHO)
-
-    @property
-    def _here(self) -> Log:
-        """The log of the announcements of this phase."""
-        if self._phase != self._monitor.phase:
-            self._phase = self._monitor.phase
-            self._log = Log(self._store, f"{self._phase}/here")
-        return self._log
-
-    def announce(self, told: Announced) -> None:
-        """Announce the call of this rank."""
-        self._here.append(self._monitor.rank, json.dumps(told))
-        self._store.set(f"{self._monitor.phase}/begun", "")
-
-    def ask(self, ranks: Sequence[int]) -> Replies:
-        """Return the last announcements of some ranks."""
-        told = self._here.last()
-        announced = {rank: _announced(told[rank]) for rank in ranks if rank in told}
-        peers = self._monitor.peers
-        if unknown := [rank for rank in announced if peers[rank].pid is None]:
-            who = self._who.last()
-            # So that their end is noticed before the ranks have met.
-            peers |= {rank: Peer(rank, who[rank]) for rank in unknown if rank in who}
-        return Replies(announced, self._store.check([f"{self._monitor.phase + 2}/begun"]))
+def _ask(store: TimedStore, ranks: Sequence[int], monitor: Monitor) -> Replies:
+    told, peers = _here(monitor).last(store), monitor.peers
+    announced = {rank: _announced(told[rank]) for rank in ranks if rank in told}
+    if unknown := [rank for rank in announced if peers[rank].pid is None]:
+        who = monitor.log(WHO).last(store)
+        # So that their end is noticed before the ranks have met.
+        peers |= {rank: Peer(rank, who[rank]) for rank in unknown if rank in who}
+    return Replies(announced, store.check([f"{monitor.phase + 2}/begun"]))
 
 
 def _announced(text: bytes) -> Announced:

@@ -21,7 +21,7 @@ from types import TracebackType
 import torch
 from torch.distributed import DistError, PrefixStore, Store
 
-from easydist.errors import EasydistError, PeerLostError, RemoteError
+from easydist.errors import EasydistError, PeerLostError, RemoteError, WireError
 from easydist.groups.sharing import Hosts, introduce, share
 from easydist.liveness import texts
 from easydist.liveness.limited import NoAnswerError
@@ -127,11 +127,16 @@ class Rendezvous:
         if not (self.monitor.is_awaited and isinstance(error, EasydistError | KeyboardInterrupt)):
             return  # all ranks raise it, for which each needs the messages of the others
         with contextlib.suppress(RuntimeError):
-            if isinstance(error, PeerLostError) and self._rounds and error.rank in self._rounds[0].last():
+            if isinstance(error, PeerLostError) and self._has_come(error.rank):
                 return  # all ranks raise it, and the lost one has used up this attempt, too
             for log in self._rounds:
-                log.withdraw(self.rank)
+                log.withdraw(self._messages, self.rank)
             self._arrivals.add(f"came/{self.rank}", -1, PATIENCE)
+
+    def _has_come(self, rank: int | None) -> bool:
+        with contextlib.suppress(WireError):  # it says nothing about this rank
+            return bool(self._rounds) and rank in self._rounds[0].last(self._messages)
+        return False
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
@@ -211,14 +216,14 @@ class Rendezvous:
             return self._exchange(mine)
 
     def _exchange(self, mine: bytes, is_first: bool = False) -> list[bytes]:
-        self._rounds.append(log := Log(self._messages, str(len(self._rounds))))
-        log.append(self.rank, mine.decode())
+        self._rounds.append(log := Log(str(len(self._rounds))))
+        log.append(self._messages, self.rank, mine.decode())
         known: dict[int, bytes] = {}
-        while missing := [r for r in range(self.size) if r not in (told := log.last())]:
+        while missing := [r for r in range(self.size) if r not in (told := log.last(self._messages))]:
             if is_first:  # ranks that have come are needed for what follows, too: their end ends the wait
                 changed = [r for r in self._strangers if told.get(r) != known.get(r)]
                 self.monitor.peers |= {r: Peer(r, told[r]) if r in told else self._strangers[r] for r in changed}
-                known = dict(told)
+                known = told
             self.check(missing, [*missing, *self._present(log)] if is_first else missing)
             time.sleep(pause(self.size))
         return [told[r] for r in range(self.size)]
@@ -226,9 +231,9 @@ class Rendezvous:
     def _present(self, log: Log) -> list[int]:
         """Return the ranks that have come and can be observed, but for those that gave up before they ended."""
         peers = self.monitor.peers
-        came = [r for r in log.last() if r in peers]
+        came = [r for r in log.last(self._messages) if r in peers]
         ended = [r for r in came if peers[r].has_ended()]  # perhaps before it could be seen
-        gave_up = {*ended} - {*log.last()}
+        gave_up = {*ended} - {*log.last(self._messages)}
         return [r for r in came if r not in gave_up and (r in ended or peers[r].is_visible)]
 
     def check(self, missing: Sequence[int] | None = None, awaited: Sequence[int] | None = None) -> None:

@@ -6,16 +6,26 @@ So ranks that meet do not ask for the key of each other rank: W of them would as
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator
 from typing import NamedTuple
 
+from easydist.errors import WireError
 from easydist.liveness.stored import damaged, in_store
 from easydist.liveness.timed_store import POLL, TimedStore
+
+AT_ONCE = 1000
+"""The most entries to ask for at once; fewer if the store has not answered in time."""
 
 _MOST_LOOKS = 50_000
 """The looks a second of all ranks together that a store has to answer; it can answer some more."""
 
-_WITHDRAWN = "\0withdrawn"
+_WITHDRAWN = b"\0withdrawn"
+
+
+def pause(size: int) -> float:
+    """Return the seconds between two looks of each of ``size`` ranks that wait for entries."""
+    return max(POLL, size / _MOST_LOOKS)
 
 
 class Entry(NamedTuple):
@@ -32,74 +42,98 @@ class Entry(NamedTuple):
     text: bytes
 
 
-def pause(size: int) -> float:
-    """Return the seconds between two looks of each of ``size`` ranks that wait for entries."""
-    return max(POLL, size / _MOST_LOOKS)
-
-
 class Log:
-    """One process's view of a log.
+    """One process's view of a log. Several threads may read it; each entry is read once.
 
     Args:
-        store: The store.
         name: The name of the log.
+        refused: The texts of the errors about entries that have been raised, each once. A view that begins again gets
+            those of the view before.
 
     Example:
         >>> from torch.distributed import HashStore
-        >>> store = TimedStore(HashStore())
-        >>> log, other = Log(store, "log"), Log(store, "log")
-        >>> log.append(1, "first")
-        >>> list(other.news())
+        >>> store, log, other = TimedStore(HashStore()), Log("log"), Log("log")
+        >>> log.append(store, 1, "first")
+        >>> list(other.news(store))
         [Entry(key='log/1', by=1, text=b'first')]
-        >>> list(other.news())
+        >>> list(other.news(store))
         []
     """
 
-    def __init__(self, store: TimedStore, name: str) -> None:
-        self._store, self._name = store, name
-        self._count, self._unread = 0, dict[int, bytes | None]()
-        self._last: dict[int, bytes] = {}
+    def __init__(self, name: str, refused: set[str] | None = None) -> None:
+        self._name, self._lock = name, threading.Lock()
+        self._refused = set() if refused is None else refused
+        self._count, self._at_once = 0, AT_ONCE
+        self._unwritten: set[int] = set()
+        self._unread: dict[int, tuple[int | None, bytes] | WireError] = {}
+        self._last: dict[int, tuple[int, bytes]] = {}
 
-    def append(self, rank: int, text: str) -> None:
+    def append(self, store: TimedStore, rank: int, text: str) -> None:
         """Append an entry; later, if the store does not answer.
 
         Raises:
             RuntimeError: The store is gone.
         """
-        self._store.append(self._name, rank, text)
+        store.append(self._name, rank, text)
 
-    def withdraw(self, rank: int) -> None:
+    def withdraw(self, store: TimedStore, rank: int) -> None:
         """Let a rank count as one that has written nothing; as ``append``."""
-        self.append(rank, _WITHDRAWN)
+        self.append(store, rank, _WITHDRAWN.decode())
 
-    def last(self) -> Mapping[int, bytes]:
+    def last(self, store: TimedStore) -> dict[int, bytes]:
         """Return the last entry of each rank, as far as the store answers.
 
         Raises:
             RuntimeError: The store is gone.
-            WireError: An entry is damaged, or not signed with this process's job key.
+            WireError: An entry is damaged, or not signed with this process's job key. The next look goes on after it.
         """
-        for key, rank, text in self.news():
+        for key, rank, text in self.news(store):
             if rank is None:
-                raise damaged(in_store(key), text)
-            self._last[rank] = text
-            if text == _WITHDRAWN.encode():
-                del self._last[rank]
-        return self._last
+                self._refuse(damaged(in_store(key), text))
+                continue
+            number = int(key.rpartition("/")[2])
+            if number > self._last.get(rank, (0, b""))[0]:  # an older one may have been written later
+                self._last[rank] = number, text
+        return {rank: text for rank, (_, text) in tuple(self._last.items()) if text != _WITHDRAWN}
 
-    def news(self) -> Iterator[Entry]:
+    def news(self, store: TimedStore) -> Iterator[Entry]:
         """Yield the entries that this process has not read yet, as far as the store answers.
 
         Raises:
             RuntimeError: The store is gone.
             WireError: An entry is not signed with this process's job key. It counts as read.
         """
-        missing = [number for number, value in self._unread.items() if value is None]
-        self._count, values = self._store.entries(self._name, self._count, missing)
-        self._unread |= values
-        for number, value in tuple(self._unread.items()):
-            if value is not None:
-                del self._unread[number]
-                key, (rank, _, sealed) = f"{self._name}/{number}", value.partition(b" ")
-                by = int(rank) if rank.isdigit() else None
-                yield Entry(key, by, self._store.opened(key, value if by is None else sealed, by))
+        while self._ask(store):
+            pass
+        while (found := self._next()) is not None:
+            number, written = found
+            if isinstance(written, WireError):
+                self._refuse(written)
+            else:
+                yield Entry(f"{self._name}/{number}", *written)
+
+    def _next(self) -> tuple[int, tuple[int | None, bytes] | WireError] | None:
+        with self._lock:
+            number = min(self._unread, default=None)
+            return None if number is None else (number, self._unread.pop(number))
+
+    def _refuse(self, error: WireError) -> None:
+        """Raise the error about an entry, once."""
+        if (text := str(error)) not in self._refused:
+            self._refused.add(text)
+            raise error
+
+    def _ask(self, store: TimedStore) -> bool:
+        """Take in entries; return True if there may be more."""
+        with self._lock:
+            new, missing = range(self._count + 1, self._count + 1 + self._at_once), sorted(self._unwritten)
+            found = store.entries(self._name, new, missing[: self._at_once])
+            if found is None:  # the more is asked for, the longer it takes
+                self._at_once = max(1, self._at_once // 2)
+                return False
+            count, entries = found
+            is_full = count == new[-1]
+            self._count, self._at_once = count, min(2 * self._at_once, AT_ONCE)
+            self._unwritten = {*missing[self._at_once :], *(n for n, one in entries.items() if one is None)}
+            self._unread |= {n: one for n, one in entries.items() if one is not None}
+            return is_full

@@ -233,8 +233,7 @@ class Monitor(GroupStatus):
         """Keep only the entry on this process's page: other ranks may still read that this group has been recovered."""
         self.detach()
         self.peers = {rank: Peer(rank) for rank in self.peers}
-        self.use(None)
-        self._lost_store = None
+        self._store = self._lost_store = None
         if self.broken is not None:  # its traceback holds the frames of the call, and with them the connections
             self.broken = again(self.broken)
             self.broken.raised_in = None

@@ -94,6 +94,11 @@ class Seal:
         return f"has a wrong signature: another program, without {settings.JOB_KEY}, has changed it"
 
 
+def text_in(value: bytes) -> bytes:
+    """Return the text of a value that may be signed, unchecked."""
+    return value.split(b":", 3)[-1] if value.startswith(_MARK) else value
+
+
 def seal() -> Seal:
     """Return the seal of this process, by its environment."""
     return _seal(settings.read(settings.JOB_KEY))

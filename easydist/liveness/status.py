@@ -5,6 +5,7 @@ Ranks of one host write both on their pages, which the others read; between host
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -30,6 +31,10 @@ from easydist.liveness.stored import damaged, decoded, in_store
 from easydist.liveness.timed_store import TimedStore, is_reachable
 
 _LOG = "reports/log"
+
+WHO = "who"
+"""The log in a group's store with the records of its ranks."""
+
 _ROWS = 32
 """The most ranks that a text lists."""
 
@@ -77,7 +82,9 @@ class GroupStatus(GroupProtocol):
         self._published = (0, b"")
         self._told = dict[int, tuple[float, bytes | None, Body | None]]()  # when read, the message, the body
         self._log: list[Report] = []
-        self.use(store)
+        self._refused: set[str] = set()
+        self._logs = {_LOG: Log(_LOG, self._refused)}
+        self._store = store
         self._lost_store: TimedStore | None = None
         self.unreached: tuple[str, bool] | None = None
         self._has_left, self._pid = False, os.getpid()
@@ -89,9 +96,13 @@ class GroupStatus(GroupProtocol):
         """The page of this process; None if it has none."""
         return self._page
 
-    def use(self, store: TimedStore | None) -> None:
-        """Use this store for exchanges with the others from now on."""
-        self._store, self._reports = store, None if store is None else Log(store, _LOG)
+    def use(self, store: TimedStore) -> None:
+        """Use this store for exchanges with the others from now on; another process may serve it."""
+        self._store, self._logs = store, {_LOG: self._logs[_LOG]}
+
+    def log(self, name: str) -> Log:
+        """Return this process's view of a log in the group's store."""
+        return self._logs.setdefault(name, Log(name, self._refused))
 
     def sees(self, rank: int) -> bool:
         """True if another rank's process is known to be on this host."""
@@ -153,14 +164,14 @@ class GroupStatus(GroupProtocol):
     def _append(self, report: str, always: bool) -> None:
         if (store := self._store) is not None and (always or self._has_remote_peers()):
             try:
-                store.append(_LOG, self.rank, report)
+                self.log(_LOG).append(store, self.rank, report)
             except RuntimeError:
                 self._store, self._lost_store = None, store
 
     def _news(self) -> Iterator[Entry]:
-        if (store := self._store) is not None and self._reports is not None and self._has_remote_peers():
+        if (store := self._store) is not None and self._has_remote_peers():
             try:
-                yield from self._reports.news()
+                yield from self.log(_LOG).news(store)
             except RuntimeError:
                 self._store, self._lost_store = None, store
 
@@ -336,8 +347,10 @@ class GroupStatus(GroupProtocol):
 
     def _meet_alone(self, rank: int) -> None:
         """Look up the process of a rank, so that its end is noticed before the ranks have met."""
-        if (record := self._read(f"who/{rank}", rank)) is not None:
-            self.peers[rank] = Peer(rank, record)
+        if (store := self._store) is not None:
+            with contextlib.suppress(RuntimeError):  # the store is gone, as the next look finds out
+                if (record := self.log(WHO).last(store).get(rank)) is not None:
+                    self.peers[rank] = Peer(rank, record)
 
     # Errors that list the ranks' last calls.
 

@@ -16,22 +16,29 @@ from concurrent.futures import (
     TimeoutError as Unanswered,  # the builtin one from Python 3.11 on
 )
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from easydist.errors import WireError
 from easydist.liveness.background import Caller
 from easydist.liveness.limited import NoAnswerError, idle_caller, release, within
 from easydist.liveness.rules import PATIENCE
-from easydist.liveness.signed import seal
+from easydist.liveness.signed import seal, text_in
 
 T = TypeVar("T")
 
 POLL = 0.005
 """Seconds between two looks for a key: the store's own wait cannot be interrupted."""
 
-AT_ONCE = 1000
-"""The most values to ask for at once, which have to come within ``PATIENCE``."""
+_DELETED = "\0deleted"
+
+_DIGITS = 9
+"""More than the digits of any rank."""
+
+Written: TypeAlias = tuple[int | None, bytes] | WireError | None
+"""An entry of a log: the rank that has written it, or None if another program has, and its text; the error if it is not
+signed with this process's job key; None if it is counted, but not written yet."""
 
 
 class TimedStore:
@@ -90,10 +97,11 @@ class TimedStore:
             WireError: The value is not signed with this process's job key.
         """
         value = self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
-        return None if value is None else self._seal.opened(key, value, by)
+        opened = None if value is None else self._seal.opened(key, value, by)
+        return None if opened == _DELETED.encode() else opened
 
     def values(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Do as ``get`` for at most ``AT_ONCE`` keys, in two questions if all are set."""
+        """Do as ``get`` for several keys, in two questions if all are set."""
         found = zip(keys, self._ask(lambda: _values(self._store, keys)) or [None] * len(keys), strict=True)
         return [None if value is None else self._seal.opened(key, value) for key, value in found]
 
@@ -120,6 +128,17 @@ class TimedStore:
         sealed = self._seal.sealed(key, text)
         self._ask(lambda: self._store.set(key, sealed), is_lasting=True)
 
+    def delete(self, key: str) -> None:
+        """Let a key count as missing; later, if the store does not answer.
+
+        It stays in the store: if another rank has just checked that it is there, torch's ``get`` would wait for it, and
+        all other questions of that process with it.
+
+        Raises:
+            RuntimeError: The store is gone.
+        """
+        self.set(key, _DELETED)
+
     def append(self, log: str, rank: int, text: str) -> None:
         """Append an entry to a log (``liveness/log.py``); later, if the store does not answer.
 
@@ -129,36 +148,39 @@ class TimedStore:
 
         def append() -> None:
             key = f"{log}/{self._store.add(log, 1)}"
-            self._store.set(key, f"{rank} {self._seal.sealed(key, text)}")
+            self._store.set(key, self._seal.sealed(key, f"{rank} {text}"))
 
         self._ask(append, is_lasting=True)
 
-    def entries(self, log: str, count: int, missing: Sequence[int]) -> tuple[int, dict[int, bytes | None]]:
-        """Return the values of new entries of a log by number, at most ``AT_ONCE``, and how many this process has seen.
+    def entries(self, log: str, new: range, unwritten: Sequence[int]) -> tuple[int, dict[int, Written]] | None:
+        """Return entries of a log by number.
 
         Args:
             log: The log.
-            count: The number that it had seen before; also the result if the store does not answer.
-            missing: Those of them that had not been written yet. Such values are None here.
+            new: The numbers to ask for, as far as there are such entries.
+            unwritten: Earlier numbers to ask for, too.
+
+        Returns:
+            The last number of ``new`` that there is, or the one before them, and the entries; None if the store does
+            not answer.
 
         Raises:
             RuntimeError: The store is gone.
         """
+        if (found := self._ask(lambda: _entries(self._store, log, new, unwritten))) is None:
+            return None
+        last, values = found
+        return last, {number: self._written(f"{log}/{number}", value) for number, value in values.items()}
 
-        def look() -> tuple[int, dict[int, bytes | None]]:
-            now = min(self._store.add(log, 0), count + AT_ONCE)
-            numbers = [*missing, *range(count + 1, now + 1)]
-            return now, dict(zip(numbers, _values(self._store, [f"{log}/{n}" for n in numbers]), strict=True))
-
-        return self._ask(look) or (count, {})
-
-    def opened(self, key: str, value: bytes, by: int | None) -> bytes:
-        """Return the text of an entry of a log.
-
-        Raises:
-            WireError: As for ``get``.
-        """
-        return self._seal.opened(key, value, by)
+    def _written(self, key: str, value: bytes | None) -> Written:
+        if value is None:
+            return None
+        by = rank_in(text_in(value))
+        try:
+            text = self._seal.opened(key, value, by)
+        except WireError as error:
+            return error
+        return (None, text) if by is None else (by, text.partition(b" ")[2])
 
     def add(self, key: str, amount: int, seconds: float) -> int:
         """Add to a counter, and return its new value.
@@ -194,6 +216,10 @@ class TimedStore:
                 self._caller, self._unanswered = caller, answer
 
 
+_AT_ONCE = 100
+"""The most values of gloo to ask for at once: with a thousand ranks each has some 40 KB."""
+
+
 class InterruptibleStore(Store):
     """A store in which torch's own waits end once the caller gives up, so that no thread and no socket stays behind.
 
@@ -225,7 +251,7 @@ class InterruptibleStore(Store):
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Wait for keys, and return their values."""
         found: list[bytes] = []
-        while asked := keys[len(found) : len(found) + AT_ONCE]:
+        while asked := keys[len(found) : len(found) + _AT_ONCE]:
             values = [value for value in self._timed.values(asked) if value is not None]
             if len(values) == len(asked):
                 found += [value.decode().encode("latin-1") for value in values]
@@ -248,11 +274,28 @@ class InterruptibleStore(Store):
         return self._timed.check(keys)
 
 
+def _entries(store: Any, log: str, new: range, unwritten: Sequence[int]) -> tuple[int, dict[int, bytes | None]]:
+    count = int(store.get(log)) if store.check([log]) else 0  # not ``add(log, 0)``, which a file would record
+    last, values = max(new.start - 1, min(count, new[-1])), dict[int, bytes | None]()
+    for numbers in (unwritten, range(new.start, last + 1)):
+        values |= zip(numbers, _values(store, [f"{log}/{number}" for number in numbers]), strict=True)
+    return last, values
+
+
+def rank_in(text: bytes) -> int | None:
+    """Return the rank at the beginning of an entry; None if there is none."""
+    rank = text.partition(b" ")[0]
+    return int(rank) if rank.isdigit() and len(rank) < _DIGITS else None
+
+
 def _values(store: Any, keys: Sequence[str]) -> list[bytes | None]:
-    """Return the values of some keys, None for those that are not set; in few questions if all are."""
-    if not keys or not store.check(keys):
-        return [store.get(key) if store.check([key]) else None for key in keys]
-    return [*store.multi_get(keys)] if store.has_extended_api() else [store.get(key) for key in keys]
+    """Return the values of some keys, None for those that are not set; the fewer these are, the fewer questions."""
+    if not keys:
+        return []
+    if store.check(list(keys)):
+        return [*store.multi_get(keys)] if store.has_extended_api() else [store.get(key) for key in keys]
+    half = len(keys) // 2
+    return [*_values(store, keys[:half]), *_values(store, keys[half:])] if half else [None]
 
 
 def _answered(question: Callable[[], T]) -> T:

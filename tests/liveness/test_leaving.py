@@ -141,7 +141,7 @@ def test_leaving_is_announced_once_in_the_store_for_ranks_that_cannot_see_the_pa
     monitor.end()
     monitor.announce_leaving()
     monitor.announce_leaving()
-    ((_, rank, told),) = Log(store, "reports/log").news()
+    ((_, rank, told),) = Log("reports/log").news(store)
     report = Report.from_page(told.decode())
     assert (rank, report.kind, report.by, report.number) == (0, LEAVING, 0, 1.5)
 

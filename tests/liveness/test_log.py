@@ -1,13 +1,22 @@
 """Logs of real stores: what ranks append at the same time is read once, in few questions."""
 
 import threading
+import time
 
+import launching
 import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from easydist.errors import WireError
+from easydist.liveness import log as logs_of_stores
 from easydist.liveness.log import Entry, Log, pause
+from easydist.liveness.rules import PATIENCE
 from easydist.liveness.timed_store import POLL, TimedStore
+
+
+def reached(server, count):
+    return [TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False) for _ in range(count)]
+
 
 STORES = {
     "hash": lambda _: [HashStore()] * 4,
@@ -16,73 +25,124 @@ STORES = {
 }
 
 
-def reached(server, count):
-    return [TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False) for _ in range(count)]
+class View:
+    """One rank's view of a log."""
+
+    def __init__(self, store):
+        self._log, self._store = Log("log"), TimedStore(store)
+
+    def append(self, rank, text):
+        self._log.append(self._store, rank, text)
+
+    def withdraw(self, rank):
+        self._log.withdraw(self._store, rank)
+
+    def news(self):
+        return [*self._log.news(self._store)]
+
+    def last(self):
+        return self._log.last(self._store)
 
 
 @pytest.fixture(params=STORES)
-def logs(request, tmp_path):
+def views(request, tmp_path):
     """Return the views of four ranks."""
-    return [Log(TimedStore(PrefixStore("group", store)), "log") for store in STORES[request.param](tmp_path)]
+    return [View(PrefixStore("group", store)) for store in STORES[request.param](tmp_path)]
 
 
-def test_each_entry_is_read_once_while_others_append(logs):
+def test_each_entry_is_read_once_while_others_append(views):
     def write(rank):
         for number in range(50):
-            logs[rank].append(rank, f"{number}\n é")
+            views[rank].append(rank, f"{number}\n é")
 
-    threads = [threading.Thread(target=write, args=(rank,)) for rank in range(1, 4)]
-    for thread in threads:
-        thread.start()
     found = []
-    while any(thread.is_alive() for thread in threads) or len(found) < 150:
-        found += logs[0].news()
-    assert {entry.key for entry in found} == {f"log/{number}" for number in range(1, 151)}
+
+    def read():
+        while any(thread.is_alive() for thread in writers) or len(found) < 150:
+            found.extend(views[0].news())
+
+    writers = [threading.Thread(target=write, args=(rank,)) for rank in range(1, 4)]
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for thread in (*writers, *readers):
+        thread.start()
+    for thread in (*writers, *readers):
+        thread.join()
+    assert sorted(int(entry.key[4:]) for entry in found) == [*range(1, 151)]
     for rank in range(1, 4):
-        assert [entry.text.decode() for entry in found if entry.by == rank] == [f"{n}\n é" for n in range(50)]
-    assert not [*logs[0].news()]
+        mine = sorted((int(entry.key[4:]), entry.text.decode()) for entry in found if entry.by == rank)
+        assert [text for _, text in mine] == [f"{number}\n é" for number in range(50)]
+    assert not views[0].news()
 
 
-def test_the_last_entry_of_a_rank_counts_until_it_withdraws(logs):
+def test_the_last_entry_of_a_rank_counts_until_it_withdraws(views):
     for rank, text in ((1, "a"), (2, ""), (1, "b")):
-        logs[rank].append(rank, text)
-    assert logs[0].last() == {1: b"b", 2: b""}
-    logs[1].withdraw(1)
-    assert logs[0].last() == logs[3].last() == {2: b""}
-    logs[1].append(1, "c")
-    assert logs[0].last() == {1: b"c", 2: b""}
+        views[rank].append(rank, text)
+    assert views[0].last() == {1: b"b", 2: b""}
+    views[1].withdraw(1)
+    assert views[0].last() == views[3].last() == {2: b""}
+    views[1].append(1, "c")
+    assert views[0].last() == {1: b"c", 2: b""}
 
 
 def test_an_entry_that_is_counted_but_not_written_yet_holds_up_no_other():
     store = HashStore()
-    log = Log(TimedStore(store), "log")
+    view = View(store)
     store.add("log", 1)
-    log.append(2, "second")
-    assert [*log.news()] == [Entry("log/2", 2, b"second")]
-    assert not [*log.news()]
+    view.append(2, "second")
+    assert view.news() == [Entry("log/2", 2, b"second")]
+    assert not view.news()
     store.set("log/1", "1 first")
-    assert [*log.news()] == [Entry("log/1", 1, b"first")]
+    assert view.news() == [Entry("log/1", 1, b"first")]
 
 
-def test_an_entry_of_another_program_is_raised_once():
+def test_an_older_entry_that_is_written_later_does_not_count():
     store = HashStore()
-    log = Log(TimedStore(store), "log")
-    store.set(f"log/{store.add('log', 1)}", "[1]")
-    log.append(1, "text")
+    view = View(store)
+    store.add("log", 1)
+    view.append(2, "new")
+    assert view.last() == {2: b"new"}
+    store.set("log/1", "2 old")
+    assert view.last() == {2: b"new"}
+
+
+@pytest.mark.parametrize("junk", ["[1]", f"{'9' * 5000} text", "-1 text", ""])
+def test_an_entry_of_another_program_is_raised_once(junk):
+    store = HashStore()
+    view = View(store)
+    store.set(f"log/{store.add('log', 1)}", junk)
+    view.append(1, "text")
     with pytest.raises(WireError, match=r"^the value of 'log/1' in the group's store is damaged"):
-        log.last()
-    assert log.last() == {1: b"text"}
+        view.last()
+    assert view.last() == {1: b"text"}
+
+
+def test_a_view_that_begins_again_passes_over_what_was_refused():
+    store, refused = TimedStore(HashStore()), set()
+    store.plain.set(f"log/{store.plain.add('log', 1)}", "junk")
+    with pytest.raises(WireError):
+        Log("log", refused).last(store)
+    assert Log("log", refused).last(store) == {}
+
+
+def test_the_rank_of_an_entry_is_signed(monkeypatch):
+    monkeypatch.setenv("EASYDIST_JOB_KEY", "a" * 40)
+    store = HashStore()
+    View(store).append(1, "text")
+    store.set("log/1", store.get("log/1").decode().replace(":1 text", ":2 text"))
+    with pytest.raises(WireError, match="has a wrong signature"):
+        View(store).news()
 
 
 class Counting(HashStore):
-    """A store that counts its questions."""
+    """A store that counts its questions, and takes its time for each value."""
 
-    asked = 0
+    asked, seconds = 0, 0.0
 
 
 def counted(real):
     def count(self, *arguments):
         Counting.asked += 1
+        time.sleep(Counting.seconds * (len(arguments[0]) if isinstance(arguments[0], list) else 1))
         return real(self, *arguments)
 
     return count
@@ -93,16 +153,48 @@ for name in ("add", "set", "get", "check", "multi_get"):
 
 
 @pytest.mark.parametrize("size", [2, 100])
-def test_a_rank_that_reads_all_others_asks_five_times(size):
+def test_a_rank_that_reads_all_others_asks_six_times(size):
     store = Counting()
-    logs = [Log(TimedStore(store), "log") for _ in range(size)]
+    views = [View(store) for _ in range(size)]
     Counting.asked = 0
-    for rank, log in enumerate(logs):
-        log.append(rank, "text")
-    assert all(log.last().keys() == {*range(size)} for log in logs)
-    assert Counting.asked == 5 * size
-    assert not [*logs[0].news()]
-    assert Counting.asked == 5 * size + 1
+    for rank, view in enumerate(views):
+        view.append(rank, "text")
+    assert all(view.last().keys() == {*range(size)} for view in views)
+    assert Counting.asked == 6 * size
+    assert not views[0].news()
+    assert Counting.asked == 6 * size + 2
+
+
+def test_an_entry_that_is_missing_costs_few_questions():
+    store = Counting()
+    for _ in range(500):
+        store.set(f"log/{store.add('log', 1)}", "1 text")
+    store.delete_key("log/77")
+    Counting.asked = 0
+    assert len(View(store).news()) == 499
+    assert Counting.asked < 50
+
+
+def test_more_entries_than_are_asked_for_at_once_are_read_in_one_look(monkeypatch):
+    monkeypatch.setattr(logs_of_stores, "AT_ONCE", 10)
+    view = View(HashStore())
+    for rank in range(95):
+        view.append(rank, "text")
+    assert view.last().keys() == {*range(95)}
+
+
+@pytest.mark.slow
+def test_a_slow_store_is_asked_for_less(monkeypatch):
+    store, view = Counting(), None
+    for _ in range(100):
+        store.set(f"log/{store.add('log', 1)}", "1 text")
+    monkeypatch.setattr(Counting, "seconds", PATIENCE / 50)
+    monkeypatch.setattr(logs_of_stores, "AT_ONCE", 200)
+    view, found, until = View(store), [], time.monotonic() + launching.within(30)
+    while len(found) < 100:
+        assert time.monotonic() < until
+        found += view.news()
+    assert len({entry.key for entry in found}) == len(found)
 
 
 def test_the_store_has_time_for_all_ranks():

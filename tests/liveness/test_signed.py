@@ -25,8 +25,8 @@ def test_every_value_arrives_as_it_was_written(key, monkeypatch):
         assert store.get("a/1") == text.encode()
         assert (raw.get("group/a/1") == text.encode()) is not bool(key)
     assert [store.set_first("met", text) for text in ("yes", "no")] == [b"yes", b"yes"]
-    Log(store, "log").append(1, "first")
-    assert [(entry.by, entry.text) for entry in Log(store, "log").news()] == [(1, b"first")]
+    Log("log").append(store, 1, "first: a")
+    assert [(entry.by, entry.text) for entry in Log("log").news(store)] == [(1, b"first: a")]
     assert store.check(["a/1"])
     assert not store.check(["a/1", "a/2"])
 

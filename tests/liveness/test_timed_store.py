@@ -9,7 +9,7 @@ from queue import SimpleQueue
 
 import launching
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 from easydist.errors import PeerLostError, WireError
 from easydist.liveness.limited import NoAnswerError, within
@@ -149,6 +149,27 @@ def test_a_value_of_another_form_is_damaged_and_named(text, form):
 )
 def test_a_question_under_way_does_not_abort_a_process_that_ends(script, printed):
     assert launching.python("-c", script) == (printed, "")
+
+
+def test_a_key_that_is_deleted_while_it_is_read_holds_up_nobody():
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    writer, client = TimedStore(server), TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)
+    reader, is_over = TimedStore(client), threading.Event()
+
+    def change():
+        while not is_over.is_set():
+            writer.set("key", "value")
+            writer.delete("key")
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    found = {reader.get("key") for _ in range(2000)}
+    is_over.set()
+    thread.join()
+    assert found <= {None, b"value"}
+    assert not reader.is_silent
+    assert client.check(["key"])
+    assert reader.get("key") is None
 
 
 def test_an_empty_value_is_a_value():

@@ -353,16 +353,16 @@ DRAWN = [
         "a_rank_that_has_announced_itself_is_observed",
         Mutant(
             "reconnecting",
-            "            peers |= {rank: Peer(rank, who[rank]) for rank in unknown if rank in who}",
-            "            peers |= {rank: Peer(rank, who[rank]) for rank in unknown if rank not in who}",
+            "        peers |= {rank: Peer(rank, who[rank]) for rank in unknown if rank in who}",
+            "        peers |= {rank: Peer(rank, who[rank]) for rank in unknown if rank not in who}",
         ),
     ),
     (
         "a_rank_that_has_announced_itself_is_observed",
         Mutant(
             "reconnecting",
-            "        if unknown := [rank for rank in announced if peers[rank].pid is None]:",
-            "        if unknown := [*announced]:",
+            "    if unknown := [rank for rank in announced if peers[rank].pid is None]:",
+            "    if unknown := [*announced]:",
         ),
     ),
     ("a_meeting_is_carried_out_to_its_end", Mutant("reconnecting", "        while True:", "        while False:")),

@@ -9,6 +9,7 @@ from torch.distributed import HashStore
 
 from easydist.errors import RemoteError
 from easydist.liveness.events import Announced, Do, Heard, Replies, Step, Why
+from easydist.liveness.log import Log
 from easydist.liveness.report import EXCEPTION, Report
 from easydist.liveness.timed_store import TimedStore
 
@@ -140,15 +141,15 @@ def a_rank_that_has_announced_itself_is_observed(code):
     process.page = Page(process)
     process.page.new_entry()
     peer, met = code.reconnecting.Peer(2), code.reconnecting.Peer(0, b"1 0 0.5")
-    store, monitor = TimedStore(HashStore()), SimpleNamespace(phase=1, peers={0: met, 2: peer})
-    board = code.reconnecting._Board(store, monitor)
+    store, logs = TimedStore(HashStore()), {name: Log(name) for name in ("1/here", "who")}
+    monitor = SimpleNamespace(phase=1, peers={0: met, 2: peer}, log=logs.get)
     for rank in (0, 2):
         store.append("1/here", rank, "[1.0, 1, null, []]")
     store.append("who", 0, "1 0 0.5")
-    assert set(board.ask([0, 2]).announced) == {0, 2}
+    assert set(code.reconnecting._ask(store, [0, 2], monitor).announced) == {0, 2}
     assert monitor.peers == {0: met, 2: peer}
     store.append("who", 2, "1 0 0.5")
-    assert set(board.ask([2]).announced) == {2}
+    assert set(code.reconnecting._ask(store, [2], monitor).announced) == {2}
     process.has_ended = True
     assert monitor.peers[2].has_ended()
     assert monitor.peers[0] is met

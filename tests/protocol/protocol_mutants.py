@@ -69,7 +69,7 @@ PAST = {
     ),
     "replaces the last report of the log": (
         191,
-        Mutant("status", "store.append(_LOG, self.rank, report)", 'store.set(f"{_LOG}/1", report)'),
+        Mutant("status", "self.log(_LOG).append(store, self.rank, report)", 'store.set(f"{_LOG}/1", report)'),
     ),
     "reports on its page only once it has met the others": (
         400,

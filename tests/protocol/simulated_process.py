@@ -220,6 +220,12 @@ def record(process, entry):
     return f"{process.pid} {entry} {process.world.now!r}".encode()
 
 
+def written(value):
+    """Return the rank and the text of an entry of a log."""
+    rank, _, text = value.partition(b" ")
+    return int(rank), text
+
+
 class Client:
     """One process's way to the store (``TimedStore``): an answer that does not come in time counts as none.
 
@@ -266,15 +272,13 @@ class Client:
     def append(self, log, rank, text):
         self._world.at(self._ask(is_lasting=True), self._store.append, log, f"{rank} {text}".encode())
 
-    def entries(self, log, count, missing):
+    def entries(self, log, new, unwritten):
         self._ask(is_lasting=False)
         if self.is_silent:
-            return count, {}
-        now = self._store.get(log) or 0
-        return now, {number: self._store.get(f"{log}/{number}") for number in [*missing, *range(count + 1, now + 1)]}
-
-    def opened(self, key, value, by):
-        return value
+            return None
+        last = max(new.start - 1, min(self._store.get(log) or 0, new[-1]))
+        values = {n: self._store.get(f"{log}/{n}") for n in (*unwritten, *range(new.start, last + 1))}
+        return last, {n: value and written(value) for n, value in values.items()}
 
     def under(self, prefix):
         """Return the same client for a part of the store, as with ``PrefixStore``."""
@@ -304,7 +308,7 @@ class _Part:
 
     def __init__(self, client, prefix):
         self._client, self._prefix = client, prefix
-        self.address, self.paid, self.opened = client.address, client.paid, client.opened
+        self.address, self.paid = client.address, client.paid
 
     is_silent = property(lambda self: self._client.is_silent)
     plain = None
@@ -318,8 +322,8 @@ class _Part:
     def append(self, log, rank, text):
         self._client.append(self._prefix + log, rank, text)
 
-    def entries(self, log, count, missing):
-        return self._client.entries(self._prefix + log, count, missing)
+    def entries(self, log, new, unwritten):
+        return self._client.entries(self._prefix + log, new, unwritten)
 
     def check(self, keys):
         return self._client.check([self._prefix + key for key in keys])

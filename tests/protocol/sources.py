@@ -39,7 +39,7 @@ STEPS = {
 WAITS = {
     *("younger.guard", "self._in_vain", "self.check", "self._cause", "self._explained", "looks.send", "time.sleep"),
     *("monitor.begin_reconnecting", "monitor.end_meeting", "monitor.unconnected"),
-    *("_meet", "_agree_on_call", "_take", "board.ask", "board.announce", "connect", "_ACTIONS[step.do]"),
+    *("_meet", "_agree_on_call", "_take", "_ask", "_here(monitor).append", "store.set", "connect", "_ACTIONS[step.do]"),
     *("within", "_explained"),
 }
 """The calls in them that take time."""

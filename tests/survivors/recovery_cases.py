@@ -12,6 +12,7 @@ from torch.distributed import HashStore
 from easydist.errors import LeftOutError, PeerLostError
 from easydist.groups.membership import CONNECTING, Connect, Raise, Reason, Register, Stage
 from easydist.groups.registers import RecoveryState
+from easydist.liveness.log import Log
 from easydist.liveness.timed_store import TimedStore
 
 
@@ -67,7 +68,7 @@ def who_is_left_out_is_told_so(modules):
 
 def a_silent_store_decides_when_it_answers_again(modules):
     """Then others may have agreed in it; so knowing all others is not enough."""
-    monitor = SimpleNamespace(rank=0, name="g", entry=0, peers={1: SimpleNamespace(pid=7)})
+    monitor = SimpleNamespace(rank=0, name="g", entry=0, peers={1: SimpleNamespace(pid=7)}, log=Log)
     first = modules[1].FirstMeeting(None, monitor)
     first._store = SimpleNamespace(append=lambda *_: None, set_first=lambda *_: None, get=lambda *_: None)
     simulated_recovery.begin(None)
@@ -78,7 +79,7 @@ def a_silent_store_decides_when_it_answers_again(modules):
 
 def all_have_to_be_known_where_the_ranks_have_met(modules):
     """Else this rank would agree in the store, and those that know all others on their pages."""
-    monitor = SimpleNamespace(rank=0, name="g", entry=0, peers={1: SimpleNamespace(pid=None)})
+    monitor = SimpleNamespace(rank=0, name="g", entry=0, peers={1: SimpleNamespace(pid=None)}, log=Log)
     first = modules[1].FirstMeeting(None, monitor)
     first._store = TimedStore(HashStore())
     first._store.set_first("met", "yes")

@@ -4,6 +4,7 @@ Each process is a thread, and one of them runs at a time, until its next step: a
 a pause. There it may have to let others run, stop, die, or raise ``KeyboardInterrupt``, as its schedule says.
 """
 
+import functools
 import json
 import threading
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from simulated_agreement import Broken, law
 from easydist.errors import EasydistError, PeerLostError
 from easydist.groups.membership import Register, Stage
 from easydist.groups.registers import RecoveryState
+from easydist.liveness.log import Log
 
 TIMEOUT, LIMIT, POLL = 2.0, 1.0, 0.05
 ENTRY = 3
@@ -155,6 +157,11 @@ class Prefix(NamedTuple):
     store: Store
 
 
+def written(value):
+    rank, _, text = value.partition(b" ")
+    return int(rank), text
+
+
 class SimulatedTimedStore:
     """``TimedStore`` over a simulated store."""
 
@@ -181,15 +188,13 @@ class SimulatedTimedStore:
 
         self._ask(append, True)
 
-    def entries(self, log, count, missing):
+    def entries(self, log, new, unwritten):
         def look(values):
-            now = values.get(log, 0)
-            return now, {number: values.get(f"{log}/{number}") for number in [*missing, *range(count + 1, now + 1)]}
+            last = max(new.start - 1, min(values.get(log, 0), new[-1]))
+            found = {n: values.get(f"{log}/{n}") for n in (*unwritten, *range(new.start, last + 1))}
+            return last, {n: value and written(value) for n, value in found.items()}
 
-        return self._ask(look, False) or (count, {})
-
-    def opened(self, key, value, by):
-        return value
+        return self._ask(look, False)
 
     def set_first(self, key, text):
         return self._ask(lambda values: values.setdefault(key, text.encode()), True)
@@ -255,7 +260,7 @@ class SimulatedMonitor:
 
     def __init__(self, process, size):
         self.rank, self.size, self.name, self.operation, self.entry = process.rank, size, "the group", "gather", ENTRY
-        self.own_page, self.broken, self.is_retired = Page(process), None, False
+        self.own_page, self.broken, self.is_retired, self.log = Page(process), None, False, functools.cache(Log)
         self.peers = {rank: SimulatedPeer(rank) for rank in range(size) if rank != process.rank}
 
     def recovers(self):
