@@ -53,18 +53,20 @@ def work(case: str, rank: int, size: int, pipe: tuple[int, int]) -> None:
     _, backend, scenario = case.split("/")
     if backend.isdigit():
         os.environ["EASYDIST_HOST_ID"] = f"host {backend[rank]}"
+        os.environ["LOCAL_RANK"] = str(backend[:rank].count(backend[rank]))
     os.environ["EASYDIST_SHM"] = str(int(backend != "gloo"))
     if backend == "easydist_shm":
         importlib.import_module("easydist.process_group")
     state = ProcessState(backend="easydist_shm" if backend == "easydist_shm" else None, timeout=LIMIT)
     heard = Heard(pipe[1], 1)  # which ends the body of the others
     logging.getLogger("easydist").addHandler(heard)
-    group = None if scenario == "first" else state.process_group
+    group = None if scenario in ("first", "local") else state.process_group
     other = dist.new_group(timeout=timedelta(seconds=DEADLINE)) if scenario == "calls" else group
-    slow = size - 1 if scenario in ("second", "stops") else 0
+    slow = {"second": size - 1, "stops": size - 1, "local": 1}.get(scenario, 0)
+    first = state.local_main_process_first if scenario == "local" else state.main_process_first
     row: dict[str, object] = {"case": case, "rank": rank, "type": None, "text": "", "ran": False}
     try:
-        with state.main_process_first(timeout=0.7 if scenario == "timeout" else None):
+        with first(timeout=0.7 if scenario == "timeout" else None):
             row["ran"] = True
             if rank == slow:
                 body(scenario, pipe, other)
@@ -73,7 +75,7 @@ def work(case: str, rank: int, size: int, pipe: tuple[int, int]) -> None:
     if scenario == "timeout":
         os.write(pipe[1], b"!")
     row["warnings"] = heard.texts
-    if scenario in ("first", "long", "second", "raises", "timeout"):
+    if scenario in ("first", "local", "long", "second", "raises", "timeout"):
         row["next"] = easydist.gather(rank).tolist()
     os.write(1, (json.dumps(row) + "\n").encode())
 
