@@ -114,7 +114,7 @@ class Log:
 
     def _next(self) -> tuple[int, tuple[int | None, bytes] | WireError] | None:
         with self._lock:
-            number = min(self._unread, default=None)
+            number = next(iter(self._unread), None)
             return None if number is None else (number, self._unread.pop(number))
 
     def _refuse(self, error: WireError) -> None:
@@ -127,13 +127,14 @@ class Log:
         """Take in entries; return True if there may be more."""
         with self._lock:
             new, missing = range(self._count + 1, self._count + 1 + self._at_once), sorted(self._unwritten)
-            found = store.entries(self._name, new, missing[: self._at_once])
+            asked, others = missing[: self._at_once], missing[self._at_once :]
+            found = store.entries(self._name, new, asked)
             if found is None:  # the more is asked for, the longer it takes
                 self._at_once = max(1, self._at_once // 2)
                 return False
             count, entries = found
             is_full = count == new[-1]
             self._count, self._at_once = count, min(2 * self._at_once, AT_ONCE)
-            self._unwritten = {*missing[self._at_once :], *(n for n, one in entries.items() if one is None)}
-            self._unread |= {n: one for n, one in entries.items() if one is not None}
+            self._unwritten = {*others, *(number for number, one in entries.items() if one is None)}
+            self._unread |= {number: one for number, one in entries.items() if one is not None}
             return is_full
