@@ -95,6 +95,19 @@ def test_an_entry_that_is_counted_but_not_written_yet_holds_up_no_other():
     assert view.news() == [Entry("log/1", 1, b"first")]
 
 
+def test_many_entries_that_are_not_written_yet_are_read_later(monkeypatch):
+    monkeypatch.setattr(logs_of_stores, "AT_ONCE", 3)
+    store = HashStore()
+    view = View(store)
+    for _ in range(8):
+        store.add("log", 1)
+    assert not view.news()
+    for number in range(1, 9):
+        store.set(f"log/{number}", f"{number} text")
+    found = [entry.by for _ in range(4) for entry in view.news()]
+    assert sorted(found) == [*range(1, 9)]
+
+
 def test_an_older_entry_that_is_written_later_does_not_count():
     store = HashStore()
     view = View(store)
