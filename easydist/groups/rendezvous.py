@@ -233,7 +233,7 @@ class Rendezvous:
         peers = self.monitor.peers
         came = [r for r in log.last(self._messages) if r in peers]
         ended = [r for r in came if peers[r].has_ended()]  # perhaps before it could be seen
-        gave_up = {*ended} - {*log.last(self._messages)}
+        gave_up = {*ended} - {*log.last(self._messages)} if ended else ()
         return [r for r in came if r not in gave_up and (r in ended or peers[r].is_visible)]
 
     def check(self, missing: Sequence[int] | None = None, awaited: Sequence[int] | None = None) -> None:
