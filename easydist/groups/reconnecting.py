@@ -103,7 +103,8 @@ def _here(monitor: Monitor) -> Log:
 
 def _ask(store: TimedStore, ranks: Sequence[int], monitor: Monitor) -> Replies:
     told, peers = _here(monitor).last(store), monitor.peers
-    announced = {rank: _announced(told[rank]) for rank in ranks if rank in told}
+    where = in_store(f"{monitor.phase}/here")
+    announced = {rank: _announced(where, told[rank]) for rank in ranks if rank in told}
     if unknown := [rank for rank in announced if peers[rank].pid is None]:
         who = monitor.log(WHO).last(store)
         # So that their end is noticed before the ranks have met.
@@ -111,8 +112,8 @@ def _ask(store: TimedStore, ranks: Sequence[int], monitor: Monitor) -> Replies:
     return Replies(announced, store.check([f"{monitor.phase + 2}/begun"]))
 
 
-def _announced(text: bytes) -> Announced:
-    at, meetings, partner, turns = decoded(in_store("here"), text, (float, int, int | None, [(int, int)]))
+def _announced(where: str, text: bytes) -> Announced:
+    at, meetings, partner, turns = decoded(where, text, (float, int, int | None, [(int, int)]))
     return Announced(at, meetings, partner, tuple((rank, count) for rank, count in turns))
 
 

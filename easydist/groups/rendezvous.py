@@ -134,9 +134,11 @@ class Rendezvous:
             self._arrivals.add(f"came/{self.rank}", -1, PATIENCE)
 
     def _has_come(self, rank: int | None) -> bool:
-        with contextlib.suppress(WireError):  # it says nothing about this rank
-            return bool(self._rounds) and rank in self._rounds[0].last(self._messages)
-        return False
+        if rank is None or not self._rounds:
+            return False
+        with contextlib.suppress(WireError):  # it has come with another job key
+            return self._rounds[0].last_of(self._messages, rank) is not None
+        return True
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:

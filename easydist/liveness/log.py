@@ -6,13 +6,14 @@ So ranks that meet do not ask for the key of each other rank: W of them would as
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from easydist.errors import WireError
-from easydist.liveness.stored import damaged, in_store
-from easydist.liveness.timed_store import POLL, TimedStore
+from easydist.liveness.timed_store import POLL, TimedStore, Written
 
 AT_ONCE = 1000
 """The most entries to ask for at once; fewer if the store has not answered in time."""
@@ -43,12 +44,12 @@ class Entry(NamedTuple):
 
 
 class Log:
-    """One process's view of a log. Several threads may read it; each entry is read once.
+    """One process's view of a log. Several threads may read it.
 
     Args:
         name: The name of the log.
-        refused: The texts of the errors about entries that have been raised, each once. A view that begins again gets
-            those of the view before.
+        refused: The texts of the errors that ``news`` has raised, each once. A view that begins again gets those of the
+            view before.
 
     Example:
         >>> from torch.distributed import HashStore
@@ -65,8 +66,8 @@ class Log:
         self._refused = set() if refused is None else refused
         self._count, self._at_once = 0, AT_ONCE
         self._unwritten: set[int] = set()
-        self._unread: dict[int, tuple[int | None, bytes] | WireError] = {}
-        self._last: dict[int, tuple[int, bytes]] = {}
+        self._unread = deque[tuple[int, Written]]()
+        self._last: dict[int, tuple[int, bytes | WireError]] = {}
 
     def append(self, store: TimedStore, rank: int, text: str) -> None:
         """Append an entry; later, if the store does not answer.
@@ -81,20 +82,37 @@ class Log:
         self.append(store, rank, _WITHDRAWN.decode())
 
     def last(self, store: TimedStore) -> dict[int, bytes]:
-        """Return the last entry of each rank, as far as the store answers.
+        """Return the last entry of each rank, as far as the store answers. Entries of other programs do not count.
 
         Raises:
             RuntimeError: The store is gone.
-            WireError: An entry is damaged, or not signed with this process's job key. The next look goes on after it.
+            WireError: The last entry of a rank is not signed with this process's job key.
         """
-        for key, rank, text in self.news(store):
-            if rank is None:
-                self._refuse(damaged(in_store(key), text))
-                continue
-            number = int(key.rpartition("/")[2])
-            if number > self._last.get(rank, (0, b""))[0]:  # an older one may have been written later
-                self._last[rank] = number, text
-        return {rank: text for rank, (_, text) in tuple(self._last.items()) if text != _WITHDRAWN}
+        self._sort(store)
+        return {rank: text for rank in sorted(self._last) if (text := self._text_of(rank)) is not None}
+
+    def last_of(self, store: TimedStore, rank: int) -> bytes | None:
+        """Do as ``last`` for one rank."""
+        self._sort(store)
+        return self._text_of(rank)
+
+    def _text_of(self, rank: int) -> bytes | None:
+        _, text = self._last.get(rank, (0, _WITHDRAWN))
+        if isinstance(text, WireError):
+            raise WireError(*text.args)
+        return None if text == _WITHDRAWN else text
+
+    def _sort(self, store: TimedStore) -> None:
+        try:
+            self._ask_for_all(store)
+        finally:
+            with self._lock:
+                while self._unread:
+                    number, (by, text) = self._unread[0]
+                    # An older entry may have been written later.
+                    if by is not None and number > self._last.get(by, (0, b""))[0]:
+                        self._last[by] = number, text
+                    self._unread.popleft()  # after that: Ctrl-C may come in between
 
     def news(self, store: TimedStore) -> Iterator[Entry]:
         """Yield the entries that this process has not read yet, as far as the store answers.
@@ -103,25 +121,34 @@ class Log:
             RuntimeError: The store is gone.
             WireError: An entry is not signed with this process's job key. It counts as read.
         """
-        while self._ask(store):
-            pass
-        while (found := self._next()) is not None:
-            number, written = found
-            if isinstance(written, WireError):
-                self._refuse(written)
-            else:
-                yield Entry(f"{self._name}/{number}", *written)
+        gone = None
+        try:
+            self._ask_for_all(store)
+        except RuntimeError as error:
+            gone = error
+        while (entry := self._next()) is not None:
+            yield entry
+        if gone is not None:
+            raise gone
 
-    def _next(self) -> tuple[int, tuple[int | None, bytes] | WireError] | None:
-        with self._lock:
-            number = next(iter(self._unread), None)
-            return None if number is None else (number, self._unread.pop(number))
+    def _next(self) -> Entry | None:
+        while self._unread:
+            with contextlib.suppress(IndexError):  # another thread may have taken it
+                number, (by, text) = self._unread.popleft()
+                if not isinstance(text, WireError):
+                    return Entry(f"{self._name}/{number}", by, text)
+                self.refuse(text)
+        return None
 
-    def _refuse(self, error: WireError) -> None:
+    def refuse(self, error: WireError) -> None:
         """Raise the error about an entry, once."""
         if (text := str(error)) not in self._refused:
             self._refused.add(text)
             raise error
+
+    def _ask_for_all(self, store: TimedStore) -> None:
+        while self._ask(store):
+            pass
 
     def _ask(self, store: TimedStore) -> bool:
         """Take in entries; return True if there may be more."""
@@ -133,8 +160,8 @@ class Log:
                 self._at_once = max(1, self._at_once // 2)
                 return False
             count, entries = found
-            is_full = count == new[-1]
-            self._count, self._at_once = count, min(2 * self._at_once, AT_ONCE)
+            # In this order: after Ctrl-C in between an entry comes twice, rather than never.
+            self._unread.extend([(number, one) for number, one in entries.items() if one is not None])
             self._unwritten = {*others, *(number for number, one in entries.items() if one is None)}
-            self._unread |= {number: one for number, one in entries.items() if one is not None}
-            return is_full
+            self._count, self._at_once = count, min(2 * self._at_once, AT_ONCE)
+            return count == new[-1]

@@ -234,6 +234,7 @@ class Monitor(GroupStatus):
         self.detach()
         self.peers = {rank: Peer(rank) for rank in self.peers}
         self._store = self._lost_store = None
+        self._logs.clear()
         if self.broken is not None:  # its traceback holds the frames of the call, and with them the connections
             self.broken = again(self.broken)
             self.broken.raised_in = None

@@ -83,7 +83,7 @@ class GroupStatus(GroupProtocol):
         self._told = dict[int, tuple[float, bytes | None, Body | None]]()  # when read, the message, the body
         self._log: list[Report] = []
         self._refused: set[str] = set()
-        self._logs = {_LOG: Log(_LOG, self._refused)}
+        self._logs: dict[str, Log] = {}
         self._store = store
         self._lost_store: TimedStore | None = None
         self.unreached: tuple[str, bool] | None = None
@@ -98,7 +98,8 @@ class GroupStatus(GroupProtocol):
 
     def use(self, store: TimedStore) -> None:
         """Use this store for exchanges with the others from now on; another process may serve it."""
-        self._store, self._logs = store, {_LOG: self._logs[_LOG]}
+        self._logs, self._log = dict[str, Log](), []
+        self._store = store
 
     def log(self, name: str) -> Log:
         """Return this process's view of a log in the group's store."""
@@ -226,7 +227,8 @@ class GroupStatus(GroupProtocol):
             if report is None or report.by == self.rank:
                 continue
             if report.by not in self.peers:
-                raise damaged(in_store(key), text)
+                self.log(_LOG).refuse(damaged(in_store(key), text))
+                continue
             if report.kind == LEAVING:
                 self.peers[report.by].left(report.number)
             else:
@@ -347,9 +349,10 @@ class GroupStatus(GroupProtocol):
 
     def _meet_alone(self, rank: int) -> None:
         """Look up the process of a rank, so that its end is noticed before the ranks have met."""
+        log = self.log(WHO)  # before the store, as ``use`` replaces them
         if (store := self._store) is not None:
             with contextlib.suppress(RuntimeError):  # the store is gone, as the next look finds out
-                if (record := self.log(WHO).last(store).get(rank)) is not None:
+                if (record := log.last_of(store, rank)) is not None:
                     self.peers[rank] = Peer(rank, record)
 
     # Errors that list the ranks' last calls.

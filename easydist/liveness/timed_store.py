@@ -36,9 +36,9 @@ _DELETED = "\0deleted"
 _DIGITS = 9
 """More than the digits of any rank."""
 
-Written: TypeAlias = tuple[int | None, bytes] | WireError | None
-"""An entry of a log: the rank that has written it, or None if another program has, and its text; the error if it is not
-signed with this process's job key; None if it is counted, but not written yet."""
+Written: TypeAlias = tuple[int | None, bytes | WireError]
+"""An entry of a log: the rank that has written it, or None if another program has, and its text, or the error if it is
+not signed with this process's job key."""
 
 
 class TimedStore:
@@ -152,7 +152,7 @@ class TimedStore:
 
         self._ask(append, is_lasting=True)
 
-    def entries(self, log: str, new: range, unwritten: Sequence[int]) -> tuple[int, dict[int, Written]] | None:
+    def entries(self, log: str, new: range, unwritten: Sequence[int]) -> tuple[int, dict[int, Written | None]] | None:
         """Return entries of a log by number.
 
         Args:
@@ -161,8 +161,8 @@ class TimedStore:
             unwritten: Earlier numbers to ask for, too.
 
         Returns:
-            The last number of ``new`` that there is, or the one before them, and the entries; None if the store does
-            not answer.
+            The last number of ``new`` that there is, or the one before them, and the entries, None for those that are
+            counted, but not written yet; None if the store does not answer.
 
         Raises:
             RuntimeError: The store is gone.
@@ -172,15 +172,15 @@ class TimedStore:
         last, values = found
         return last, {number: self._written(f"{log}/{number}", value) for number, value in values.items()}
 
-    def _written(self, key: str, value: bytes | None) -> Written:
+    def _written(self, key: str, value: bytes | None) -> Written | None:
         if value is None:
             return None
         by = rank_in(text_in(value))
         try:
             text = self._seal.opened(key, value, by)
         except WireError as error:
-            return error
-        return (None, text) if by is None else (by, text.partition(b" ")[2])
+            return by, error
+        return by, text if by is None else text.partition(b" ")[2]
 
     def add(self, key: str, amount: int, seconds: float) -> int:
         """Add to a counter, and return its new value.

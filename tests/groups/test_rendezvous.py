@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
-from easydist.errors import CollectiveTimeout, PeerLostError, RemoteError
+from easydist.errors import CollectiveTimeout, PeerLostError, RemoteError, WireError
 from easydist.groups.rendezvous import Rendezvous
 from easydist.liveness import monitor
 from easydist.liveness.limited import NoAnswerError
@@ -115,3 +115,15 @@ def test_a_rank_that_gives_up_leaves_as_if_it_had_not_come(store, messages):
         meet(store, 2)
     assert 0 not in messages.ranks()
     assert store.add("came/0", 0) == 0
+
+
+def test_a_rank_that_had_another_key_may_come_again_with_the_right_one(store, monkeypatch):
+    for key, error in (("b" * 40, WireError), ("a" * 40, None)):
+        monkeypatch.setenv("EASYDIST_JOB_KEY", key)
+        Messages(store).append(1, record(own_page(), -1, False).decode())
+        monkeypatch.setenv("EASYDIST_JOB_KEY", "a" * 40)
+        if error is None:
+            meet(store, 2, seconds=10)
+        else:
+            with pytest.raises(error, match="rank 1 has another EASYDIST_JOB_KEY"):
+                meet(store, 2)

@@ -210,7 +210,7 @@ MUTANTS = [
     Mutant(
         "liveness/log.py",
         "Log._ask",
-        "return is_full",
+        "return count == new[-1]",
         "return False",
         "tests/liveness/test_log.py",
     ),
@@ -223,9 +223,9 @@ MUTANTS = [
     ),
     Mutant(
         "liveness/log.py",
-        "Log.last",
-        'if number > self._last.get(rank, (0, b""))[0]:',
-        "if True:",
+        "Log._sort",
+        'number > self._last.get(by, (0, b""))[0]:',
+        "True:",
         "tests/liveness/test_log.py",
     ),
     Mutant(
