@@ -221,7 +221,7 @@ class Rendezvous:
         self._rounds.append(log := Log(str(len(self._rounds))))
         log.append(self._messages, self.rank, mine.decode())
         known: dict[int, bytes] = {}
-        while missing := [r for r in range(self.size) if r not in (told := log.last(self._messages))]:
+        while missing := sorted({*range(self.size)} - (told := log.last(self._messages)).keys()):
             if is_first:  # ranks that have come are needed for what follows, too: their end ends the wait
                 changed = [r for r in self._strangers if told.get(r) != known.get(r)]
                 self.monitor.peers |= {r: Peer(r, told[r]) if r in told else self._strangers[r] for r in changed}
