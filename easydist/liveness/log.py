@@ -1,4 +1,4 @@
-"""Logs in a store, to which ranks append: to read what all of them have written takes three questions at most.
+"""Logs in a store, to which ranks append: to read what all of them have written takes four questions.
 
 So ranks that meet do not ask for the key of each other rank: W of them would ask W² times. A log has the keys
 ``log/1``, ``log/2``, … in the order of the entries, and a counter, ``log``.
