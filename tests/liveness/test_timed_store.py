@@ -96,8 +96,10 @@ def test_a_stopped_store_holds_up_no_other_and_gets_in_order_what_was_written_me
     store = TimedStore(stopped)
     for key in "abc":
         store.set(key, "")
+    store.append("log", 1, "text")
     assert store.is_silent
     assert store.get("a") is None
+    assert not store.has_answered
     other.set("key", "value")
     assert other.get("key") == b"value"
     stopped.goes_on.set()
@@ -105,7 +107,7 @@ def test_a_stopped_store_holds_up_no_other_and_gets_in_order_what_was_written_me
     while store.is_silent:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert stopped.order == ["a", "b", "c"]
+    assert stopped.order == ["a", "b", "c", "log/1"]
 
 
 def test_a_call_that_returns_too_late_is_given_up_and_its_result_discarded():
