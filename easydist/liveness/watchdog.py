@@ -166,9 +166,11 @@ class signals_wake_watchdog:  # noqa: N801 - a context manager, read as a phrase
 
     __slots__ = ("_before",)
 
+    def __init__(self) -> None:
+        self._before = -1  # not in ``__enter__``: a caller that Ctrl-C ends just there leaves the context, too
+
     def __enter__(self) -> bool:
         """Begin, in the main thread, which alone hears signals; elsewhere it is False, and nothing changes."""
-        self._before = -1
         if threading.get_ident() != threading.main_thread().ident:
             return False
         known = watchdog()

@@ -2,10 +2,13 @@
 
 import functools
 import re
+import signal
 from pathlib import Path
 
 import launching
 import pytest
+
+from easydist.liveness import watchdog
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "watchdog.py"
 CASES = ["many/late", "many/interrupt", "none/late", "none/interrupt", "seen/late", "log/late", "log/interrupt"]
@@ -32,3 +35,13 @@ def test_a_wait_ends_while_the_other_rank_stays_away(case):
         )
     else:
         assert rows[0]["type"] in ("CollectiveTimeout", "RemoteError", "WireError"), rows[0]
+
+
+def test_a_context_that_ctrl_c_has_kept_from_beginning_can_be_left():
+    """A call leaves what it has made, also if the interrupt came before the first line of ``__enter__``."""
+    before = signal.set_wakeup_fd(-1)
+    try:
+        watchdog.signals_wake_watchdog().__exit__(None, None, None)
+        assert signal.set_wakeup_fd(-1) == -1
+    finally:
+        signal.set_wakeup_fd(before)
