@@ -226,14 +226,14 @@ class Rendezvous:
                 changed = [r for r in self._strangers if told.get(r) != known.get(r)]
                 self.monitor.peers |= {r: Peer(r, told[r]) if r in told else self._strangers[r] for r in changed}
                 known = told
-            self.check(missing, [*missing, *self._present(log)] if is_first else missing)
+            self.check(missing, [*missing, *self._present(told, log)] if is_first else missing)
             time.sleep(pause(self.size))
         return [told[r] for r in range(self.size)]
 
-    def _present(self, log: Log) -> list[int]:
+    def _present(self, told: Iterable[int], log: Log) -> list[int]:
         """Return the ranks that have come and can be observed, but for those that gave up before they ended."""
         peers = self.monitor.peers
-        came = [r for r in log.last(self._messages) if r in peers]
+        came = [r for r in told if r in peers]
         ended = [r for r in came if peers[r].has_ended()]  # perhaps before it could be seen
         gave_up = {*ended} - {*log.last(self._messages)} if ended else ()
         return [r for r in came if r not in gave_up and (r in ended or peers[r].is_visible)]

@@ -175,7 +175,7 @@ class TimedStore:
     def _written(self, key: str, value: bytes | None) -> Written | None:
         if value is None:
             return None
-        by = rank_in(text_in(value))
+        by = _rank_in(text_in(value))
         try:
             text = self._seal.opened(key, value, by)
         except WireError as error:
@@ -282,7 +282,7 @@ def _entries(store: Any, log: str, new: range, unwritten: Sequence[int]) -> tupl
     return last, values
 
 
-def rank_in(text: bytes) -> int | None:
+def _rank_in(text: bytes) -> int | None:
     """Return the rank at the beginning of an entry; None if there is none."""
     rank = text.partition(b" ")[0]
     return int(rank) if rank.isdigit() and len(rank) < _DIGITS else None

@@ -41,7 +41,7 @@ MUTANTS = [
     Mutant(
         "groups/rendezvous.py",
         "Rendezvous._exchange",
-        "[*missing, *self._present(log)] if is_first else missing",
+        "[*missing, *self._present(told, log)] if is_first else missing",
         "missing",
         "tests/comms/test_new_comm.py::test_scripts_of_the_original_run_under_a_launcher",
     ),
