@@ -5,6 +5,7 @@ import contextlib
 import functools
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -118,6 +119,25 @@ def fork():
     interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {SCRIPTS}/forked.py {folder} "$@"\n')
     interpreter.chmod(0o700)
     return interpreter
+
+
+def free_port():
+    """Return a port that nobody else is given while this process and its forks live.
+
+    The system hands out higher ones, also to the process that connects next, so one that was free may be taken before
+    it is used. An abstract socket holds the port among the tests.
+    """
+    for port in random.sample(range(20_000, 29_000), 100):
+        holder = socket.socket(socket.AF_UNIX)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            holder.bind(f"\0easydist-port-{port}")
+            probe.bind(("127.0.0.1", port))
+            _holders.append(holder)
+            return port
+    raise AssertionError("no port is free")
+
+
+_holders = []
 
 
 def _end(server, folder, owner):

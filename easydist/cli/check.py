@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -99,9 +98,12 @@ def _as_launcher(ranks: int, found: list[Finding], timeout: float) -> Results:
 
 
 def _outcomes(ranks: int, timeout: float) -> list[Results]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    from easydist.liveness.timed_store import served
+
+    # Served here, as torchrun does it: between a look for a free port and its use, another process could take it.
+    store = served("127.0.0.1", 0, timeout)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
+    meeting["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     command = [sys.executable, "-m", "easydist", "check", "--json", "--timeout", str(timeout)]
     env = {"OMP_NUM_THREADS": "1"} | os.environ | meeting | {"LOCAL_WORLD_SIZE": meeting["WORLD_SIZE"]}
     # A rank whose output nobody reads would stop at a full pipe, so each has a thread.

@@ -20,11 +20,6 @@ from easydist.cli.main import main
 IS_POSSIBLE = ["unshare", "-m", "mount", "-t", "tmpfs", "none", "/dev/shm"]
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 def states(results):
     return {row["check"]: row["state"] for row in results["findings"]}
 
@@ -49,7 +44,7 @@ def test_ranks_may_print_more_than_a_pipe_holds(tmp_path):
 
 @pytest.mark.slow
 def test_under_a_launcher_rank_0_prints():
-    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launching.free_port())}
     ranks = [start(env | {"RANK": str(rank)}, interpreter=launching.fork()) for rank in range(2)]
     (out, err), (nothing, errors) = launching.finished(*ranks)
     assert [rank.returncode for rank in ranks] == [0, 0], err + errors
@@ -99,7 +94,7 @@ def fault(env, *prefix):
 
 @pytest.mark.slow
 def test_a_missing_rank_is_named():
-    out = fault({"WORLD_SIZE": "3", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
+    out = fault({"WORLD_SIZE": "3", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launching.free_port())})
     assert "FAULT    meeting: 2 of 3 ranks did not reach 127.0.0.1:" in out
     assert "within 5 s: 1, 2\n         Start them" in out
 

@@ -10,7 +10,6 @@ import launching
 import psutil
 import pytest
 from click.testing import CliRunner
-from test_check import free_port
 from test_env import easydist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -219,7 +218,7 @@ print(os.environ["GROUP_RANK"], easydist.gather_object([state.process_index]), f
 
 @pytest.mark.slow
 def test_two_nodes_that_are_told_where_they_meet(tmp_path):
-    place = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+    place = ("--master-addr", "127.0.0.1", "--master-port", str(launching.free_port()))
     for node, (lines, err, status) in enumerate(on_two_nodes(script(tmp_path, MEETS), *place)):
         assert (lines, status) == ([f"[rank {2 * node + i}] {node} [0, 1, 2, 3]" for i in range(2)], 0)
         assert "\nRank " not in err  # but torch warns there where the agent that keeps the store ends first
@@ -245,7 +244,7 @@ main()
 @pytest.mark.slow
 def test_an_agent_may_end_after_the_one_that_serves_the_store(tmp_path):
     """All ranks have succeeded: that torch's agents then wait for each other is no news, and no traceback."""
-    place = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+    place = ("--master-addr", "127.0.0.1", "--master-port", str(launching.free_port()))
     nodes = on_two_nodes(script(tmp_path, MEETS), *place, second=("-c", ENDS_SECOND))
     assert [status for _, _, status in nodes] == [0, 0], nodes
     assert "Traceback" not in nodes[1][1]
@@ -254,7 +253,7 @@ def test_an_agent_may_end_after_the_one_that_serves_the_store(tmp_path):
 @pytest.mark.slow
 def test_on_two_nodes_each_says_why_its_ranks_failed(tmp_path):
     """They agree on who is the first node by themselves."""
-    place = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "job")
+    place = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{launching.free_port()}", "--rdzv-id", "job")
     nodes = on_two_nodes(script(tmp_path, RAISES.replace("== 1", "== 3")), *place)
     ends = dict(err.partition("\nRank ")[2].partition(" failed ")[::2] for _, err, _ in nodes)
     assert [status for _, _, status in nodes] == [1, 1], ends

@@ -149,8 +149,8 @@ def test_on_one_host_there_is_one_store_and_it_listens_on_loopback_only(tmp_path
 
 @pytest.mark.slow
 def test_a_port_may_be_given_and_an_error_names_it_if_it_is_in_use(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = launching.free_port()
+    with socket.create_server(("127.0.0.1", port)):
         path = script(tmp_path, "import os; print(os.environ['MASTER_PORT'])")
         _, err = easydist("run", "-n", "1", "--master-port", port, path, status=1)
     assert f"Error: cannot listen on port {port} of 127.0.0.1: Address already in use" in err

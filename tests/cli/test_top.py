@@ -4,7 +4,6 @@ import dataclasses
 import gc
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -242,11 +241,6 @@ def test_nobody_is_said():
     assert said.output.startswith("None of your processes")
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 STUCK = """
 import os, sys, torch, easydist
 easydist.ProcessState(cpu=True)
@@ -265,7 +259,7 @@ def test_a_job_that_hangs_is_seen_from_another_process(tmp_path):
     (tmp_path / "stuck.py").write_text(STUCK)
     env = {"PYTHONPATH": str(launching.ROOT), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     env["EASYDIST_STACK_SIGNAL"] = "SIGUSR2"
-    env |= {"MASTER_PORT": str(free_port())}
+    env |= {"MASTER_PORT": str(launching.free_port())}
     processes = [
         subprocess.Popen([sys.executable, tmp_path / "stuck.py"], env=os.environ | env | {"RANK": str(rank)}, stdin=-1)
         for rank in range(2)

@@ -1,12 +1,11 @@
 """Verbs with a communicator as ``group=``: its time limit and theirs, and the errors of works and of making one."""
 
-import socket
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from launching import within
+from launching import free_port, within
 
 import easydist
 from easydist import CollectiveTimeout, DisagreementError
@@ -55,8 +54,7 @@ def test_works_under_way_when_another_one_fails_fail_with_its_type(rank, backend
 
 
 def test_a_communicator_whose_store_is_not_served_names_the_rank_that_has_not_come(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]  # nobody listens there afterwards
+    port = free_port()  # nobody listens there
     for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, str(value))
     text = rf"^new_comm 'main': the store at 127\.0\.0\.1:{port}, where .* within 0\.1 s\n  rank 0: missing; it serves"

@@ -1,12 +1,12 @@
 """A forked child must not speak in its parent's name."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launching import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -102,12 +102,6 @@ def run(folder, text, *arguments, torchrun=False):
     return sorted(done.stdout.splitlines())
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 WHEN = pytest.mark.parametrize("when", ["first", "later"])
 
 
@@ -121,11 +115,11 @@ def test_a_worker_of_a_data_loader_knows_its_rank_and_exchanges_nothing(tmp_path
 @WHEN
 @pytest.mark.parametrize("launcher", ["notebook", "debug"])
 def test_the_children_of_accelerates_launchers_are_ranks(tmp_path, launcher, when):
-    lines = run(tmp_path, LAUNCHES, free_port(), launcher, when)
+    lines = run(tmp_path, LAUNCHES, str(free_port()), launcher, when)
     assert [line for line in lines if line.startswith("rank")] == ["rank 0 of 2 [0, 1]", "rank 1 of 2 [0, 1]"]
 
 
 @pytest.mark.slow
 @WHEN
 def test_forked_children_with_ranks_of_their_own_form_a_world(tmp_path, when):
-    assert run(tmp_path, FORKS_RANKS, free_port(), when) == ["[0, 1]", "[0, 1]"]
+    assert run(tmp_path, FORKS_RANKS, str(free_port()), when) == ["[0, 1]", "[0, 1]"]

@@ -1,7 +1,6 @@
 """A store that answers late, and a process that ends meanwhile."""
 
 import gc
-import socket
 import threading
 import time
 import weakref
@@ -227,9 +226,7 @@ os._exit(0)
 
 @pytest.mark.slow
 def test_calls_that_fail_while_a_store_is_stopped_leave_no_further_threads():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": launching.free_port(), "WORLD_SIZE": "2"}
     out, _ = launching.forked("-c", FAILING_CALLS, **address)
     counts = [int(count) for count in out.split()]
     assert len(counts) == 4

@@ -4,12 +4,11 @@ import gc
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 from datetime import timedelta
 
 import torch
-from launching import within
+from launching import free_port, within
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -26,8 +25,7 @@ CPU = torch.device("cpu")
 
 def launch(size, fn, *args):
     """Return exit statuses, and the answers of the ranks, sorted."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
     ranks = [context.Process(target=run, args=(rank, size, port, answers, fn, args)) for rank in range(size)]

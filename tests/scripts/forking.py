@@ -6,20 +6,14 @@ import faulthandler
 import gc
 import os
 import signal
-import socket
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
+from launching import free_port
+
 finalizers: list[weakref.finalize] = []
 """Those that take torch's operators back one by one, which takes 30 ms; found before ranks are forked."""
-
-
-def free_port() -> int:
-    """Return a port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def statuses(pids: Sequence[int]) -> list[int]:

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,8 +19,7 @@ PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH",
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "PMI", "MPI", "OMPI", "I_MPI", "MV2_", "SLURM_", "ACCELERATE_")
 ENV = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)} | {
     "PATH": PATH,
-    "PYTHONPATH": str(ROOT),
-    "OMP_NUM_THREADS": "1",
+    **launching.OWN,
     "ACCELERATE_USE_CPU": "1",
 }
 
@@ -58,14 +56,8 @@ def torchrun(nproc: int, *script: object, python: object = None, **options: obje
 
 
 def accelerate(*arguments: object) -> str:
-    command = (sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", free_port())
+    command = (sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", launching.free_port())
     return launch(*command, *arguments, ACCELERATE_USE_CPU=None)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def worlds(folder: Path) -> list[dict]:
@@ -89,7 +81,7 @@ def test_torchrun_on_the_cpu_means_the_launched_world(size, tmp_path):
 
 
 def test_two_agents_of_torchrun_are_two_hosts(tmp_path):
-    options = ("--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
+    options = ("--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={launching.free_port()}")
     command = (launching.fork(), "-m", "torch.distributed.run", *options)
     ranks = {"PYTHON_EXEC": launching.fork()}
     finish(*[start(*command, f"--node-rank={node}", WORLD, tmp_path, **ranks) for node in range(2)])
@@ -97,7 +89,7 @@ def test_two_agents_of_torchrun_are_two_hosts(tmp_path):
 
 
 def test_ranks_that_were_told_only_their_number_find_their_hosts(tmp_path):
-    port = free_port()
+    port = launching.free_port()
     env = {"WORLD_SIZE": 4, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     each = [env | {"RANK": r, "LOCAL_RANK": r % 2, "EASYDIST_HOST_ID": f"host {r // 2}"} for r in range(4)]
     finish(*[start(launching.fork(), WORLD, tmp_path, **env) for env in each])
@@ -110,7 +102,7 @@ def test_python_alone_is_a_world_of_one(tmp_path):
 
 
 def test_an_empty_address_means_this_host(tmp_path):
-    port = free_port()
+    port = launching.free_port()
     env = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "", "MASTER_PORT": port}
     each = [{name: str(value) for name, value in (env | {"RANK": r, "LOCAL_RANK": r}).items()} for r in range(2)]
     finish(*[start(launching.fork(), WORLD, tmp_path, **env) for env in each])
@@ -180,7 +172,7 @@ def test_mpirun_on_two_hosts_that_easydist_finds(tmp_path):
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1:1\nlocalhost:1\n")
     (folder := tmp_path / "found").mkdir()
-    meeting = ("-genv", "MASTER_ADDR", "127.0.0.1", "-genv", "MASTER_PORT", free_port())
+    meeting = ("-genv", "MASTER_ADDR", "127.0.0.1", "-genv", "MASTER_PORT", launching.free_port())
     named = ("sh", "-c", 'EASYDIST_HOST_ID=$PMI_RANK exec "$@"', "sh")  # this machine poses as two
     launch("mpirun", "-launcher", "fork", "-f", hosts, *meeting, "-n", 2, *named, sys.executable, WORLD, folder)
     assert worlds(folder) == a_world_of(2, hosts=2)

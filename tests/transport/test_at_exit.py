@@ -6,7 +6,7 @@ import pytest
 SCRIPT = """
 import os, signal, sys, time
 import torch
-from scripts.forking import free_port
+from launching import free_port
 from easydist.comms import ReduceOp, new_comm
 
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE="2", GLOO_SOCKET_IFNAME="lo")
