@@ -128,16 +128,12 @@ def free_port():
     it is used. An abstract socket holds the port among the tests.
     """
     for port in random.sample(range(20_000, 29_000), 100):
-        holder = socket.socket(socket.AF_UNIX)
-        with contextlib.suppress(OSError), socket.socket() as probe:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as holder, socket.socket() as probe:
             holder.bind(f"\0easydist-port-{port}")
             probe.bind(("127.0.0.1", port))
-            _holders.append(holder)
+            os.dup(holder.fileno())  # stays open
             return port
     raise AssertionError("no port is free")
-
-
-_holders = []
 
 
 def _end(server, folder, owner):

@@ -275,7 +275,7 @@ class Communicators:
             self._data["cpu"] = self.control = self._over(near, 0)
         self.monitor.waits_in_memory = self.control.get_backend() == "shm"
         self._waits_in_cpp = isinstance(self.control.backend, Gloo | Hierarchical)
-        self._is_recorded = first.conclude()
+        self._is_recorded = self._is_recorded or first.conclude()
         self.monitor.is_awaited, self.has_met = False, True
 
     def _use(self, control: Collectives) -> None:
@@ -409,9 +409,7 @@ class Communicators:
         if self._recovery is None:
             if known is not None:
                 known.recovers()
-            has_met = known is not None or FirstMeeting(self._store, self.monitor).look(
-                self.has_met and self._is_recorded, timeout
-            )
+            has_met = known is not None or FirstMeeting(self._store, self.monitor).look(self._is_recorded, timeout)
             self._recovery = Recovery(known or self.monitor, self._store, has_met)
         return self._recovery.run(timeout, connect)
 

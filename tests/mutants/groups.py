@@ -18,6 +18,13 @@ MUTANTS = [
         "tests/agreement/test_calling.py::test_what_a_rank_sent_before_it_gave_up_is_no_part_of_a_result",
     ),
     Mutant(
+        "groups/communicators.py",
+        "Communicators.recover",
+        "look(self._is_recorded, timeout)",
+        "look(self.has_met and self._is_recorded, timeout)",
+        "tests/groups/test_left_out.py -k reconnect_stops",
+    ),
+    Mutant(
         "groups/known.py",
         "_make",
         "        if (found := _CACHE.get(group)) is not None:\n            return found\n",

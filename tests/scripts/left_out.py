@@ -30,7 +30,7 @@ import easydist
 from easydist import EasydistError, ProcessState
 from easydist.comms import SignalCmpOp, TorchComm, making, new_comm
 from easydist.comms.circles import Splits
-from easydist.groups import recovering
+from easydist.groups import communicators, recovering
 from easydist.groups.recovering import Recovery
 
 SHORT, LONG = within(0.7), within(20)
@@ -38,7 +38,10 @@ ALONE = ("alone", "async", "verb", "torch", "messages", "chain", "chain_dies", "
 ALONE += ("signal", "any_signal", "signal_dies", "connect_dies", "connect_dies_late")
 IN_VAIN = ("attempt_dies", "attempt_interrupted")
 """The scenarios in which the last rank dies, or is interrupted, while the survivors are being connected."""
-QUICK = ("stop", "late", "store_stops", "connect_stops", "early")
+STOPS = ("stop", "store_stops", "reconnect_stops", "connect_stops")
+"""The scenarios in which a rank is stopped until the others have given it up."""
+
+QUICK = (*STOPS, "late", "early")
 """The scenarios in which the others wait in vain for one rank."""
 
 OFTEN = 4
@@ -53,12 +56,12 @@ def kill_me(*args: object) -> None:
 
 
 class Ranks:
-    """The shared part of a case's ranks: a pipe, for messages that must not go through easydist."""
+    """The shared part of a case's ranks: pipes, for messages that must not go through easydist."""
 
     def __init__(self, case: str) -> None:
         self.case = case
         self.size, self.backend, self.scenario = int(case.split("/")[0]), *case.split("/")[1:]
-        self.done = os.pipe()
+        self.done, self.began = os.pipe(), os.pipe()
         self.last = self.size - 1
 
     def tell(self, pipe: tuple[int, int], times: int = 1) -> None:
@@ -70,10 +73,10 @@ class Ranks:
 
     def spoil(self, rank: int) -> None:
         """Misbehave on one rank after all have met."""
-        victim = 0 if self.scenario in ("store_stops", "store_lost") else self.last
+        victim = 0 if self.scenario in ("store_stops", "reconnect_stops", "store_lost") else self.last
         if rank != victim:
             return
-        if self.scenario in ("stop", "store_stops"):
+        if self.scenario in STOPS:
             os.kill(os.getpid(), signal.SIGSTOP)
         elif self.scenario in ("hosts", "store_lost", "again", "kill"):
             kill_me()
@@ -97,6 +100,23 @@ class Ranks:
             easydist.gather(rank, timeout=SHORT)
         except EasydistError as error:
             self.met = type(error).__name__
+        if self.scenario == "reconnect_stops" and rank:
+            self.reconnect_in_vain(rank)
+
+    def reconnect_in_vain(self, rank: int) -> None:
+        """Begin to connect again on the last rank before the other one recovers."""
+        if rank < self.last:
+            self.wait(self.began)
+            return
+        reconnect = communicators.reconnect
+
+        def begun(*args: Any) -> Any:
+            self.tell(self.began)
+            return reconnect(*args)
+
+        communicators.reconnect = begun
+        with contextlib.suppress(EasydistError):
+            easydist.gather(rank, timeout=SHORT)
 
     def stop_before_connecting(self, rank: int) -> None:
         """Stop the rank that serves the store once all survivors are about to connect."""
@@ -344,7 +364,7 @@ def work(ranks: Ranks, rank: int) -> None:
     except (EasydistError, RuntimeError) as error:
         row |= {"type": type(error).__name__, "text": str(error), "is_runtime": isinstance(error, RuntimeError)}
         row["gone_on"] = getattr(error, "members", None)
-    if ranks.scenario in ("stop", "late", "store_stops", "connect_stops"):
+    if ranks.scenario in (*STOPS, "late"):
         ranks.tell(ranks.done)
     if row["type"] is None and ranks.scenario == "again":
         try:
@@ -381,7 +401,7 @@ def launch(case: str) -> None:
     with store_of_an_agent(ranks.scenario in AGENT) as variables:
         variables["EASYDIST_SHM"] = int(ranks.backend not in ("gloo", "comm_gloo"))
         pids = forked(ranks.size, live, is_short="shm" in ranks.backend, **variables)
-        if ranks.scenario in ("stop", "store_stops", "connect_stops"):
+        if ranks.scenario in STOPS:
             ranks.wait(ranks.done, ranks.last)
             os.kill(pids[ranks.last if ranks.scenario == "stop" else 0], signal.SIGCONT)
         row = {"case": case, "statuses": statuses(pids)}

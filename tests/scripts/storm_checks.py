@@ -57,7 +57,8 @@ def check(plan: Plan, events: list[Event], statuses: dict[int, int]) -> list[str
 
 def _ends(plan: Plan, log: Log, statuses: dict[int, int]) -> list[str]:
     """Ranks that were neither killed nor left out come to the end."""
-    expected = {rank: -9 if rank in log.ranks("killed") else 0 for rank in range(plan.size)}
+    killed = log.ranks("killed") - log.ranks("end")  # a signal to a rank that has ended does nothing
+    expected = {rank: -9 if rank in killed else 0 for rank in range(plan.size)}
     found = [] if statuses == expected else [f"exit statuses {statuses}"]
     missing = {*range(plan.size)} - log.ranks("killed", "end", "left out", "wrong", "unexpected")
     return found + [f"ranks {sorted(missing)} have not come to the end"] * bool(missing)
