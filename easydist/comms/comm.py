@@ -289,9 +289,7 @@ class TorchComm(Collectives):
         if self._recovery is None:
             self._recovery = Recovery(self.monitor, PrefixStore("recover", self.store))
         made, endpoint = recovered(self._recovery, self._kind, endpoint, limit).made
-        return TorchComm(
-            made.backend, endpoint.name, endpoint.options, store=_own(endpoint), kind=self._kind, made=made
-        )
+        return _comm_over(self._kind, endpoint, made)
 
     def _end_exchanges(self) -> None:
         """Break the connections, so that ranks that wait for this one call ``recover``, too."""
@@ -353,7 +351,16 @@ def made_comm(kind: str, endpoint: Endpoint, what: str) -> TorchComm:
         if isinstance(error, RuntimeError) and (isinstance(error, EasydistError) or not isinstance(error, DistError)):
             raise
         raise explained(error, what, endpoint.timeout, [*endpoint.known.values()], UNMADE) from error
-    return TorchComm(made.backend, endpoint.name, endpoint.options, store=_own(endpoint), kind=kind, made=made)
+    return _comm_over(kind, endpoint, made)
+
+
+def _comm_over(kind: str, endpoint: Endpoint, made: Made) -> TorchComm:
+    try:
+        return TorchComm(made.backend, endpoint.name, endpoint.options, store=_own(endpoint), kind=kind, made=made)
+    except BaseException as error:  # Ctrl-C: the others have the communicator, and may wait in it
+        if made.monitor is not None:
+            made.monitor.ended_by(error)
+        raise
 
 
 def _own(endpoint: Endpoint) -> Any:

@@ -119,11 +119,11 @@ def make(kind: str, endpoint: Endpoint) -> Made:
         return Made(alone)
     with _rendezvous(endpoint) as rendezvous:
         hosts = rendezvous.introduce(is_wanted() and endpoint.device.type == "cpu")
-    build = {"shm": _shm, "gloo": _gloo, "nccl": _nccl}[_chosen(kind, endpoint, hosts)]
-    backend = build(endpoint._replace(store=rendezvous.store), rendezvous, hosts)
-    rendezvous.monitor.operation = f"the communicator {endpoint.name!r}"
-    rendezvous.monitor.end()
-    return Made(backend, rendezvous.monitor, rendezvous.look_to, rendezvous.store)
+        build = {"shm": _shm, "gloo": _gloo, "nccl": _nccl}[_chosen(kind, endpoint, hosts)]
+        backend = build(endpoint._replace(store=rendezvous.store), rendezvous, hosts)
+        rendezvous.monitor.operation = f"the communicator {endpoint.name!r}"
+        rendezvous.monitor.end()
+        return Made(backend, rendezvous.monitor, rendezvous.look_to, rendezvous.store)
 
 
 def _rendezvous(endpoint: Endpoint) -> Rendezvous:

@@ -31,6 +31,7 @@ from easydist.groups.recovering import Attempt, Recovered, Recovery
 from easydist.groups.sharing import Hosts, all_gather, attach, introduce, is_wanted
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.peer import host_id
+from easydist.liveness.status import nothing
 from easydist.liveness.timed_store import TimedStore
 from easydist.liveness.watchdog import signals_wake_watchdog, watchdog
 from easydist.shm.mailbox import Mailbox
@@ -172,13 +173,14 @@ class Communicators:
         if os.getpid() != self._pid:
             raise RuntimeError(NOT_A_RANK)
 
-    def met(self, timeout: timedelta | None = None) -> Communicators:
+    def met(self, timeout: timedelta | None = None, check: Callable[[], None] = nothing) -> Communicators:
         """Let the ranks meet if they have not met yet, and return these communicators.
 
         For use outside of a call; every rank has to call it.
 
         Args:
             timeout: The time limit; None is the group's.
+            check: Called again and again meanwhile; it raises an ``EasydistError`` once ranks cannot meet any more.
 
         Raises:
             EasydistError: Some ranks did not come.
@@ -187,7 +189,9 @@ class Communicators:
         self.found("the first call of the group", "easydist", limit)
         if not self.has_met:
             self.monitor.begin("the first call of the group", "easydist", limit)
+            self.monitor.outside = check
             self.make_ready()
+            self.monitor.outside = nothing
             self.monitor.end()
         return self
 

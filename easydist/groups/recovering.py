@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from torch.distributed import PrefixStore, Store
 
-from easydist.errors import CollectiveTimeout, EasydistError, LeftOutError, PeerLostError
+from easydist.errors import CollectiveTimeout, EasydistError, LeftOutError, PeerLostError, RemoteError
 from easydist.groups.membership import (
     CONNECTING,
     Action,
@@ -283,7 +283,7 @@ class Recovery:
         due[0] = now + PAUSE
         heard = self._reach(lambda registers: registers.read())
         if heard and machine.is_in_vain(now, [told.register for told in heard], self._ended(heard)):
-            raise EasydistError("recover: a member has ended, or has given up this attempt")
+            raise RemoteError("recover: a member has ended, or has given up this attempt")
 
     def _meeting_place(self, action: Connect, limit: float, check: Callable[[], None]) -> Store:
         """Return the store that the first member has named: the one that it serves, or the old group's."""

@@ -63,8 +63,9 @@ class _ArrivingPeer(Peer):
 class Rendezvous:
     """One attempt of the ranks of a new group to meet. As a context it begins with the arrival of this rank.
 
-    The i-th arrival of each rank meets the i-th of all others. A rank that gives up in the context leaves as if it had
-    not come: the others wait on, and it may come again.
+    The i-th arrival of each rank meets the i-th of all others. A rank that gives up in the context before all have come
+    leaves as if it had not come: the others wait on, and it may come again. After that the others hear if it is
+    interrupted, and the next attempt of each rank is another one.
 
     Args:
         store: A store for groups of these ranks and this name, one after another.
@@ -110,6 +111,7 @@ class Rendezvous:
         self._strangers = dict(self.monitor.peers)
         self.monitor.begin(operation or name, site(), NEVER)
         self._rounds: list[Log] = []
+        self._have_all_come = False
         self._guard_of_group: Guard = self.monitor.guard
 
     def __enter__(self) -> Rendezvous:
@@ -124,7 +126,10 @@ class Rendezvous:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not (self.monitor.is_awaited and isinstance(error, EasydistError | KeyboardInterrupt)):
+        if self._have_all_come and error is not None and not isinstance(error, Exception):
+            self.monitor.interrupted(error)
+        is_shared = self._have_all_come or not self.monitor.is_awaited
+        if is_shared or not isinstance(error, EasydistError | KeyboardInterrupt):
             return  # all ranks raise it, for which each needs the messages of the others
         with contextlib.suppress(RuntimeError):
             if isinstance(error, PeerLostError) and self._has_come(error.rank):
@@ -161,7 +166,9 @@ class Rendezvous:
             EasydistError: Some ranks did not come.
         """
         with self._explaining():
-            return introduce(functools.partial(self._exchange, is_first=True), self.monitor, shares, _ArrivingPeer)
+            hosts = introduce(functools.partial(self._exchange, is_first=True), self.monitor, shares, _ArrivingPeer)
+        self._have_all_come = True
+        return hosts
 
     def join(self, hosts: Hosts, instead: str) -> Shm:
         """Attach the memory that rank 0 creates. Either all ranks attach it, or none does.

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from easydist import settings
-from easydist.errors import EasydistError, PeerLostError, RemoteError, WireError
+from easydist.errors import EasydistError, PeerLostError, RemoteError
 from easydist.liveness import keepalive, texts
 from easydist.liveness.events import Cause, Heard, Parting, Why
 from easydist.liveness.page import MessageWait
@@ -46,6 +46,7 @@ class Monitor(GroupStatus):
         waits_in_memory: True if the group's ranks share memory, so that each of them checks the others while it waits.
         is_destroyed: Returns True if the caller has destroyed the group without easydist.
         younger: Returns the monitor of the verbs that wait in the memory of this group; None if there is none.
+        outside: Called at every look; it raises an error once something outside of the group makes its waits vain.
     """
 
     def __init__(self, rank: int, size: int, timeout: float, store: TimedStore | None = None, name: str = "") -> None:
@@ -55,6 +56,7 @@ class Monitor(GroupStatus):
         self.waits_in_memory = False
         self.is_destroyed: Callable[[], bool] = _never
         self.younger: Callable[[], Monitor | None] = _nobody
+        self.outside: Callable[[], None] = nothing
         self._lock = threading.Lock()
 
     def begin(self, operation: str, site: str, timeout: float | None = None, peer: int | None = None) -> None:
@@ -146,8 +148,9 @@ class Monitor(GroupStatus):
     def _in_vain(self, awaited: Sequence[int], is_exact: bool = False) -> EasydistError | None:
         """Return the error because of which the wait cannot succeed; None if it still can."""
         try:
+            self.outside()
             return self._found(awaited, is_exact)
-        except WireError as error:  # a damaged value in the store, which the error names
+        except EasydistError as error:  # from outside, or of a damaged value in the store, which it names
             return error
 
     def _found(self, awaited: Sequence[int], is_exact: bool) -> EasydistError | None:

@@ -125,7 +125,8 @@ def _connected(old: dist.ProcessGroup, attempt: Attempt) -> dist.ProcessGroup:
     # A group in shared memory has its own, because torch's function knows groups of gloo and NCCL only.
     new.set_timeout(timeout) if hasattr(new, "monitor") else torch_groups.set_timeout(new, timeout)
     try:
-        of_group(new).met(attempt.left)  # so that they need no store to recover if a rank dies before their next call
+        # So that they need no store to recover if a rank dies before their next call.
+        of_group(new).met(attempt.left, attempt.check)
     except BaseException:
         _discard(new)
         raise

@@ -29,12 +29,14 @@ ALONE = ["3/shm/alone", "3/gloo/alone", "4/0011/alone", "3/torch_shm/alone", "3/
 ALONE += [f"{size}/comm_{kind}/alone" for kind in ("shm", "gloo") for size in (2, 3, 4)]
 ALONE += [f"3/comm_{kind}/{how}" for kind in ("shm", "gloo") for how in ("async", "messages", "split")]
 ALONE += ["3/comm_shm/signal", "3/comm_shm/any_signal"]
+INTERRUPTED = [f"3/comm_{kind}/{when}_interrupted" for kind in ("shm", "gloo") for when in ("connect", "split")]
 OFTEN = [f"{size}/{kind}/often" for size, kind in [(2, "shm"), (3, "gloo"), (3, "torch_shm"), (4, "0011")]]
 OFTEN += ["3/comm_shm/often", "3/comm_gloo/often", "2/shm/rounds"]
 ALONE += [f"{case}/{how}" for how in ("chain", "verb") for case in ("4/comm_shm", "4/comm_gloo")]
 DIES = [f"3/comm_{kind}/{how}" for kind in ("shm", "gloo") for how in ("chain_dies", "split_dies", "connect_dies")]
 DIES += ["3/comm_shm/signal_dies", "3/comm_shm/connect_dies_late", "3/comm_gloo/connect_dies_late"]
 IN_VAIN = [f"3/{kind}/attempt_dies" for kind in ("shm", "gloo", "torch_shm", "comm_shm", "comm_gloo")]
+IN_VAIN += ["3/shm/meeting_interrupted", "3/gloo/meeting_interrupted"]
 IN_VAIN += [f"{case}/attempt_interrupted" for case in ("3/shm", "3/gloo", "3/torch_shm", "3/comm_shm", "3/comm_gloo")]
 
 
@@ -46,7 +48,7 @@ def launched(*some):
 def outcome(case):
     """Return the row of each rank, and the exit statuses of all."""
     late = [*OUT, *GO_ON, *ALL, *OTHER]
-    rows, statuses = launched(*(late if case in late else [*ALONE, *DIES, *OFTEN, *IN_VAIN]))[case]
+    rows, statuses = launched(*(late if case in late else [*ALONE, *DIES, *INTERRUPTED, *OFTEN, *IN_VAIN]))[case]
     return rows, statuses
 
 
@@ -136,6 +138,16 @@ def test_who_waits_outside_of_operations_hears_of_a_death(case):
     for rank in (0, 1):
         assert rows[rank]["met"] == "CommPeerLost", rows[rank]["heard"]
         assert "rank 2" in rows[rank]["heard"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", INTERRUPTED)
+def test_who_waits_in_a_new_communicator_hears_that_a_rank_was_interrupted_before_it_had_it(case):
+    rows, statuses = outcome(case)
+    assert statuses == [0, 0, 0]
+    for rank in (0, 1):
+        assert rows[rank]["met"] == "CommRemoteError", rows[rank]["heard"]
+        assert re.search("rank 2 .* interrupted", rows[rank]["heard"])
 
 
 @pytest.mark.slow

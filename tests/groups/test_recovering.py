@@ -76,11 +76,11 @@ def test_an_attempt_that_fails_leaves_no_group():
     """The members connect, but cannot meet the first time."""
     met, attempts = Communicators.met, []
 
-    def once(comms, timeout=None):
+    def once(comms, *limits):
         attempts.append(comms)
         if len(attempts) == 1:
             raise PeerLostError("a member was lost")
-        return met(comms, timeout)
+        return met(comms, *limits)
 
     known = dist.distributed_c10d._world.pg_map
     old = dist.new_group([0, 1])

@@ -4,6 +4,13 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "comms/comm.py",
+        "_comm_over",
+        "            made.monitor.ended_by(error)\n",
+        "            pass\n",
+        "tests/groups/test_left_out.py -k split_interrupted",
+    ),
+    Mutant(
         "comms/statuses.py",
         "_waits_for",
         "last < number for",

@@ -25,6 +25,13 @@ MUTANTS = [
         "tests/groups/test_left_out.py -k reconnect_stops",
     ),
     Mutant(
+        "groups/rendezvous.py",
+        "Rendezvous.__exit__",
+        "            self.monitor.interrupted(error)\n",
+        "            pass\n",
+        "tests/groups/test_left_out.py -k connect_interrupted",
+    ),
+    Mutant(
         "groups/known.py",
         "_make",
         "        if (found := _CACHE.get(group)) is not None:\n            return found\n",
@@ -69,8 +76,8 @@ MUTANTS = [
     Mutant(
         "groups/recovering.py",
         "Recovery._check",
-        "            raise EasydistError(",
-        "            return EasydistError(",
+        "            raise RemoteError(",
+        "            return RemoteError(",
         "tests/groups/test_left_out.py::test_an_attempt_to_connect_ends_with_a_member_that_cannot_come",
     ),
     Mutant(

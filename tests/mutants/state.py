@@ -4,6 +4,13 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "state/recovering.py",
+        "_connected",
+        ".met(attempt.left, attempt.check)",
+        ".met(attempt.left)",
+        "tests/groups/test_left_out.py -k meeting_interrupted",
+    ),
+    Mutant(
         "state/environment.py",
         "launched",
         "names[: 3 if in_step else 2]",

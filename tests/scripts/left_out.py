@@ -28,15 +28,18 @@ from leaks import holdings, once
 
 import easydist
 from easydist import EasydistError, ProcessState
+from easydist.base import torch_groups
 from easydist.comms import SignalCmpOp, TorchComm, making, new_comm
 from easydist.comms.circles import Splits
+from easydist.comms.operations import Operations
 from easydist.groups import communicators, recovering
 from easydist.groups.recovering import Recovery
 
 SHORT, LONG = within(0.7), within(20)
 ALONE = ("alone", "async", "verb", "torch", "messages", "chain", "chain_dies", "split", "split_dies")
-ALONE += ("signal", "any_signal", "signal_dies", "connect_dies", "connect_dies_late")
-IN_VAIN = ("attempt_dies", "attempt_interrupted")
+INTERRUPTED = ("connect_interrupted", "split_interrupted")
+ALONE += ("signal", "any_signal", "signal_dies", "connect_dies", "connect_dies_late", *INTERRUPTED)
+IN_VAIN = ("attempt_dies", "attempt_interrupted", "meeting_interrupted")
 """The scenarios in which the last rank dies, or is interrupted, while the survivors are being connected."""
 STOPS = ("stop", "store_stops", "reconnect_stops", "connect_stops")
 """The scenarios in which a rank is stopped until the others have given it up."""
@@ -133,6 +136,9 @@ class Ranks:
     def spoil_attempt(self, rank: int) -> None:
         """Fail on the last rank while the others wait to be connected with it; they hear of it before the limit."""
         recovering.LIMIT = within(1000)
+        if self.scenario == "meeting_interrupted":
+            self.spoil_meeting(rank)
+            return
         connected = Recovery._connected
 
         def failing(*args: object) -> None:
@@ -152,9 +158,25 @@ class Ranks:
             with contextlib.suppress(KeyboardInterrupt):
                 self.recover(rank)
 
+    def spoil_meeting(self, rank: int) -> None:
+        """Interrupt the last rank when the new group has been connected, before the ranks have met in it."""
+        if rank < self.last:
+            return
+        set_timeout = torch_groups.set_timeout
+
+        def interrupt(*args: object) -> None:
+            torch_groups.set_timeout = set_timeout
+            raise KeyboardInterrupt
+
+        torch_groups.set_timeout = interrupt
+        with contextlib.suppress(KeyboardInterrupt):
+            self.recover(rank)
+
     def meet_alone(self, rank: int) -> None:
         """Wait for the last rank, which calls ``recover`` instead, or dies."""
         if rank == self.last:
+            if self.scenario in INTERRUPTED:
+                self.interrupted_in_split()
             if "connect_dies" in self.scenario:  # after the ranks have met
                 making._shm = making._gloo = kill_me  # type: ignore[assignment]
                 self.wait_for_last()
@@ -291,6 +313,21 @@ class Communicator(Ranks):
         elif self.scenario == "messages":  # only the last rank and its neighbour know of them
             self.send_some(rank)
 
+    def interrupted_in_split(self) -> None:
+        """Interrupt this rank when all have come, or when the others have the communicator already."""
+        watch, shm, gloo = Operations.watch, making._shm, making._gloo
+
+        def interrupt(*args: object) -> None:
+            Operations.watch, making._shm, making._gloo = watch, shm, gloo  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+        if self.scenario == "connect_interrupted":
+            making._shm = making._gloo = interrupt  # type: ignore[assignment]
+        else:
+            Operations.watch = interrupt  # type: ignore[assignment, method-assign]
+        with contextlib.suppress(KeyboardInterrupt):
+            self.comm.split(range(self.size), "part")
+
     def notice_late(self) -> None:
         """Let this rank look again only when rank 0 has noticed the death, and recovers."""
         assert self.comm.monitor is not None
@@ -315,6 +352,8 @@ class Communicator(Ranks):
             self.notice_late()
         if self.scenario in ("split", "split_dies") or "connect_dies" in self.scenario:
             self.comm.split(range(self.size), "part")
+        elif self.scenario in INTERRUPTED:
+            self.comm.split(range(self.size), "part").barrier(async_op=False)
         elif self.scenario in ("signal", "signal_dies"):
             self.window.wait_signal(self.last, async_op=False)
         elif self.scenario == "any_signal":

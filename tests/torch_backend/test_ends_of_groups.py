@@ -46,8 +46,9 @@ def test_devices(rank):
 @pytest.mark.slow
 @distributed(world_size=3)
 def test_timeout_names_who_is_missing(rank):
-    made = group(timeout=timedelta(seconds=1))
+    made = group()
     dist.barrier(group=made)
+    made.set_timeout(timedelta(seconds=1))
     if rank < 2:
         with pytest.raises(
             CollectiveTimeout, match=r"(?s)all_reduce: 1 of 3 ranks did not.*rank 2: .*is alive"
@@ -61,8 +62,9 @@ def test_timeout_names_who_is_missing(rank):
 
 @distributed(world_size=2)
 def test_a_failed_operation_is_under_way_no_more(rank):
-    made = group(timeout=timedelta(seconds=0.2))
+    made = group()
     dist.barrier(group=made)
+    made.set_timeout(timedelta(seconds=0.2))
     if rank == 0:
         with pytest.raises(CollectiveTimeout):
             dist.all_reduce(torch.ones(3), group=made)
