@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
+from easydist.base.gloo_sends import end_wait
 from easydist.liveness import keepalive
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.watchdog import signals_wake_watchdog, watchdog
@@ -44,7 +45,16 @@ class OwnGloo(Gloo):
         self.sync_signals: Callable[[], None] = ranks.sync_signals
         self._ranks, self.is_near = ranks, ranks.sees
         ranks.disconnect, ranks.waits_in_memory = self.disconnect, False
+        self._lost = set[dist.Work]()
         watchdog().add(self)
+        watchdog().look_regularly(self._end_lost)
+
+    def _end_lost(self) -> None:
+        """End waits for messages to ranks that have ended, if they have not ended since the last look."""
+        lost = {work for work, peer in [*self.sending.items()] if self._ranks.peers[peer].has_ended()}
+        for work in lost & self._lost:
+            end_wait(work)
+        self._lost = lost
 
     def wait_alone(self, work: dist.Work, timeout: timedelta | None, check: Callable[[], None] | None) -> None:
         """Wait for a message. Ctrl-C ends a wait of the main thread."""

@@ -4,6 +4,20 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "transport/backends/c10d.py",
+        "Gloo.disconnect",
+        "            end_wait(work)\n",
+        "            pass\n",
+        "tests/transport/test_lost_sends.py",
+    ),
+    Mutant(
+        "transport/backends/c10d.py",
+        "Gloo.wait_alone",
+        "                raise RuntimeError(LOST)\n",
+        "                pass\n",
+        "tests/transport/test_lost_sends.py",
+    ),
+    Mutant(
         "transport/work.py",
         "TorchWork.advance",
         "if not (waits or part.is_completed()):",

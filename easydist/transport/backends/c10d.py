@@ -20,12 +20,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from easydist.base.gloo_sends import end_wait
 from easydist.data.arithmetic import split_sizes
 from easydist.errors import DisagreementError
 from easydist.liveness.limited import within
 from easydist.liveness.monitor import Monitor
 from easydist.transport.backend import Addressed, Backend, set_to
-from easydist.transport.backends.waits import FOREVER, NOBODYS_TAG, TAG, MessageWork
+from easydist.transport.backends.waits import FOREVER, LOST, NOBODYS_TAG, TAG, MessageWork
 from easydist.transport.described import DTYPE_CODES, MESSAGE, OWN, Described
 from easydist.transport.reduce_op import RedOpType, ReduceOp, combine, combine_into
 from easydist.transport.work import ENDED, Pending, TorchWork
@@ -173,6 +174,7 @@ class Gloo(_Pairwise):
         monitor: The monitor, which finds out why a connection broke; None if the group has none.
         log: The last described operations.
         is_near: Returns True if a rank is known to be on this host.
+        sending: The messages to other ranks that threads wait for, and the rank of each.
     """
 
     moves_any_dtype = True
@@ -183,6 +185,7 @@ class Gloo(_Pairwise):
         super().__init__(group, device, name)
         self._members: Sequence[int] = range(self.size)
         self.is_near = _nowhere
+        self.sending: dict[dist.Work, int] = {}
         self._lane = 0
         self._rounds = itertools.count()
         self.log: deque[Posted] = deque(maxlen=KEPT)
@@ -277,7 +280,8 @@ class Gloo(_Pairwise):
         """
         wait = work.wait if timeout is None else functools.partial(work.wait, timeout)
         try:
-            wait() if check is None else within(FOREVER.total_seconds(), wait, check)
+            if (wait() if check is None else within(FOREVER.total_seconds(), wait, check)) is False:
+                raise RuntimeError(LOST)
         except BaseException as error:
             if check is not None and not isinstance(error, Exception):  # the thread would go on waiting after Ctrl-C
                 self.disconnect()
@@ -289,7 +293,7 @@ class Gloo(_Pairwise):
         return self._group.recv
 
     def disconnect(self) -> None:
-        """Break all connections, so that ranks that wait for this rank get an error.
+        """Break all connections, so that waits of this rank, and ranks that wait for it, get an error.
 
         A wait that times out makes gloo close all connections; a wait on an already broken connection does not.
         """
@@ -298,6 +302,8 @@ class Gloo(_Pairwise):
             if peer != self.rank:
                 with contextlib.suppress(RuntimeError):
                     self._group.recv([nothing], peer, NOBODYS_TAG).wait(timedelta(milliseconds=1))
+        for work in tuple(self.sending):
+            end_wait(work)
 
     def send(self, tensor: torch.Tensor, dst: int) -> Pending:
         return self._messages_of([(self._group.send, tensor, dst)])[0]

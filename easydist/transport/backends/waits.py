@@ -22,6 +22,9 @@ TAG = 0xEA51
 NOBODYS_TAG = TAG + 2
 """The tag of receives that nobody answers."""
 
+LOST = "gloo has lost a message to a rank whose connection broke"
+"""The text of the error after ``end_wait``."""
+
 _LOOK_EVERY = 1.0
 """Seconds between two looks at the connection on which a large message is under way."""
 
@@ -34,6 +37,7 @@ class Waiting(Protocol):
     """A backend over gloo, as far as a wait needs it."""
 
     monitor: Monitor | None
+    sending: dict[dist.Work, int]
 
     @property
     def recv_alone(self) -> Callable[..., dist.Work]:
@@ -59,6 +63,15 @@ class MessageWork:
             EasydistError: The backend's monitor explains why it cannot end.
             RuntimeError: gloo's error, if the backend has no monitor; its ``peer`` is the other rank.
         """
+        if self._is_recv:
+            return self._wait(timeout)
+        self._backend.sending[self._work] = self._peer
+        try:
+            self._wait(timeout)
+        finally:
+            self._backend.sending.pop(self._work, None)
+
+    def _wait(self, timeout: timedelta | None) -> None:
         monitor = self._backend.monitor
         check = _Lookout(self._backend, self._peer, self._is_recv, monitor) if self._is_large else None
         if monitor is not None:
@@ -142,7 +155,8 @@ def wait_watched(
     if is_outer := monitor.waits % 2 == 0:
         monitor.begin_wait()
     try:
-        wait() if check is None else within(FOREVER.total_seconds(), wait, check)
+        if (wait() if check is None else within(FOREVER.total_seconds(), wait, check)) is False:
+            raise RuntimeError(LOST)
     except RuntimeError as error:
         raise monitor.explain(error, peer) from error
     finally:

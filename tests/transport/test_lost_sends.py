@@ -1,0 +1,61 @@
+"""Messages that gloo has lost: a wait for one ends nonetheless."""
+
+import os
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from easydist.base import gloo_sends
+from easydist.testing import distributed
+from easydist.transport.backends.c10d import Gloo
+from easydist.transport.backends.waits import LOST
+
+
+class Closed:
+    """A group whose connections are all closed: it refuses messages, and closes nothing."""
+
+    def recv(self, *args):
+        raise RuntimeError("Connection closed by peer")
+
+
+def soon(call):
+    threading.Timer(0.1, call).start()
+
+
+@distributed(world_size=2)
+def test_another_thread_ends_a_wait(rank):
+    group = dist.new_group()
+    if rank == 0:
+        work = group.send([torch.ones(1)], 1, 5)
+        soon(lambda: gloo_sends.end_wait(work))
+        assert work.wait(timedelta(seconds=60)) is False
+    dist.barrier()
+    gloo_sends.end_wait(dist.barrier(async_op=True))  # no message that is being sent: nothing happens
+    dist.barrier()
+
+
+@distributed(world_size=2)
+def test_breaking_the_connections_ends_a_wait_for_a_message_that_gloo_has_lost(rank):
+    backend = Gloo(dist.new_group(), torch.device("cpu"), "gloo")
+    if rank == 0:
+        work = backend.send(torch.ones(1), 1)
+        backend._group = Closed()
+        soon(backend.disconnect)
+        with pytest.raises(RuntimeError, match=LOST) as error:
+            work.wait(timedelta(seconds=60))
+        assert error.value.peer == 1
+        assert backend.sending == {}
+    dist.barrier()
+
+
+def test_a_torch_without_the_method_is_left_alone(monkeypatch):
+    monkeypatch.setattr(gloo_sends, "_ABORT", "no such method")
+    gloo_sends._method.cache_clear()
+    assert gloo_sends._method() is None
+    gloo_sends.end_wait(os)  # not even looked at
+    monkeypatch.undo()
+    gloo_sends._method.cache_clear()
+    assert gloo_sends._method() is not None
