@@ -4,6 +4,13 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "comms/own_gloo.py",
+        "OwnGloo._end_lost",
+        "            end_wait(work)\n",
+        "            pass\n",
+        "tests/transport/test_lost_sends.py",
+    ),
+    Mutant(
         "comms/comm.py",
         "_comm_over",
         "            made.monitor.ended_by(error)\n",

@@ -2,13 +2,16 @@
 
 import os
 import threading
+import traceback
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from easydist.base import gloo_sends
+from easydist.comms import CommPeerLost, new_comm
 from easydist.testing import distributed
 from easydist.transport.backends.c10d import Gloo
 from easydist.transport.backends.waits import LOST
@@ -48,6 +51,20 @@ def test_breaking_the_connections_ends_a_wait_for_a_message_that_gloo_has_lost(r
             work.wait(timedelta(seconds=60))
         assert error.value.peer == 1
         assert backend.sending == {}
+    dist.barrier()
+
+
+@distributed(world_size=2)
+def test_a_communicator_ends_a_wait_for_a_message_to_a_rank_that_has_ended(rank):
+    comm = new_comm("gloo", torch.device("cpu"), "lost", timeout=timedelta(seconds=60))
+    dist.barrier()
+    if rank == 0:
+        with (
+            mock.patch.object(comm.monitor.peers[1], "has_ended", return_value=True),  # but its connection stays
+            pytest.raises(CommPeerLost, match=r"rank 1 .* has ended") as error,
+        ):
+            comm.send(torch.ones(1), 1, async_op=False)
+        assert LOST in "".join(traceback.format_exception(error.value))  # the limit did not end it
     dist.barrier()
 
 
