@@ -73,11 +73,13 @@ def finished(*processes, seconds=60):
 
 
 def _output(process, began, seconds):
+    limit = 0
     while True:
         try:
             return process.communicate(timeout=1)
         except subprocess.TimeoutExpired:
-            if time.monotonic() > began + within(seconds):  # computed now, because the load may have grown
+            limit = max(limit, within(seconds))  # the load may have grown; what began under it has limits like that
+            if time.monotonic() > began + limit:
                 raise
 
 

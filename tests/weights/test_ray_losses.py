@@ -104,7 +104,7 @@ def missing(rank, size, name, seconds):
 
 
 def test_members_that_do_not_come_are_named(actors):
-    for found, text in each(actors[:2], missing, 3, "incomplete", within(0.5)):
+    for found, text in each(actors[:2], missing, 3, "incomplete", within(1.5)):
         assert found == (2,)
         assert "group 'incomplete': 1 of 3 ranks did not come within " in text
         assert "\n  rank 2: missing; not seen in this group yet\nEach member has to call init_group" in text
