@@ -85,7 +85,8 @@ class PrivateGroup:
                 rendezvous.introduce(False)
             except CollectiveTimeout as error:
                 TimedStore(store).set(_ABANDONED, "")
-                rendezvous.monitor.give_up(error)  # to those that have come
+                rendezvous.monitor.give_up(error)  # to those that have come: all of them raise it
+                rendezvous.monitor.is_awaited = False  # so this rank's record stays, by which they find the report
                 raise
             own, limit, monitor = f"{name}/{secrets.token_hex(4)}", timedelta(seconds=timeout), rendezvous.monitor
             self._group = gloo_group(rendezvous.store, rank, size, own, limit, monitor, rendezvous.check, hostname=host)

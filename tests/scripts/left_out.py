@@ -74,6 +74,13 @@ class Ranks:
         for _ in range(times):
             os.read(pipe[0], 1)
 
+    def let_all_begin(self, rank: int) -> None:
+        """Wait on the last rank until no other is in the first call any more."""
+        if rank == self.last:
+            self.wait(self.began, self.last)
+        else:
+            self.tell(self.began)
+
     def spoil(self, rank: int) -> None:
         """Misbehave on one rank after all have met."""
         victim = 0 if self.scenario in ("store_stops", "reconnect_stops", "store_lost") else self.last
@@ -391,6 +398,8 @@ def work(ranks: Ranks, rank: int) -> None:
     row: dict[str, object] = {"case": ranks.case, "rank": rank, "type": None, "text": "", "members": None}
     ranks.met = ranks.heard = ""
     ranks.begin(rank)
+    if ranks.scenario in ALONE:
+        ranks.let_all_begin(rank)
     ranks.meet(rank)
     if ranks.scenario == "connect_stops":
         ranks.stop_before_connecting(rank)
