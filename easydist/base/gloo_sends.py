@@ -23,7 +23,8 @@ _TABLE = "_ZTVN4c10d16ProcessGroupGloo8SendWorkE"
 def end_wait(work: dist.Work) -> None:
     """End another thread's wait for a message that is being sent: ``work.wait()`` returns False there.
 
-    It does nothing for any other work, or in a torch that is built in another way: then gloo's own limit ends the wait.
+    It does nothing for any other work, or in a torch that is built in another way: there, a verb's wait for a lost
+    message goes on, and a communicator's ends with the operation's time limit.
     """
     if (found := _method()) is not None:
         table, abort = found
