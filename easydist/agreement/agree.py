@@ -104,7 +104,7 @@ def alone(prepare: Callable[[], Call]) -> Agreement:
 
 
 def _noted(call: Call) -> Call:
-    if listeners and (call.leaves is not None or call.payload):
+    if listeners and (call.leaves is not None or call.nbytes):
         note_data(call.nbytes if call.leaves is None else call.leaves.layout.packing.nbytes)
     return call
 
@@ -143,7 +143,7 @@ def _compare(comms: Communicators, operation: str, call: Call, headers: Headers,
 def _exchange_fault(comms: Communicators, operation: str, fault: Exception) -> dict[int, dict[str, Any]]:
     """Send a fault of this rank to the others; return the faults of all ranks."""
     told = [operation, isinstance(fault, Reported), comms.monitor.site]
-    room = frames.room_for_fault(comms) - len(json.dumps([*told, ""]))
+    room = frames.room(comms) - len(json.dumps([*told, ""]))
     text = json.dumps([*told, text_of(fault)[: room // 12]])  # a character has up to 12 bytes
     return _faults(comms, frames.exchange_fault(comms, text.encode()))
 

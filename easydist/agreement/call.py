@@ -28,6 +28,7 @@ class Call:
         dim: The dimension along which sizes may differ between ranks; None if there is none.
         nbytes: The number of bytes that this rank will send, if the others have to know it.
         payload: The data that this rank will send, ``nbytes`` in total; it goes with the header if it is small.
+        text: The same as bytes, in place of ``payload``; at most ``frames.room``, so that it goes with the header.
         absent: True if this rank has no data of its own and takes the others'.
         aliases: The leaves that share memory, if that must not differ between ranks.
         advice: The advice if shapes differ; ``{dim}`` stands for the first dimension in which they differ.
@@ -40,6 +41,7 @@ class Call:
     dim: int | None = None
     nbytes: int = 0
     payload: Sequence[torch.Tensor] = ()
+    text: bytes = b""
     absent: bool = False
     aliases: list[int] | None = None
     advice: str = SAME

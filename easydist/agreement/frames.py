@@ -115,6 +115,12 @@ class Agreement:
         assert self._frames is not None
         return self._frames.each[rank].narrow(0, _start(self._headers.sizes[rank]), self._headers.payload[rank])
 
+    def view(self, rank: int) -> memoryview:
+        """Return the payload of a rank as bytes."""
+        assert self._frames is not None
+        start = rank * self._frames.nbytes + _start(self._headers.sizes[rank])
+        return self._frames.view[start : start + self._headers.payload[rank]]
+
     def payload_of(self, comms: Communicators, rank: int) -> torch.Tensor:
         """Return the payload of a rank on all ranks; all of them call this.
 
@@ -180,7 +186,7 @@ def exchange(comms: Communicators, header: CallHeader, sizes: bytes, call: Call)
     sizes = numbers + sizes if len(numbers) + len(sizes) <= room else numbers
     count = len(sizes) // 8
     # Each rank decides for itself; a payload counts only if all ranks have sent theirs (``has_payload``).
-    payload = call.nbytes if call.payload and call.nbytes <= frames.nbytes - _start(count) else 0
+    payload = call.nbytes if (call.payload or call.text) and call.nbytes <= frames.nbytes - _start(count) else 0
     _NUMBERS.pack_into(frames.view, at, *header[:6], count, payload)
     if count:
         frames.view[at + _NUMBERS.size : at + _NUMBERS.size + len(sizes)] = sizes
@@ -191,6 +197,10 @@ def exchange(comms: Communicators, header: CallHeader, sizes: bytes, call: Call)
 
 
 def _pack(call: Call, frames: Frames, rank: int, start: int) -> None:
+    if call.text:
+        at = rank * frames.nbytes + start
+        frames.view[at : at + call.nbytes] = call.text
+        return
     first = call.payload[0]
     # The usual case: the row has views for such leaves from earlier calls.
     if call.leaves is not None and call.payload is call.leaves.tensors:
@@ -201,8 +211,8 @@ def _pack(call: Call, frames: Frames, rank: int, start: int) -> None:
         packing.pack(call.payload, out=frames.each[rank][start : start + call.nbytes])
 
 
-def room_for_fault(comms: Communicators) -> int:
-    """Return the most bytes that a fault may have."""
+def room(comms: Communicators) -> int:
+    """Return the most bytes that a fault may have, or the payload of a call that sends no numbers and no sizes."""
     return comms.frames.nbytes - _NUMBERS.size
 
 

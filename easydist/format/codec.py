@@ -132,7 +132,7 @@ class EncodedObject:
         length, sizes = sum(map(len, chunks)), [raw.nbytes for raw in self._buffers]
         head = struct.pack(f"<{2 + len(sizes)}Q", len(sizes), length, *sizes)
         self._texts = [head, *chunks]
-        self._starts, self.nbytes = _layout(len(head) + length, sizes)
+        self._starts, self.nbytes = _layout(len(head) + length, sizes) if sizes else ([], len(head) + length)
 
     def _keep(self, buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
@@ -163,6 +163,10 @@ class EncodedObject:
                 yield memoryview(bytes(start - at))
             yield raw
             at = start + raw.nbytes
+
+    def text(self) -> bytes | None:
+        """Return the bytes in one piece if all data is in the pickle, as it is for small values; else None."""
+        return None if self._buffers else b"".join(self._texts)
 
     def joined(self, nbytes: int | None = None) -> torch.Tensor:
         """Return the bytes in one piece, padded with zeros to ``nbytes``; None for no padding."""
@@ -246,7 +250,18 @@ def decode(message: torch.Tensor, *, weights_only: bool | None = None, is_padded
     """
     if weights_only is False:
         demand_pickle()
-    skeleton, buffers = _split(message.numpy().data, is_padded)
+    return _decoded(*_split(message.numpy().data, is_padded), weights_only)
+
+
+def decode_copy(view: memoryview, *, weights_only: bool | None = None) -> Any:
+    """Do as ``decode`` with a message whose memory will be used for others: what is decoded shares none of it."""
+    if weights_only is False:
+        demand_pickle()
+    skeleton, buffers = _split(view, False)
+    return _decoded(skeleton, [memoryview(bytearray(raw)) for raw in buffers], weights_only)
+
+
+def _decoded(skeleton: memoryview, buffers: list[memoryview], weights_only: bool | None) -> Any:
     if weights_only or not _switch.allowed:
         return Unpickler(skeleton, buffers, MAKERS, weigh).load()
     return pickle.loads(skeleton, buffers=buffers)
@@ -257,6 +272,8 @@ def _split(view: memoryview, is_padded: bool) -> tuple[memoryview, list[memoryvi
     if len(view) < 16:
         raise WireError(f"an object message of {len(view)} bytes is truncated")
     count, length = struct.unpack_from("<2Q", view)
+    if not count and len(view) == 16 + length:
+        return view[16:], []
     if 16 + 8 * count + length > len(view):
         raise WireError(f"an object message of {len(view)} bytes declares {count} buffers and {length} bytes of pickle")
     nbytes = list(struct.unpack_from(f"<{count}Q", view, 16))

@@ -127,15 +127,10 @@ class Slots:
         """Return the offset of a slot in ``memory``."""
         return self._data + (_SLOTS_PER_RANK * rank + half) * self.slot
 
-    def length(self, rank: int, half: int) -> int:
-        """Return the length that was published with a slot."""
-        length: int = self._words[self._step_at[rank] + _LENGTH + half]
-        return length
-
-    def word(self, rank: int, half: int) -> int:
-        """Return the word that was published with a slot."""
-        word: int = self._words[self._step_at[rank] + _WORD + half]
-        return word
+    def published_with(self, rank: int, half: int) -> tuple[int, int]:
+        """Return the length and the word that were published with a slot."""
+        words, at = self._words, self._step_at[rank] + half
+        return words[at + _LENGTH], words[at + _WORD]
 
     def holds(self, rank: int, half: int, length: int, word: int) -> bool:
         """True if a slot holds data of this length, of the call with this word."""

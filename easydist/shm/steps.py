@@ -54,7 +54,7 @@ class Steps:
 
     def _differs(self, rank: int, half: int, nbytes: int, word: int) -> Exception:
         """Return the error if a rank has published another length, or the word of another call, with its slot."""
-        found = self.slots.length(rank, half)
+        found, _ = self.slots.published_with(rank, half)
         return self._calls.differ(word, rank, found, nbytes) if word else unequal(rank, found, nbytes)
 
     def all_reach(self, step: int) -> Iterator[Need]:
@@ -140,27 +140,33 @@ class Steps:
                     copy(address, slot + offset, length)
         self._reached_by_all = step
 
-    def share_upto(self, rows: Sequence[int], nbytes: int, word: int) -> Iterator[Need]:
-        """Fill ``rows[r]`` with the message of rank r; ``rows[rank]`` holds this rank's message, of ``nbytes`` bytes.
+    def share_upto(self, rows: int, stride: int, nbytes: int, word: int) -> Iterator[Need]:
+        """Fill each row with the message of its rank; this rank's row holds its message, of ``nbytes`` bytes.
 
         The first step carries the lengths, too. There are more steps only if a message is larger than a slot.
+
+        Args:
+            rows: The address of the first row.
+            stride: The bytes from one row to the next.
+            nbytes: The length of this rank's message.
+            word: The word of the call.
         """
-        slots = self.slots
+        slots, most = self.slots, self.slots.slot
         slot = yield from self.own_slot(half := self.next_half())
-        copy(slot, rows[slots.rank], min(slots.slot, nbytes))
+        copy(slot, rows + slots.rank * stride, nbytes if nbytes < most else most)
         step = self.publish_data(half, nbytes, word)
         need, lengths = (step, slots.others), [nbytes] * slots.size
         for rank in slots.others:
             while not slots.has_published(rank, step):
                 yield need
-            if slots.word(rank, half) != word:
-                raise self._differs(rank, half, slots.length(rank, half), word)
-            lengths[rank] = length = slots.length(rank, half)
-            copy(rows[rank], slots.slots[rank][half], min(slots.slot, length))
+            lengths[rank], found = slots.published_with(rank, half)
+            if found != word:
+                raise self._differs(rank, half, lengths[rank], word)
+            copy(rows + rank * stride, slots.slots[rank][half], min(most, lengths[rank]))
         self._reached_by_all = step
         # All ranks know all lengths, so all of them take the same further steps.
-        if max(lengths) > slots.slot:
-            rest = [[(row + slots.slot, n - slots.slot)] for row, n in zip(rows, lengths, strict=True)]
+        if max(lengths) > most:
+            rest = [[(rows + r * stride + most, n - most)] for r, n in enumerate(lengths)]
             yield from self.share(rest[slots.rank], rest, word)
 
     def spread(self, extents: Sequence[Extent], root: int, word: int) -> Iterator[Need]:

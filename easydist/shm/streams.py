@@ -158,12 +158,13 @@ class Streams:
         """True if no operation is under way in this stream."""
         return (stream := self._streams.get(key)) is None or not stream.queue
 
-    def begin(self, tasks: Sequence[Task], keep: object) -> Operation:
+    def begin(self, tasks: Sequence[Task], keep: object, patient: bool = False) -> Operation:
         """Queue the generators of one operation, and run them until they are blocked.
 
         Args:
             tasks: The generators, each with the key of its stream.
             keep: Objects that have to live until the end.
+            patient: True to give them a moment to end: the caller waits for them at once.
 
         Raises:
             RuntimeError: The communicator is closed or broken, or belongs to another process.
@@ -178,9 +179,11 @@ class Streams:
                 self.check()
             if self._calls.untold is not None:  # another thread has ended everything under way in the meantime
                 self._calls.tell()
+            # Only if there is nothing else to move meanwhile.
+            spins = _SPINS if patient and not running else 0
             for key, task in tasks:
                 if operation.error is None:
-                    self._start(key, task, operation)
+                    self._start(key, task, operation, spins)
             if operation.left:
                 operation.keep, running[self] = keep, None
         if operation.left:
@@ -189,7 +192,7 @@ class Streams:
                 helper.wake()
         return operation
 
-    def _start(self, key: object, task: Iterator[Need], operation: Operation) -> None:
+    def _start(self, key: object, task: Iterator[Need], operation: Operation, spins: int) -> None:
         """Run a generator until it is blocked, and queue it unless it has ended; on a busy stream, only queue it."""
         stream = self._streams.get(key)
         if stream is None:
@@ -197,6 +200,9 @@ class Streams:
         if not stream.queue:
             try:
                 need = next(task, None)
+                while need is not None and spins:
+                    give_core()
+                    need, spins = next(task, None), spins - 1
             except DisagreementError as error:  # for its wait, as if it had come later
                 self._drop(error)
                 operation.error, operation.is_own = error, True

@@ -147,7 +147,7 @@ def run_for_verbs(
     about: About = (None, None, None),
 ) -> TorchWork:
     """Run an operation of easydist's verbs, which compare their calls themselves: ``about`` is not used."""
-    limit = checked_timeout(timeout)
+    limit = None if timeout is None else checked_timeout(timeout)
     if not async_op:
         return ended(begin(), limit or None, staging)
     work = handle(begin()).within(limit)

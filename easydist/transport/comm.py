@@ -177,7 +177,7 @@ class Collectives(Reductions):
             nbytes: The length of this rank's message.
         """
         name = "all_gather_upto"
-        if rows.dtype is not BYTES or rows.ndim != 2 or rows.shape[0] != self.get_size() or not rows.is_contiguous():
+        if rows.dtype is not BYTES or rows.ndim != 2 or rows.shape[0] != self._backend.size or not rows.is_contiguous():
             raise RuntimeError(f"{name}: rows must be contiguous uint8 of the shape (comm_size, length)")
         if not 0 <= nbytes <= rows.shape[1]:
             raise RuntimeError(f"{name}: nbytes must fit a row")

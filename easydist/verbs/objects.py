@@ -14,7 +14,7 @@ import torch
 
 from easydist import memory
 from easydist.agreement.call import Call
-from easydist.agreement.frames import Agreement
+from easydist.agreement.frames import Agreement, room
 from easydist.agreement.runner import Verb, run
 from easydist.base.arguments import UNSET, either, hiding
 from easydist.base.eager import eager
@@ -261,21 +261,21 @@ class GatherObject(Verb["list[Any] | None"]):
         arguments = {"is_list": isinstance(self._value, list), **self._mine.arguments()}
         if self._dst is not None:
             arguments["dst"] = index(self._dst)
-        return Call(arguments, nbytes=self._mine.fill(self._value), payload=[self._mine.data])
+        return self._mine.fill(Call(arguments), self._value, room(comms))
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> list[torch.Tensor] | None:
-        if agreed.has_payload:
+        if comms.size == 1 or agreed.has_payload:
             return None
         comm = comms.cpu(sum(agreed.nbytes))
         if self._dst not in (None, comms.rank):
-            comm.gather([], self._mine.data, self._dst, async_op=False)
+            comm.gather([], self._mine.data(), self._dst, async_op=False)
             return None
         messages = [memory.empty([nbytes], torch.uint8) for nbytes in agreed.nbytes]
-        messages[comms.rank] = self._mine.data
+        messages[comms.rank] = data = self._mine.data()
         if self._dst is None:
-            comm.all_gather_v(messages, self._mine.data, async_op=False)
+            comm.all_gather_v(messages, data, async_op=False)
         else:
-            comm.gather(messages, self._mine.data, self._dst, async_op=False)
+            comm.gather(messages, data, self._dst, async_op=False)
         return messages
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: list[torch.Tensor] | None) -> list[Any] | None:
@@ -284,7 +284,7 @@ class GatherObject(Verb["list[Any] | None"]):
         values = [
             self.own()
             if rank == comms.rank
-            else self._mine.decoded(agreed.payload(rank).clone() if arrived is None else arrived[rank])
+            else self._mine.decoded(agreed.view(rank) if arrived is None else arrived[rank])
             for rank in range(comms.size)
         ]
         return _chained(values) if isinstance(self._value, list) else values
@@ -307,8 +307,8 @@ class BroadcastObjectList(Verb[list[Any]]):
         check_rank(comms, "from_process", self._source)
         arguments = {"from_process": index(self._source), "length": len(self._values), **self._mine.arguments()}
         travels = self._values and (comms.size > 1 or self._mine.weights_only)  # if not, pickling is not required
-        nbytes = self._mine.fill(self._values) if comms.rank == self._source and travels else 0
-        return Call(arguments, nbytes=nbytes, payload=[self._mine.data])
+        is_sent = comms.rank == self._source and travels
+        return self._mine.fill(Call(arguments), self._values, room(comms)) if is_sent else Call(arguments)
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> torch.Tensor | None:
         if comms.size == 1 or agreed.has_payload:
@@ -317,8 +317,7 @@ class BroadcastObjectList(Verb[list[Any]]):
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: torch.Tensor | None) -> list[Any]:
         if comms.rank != self._source and self._values:
-            message = agreed.payload(self._source).clone() if arrived is None else arrived
-            self._values[:] = self._mine.decoded(message)
+            self._values[:] = self._mine.decoded(agreed.view(self._source) if arrived is None else arrived)
         return self._values
 
 
@@ -336,9 +335,9 @@ class _ScatterObjectList(Verb[None]):
         if not self._outputs:
             raise ValueError("scatter_object_list: scatter_object_output_list needs at least one element")
         arguments = {"src": index(self._source), **self._mine.arguments()}
-        for value in _to_scatter(comms, self._inputs) if comms.rank == self._source else ():
-            self._mine.fill(value)
-            self._parts.append(self._mine.data)
+        if comms.rank == self._source:
+            weights_only = self._mine.weights_only
+            self._parts = [codec.encode(each, weights_only=weights_only) for each in _to_scatter(comms, self._inputs)]
         return Call(arguments)
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> torch.Tensor:
@@ -370,12 +369,15 @@ def _to_scatter(comms: Communicators, values: list[Any] | None) -> list[Any]:
 
 
 class _Encoded:
-    """A value's bytes, made inside the agreed preparation and sent after it."""
+    """A value's bytes, made inside the agreed preparation and sent with it or after it."""
+
+    _message: codec.EncodedObject
+    _data: torch.Tensor | None = None
+    _text: bytes = b""
+    _strings: list[str] | None = None
 
     def __init__(self, weights_only: bool) -> None:
-        self.data = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.weights_only = weights_only
-        self._strings: list[str] | None = None
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments on which the ranks have to agree; raise an error if pickle is needed and denied."""
@@ -383,20 +385,42 @@ class _Encoded:
             codec.demand_pickle()
         return {"weights_only": True} if self.weights_only else {}
 
-    def fill(self, value: Any) -> int:
-        """Encode a value, and return its length in bytes; refuse a value that all receivers would refuse."""
-        message = codec.EncodedObject(value)
-        self.data, self._strings = message.joined(), value if message.is_strings else None
+    def fill(self, call: Call, value: Any, most: int) -> Call:
+        """Encode a value, and return the call with its bytes; refuse a value that all receivers would refuse.
+
+        Args:
+            call: The call.
+            value: The value.
+            most: The most bytes that are sure to travel with the header.
+        """
+        self._message = message = codec.EncodedObject(value)
+        self._strings = value if message.is_strings else None
         if self.weights_only and not message.is_strings:
             message.check()
-        return self.data.numel()
+        call.nbytes = message.nbytes
+        if message.nbytes <= most and (text := message.text()):
+            call.text = self._text = text
+        else:
+            call.payload = [self.data()]
+        return call
+
+    def data(self) -> torch.Tensor:
+        """Return the bytes as a tensor."""
+        if self._data is None:
+            self._data = self._message.joined()
+        return self._data
 
     def own(self) -> Any:
         """Return a copy of the value, as the others get it."""
-        return self.decoded(self.data) if self._strings is None else list(self._strings)
+        if self._strings is not None:
+            return list(self._strings)
+        return self.decoded(memoryview(self._text) if self._text else self.data())
 
-    def decoded(self, message: torch.Tensor) -> Any:
-        return codec.decode(message, weights_only=self.weights_only)
+    def decoded(self, message: torch.Tensor | memoryview) -> Any:
+        """Decode a message; a view of bytes may change afterwards."""
+        if isinstance(message, torch.Tensor):
+            return codec.decode(message, weights_only=self.weights_only)
+        return codec.decode_copy(message, weights_only=self.weights_only)
 
 
 def _check_list(operation: str, name: str, value: object) -> None:

@@ -12,7 +12,7 @@ MUTANTS = [
     ),
     Mutant(
         "format/codec.py",
-        "decode",
+        "_decoded",
         "if weights_only or not _switch.allowed:",
         "if weights_only:",
         "tests/format/test_allowlist.py::test_the_switch_denies_pickle_everywhere",

@@ -111,9 +111,8 @@ class Shm(Backend):
         return self._step(self._share(_extent(data), rows), output, data)
 
     def all_gather_upto(self, rows: torch.Tensor, nbytes: int) -> Pending:
-        address, stride = rows.data_ptr(), rows.shape[1]
-        addresses = [address + r * stride for r in range(self.size)]
-        return self._step(self._steps.share_upto(addresses, nbytes, self._word()), rows)
+        share = self._steps.share_upto(rows.data_ptr(), rows.shape[1], nbytes, self._word())
+        return self._step(share, rows, patient=True)
 
     def all_gather_v(self, outputs: Sequence[torch.Tensor], data: torch.Tensor) -> Pending:
         return self._step(self._share(_extent(data), list(map(_extent, outputs))), *outputs, data)
@@ -207,11 +206,11 @@ class Shm(Backend):
             return self._steps.share_small(mine, rows, self._word())
         return self._steps.share([mine], [[row] for row in rows], self._word())
 
-    def _step(self, task: Iterator[Need], *keep: torch.Tensor) -> Pending:
+    def _step(self, task: Iterator[Need], *keep: torch.Tensor, patient: bool = False) -> Pending:
         self._begun += 1
         if self._calls.is_entering:
             task = self._calls.entered(task)
-        operation = self._streams.begin([(None, task)], keep)
+        operation = self._streams.begin([(None, task)], keep, patient)
         if operation.left and not self.compares:  # others may wait for it while this rank does something else
             self._steps.slots.show_begun(self._begun)
         return operation
