@@ -102,7 +102,7 @@ class _PadAcrossProcesses(TreeVerb):
         return Call(arguments, leaves, self._dim, advice=f"Only dim {self._dim} may differ between ranks.")
 
     def validate(self, comms: Communicators, agreed: Agreement) -> None:
-        if not tree.flatten(self._tensor)[0]:  # unpadded leaves count as data, too
+        if not (agreed.call.tree.values or tree.flatten(self._tensor)[0]):  # unpadded leaves count as data, too
             super().validate(comms, agreed)
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> list[list[int]] | None:
