@@ -14,12 +14,14 @@ from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb
 from easydist.data.arithmetic import split_sizes
+from easydist.data.leaves import unwritable
 from easydist.errors import DisagreementError
 from easydist.groups.communicators import Communicators
 from easydist.transport.comm import Collectives
 from easydist.transport.reduce_op import ReduceOp, check_reducible, combine
 from easydist.typing import Tree
-from easydist.verbs.buckets import by_comm, small_payload
+from easydist.verbs.broadcast import Broadcast
+from easydist.verbs.buckets import by_comm, resized, small_payload
 from easydist.verbs.gather import Gather, Moved
 from easydist.verbs.trees import leaves_of
 
@@ -27,8 +29,8 @@ from easydist.verbs.trees import leaves_of
 class _Sum(Verb[torch.Tensor]):
     """The base of the sums: one tensor, of the same shape on all ranks."""
 
-    def __init__(self, input_: torch.Tensor) -> None:
-        self._input = input_
+    def __init__(self, input_: torch.Tensor, into: Sequence[torch.Tensor] = ()) -> None:
+        self._input, self._into = input_, into
 
     def _call(self, comms: Communicators, arguments: dict[str, Any]) -> Call:
         if not isinstance(self._input, torch.Tensor):
@@ -46,6 +48,20 @@ class _Sum(Verb[torch.Tensor]):
             return None
         ((comm, _),) = by_comm(comms, [tensor], [0], tensor.nbytes)
         return self._summed(comm, comms.rank).to(tensor.device)
+
+    def _check_output(self, shape: Sequence[int]) -> None:
+        """Check that the result of this shape can be written to the output, if there is one."""
+        if not self._into:
+            return
+        output: Any = self._into[0]
+        if not isinstance(output, torch.Tensor) or output.dtype is not self._input.dtype or output.shape != (*shape,):
+            told = f"{output.dtype} {tuple(output.shape)}" if isinstance(output, torch.Tensor) else repr(output)[:60]
+            raise ValueError(f"{self.operation}: output has to be {self._input.dtype} {(*shape,)}, got {told}")
+        if reason := unwritable(output):
+            raise ValueError(f"{self.operation}: output {reason}, so it cannot be written in place")
+
+    def _delivered(self, total: torch.Tensor) -> torch.Tensor:
+        return self._into[0].detach().copy_(total) if self._into else total
 
     @abstractmethod
     def _summed(self, comm: Collectives, rank: int) -> torch.Tensor:
@@ -65,7 +81,9 @@ class AllReduce(_Sum):
     operation = "all_reduce"
 
     def prepare(self, comms: Communicators) -> Call:
-        return self._call(comms, {})
+        call = self._call(comms, {})
+        self._check_output(self._input.shape)
+        return call
 
     def _summed(self, comm: Collectives, rank: int) -> torch.Tensor:
         data = self._tensor.to(comm.get_device()).contiguous()
@@ -74,7 +92,7 @@ class AllReduce(_Sum):
         return total
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: torch.Tensor | None) -> torch.Tensor:
-        return combine(ReduceOp.SUM, self._payloads(comms, agreed)) if arrived is None else arrived
+        return self._delivered(combine(ReduceOp.SUM, self._payloads(comms, agreed)) if arrived is None else arrived)
 
 
 class ReduceScatter(_Sum):
@@ -87,12 +105,20 @@ class ReduceScatter(_Sum):
         dim: The dimension along which it is cut.
         sizes: The size of each rank's part; None cuts it evenly.
         may_differ: Without sizes: the first ranks may get one more than the others.
+        into: The tensor for the result; without one, it is new.
     """
 
     operation = "reduce_scatter"
 
-    def __init__(self, input_: torch.Tensor, dim: int, sizes: Sequence[int] | None, may_differ: bool) -> None:
-        super().__init__(input_)
+    def __init__(
+        self,
+        input_: torch.Tensor,
+        dim: int,
+        sizes: Sequence[int] | None,
+        may_differ: bool,
+        into: Sequence[torch.Tensor] = (),
+    ) -> None:
+        super().__init__(input_, into)
         self._dim, self._given, self._may_differ = dim, sizes, may_differ
 
     def prepare(self, comms: Communicators) -> Call:
@@ -107,6 +133,7 @@ class ReduceScatter(_Sum):
                 f"{self.operation}: dim {self._dim} of {tuple(self._input.shape)} cannot be split among {comms.size} "
                 f"ranks{told}; pass sizes that add up to {length} to reduce_scatterv"
             )
+        self._check_output(resized(self._input.shape, self._dim % self._input.ndim, self._sizes[comms.rank]))
         return call
 
     def _length(self) -> int:
@@ -121,14 +148,26 @@ class ReduceScatter(_Sum):
         return output
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: torch.Tensor | None) -> torch.Tensor:
-        if arrived is not None:
-            return arrived
-        mine = [tensor.split(self._sizes, self._dim)[comms.rank] for tensor in self._payloads(comms, agreed)]
-        return combine(ReduceOp.SUM, mine)
+        if arrived is None:
+            mine = [tensor.split(self._sizes, self._dim)[comms.rank] for tensor in self._payloads(comms, agreed)]
+            arrived = combine(ReduceOp.SUM, mine)
+        return self._delivered(arrived)
 
 
-class EvenGather(Gather):
-    """``gather`` to all ranks, whose sizes must be equal. All ranks raise if they are not."""
+class AllGather(Gather):
+    """``gather`` to all ranks, under vLLM's name."""
+
+    operation = "all_gather"
+
+
+class BroadcastFrom(Broadcast):
+    """``broadcast``, whose source is called ``src``."""
+
+    source_name = "src"
+
+
+class EvenGather(AllGather):
+    """``all_gather`` of tensors whose sizes must be equal. All ranks raise if they are not."""
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: Moved) -> Tree:
         shapes = [tuple(row[0]) for row in arrived[0]]

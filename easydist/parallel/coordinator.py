@@ -16,6 +16,7 @@ from easydist.parallel.experts import Experts
 from easydist.parallel.objects import Objects
 from easydist.parallel.point_to_point import PointToPoint
 from easydist.parallel.tensors import Tensors
+from easydist.state import ProcessState
 from easydist.typing import Timeout, Tree
 
 
@@ -49,6 +50,7 @@ class GroupCoordinator(Tensors, Experts, Objects, PointToPoint):
         use_device_communicator: Use that backend for tensors on the accelerator; otherwise they go through the CPU.
         use_message_queue_broadcaster: ``broadcast_object`` uses a ``MessageQueue`` for each source.
         group_name: The first part of ``unique_name``.
+        use_all2all: Accepted for compatibility: ``dispatch`` and ``combine`` need no preparation.
         weights_only: Decode objects with the restricted decoder (``docs/safety.md``), which accepts plain data,
             tensors, arrays and allowed classes. False unpickles anything, so the peers must be trusted. The same on
             all ranks.
@@ -72,6 +74,7 @@ class GroupCoordinator(Tensors, Experts, Objects, PointToPoint):
         use_device_communicator: bool,
         use_message_queue_broadcaster: bool = False,
         group_name: str | None = None,
+        use_all2all: bool = False,
         *,
         weights_only: bool = True,
     ) -> None:
@@ -139,9 +142,28 @@ class GroupCoordinator(Tensors, Experts, Objects, PointToPoint):
             group = gloo_group(at, rank, world_size, f"easydist/{group_name}", limit, monitor, check)
         unregistered.add(group)
         self.use_device_communicator, self.weights_only = False, weights_only
-        self._join([*range(world_size)], rank, local_rank, group_name, (group, group))
+        self.torch_distributed_backend = "gloo"
+        self._join([[*range(world_size)]], rank, local_rank, group_name, (group, group))
         self._agree(_options(use_message_queue_broadcaster, weights_only))
         self._begin_objects(use_message_queue_broadcaster)
+        return self
+
+    @classmethod
+    def alone(cls, local_rank: int, group_name: str, *, weights_only: bool = True) -> GroupCoordinator:
+        """Create the coordinator of a group that has this rank only, without a process group; no other rank takes part.
+
+        Args:
+            local_rank: As in the constructor.
+            group_name: As in the constructor.
+            weights_only: As in the constructor.
+        """
+        self = cls.__new__(cls)
+        state = ProcessState()
+        self.use_device_communicator, self.weights_only = False, weights_only
+        self.torch_distributed_backend = "gloo"
+        lists = [[rank] for rank in range(state.num_processes)]
+        self._join(lists, state.process_index, local_rank, group_name, (None, None))
+        self._begin_objects(False)
         return self
 
     @eager

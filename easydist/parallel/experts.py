@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,9 +93,40 @@ class Experts(Members):
 
         Cost: one reduce-scatter.
         """
+        return self._combined(hidden_states, [], is_sequence_parallel)
+
+    @eager
+    def combine_into_output(
+        self, hidden_states: torch.Tensor, output: torch.Tensor, is_sequence_parallel: bool = False
+    ) -> torch.Tensor:
+        """Do as ``combine``, into a tensor.
+
+        Args:
+            hidden_states: As there.
+            output: A tensor of the dtype and the shape of the result.
+            is_sequence_parallel: As there.
+
+        Returns:
+            ``output``.
+
+        Raises:
+            ValueError: As in ``reduce_scatterv_into_output``.
+        """
+        self._combined(hidden_states, [output], is_sequence_parallel)
+        return output
+
+    def allocate_combine_input(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, is_sequence_parallel: bool = False
+    ) -> torch.Tensor | None:
+        """Return None: ``combine`` takes tensors from anywhere, and needs no memory of its own for them."""
+        return None
+
+    def _combined(
+        self, hidden_states: torch.Tensor, into: Sequence[torch.Tensor], is_sequence_parallel: bool
+    ) -> torch.Tensor:
         known, total = getattr(self, "_dispatched", {}), _rows(hidden_states)
         sizes = known.get((is_sequence_parallel, total))
-        verb = ReduceScatter(hidden_states, 0, sizes, may_differ=True)
+        verb = ReduceScatter(hidden_states, 0, sizes, True, into)
         if sizes is None and total is not None:
             verb.refusal = RuntimeError(
                 f"combine: there was no dispatch of {total} tokens with is_sequence_parallel={is_sequence_parallel}; "

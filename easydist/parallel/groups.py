@@ -14,7 +14,10 @@ from easydist.groups.communicators import Communicators
 from easydist.parallel.coordinator import GroupCoordinator
 from easydist.state import ProcessState
 
-_AXES = ("dp", "pp", "tp")
+_AXES = ("dp", "pp", "pcp", "tp")
+_CONTEXT = ("pcp", "dcp")
+"""The groups that usually have one rank each: these need no process group."""
+
 Lists = list[list[int]]
 
 
@@ -52,20 +55,22 @@ def parallel_groups(
     tp: int = 1,
     pp: int = 1,
     dp: int | None = None,
+    pcp: int = 1,
+    dcp: int = 1,
     backend: str | dist.Backend | None = None,
     use_message_queue_broadcaster: bool = False,
     weights_only: bool = True,
 ) -> ParallelGroups:
     """Create the coordinators of a layout. All ranks of the world call it.
 
-    The ranks form a box of ``dp × pp × tp`` in row-major order, as in vLLM, so the ranks of one tensor-parallel group
-    are consecutive.
+    The ranks form a box of ``dp × pp × pcp × tp`` in row-major order, as in vLLM, so the ranks of one tensor-parallel
+    group are consecutive.
 
     Example:
         >>> from easydist.parallel import parallel_groups
         >>> groups = parallel_groups(tp=1, pp=1)
         >>> list(groups), groups.tp.ranks
-        (['world', 'dp', 'pp', 'tp', 'ep'], [0])
+        (['world', 'dp', 'pp', 'pcp', 'tp', 'ep', 'dcp'], [0])
         >>> groups.destroy()
 
     Args:
@@ -75,32 +80,40 @@ def parallel_groups(
         pp: The number of ranks that have successive layers (pipeline parallel).
         dp: The number of ranks that have the same layers and different data (data parallel); None uses the remaining
             ranks.
+        pcp: The number of ranks that share the tokens of a prompt (prefill context parallel).
+        dcp: The number of ranks that share the cache of a sequence while it is decoded (decode context parallel): a
+            divisor of ``pcp × tp``. They are ranks of one tensor-parallel group, unless there are more of them: those
+            with other ``pcp`` come first.
         backend: The backend for tensors on the accelerator, as in ``GroupCoordinator``.
-        use_message_queue_broadcaster: ``broadcast_object`` of ``tp`` uses queues (for a mesh: of every group).
+        use_message_queue_broadcaster: ``broadcast_object`` of ``tp`` and ``dcp`` uses queues (for a mesh: of every
+            group).
         weights_only: As in ``GroupCoordinator``.
 
     Returns:
-        ``world``, ``dp``, ``pp``, ``tp`` and ``ep``, which has the ranks that share the experts of a layer, ``dp × tp``
-        of one stage. For a mesh: ``world`` and one for each dimension.
+        ``world``, ``dp``, ``pp``, ``pcp``, ``tp``, ``dcp``, and ``ep``, which has the ranks that share the experts of a
+        layer, ``dp × pcp × tp`` of one stage. ``pcp`` and ``dcp`` of one rank each have no process group
+        (``cpu_group`` is None). For a mesh: ``world`` and one for each dimension.
 
     Raises:
-        ValueError: The product of the sizes is not the world size, or the mesh lacks names or ranks. If that is so on
-            some ranks only, a RemoteError on all.
+        ValueError: The product of the sizes is not the world size, ``dcp`` is no divisor, or the mesh lacks names or
+            ranks. If that is so on some ranks only, a RemoteError on all.
         DisagreementError: The ranks have passed different layouts.
     """
     size = ProcessState().num_processes
 
     def laid_out(comms: Communicators) -> tuple[dict[str, Lists], dict[str, Any]]:
-        lists = _lists(comms.size, tp, pp, dp) if mesh is None else _lists_of_mesh(mesh, comms.size)
+        lists = _lists(comms.size, tp, pp, dp, pcp, dcp) if mesh is None else _lists_of_mesh(mesh, comms.size)
         return lists, dict(lists)
 
     lists = compare(ProcessState().communicators(), "parallel_groups", laid_out)
-    with_queues = {*lists} if mesh is not None else {"tp"}
+    with_queues = {*lists} if mesh is not None else {"tp", "dcp"}
 
     def make(name: str, ranks: Lists) -> GroupCoordinator:
         own_device = str(backend or "gloo") != "gloo"
         queues = use_message_queue_broadcaster and name in with_queues
         local_rank = ProcessState().local_process_index
+        if mesh is None and name in _CONTEXT and len(ranks) == size:
+            return GroupCoordinator.alone(local_rank, name, weights_only=weights_only)
         return GroupCoordinator(ranks, local_rank, backend, own_device, queues, name, weights_only=weights_only)
 
     groups = {"world": make("world", [[*range(size)]]), **{name: make(name, ranks) for name, ranks in lists.items()}}
@@ -109,9 +122,14 @@ def parallel_groups(
     return ParallelGroups(groups)
 
 
-def _lists(size: int, tp: int, pp: int, dp: int | None) -> dict[str, Lists]:
-    sizes = (max(1, size // max(1, tp * pp)) if dp is None else dp, pp, tp)
-    return rank_lists(size, dict(zip(_AXES, sizes, strict=True)), {"ep": ("dp", "tp")})
+def _lists(size: int, tp: int, pp: int, dp: int | None, pcp: int, dcp: int) -> dict[str, Lists]:
+    sizes = (max(1, size // max(1, tp * pp * pcp)) if dp is None else dp, pp, pcp, tp)
+    lists = rank_lists(size, dict(zip(_AXES, sizes, strict=True)), {"ep": ("dp", "pcp", "tp")})
+    if dcp < 1 or pcp * tp % dcp:
+        raise ValueError(f"a layout of dcp={dcp} needs a divisor of pcp × tp, which is {pcp * tp}")
+    # Sorted, because torch.distributed sorts the ranks of a group, too.
+    along = torch.arange(size, device="cpu").view(-1, pcp, tp).transpose(1, 2) if dcp > 1 else torch.arange(size)
+    return {**lists, "dcp": [sorted(ranks) for ranks in along.reshape(-1, dcp).tolist()]}
 
 
 def _lists_of_mesh(mesh: Any, size: int) -> dict[str, Lists]:

@@ -49,27 +49,37 @@ class _GroupCreation(Verb[_GroupPair]):
 
     operation = "GroupCoordinator"
     needs_data = False
+    lists: list[list[int]]
+    """The groups as numbers, once all ranks have agreed on them."""
 
     def __init__(
         self,
         group_ranks: Sequence[Sequence[int]],
         arguments: dict[str, Any],
-        make: Callable[[Communicators], _GroupPair] = lambda _: (None, None),
+        make: Callable[[Sequence[Sequence[int]], Communicators], _GroupPair] = lambda lists, comms: (None, None),
     ) -> None:
         self._lists, self._arguments, self._make = group_ranks, arguments, make
 
     def prepare(self, comms: Communicators) -> Call:
-        lists = [[index(rank) for rank in ranks] for ranks in self._lists]
-        _check_lists(lists, comms.size)
+        self.lists = [_numbers(ranks) for ranks in self._lists]
+        _check_lists(self.lists, comms.size)
         index(self._arguments["local_rank"])
         told = {name: value for name, value in self._arguments.items() if name != "local_rank"}
-        return Call({"group_ranks": lists, **told})
+        return Call({"group_ranks": self.lists, **told})
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> _GroupPair:
-        return self._make(comms)
+        return self._make(self.lists, comms)
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: _GroupPair) -> _GroupPair:
         return arrived
+
+
+def _numbers(ranks: Any) -> list[int]:
+    """Return a list of ranks as numbers; it may be a tensor, as the rows of a layout are."""
+    try:
+        return [index(rank) for rank in ranks]
+    except TypeError:
+        raise TypeError(f"group_ranks has {ranks!r}; pass lists of ranks, such as [[0, 1], [2, 3]]") from None
 
 
 def _check_lists(lists: Sequence[Sequence[int]], size: int) -> None:
@@ -92,19 +102,26 @@ class Members:
     Attributes:
         rank: The rank of this process in the world.
         ranks: The members of the group, as ranks of the world.
+        group_ranks: All groups, as they were given.
+        torch_distributed_backend: The name of the backend of ``device_group``.
         world_size: The number of members.
         rank_in_group: The rank of this process in the group.
         local_rank: The rank of this process on its host, as it was given.
         device: The device of this process.
+        device_index: Its index, the local rank.
         cpu_group: The gloo group for objects and tensors on the CPU; None in a world of one without a launcher.
         device_group: The group for tensors on the accelerator; if its backend is gloo, ``cpu_group`` itself.
         hosts: An identifier of each rank's host, in rank order.
         unique_name: The given name and a number.
         use_device_communicator: The constructor's argument.
+        device_communicator: None: there is no further object for the accelerator; call the coordinator's methods.
+        use_custom_op_call: True: in a compiled function the collectives are operators.
         weights_only: True if objects are decoded with the restricted decoder.
     """
 
     weights_only: bool
+    device_communicator = None
+    use_custom_op_call = True
 
     def __init__(
         self,
@@ -118,16 +135,19 @@ class Members:
         backend = str(torch_distributed_backend or "gloo")
         state = ProcessState()
         told = {"backend": backend, "use_device_communicator": bool(use_device_communicator), **options}
-        make = functools.partial(_groups, group_ranks, backend)
-        groups = run(_GroupCreation(group_ranks, {**told, "local_rank": local_rank}, make), state.communicators())
-        ranks = next([*ranks] for ranks in group_ranks if state.process_index in ranks)
-        self.use_device_communicator = bool(use_device_communicator)
-        self._join(ranks, state.process_index, index(local_rank), group_name, groups)
+        make = functools.partial(_groups, ["gloo", backend])
+        creation = _GroupCreation(group_ranks, {**told, "local_rank": local_rank}, make)
+        groups = run(creation, state.communicators())
+        self.use_device_communicator, self.torch_distributed_backend = bool(use_device_communicator), backend
+        self._join(creation.lists, state.process_index, index(local_rank), group_name, groups)
 
-    def _join(self, ranks: list[int], rank: int, local_rank: int, group_name: str | None, groups: _GroupPair) -> None:
+    def _join(
+        self, lists: list[list[int]], rank: int, local_rank: int, group_name: str | None, groups: _GroupPair
+    ) -> None:
         """Join groups that exist, together with all other members."""
-        self.ranks, self.rank, self.local_rank = ranks, rank, local_rank
-        self.world_size, self.rank_in_group = len(ranks), ranks.index(rank)
+        self.group_ranks, self.ranks = lists, next(ranks for ranks in lists if rank in ranks)
+        self.rank, self.local_rank, self.device_index = rank, local_rank, local_rank
+        self.world_size, self.rank_in_group = len(self.ranks), self.ranks.index(rank)
         self.device = _device(ProcessState().device, local_rank)
         self.unique_name = _unique(group_name or "anonymous")
         self.cpu_group, self.device_group = groups
@@ -167,8 +187,36 @@ class Members:
             RuntimeError: The coordinator was destroyed.
         """
         if self._communicators is None:
-            raise RuntimeError(f"{self!r} was destroyed; make a new GroupCoordinator")
+            raise self._destroyed()
         return self._communicators
+
+    def _destroyed(self) -> RuntimeError:
+        return RuntimeError(f"{self!r} was destroyed; make a new GroupCoordinator")
+
+    @property
+    def cpu_timeout(self) -> timedelta:
+        """The time limit of a call."""
+        return timedelta(seconds=self.communicators.monitor.timeout)
+
+    def make_sibling_device_group(self, group_desc: str | None = None) -> dist.ProcessGroup:
+        """Create another process group like ``device_group``, for operations beside those of the coordinator.
+
+        All ranks of the world call it. The caller destroys the group.
+
+        Args:
+            group_desc: A description of the group, for torch's logs.
+
+        Raises:
+            RuntimeError: The coordinator is ``stateless``, or the process alone, without a launcher, so that there is
+                no group of torch.
+        """
+        if self.cpu_group is None or self.cpu_group in unregistered:
+            raise RuntimeError(f"{self!r} has no group of torch.distributed, so it cannot have a sibling")
+        told = {"local_rank": self.local_rank, "sibling": self.torch_distributed_backend}
+        make = functools.partial(_groups, [self.torch_distributed_backend], description=group_desc)
+        _, made = run(_GroupCreation(self.group_ranks, told, make), ProcessState().communicators())
+        assert made is not None
+        return made
 
     @property
     def first_rank(self) -> int:
@@ -223,27 +271,42 @@ def _unique(name: str) -> str:
     return f"{name}:{next(_counts.setdefault(name, itertools.count()))}"
 
 
-def _groups(lists: Sequence[Sequence[int]], backend: str, comms: Communicators) -> _GroupPair:
-    """Create the groups of all lists, in the same order on all ranks, and return those of this process."""
+def _groups(
+    backends: Sequence[str], lists: Sequence[Sequence[int]], comms: Communicators, description: str | None = None
+) -> _GroupPair:
+    """Create the groups of all lists, in the same order on all ranks.
+
+    Returns:
+        This process's groups of the first and of the last backend.
+    """
     world = ProcessState().process_group if comms.size == 1 else default_group()
     own: _GroupPair = None, None
     if world is None:
         return own
-    make = _in_own_store if is_recovered(world) else _by_torch
-    backends, count = list(dict.fromkeys(["gloo", backend])), torch_groups.count()
+    make = _in_own_store if is_recovered(world) else functools.partial(_by_torch, description=description)
+    backends, count = list(dict.fromkeys(backends)), torch_groups.count()
     try:
         for number, ranks in enumerate(lists):
             made = [make(comms, world, [*ranks], name, number) for name in backends]
             own = (made[0], made[-1]) if comms.rank in ranks else own
     finally:
-        if make is _by_torch:  # its names have numbers, which must be equal on all ranks after a failure, too
+        if (
+            make is not _in_own_store
+        ):  # torch's names have numbers, which must be equal on all ranks after a failure, too
             torch_groups.set_count(count + len(lists) * len(backends))
     return own
 
 
-def _by_torch(comms: Communicators, world: dist.ProcessGroup, ranks: list[int], backend: str, number: int) -> Any:
+def _by_torch(
+    comms: Communicators,
+    world: dist.ProcessGroup,
+    ranks: list[int],
+    backend: str,
+    number: int,
+    description: str | None,
+) -> Any:
     limit = timedelta(seconds=comms.monitor.timeout)  # torch would use its own default
-    make = functools.partial(dist.new_group, ranks, limit, backend)
+    make = functools.partial(dist.new_group, ranks, limit, backend, group_desc=description)
     return connect(make, limit.total_seconds(), comms.monitor, _check_of(ranks, comms))
 
 

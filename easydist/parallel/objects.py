@@ -19,6 +19,10 @@ _CHUNK, _CHUNKS = 1 << 22, 6
 _LARGE = 1 << 20
 
 
+class _BroadcastObjectList(BroadcastObjectList):
+    source_name = "src"
+
+
 class Objects(Members):
     """The methods that send from one rank to all.
 
@@ -55,7 +59,7 @@ class Objects(Members):
         message through the queue of ``src``, for which only the readers wait.
         """
         if not self._has_queues:
-            (value,) = run(BroadcastObjectList([obj], src, self.weights_only), self.communicators)
+            (value,) = run(_BroadcastObjectList([obj], src, self.weights_only), self.communicators)
             return value
         check_rank(self.communicators, "src", src)
         return self._queue_from(src).broadcast_object(obj)
@@ -75,7 +79,7 @@ class Objects(Members):
             The same list.
         """
         comms = self.communicators if group is None else communicators(group)
-        return run(BroadcastObjectList(obj_list, src, self.weights_only), comms)
+        return run(_BroadcastObjectList(obj_list, src, self.weights_only), comms)
 
     @eager
     def broadcast_tensor_dict(

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import functools
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from easydist import memory
 from easydist.agreement.calling import seconds
 from easydist.base import torch_groups
 from easydist.groups.connecting import connect
 from easydist.liveness.peer import host_id
 from easydist.parallel.coordinator import GroupCoordinator
 from easydist.parallel.groups import ParallelGroups, parallel_groups
+from easydist.parallel.tensors import GraphCaptureContext
 from easydist.state import ProcessState, communicators
-from easydist.state.groups import backend_for
+from easydist.state.groups import backend_for, current_rank
 from easydist.typing import Group, Timeout
 from easydist.verbs.objects import gather_object
 from easydist.verbs.ranks import check_rank
@@ -58,6 +65,8 @@ def init_distributed_environment(
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
+    prefill_context_model_parallel_size: int = 1,
+    decode_context_model_parallel_size: int | None = 1,
     backend: str | None = None,
     *,
     data_parallel_size: int | None = None,
@@ -67,21 +76,32 @@ def initialize_model_parallel(
     Args:
         tensor_model_parallel_size: The number of ranks that share a layer.
         pipeline_model_parallel_size: The number of ranks that have successive layers.
+        prefill_context_model_parallel_size: The number of ranks that share the tokens of a prompt.
+        decode_context_model_parallel_size: The number of ranks that share the cache of a sequence; None is 1.
         backend: The backend for tensors on the accelerator; None is the default group's, and on the CPU gloo.
         data_parallel_size: The number of model replicas; None uses the remaining ranks.
 
     Raises:
         RuntimeError: The groups exist already.
-        ValueError: The product of the sizes is not the world size. If that is so on some ranks only, a RemoteError on
-            all.
+        TypeError: The third argument is a backend, as it was in older versions of vLLM.
+        ValueError: The product of the sizes is not the world size, or the decode context is no divisor. If that is so
+            on some ranks only, a RemoteError on all.
         DisagreementError: The ranks have passed different sizes.
     """
     if model_parallel_is_initialized():
         raise RuntimeError("the model parallel groups exist already; call destroy_model_parallel first")
+    third: Any = prefill_context_model_parallel_size
+    if isinstance(third, str):
+        raise TypeError(
+            "initialize_model_parallel: the third parameter is prefill_context_model_parallel_size, as in vLLM 0.33; "
+            f"pass backend={third!r}"
+        )
     groups: ParallelGroups = parallel_groups(
         tp=tensor_model_parallel_size,
         pp=pipeline_model_parallel_size,
         dp=data_parallel_size,
+        pcp=prefill_context_model_parallel_size,
+        dcp=1 if decode_context_model_parallel_size is None else decode_context_model_parallel_size,
         backend=backend or _backend_of_world(),
         use_message_queue_broadcaster=True,
     )
@@ -89,6 +109,59 @@ def initialize_model_parallel(
     if kept:
         groups["world"].destroy()
     _made.update({**groups, **kept})
+
+
+def ensure_model_parallel_initialized(
+    tensor_model_parallel_size: int,
+    pipeline_model_parallel_size: int,
+    prefill_context_model_parallel_size: int = 1,
+    decode_context_model_parallel_size: int | None = 1,
+    backend: str | None = None,
+) -> None:
+    """Call ``initialize_model_parallel`` if there are no groups yet; else check that they have these sizes.
+
+    Args:
+        tensor_model_parallel_size: As there.
+        pipeline_model_parallel_size: As there.
+        prefill_context_model_parallel_size: As there.
+        decode_context_model_parallel_size: As there.
+        backend: As there.
+
+    Raises:
+        ValueError: The groups exist, and have other sizes.
+    """
+    sizes = {
+        "tp": tensor_model_parallel_size,
+        "pp": pipeline_model_parallel_size,
+        "pcp": prefill_context_model_parallel_size,
+        "dcp": 1 if decode_context_model_parallel_size is None else decode_context_model_parallel_size,
+    }
+    if not model_parallel_is_initialized():
+        tp, pp, pcp, dcp = sizes.values()
+        initialize_model_parallel(tp, pp, pcp, dcp, backend)
+        return
+    for name, size in sizes.items():
+        if (found := _made[name].world_size) != size:
+            raise ValueError(f"the group {name!r} exists with {found} ranks, not {size}; call destroy_model_parallel")
+
+
+def init_world_group(ranks: list[int], local_rank: int, backend: str) -> GroupCoordinator:
+    """Return a coordinator of these ranks of the world; all of them call it."""
+    return GroupCoordinator([ranks], local_rank, backend, use_device_communicator=False, group_name="world")
+
+
+def init_model_parallel_group(
+    group_ranks: list[list[int]],
+    local_rank: int,
+    backend: str,
+    use_message_queue_broadcaster: bool = False,
+    group_name: str | None = None,
+    use_device_communicator: bool = True,
+    use_all2all: bool = False,
+) -> GroupCoordinator:
+    """Return a ``GroupCoordinator`` with these arguments, whose order is another one."""
+    queues = use_message_queue_broadcaster
+    return GroupCoordinator(group_ranks, local_rank, backend, use_device_communicator, queues, group_name, use_all2all)
 
 
 def _backend_of_world() -> str | None:
@@ -138,6 +211,58 @@ def get_ep_group() -> GroupCoordinator:
     return _group("ep", "initialize_model_parallel")
 
 
+def get_pcp_group() -> GroupCoordinator:
+    """Return the group of ranks that share the tokens of a prompt with this one."""
+    return _group("pcp", "initialize_model_parallel")
+
+
+def get_dcp_group() -> GroupCoordinator:
+    """Return the group of ranks that share the cache of a sequence with this one."""
+    return _group("dcp", "initialize_model_parallel")
+
+
+def get_dcp_world_size_and_rank(enabled: bool = True) -> tuple[int, int]:
+    """Return the size of ``get_dcp_group()`` and this rank's position; ``(1, 0)`` without the group or if disabled."""
+    if not enabled or not _exists("dcp"):
+        return 1, 0
+    return get_dcp_group().world_size, get_dcp_group().rank_in_group
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    """Return this rank's position in its pipeline-parallel group."""
+    return get_pp_group().rank_in_group
+
+
+def get_node_count() -> int:
+    """Return the number of hosts of the world."""
+    return len(set(get_world_group().hosts))
+
+
+def is_global_first_rank() -> bool:
+    """True if this process is rank 0 of the world; also in a process that belongs to none."""
+    return current_rank() == 0
+
+
+def is_local_first_rank() -> bool:
+    """True if this process is rank 0 on its host; also in a process that belongs to no world."""
+    return (get_world_group().local_rank if _exists("world") else ProcessState().local_process_index) == 0
+
+
+@contextmanager
+def graph_capture(device: torch.device) -> Iterator[GraphCaptureContext]:
+    """Provide one stream on which the tensor-, pipeline- and data-parallel group record; see ``graph_capture`` there.
+
+    Args:
+        device: The accelerator; the coordinators know theirs.
+    """
+    with (
+        get_tp_group().graph_capture() as context,
+        get_pp_group().graph_capture(context),
+        get_dp_group().graph_capture(context),
+    ):
+        yield context
+
+
 def get_tensor_model_parallel_rank() -> int:
     """Return this rank's position in its tensor-parallel group."""
     return get_tp_group().rank_in_group
@@ -161,6 +286,23 @@ def destroy_distributed_environment() -> None:
         _made.pop("world").destroy()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Destroy all groups, and release memory that is not in use.
+
+    Args:
+        shutdown_ray: Shut Ray down in this process, too.
+    """
+    destroy_distributed_environment()
+    if shutdown_ray:
+        import ray
+
+        ray.shutdown()
+    gc.collect()
+    memory.release()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
 
 
 def in_the_same_node_as(pg: Group, source_rank: int = 0) -> list[bool]:

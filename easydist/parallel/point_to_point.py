@@ -98,6 +98,15 @@ class PointToPoint(Members):
         send(self.communicators, "send_object", OBJECT, dst, encoded(obj, self.weights_only))
 
     @eager
+    def isend_object(self, obj: Any, dst: int) -> Transfer:
+        """Send an object as ``send_object`` does, without waiting.
+
+        Returns:
+            A handle, as in ``isend_tensor_dict``. The object may be changed at once.
+        """
+        return send(self.communicators, "isend_object", OBJECT, dst, encoded(obj, self.weights_only), waits=False)
+
+    @eager
     def recv_object(self, src: int) -> Any:
         """Receive the object that one rank sends with ``send_object``."""
         obj, _ = receive(self.communicators, "recv_object", OBJECT, src, decoded(self.weights_only))

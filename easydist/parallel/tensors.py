@@ -13,10 +13,10 @@ import torch.distributed as dist
 from easydist.agreement.runner import meet, run
 from easydist.base.eager import eager
 from easydist.parallel import compiled
-from easydist.parallel.collectives import AllGatherV, AllReduce, ReduceScatter
+from easydist.parallel.collectives import AllGather, AllGatherV, AllReduce, BroadcastFrom, ReduceScatter
 from easydist.parallel.members import Members
-from easydist.verbs.broadcast import broadcast
-from easydist.verbs.gather import gather
+from easydist.verbs.gather import Gather
+from easydist.verbs.ranks import check_rank
 
 
 @dataclass
@@ -31,14 +31,33 @@ class GraphCaptureContext:
 
 
 class Tensors(Members):
-    """The collective methods for tensors."""
+    """The collective methods for tensors.
+
+    In a group of one rank, ``all_reduce``, ``all_gather``, ``reduce_scatter`` and ``gather`` return the input itself,
+    as in vLLM: nothing is copied, and a gradient flows through.
+    """
+
+    def _is_alone(self, operation: str, input_: torch.Tensor, dim: int = -1) -> bool:
+        """True if this rank's tensor is the result.
+
+        Raises:
+            RuntimeError: The coordinator was destroyed.
+            ValueError: The tensor has no such dimension.
+        """
+        if self.world_size > 1:
+            return False
+        if self.is_destroyed:
+            raise self._destroyed()
+        if not -(ndim := max(1, input_.ndim)) <= dim < ndim:
+            raise ValueError(f"{operation}: the tensor of shape {tuple(input_.shape)} has no dim {dim}")
+        return True
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the ranks.
 
-        Law: ``input_ of rank 0 + … + input_ of rank W-1``, in a new tensor, detached from autograd. ``input_`` is
-        unchanged and may have any strides. The dtype is kept, so integers wrap as in torch; half-precision floats are
-        accumulated in float32. May be called in a compiled function.
+        Law: ``input_ of rank 0 + … + input_ of rank W-1``; with several ranks, in a new tensor, detached from autograd.
+        ``input_`` is unchanged and may have any strides. The dtype is kept, so integers wrap as in torch;
+        half-precision floats are accumulated in float32. May be called in a compiled function.
 
         Args:
             input_: A tensor of the same shape and dtype on all ranks.
@@ -48,6 +67,8 @@ class Tensors(Members):
 
         Cost: one header exchange, which also carries a small tensor; and an all-reduce for a larger one.
         """
+        if self._is_alone("all_reduce", input_):
+            return input_
         if torch.compiler.is_compiling():
             return compiled.all_reduce(input_, self.unique_name)
         return self._all_reduce_out_place(input_)
@@ -74,13 +95,16 @@ class Tensors(Members):
 
         Cost: that of ``easydist.gather``.
         """
+        if self._is_alone("all_gather", input_, dim):
+            return input_
         if torch.compiler.is_compiling():
             return compiled.all_gather(input_, dim, self.world_size, self.unique_name)
         return self._all_gather_out_place(input_, dim)
 
     @eager
     def _all_gather_out_place(self, input_: torch.Tensor, dim: int) -> torch.Tensor:
-        return gather(input_, dim=dim, group=self)
+        gathered: torch.Tensor = run(AllGather(input_, None, dim), self.communicators)
+        return gathered
 
     @eager
     def all_gatherv(
@@ -116,6 +140,8 @@ class Tensors(Members):
 
         Cost: one header exchange, which also carries a small tensor; and a reduce-scatter for a larger one.
         """
+        if self._is_alone("reduce_scatter", input_, dim):
+            return input_
         if torch.compiler.is_compiling():
             return compiled.reduce_scatter(input_, dim, self.world_size, self.unique_name)
         return self._reduce_scatter_out_place(input_, dim)
@@ -144,6 +170,42 @@ class Tensors(Members):
         return run(ReduceScatter(input_, dim, sizes, may_differ=True), self.communicators)
 
     @eager
+    def reduce_scatterv_into_output(
+        self, input_: torch.Tensor, output: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
+    ) -> torch.Tensor:
+        """Do as ``reduce_scatterv``, into a tensor.
+
+        Args:
+            input_: As there.
+            output: A tensor of the dtype and the shape of the result, with any strides.
+            dim: As there.
+            sizes: As there.
+
+        Returns:
+            ``output``.
+
+        Raises:
+            ValueError: ``output`` has another dtype or shape, or cannot be written. If that is so on some ranks only, a
+                RemoteError on all.
+        """
+        run(ReduceScatter(input_, dim, sizes, True, [output]), self.communicators)
+        return output
+
+    @eager
+    def cpu_all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over the ranks, in place.
+
+        Args:
+            tensor: As in ``all_reduce``.
+
+        Returns:
+            ``tensor``.
+        """
+        if not self._is_alone("cpu_all_reduce_", tensor):
+            run(AllReduce(tensor, [tensor]), self.communicators)
+        return tensor
+
+    @eager
     def gather(self, input_: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor | None:
         """Concatenate the ranks' tensors on one rank.
 
@@ -154,7 +216,10 @@ class Tensors(Members):
             dst: The only rank that gets the result.
             dim: The dimension to concatenate along.
         """
-        gathered: torch.Tensor | None = gather(input_, group_dst=dst, dim=dim, group=self)
+        if self._is_alone("gather", input_, dim):
+            check_rank(self.communicators, "dst", dst)
+            return input_
+        gathered: torch.Tensor | None = run(Gather(input_, dst, dim), self.communicators)
         return gathered
 
     @eager
@@ -170,7 +235,8 @@ class Tensors(Members):
         Returns:
             ``input_``.
         """
-        return broadcast(input_, group_src=src, group=self)
+        received: torch.Tensor = run(BroadcastFrom(input_, src), self.communicators)
+        return received
 
     @eager
     def barrier(self) -> None:

@@ -96,6 +96,7 @@ class MessageQueue:
         Raises:
             ConnectionError: The writer cannot be reached.
             RuntimeError: This rank has been used.
+            ValueError: This rank is not a reader of the queue.
             WireError: The handle is damaged.
             UnsafeObjectError: The queue has ``weights_only=False`` and pickle is denied here.
         """

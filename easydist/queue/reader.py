@@ -28,9 +28,13 @@ class ReaderEnd(End):
     Raises:
         OSError: The writer cannot be reached.
         RuntimeError: The rank has been used.
+        ValueError: The rank is not a reader of the queue.
     """
 
     def __init__(self, handle: Handle, rank: int) -> None:
+        if rank not in handle.local_reader_ranks and handle.n_reader <= len(handle.local_reader_ranks):
+            readers = ", ".join(map(str, handle.local_reader_ranks))
+            raise ValueError(f"MessageQueue.create_from_handle: rank={rank} is not a reader; the readers are {readers}")
         super().__init__()
         self._writer = Peer(-1, handle.writer)
         self._way = self._attach(handle, rank) or self._connect(handle, rank)

@@ -103,7 +103,7 @@ def broadcast(
     """
     source = named_rank(group, "broadcast", "from_process", from_process, group_src)
     gradient = Gradient(timeout, check) if differentiable else None
-    return run(_Broadcast(tensor, source, gradient), communicators(group), timeout, check)
+    return run(Broadcast(tensor, source, gradient), communicators(group), timeout, check)
 
 
 @overload
@@ -154,9 +154,12 @@ _Arrived = tuple[Leaves, Packed | dict[int, torch.Tensor], bool]
 """The target leaves, the values, packed or by the index of their leaf, and True if tied leaves came only once."""
 
 
-class _Broadcast(TreeVerb):
+class Broadcast(TreeVerb):
     operation = "broadcast"
     needs_headers = False
+
+    source_name = "from_process"
+    """The argument that holds the source, for the error."""
 
     def __init__(self, tensor: Tree, source: int, gradient: Gradient | None = None) -> None:
         self._tensor, self._source, self.gradient, self._own = tensor, source, gradient, tensor
@@ -164,7 +167,7 @@ class _Broadcast(TreeVerb):
             self.needs_headers = True  # they tell which leaves require grad
 
     def prepare(self, comms: Communicators) -> Call:
-        check_rank(comms, "from_process", self._source)
+        check_rank(comms, self.source_name, self._source)
         own = leaves = self._leaves()
         if self.gradient is not None and self._tensor is not None:
             self._tensor = own.rebuild([tensor.clone() for tensor in own.tensors], False, as_value)
@@ -244,7 +247,7 @@ def _joined(gradient: Gradient, new: Tree, own: Sequence[Any], ignored: Tree) ->
     return leaves.rebuild(joined, False, as_value)
 
 
-class _CopyTensorToDevices(_Broadcast):
+class _CopyTensorToDevices(Broadcast):
     operation = "copy_tensor_to_devices"
     needs_headers = True
 

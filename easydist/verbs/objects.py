@@ -298,13 +298,15 @@ class BroadcastObjectList(Verb[list[Any]]):
     """The verb ``broadcast_object_list``: the source's objects in the lists of all ranks."""
 
     operation = "broadcast_object_list"
+    source_name = "from_process"
+    """The argument that holds the source, for the error."""
 
     def __init__(self, values: list[Any], source: int, weights_only: bool) -> None:
         self._values, self._source, self._mine = values, source, _Encoded(weights_only)
 
     def prepare(self, comms: Communicators) -> Call:
         _check_list(self.operation, "object_list", self._values)
-        check_rank(comms, "from_process", self._source)
+        check_rank(comms, self.source_name, self._source)
         arguments = {"from_process": index(self._source), "length": len(self._values), **self._mine.arguments()}
         travels = self._values and (comms.size > 1 or self._mine.weights_only)  # if not, pickling is not required
         is_sent = comms.rank == self._source and travels

@@ -74,7 +74,10 @@ class OfCoordinator:
             "coordinator.recv_tensor_dict": lambda tree, src: group.recv_tensor_dict(src),
             "coordinator.irecv_tensor_dict": lambda tree, src: taken(*group.irecv_tensor_dict(src)),
         }
-        self.object = {"coordinator.send_object": group.send_object}
+        self.object = {
+            "coordinator.send_object": group.send_object,
+            "coordinator.isend_object": lambda obj, dst: group.isend_object(obj, dst).wait(),
+        }
         self.get_object = {"coordinator.recv_object": lambda obj, src: group.recv_object(src)}
         self.tensor = {"coordinator.send": group.send}
         self.get_tensor = {"coordinator.recv": lambda one, src: group.recv(one.shape, one.dtype, src)}

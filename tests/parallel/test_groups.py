@@ -213,15 +213,17 @@ def test_groups_of_a_layout_and_vllms_names(rank):
         [0, 1, 2, 3],
         [rank],
         [rank % 2, rank % 2 + 2],
+        [rank],
         [rank // 2 * 2, rank // 2 * 2 + 1],
         [rank // 2 * 2, rank // 2 * 2 + 1],
+        [rank],
     ]
     assert groups.tp.all_reduce(torch.tensor([rank])).item() == [1, 1, 5, 5][rank]
     hidden = torch.full((2, 3), float(rank))
     assert groups.ep.dispatch(hidden, hidden)[0].shape == (2, 3)  # one data-parallel group: the tokens are the same
     assert groups.ep.dispatch(hidden, hidden, is_sequence_parallel=True)[0].shape == (4, 3)
     assert groups.ep.combine(torch.ones(4, 3), is_sequence_parallel=True).tolist() == [[2.0] * 3] * 2
-    with pytest.raises(AttributeError, match="there is no group 'cp'; there are world, dp, pp, tp, ep"):
+    with pytest.raises(AttributeError, match="there is no group 'cp'; there are world, dp, pp, pcp, tp, ep, dcp"):
         groups.cp.barrier()
     groups.destroy()
 
@@ -232,8 +234,12 @@ def test_groups_of_a_layout_and_vllms_names(rank):
         [rank // 2 * 2, rank // 2 * 2 + 1],
     ]
     of_mesh.destroy()
-    assert text_of(lambda: parallel_groups(tp=3)).startswith("ValueError: a layout of dp=1 × pp=1 × tp=3 needs 3 ranks")
-    assert text_of(lambda: parallel_groups(tp=0)).startswith("ValueError: a layout of dp=4 × pp=1 × tp=0 needs 0 ranks")
+    assert text_of(lambda: parallel_groups(tp=3)).startswith(
+        "ValueError: a layout of dp=1 × pp=1 × pcp=1 × tp=3 needs 3 ranks"
+    )
+    assert text_of(lambda: parallel_groups(tp=0)).startswith(
+        "ValueError: a layout of dp=4 × pp=1 × pcp=1 × tp=0 needs 0 ranks"
+    )
     assert text_of(lambda: parallel_groups(tp=3 if rank else 2)).startswith(
         "RemoteError: parallel_groups: ranks 1, 2, 3"
     )

@@ -190,6 +190,16 @@ def test_what_is_not_allow_listed_is_refused_by_both_ends(pair):
     assert reader.dequeue(SOON) == 1
 
 
+@pytest.mark.parametrize("rank", [1, 7, -1])
+def test_a_rank_that_is_no_reader_is_refused(rank):
+    with MessageQueue(1, 1) as writer:
+        with pytest.raises(ValueError, match=f"rank={rank} is not a reader; the readers are 0"):
+            MessageQueue.create_from_handle(writer.export_handle(), rank)
+        with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+            writer.enqueue("still here")
+            assert reader.dequeue(SOON) == "still here"
+
+
 def test_any_object(pair):
     writer, reader = pair(weights_only=False)
     writer.enqueue([Own(), {1: "a"}])
