@@ -14,10 +14,10 @@ ranks = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo quick test stress mutants coverage lint format docs captures bench matrix clean
+.PHONY: help demo quick test stress torch-tests mutants coverage lint format docs captures bench matrix clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.test ## evaluate a classifier on 1, 2 and 3 ranks
 	OMP_NUM_THREADS=1 $(BIN)/python $(EVALUATE)
@@ -34,6 +34,9 @@ test: $(VENV)/.test ## run the tests; ARGS="-k gather -x" goes to pytest
 
 stress: $(VENV)/.test ## many more random calls, messages and trees; STRESS=100000 calls
 	EASYDIST_STRESS=$(STRESS) $(PYTEST) -m stress $(ARGS)
+
+torch-tests: $(VENV)/.test ## torch's own tests of process groups, on gloo and on easydist_shm; minutes
+	EASYDIST_STRESS=$(STRESS) $(BIN)/python -m pytest -rP -m stress tests/torch_backend/test_torch_battery.py $(ARGS)
 
 mutants: $(VENV)/.test ## plant faults, and see whether the tests notice them; ARGS="data verbs" for some rooms
 	PYTHONPATH=tests $(BIN)/python -m mutants.planting $(ARGS)

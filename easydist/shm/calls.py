@@ -38,7 +38,7 @@ from typing import NamedTuple
 from easydist.errors import DisagreementError
 from easydist.shm.cycles import Cycles
 from easydist.shm.futex import give_core
-from easydist.shm.slots import BEGUN, EPOCH, NEVER, NOTICE, Need, Slots
+from easydist.shm.slots import BEGUN, EPOCH, NEVER, NOTICE, TAG, Need, Slots
 
 _KEPT = 16
 _LEFT, _CHOOSING, _TICKET, _STATEMENT = 32, 33, 34, 36
@@ -218,7 +218,7 @@ class Calls:
             expected: The bytes that this rank expects.
         """
         calls = [Description(0, 0)] * self._slots.size
-        calls[peer], calls[self._rank] = Description(found[0] ^ self.high, 0), Description(kind ^ self.high, 0)
+        calls[peer], calls[self._rank] = Description(found[0] % (1 << TAG), 0), Description(kind % (1 << TAG), 0)
         return self._dispute(calls, Mismatch(peer, self._rank, found[1], expected))
 
     def compare(self) -> DisagreementError | None:

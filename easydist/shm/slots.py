@@ -29,7 +29,7 @@ divided by W. The mailboxes of a rank take 128 KiB, independent of the size of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 
 import torch
 
@@ -61,6 +61,9 @@ NEVER = 1 << 62
 
 EPOCH = 52
 """The lowest bit of the epoch in the word of a call and in the kind of a message, see ``calls``."""
+
+TAG, TAGS = 32, 1 << 20
+"""The lowest bit of the tag in the kind of a message between two ranks, and the number of tags."""
 
 Differ = Callable[[int, int, int, int], Exception]
 """A function of a rank, the kind of its message, its bytes, and the bytes expected; it returns the error to raise."""
@@ -295,6 +298,7 @@ class Pipe:
         peer: The other rank.
         lane: Its lane.
         is_out: True if this rank fills it.
+        is_lent: True while a ``take`` of the messages of any rank uses it.
     """
 
     lane, is_out = COLLECTIVES, False
@@ -312,6 +316,8 @@ class Pipe:
         self._posted, self._taken, self._lengths = cells
         self._chunks, self._chunk = chunks, chunk
         self.peer, self._asleep = peer
+        self._aside: list[tuple[int, torch.Tensor]] = []
+        self.is_lent = False
         self._bit, self._need = 1 << self.peer % 32, (NEVER, (self.peer,))
 
     def put(self, address: int, nbytes: int, kind: int) -> Iterator[Need]:
@@ -337,19 +343,28 @@ class Pipe:
         self._tell(self._posted, posted + 1)
         return True
 
-    def take(self, address: int, nbytes: int, kind: int, differ: Differ) -> Iterator[Need]:
+    def take(self, address: int, nbytes: int, kind: int, differ: Differ, lent: bool = False) -> Iterator[Need]:
         """Copy the next ``nbytes`` of the pipe to ``address``.
 
         Args:
             address: The address.
             nbytes: The bytes of the message.
-            kind: The kind of the message. Messages of earlier epochs are dropped.
+            kind: The kind of the message. Messages of earlier epochs are dropped, those with other tags put aside.
             differ: Gives the error if the next message has another length or kind.
+            lent: True if it has set ``is_lent``.
 
         Raises:
             Exception: The error of ``differ``.
         """
+        while self.is_lent and not lent:
+            yield self._need
         words, chunk = self._words, self._chunk
+        if self._aside and (message := self._from_aside(kind)) is not None:
+            found, data = message
+            if found != kind or len(data) != nbytes:
+                raise differ(self.peer, found, len(data), nbytes)
+            copy(address, data.data_ptr(), nbytes)
+            return
         taken = words[self._taken]
         for offset in range(0, nbytes or 1, chunk):
             while True:
@@ -359,7 +374,10 @@ class Pipe:
                 if words[at] == nbytes - offset and words[at + 1] == kind:
                     break
                 if (epoch := words[at + 1] >> EPOCH) == kind >> EPOCH:
-                    raise differ(self.peer, words[at + 1], words[at] + offset, nbytes)
+                    if self.lane == COLLECTIVES or words[at + 1] >> TAG == kind >> TAG:
+                        raise differ(self.peer, words[at + 1], words[at] + offset, nbytes)
+                    taken = yield from self._put_aside(taken)
+                    continue
                 # Of a call that ended with an earlier epoch: nobody receives it any more.
                 if epoch < kind >> EPOCH:
                     taken += 1
@@ -369,6 +387,45 @@ class Pipe:
             copy(address + offset, self._chunks[taken % 2], min(chunk, nbytes - offset))
             taken += 1
             self._tell(self._taken, taken)
+
+    def has_come(self, kind: int) -> Generator[Need, None, bool]:
+        """Return True if a message with this tag has come; put aside those with other tags that came before it."""
+        words, lengths = self._words, self._lengths
+        if any(found >> TAG == kind >> TAG for found, _ in self._aside):
+            return True
+        while words[self._posted] > (taken := words[self._taken]):
+            found = words[lengths + taken % 2 * 2 + 1]
+            if found >> EPOCH >= kind >> EPOCH and found >> TAG != kind >> TAG:
+                if found >> EPOCH > kind >> EPOCH:  # its sender has left this epoch, see ``take``
+                    return False
+                yield from self._put_aside(taken)
+            elif found >> EPOCH < kind >> EPOCH:
+                self._tell(self._taken, taken + 1)
+            else:
+                return True
+        return False
+
+    def _put_aside(self, taken: int) -> Generator[Need, None, int]:
+        """Take the next message out of the pipe for a later ``take`` with its tag; return the chunks taken so far."""
+        words, at = self._words, self._lengths + taken % 2 * 2
+        nbytes, kind = words[at], words[at + 1]
+        data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        for offset in range(0, nbytes or 1, self._chunk):
+            while words[self._posted] <= taken:
+                yield self._need
+            copy(data.data_ptr() + offset, self._chunks[taken % 2], min(self._chunk, nbytes - offset))
+            taken += 1
+            self._tell(self._taken, taken)
+        self._aside.append((kind, data))
+        return taken
+
+    def _from_aside(self, kind: int) -> tuple[int, torch.Tensor] | None:
+        """Return the first message with this tag that was put aside; forget those of earlier epochs."""
+        self._aside = [message for message in self._aside if message[0] >> EPOCH >= kind >> EPOCH]
+        for number, (found, _) in enumerate(self._aside):
+            if found >> TAG == kind >> TAG:
+                return self._aside.pop(number)
+        return None
 
     def _tell(self, cell: int, number: int) -> None:
         """Write one of this rank's numbers, and wake the peer, which may sleep for it."""

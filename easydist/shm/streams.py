@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 from easydist.errors import CollectiveTimeout, DisagreementError, EasydistError
 from easydist.shm import cycles
@@ -29,6 +30,13 @@ Guard = Callable[[Sequence[int], float], None]
 
 Task = tuple[object, Iterator[Need]]
 """The key of a stream and a generator to run in it; the key None is the stream of the steps."""
+
+
+class AnyRank(NamedTuple):
+    """The key of the stream of the messages with a tag from any rank."""
+
+    tag: int
+
 
 _SPINS = 100
 """The number of checks before a wait sleeps; it yields the core between them."""
@@ -302,7 +310,7 @@ class Streams:
         self._compare()
         ranks = self._awaited(operation)
         if over:
-            late = CollectiveTimeout(f"not all ranks came within {limit:g} s: ranks {ranks} are missing")
+            late = CollectiveTimeout(f"not all ranks came within the timeout of {limit:g} s: ranks {ranks} are missing")
             late.missing = tuple(ranks)
             raise late
         self._guard(ranks, now - began)
@@ -415,7 +423,7 @@ class Streams:
         """End all operations under way with an error that all ranks raise; the next ones can begin."""
         for key, stream in self._streams.items():
             # Waits for mailboxes go on: verbs compare their messages themselves.
-            if key is None or isinstance(key, Pipe):
+            if key is None or isinstance(key, Pipe | AnyRank):
                 for _, operation in tuple(stream.queue):
                     operation.error, operation.is_own, operation.left = error, True, 0
                 stream.queue.clear()

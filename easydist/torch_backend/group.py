@@ -10,7 +10,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,11 @@ from easydist.data.packing import as_bytes
 from easydist.errors import DisagreementError, EasydistError, RemoteError
 from easydist.groups.rendezvous import NEVER, site
 from easydist.liveness.monitor import Monitor
+from easydist.shm.slots import TAGS
+from easydist.torch_backend.overloads import overloaded
 from easydist.torch_backend.reductions import reduction
 from easydist.torch_backend.rendezvous import NAME, met
+from easydist.torch_backend.sparse import add_up
 from easydist.torch_backend.work import Filled, GroupWork, TensorList, all_bytes, dense, seen
 from easydist.transport.backend import Backend
 from easydist.transport.checked import About
@@ -32,6 +35,7 @@ from easydist.transport.reduce_op import ReduceOp, combine_into
 from easydist.transport.work import Begun
 
 _NOTHING: About = (None, None, None)
+_NO_LIMIT = timedelta(0)
 _MOST_HELD = 100
 """The most works without a waiter that stay alive although nothing in Python refers to them; see ``GroupWork``."""
 
@@ -188,6 +192,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
 
     # Operations. ``opts: Any``: torch has a class of its own for each of them.
 
+    @overloaded(2, 1)
     def allgather(self, output_tensors: Sequence[TensorList], input_tensors: TensorList, opts: Any = None) -> GroupWork:
         """Set ``output_tensors[0][r] = input_tensors[0] of rank r``. The ranks' sizes may differ."""
         (outputs,), (tensor,) = output_tensors, input_tensors
@@ -218,9 +223,12 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         outputs = zip(*output_lists, strict=True)
         return self._all([self.allgather([list(o)], [i], opts) for o, i in zip(outputs, input_list, strict=True)])
 
+    @overloaded(1)
     def allreduce(self, tensors: TensorList, opts: Any = None) -> GroupWork:
-        """Set in place ``tensor = op(tensor of rank 0, …)`` for each of the tensors."""
+        """Set in place ``tensor = op(tensor of rank 0, …)`` for each of the tensors; sparse ones are added up."""
         op = reduction("all_reduce", opts, tensors)
+        if any(tensor.layout is torch.sparse_coo for tensor in tensors):
+            return self._all([self._add_up(tensor, op) for tensor in tensors])
         targets = [Filled(tensor, filled=True) for tensor in tensors]
         reduce = functools.partial(self._reduce_all, targets, op)
         return self._begin("all_reduce", _about(targets, None, op), reduce, targets)
@@ -246,16 +254,21 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         targets = [Filled(output) for output in output_tensors]
         return self._swap("all_to_all", [t.dense for t in targets], [dense(i) for i in input_tensors], targets)
 
+    @overloaded()
     def barrier(self, opts: Any = None) -> GroupWork:
         """Block until every rank has begun it."""
-        return self._begin("barrier", _NOTHING, lambda: [self._backend.barrier()], [])
+        work = self._begin("barrier", _NOTHING, lambda: [self._backend.barrier()], [])
+        work.limit = max(_NO_LIMIT, getattr(opts, "timeout", _NO_LIMIT))
+        return work
 
+    @overloaded(1)
     def broadcast(self, tensors: TensorList, opts: Any = None) -> GroupWork:
         """Set in place ``tensor = tensor of the root``."""
         targets, root = [Filled(tensor, filled=True) for tensor in tensors], self._root("broadcast", opts)
         spread = functools.partial(self._broadcast_all, all_bytes(targets), root)
         return self._begin("broadcast", _about(targets, root), spread, targets)
 
+    @overloaded(2, 1)
     def gather(self, output_tensors: Sequence[TensorList], input_tensors: TensorList, opts: Any = None) -> GroupWork:
         """Set on the root ``output_tensors[0][r] = input_tensors[0] of rank r``."""
         (tensor,), root = input_tensors, self._root("gather", opts)
@@ -267,20 +280,38 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         return self._begin("gather", (data, root, None), gather, targets)
 
     def recv(self, tensors: TensorList, src: int, tag: int) -> GroupWork:
-        """Receive the tensors that ``src`` sends to this rank, in order."""
+        """Receive the tensors that ``src`` sends to this rank with this tag, in order."""
         self._demand_message("recv", src, tag)
         targets = [Filled(tensor) for tensor in tensors]
         flats = [target.dense.view(-1) for target in targets]
-        return self._begin("recv", _NOTHING, lambda: [self._backend.recv(flat, src) for flat in flats], targets)
+        receive = self._tagged(self._backend.recv, tag)
+        return self._begin("recv", _NOTHING, lambda: [receive(flat, src) for flat in flats], targets)
 
-    def recv_anysource(self, tensors: TensorList, tag: int) -> NoReturn:
-        """Raise, since each pair of ranks has its own channel.
+    def recv_anysource(self, tensors: TensorList, tag: int) -> GroupWork:
+        """Receive the next tensor that any rank sends to this one with this tag, unless a ``recv`` waits for it.
 
-        Raises:
-            ValueError: Always.
+        The wait is over with an error once no other rank is left that could send.
         """
-        raise ValueError(f"recv: {NAME} needs to know the sender; pass src=, or use gloo")
+        if self.size() == 1:
+            raise ValueError("recv: a group of one rank has nobody who sends")
+        self._demand_message("recv", 1 - min(1, self.rank()), tag)
+        target, begun = Filled(tensors[0]), list[tuple[Begun, Sequence[int]]]()
+        backend: Any = self._backend
 
+        def receive() -> Sequence[Begun]:
+            begun.append(backend.recv_any(target.dense.view(-1), tag, self._senders))
+            return [begun[0][0]]
+
+        work = self._begin("recv", _NOTHING, receive, [target])
+        work.sources = begun[0][1]
+        return work
+
+    def _senders(self) -> list[int]:
+        """Return the other ranks that may still send; all of them if none may."""
+        peers = self._monitor.peers
+        return [rank for rank, peer in peers.items() if not (peer.has_ended() or peer.has_left())] or [*peers]
+
+    @overloaded(1)
     def reduce(self, tensors: TensorList, opts: Any = None) -> GroupWork:
         """Set on the root, in place, ``tensor = op(tensor of rank 0, …)``. The other ranks' tensors do not change."""
         op, root = reduction("reduce", opts, tensors), self._root("reduce", opts)
@@ -289,6 +320,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         reduce = functools.partial(self._reduce_all, targets, op)
         return self._begin("reduce", _about(targets, root, op), reduce, targets)
 
+    @overloaded(1, 2)
     def reduce_scatter(
         self, output_tensors: TensorList, input_tensors: Sequence[TensorList], opts: Any = None
     ) -> GroupWork:
@@ -307,6 +339,7 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         """Call ``reduce_scatter_single`` for several tensors."""
         return self._all([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
 
+    @overloaded(1, 2)
     def scatter(self, output_tensors: TensorList, input_tensors: Sequence[TensorList], opts: Any = None) -> GroupWork:
         """Set ``output_tensors[0] = input_tensors[0][rank] of the root``."""
         (output,), root = output_tensors, self._root("scatter", opts)
@@ -319,10 +352,10 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         return self._begin("scatter", about, lambda: [self._backend.scatter(flat, flats, root)], [target])
 
     def send(self, tensors: TensorList, dst: int, tag: int) -> GroupWork:
-        """Send to ``dst``, which receives as many bytes. The tensors may be changed once the work has ended."""
+        """Send to ``dst``, which receives as many bytes with this tag. Change the tensors once the work has ended."""
         self._demand_message("send", dst, tag)
-        data = [dense(tensor) for tensor in tensors]
-        return self._begin("send", _NOTHING, lambda: [self._backend.send(t.view(-1), dst) for t in data], [])
+        data, send = [dense(tensor) for tensor in tensors], self._tagged(self._backend.send, tag)
+        return self._begin("send", _NOTHING, lambda: [send(t.view(-1), dst) for t in data], [])
 
     # The names in torch 2.12 and older.
     _allgather_base = all_gather_single
@@ -384,11 +417,16 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             self._batch.append(work)
         return work
 
-    def _all(self, works: Sequence[GroupWork]) -> GroupWork:
-        """Combine several works into one, which counts as another work of the group."""
+    def _all(
+        self,
+        works: Sequence[GroupWork],
+        tensors: TensorList | None = None,
+        finish: Callable[[], None] | None = None,
+    ) -> GroupWork:
+        """Combine several works into one, which counts as another work of the group; by default with their result."""
         self._under_way.append(None)
-        tensors = [tensor for work in works for tensor in work.tensors]
-        return GroupWork(works[0].operation if works else "", works, tensors, self)
+        result = [tensor for work in works for tensor in work.tensors] if tensors is None else tensors
+        return GroupWork(works[0].operation if works else "", works, result, self, finish)
 
     def _let_go(self) -> None:
         """Release works that have ended. If there are too many, check whether the oldest have ended."""
@@ -402,6 +440,10 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         if op.is_scaled:
             return [self._backend.all_reduce_from(flat, op.scaled(flat), ReduceOp.SUM) for flat in flats]
         return [self._backend.all_reduce(flat, op) for flat in flats]
+
+    def _add_up(self, tensor: torch.Tensor, op: ReduceOp) -> GroupWork:
+        works, write = add_up(tensor, op, self.size(), self.all_gather_single, self.allgather)
+        return self._all(works, [tensor], write)
 
     def _broadcast_all(self, flats: TensorList, root: int) -> Sequence[Begun]:
         return [self._backend.broadcast(flat, root) for flat in flats]
@@ -455,8 +497,11 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             raise ValueError(
                 f"{operation}: rank {self.rank()} of {self.size()} cannot exchange messages with rank {peer}"
             )
-        if tag:
-            raise ValueError(f"{operation}: {NAME} has no tags; messages arrive in the order in which they are sent")
+        if not 0 <= tag < TAGS:
+            raise ValueError(f"{operation}: {NAME} has tags from 0 to {TAGS - 1}, got {tag}")
+
+    def _tagged(self, begin: Callable[..., Begun], tag: int) -> Callable[..., Begun]:
+        return functools.partial(begin, tag=tag) if tag else begin
 
     # For this module: the ends of works and waits.
 
@@ -494,7 +539,9 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
             return
         self._monitor.guard(awaited, waited)
         if waited >= self.timeout.total_seconds():
-            self._monitor.give_up(self._monitor.late(awaited, waited))
+            late = self._monitor.late(awaited, waited)
+            late.args = (f"{late}\nThe timeout of the group, {self.timeout.total_seconds():g} s, is over.",)
+            self._monitor.give_up(late)
             self._monitor.raise_if_broken()
 
 

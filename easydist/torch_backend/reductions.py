@@ -15,6 +15,9 @@ _OPS: dict[Any, ReduceOp] = {
     dist.ReduceOp.PRODUCT: ReduceOp.PRODUCT,
     dist.ReduceOp.MIN: ReduceOp.MIN,
     dist.ReduceOp.MAX: ReduceOp.MAX,
+    dist.ReduceOp.BAND: ReduceOp.BAND,
+    dist.ReduceOp.BOR: ReduceOp.BOR,
+    dist.ReduceOp.BXOR: ReduceOp.BXOR,
 }
 
 
@@ -35,8 +38,6 @@ def reduction(operation: str, opts: Any, tensors: Any) -> ReduceOp:
         known = ", ".join([*(known.name for known in _OPS), "PREMUL_SUM"])
         raise ValueError(f"{operation}: {NAME} reduces with {known}, got {getattr(asked, 'name', asked)}; use gloo")
     for dtype in {tensor.dtype for tensor in tensors}:
-        if op is ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
-            raise ValueError(f"{operation}: AVG needs floating point, got {dtype}; use SUM and divide")
         check_reducible(dtype, op.unscaled)
     return op
 

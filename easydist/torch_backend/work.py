@@ -59,7 +59,12 @@ class GroupWork(dist.Work):
         operation: Its name.
         tensors: Its result.
         is_done: True if it has ended, whether or not it succeeded.
+        limit: The limit of a wait that sets none; zero is the group's.
+        sources: The rank that has sent, once a message of any rank has ended.
     """
+
+    limit = timedelta(0)
+    sources: Sequence[int] = ()
 
     def __init__(
         self,
@@ -98,7 +103,7 @@ class GroupWork(dist.Work):
             return True
         try:
             for work in self._works:
-                wait(work, timeout or None)
+                wait(work, timeout or self.limit or None)
             self._end(None)
         except BaseException as error:
             self._end(error)
@@ -136,6 +141,10 @@ class GroupWork(dist.Work):
         """Wait, and return the tensors that it has filled."""
         self.wait()
         return list(self.tensors)
+
+    def _source_rank(self) -> int:
+        """Return the rank that has sent the message of any rank; torch calls this after the end."""
+        return self.sources[0]
 
     def synchronize(self) -> None:
         """Wait, as ``wait`` does."""

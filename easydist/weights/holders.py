@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from easydist.agreement.agree import agree
@@ -47,16 +47,21 @@ class Holder:
         self.version = 0
         self.pending: int | None = None
 
+    @property
+    def newest(self) -> int:
+        """The newest version that is complete on all members, as far as this one knows."""
+        return self.version
+
     def weights(self) -> Any:
-        """Return the weights of this rank's version, to be sent."""
+        """Return the weights of this rank's newest version, to be sent."""
         raise NotImplementedError
 
     def room(self) -> Any:
         """Return the memory for the next version."""
         return None
 
-    def commit(self, version: int) -> None:
-        """Start to use the version that has arrived."""
+    def use(self, version: int) -> None:
+        """Start to use the version that has arrived on all members."""
         self.version, self.pending = version, None
 
     def regroup(
@@ -91,15 +96,16 @@ class Holder:
         members = run(_Versions(self, named), self.comms)
         self.src = self.src if named is None else named
         newest: int = max(one["version"] for one in members.values())
-        if self.pending == newest > self.version:
-            self.commit(newest)
+        if self.pending == newest > self.newest:
+            self.use(newest)
         self.pending = None
         has = {r for r, one in members.items() if newest in (one["version"], one["pending"])}
         receivers = {rank for rank, one in members.items() if one["receives"]}
         if newest and receivers - has:
             sources = sorted(receivers & has)[:1]
             run(Publish(self, sources or self.src, newest, is_again=True), self.comms)
-        self.version = newest
+        if self.newest < newest:
+            self.version = newest
         return newest
 
 
@@ -110,7 +116,7 @@ class _Versions(Verb[dict[int, dict[str, Any]]]):
 
     def __init__(self, holder: Holder, src: Any) -> None:
         self._src = src
-        self._mine = encoded({"receives": holder.receives, "version": holder.version, "pending": holder.pending})
+        self._mine = encoded({"receives": holder.receives, "version": holder.newest, "pending": holder.pending})
 
     def prepare(self, comms: Communicators) -> Call:
         checked_ranks(comms, "src", [] if self._src is None else self._src)
@@ -131,14 +137,20 @@ class Publish(BroadcastWeights):
         src: The ranks that have the version.
         version: Its number; None means the member's plus one.
         is_again: True if members may have it already.
+        use: Called with the version once all members have it; None is that of the member.
     """
 
     def __init__(
-        self, holder: Holder, src: int | Sequence[int], version: int | None = None, is_again: bool = False
+        self,
+        holder: Holder,
+        src: int | Sequence[int],
+        version: int | None = None,
+        is_again: bool = False,
+        use: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__(_OPERATION, holder.room(), src, holder.wanted, holder.sending)
-        self._holder, self._version = holder, version
-        self._is_known = is_again and holder.version == version
+        self._holder, self._version, self._use = holder, version, use or holder.use
+        self._is_known = is_again and holder.newest == version
 
     def state(self) -> Mapping[str, Any]:
         """Return this member's part of the version."""
@@ -154,17 +166,18 @@ class Publish(BroadcastWeights):
         Raises:
             ValueError: It is not newer than the version that this member has published.
         """
-        version = self._holder.version + 1 if self._version is None else self._version
-        if version <= self._holder.version and not self._is_known:
-            raise ValueError(f"version {version} is not newer than {self._holder.version}, which was published before")
+        newest = self._holder.newest
+        version = newest + 1 if self._version is None else self._version
+        if version <= newest and not self._is_known:
+            raise ValueError(f"version {version} is not newer than {newest}, which was published before")
         self._version = version
         return {"version": version}
 
     def check(self) -> None:
         """Raise on a receiver if the version is not newer than its own."""
         version = self.noted["version"]
-        if version <= self._holder.version:
-            raise ValueError(f"version {version} is not newer than {self._holder.version}, which this receiver has")
+        if version <= self._holder.newest:
+            raise ValueError(f"version {version} is not newer than {self._holder.newest}, which this receiver has")
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> None:
         """Move the weights, and make sure that all members have all of them."""
@@ -181,6 +194,6 @@ class Publish(BroadcastWeights):
         """Start to use the version, since all members have it."""
         assert self._version is not None
         if not self._is_known:
-            self._holder.commit(self._version)
+            self._use(self._version)
         self._holder.pending = None
         return self._version

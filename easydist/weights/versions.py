@@ -6,6 +6,7 @@ confirmed that it has all of it. So a member lost at any moment leaves the other
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -113,6 +114,7 @@ class WeightReceiver(Holder):
         version: The version that is here; 0 if there is none yet.
         state: The weights of that version: the argument, or a dict whose tensors keep their values until the second
             version after it arrives; None before the first.
+        arrived: The version that ``arrive`` has received and ``commit`` will take into use; None if there is none.
 
     Raises:
         TypeError: It is neither a module nor a dict.
@@ -122,6 +124,7 @@ class WeightReceiver(Holder):
     """
 
     receives = True
+    arrived: int | None
 
     @hiding(src=0)
     def __init__(
@@ -134,16 +137,21 @@ class WeightReceiver(Holder):
     ) -> None:
         super().__init__(group, src, group_src)
         self.state: Any = model_or_dict
-        self._swaps = model_or_dict is None
+        self._swaps, self.arrived = model_or_dict is None, None
         self._spare: dict[str, Any] = {} if self._swaps else _room_like(state_of(model_or_dict))
 
     def room(self) -> dict[str, Any]:
         """Return the memory for the next version."""
         return self._spare
 
+    @property
+    def newest(self) -> int:
+        """The newest version that is here, whether or not it is in use."""
+        return self.version if self.arrived is None else self.arrived
+
     def weights(self) -> Any:
-        """Return the weights of the version that is here."""
-        return self.state
+        """Return the weights of the newest version that is here."""
+        return self.state if self.arrived is None else self._spare
 
     def receive(self, *, timeout: Timeout | None = None) -> int:
         """Wait for the next version, and start to use it.
@@ -161,17 +169,73 @@ class WeightReceiver(Holder):
 
         Cost: that of ``publish``, and a copy from memory to memory.
         """
-        return int(run(Publish(self, self.src), self.comms, timeout))
+        if self.arrived is not None:
+            self.commit()
+        self.arrive(timeout=timeout)
+        return self.commit()
 
-    def commit(self, version: int) -> None:
-        """Start to use the version that has arrived."""
+    def arrive(self, *, timeout: Timeout | None = None) -> int:
+        """Wait for the next version, without using it: ``state`` does not change until ``commit``.
+
+        Let a thread call it while others use the weights. ``publish`` returns as for ``receive``: every member has the
+        version then, and nothing can fail any more.
+
+        Args:
+            timeout: The time limit of the call; None is the group's.
+
+        Returns:
+            The version.
+
+        Raises:
+            EasydistError: As for ``WeightPublisher.publish``. A RemoteError also if a version has arrived before, and
+                waits for ``commit``.
+
+        Cost: that of ``publish``.
+        """
+        verb = Publish(self, self.src, use=self._hold)
+        if self.arrived is not None:
+            verb.refusal = RuntimeError(f"version {self.arrived} has arrived, and waits for commit()")
+        return int(run(verb, self.comms, timeout))
+
+    async def areceive(self, *, timeout: Timeout | None = None) -> int:
+        """Do as ``receive`` in an ``asyncio`` program, which goes on meanwhile; other coroutines see no mixture.
+
+        The version arrives in a thread, and is taken into use in the event loop. A task that is cancelled leaves the
+        thread, so the version may still arrive: ``arrived`` tells.
+        """
+        await asyncio.to_thread(self.arrive, timeout=timeout)
+        return self.commit()
+
+    def commit(self) -> int:
+        """Start to use the version that has arrived; no other rank takes part.
+
+        With a model or dict this copies from memory to memory, so call it while nobody uses the weights: under your
+        lock, or between two steps. Without one, ``state`` becomes another dict.
+
+        Returns:
+            The version.
+
+        Raises:
+            RuntimeError: No version has arrived since the last call.
+        """
+        if self.arrived is None:
+            raise RuntimeError("no version has arrived that could be used; call arrive() first")
+        self.use(self.arrived)
+        return self.version
+
+    def _hold(self, version: int) -> None:
+        self.arrived = version
+
+    def use(self, version: int) -> None:
+        """Start to use the version in the spare memory."""
         if self._swaps:
             self.state, self._spare = self._spare, self.state or {}
         elif isinstance(self.state, nn.Module):
             self.state.load_state_dict(self._spare)
         else:
             _copy(self.state, self._spare)
-        super().commit(version)
+        self.arrived = None
+        super().use(version)
 
 
 def _room_like(state: Mapping[str, Any]) -> dict[str, Any]:

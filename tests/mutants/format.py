@@ -87,4 +87,11 @@ MUTANTS = [
         "",
         "tests/format/test_unpickler.py tests/format/test_codec.py",
     ),
+    Mutant(
+        "format/codec.py",
+        "decode_copy",
+        "[memoryview(bytearray(raw)) for raw in buffers]",
+        "buffers",
+        "tests/verbs/test_objects.py",
+    ),
 ]

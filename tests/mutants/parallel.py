@@ -108,4 +108,25 @@ MUTANTS = [
         "here != there",
         "tests/parallel/test_pairs.py::test_a_rank_that_gets_no_share_is_not_waited_for",
     ),
+    Mutant(
+        "parallel/partition.py",
+        "get_pp_indices",
+        "1 <= pp_size - 1 - stage <= rest",
+        "0 <= pp_size - 1 - stage < rest",
+        "tests/parallel/test_vllm_functions.py::test_layers_of_pipeline_stages",
+    ),
+    Mutant(
+        "parallel/groups.py",
+        "_lists",
+        ".transpose(1, 2)",
+        "",
+        "tests/parallel/test_vllm_functions.py::test_ranks_of_context_parallel_groups",
+    ),
+    Mutant(
+        "parallel/collectives.py",
+        "_Sum._check_output",
+        " or output.dtype is not self._input.dtype",
+        "",
+        "tests/parallel/test_vllm_functions.py::test_results_are_written_into_outputs",
+    ),
 ]

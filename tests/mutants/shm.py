@@ -89,4 +89,25 @@ MUTANTS = [
         "(status.st_dev, status.st_size) != (device, nbytes)",
         "tests/shm/test_shm.py::test_another_file_than_the_announced_one_is_not_attached",
     ),
+    Mutant(
+        "shm/slots.py",
+        "Pipe.take",
+        "self.lane == COLLECTIVES or words[at + 1] >> TAG == kind >> TAG",
+        "True",
+        "tests/torch_backend/test_process_group.py::test_messages_with_tags_arrive_in_any_order",
+    ),
+    Mutant(
+        "shm/slots.py",
+        "Pipe._from_aside",
+        "return self._aside.pop(number)",
+        "return self._aside.pop()",
+        "tests/torch_backend/test_process_group.py::test_messages_with_tags_arrive_in_any_order",
+    ),
+    Mutant(
+        "shm/slots.py",
+        "Pipe.take",
+        "while self.is_lent and not lent:",
+        "while False:",
+        "tests/torch_backend/test_process_group.py::test_a_receive_that_names_its_sender_waits_for_one_that_does_not",
+    ),
 ]

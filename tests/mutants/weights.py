@@ -55,7 +55,7 @@ MUTANTS = [
     Mutant(
         "weights/holders.py",
         "Holder.regroup",
-        "        if self.pending == newest > self.version:\n            self.commit(newest)\n",
+        "        if self.pending == newest > self.newest:\n            self.use(newest)\n",
         "",
         "tests/weights/test_versions.py::test_a_version_that_one_member_has_committed_is_complete_on_all",
     ),
@@ -93,5 +93,12 @@ MUTANTS = [
         "_known(encoded) if len(encoded) <= LONGEST else Manifest(encoded)",
         "_known(encoded)",
         "tests/weights/test_state_dicts.py::test_only_headers_that_are_not_very_long_are_kept",
+    ),
+    Mutant(
+        "weights/versions.py",
+        "WeightReceiver.weights",
+        "self.state if self.arrived is None else self._spare",
+        "self.state",
+        "tests/weights/test_versions.py::test_a_version_that_has_arrived_is_used_from_commit_on",
     ),
 ]

@@ -1,14 +1,18 @@
 """``init_process_group("easydist_shm")``: every operation of torch.distributed, and DDP as over gloo."""
 
+import random
 import time
 import warnings
 import weakref
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import easydist
 from easydist.process_group import NAME
+from easydist.shm.slots import POINT_TO_POINT
 from easydist.testing import distributed
 from easydist.torch_backend.group import SharedMemoryGroup
 
@@ -141,8 +145,19 @@ REDUCED = {
     dist.ReduceOp.PRODUCT: lambda every: every[0] * every[1] * every[2],
     dist.ReduceOp.MIN: lambda every: torch.stack(every).amin(0),
     dist.ReduceOp.MAX: lambda every: torch.stack(every).amax(0),
-    dist.ReduceOp.AVG: lambda every: sum(every[1:], every[0]) / 3,
+    dist.ReduceOp.AVG: lambda every: mean(every),
+    dist.ReduceOp.BAND: lambda every: every[0] & every[1] & every[2],
+    dist.ReduceOp.BOR: lambda every: every[0] | every[1] | every[2],
+    dist.ReduceOp.BXOR: lambda every: every[0] ^ every[1] ^ every[2],
 }
+BITWISE = dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR
+
+
+def mean(every):
+    """The mean; of integers, truncated, without an overflow in between."""
+    if every[0].dtype.is_floating_point:
+        return sum(every[1:], every[0]) / 3
+    return sum(one.to(torch.int64) for one in every).div(3, rounding_mode="trunc").to(every[0].dtype)
 
 
 @LAYOUTS
@@ -152,7 +167,7 @@ def test_reductions(layout, rank):
     for dtype in DTYPES:
         every = [value(r, dtype) for r in range(3)]
         for op, oracle in REDUCED.items():
-            if op == dist.ReduceOp.AVG and not dtype.is_floating_point:
+            if op in BITWISE and dtype.is_floating_point:
                 continue
             want, mine = oracle(every), laid(layout, every[rank])
             dist.all_reduce(mine, op, group=made)
@@ -187,18 +202,19 @@ def test_the_mean_of_large_values_in_small_floats_does_not_overflow(rank, dtype)
 @distributed(world_size=2)
 def test_what_is_refused(rank):
     made, tensor = group(), torch.ones(3, dtype=torch.int64)
-    with pytest.raises(ValueError, match="reduces with SUM, AVG, PRODUCT, MIN, MAX, PREMUL_SUM, got BXOR; use gloo"):
-        dist.all_reduce(tensor, dist.ReduceOp.BXOR, group=made)
-    with pytest.raises(ValueError, match="AVG needs floating point"):
-        dist.all_reduce(tensor, dist.ReduceOp.AVG, group=made)
+    with pytest.raises(RuntimeError, match=r"Cannot use .*BXOR with non-integral dtype"):
+        dist.all_reduce(tensor.float(), dist.ReduceOp.BXOR, group=made)
+    with pytest.raises(RuntimeError, match=r"Cannot use .*AVG with torch\.bool"):
+        dist.all_reduce(tensor.bool(), dist.ReduceOp.AVG, group=made)
+    with pytest.raises(ValueError, match="adds up sparse tensors alone, got ReduceOp"):
+        dist.all_reduce(torch.eye(2).to_sparse(), dist.ReduceOp.MAX, group=made)
     with pytest.raises(ValueError, match="dense tensors on the CPU"):
-        dist.all_reduce(torch.eye(2).to_sparse(), group=made)
+        dist.broadcast(torch.eye(2).to_sparse(), 0, group=made)
     with pytest.raises(ValueError, match="dense tensors on the CPU"):
         dist.all_reduce(torch.empty(2, device="meta"), group=made)
-    with pytest.raises(ValueError, match="needs to know the sender"):
-        dist.recv(tensor, group=made)
-    with pytest.raises(ValueError, match="no tags"):
-        dist.send(tensor, 1 - rank, group=made, tag=3)
+    for tag in (-1, 1 << 20):
+        with pytest.raises(ValueError, match=f"has tags from 0 to 1048575, got {tag}"):
+            made.send([tensor], 1 - rank, tag)
     with pytest.raises(ValueError, match="cannot exchange messages with rank"):
         dist.irecv(tensor, rank, group=made)
     with pytest.raises(ValueError, match="does not fit its counterpart"):
@@ -215,6 +231,191 @@ def test_what_is_refused(rank):
         dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn).view(torch.bits8), group=made)
     dist.all_reduce(tensor, group=made)
     assert tensor.tolist() == [2, 2, 2]
+
+
+@distributed(world_size=3)
+def test_the_second_forms_of_the_groups_own_methods(rank):
+    made, own, add = group(), value(rank), dist.ReduceOp.SUM
+    every, total = [value(r) for r in range(3)], sum(value(r) for r in range(3))
+    made.allreduce(one := own.clone(), add).wait()
+    made.allreduce([two := own.clone()], op=dist.ReduceOp(add)).wait()
+    made.allreduce(three := own.clone()).wait()
+    made.allreduce(four := torch.ones(()), dist.ReduceOp.MAX, timedelta(seconds=60)).wait()
+    for got in (one, two, three):
+        equal(got, total)
+    assert four.item() == 1
+    made.broadcast(one := own.clone(), 2).wait()
+    made.broadcast([two := own.clone()]).wait()
+    made.broadcast(tensor=(three := own.clone()), root=1).wait()
+    for got, root in ((one, 2), (two, 0), (three, 1)):
+        equal(got, every[root])
+    made.allgather(outputs := [torch.zeros(3, 4) for _ in range(3)], own).wait()
+    assert all(map(torch.equal, outputs, every))
+    made.reduce_scatter(one := torch.zeros(3, 4), [own] * 3, add).wait()
+    equal(one, total)
+    made.reduce(one := own.clone(), 1, add).wait()
+    equal(one, total if rank == 1 else own)
+    made.scatter(one := torch.zeros(3, 4), every if rank == 2 else [], 2).wait()
+    equal(one, own)
+    outputs = [torch.zeros(3, 4) for _ in range(3)] if rank == 1 else []
+    made.gather(input_tensor=own, output_tensors=outputs, root=1).wait()
+    assert all(map(torch.equal, outputs, every))
+    made.barrier(timeout=timedelta(seconds=60)).wait()
+
+
+@distributed(world_size=3)
+def test_sparse_tensors_are_added_up(rank):
+    made = group()
+    for shape, values in (((6, 4), ()), ((6,), (2, 3)), ((5,), ())):
+        every = []
+        for r in range(3):
+            places = torch.stack([torch.arange(r) % size for size in shape])  # rank 0 has none
+            parts = torch.arange(r * torch.Size(values).numel()).reshape(r, *values).double()
+            every.append(torch.sparse_coo_tensor(places, parts, (*shape, *values), check_invariants=True))
+        mine = every[rank].clone()
+        work = dist.all_reduce(mine, group=made, async_op=True)
+        work.wait()
+        assert mine.layout is torch.sparse_coo
+        equal(mine.to_dense(), sum(one.to_dense() for one in every))
+    with pytest.raises(easydist.DisagreementError, match=r"shapes \[\[2, 3\], \[3, 2\], \[2, 3\]\]"):
+        dist.all_reduce((torch.ones(3, 2) if rank == 1 else torch.ones(2, 3)).to_sparse(), group=made)
+    embedding = torch.nn.Embedding(7, 3, sparse=True)
+    torch.manual_seed(rank)
+    own = torch.randint(7, (4,))
+    model = torch.nn.parallel.DistributedDataParallel(embedding, process_group=made)
+    model(own).sum().backward()
+    counts = torch.zeros(7)
+    for r in range(3):
+        torch.manual_seed(r)
+        counts += torch.randint(7, (4,)).bincount(minlength=7)
+    torch.testing.assert_close(embedding.weight.grad.to_dense(), (counts / 3)[:, None].expand(7, 3))
+
+
+@distributed(world_size=3)
+def test_messages_with_tags_arrive_in_any_order(rank):
+    made, drawn = group(), random.Random(7)
+    for _ in range(5):
+        tags = [drawn.randrange(4) for _ in range(20)]
+        sizes = [drawn.choice([0, 1, 1000, 300_000]) for _ in tags]
+        order = drawn.sample(range(20), 20)
+        order = [number for tag in drawn.sample(range(4), 4) for number in sorted(order) if tags[number] == tag]
+        content = [torch.full((size,), float(number)) for number, size in enumerate(sizes)]
+        if rank == 0:
+            works = [dist.isend(c, 2, group=made, tag=tag) for c, tag in zip(content, tags, strict=True)]
+        elif rank == 2:
+            got = {number: torch.zeros(sizes[number]) for number in order}
+            works = [dist.irecv(got[number], 0, group=made, tag=tags[number]) for number in order]
+            drawn_order = random.Random(3).sample(range(20), 20)
+            for number in drawn_order:
+                works[number].wait()
+            for number, tensor in got.items():
+                equal(tensor, content[number])
+            works = []
+        else:
+            works = []
+        for work in works:
+            work.wait()
+        dist.barrier(made)
+
+
+@distributed(world_size=4)
+def test_messages_of_any_rank(rank):
+    made, count = group(), 25
+    drawn = random.Random(rank)
+    if rank == 0:
+        got = {sender: [] for sender in (1, 2, 3)}
+        for number in range(2 * count):
+            tensor = torch.zeros(3)
+            if number % 5 == 0:  # one that names its sender, beside those that do not
+                dist.recv(tensor, 1, group=made, tag=9)
+                assert tensor.tolist() == [1.0, number // 5, 9.0]
+            dist.recv(tensor, group=made, tag=1) if number % 2 else dist.irecv(tensor, group=made, tag=1).wait()
+            sender, place, _ = tensor.tolist()
+            got[int(sender)].append(place)
+        assert got == {1: [], 2: [*range(count)], 3: [*range(count)]}  # in the order of each sender
+        whole = torch.zeros(300_000)  # several chunks
+        assert dist.recv(whole, group=made, tag=2) == 1
+        assert whole.unique().tolist() == [7]
+        with pytest.raises(easydist.CollectiveTimeout, match=r"within the timeout of 0\.2 s"):
+            made.recv_anysource([whole], 3).wait(timedelta(seconds=0.2))
+    elif rank == 1:
+        works = [dist.isend(torch.tensor([1.0, i, 9.0]), 0, group=made, tag=9) for i in range(10)]
+        dist.send(torch.full((300_000,), 7.0), 0, group=made, tag=2)
+        for work in works:
+            work.wait()
+    else:
+        for i in range(count):
+            if drawn.random() < 0.3:
+                time.sleep(0.001)
+            dist.send(torch.tensor([float(rank), i, 1.0]), 0, group=made, tag=1)
+    easydist.gather_object(None)
+
+
+@distributed(world_size=2)
+def test_a_receive_that_names_its_sender_waits_for_one_that_does_not(rank):
+    made = group()
+    big, small = torch.arange(1 << 22).float(), torch.tensor([3.0])
+    if rank:
+        works = [dist.isend(big, 0, group=made, tag=2), dist.isend(small, 0, group=made, tag=4)]
+    else:
+        works = [dist.irecv(big := torch.zeros(1 << 22), group=made, tag=2)]
+        pipe = made._backend._steps.slots.pipe_from(POINT_TO_POINT, 1)
+        while not (pipe.is_lent or works[0].is_completed()):
+            pass  # until a part of the message has come
+        works.append(dist.irecv(small := torch.zeros(1), 1, group=made, tag=4))
+    for work in reversed(works):
+        work.wait()
+    assert small.item() == 3
+    equal(big, torch.arange(1 << 22).float())
+    easydist.gather_object(None)
+
+
+@distributed(world_size=3)
+def test_a_message_of_any_rank_may_come_until_all_have_left(rank):
+    made = group()
+    if rank:
+        dist.send(torch.full((2,), float(rank)), 0, group=made)
+        if rank == 2:  # later than the other one has left
+            easydist.gather_object(None)
+            dist.send(torch.full((2,), 5.0), 0, group=made)
+        dist.destroy_process_group(made)
+        if rank == 1:
+            easydist.gather_object(None)
+        return
+    got = [torch.zeros(2) for _ in range(3)]
+    assert {dist.recv(tensor, group=made) for tensor in got[:2]} == {1, 2}
+    easydist.gather_object(None)
+    assert dist.recv(got[2], group=made) == 2
+    assert got[2].tolist() == [5, 5]
+    with pytest.raises(easydist.PeerLostError, match="has left the group"):
+        dist.recv(got[0], group=made)
+
+
+@distributed(world_size=2)
+def test_a_barrier_with_a_limit_of_its_own(rank):
+    made, began = group(), time.monotonic()
+    if rank == 0:
+        with pytest.raises(easydist.CollectiveTimeout, match=r"within the timeout of 0\.5 s"):
+            dist.barrier(made, timeout=timedelta(seconds=0.5))
+        assert time.monotonic() - began < 60
+    easydist.gather_object(None)
+
+
+@distributed(world_size=2)
+def test_messages_with_tags_that_do_not_fit_are_an_error_on_both_ranks(rank):
+    made = group()
+    if rank == 0:
+        dist.isend(torch.ones(3), 1, group=made, tag=5)
+        dist.isend(torch.ones(4), 1, group=made, tag=6)
+        with pytest.raises(easydist.DisagreementError, match="3 elements"):
+            dist.barrier(made)
+    else:
+        dist.recv(four := torch.zeros(4), 0, group=made, tag=6)
+        assert four.sum() == 4
+        with pytest.raises(easydist.DisagreementError, match="3 elements"):
+            dist.recv(torch.zeros(2), 0, group=made, tag=5)
+    dist.all_reduce(one := torch.ones(1), group=made)
+    assert one.item() == 2
 
 
 @pytest.mark.parametrize("root", [-1, 2, 7])

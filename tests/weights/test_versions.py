@@ -1,5 +1,6 @@
 """WeightPublisher and WeightReceiver: one complete version everywhere, whatever happens; deaths are in test_ray."""
 
+import asyncio
 import copy
 
 import pytest
@@ -9,6 +10,7 @@ from counting import recorded
 from torch import nn
 from trees import assert_same
 
+import easydist
 from easydist import DisagreementError, RemoteError, weights
 from easydist.testing import distributed
 from easydist.weights import WeightPublisher, WeightReceiver
@@ -110,20 +112,102 @@ def test_a_new_member_gets_the_version_that_the_others_have(rank):
 @distributed(world_size=3)
 def test_a_version_that_one_member_has_committed_is_complete_on_all(rank):
     """The last acknowledgement was heard by rank 1 alone, so that the others raised; they have all of the version."""
-    member = WeightPublisher(state(1)) if rank == 0 else WeightReceiver()
+    trained = state(1)
+    member = WeightPublisher(trained) if rank == 0 else WeightReceiver()
     member.publish() if rank == 0 else member.receive()
-    commit = type(member).commit
+    for value in trained.values():
+        value.fill_(2)
+    end = "use" if rank == 0 else "_hold"
     if rank != 1:
-        member.commit = lambda version: (_ for _ in ()).throw(ConnectionError("not heard"))
+        setattr(member, end, lambda version: (_ for _ in ()).throw(ConnectionError("not heard")))
         with pytest.raises(ConnectionError):
             member.publish() if rank == 0 else member.receive()
-        del member.commit
+        delattr(member, end)
         assert (member.version, member.pending) == (1, 2)
     else:
         member.receive()
-    assert commit is type(member).commit
+    for value in trained.values():
+        value.zero_()
     assert member.regroup() == 2
     assert (member.version, member.pending) == (2, None)
+    assert rank == 0 or assert_same(member.state, state(2)) is None
+
+
+@pytest.mark.slow
+@distributed(world_size=3)
+def test_a_version_that_has_arrived_is_used_from_commit_on(rank):
+    trained, mine = state(1), [None, net(0), None][rank]
+    member = WeightPublisher(trained) if rank == 0 else WeightReceiver(mine)
+
+    def serves():
+        return dict(mine.state_dict()) if rank == 1 else member.state
+
+    for fill in (1, 2, 3):
+        for value in trained.values():
+            value.fill_(fill)
+        before = copy.deepcopy(serves()) if rank else None
+        got = member.publish() if rank == 0 else member.arrive()
+        assert got == member.newest == fill
+        if rank == 0:
+            continue
+        assert (member.version, member.arrived) == (fill - 1, fill)
+        assert_same(serves(), before)
+        assert member.commit() == member.version == fill
+        assert member.arrived is None
+        assert_same(serves(), state(fill))
+    if rank:
+        with pytest.raises(RuntimeError, match=r"no version has arrived that could be used; call arrive\(\) first"):
+            member.commit()
+
+    # One that waits for commit() is kept: by the next transfer, and by regroup, which gives it to a new member.
+    for value in trained.values():
+        value.fill_(4)
+    assert (member.publish() if rank == 0 else member.arrive()) == 4
+    with pytest.raises(RemoteError, match="version 4 has arrived, and waits for commit"):
+        member.publish() if rank == 0 else member.arrive()
+    for value in trained.values():
+        value.zero_()
+    if rank == 2:
+        member = WeightReceiver()
+    assert member.regroup() == 4
+    assert (member.version, getattr(member, "arrived", None)) == [(4, None), (3, 4), (4, None)][rank]
+    assert rank != 1 or assert_same(serves(), state(3)) is None
+    assert rank != 2 or assert_same(serves(), state(4)) is None
+    assert (member.publish() if rank == 0 else member.receive()) == 5
+    assert rank == 0 or assert_same(serves(), state(0)) is None
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_an_asyncio_program_goes_on_while_a_version_comes(rank):
+    if rank == 0:
+        member = WeightPublisher(trained := state(0))
+        for fill in range(1, 6):
+            easydist.wait_for_everyone()
+            for value in trained.values():
+                value.fill_(fill)
+            member.publish()
+        return
+    mine = net(0)
+    member, steps, seen = WeightReceiver(mine), [], set()
+
+    async def serve():
+        while member.version < 5:
+            seen.add(tuple(sorted({value.flatten()[0].item() for value in mine.state_dict().values()})))
+            steps.append(member.version)
+            await asyncio.sleep(0)
+
+    async def update():
+        for version in range(1, 6):
+            await asyncio.to_thread(easydist.wait_for_everyone)
+            assert await member.areceive(timeout=60) == version
+
+    async def both():
+        await asyncio.gather(serve(), update())
+
+    asyncio.run(both())
+    assert len(steps) > 5
+    assert all(len(values) == 1 for values in seen), seen  # never a mixture
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ forbidden.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 
@@ -25,9 +26,9 @@ from easydist.memory import copy
 from easydist.shm.calls import Calls
 from easydist.shm.mailbox import Mailbox
 from easydist.shm.segment import Segment
-from easydist.shm.slots import COLLECTIVES, POINT_TO_POINT, Differ, Need, Slots, unequal
+from easydist.shm.slots import COLLECTIVES, NEVER, POINT_TO_POINT, TAG, Differ, Need, Slots, unequal
 from easydist.shm.steps import Extent, Steps
-from easydist.shm.streams import Guard, Streams, Task
+from easydist.shm.streams import AnyRank, Guard, Streams, Task
 from easydist.transport.backend import Backend
 from easydist.transport.described import DTYPE_CODES, GOES_ON, OWN, described, text
 from easydist.transport.reduce_op import ReduceOp, check_reducible, combine_into
@@ -35,6 +36,9 @@ from easydist.transport.work import ENDED, Pending
 
 _REDUCED_AT_ONCE = 1 << 16
 """The bytes up to which every rank reduces everything: W times the work, but one step instead of two."""
+
+_LOOK_EVERY = 0.05
+"""The seconds between two looks at the ranks that may still send."""
 
 _BLOCK = 1 << 17
 """The number of elements that are reduced at a time, so that intermediate sums stay in the cache."""
@@ -156,16 +160,55 @@ class Shm(Backend):
         _copy(output, inputs[root])
         return self._swap([*enumerate(inputs)], [])
 
-    def send(self, tensor: torch.Tensor, dst: int) -> Pending:
+    def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Pending:
         self._streams.check()
-        put = self._put(POINT_TO_POINT, dst, tensor, self._kind(tensor))
+        put = self._put(POINT_TO_POINT, dst, tensor, self._kind(tensor, tag))
         return ENDED if put is None else self._message("send", put, tensor, dst)
 
-    def recv(self, tensor: torch.Tensor, src: int) -> Pending:
+    def recv(self, tensor: torch.Tensor, src: int, tag: int = 0) -> Pending:
         self._streams.check()
-        return self._message("recv", self._take_message(src, tensor, self._kind(tensor)), tensor, src)
+        return self._message("recv", self._take_message(src, tensor, self._kind(tensor, tag)), tensor, src)
 
-    def _message(self, name: str, task: Task, tensor: torch.Tensor, peer: int) -> Pending:
+    def recv_any(
+        self, tensor: torch.Tensor, tag: int, senders: Callable[[], Sequence[int]]
+    ) -> tuple[Pending, Sequence[int]]:
+        """Receive the next message with a tag from any rank; those for which a ``recv`` waits count for that.
+
+        Args:
+            tensor: As in ``recv``.
+            tag: The tag.
+            senders: Returns the ranks that may still send.
+
+        Returns:
+            The operation, and a list that has the sender once it has ended.
+        """
+        self._streams.check()
+        found: list[int] = []
+        task = self._take_any(tensor, self._kind(tensor, tag), senders, found)
+        return self._message("recv", (AnyRank(tag), task), tensor, None), found
+
+    def _take_any(
+        self, tensor: torch.Tensor, kind: int, senders: Callable[[], Sequence[int]], found: list[int]
+    ) -> Iterator[Need]:
+        slots, until, need = self._steps.slots, 0.0, (NEVER, self._steps.slots.others)
+        pipes = [slots.pipe_from(POINT_TO_POINT, peer) for peer in slots.others]
+        while True:
+            for pipe in pipes:
+                if not self._streams.is_idle(pipe) or pipe.is_lent:
+                    continue
+                pipe.is_lent = True
+                try:
+                    if (yield from pipe.has_come(kind)):
+                        found.append(pipe.peer)
+                        yield from self._take_message(pipe.peer, tensor, kind, lent=True)[1]
+                        return
+                finally:
+                    pipe.is_lent = False
+            if (now := time.monotonic()) >= until:  # each look at the processes takes microseconds
+                until, need = now + _LOOK_EVERY, (NEVER, tuple(senders()))
+            yield need
+
+    def _message(self, name: str, task: Task, tensor: torch.Tensor, peer: int | None) -> Pending:
         operation = self._streams.begin([task], tensor)
         operation.is_collective = False
         if operation.left:
@@ -173,13 +216,14 @@ class Shm(Backend):
             operation.describe = lambda: OWN if about is None else described(*about)
         return operation
 
-    def _kind(self, tensor: torch.Tensor) -> int:
-        """Return the kind of a message: its epoch and, if it is not part of a verb, its dtype."""
+    def _kind(self, tensor: torch.Tensor, tag: int) -> int:
+        """Return the kind of a message: its epoch, its tag and, if it is not part of a verb, its dtype."""
         if self.call is None:
-            return 0
+            return tag << TAG
         calls = self._calls
         calls.check()
-        return calls.high if self.call is OWN else calls.high | DTYPE_CODES[tensor.dtype]
+        kind = calls.high | tag << TAG
+        return kind if self.call is OWN else kind | DTYPE_CODES[tensor.dtype]
 
     def mailbox(self, peer: int) -> Mailbox:
         """Return the mailbox for short messages to and from another rank; they never mix with other messages."""
@@ -249,13 +293,13 @@ class Shm(Backend):
             differ = lambda rank, kind, found, expected: calls.differ(word, rank, found, expected)  # noqa: E731
         return pipe, pipe.take(tensor.data_ptr(), tensor.nbytes, word, differ)
 
-    def _take_message(self, peer: int, tensor: torch.Tensor, kind: int) -> Task:
+    def _take_message(self, peer: int, tensor: torch.Tensor, kind: int, lent: bool = False) -> Task:
         """Return the task that receives a message."""
         pipe, calls = self._steps.slots.pipe_from(POINT_TO_POINT, peer), self._calls
         differ: Differ = _unequal
         if self.call is not None:
             differ = lambda rank, found, n, expected: calls.differ_in_message(kind, rank, (found, n), expected)  # noqa: E731
-        return pipe, pipe.take(tensor.data_ptr(), tensor.nbytes, kind, differ)
+        return pipe, pipe.take(tensor.data_ptr(), tensor.nbytes, kind, differ, lent)
 
 
 def _unequal(rank: int, kind: int, found: int, expected: int) -> Exception:
