@@ -1,8 +1,9 @@
 """Groups of Ray actors: how members find each other, and how they tell the generations of a group apart.
 
-A generation has a store, which rank 0 serves. Its address is in Ray's key-value store, under the group's name or under
-a token chosen by the driver. A rank can join a generation only once, so a returning member and a replacement wait for
-the next generation, even while the name still points to the old one.
+A generation has a store, which rank 0 serves. Its address is in Ray's key-value store, under the group's name in the
+actors' namespace or, if a driver creates the group, under a token of its own, so that actors of any job can be in it. A
+rank can join a generation only once, so a returning member and a replacement wait for the next generation, even while
+the name still points to the old one. The keys of a group that a driver creates are gone once it has ended, well or not.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import json
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from easydist.agreement.calling import seconds
@@ -31,8 +33,8 @@ _AFTER = 60.0
 _HERE = "/here/"
 """The part of the key after the generation's, before the rank of an actor that has received the call."""
 
-_GIVEN_UP = "/given up"
-"""The end of the key of an abandoned generation. It is a key of its own, as rank 0 may still write the other one."""
+_WANTED = "/wanted"
+"""The end of the key that is there as long as the driver waits for the generation."""
 
 _groups: dict[str, PrivateGroup] = {}
 """The groups of this process, by name."""
@@ -77,22 +79,32 @@ def init_group(
     if not 0 <= rank < world_size:
         raise ValueError(f"init_group: rank={rank} is not one of {world_size} ranks, counted from 0")
     limit = seconds(timeout, "init_group")
-    _enter(Participant(rank, world_size, _own_address()), group_name, generation, limit, limit)
+    participant = Participant(rank, world_size, _own_address())
+    _enter(participant, group_name, _key(group_name, generation), limit, limit, lambda: time.sleep(_POLL))
 
 
-def _enter(participant: Participant, group_name: str, generation: str | None, timeout: float, patience: float) -> None:
-    """Enter a generation, which all members must join within ``patience`` seconds."""
+def _enter(
+    participant: Participant, group_name: str, key: str, timeout: float, patience: float, wait: Callable[[], None]
+) -> None:
+    """Enter a generation, which all members must join within ``patience`` seconds.
+
+    Args:
+        participant: This member.
+        group_name: The name of the group.
+        key: The key of the generation.
+        timeout: The limit of a call in the group.
+        patience: The seconds.
+        wait: Called again and again meanwhile: sleeps for a moment, and raises once the generation is given up.
+    """
     destroy_group(group_name)
-    deadline = time.monotonic() + patience
-    key, rank = _key(group_name, generation), participant.rank
-    _check_wanted(key, group_name)
+    deadline, rank = time.monotonic() + patience, participant.rank
+    wait()
     if rank == 0:
         store = served(participant.host, 0, timeout)
         TimedStore(store).add("joined/0", 1, CONNECT)
         _put(key, json.dumps([participant.host, store.port]))
     else:
-        store = _found(key, rank, deadline, group_name)
-    wait = functools.partial(_check_wanted, key, group_name)
+        store = _found(key, rank, deadline, group_name, wait)
     try:
         _groups[group_name] = PrivateGroup(group_name, store, participant, deadline, timeout, wait)
     except CollectiveTimeout:
@@ -103,12 +115,12 @@ def _enter(participant: Participant, group_name: str, generation: str | None, ti
 
 def _check_wanted(key: str, name: str) -> None:
     """Raise if the driver has given up the generation; otherwise sleep for a moment."""
-    if _get(key + _GIVEN_UP) is not None:
+    if _get(key + _WANTED) is None:
         raise CollectiveTimeout(f"group {name!r}: create_group has given up, because not all members came")
     time.sleep(_POLL)
 
 
-def _found(key: str, rank: int, deadline: float, name: str) -> Any:
+def _found(key: str, rank: int, deadline: float, name: str, wait: Callable[[], None]) -> Any:
     """Return the store of a generation that this rank has not joined before."""
     while time.monotonic() < deadline:
         text = _get(key)
@@ -120,7 +132,7 @@ def _found(key: str, rank: int, deadline: float, name: str) -> Any:
                     return store
             except RuntimeError:  # of an earlier generation: its rank 0 has ended
                 pass
-        _check_wanted(key, name)
+        wait()
     error = CollectiveTimeout(
         f"group {name!r}: rank 0 did not come in time, or another process is already rank {rank}\nAll members have to "
         "call init_group, each with a rank of its own."
@@ -174,8 +186,9 @@ def _known_to_ray(name: str) -> tuple[int, int]:
 def create_group(actors: Sequence[Any], group_name: str = "default", *, timeout: Timeout = 300.0) -> None:
     """Create a group of actors, from the driver or from any process that has their handles.
 
-    The actors need no method for it. Their ranks follow the order of the list. After the loss of an actor, call it
-    again with the replacement: this creates a new generation under the same name.
+    The actors need no method for it, and may belong to several jobs of a cluster (detached ones, those of another
+    driver). Their ranks follow the order of the list. After the loss of an actor, call it again with the replacement:
+    this creates a new generation under the same name.
 
     Args:
         actors: Their handles.
@@ -199,38 +212,51 @@ def create_group(actors: Sequence[Any], group_name: str = "default", *, timeout:
         raise ValueError("create_group: there are no actors")
     import ray
 
-    limit, token = seconds(timeout, "create_group"), secrets.token_hex(8)
-    size = len(actors)
-    refs = [actor.__ray_call__.remote(_join, size, rank, group_name, limit, token) for rank, actor in enumerate(actors)]
+    limit, size, key = seconds(timeout, "create_group"), len(actors), f"easydist/created/{secrets.token_hex(8)}"
+    _put(key + _WANTED, "")
+    refs = [actor.__ray_call__.remote(_join, size, rank, group_name, limit, key) for rank, actor in enumerate(actors)]
     waiting, deadline = list(refs), time.monotonic() + limit
     try:
         while waiting:
             done, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not done:
-                raise _silent(group_name, _key(group_name, token), [refs.index(ref) for ref in waiting], size)
+                raise _silent(group_name, key, [refs.index(ref) for ref in waiting], size)
             _check(ray, done[0], refs.index(done[0]), group_name)
-    except BaseException:
-        _put(_key(group_name, token) + _GIVEN_UP, "")
-        raise
-    _forget(_key(group_name, token))  # and all keys that begin with it
+    finally:
+        _forget(key)  # and all keys that begin with it: members that still wait hear by that
 
 
-def _join(actor: Any, size: int, rank: int, name: str, timeout: float, generation: str) -> None:
-    """Join the group, in an actor, which is the first argument. The driver decides when to give up."""
-    _put(_key(name, generation) + f"{_HERE}{rank}", "")
-    _enter(Participant(rank, size, _own_address()), name, generation, timeout, timeout + _AFTER)
+def _join(actor: Any, size: int, rank: int, name: str, timeout: float, key: str) -> tuple[BaseException, str] | None:
+    """Join the group, in an actor, which is the first argument. The driver decides when to give up.
+
+    Returns:
+        The error that ended it, and its traceback: Ray would print a raised one if the driver has given up before.
+    """
+    wait = functools.partial(_check_wanted, key, name)
+    try:
+        wait()
+        _put(f"{key}{_HERE}{rank}", "")
+        _enter(Participant(rank, size, _own_address()), name, key, timeout, timeout + _AFTER, wait)
+    except Exception as error:
+        if _get(key + _WANTED) is None:
+            _forget(key)  # what was written after the driver had given up
+        return error, traceback.format_exc()
+    return None
 
 
 def _check(ray: Any, ref: Any, rank: int, name: str) -> None:
     """Raise the error that ended a member's joining."""
     try:
-        ray.get(ref)
+        found = ray.get(ref)
     except ray.exceptions.RayActorError as error:
         lost = PeerLostError(f"group {name!r}: the actor of rank {rank} has died\nReplace it, and call create_group.")
         lost.rank = rank
         raise lost from error
-    except ray.exceptions.RayTaskError as error:
+    except ray.exceptions.RayTaskError as error:  # it did not come to the function
         raise error.cause from error
+    if found is not None:
+        raised, text = found
+        raise raised from RuntimeError(f"in the actor of rank {rank}:\n{text}")
 
 
 def _silent(name: str, key: str, waiting: Sequence[int], size: int) -> CollectiveTimeout:
@@ -246,7 +272,7 @@ def _silent(name: str, key: str, waiting: Sequence[int], size: int) -> Collectiv
 def _key(name: str, generation: str | None) -> str:
     import ray
 
-    return f"easydist/{ray.get_runtime_context().get_job_id()}/{name}/{generation or ''}"
+    return f"easydist/{ray.get_runtime_context().namespace}/{name}/{generation or ''}"
 
 
 def _own_address() -> str:

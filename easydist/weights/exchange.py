@@ -48,6 +48,10 @@ class Sending(NamedTuple):
     verify: bool = False
 
 
+class IncompleteSourcesError(DisagreementError):
+    """The sources together do not hold all of an entry."""
+
+
 class BroadcastWeights(Verb[Any]):
     """A broadcast of a state dict from the ranks that have it to all others.
 
@@ -64,6 +68,8 @@ class BroadcastWeights(Verb[Any]):
     """
 
     noted: Mapping[str, Any]
+    takes_whole_mesh = True
+    """True if a single source stands for all ranks of the mesh over which its entries are sharded."""
 
     def __init__(
         self,
@@ -101,6 +107,9 @@ class BroadcastWeights(Verb[Any]):
     def check(self) -> None:
         """Raise on a receiver if it does not accept the notes."""
 
+    def confirm(self) -> None:
+        """Raise on a further source if it does not mean what the notes of the first one say."""
+
     def prepare(self, comms: Communicators) -> Call:
         """Prepare the source on the first source rank."""
         sources = checked_ranks(comms, "src", self._src)
@@ -121,7 +130,7 @@ class BroadcastWeights(Verb[Any]):
             raise ValueError(f"bucket_bytes={self._sending.bucket_nbytes} is less than {_LEAST}")
         state = self._sent = self.state()
         names = named(state, self._wanted.keep, self._wanted.rename)
-        if len(sources) == 1 and (ranks := mesh_ranks(state, names)):
+        if self.takes_whole_mesh and len(sources) == 1 and (ranks := mesh_ranks(state, names)):
             sources = _in_group(comms, ranks, self._first)
         dtype, bucket_nbytes, verify = self._sending
         spoken = None if dtype is None else dtype_name(dtype)
@@ -179,6 +188,8 @@ class BroadcastWeights(Verb[Any]):
         if manifest.about["verify"]:
             Digests()
         rows = self._unlike(manifest) if comms.rank in sources else []
+        if comms.rank in sources[1:]:
+            self.confirm()
         if self.is_receiver(comms.rank, sources):
             self.check()
             self._target = Target(self._model_or_dict, manifest, self._received)
@@ -187,7 +198,8 @@ class BroadcastWeights(Verb[Any]):
             return {"rows": rows}
         if self._target is not None:
             self._target.allocate()
-        return {"shards": self._source.shards} if self._source is not None and len(sources) > 1 else {}
+        has_shards = self._source is not None and (len(sources) > 1 or self._source.shards)
+        return {"shards": self._source.shards} if self._source is not None and has_shards else {}
 
     def _unlike(self, manifest: Manifest) -> list[Row]:
         """Return the differences between the entries of a further source and those of the first one."""
@@ -203,7 +215,7 @@ class BroadcastWeights(Verb[Any]):
         try:
             return manifest.packets(self._shards)
         except ValueError as error:
-            raise shared(comms, DisagreementError(f"{self.operation}: {error}")) from None
+            raise shared(comms, IncompleteSourcesError(f"{self.operation}: {error}")) from None
 
     def _move(self, comms: Communicators, packets: Sequence[Packet], under_way: UnderWay) -> None:
         """Broadcast each packet from its source; ranks that do not receive discard it.

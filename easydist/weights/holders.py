@@ -14,8 +14,8 @@ from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.typing import Group
 from easydist.verbs.ranks import checked_ranks, named_rank
-from easydist.weights.exchange import BroadcastWeights, Sending
-from easydist.weights.source import state_of
+from easydist.weights.exchange import BroadcastWeights, IncompleteSourcesError, Sending
+from easydist.weights.source import is_shard, state_of
 from easydist.weights.target import Wanted
 
 _OPERATION = "publish"
@@ -60,6 +60,11 @@ class Holder:
         """Return the memory for the next version."""
         return None
 
+    def is_sharded(self) -> bool:
+        """True if this rank's version is a part of the whole."""
+        state = self.weights()
+        return state is not None and any(map(is_shard, state_of(state).values()))
+
     def use(self, version: int) -> None:
         """Start to use the version that has arrived on all members."""
         self.version, self.pending = version, None
@@ -74,7 +79,9 @@ class Holder:
         """Continue in another group after losing or admitting members. All members call it.
 
         Afterwards all have the newest version that any of them had. Members that lack it, such as new ones, get it from
-        a receiver that has it or, if no receiver does, from the publisher, whose weights are sent as they are now.
+        a receiver that has it or, if no receiver does, from the publisher, whose weights are sent as they are now. If
+        the receivers hold shards, each gives its own; if these do not make the whole, all receivers get the version
+        again from the publisher.
 
         Args:
             group: The new group.
@@ -102,11 +109,23 @@ class Holder:
         has = {r for r, one in members.items() if newest in (one["version"], one["pending"])}
         receivers = {rank for rank, one in members.items() if one["receives"]}
         if newest and receivers - has:
-            sources = sorted(receivers & has)[:1]
-            run(Publish(self, sources or self.src, newest, is_again=True), self.comms)
+            sources = sorted(receivers & has)
+            is_sharded = any(members[rank]["is_sharded"] for rank in sources)
+            self._catch_up(newest, sources if is_sharded else sources[:1])
         if self.newest < newest:
             self.version = newest
         return newest
+
+    def _catch_up(self, version: int, sources: list[int]) -> None:
+        """Give a version to the members that lack it, from some that have it; if there are none, from the publisher."""
+        try:
+            run(Publish(self, sources or self.src, version, is_again=True), self.comms)
+        except IncompleteSourcesError:  # on all ranks
+            run(Publish(self, self.src, version, is_again=True, anew=True, use=self.replace()), self.comms)
+
+    def replace(self) -> Callable[[int], None]:
+        """Forget a version that is not in use yet, and return the function that takes another one in its place."""
+        return self.use
 
 
 class _Versions(Verb[dict[int, dict[str, Any]]]):
@@ -116,7 +135,8 @@ class _Versions(Verb[dict[int, dict[str, Any]]]):
 
     def __init__(self, holder: Holder, src: Any) -> None:
         self._src = src
-        self._mine = encoded({"receives": holder.receives, "version": holder.newest, "pending": holder.pending})
+        mine = {"receives": holder.receives, "version": holder.newest, "pending": holder.pending}
+        self._mine = encoded({**mine, "is_sharded": holder.receives and holder.is_sharded()})
 
     def prepare(self, comms: Communicators) -> Call:
         checked_ranks(comms, "src", [] if self._src is None else self._src)
@@ -137,6 +157,7 @@ class Publish(BroadcastWeights):
         src: The ranks that have the version.
         version: Its number; None means the member's plus one.
         is_again: True if members may have it already.
+        anew: True if all receivers take it, also those that have it.
         use: Called with the version once all members have it; None is that of the member.
     """
 
@@ -146,11 +167,13 @@ class Publish(BroadcastWeights):
         src: int | Sequence[int],
         version: int | None = None,
         is_again: bool = False,
+        anew: bool = False,
         use: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__(_OPERATION, holder.room(), src, holder.wanted, holder.sending)
         self._holder, self._version, self._use = holder, version, use or holder.use
-        self._is_known = is_again and holder.newest == version
+        self._anew, self.takes_whole_mesh = anew, anew or not is_again
+        self._is_known = is_again and holder.newest == version and not (anew and holder.receives)
 
     def state(self) -> Mapping[str, Any]:
         """Return this member's part of the version."""
@@ -173,10 +196,15 @@ class Publish(BroadcastWeights):
         self._version = version
         return {"version": version}
 
+    def confirm(self) -> None:
+        """Raise on a further source of a sharded model if it publishes another version."""
+        if (mine := self.notes()["version"]) != self.noted["version"]:
+            raise ValueError(f"this rank publishes version {mine}, the first source version {self.noted['version']}")
+
     def check(self) -> None:
         """Raise on a receiver if the version is not newer than its own."""
         version = self.noted["version"]
-        if version <= self._holder.newest:
+        if version <= self._holder.newest and not self._anew:
             raise ValueError(f"version {version} is not newer than {self._holder.newest}, which this receiver has")
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> None:

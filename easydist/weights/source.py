@@ -92,14 +92,14 @@ class _HeldPart(NamedTuple):
 
 
 def _held(name: str, value: torch.Tensor, dtype: torch.dtype | None) -> _HeldPart:
-    shape, is_cut = tuple(value.shape), _is_cut(value)
+    shape, is_cut = tuple(value.shape), is_shard(value)
     box = box_of(value) if is_cut else whole(shape)
     values = as_tensor(local(value), f"[{name!r}]")
     casts = dtype is not None and values.is_floating_point()
     return _HeldPart(values, box, is_cut, shape, dtype if casts and dtype is not None else values.dtype)
 
 
-def _is_cut(value: Any) -> bool:
+def is_shard(value: Any) -> bool:
     """True if ranks may hold different parts of the tensor."""
     return is_sharded(value) and not all(placement.is_replicate() for placement in value.placements)
 
@@ -271,5 +271,5 @@ def mesh_ranks(state: Mapping[str, Any], names: Iterable[str]) -> list[int]:
     """Return in order the ranks of the world over which entries are sharded; an empty list if none is sharded."""
     if are_plain(map(state.__getitem__, names)):
         return []
-    cut = [state[name] for name in names if isinstance(state[name], torch.Tensor) and _is_cut(state[name])]
+    cut = [state[name] for name in names if isinstance(state[name], torch.Tensor) and is_shard(state[name])]
     return sorted({rank for one in cut for rank in one.device_mesh.mesh.flatten().tolist()})

@@ -7,7 +7,7 @@ confirmed that it has all of it. So a member lost at any moment leaves the other
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -225,6 +225,11 @@ class WeightReceiver(Holder):
 
     def _hold(self, version: int) -> None:
         self.arrived = version
+
+    def replace(self) -> Callable[[int], None]:
+        """Forget a version that waits for ``commit``, and return the function that takes another one in its place."""
+        is_held, self.arrived = self.arrived is not None, None
+        return self._hold if is_held else self.use
 
     def use(self, version: int) -> None:
         """Start to use the version in the spare memory."""

@@ -101,4 +101,11 @@ MUTANTS = [
         "self.state",
         "tests/weights/test_versions.py::test_a_version_that_has_arrived_is_used_from_commit_on",
     ),
+    Mutant(
+        "weights/holders.py",
+        "Holder.regroup",
+        "sources if is_sharded else sources[:1]",
+        "sources[:1]",
+        "tests/weights/test_versions.py::test_a_member_of_a_sharded_engine_is_replaced",
+    ),
 ]

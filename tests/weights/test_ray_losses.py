@@ -2,9 +2,10 @@
 
 import os
 
+import launching
 import pytest
 import torch
-from actors import MARKS, begun, each, members, outcome, start, travels
+from actors import HEAD, MARKS, begun, each, members, outcome, start, travels
 from launching import within
 
 import easydist
@@ -77,6 +78,9 @@ def test_a_silent_actor_is_named(actors, tmp_path):
         (tmp_path / "silence").write_text("over")
     assert ray.get(silent, timeout=within(60)) == "over"
     easydist.ray.create_group(actors[:3], "silent", timeout=within(60))  # what it was asked before is forgotten
+    from ray.experimental.internal_kv import _internal_kv_list
+
+    assert _internal_kv_list("easydist/created/", namespace="easydist") == []  # also after the one that failed
     assert each(actors[:3], sync, "silent", 0) == [[0.0] * 3] * 3
 
 
@@ -188,3 +192,28 @@ def next_version(group, version):
     found = ray.get(begun(group, publishes, version + 1.0), timeout=within(60))
     assert found == [(version + 1, [version + 1.0], version + 1)] * 3
     return version + 1
+
+
+# --- actors of another job
+
+SERVICE = """
+import sys, ray
+address, node = sys.argv[1:]
+ray.init(address=address, namespace="inference", logging_level="ERROR", log_to_driver=False, _node_ip_address=node)
+
+class Service:
+    pass
+
+service = ray.remote(num_cpus=0, resources={"first": 1}, lifetime="detached", name="service")(Service).remote()
+ray.get(service.__ray_ready__.remote())
+"""
+
+
+def test_a_detached_actor_of_another_job_is_a_member(actors, cluster):
+    launching.python("-c", SERVICE, cluster.address, HEAD, seconds=120)
+    service = ray.get_actor("service", namespace="inference")
+    try:
+        easydist.ray.create_group([actors[0], service], "jobs", timeout=within(60))
+        assert each([actors[0], service], sync, "jobs", 1) == [[1.0] * 3] * 2
+    finally:
+        ray.kill(service)

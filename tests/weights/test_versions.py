@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from counting import recorded
 from torch import nn
+from torch.distributed.tensor import DTensor
 from trees import assert_same
 
 import easydist
@@ -224,6 +225,49 @@ def test_a_sharded_trainer_publishes(rank):
         member = WeightReceiver(src=[0, 1])
         assert (member.receive(), member.receive()) == (1, 2)
         assert_same(member.state, {"w": values})
+    with pytest.raises(RemoteError, match="rank 1: ValueError: this rank publishes version 52, the first source"):
+        member.publish(51 + rank) if rank < 2 else member.receive()
+    assert member.version == 2
+    assert (member.publish(53) if rank < 2 else member.receive()) == 53
+
+
+@pytest.mark.slow
+@distributed(world_size=4)
+def test_a_member_of_a_sharded_engine_is_replaced(rank):
+    """Rank 0 trains, ranks 1 and 2 serve halves; then rank 3 serves in place of rank 2."""
+    from torch.distributed.tensor import DeviceMesh, Shard
+
+    engine, renewed = (DeviceMesh("cpu", ranks, _init_backend=False) for ranks in ([1, 2], [1, 3]))
+    values, before = torch.arange(24.0).view(6, 4), dist.new_group([0, 1, 2])
+    after, everyone = dist.new_group([0, 1, 3]), dist.new_group()
+
+    def shard(mesh, at):
+        return {"w": DTensor.from_local(torch.zeros(3, 4), mesh, [Shard(0)], run_check=False), "at": torch.tensor(at)}
+
+    trained = {"w": values.clone(), "at": torch.tensor(7)}
+    mine = trained if rank == 0 else shard(renewed if rank == 3 else engine, 0)
+    member = WeightPublisher(trained, group=before) if rank == 0 else None
+    if rank in (1, 2):
+        member = WeightReceiver(mine, group=before)
+    if rank < 3:
+        assert (member.publish() if rank == 0 else member.receive()) == 1
+    whole = WeightReceiver() if rank == 3 else member
+    trained["w"] += 100  # the trainer goes on
+
+    # While both halves are there, they are the source of a new member, and the publisher is not asked.
+    assert whole.regroup(everyone, src=0) == 1
+    if rank == 3:
+        assert_same(whole.state, {"w": values, "at": torch.tensor(7)})
+
+    # One half alone is no source: all receivers get the weights of the publisher.
+    if rank == 2:
+        return
+    member = WeightReceiver(mine, group=after) if rank == 3 else member
+    assert member.regroup(after, group_src=0) == 1
+    if rank:
+        half = values[:3] if rank == 1 else values[3:]
+        assert_same(mine["w"].to_local(), half + 100)
+    assert (member.publish() if rank == 0 else member.receive()) == 2
 
 
 @pytest.mark.slow
