@@ -69,9 +69,11 @@ class Operation:
         is_collective: False for a message between two ranks.
         polled: The times at which it was first polled, and at which a poll last called the guard.
         describe: Returns the description of a message, see ``calls``; None for a collective.
+        has_spun: True if it has had its moment to end without sleeping.
     """
 
     keep: object = None
+    has_spun = False
     describe: Callable[[], tuple[int, int]] | None = None
     left = 0
     error: BaseException | None = None
@@ -96,7 +98,7 @@ class Operation:
             BaseException: The guard raised it.
         """
         try:
-            if self.left and not self._streams.spin(self):
+            if self.left and (self.has_spun or not self._streams.spin(self)):
                 self._streams.block(self, None if timeout is None else timeout.total_seconds())
         except BaseException as error:  # after giving up, nothing may be written to the caller's tensors
             self.is_own = isinstance(error, Exception)  # for another thread that waits for the same operation
@@ -193,7 +195,7 @@ class Streams:
                 if operation.error is None:
                     self._start(key, task, operation, spins)
             if operation.left:
-                operation.keep, running[self] = keep, None
+                operation.keep, operation.has_spun, running[self] = keep, spins > 0, None
         if operation.left:
             helper.begun += 1
             if not helper.is_awake:
