@@ -14,7 +14,7 @@ from easydist import CollectiveTimeout, RemoteError
 from easydist.agreement.runner import Verb, run
 from easydist.messages.pair import Pair
 from easydist.metrics import Counts, compute
-from easydist.parallel.collectives import AllGatherV, AllReduce, ReduceScatter
+from easydist.parallel.collectives import AllGather, AllGatherV, AllReduce, ReduceScatter
 from easydist.state import communicators
 from easydist.testing import distributed
 from easydist.verbs import padding
@@ -98,6 +98,7 @@ VERBS = {
     "broadcast_tensor_dict": lambda group: easydist.broadcast_tensor_dict({"x": LARGE}, group=group, timeout=30),
     "all_reduce": lambda group: run(AllReduce(LARGE), communicators(group), 30),
     "reduce_scatter": lambda group: run(ReduceScatter(LARGE, 0, None, may_differ=False), communicators(group), 30),
+    "all_gather": lambda group: run(AllGather(LARGE, None, 0), communicators(group), 30),
     "all_gatherv": lambda group: run(AllGatherV(LARGE, 0, None), communicators(group), 30),
     "sync_dist": sync,
     "synchronize_rng_states": lambda group: easydist.synchronize_rng_states(["torch", "numpy"], group=group),
