@@ -290,9 +290,8 @@ def _groups(
             made = [make(comms, world, [*ranks], name, number) for name in backends]
             own = (made[0], made[-1]) if comms.rank in ranks else own
     finally:
-        if (
-            make is not _in_own_store
-        ):  # torch's names have numbers, which must be equal on all ranks after a failure, too
+        # The names that torch gives have numbers, which must be equal on all ranks after a failure, too.
+        if make is not _in_own_store:
             torch_groups.set_count(count + len(lists) * len(backends))
     return own
 
