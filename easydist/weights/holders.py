@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -117,11 +118,12 @@ class Holder:
         return newest
 
     def _catch_up(self, version: int, sources: list[int]) -> None:
-        """Give a version to the members that lack it, from some that have it; if there are none, from the publisher."""
-        try:
-            run(Publish(self, sources or self.src, version, is_again=True), self.comms)
-        except IncompleteSourcesError:  # on all ranks
-            run(Publish(self, self.src, version, is_again=True, anew=True, use=self.replace()), self.comms)
+        """Give a version to the members that lack it, from receivers that have it; else from the publisher to all."""
+        if sources:
+            with contextlib.suppress(IncompleteSourcesError):  # on all ranks, or on none
+                run(Publish(self, sources, version, is_again=True), self.comms)
+                return
+        run(Publish(self, self.src, version, is_again=True, to_all=True, use=self.replace()), self.comms)
 
     def replace(self) -> Callable[[int], None]:
         """Forget a version that is not in use yet, and return the function that takes another one in its place."""
@@ -157,7 +159,7 @@ class Publish(BroadcastWeights):
         src: The ranks that have the version.
         version: Its number; None means the member's plus one.
         is_again: True if members may have it already.
-        anew: True if all receivers take it, also those that have it.
+        to_all: True if all receivers take it, also those that have it.
         use: Called with the version once all members have it; None is that of the member.
     """
 
@@ -167,13 +169,13 @@ class Publish(BroadcastWeights):
         src: int | Sequence[int],
         version: int | None = None,
         is_again: bool = False,
-        anew: bool = False,
+        to_all: bool = False,
         use: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__(_OPERATION, holder.room(), src, holder.wanted, holder.sending)
         self._holder, self._version, self._use = holder, version, use or holder.use
-        self._anew, self.takes_whole_mesh = anew, anew or not is_again
-        self._is_known = is_again and holder.newest == version and not (anew and holder.receives)
+        self._to_all, self.takes_whole_mesh = to_all, to_all or not is_again
+        self._is_known = is_again and holder.newest == version and not (to_all and holder.receives)
 
     def state(self) -> Mapping[str, Any]:
         """Return this member's part of the version."""
@@ -204,7 +206,7 @@ class Publish(BroadcastWeights):
     def check(self) -> None:
         """Raise on a receiver if the version is not newer than its own."""
         version = self.noted["version"]
-        if version <= self._holder.newest and not self._anew:
+        if version <= self._holder.newest and not self._to_all:
             raise ValueError(f"version {version} is not newer than {self._holder.newest}, which this receiver has")
 
     def exchange(self, comms: Communicators, agreed: Agreement) -> None:

@@ -1,4 +1,4 @@
-"""What vLLM 0.33 has beside the collectives: context parallelism, functions of one group, partitions."""
+"""Tests of vLLM 0.33's names beside the collectives: context parallelism, functions of one group, partitions."""
 
 import itertools
 

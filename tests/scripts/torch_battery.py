@@ -34,7 +34,7 @@ BASE = distributed_test.DistributedTest._DistTestBase
 
 
 class Battery(distributed_test.TestDistBackend, BASE):
-    """The tests, whose ranks are forked here instead of started anew."""
+    """All tests of the battery; this script forks their ranks, which saves the imports."""
 
 
 def run(name, rank, folder):
