@@ -113,6 +113,7 @@ def limits():
     easydist.wait_for_everyone()
     comm = new_comm("gloo", torch.device("cpu"), "second")
     every = [keepalive._get(one, socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) for one, _ in keepalive._connections()]
+    easydist.wait_for_everyone()  # whoever ends its connections ends those of the others
     comm.finalize()
     return every
 
