@@ -1,11 +1,11 @@
-"""Compare GroupCoordinator with plain torch.distributed (gloo), on the same data in the same run.
+"""Compare GroupCoordinator with vLLM's own and with plain torch.distributed (gloo), on the same data in the same run.
 
-python benchmarks/coordinator.py [--ranks 2 4] [--seconds 1]
+python benchmarks/coordinator.py [--ranks 2 4] [--seconds 1] [--vllm vllm-0.33.0-….whl]
 
-The stand-in does what engines do with torch.distributed alone: metadata by ``broadcast_object_list`` or
-``send_object_list``, then one operation per tensor. It prints medians over turns of ten calls, of the slowest rank. The
-last column was measured earlier on an idle machine of the same type, with vLLM 0.33. Below each
-table it lists the bounds and whether they hold.
+vLLM's class is taken from its wheel, which is unpacked beside it and needs no more than ``pip install cbor2``; without
+a wheel, that column is empty. The stand-in does what engines do with torch.distributed alone: metadata by
+``broadcast_object_list`` or ``send_object_list``, then one operation per tensor. It prints medians over turns of ten
+calls, of the slowest rank, and below each table the bounds and whether they hold.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ import argparse
 import functools
 import os
 import statistics
+import sys
 import time
-from collections.abc import Callable
+import types
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,25 +29,11 @@ from easydist.parallel import GroupCoordinator
 from easydist.testing import Pool
 
 SMALL, LARGE = "10 × 1 KB", "64 × 1 MB"
-BEFORE = {
-    ("broadcast_tensor_dict", SMALL, 2): 1.75e-3,
-    ("broadcast_tensor_dict", SMALL, 4): 5.5e-3,
-    ("broadcast_tensor_dict", LARGE, 2): 22e-3,
-    ("broadcast_tensor_dict", LARGE, 4): 60e-3,
-    ("send + recv_tensor_dict", SMALL, 2): 0.42e-3,
-    ("send + recv_tensor_dict", LARGE, 2): 34e-3,
-    ("broadcast_object", "1 KB", 2): 202e-6,
-    ("broadcast_object", "1 KB", 4): 928e-6,
-    ("broadcast_object, queue", "", 2): 27e-6,
-    ("broadcast_object, queue", "", 4): 197e-6,
-}
-"""Seconds of vLLM 0.33, measured earlier on the same machine type."""
-
 Row = tuple[str, str]
 Call = Callable[[], Any]
+Calls = dict[str, Call]
+OURS, GLOO, VLLM, QUEUE = "easydist", "gloo", "vLLM", "queue"
 _IN_A_ROW = 10
-RAW = "broadcast_object beside our queue"
-"""The name of rows whose last columns show the queue alone, not gloo."""
 
 
 def tree(count: int, nbytes: int) -> dict[str, torch.Tensor]:
@@ -91,6 +81,41 @@ class StandIn:
         dist.all_reduce(total)
         return total
 
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
+        dist.send(tensor, dst)
+
+    def recv(self, size: torch.Size, dtype: torch.dtype, src: int) -> torch.Tensor:
+        tensor = torch.empty(size, dtype=dtype)
+        dist.recv(tensor, src)
+        return tensor
+
+
+def unpacked(wheel: str | None) -> Path | None:
+    """Return the folder beside a wheel of vLLM that has its Python modules."""
+    if wheel is None:
+        return None
+    folder = Path(wheel).with_suffix(".unpacked")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder, [n for n in archive.namelist() if n.endswith(".py") and not (folder / n).exists()])
+    return folder
+
+
+def of_vllm(folder: Path, rank: int, name: str, *args: Any) -> Any:
+    """Return a coordinator of vLLM's class for the CPU.
+
+    It asks the engine's configuration for time limits; the engine, with all that it imports, is left out.
+    """
+    sys.path.insert(0, str(folder))
+    config: Any = types.ModuleType("vllm.config")
+    config.get_current_vllm_config_or_none = lambda: None
+    sys.modules["vllm.config"] = config
+    from vllm import platforms
+    from vllm.distributed import parallel_state
+    from vllm.platforms.cpu import CpuPlatform
+
+    platforms._current_platform = CpuPlatform()
+    return parallel_state.GroupCoordinator([[*range(dist.get_world_size())]], rank, "gloo", True, *args, name)
+
 
 def calls(rank: int, group: Any) -> dict[Row, Callable[[], Any]]:
     """Return the measured calls, of a coordinator or of the stand-in."""
@@ -102,22 +127,24 @@ def calls(rank: int, group: Any) -> dict[Row, Callable[[], Any]]:
         rows["send + recv_tensor_dict", name] = pair[rank] if rank < 2 else lambda: None
     obj = {"text": "x" * 1000} if rank == 0 else None
     rows["broadcast_object", "1 KB"] = lambda: group.broadcast_object(obj)
-    for name, numel in (("1 KB", 256), ("1 MB", 1 << 18)):
+    for name, numel in (("1 KB", 256), ("1 MB", 1 << 18), ("4 MB", 1 << 20)):
         tensor = torch.ones(numel)
         rows["all_reduce", name] = lambda tensor=tensor: group.all_reduce(tensor)
+    pair = [lambda: group.send(tensor, 1), lambda: group.recv(tensor.size(), tensor.dtype, 0)]
+    rows["send + recv", "4 MB"] = pair[rank] if rank < 2 else lambda: None
     return rows
 
 
-def timed(call: Call, other: Call, seconds: float) -> tuple[float, float]:
-    """Return the median seconds of two calls in turns of ten, under the same load. The ranks begin together."""
-    both, times = (call, other), ([], [])  # type: tuple[Call, Call], tuple[list[float], list[float]]
-    once = sum(_turn(one, 3) for one in both)
+def timed(*calls: Call, seconds: float) -> list[float]:
+    """Return the median seconds of calls in turns of ten, under the same load. The ranks begin together."""
+    times: list[list[float]] = [[] for _ in calls]
+    once = sum(_turn(one, 3) for one in calls)
     count = torch.tensor([int(min(200, max(3, seconds / max(once, 1e-6) / _IN_A_ROW)))])
     dist.broadcast(count, 0)
     for _ in range(int(count)):
-        for one, taken in zip(both, times, strict=True):
+        for one, taken in zip(calls, times, strict=True):
             taken.append(_turn(one, _IN_A_ROW))
-    return statistics.median(times[0]), statistics.median(times[1])
+    return [*map(statistics.median, times)]
 
 
 def _turn(call: Call, calls: int) -> float:
@@ -130,73 +157,95 @@ def _turn(call: Call, calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def of_objects(plain: GroupCoordinator, queued: GroupCoordinator) -> dict[Row, tuple[Call, Call]]:
-    """Return the calls that broadcast objects: the coordinator's, and those for comparison."""
+def of_objects(plain: GroupCoordinator, queued: GroupCoordinator, vllm: Any) -> dict[Row, Calls]:
+    """Return the calls that broadcast objects."""
     rank, last = plain.rank_in_group, plain.world_size - 1
     obj, stand_in = {"text": "x" * 1000}, StandIn(rank)
-    rows: dict[Row, tuple[Call, Call]] = {}
+    rows: dict[Row, Calls] = {}
     for src in (0, last):
-        queue = plain.create_mq_broadcaster(src)
         mine = obj if rank == src else None
-        through_queue = functools.partial(queued.broadcast_object, mine, src)
-        rows["broadcast_object, queue", f"src {src}"] = through_queue, lambda: stand_in.broadcast_object(obj)
-        rows[RAW, f"src {src}"] = through_queue, functools.partial(queue.broadcast_object, mine)
+        rows["broadcast_object, queue", f"src {src}"] = found = {
+            OURS: functools.partial(queued.broadcast_object, mine, src),
+            GLOO: functools.partial(stand_in.broadcast_object, obj),
+            QUEUE: functools.partial(plain.create_mq_broadcaster(src).broadcast_object, mine),
+        }
+        if vllm is not None and src == 0:  # the only one whose queue it has
+            found[VLLM] = functools.partial(vllm.broadcast_object, mine)
     data = [tree(10, 1024) if rank == 0 else None]
-    rows["broadcast_object_list", SMALL] = (
-        lambda: plain.broadcast_object_list([*data]),
-        lambda: dist.broadcast_object_list([*data]),
-    )
+    rows["broadcast_object_list", SMALL] = {
+        OURS: lambda: plain.broadcast_object_list([*data]),
+        GLOO: lambda: dist.broadcast_object_list([*data]),
+    }
     return rows
 
 
-def measure(rank: int, world_size: int, seconds: float) -> list[tuple[Row, float, float]]:
-    """Return for each row the seconds of the coordinator and of the stand-in."""
+def measure(rank: int, world_size: int, seconds: float, vllm: Path | None) -> dict[Row, dict[str, float]]:
+    """Return for each row the seconds of the coordinator and of those that it is compared with."""
     everyone = [[*range(world_size)]]
     plain = GroupCoordinator(everyone, rank, "gloo", False)
     queued = GroupCoordinator(everyone, rank, "gloo", False, True)
-    ours, theirs = calls(rank, plain), calls(rank, StandIn(rank))
-    pairs = {row: (ours[row], theirs[row]) for row in ours} | of_objects(plain, queued)
-    rows = [(row, *timed(one, other, seconds)) for row, (one, other) in pairs.items()]
+    groups: dict[str, Any] = {OURS: plain, GLOO: StandIn(rank)}
+    with_queue = None
+    if vllm is not None:
+        groups[VLLM] = of_vllm(vllm, rank, "tp", False)
+        with_queue = of_vllm(vllm, rank, "queued", True)
+    by_group = {name: calls(rank, group) for name, group in groups.items()}
+    rows = {row: {name: each[row] for name, each in by_group.items()} for row in by_group[OURS]}
+    rows |= of_objects(plain, queued, with_queue)
+    found = {row: dict(zip(every, timed(*every.values(), seconds=seconds), strict=True)) for row, every in rows.items()}
     plain.destroy()
     queued.destroy()
-    return rows
+    return found
 
 
-def bounds(found: dict[Row, tuple[float, float]], ranks: int) -> list[tuple[str, float, float, bool]]:
-    """Return the required bounds: a text, the measured value, the bound, and True if the value must be above it."""
-    small, large = found["broadcast_tensor_dict", SMALL], found["broadcast_tensor_dict", LARGE]
-    pair, listed = found["send + recv_tensor_dict", SMALL], found["broadcast_object_list", SMALL]
-    rows = [
-        (f"broadcast_tensor_dict {SMALL}: times faster than gloo", small[1] / small[0], 8.0, True),
-        (f"broadcast_tensor_dict {SMALL}: times broadcast_object_list", small[0] / listed[0], 1.5, False),
-        (f"broadcast_tensor_dict {LARGE}: times faster than gloo", large[1] / large[0], 1.6, True),
-        (f"send + recv_tensor_dict {SMALL}: times faster than gloo", pair[1] / pair[0], 2.0, True),
-    ]
-    for name, size in found:
-        if name == RAW:
-            ratio = found[name, size][0] / found[name, size][1]
-            rows.append((f"broadcast_object, {size}: times our queue", ratio, 2.0 if ranks == 2 else 1.5, False))
-    return rows
+Bound = tuple[str, float, float, bool]
+"""A text, the measured value, the bound, and True if the value must be above it."""
+
+
+def bounds(found: dict[Row, dict[str, float]], ranks: int) -> Iterator[Bound]:
+    """Yield the required bounds."""
+    for name, size, peer, least in (
+        ("broadcast_tensor_dict", SMALL, GLOO, 8.0),
+        ("broadcast_tensor_dict", LARGE, GLOO, 1.6),
+        ("send + recv_tensor_dict", SMALL, GLOO, 2.0),
+        ("broadcast_tensor_dict", SMALL, VLLM, 4.0),
+        ("send + recv_tensor_dict", SMALL, VLLM, 4.0),
+    ):
+        if peer in found[name, size]:
+            yield (
+                f"{name} {size}: times faster than {peer}",
+                found[name, size][peer] / found[name, size][OURS],
+                least,
+                True,
+            )
+    small, listed = found["broadcast_tensor_dict", SMALL], found["broadcast_object_list", SMALL]
+    yield f"broadcast_tensor_dict {SMALL}: times broadcast_object_list", small[OURS] / listed[OURS], 1.5, False
+    for (name, size), seconds in found.items():
+        if QUEUE in seconds:
+            most = 2.0 if ranks == 2 else 1.5
+            yield f"{name}, {size}: times our queue", seconds[OURS] / seconds[QUEUE], most, False
+        if VLLM in seconds and SMALL not in size:
+            yield f"{name}, {size}: times as fast as {VLLM}", seconds[VLLM] / seconds[OURS], 1.0, True
 
 
 def shown(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
 
 
-def report(results: list[list[tuple[Row, float, float]]], ranks: int) -> None:
+def report(results: list[dict[Row, dict[str, float]]], ranks: int) -> None:
     """Print the table and the bounds."""
-    print(f"\n{ranks} ranks, {os.cpu_count()} cores")
-    print(f"{'':40}{'easydist':>10}{'gloo':>10}{'ratio':>8}   vLLM 0.33, same machine type, measured before")
-    found: dict[Row, tuple[float, float]] = {}
-    for each in zip(*results, strict=True):
-        (name, size), *_ = each[0]
-        ours, theirs = found[name, size] = max(row[1] for row in each), max(row[2] for row in each)
-        before = BEFORE.get((name, size, ranks)) or BEFORE.get((name, "", ranks))
-        line = f"{name + ', ' + size:40}{shown(ours):>10}{shown(theirs):>10}{theirs / ours:>8.1f}"
-        print(f"{line}   {shown(before) if before else ''}".rstrip())
+    print(f"\n{ranks} ranks, {os.cpu_count()} cores; how many times longer each takes than easydist")
+    print(f"{'':40}{OURS:>10}" + "".join(f"{name:>20}" for name in (GLOO, VLLM)))
+    found: dict[Row, dict[str, float]] = {}
+    for row, times in results[0].items():
+        found[row] = slowest = {name: max(each[row][name] for each in results) for name in times}
+        peers = [f"{shown(slowest[p])}{slowest[p] / slowest[OURS]:8.2f}" if p in slowest else "" for p in (GLOO, VLLM)]
+        print(f"{', '.join(row):40}{shown(slowest[OURS]):>10}{peers[0]:>20}{peers[1]:>20}".rstrip())
     for text, figure, bound, is_least in bounds(found, ranks):
         holds = figure >= bound if is_least else figure <= bound
-        print(f"  {'holds' if holds else 'FAILS'}  {text}: {figure:.2f}, at {'least' if is_least else 'most'} {bound}")
+        print(
+            f"  {'held  ' if holds else 'missed'}  {text}: {figure:.2f}, at {'least' if is_least else 'most'} {bound}"
+        )
 
 
 def main() -> None:
@@ -204,10 +253,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--seconds", type=float, default=1, help="for each row, roughly")
+    parser.add_argument("--vllm", metavar="WHEEL", help="a wheel of vLLM 0.33")
     options = parser.parse_args()
+    vllm = unpacked(options.vllm)
     with Pool(timeout=600) as pool:
         for ranks in options.ranks:
-            report(pool.run(measure, ranks, seconds=options.seconds), ranks)
+            report(pool.run(measure, ranks, seconds=options.seconds, vllm=vllm), ranks)
 
 
 if __name__ == "__main__":
