@@ -10,7 +10,6 @@ from __future__ import annotations
 import copyreg
 import itertools
 import pickle
-import re
 import struct
 import sys
 from collections.abc import Callable, Iterator
@@ -31,7 +30,10 @@ _ALIGNMENT = 64
 _IN_BAND = 4096
 """The bytes from which a buffer leaves the pickle. Smaller ones stay, so that a kept scalar keeps no large message."""
 
-_NAMING = re.compile(b"[" + pickle.STACK_GLOBAL + pickle.EXT1 + pickle.EXT2 + pickle.EXT4 + b"]")
+_COUNTS = struct.Struct("<2Q")
+"""The number of buffers and the bytes of pickle."""
+
+_NAMING = pickle.STACK_GLOBAL, pickle.EXT1, pickle.EXT2, pickle.EXT4
 """The opcodes by which a pickle of protocol 5 names a global; if their bytes do not occur, it names none."""
 
 _switch = SimpleNamespace(allowed=settings.read("EASYDIST_PICKLE"))
@@ -130,7 +132,7 @@ class EncodedObject:
         finally:
             del pickler  # because it holds views of views, see _direct
         length, sizes = sum(map(len, chunks)), [raw.nbytes for raw in self._buffers]
-        head = struct.pack(f"<{2 + len(sizes)}Q", len(sizes), length, *sizes)
+        head = _COUNTS.pack(len(sizes), length) + (struct.pack(f"<{len(sizes)}Q", *sizes) if sizes else b"")
         self._texts = [head, *chunks]
         self._starts, self.nbytes = _layout(len(head) + length, sizes) if sizes else ([], len(head) + length)
 
@@ -146,15 +148,15 @@ class EncodedObject:
         Raises:
             UnsafeObjectError: It holds an object that is not allow-listed.
         """
-        skeleton = b"".join(self._texts[1:])
-        if _NAMING.search(skeleton):
+        if any(code in text for text in self._texts[1:] for code in _NAMING):
+            skeleton = b"".join(self._texts[1:])
             writable = [raw if not raw.readonly else memoryview(bytearray(raw)) for raw in self._buffers]
             Unpickler(memoryview(skeleton), writable, MAKERS, weigh).load()
 
-    def parts(self) -> list[memoryview]:
+    def parts(self) -> list[bytes | memoryview]:
         """Return the bytes, piece by piece."""
-        text = memoryview(b"".join(self._texts))
-        return [text, *self._data(len(text))]
+        text = b"".join(self._texts)
+        return [text, *self._data(len(text))] if self._buffers else [text]
 
     def _data(self, at: int) -> Iterator[memoryview]:
         """Yield the buffers, and the padding between them."""
@@ -229,11 +231,11 @@ def _layout(start: int, nbytes: list[int]) -> tuple[list[int], int]:
     return starts, start
 
 
-def decode(message: torch.Tensor, *, weights_only: bool | None = None, is_padded: bool = False) -> Any:
+def decode(message: torch.Tensor | memoryview, *, weights_only: bool | None = None, is_padded: bool = False) -> Any:
     """Decode a message of ``encode``. The larger tensors and arrays are writable, and share the message's memory.
 
     Args:
-        message: uint8, contiguous, on the CPU; it must not be used for anything else afterwards.
+        message: uint8, contiguous, on the CPU; or writable memory. It must not be used for anything else afterwards.
         weights_only: True to refuse globals that are not allow-listed; see ``docs/safety.md``. None to do so only if
             pickle is denied.
         is_padded: True if there may be more bytes after the message.
@@ -250,7 +252,8 @@ def decode(message: torch.Tensor, *, weights_only: bool | None = None, is_padded
     """
     if weights_only is False:
         demand_pickle()
-    return _decoded(*_split(message.numpy().data, is_padded), weights_only)
+    view = message.numpy().data if isinstance(message, torch.Tensor) else message
+    return _decoded(*_split(view, is_padded), weights_only)
 
 
 def decode_copy(view: memoryview, *, weights_only: bool | None = None) -> Any:
@@ -271,7 +274,7 @@ def _split(view: memoryview, is_padded: bool) -> tuple[memoryview, list[memoryvi
     """Split a message into the pickle and the buffers."""
     if len(view) < 16:
         raise WireError(f"an object message of {len(view)} bytes is truncated")
-    count, length = struct.unpack_from("<2Q", view)
+    count, length = _COUNTS.unpack_from(view)
     if not count and len(view) == 16 + length:
         return view[16:], []
     if 16 + 8 * count + length > len(view):

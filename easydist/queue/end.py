@@ -8,8 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -94,6 +93,19 @@ def name_of(peer: Peer) -> str:
     return texts.process(peer.pid, peer.host)
 
 
+class _Turn:
+    """The context in which a thread has its turn: a generator would take as long as the rest of a small message."""
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._lock.release()
+
+
 class End:
     """One end of a queue.
 
@@ -104,12 +116,12 @@ class End:
     def __init__(self) -> None:
         settings.check()
         self._lock = threading.RLock()  # an interrupt between acquiring it and recording so must not cause a deadlock
+        self._turn = _Turn(self._lock)
         self._is_cancelled = self._is_closed = self._is_foreign = False
         _all.add(self)
 
-    @contextmanager
-    def turn(self, until: float | None) -> Iterator[None]:
-        """Give one thread at a time its turn.
+    def turn(self, until: float | None) -> _Turn:
+        """Give one thread at a time its turn, which ends with the context that is returned.
 
         Raises:
             RuntimeError: This end has been closed, or belongs to another process.
@@ -120,9 +132,10 @@ class End:
             raise TimeoutError("another thread is using this end of the queue")
         try:
             self._check()
-            yield
-        finally:
+        except BaseException:
             self._lock.release()
+            raise
+        return self._turn
 
     def _check(self) -> None:
         if self._is_foreign:

@@ -6,8 +6,6 @@ import errno
 from collections.abc import Callable
 from contextlib import suppress
 
-import torch
-
 from easydist.groups.sharing import is_wanted
 from easydist.liveness.peer import Peer
 from easydist.queue.end import End, Handle, lost, name_of, own_record
@@ -39,7 +37,7 @@ class ReaderEnd(End):
         self._writer = Peer(-1, handle.writer)
         self._way = self._attach(handle, rank) or self._connect(handle, rank)
         self.is_local = isinstance(self._way, RingReader)
-        self._message: torch.Tensor | None = None
+        self._message: memoryview | None = None
 
     def _attach(self, handle: Handle, rank: int) -> RingReader | None:
         if handle.ring is None or rank not in handle.local_reader_ranks or not is_wanted():
@@ -66,7 +64,7 @@ class ReaderEnd(End):
                 "has all its readers, or needs a connect_ip= that this host can reach"
             ) from error
 
-    def take(self, until: float | None, patient: bool) -> torch.Tensor:
+    def take(self, until: float | None, patient: bool) -> memoryview:
         """Return the next message. With ``patient``, a wait of minutes is not logged."""
         with self.turn(until):
             if not self._pull():

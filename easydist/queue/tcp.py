@@ -300,14 +300,14 @@ class _Awaited:
         whole: The target memory.
         left: The part that has not arrived.
         got: The number of bytes that arrived last, if ``left`` does not include them yet.
-        message: The message they belong to; None for a length, and for the proof at the beginning.
+        message: The message that they belong to; None for a length, and for the proof at the beginning.
     """
 
     def __init__(
         self,
         whole: memoryview,
         is_proof: bool = False,
-        message: torch.Tensor | None = None,
+        message: memoryview | None = None,
         left: memoryview | None = None,
     ) -> None:
         self.whole, self.is_proof, self.message = whole, is_proof, message
@@ -346,9 +346,9 @@ class Receiver:
         self._poller.register(self._socket, select.POLLIN)
         self.is_ready = self.is_closed = self.is_broken = False
         self._awaited = _Awaited(memoryview(bytearray(_PROOF_NBYTES)), is_proof=True)
-        self._whole: torch.Tensor | None = None
+        self._whole: memoryview | None = None
 
-    def pull(self) -> torch.Tensor | None:
+    def pull(self) -> memoryview | None:
         """Receive available data, and return a message once it is complete.
 
         Raises:
@@ -398,12 +398,12 @@ class Receiver:
             self.is_ready = True  # once the first message has come, all readers have attached, or need not
             if length < _CLOSED:
                 message = self._memory(length)
-                following = _Awaited(message.numpy().data, message=message)
+                following = _Awaited(message, message=message)
         self._whole, self._awaited = awaited.message, following
 
-    def _memory(self, length: int) -> torch.Tensor:
+    def _memory(self, length: int) -> memoryview:
         try:
-            return memory.empty([length], torch.uint8)
+            return memory.empty([length], torch.uint8).numpy().data
         except (MemoryError, OSError, OverflowError, RuntimeError, TypeError, ValueError) as error:
             self.is_broken = True  # the beginning of the next message is unknown
             raise ConnectionError(

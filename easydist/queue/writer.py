@@ -58,6 +58,7 @@ class WriterEnd(End):
         self._peers: dict[int, Peer] = {}
         self._senders: dict[int, Sender] = {}
         self._ring, self._listener = self._make_ring(), None
+        self._piece = self._ring.shape.piece if self._ring else 0
         self._n_remote = n_reader - (len(self._local_ranks) if self._ring else 0)
         self._progress: SimpleQueue[None] = SimpleQueue()  # an interrupt inside an Event would leave it locked forever
         self._start = -1
@@ -116,14 +117,16 @@ class WriterEnd(End):
             self._look_around()
 
     def _has_room(self, nbytes: int) -> bool:
-        if self._ring is not None and self._ring.messages() >= self._max_chunks:
+        if self._ring is not None and not self._ring.has_fewer(self._max_chunks):
             return False
+        if not self._senders:
+            return True
         unsent = [sender.unsent() for sender in self._senders.values()]
         return all(not n or (n < self._max_chunks and b + nbytes <= self._capacity) for n, b in unsent)
 
     def _write(self, ring: RingWriter, message: codec.EncodedObject, until: float | None) -> None:
-        at = 0
-        for piece in _cut(message.parts(), ring.shape.piece):
+        at, parts = 0, message.parts()
+        for piece in [parts] if message.nbytes <= self._piece else _cut(parts, self._piece):
             nbytes = sum(map(len, piece))
             start = ring.place(nbytes, grow=False)
             if start < 0:
@@ -226,9 +229,8 @@ class WriterEnd(End):
 
     def _departure(self) -> Exception | None:
         """Return the error for a reader that is known to have left; None if there is none."""
-        for i, rank in enumerate(self._local_ranks if self._ring else ()):
-            if self._ring and self._ring.has_left(i):
-                return _left(rank)
+        for i in self._ring.left() if self._ring is not None else ():
+            return _left(self._local_ranks[i])
         for rank, sender in self._senders.items():
             sender.look()
             if sender.has_left:
@@ -296,17 +298,16 @@ def _left(rank: int) -> BrokenPipeError:
     return BrokenPipeError(f"MessageQueue: reader {rank} has closed its end")
 
 
-def _cut(parts: Sequence[memoryview], nbytes: int) -> Iterator[list[memoryview]]:
+def _cut(parts: Sequence[bytes | memoryview], nbytes: int) -> Iterator[list[memoryview]]:
     """Yield a message in pieces of ``nbytes`` each; the last one may be shorter.
 
     Example:
-        >>> parts = [memoryview(b"abc"), memoryview(b"defgh")]
-        >>> [b"".join(piece) for piece in _cut(parts, 4)]
+        >>> [b"".join(piece) for piece in _cut([b"abc", b"defgh"], 4)]
         [b'abcd', b'efgh']
     """
     piece: list[memoryview] = []
     room = nbytes
-    for part in parts:
+    for part in [memoryview(part) for part in parts]:
         while len(part) >= room:
             yield [*piece, part[:room]]
             piece, part, room = [], part[room:], nbytes

@@ -105,7 +105,7 @@ class _RingEnd:
     """The common part of writer and readers; ``rank`` is 0 for the writer, and 1, 2, … for the readers."""
 
     def __init__(self, segment: Segment, shape: Shape, rank: int) -> None:
-        self.shape = shape
+        self.shape, self._entries_at = shape, shape.entries_at
         self._words = memoryview(segment.memory)[: shape.data_at].cast("q")
         self._bytes = memoryview(segment.memory)[shape.data_at :]
         self._tensor = torch.frombuffer(segment.memory, dtype=torch.uint8)
@@ -120,6 +120,10 @@ class _RingEnd:
             self._futex.release()
         self._words[cell] = number
         self._futex.fence()
+
+    def _entry(self, number: int) -> tuple[int, int, int, int]:
+        words, i = self._words, self._entries_at + _ENTRY * (number % self.shape.entries)
+        return words[i], words[i + 1], words[i + 2], words[i + 3]
 
     def sleep(self, look: Callable[[], bool], seconds: float) -> bool:
         """Sleep until another end has announced something.
@@ -167,7 +171,7 @@ class RingWriter(_RingEnd):
         >>> writer = RingWriter(Shape.of(readers=1, capacity=1 << 16, messages=4))
         >>> reader = RingReader(writer.name, writer.shape, 0, b"")
         >>> writer.post(writer.place(5), [memoryview(b"hello")], at=0, total=5)
-        >>> bytes(reader.pull().numpy())
+        >>> bytes(reader.pull())
         b'hello'
 
     Attributes:
@@ -190,6 +194,7 @@ class RingWriter(_RingEnd):
         self._pieces: deque[_RingPiece] = deque()
         readers = range(1, shape.readers + 1)
         self._taken_at = [_cell(reader, _TAKEN) for reader in readers]
+        self._state_at = [_cell(reader, _STATE) for reader in readers]
         self._asleep_at = [(1 << reader % 32, _cell(reader, _READER_ASLEEP)) for reader in readers]
 
     def place(self, nbytes: int, grow: bool = True) -> int:
@@ -215,17 +220,18 @@ class RingWriter(_RingEnd):
             return 0
         return head if head + nbytes <= self._backed or (grow and self._grow(head + nbytes)) else -1
 
-    def messages(self) -> int:
-        """Return the number of complete messages that some reader has not taken yet."""
-        return sum(piece.is_last for piece in self._settled())
+    def has_fewer(self, messages: int) -> bool:
+        """True if fewer complete messages than this wait: those that some reader has not taken yet."""
+        return len(self._pieces) < messages or sum(piece.is_last for piece in self._settled()) < messages
 
     def _settled(self) -> deque[_RingPiece]:
         """Return the pieces in use: announced, and not yet taken by all readers."""
-        pieces, lowest, posted = self._pieces, self._lowest(), self._words[_POSTED]
-        while pieces and pieces[0].number < lowest:
-            pieces.popleft()
-        while pieces and pieces[-1].number >= posted:  # an interrupt came before the piece was announced
-            pieces.pop()
+        if pieces := self._pieces:
+            lowest, posted = self._lowest(), self._words[_POSTED]
+            while pieces and pieces[0].number < lowest:
+                pieces.popleft()
+            while pieces and pieces[-1].number >= posted:  # an interrupt came before the piece was announced
+                pieces.pop()
         return pieces
 
     def _lowest(self) -> int:
@@ -244,7 +250,7 @@ class RingWriter(_RingEnd):
         self._backed = goal
         return True
 
-    def post(self, start: int, parts: Sequence[memoryview], at: int, total: int) -> None:
+    def post(self, start: int, parts: Sequence[bytes | memoryview], at: int, total: int) -> None:
         """Write a piece, and announce it to the readers.
 
         Args:
@@ -255,20 +261,21 @@ class RingWriter(_RingEnd):
         """
         stop = start
         for part in parts:
+            end = stop + len(part)
             if len(part) <= _SMALL:
-                self._bytes[stop : stop + len(part)] = part
+                self._bytes[stop:end] = part
             else:
                 copy(self._address + stop, np.frombuffer(part, np.uint8).ctypes.data, len(part))
-            stop += len(part)
+            stop = end
         self._enter(start, stop - start, at, total)
 
     def _enter(self, start: int, nbytes: int, at: int, total: int) -> None:
-        number = self._words[_POSTED]
+        words = self._words
+        number = words[_POSTED]
         # Before it is announced: ``_settled`` takes it back if an interrupt comes in between.
         self._pieces.append(_RingPiece(number, start, start + _rounded(nbytes, _ALIGNMENT), at + nbytes == total))
-        entry = self.shape.entries_at + _ENTRY * (number % self.shape.entries)
-        for i, value in enumerate((start, nbytes, at, total)):
-            self._words[entry + i] = value
+        i = self._entries_at + _ENTRY * (number % self.shape.entries)
+        words[i], words[i + 1], words[i + 2], words[i + 3] = start, nbytes, at, total
         self._tell_all(_POSTED, number + 1)
 
     def _tell_all(self, cell: int, number: int) -> None:
@@ -291,14 +298,15 @@ class RingWriter(_RingEnd):
 
     def note(self, reader: int) -> bytes | None:
         """Return the note of a reader (counted from 0); None if it has not attached."""
-        if self._words[_cell(reader + 1, _STATE)] == _ABSENT:
+        if self._words[self._state_at[reader]] == _ABSENT:
             return None
         at = self.shape.notes_at + NOTE_NBYTES * reader
         return bytes(self._words.cast("B")[at : at + NOTE_NBYTES])
 
-    def has_left(self, reader: int) -> bool:
-        """True if a reader has closed its end."""
-        return bool(self._words[_cell(reader + 1, _STATE)] == _LEFT)
+    def left(self) -> list[int]:
+        """Return the readers that have closed their ends."""
+        words = self._words
+        return [i for i, cell in enumerate(self._state_at) if words[cell] == _LEFT]
 
     def drop(self, reader: int) -> list[bytes]:
         """Stop waiting for a reader that cannot attach.
@@ -309,12 +317,12 @@ class RingWriter(_RingEnd):
         waiting: list[bytes] = []
         message = b""
         for number in range(self._words[_POSTED]):
-            start, nbytes, at, total = _entry(self._words, self.shape, number)
+            start, nbytes, at, total = self._entry(number)
             message = (message if at else b"") + bytes(self._bytes[start : start + nbytes])
             if at + nbytes == total:
                 waiting.append(message)
-        self._words[_cell(reader + 1, _TAKEN)] = NEVER
-        self._words[_cell(reader + 1, _STATE)] = _ATTACHED  # so that no other process can attach in its place
+        self._words[self._taken_at[reader]] = NEVER
+        self._words[self._state_at[reader]] = _ATTACHED  # so that no other process can attach in its place
         return waiting
 
     def close(self) -> None:
@@ -354,7 +362,7 @@ class RingReader(_RingEnd):
         at = shape.notes_at + NOTE_NBYTES * reader
         self._words.cast("B")[at : at + NOTE_NBYTES] = note.ljust(NOTE_NBYTES)
         self._message: torch.Tensor | None = None
-        self._whole: tuple[int, torch.Tensor] | None = None
+        self._whole: tuple[int, memoryview] | None = None
         self._tell(self._state_at, _ATTACHED)
 
     def _tell(self, cell: int, number: int) -> None:
@@ -362,7 +370,7 @@ class RingReader(_RingEnd):
         if self._words[_ASLEEP]:
             self._futex.wake(1)
 
-    def pull(self) -> torch.Tensor | None:
+    def pull(self) -> memoryview | None:
         """Take all available pieces up to the end of a message; return the message if it is complete, else None."""
         while self._whole is None and (taken := self._words[self._taken_at]) < self._words[_POSTED]:
             self._take(taken)
@@ -375,14 +383,17 @@ class RingReader(_RingEnd):
         return message
 
     def _take(self, number: int) -> None:
-        start, nbytes, at, total = _entry(self._words, self.shape, number)
+        start, nbytes, at, total = self._entry(number)
+        if nbytes == total <= _SMALL:  # allocating a tensor would take longer than the rest
+            self._message, self._whole = None, (number + 1, memoryview(bytearray(self._bytes[start : start + nbytes])))
+            return
         if at == 0:
             self._message = memory.empty([total], torch.uint8)
         message = self._message
         assert message is not None
         copy(message.data_ptr() + at, self._address + start, nbytes)
         if at + nbytes == total:
-            self._message, self._whole = None, (number + 1, message)
+            self._message, self._whole = None, (number + 1, message.numpy().data)
             return
         self._tell(self._taken_at, number + 1)
 
@@ -404,11 +415,6 @@ class RingReader(_RingEnd):
     def release(self) -> None:
         """Release the memory without telling the other side."""
         _let_go(self)
-
-
-def _entry(words: memoryview, shape: Shape, number: int) -> list[int]:
-    at = shape.entries_at + _ENTRY * (number % shape.entries)
-    return [words[at], words[at + 1], words[at + 2], words[at + 3]]
 
 
 def _let_go(end: _RingEnd) -> None:
