@@ -29,6 +29,7 @@ _SHORT_KEY = 64
 _NEAR = 1 << 60
 """The bound on integers that are nearer to zero, no two of which share a hash."""
 
+_STOP = pickle.STOP[0]
 _NO_MAKERS: dict[str, Callable[..., Any]] = {}
 _FEW_PER_HASH = (float, bool, type(None))
 _NAMES = {code[0]: name for name, code in vars(pickle).items() if isinstance(code, bytes) and len(code) == 1}
@@ -65,14 +66,14 @@ class Unpickler:
     ) -> None:
         self.stack: list[Any] = []
         self.memo: list[Any] = []
-        self._data, self._at = data, 0
+        self._data, self._nbytes, self._at = data, len(data), 0
         self._marks: list[list[Any]] = []
         outside = list(buffers)
         self._buffers: Iterator[Any] = iter(outside)
         self._makers, self._weigh = makers, weigh
         self._same_hash = _SAME_HASH
         self._hashes: dict[int, tuple[Any, dict[int, int]]] = {}
-        self._work = _FREE_WORK + _WORK_PER_BYTE * sum(map(len, [data, *outside]))
+        self._work = _FREE_WORK + _WORK_PER_BYTE * (len(data) + sum(map(len, outside)))
 
     @functools.cached_property
     def _trusted(self) -> dict[str, Any]:
@@ -94,9 +95,10 @@ class Unpickler:
             {'a': {1}}
         """
         try:
-            while (code := self._data[self._at]) != pickle.STOP[0]:
+            data, known = self._data, OPCODES
+            while (code := data[self._at]) != _STOP:
                 self._at += 1
-                (OPCODES.get(code) or _unknown(code))(self)
+                (known.get(code) or _unknown(code))(self)
             return self._end()
         except EasydistError:
             raise
@@ -117,10 +119,11 @@ class Unpickler:
 
     def take(self, nbytes: int) -> memoryview:
         """Return the next bytes."""
-        start, self._at = self._at, self._at + nbytes
-        if self._at > len(self._data):
+        start = self._at
+        self._at = end = start + nbytes
+        if end > self._nbytes:
             raise WireError("not a valid object message: it is truncated")
-        return self._data[start : self._at]
+        return self._data[start:end]
 
     def byte(self) -> int:
         """Return the next byte."""
@@ -268,7 +271,6 @@ _pushing(pickle.BININT2, lambda u: u.number(2))
 _pushing(pickle.LONG1, lambda u: int.from_bytes(u.take(u.byte()), "little", signed=True))
 _pushing(pickle.LONG4, lambda u: int.from_bytes(u.take(u.number(4)), "little", signed=True))
 _pushing(pickle.BINFLOAT, lambda u: struct.unpack(">d", u.take(8))[0])
-_pushing(pickle.SHORT_BINUNICODE, lambda u: str(u.take(u.byte()), "utf-8", "surrogatepass"))
 _pushing(pickle.BINUNICODE, lambda u: str(u.take(u.number(4)), "utf-8", "surrogatepass"))
 _pushing(pickle.BINUNICODE8, lambda u: str(u.take(u.number(8)), "utf-8", "surrogatepass"))
 _pushing(pickle.SHORT_BINBYTES, lambda u: bytes(u.take(u.byte())))
@@ -286,6 +288,11 @@ _pushing(pickle.BINGET, lambda u: u.memo[u.byte()])
 _pushing(pickle.LONG_BINGET, lambda u: u.memo[u.number(4)])
 _pushing(pickle.NEXT_BUFFER, Unpickler.next_buffer)
 _pushing(pickle.READONLY_BUFFER, lambda u: memoryview(u.stack.pop()).toreadonly())
+
+
+@_op(pickle.SHORT_BINUNICODE)
+def _short_text(u: Unpickler) -> None:
+    u.stack.append(str(u.take(u.byte()), "utf-8", "surrogatepass"))
 
 
 @_op(pickle.TUPLE)
