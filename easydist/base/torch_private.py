@@ -126,6 +126,15 @@ unset_mode = found("torch._C._unset_dispatch_mode", None)
 if set_mode is None or unset_mode is None:  # no mode may be ended that cannot begin again
     unset_mode = mode_of = set_mode = _no_mode
 
+modes_disabled = found("torch.utils._python_dispatch._disable_current_modes", contextlib.nullcontext)
+"""The context outside of all modes. Without it: they see the copies of ``easydist_shm``, too."""
+
+FakeProcessGroup = found("torch._C._distributed_c10d.FakeProcessGroup", None)
+"""A backend in C++ that moves nothing. Without it: modes do not see the operations of ``easydist_shm``."""
+
+is_profiled = found("torch.autograd._profiler_enabled", lambda: False)
+"""True while a profiler is on. Without it: profilers do not see these operations."""
+
 MODE_KEYS = found("torch._C._TorchDispatchModeKey", None)
 """The kinds of modes: ``FAKE``, ``PROXY``, ``FUNCTIONAL``. Without it: the same."""
 

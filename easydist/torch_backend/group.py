@@ -26,6 +26,7 @@ from easydist.shm.slots import TAGS
 from easydist.torch_backend.overloads import overloaded
 from easydist.torch_backend.reductions import reduction
 from easydist.torch_backend.rendezvous import NAME, met
+from easydist.torch_backend.shown import event, shown_to_modes
 from easydist.torch_backend.sparse import add_up
 from easydist.torch_backend.work import Filled, GroupWork, TensorList, all_bytes, dense, seen
 from easydist.transport.backend import Backend
@@ -44,6 +45,7 @@ _Base: Any = dist.ProcessGroup
 
 
 @eager_methods
+@shown_to_modes
 class SharedMemoryGroup(_Base):  # type: ignore[misc]
     """A process group whose ranks share memory, created by ``init_process_group`` and ``new_group``.
 
@@ -406,7 +408,8 @@ class SharedMemoryGroup(_Base):  # type: ignore[misc]
         self._under_way.append(None)
         try:
             self._backend.call = described(operation, *about)
-            works = start()
+            with event(operation):
+                works = start()
         except BaseException:
             self.leave(None)
             raise

@@ -18,6 +18,7 @@ from easydist.data.leaves import overlaps
 from easydist.data.packing import as_bytes
 from easydist.errors import EasydistError
 from easydist.liveness.background import at_once
+from easydist.torch_backend.shown import event
 from easydist.transport.work import Begun, wait
 
 _NO_LIMIT = timedelta(0)
@@ -102,8 +103,9 @@ class GroupWork(dist.Work):
         if self.is_done:
             return True
         try:
-            for work in self._works:
-                wait(work, timeout or self.limit or None)
+            with event(self.operation, " (wait)"):
+                for work in self._works:
+                    wait(work, timeout or self.limit or None)
             self._end(None)
         except BaseException as error:
             self._end(error)

@@ -4,6 +4,27 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "torch_backend/shown.py",
+        "_shown",
+        'if name == "allgather"',
+        'if name == "all_gather"',
+        "tests/torch_backend/test_tools.py::test_communication_is_counted",
+    ),
+    Mutant(
+        "torch_backend/shown.py",
+        "_shown",
+        "with torch_private.modes_disabled():",
+        "if True:",
+        "tests/torch_backend/test_tools.py::test_communication_is_counted",
+    ),
+    Mutant(
+        "torch_backend/work.py",
+        "GroupWork.wait",
+        'event(self.operation, " (wait)")',
+        "event(self.operation)",
+        "tests/torch_backend/test_tools.py::test_a_profiler_shows_the_operations_and_their_waits",
+    ),
+    Mutant(
         "torch_backend/group.py",
         "SharedMemoryGroup.reduce",
         "Filled(dense(t).clone(), filled=True)",

@@ -1,0 +1,84 @@
+"""torch's tools see the operations of a group as those of gloo."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import easydist.process_group  # noqa: F401 - registers the backend
+from easydist.testing import distributed
+
+
+def operations(rank, size, group):
+    """Yield calls of ``torch.distributed`` by name, with the tensors that they fill."""
+    mine, every = torch.full((4,), float(rank)), [torch.empty(4) for _ in range(size)]
+    flat, part = torch.empty(4 * size), torch.empty(4)
+    yield "all_reduce", lambda: dist.all_reduce(mine, group=group), [mine]
+    yield "broadcast", lambda: dist.broadcast(mine, 0, group=group), [mine]
+    yield "all_gather", lambda: dist.all_gather(every, mine, group=group), every
+    yield "all_gather_single", lambda: dist.all_gather_single(flat, mine, group=group), [flat]
+    yield "reduce_scatter_single", lambda: dist.reduce_scatter_single(part, flat.clone(), group=group), [part]
+    yield "all_to_all_single", lambda: dist.all_to_all_single(part, mine, group=group), [part]
+    yield "all_to_all", lambda: dist.all_to_all(every, [mine] * size, group=group), every
+    total = mine.clone()
+    yield "reduce", lambda: dist.reduce(total, 0, group=group), [total] if rank == 0 else []  # else it is not defined
+    outputs = every if rank == 0 else None
+    yield "gather", lambda: dist.gather(mine, outputs, 0, group=group), every
+    yield "scatter", lambda: dist.scatter(part, outputs, 0, group=group), [part]
+    yield "barrier", lambda: dist.barrier(group=group), []
+    message = dist.isend, dist.irecv
+    yield "send and recv", lambda: message[rank % 2](part, rank ^ 1, group=group).wait(), [part]
+
+
+class Names(TorchDispatchMode):
+    """Records the names of the operators that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_a_mode_sees_the_operators_that_it_sees_with_gloo(rank, world_size):
+    seen, filled = {}, {}
+    for backend in ("gloo", "easydist_shm"):
+        group = dist.new_group(backend=backend)
+        seen[backend], filled[backend] = {}, {}
+        for name, call, targets in operations(rank, world_size, group):
+            with Names() as names:
+                call()
+            seen[backend][name] = [one for one in names.seen if one.startswith("c10d.")]
+            filled[backend][name] = [target.tolist() for target in targets]
+    assert seen["easydist_shm"] == seen["gloo"]
+    assert all(seen["gloo"].values())
+    assert filled["easydist_shm"] == filled["gloo"]
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_communication_is_counted(rank, world_size):
+    group = dist.new_group(backend="easydist_shm")
+    with CommDebugMode() as mode:
+        dist.all_reduce(torch.ones(3), group=group)
+        dist.all_gather([torch.empty(r + 1) for r in range(world_size)], torch.ones(rank + 1), group=group)
+        dist.all_gather_object([None] * world_size, {"rank": rank}, group=group)
+        dist.all_reduce(torch.sparse_coo_tensor([[rank]], [1.0], (2,), check_invariants=True), group=group)
+    assert mode.get_total_counts() == 5
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_a_profiler_shows_the_operations_and_their_waits(rank, world_size):
+    group = dist.new_group(backend="easydist_shm")
+    with profile() as profiler:
+        dist.all_reduce(torch.ones(3), group=group)
+        dist.broadcast(torch.ones(3), 0, group=group, async_op=True).wait()
+    names = {event.key for event in profiler.key_averages()}
+    assert {f"easydist_shm:{name}{wait}" for name in ("all_reduce", "broadcast") for wait in ("", " (wait)")} <= names
