@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Generic, TypeVar
 
 from easydist.agreement.agree import Reported, agree, text_of, trust
@@ -24,6 +24,7 @@ from easydist.groups.communicators import Communicators
 from easydist.typing import Timeout
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class Verb(ABC, Generic[R]):
@@ -76,6 +77,19 @@ class Verb(ABC, Generic[R]):
         """Build the result from that of ``exchange``; no other rank waits for this one any more."""
 
 
+class StreamingVerb(Verb[R], Generic[R, T]):
+    """A verb whose exchange hands over values on the way, to whoever calls ``stream``."""
+
+    @abstractmethod
+    def values(self, comms: Communicators, agreed: Agreement) -> Iterator[T]:
+        """Move the data, and yield the values as they arrive; all others wait for this rank until the end."""
+
+    def exchange(self, comms: Communicators, agreed: Agreement) -> None:
+        """Move the data without handing anything over."""
+        for _ in self.values(comms, agreed):
+            pass
+
+
 def run(verb: Verb[R], comms: Communicators, timeout: Timeout | None = None, check: bool | None = None) -> R:
     """Make one call of a verb.
 
@@ -99,18 +113,52 @@ def run(verb: Verb[R], comms: Communicators, timeout: Timeout | None = None, che
         with modes.left():
             return run(verb, comms, timeout, check)
     with calling(comms, verb.operation, timeout, verb.peer, verb.site, verb.peer_name):
-        monitor = comms.monitor
-        monitor.is_awaited = verb.peer is None
-        agreed = verb.agree(comms, check)
-        # ``validate`` raises the same on all ranks, so nobody has to be told.
-        monitor.is_awaited = False
-        verb.validate(comms, agreed)
-        # A failure in ``exchange`` is reported: the others wait for this rank's data.
-        monitor.is_awaited = True
+        agreed = _agreed(verb, comms, check)
         arrived = verb.exchange(comms, agreed)
         # A failure in ``result`` concerns this rank alone.
-        monitor.is_awaited = False
+        comms.monitor.is_awaited = False
         return verb.result(comms, agreed, arrived)
+
+
+def stream(
+    verb: StreamingVerb[Any, T], comms: Communicators, timeout: Timeout | None = None
+) -> Generator[T, None, None]:
+    """Make one call of a verb, and yield its values as they arrive. The call ends with the iteration.
+
+    If the iterator is closed or dropped before its end, all other ranks raise a ``RemoteError``.
+
+    Args:
+        verb: The verb.
+        comms: The group.
+        timeout: The time limit of the call, with all that the loop over the values does; None is the group's.
+
+    Raises:
+        EasydistError: As for ``run``.
+    """
+    if modes.without_data():
+        run(verb, comms, timeout)  # raises; the modes must not be left while the loop runs
+    with calling(comms, verb.operation, timeout, site=verb.site):
+        agreed = _agreed(verb, comms, None)
+        try:
+            yield from verb.values(comms, agreed)
+        except GeneratorExit:
+            comms.monitor.failed(RuntimeError("the loop over the stream was left before its end"))
+            raise
+        comms.monitor.is_awaited = False
+        verb.result(comms, agreed, None)
+
+
+def _agreed(verb: Verb[Any], comms: Communicators, check: bool | None) -> Agreement:
+    """Agree on a call; after that, the others wait for this rank's data."""
+    monitor = comms.monitor
+    monitor.is_awaited = verb.peer is None
+    agreed = verb.agree(comms, check)
+    # ``validate`` raises the same on all ranks, so nobody has to be told.
+    monitor.is_awaited = False
+    verb.validate(comms, agreed)
+    # A failure in the exchange is reported.
+    monitor.is_awaited = True
+    return agreed
 
 
 class _Comparison(Verb[R]):

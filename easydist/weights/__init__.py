@@ -2,8 +2,9 @@
 
 from easydist.weights.broadcast import broadcast_state_dict
 from easydist.weights.checkpoint import broadcast_checkpoint
+from easydist.weights.publisher import WeightPublisher
 from easydist.weights.resharding import LocalShard, Resharding
-from easydist.weights.versions import WeightPublisher, WeightReceiver
+from easydist.weights.versions import WeightReceiver
 
 __all__ = [
     "LocalShard",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from easydist.agreement.agree import judged, shared
 from easydist.agreement.call import Call
-from easydist.agreement.disagreement import Row, listed, misfit_lines
+from easydist.agreement.disagreement import Row
 from easydist.agreement.frames import Agreement
-from easydist.agreement.runner import Verb
+from easydist.agreement.runner import StreamingVerb
 from easydist.data.packing import dtype_name
 from easydist.errors import DisagreementError, WireError
 from easydist.format import header
@@ -27,7 +27,7 @@ from easydist.weights.manifest import Manifest, manifest as read
 from easydist.weights.receivers import described
 from easydist.weights.schedule import Packet, UnderWay, progress
 from easydist.weights.source import Source, mesh_ranks, named, state_of
-from easydist.weights.target import Target, Wanted
+from easydist.weights.target import Target, Wanted, disagreement
 
 BUCKET_NBYTES = 64 << 20
 
@@ -52,8 +52,10 @@ class IncompleteSourcesError(DisagreementError):
     """The sources together do not hold all of an entry."""
 
 
-class BroadcastWeights(Verb[Any]):
+class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
     """A broadcast of a state dict from the ranks that have it to all others.
+
+    A target that is a ``StreamTarget`` hands over the entries on the way.
 
     Args:
         operation: The name under which it was called.
@@ -107,6 +109,22 @@ class BroadcastWeights(Verb[Any]):
     def check(self) -> None:
         """Raise on a receiver if it does not accept the notes."""
 
+    def answer(self) -> Mapping[str, Any]:
+        """Return what all ranks have to know of this receiver before the data moves."""
+        return {}
+
+    def selected(self, manifest: Manifest, answers: Mapping[int, Mapping[str, Any]]) -> Set[str] | None:
+        """Return the keys of the entries to move, the same on all ranks; None means all.
+
+        Args:
+            manifest: The entries.
+            answers: What ``answer`` has returned on each rank where that is not empty.
+        """
+        return None
+
+    def begin(self, manifest: Manifest, only: Set[str] | None) -> None:
+        """Take note that these entries move from now on, since all ranks accept them."""
+
     def confirm(self) -> None:
         """Raise on a further source if it does not mean what the notes of the first one say."""
 
@@ -139,12 +157,17 @@ class BroadcastWeights(Verb[Any]):
             about["optimizer"] = described(self._model_or_dict)
         return Source(state, names, dtype, about)
 
-    def exchange(self, comms: Communicators, agreed: Agreement) -> None:
+    def target(self, manifest: Manifest) -> Target:
+        """Return the target for the entries that are announced."""
+        return Target(self._model_or_dict, manifest, self._received)
+
+    def values(self, comms: Communicators, agreed: Agreement) -> Iterator[tuple[str, Any]]:
         """Announce the entries, make sure that all ranks accept them, and move them."""
         if comms.size == 1 and not self.is_receiver(0, [0]):
             return
-        manifest = self._accept(comms, bytes(agreed.payload_of(comms, self._first).numpy()))
-        packets = self._scheduled(comms, manifest)
+        manifest, only = self._accept(comms, bytes(agreed.payload_of(comms, self._first).numpy()))
+        packets = self._scheduled(comms, manifest, only)
+        self.begin(manifest, only)
         digests = Digests() if manifest.about["verify"] else None
         shown = self._shows_progress and comms.rank == 0
         with progress(shown, manifest.nbytes, self.operation) as advance:
@@ -153,15 +176,21 @@ class BroadcastWeights(Verb[Any]):
                 if digests is not None:
                     digests.update(packet, buffer)
                 if self._target is not None:
-                    self._target.destinations.take(packet, buffer)
+                    self._target.take(packet, buffer)
                 advance(packet.nbytes)
 
-            self._move(comms, packets, UnderWay(manifest.about["bucket"], take))
+            for _ in self._move(comms, packets, UnderWay(manifest.about["bucket"], take)):
+                yield from () if self._target is None else self._target.complete()
+        if self._target is not None:
+            yield from self._target.rest(only)
         if digests is not None:
             self._verify(comms, manifest, digests.differing(comms, packets))
 
-    def _accept(self, comms: Communicators, encoded: bytes) -> Manifest:
+    def _accept(self, comms: Communicators, encoded: bytes) -> tuple[Manifest, Set[str] | None]:
         """Let every rank accept or refuse the entries, and report its shards; all raise if one refuses.
+
+        Returns:
+            The entries, and the keys of those that move.
 
         Args:
             comms: The group.
@@ -178,9 +207,9 @@ class BroadcastWeights(Verb[Any]):
         every = judged(comms, self.operation, judge)
         if rows := {rank: one["rows"] for rank, one in every.items() if "rows" in one}:
             is_optimizer = "optimizer" in found[0].about
-            raise shared(comms, DisagreementError(_disagreement(self.operation, self._first, rows, is_optimizer)))
-        self._shards = {rank: one["shards"] for rank, one in every.items()}
-        return found[0]
+            raise shared(comms, DisagreementError(disagreement(self.operation, self._first, rows, is_optimizer)))
+        self._shards = {rank: one.get("shards", {}) for rank, one in every.items()}
+        return found[0], self.selected(found[0], every)
 
     def _judged(self, comms: Communicators, manifest: Manifest) -> dict[str, Any]:
         """Return this rank's answer: the entries that do not fit, or else its blocks of sharded ones."""
@@ -192,12 +221,13 @@ class BroadcastWeights(Verb[Any]):
             self.confirm()
         if self.is_receiver(comms.rank, sources):
             self.check()
-            self._target = Target(self._model_or_dict, manifest, self._received)
+            self._target = self.target(manifest)
             rows += self._target.misfit()
         if rows:
             return {"rows": rows}
         if self._target is not None:
             self._target.allocate()
+            return dict(self.answer())
         has_shards = self._source is not None and (len(sources) > 1 or self._source.shards)
         return {"shards": self._source.shards} if self._source is not None and has_shards else {}
 
@@ -211,14 +241,14 @@ class BroadcastWeights(Verb[Any]):
         self._source = Source(state, names, None if dtype is None else getattr(torch, dtype), {})
         return manifest.differing(read(bytes(self._source.header.numpy())))
 
-    def _scheduled(self, comms: Communicators, manifest: Manifest) -> list[Packet]:
+    def _scheduled(self, comms: Communicators, manifest: Manifest, only: Set[str] | None) -> list[Packet]:
         try:
-            return manifest.packets(self._shards)
+            return manifest.packets(self._shards, only)
         except ValueError as error:
             raise shared(comms, IncompleteSourcesError(f"{self.operation}: {error}")) from None
 
-    def _move(self, comms: Communicators, packets: Sequence[Packet], under_way: UnderWay) -> None:
-        """Broadcast each packet from its source; ranks that do not receive discard it.
+    def _move(self, comms: Communicators, packets: Sequence[Packet], under_way: UnderWay) -> Iterator[None]:
+        """Broadcast each packet from its source, and yield on the way; ranks that do not receive discard it.
 
         Cost: one broadcast for each packet.
         """
@@ -228,14 +258,16 @@ class BroadcastWeights(Verb[Any]):
             under_way.admit(packet)
             buffer = self._buffer(packet, comms.rank, comm.get_device())
             under_way.add(packet, buffer, comm.broadcast(buffer, packet.root, async_op=True))
+            yield
         under_way.finish()
+        yield
 
     def _buffer(self, packet: Packet, rank: int, there: torch.device) -> torch.Tensor:
         """Return the bytes to send, or the memory in which they arrive."""
         if self._source is not None and packet.root == rank:
             return self._source.load(packet, there)
         if self._target is not None:
-            return self._target.destinations.buffer(packet, there)
+            return self._target.buffer(packet, there)
         return torch.empty(packet.nbytes, dtype=torch.uint8, device=there)
 
     def _verify(self, comms: Communicators, manifest: Manifest, differing: list[int]) -> None:
@@ -248,19 +280,6 @@ class BroadcastWeights(Verb[Any]):
         if self._target is not None:
             return self._target.finish()
         return self.state() if self._sent is None else self._sent
-
-
-def _disagreement(operation: str, src: int, misfits: Mapping[int, Sequence[Row]], is_optimizer: bool) -> str:
-    """Describe the entries of receivers or further sources that differ from the first source's, one per line."""
-    lines = misfit_lines(src, misfits)
-    title = f"{operation}: ranks disagree on {len(lines)} {'entry' if len(lines) == 1 else 'entries'}"
-    advice = (
-        "strict=False leaves out names that only one side has, filter= and rename= on either side change what is "
-        "compared; shapes have to be equal."
-    )
-    if is_optimizer:
-        advice = "Pass optimizers of one class, with the same parameters in the same groups and the same order."
-    return "\n".join([title, *listed(lines), f"Nothing was written. {advice}"])
 
 
 def _with_notes(header: torch.Tensor, notes: Mapping[str, Any]) -> torch.Tensor:

@@ -1,23 +1,22 @@
-"""Members with versions of the same weights: how a version reaches all of them, and how they continue after a loss."""
+"""Members with versions of the same weights, and the transfer by which one reaches all of them."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from easydist.agreement.agree import agree
 from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
-from easydist.agreement.reports import encoded, exchange_reports
-from easydist.agreement.runner import Verb, run
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.typing import Group
-from easydist.verbs.ranks import checked_ranks, named_rank
-from easydist.weights.exchange import BroadcastWeights, IncompleteSourcesError, Sending
-from easydist.weights.source import is_shard, state_of
-from easydist.weights.target import Wanted
+from easydist.verbs.ranks import named_rank
+from easydist.weights.exchange import BroadcastWeights, Sending
+from easydist.weights.manifest import Manifest
+from easydist.weights.source import is_shard, named, state_of
+from easydist.weights.streaming import StreamTarget
+from easydist.weights.target import Target, Wanted
 
 _OPERATION = "publish"
 
@@ -35,10 +34,11 @@ class Holder:
         wanted: A receiver's settings for a version, or the publisher's filter and names.
         sending: The publisher's settings, which apply to all members.
         version: The version that is complete here; 0 if there is none yet.
+        streams: True if its version was handed over entry by entry, so that this rank has no copy.
         pending: A version that is complete here but perhaps not on all members.
     """
 
-    receives = False
+    receives = streams = False
     wanted = Wanted()
     sending = Sending()
 
@@ -66,89 +66,34 @@ class Holder:
         state = self.weights()
         return state is not None and any(map(is_shard, state_of(state).values()))
 
+    def end_stream(self) -> None:
+        """End a loop over a stream that was left."""
+
+    def check_streams(self) -> None:
+        """Raise if this member cannot hand over entries."""
+
+    def has(self, version: int, streams: bool) -> bool:
+        """True if this rank's entries of a version may be kept for the next one."""
+        return 0 < version == self.version and streams == self.streams
+
+    def begin(self, names: Set[str] | None, streams: bool) -> None:
+        """Take note that a version begins to arrive.
+
+        Args:
+            names: The entries that arrive; None means all.
+            streams: True if they are handed over.
+        """
+
+    def fill(self) -> None:
+        """Add the entries of the previous version that have not changed to the version that has arrived."""
+
     def use(self, version: int) -> None:
         """Start to use the version that has arrived on all members."""
         self.version, self.pending = version, None
 
-    def regroup(
-        self,
-        group: Group = None,
-        src: int | Sequence[int] | None = None,
-        *,
-        group_src: int | Sequence[int] | None = None,
-    ) -> int:
-        """Continue in another group after losing or admitting members. All members call it.
-
-        Afterwards all have the newest version that any of them had. Members that lack it, such as new ones, get it from
-        a receiver that has it or, if no receiver does, from the publisher, whose weights are sent as they are now. If
-        the receivers hold shards, each gives its own; if these do not make the whole, all receivers get the version
-        again from the publisher.
-
-        Args:
-            group: The new group.
-            src: The publisher's rank in it, or the ranks; None keeps the previous value. With a group of torch, it must
-                be the same rank of the world.
-            group_src: The same, for any group.
-
-        Returns:
-            The version.
-
-        Raises:
-            EasydistError: As for ``publish``. This member's weights do not change, unless another one has committed the
-                version that this one had received: then it has that now.
-
-        Cost: a header exchange and an all-gather of a few bytes; if members lack the version, that of ``publish``.
-        """
-        self.comms = communicators(group)
-        named = named_rank(group, "regroup", "src", src, group_src)
-        members = run(_Versions(self, named), self.comms)
-        self.src = self.src if named is None else named
-        newest: int = max(one["version"] for one in members.values())
-        if self.pending == newest > self.newest:
-            self.use(newest)
-        self.pending = None
-        has = {r for r, one in members.items() if newest in (one["version"], one["pending"])}
-        receivers = {rank for rank, one in members.items() if one["receives"]}
-        if newest and receivers - has:
-            sources = sorted(receivers & has)
-            is_sharded = any(members[rank]["is_sharded"] for rank in sources)
-            self._catch_up(newest, sources if is_sharded else sources[:1])
-        if self.newest < newest:
-            self.version = newest
-        return newest
-
-    def _catch_up(self, version: int, sources: list[int]) -> None:
-        """Give a version to the members that lack it, from receivers that have it; else from the publisher to all."""
-        if sources:
-            with contextlib.suppress(IncompleteSourcesError):  # on all ranks, or on none
-                run(Publish(self, sources, version, is_again=True), self.comms)
-                return
-        run(Publish(self, self.src, version, is_again=True, to_all=True, use=self.replace()), self.comms)
-
     def replace(self) -> Callable[[int], None]:
         """Forget a version that is not in use yet, and return the function that takes another one in its place."""
         return self.use
-
-
-class _Versions(Verb[dict[int, dict[str, Any]]]):
-    """The exchange of the members' versions."""
-
-    operation = "regroup"
-
-    def __init__(self, holder: Holder, src: Any) -> None:
-        self._src = src
-        mine = {"receives": holder.receives, "version": holder.newest, "pending": holder.pending}
-        self._mine = encoded({**mine, "is_sharded": holder.receives and holder.is_sharded()})
-
-    def prepare(self, comms: Communicators) -> Call:
-        checked_ranks(comms, "src", [] if self._src is None else self._src)
-        return Call(nbytes=self._mine.numel())
-
-    def exchange(self, comms: Communicators, agreed: Agreement) -> dict[int, dict[str, Any]]:
-        return exchange_reports(comms, agreed.nbytes, self._mine)
-
-    def result(self, comms: Communicators, agreed: Agreement, arrived: dict[int, dict[str, Any]]) -> Any:
-        return arrived
 
 
 class Publish(BroadcastWeights):
@@ -161,6 +106,8 @@ class Publish(BroadcastWeights):
         is_again: True if members may have it already.
         to_all: True if all receivers take it, also those that have it.
         use: Called with the version once all members have it; None is that of the member.
+        streams: True if this member hands over the entries.
+        changed: The publisher's entries that differ from its previous version; None means all.
     """
 
     def __init__(
@@ -171,37 +118,74 @@ class Publish(BroadcastWeights):
         is_again: bool = False,
         to_all: bool = False,
         use: Callable[[int], None] | None = None,
+        streams: bool = False,
+        changed: Iterable[str] | None = None,
     ) -> None:
         super().__init__(_OPERATION, holder.room(), src, holder.wanted, holder.sending)
-        self._holder, self._version, self._use = holder, version, use or holder.use
+        self._holder, self._version, self._use = holder, version, holder.use if streams else use or holder.use
         self._to_all, self.takes_whole_mesh = to_all, to_all or not is_again
         self._is_known = is_again and holder.newest == version and not (to_all and holder.receives)
+        self._streams, self._changed = streams, changed
 
     def state(self) -> Mapping[str, Any]:
         """Return this member's part of the version."""
         return state_of(self._holder.weights())
 
-    def is_receiver(self, rank: int, sources: Sequence[int]) -> bool:
+    def prepare(self, comms: Communicators) -> Call:
+        """Prepare the source on the first source rank, and check the member."""
+        if self._streams:
+            self._holder.check_streams()
+        return super().prepare(comms)
+
+    @property
+    def lacks_it(self) -> bool:
         """True if this member lacks the version."""
-        return rank not in sources and self._holder.receives and not self._is_known
+        return self._holder.receives and not self._is_known
+
+    def is_receiver(self, rank: int, sources: Sequence[int]) -> bool:
+        """True if this member lacks the version, and is no source of it."""
+        return rank not in sources and self.lacks_it
+
+    def target(self, manifest: Manifest) -> Target:
+        """Return the target for the entries that are announced."""
+        return StreamTarget(manifest) if self._streams else super().target(manifest)
 
     def notes(self) -> Mapping[str, Any]:
-        """Return the version's number.
+        """Return the version's number and, if not all entries travel, the number before and the names of those that do.
 
         Raises:
-            ValueError: It is not newer than the version that this member has published.
+            TypeError: The names of the changed entries are no collection.
+            ValueError: The version is not newer than the one that this member has published, or an entry is unknown.
         """
         newest = self._holder.newest
         version = newest + 1 if self._version is None else self._version
         if version <= newest and not self._is_known:
             raise ValueError(f"version {version} is not newer than {newest}, which was published before")
         self._version = version
-        return {"version": version}
+        if self._changed is None:
+            return {"version": version}
+        return {"version": version, "base": newest, "changed": self._changed_names(self._changed)}
+
+    def _changed_names(self, changed: Iterable[str]) -> list[str]:
+        """Return the names under which the changed entries travel."""
+        if isinstance(changed, str):
+            raise TypeError(f"changed= takes a list of names, got {changed!r}")
+        asked = set(changed)
+        names = named(self.state(), self._holder.wanted.keep, self._holder.wanted.rename)
+        if unknown := sorted(map(repr, asked - names.keys())):
+            raise ValueError(
+                f"changed= contains {', '.join(unknown[:5])}, not among the {len(names)} entries that are published"
+            )
+        return sorted(names[name] for name in asked)
 
     def confirm(self) -> None:
-        """Raise on a further source of a sharded model if it publishes another version."""
-        if (mine := self.notes()["version"]) != self.noted["version"]:
-            raise ValueError(f"this rank publishes version {mine}, the first source version {self.noted['version']}")
+        """Raise on a further source of a sharded model if it publishes another version, or other entries."""
+        mine = self.notes()
+        if mine["version"] != self.noted["version"]:
+            theirs = self.noted["version"]
+            raise ValueError(f"this rank publishes version {mine['version']}, the first source version {theirs}")
+        if mine != self.noted:
+            raise ValueError("this rank passes other changed= than the first source, or has another version")
 
     def check(self) -> None:
         """Raise on a receiver if the version is not newer than its own."""
@@ -209,14 +193,33 @@ class Publish(BroadcastWeights):
         if version <= self._holder.newest and not self._to_all:
             raise ValueError(f"version {version} is not newer than {self._holder.newest}, which this receiver has")
 
-    def exchange(self, comms: Communicators, agreed: Agreement) -> None:
+    def answer(self) -> Mapping[str, Any]:
+        """Tell the others if this receiver lacks the version to which the changes belong."""
+        base = self.noted.get("base")
+        return {} if base is None or self._holder.has(base, self._streams) else {"lacks": True}
+
+    def selected(self, manifest: Manifest, answers: Mapping[int, Mapping[str, Any]]) -> Set[str] | None:
+        """Return the changed entries if all receivers have the others; entries that are not tensors always travel."""
+        if "changed" not in self.noted or any("lacks" in one for one in answers.values()):
+            return None
+        keys = {manifest.names[name] for name in self.noted["changed"]}
+        return manifest.extra().union(key for key in keys if key is not None)
+
+    def begin(self, manifest: Manifest, only: Set[str] | None) -> None:
+        """Tell the member which entries arrive."""
+        if self._target is not None:
+            names = {name for name, key in manifest.names.items() if only is None or key is None or key in only}
+            self._holder.begin(None if only is None else names, self._streams)
+
+    def values(self, comms: Communicators, agreed: Agreement) -> Iterator[tuple[str, Any]]:
         """Move the weights, and make sure that all members have all of them."""
         self._holder.pending = None
-        super().exchange(comms, agreed)
+        yield from super().values(comms, agreed)
         if comms.size > 1:
             self._version = self.noted["version"]
         if self._target is not None:
             self._target.finish()
+            self._holder.fill()
         self._holder.pending = self._version
         agree(comms, f"{_OPERATION} (complete)", lambda: Call({"version": self._version}))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from easydist.agreement.disagreement import Row
@@ -49,22 +49,25 @@ class Manifest:
         self.is_kept = len(encoded) <= LONGEST
         self.boxes = [whole(entry.shape) for entry in self.entries]
 
-    def packets(self, shards: Shards) -> list[Packet]:
+    def packets(self, shards: Shards, only: Container[str] | None = None) -> list[Packet]:
         """Return the schedule. Each block of each entry comes from the first source that holds it.
 
         Args:
             shards: The shards of each source; an entry of which there are none comes whole from the first source.
+            only: The keys of the entries to send; None means all.
 
         Raises:
             ValueError: The sources do not hold all of an entry.
         """
-        return schedule(self._items(shards), self.about["bucket"]) if any(shards.values()) else self._unsharded
+        if any(shards.values()) or only is not None:
+            return schedule(self._items(shards, only), self.about["bucket"])
+        return self._unsharded
 
     @functools.cached_property
     def _unsharded(self) -> list[Packet]:
-        return schedule(self._items({}), self.about["bucket"])
+        return schedule(self._items({}, None), self.about["bucket"])
 
-    def _items(self, shards: Shards) -> Iterator[ScheduledEntry]:
+    def _items(self, shards: Shards, only: Container[str] | None) -> Iterator[ScheduledEntry]:
         sources = self.about["sources"]
         for entry, kind, box in zip(self.entries, self.kinds, self.boxes, strict=True):
             held: dict[Block, int] = {}
@@ -77,9 +80,8 @@ class Manifest:
                     f"ranks {sources} together do not hold all of {entry.name}\nPass src= all ranks of its mesh, and "
                     "no others; each of them has to pass its own shards."
                 )
-            yield ScheduledEntry(
-                entry.dtype, kind, [(rank, block) for block, rank in held.items()] or [(sources[0], box)]
-            )
+            blocks = [(rank, block) for block, rank in held.items()] or [(sources[0], box)]
+            yield ScheduledEntry(entry.dtype, kind, blocks if only is None or entry.name in only else [])
 
     @property
     def nbytes(self) -> int:

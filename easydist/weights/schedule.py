@@ -1,13 +1,14 @@
 """The packets of a transfer: their schedule, and those under way.
 
-The schedule is computed on every rank from the header alone, with the same result. Large blocks travel alone, so that
-they need no packing, in pieces of a fraction of the bucket. Small ones of the same source and device type share a
-packet of at most that size.
+The schedule is computed on every rank from the header alone, with the same result. The blocks of an entry travel alone
+if any of them is large, so that it needs no packing, in pieces of a fraction of the bucket. Others of the same source
+and device type share a packet of at most that size. When one is full, those of the other sources go, too, so that few
+entries lack a part at any moment: a rank that hands over complete entries holds no others.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -83,18 +84,30 @@ def schedule(items: Iterable[ScheduledEntry], bucket_nbytes: int) -> list[Packet
     limit = max(1, bucket_nbytes // SHARES)
     packets: list[Packet] = []
     waiting: dict[tuple[int, str], list[BlockPart]] = {}
-    sizes: dict[tuple[int, str], int] = {}
+    sizes: Counter[tuple[int, str]] = Counter()
+    total = 0
     for entry, item in enumerate(items):
+        largest = max((block.numel for _, block in item.blocks), default=0) * item.dtype.itemsize
         for root, part in _parts(entry, item, limit):
             key = root, item.kind
-            if part.nbytes >= min(LARGE, limit):
+            if largest >= min(LARGE, limit):
                 packets.append(Packet(*key, (part,), part.nbytes))
                 continue
-            if sizes.get(key, 0) + part.nbytes > limit:
-                packets.append(Packet(*key, tuple(waiting.pop(key)), sizes.pop(key)))
+            if sizes[key] + part.nbytes > limit or total + part.nbytes > bucket_nbytes:
+                packets.extend(_packed(waiting, sizes))
+                total = 0
             waiting.setdefault(key, []).append(part)
-            sizes[key] = sizes.get(key, 0) + part.nbytes
-    return packets + [Packet(*key, tuple(parts), sizes[key]) for key, parts in waiting.items()]
+            sizes[key] += part.nbytes
+            total += part.nbytes
+    return packets + _packed(waiting, sizes)
+
+
+def _packed(waiting: dict[tuple[int, str], list[BlockPart]], sizes: Counter[tuple[int, str]]) -> list[Packet]:
+    """Return the parts that wait as packets, and let none wait."""
+    packets = [Packet(*key, tuple(parts), sizes[key]) for key, parts in waiting.items()]
+    waiting.clear()
+    sizes.clear()
+    return packets
 
 
 def _parts(entry: int, item: ScheduledEntry, limit: int) -> Iterator[tuple[int, BlockPart]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from easydist.agreement.disagreement import Row
+from easydist.agreement.disagreement import Row, listed, misfit_lines
 from easydist.base.recent import Recent
 from easydist.data.aliasing import overlap
 from easydist.data.leaves import Leaves
@@ -18,6 +18,7 @@ from easydist.typing import Device
 from easydist.verbs.sharded import is_sharded
 from easydist.weights.manifest import Manifest
 from easydist.weights.receivers import entries_of
+from easydist.weights.schedule import Packet
 from easydist.weights.source import Filter, Rename, layout_key, local, memory_of, named
 from easydist.weights.spans import Destinations, Span, new, span_of
 
@@ -147,7 +148,7 @@ class Target:
             else:
                 spans[i].append(Span(value.detach() if value.requires_grad else value, boxes[i], is_plain))
         for (i, dtype), names in self._fit.made.items():
-            tensor = self._make(i, dtype)
+            tensor = self.make(i, dtype)
             for name in names:
                 self._new[name] = tensor
         if is_new and self._key is not None:
@@ -185,11 +186,32 @@ class Target:
         Leaves(written).check_writable()
         return fit
 
-    def _make(self, i: int, dtype: torch.dtype) -> torch.Tensor:
+    def make(self, i: int, dtype: torch.dtype) -> torch.Tensor:
+        """Allocate the memory of an entry."""
         device = self._manifest.kinds[i] if self._wanted.device is None else self._wanted.device
         tensor = new(self._manifest.entries[i].shape, dtype, device, self._wanted.pin)
         self.destinations.spans[i].append(Span(tensor, self._manifest.boxes[i], tensor.is_cpu))
         return tensor
+
+    def buffer(self, packet: Packet, there: torch.device) -> torch.Tensor:
+        """Return the memory in which a packet arrives."""
+        return self.destinations.buffer(packet, there)
+
+    def take(self, packet: Packet, buffer: torch.Tensor) -> None:
+        """Write a packet that has arrived."""
+        self.destinations.take(packet, buffer)
+
+    def complete(self) -> Iterable[tuple[str, Any]]:
+        """Return the entries to hand over now: none, as all stay here."""
+        return ()
+
+    def rest(self, only: Container[str] | None) -> Iterable[tuple[str, Any]]:
+        """Return the entries to hand over at the end, because no packet holds them: none.
+
+        Args:
+            only: The keys of the entries that travel; None means all.
+        """
+        return ()
 
     def finish(self) -> Any:
         """Store everything that has arrived, and return the result of the call."""
@@ -198,12 +220,12 @@ class Target:
         if self._key is None:  # else they are plain tensors, and none is an inference tensor
             written = [local(one) for one in written if not one.is_inference()]
         torch.autograd.graph.increment_version(written)
-        found = self._new | self._extra()
+        found = self._new | self.extra()
         arrived = {name: found[name] for name in self._coming if name in found}  # in the source's order
         return self._into.fill(arrived, self._coming if self._wanted.grow else None)
 
-    def _extra(self) -> dict[str, Any]:
-        """The entries that are no tensors."""
+    def extra(self) -> dict[str, Any]:
+        """Return the entries that are not tensors."""
         if None not in self._manifest.names.values():
             return {}
         spans, index = self.destinations.spans, self._manifest.index
@@ -214,3 +236,16 @@ class Target:
 
 def _described(value: Any) -> str:
     return type_text(value.dtype, value.shape) if isinstance(value, torch.Tensor) else "no tensor"
+
+
+def disagreement(operation: str, src: int, misfits: Mapping[int, Sequence[Row]], is_optimizer: bool) -> str:
+    """Describe the entries of receivers or further sources that differ from the first source's, one per line."""
+    lines = misfit_lines(src, misfits)
+    title = f"{operation}: ranks disagree on {len(lines)} {'entry' if len(lines) == 1 else 'entries'}"
+    advice = (
+        "strict=False leaves out names that only one side has, filter= and rename= on either side change what is "
+        "compared; shapes have to be equal."
+    )
+    if is_optimizer:
+        advice = "Pass optimizers of one class, with the same parameters in the same groups and the same order."
+    return "\n".join([title, *listed(lines), f"Nothing was written. {advice}"])

@@ -7,99 +7,24 @@ confirmed that it has all of it. So a member lost at any moment leaves the other
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+import weakref
+from collections.abc import Callable, Generator, Mapping, MutableMapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import nn
 
-from easydist.agreement.runner import run
+from easydist.agreement.runner import run, stream
 from easydist.base.arguments import UNSET, hiding
 from easydist.typing import Group, Timeout
-from easydist.weights.exchange import BUCKET_NBYTES, Sending
-from easydist.weights.holders import Holder, Publish
-from easydist.weights.source import Filter, Rename, memory_of, state_of
-from easydist.weights.target import Wanted
+from easydist.weights.holders import Publish
+from easydist.weights.members import Member
+from easydist.weights.source import memory_of, state_of
 
-__all__ = ["WeightPublisher", "WeightReceiver"]
-
-
-class WeightPublisher(Holder):
-    """Publishes versions of a model's weights to the receivers of a group.
-
-    Each member of the group is a ``WeightPublisher`` or a ``WeightReceiver``. Several publishers are the ranks of one
-    sharded model. While ``publish`` runs, every receiver calls ``receive``.
-
-    Args:
-        model_or_dict: A module, or a state dict that is changed in place; it may hold DTensors.
-        src: The publisher's rank in the group; for a sharded model all ranks. With a group of torch, it must be the
-            same rank of the world.
-        group: The members.
-        group_src: The same as ``src``, for any group.
-        dtype: As in ``broadcast_state_dict``.
-        filter: As in ``broadcast_state_dict``.
-        rename: As in ``broadcast_state_dict``.
-        verify: As in ``broadcast_state_dict``.
-        bucket_bytes: As in ``broadcast_state_dict``.
-
-    Attributes:
-        version: The last version that all members have; 0 if there is none yet.
-
-    Example:
-        >>> import torch
-        >>> from easydist import weights
-        >>> publisher = weights.WeightPublisher(torch.nn.Linear(2, 1))
-        >>> publisher.publish(), publisher.publish(10), publisher.publish()
-        (1, 10, 11)
-    """
-
-    @hiding(src=0)
-    def __init__(
-        self,
-        model_or_dict: Any,
-        *,
-        src: int | Sequence[int] = UNSET,
-        group: Group = None,
-        group_src: int | Sequence[int] | None = None,
-        dtype: torch.dtype | None = None,
-        filter: Filter = None,
-        rename: Rename = None,
-        verify: bool = False,
-        bucket_bytes: int = BUCKET_NBYTES,
-    ) -> None:
-        super().__init__(group, src, group_src)
-        self._model_or_dict = model_or_dict
-        self.wanted = Wanted(filter, rename)
-        self.sending = Sending(dtype, bucket_bytes, verify)
-
-    def weights(self) -> Any:
-        """Return the weights to publish."""
-        return self._model_or_dict
-
-    def publish(self, version: int | None = None, *, timeout: Timeout | None = None) -> int:
-        """Send the current weights to all receivers.
-
-        Law: either it returns, and every receiver has the version and uses it from now on; or it raises, and none does.
-
-        Args:
-            version: A number larger than the previous one; None means the previous one plus one.
-            timeout: The time limit of the call; None is the group's.
-
-        Returns:
-            The version.
-
-        Raises:
-            RemoteError: The version is not newer than a member's, or the weights cannot be sent or received.
-            DisagreementError: A receiver's model has other names, shapes or dtypes.
-            PeerLostError: A member was lost. The others keep their version, and continue with ``regroup``.
-            CollectiveTimeout: A member did not come. The others keep their version, and continue with ``regroup``.
-
-        Cost: that of ``broadcast_state_dict``, and one header exchange.
-        """
-        return int(run(Publish(self, self.src, version), self.comms, timeout))
+__all__ = ["WeightReceiver"]
 
 
-class WeightReceiver(Holder):
+class WeightReceiver(Member):
     """Receives versions of weights, and always has one complete version.
 
     Args:
@@ -113,7 +38,7 @@ class WeightReceiver(Holder):
     Attributes:
         version: The version that is here; 0 if there is none yet.
         state: The weights of that version: the argument, or a dict whose tensors keep their values until the second
-            version after it arrives; None before the first.
+            version after it arrives; None before the first, and after ``stream``.
         arrived: The version that ``arrive`` has received and ``commit`` will take into use; None if there is none.
 
     Raises:
@@ -125,6 +50,14 @@ class WeightReceiver(Holder):
 
     receives = True
     arrived: int | None
+    _stale: Set[str] | None = None
+    """The entries of the spare memory that differ from the version in use; None means all."""
+
+    _arriving: Set[str] | None = None
+    """The entries of the version that is arriving; None means all."""
+
+    _open: weakref.ref[Generator[tuple[str, Any], None, None]] | None = None
+    """The last iterator that ``stream`` has returned."""
 
     @hiding(src=0)
     def __init__(
@@ -192,10 +125,49 @@ class WeightReceiver(Holder):
 
         Cost: that of ``publish``.
         """
-        verb = Publish(self, self.src, use=self._hold)
+        return int(run(self._next(Publish(self, self.src, use=self._hold)), self.comms, timeout))
+
+    def stream(self, *, timeout: Timeout | None = None) -> Generator[tuple[str, Any], None, None]:
+        """Wait for the next version, and iterate over its names and tensors as they arrive.
+
+        Law: ``dict(receiver.stream())`` has the entries that ``publish`` sends. The version counts, and ``publish``
+        returns, once all members have all of it: at the end of the loop ``version`` is its number.
+
+        This is for an engine that loads the weights itself and has no room for a second copy, and for a receiver
+        without a model. Other members may call ``receive``. An entry comes once it is complete, and the receiver drops
+        it when the loop goes on. Tied entries come under each of their names.
+
+        If the loop ends early, by ``break`` or an exception, all other members raise a ``RemoteError``, as soon as the
+        iterator is dropped: ``contextlib.closing`` does that at once. The engine may then have parts of two versions,
+        so ``version`` is 0 until the next one, of which all entries travel.
+
+        Args:
+            timeout: The time limit of the call, with all that the loop does; None is the group's.
+
+        Returns:
+            An iterator, which begins the call when it begins.
+
+        Raises:
+            EasydistError: As for ``WeightPublisher.publish``, and as for ``arrive``. ``version`` is 0 if entries may
+                have been loaded.
+
+        Cost: that of ``publish``; memory for the bucket, and for the largest tensor.
+        """
+        entries = stream(self._next(Publish(self, self.src, streams=True)), self.comms, timeout)
+        self._open = weakref.ref(entries)
+        return entries
+
+    def end_stream(self) -> None:
+        """End a loop that was left while something, such as a traceback, keeps its iterator."""
+        if self._open is not None and (left := self._open()) is not None:
+            left.close()
+
+    def _next(self, verb: Publish) -> Publish:
+        """Return the verb for the next version, with a refusal if one waits for ``commit``."""
+        self.end_stream()
         if self.arrived is not None:
             verb.refusal = RuntimeError(f"version {self.arrived} has arrived, and waits for commit()")
-        return int(run(verb, self.comms, timeout))
+        return verb
 
     async def areceive(self, *, timeout: Timeout | None = None) -> int:
         """Do as ``receive`` in an ``asyncio`` program, which goes on meanwhile; other coroutines see no mixture.
@@ -231,14 +203,47 @@ class WeightReceiver(Holder):
         is_held, self.arrived = self.arrived is not None, None
         return self._hold if is_held else self.use
 
+    def check_streams(self) -> None:
+        """Raise if a model or dict receives the versions.
+
+        Raises:
+            TypeError: It does.
+        """
+        if not self._swaps:
+            raise TypeError("stream() takes a receiver without a model, whose engine loads the entries itself")
+
+    def has(self, version: int, streams: bool) -> bool:
+        """True if this rank's entries of a version may be kept for the next one."""
+        return 0 < version == self.version and streams == self.streams
+
+    def begin(self, names: Set[str] | None, streams: bool) -> None:
+        """Take note that a version begins to arrive: all entries, or these."""
+        if streams:  # what the engine has is no version any more
+            self.version, self.state, self._spare, names = 0, None, {}, None
+        self.streams, self._arriving = streams, names
+        self._stale = None if names is None or self._stale is None else self._stale | names
+
+    def fill(self) -> None:
+        """Copy the entries that have not changed to the spare memory, if others are there."""
+        if self._arriving is not None:
+            written = {memory_of(self._spare[name]) for name in self._arriving}
+            stale = (self._spare.keys() if self._stale is None else self._stale) - self._arriving
+            state = state_of(self.state)
+            kept = {name: state[name] for name in stale if memory_of(self._spare[name]) not in written}
+            _copy(self._spare, kept)
+        self._stale = self._arriving
+
     def use(self, version: int) -> None:
         """Start to use the version in the spare memory."""
+        arrived = self._spare if self._stale is None else {name: self._spare[name] for name in self._stale}
         if self._swaps:
-            self.state, self._spare = self._spare, self.state or {}
+            self.state, self._spare = (None, {}) if self.streams else (self._spare, self.state or {})
         elif isinstance(self.state, nn.Module):
-            self.state.load_state_dict(self._spare)
+            self.state.load_state_dict(arrived, strict=self._stale is None)
+            self._stale = set()
         else:
-            _copy(self.state, self._spare)
+            _copy(self.state, arrived)
+            self._stale = set()
         self.arrived = None
         super().use(version)
 

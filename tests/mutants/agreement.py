@@ -40,11 +40,19 @@ MUTANTS = [
     ),
     Mutant(
         "agreement/runner.py",
-        "run",
+        "_agreed",
         "monitor.is_awaited = True\n",
         "monitor.is_awaited = False\n",
         "tests/agreement/test_runner.py::"
         "test_a_rank_that_fails_before_its_data_moves_ends_the_call_for_all[shm-broadcast]",
+    ),
+    Mutant(
+        "agreement/runner.py",
+        "stream",
+        '            comms.monitor.failed(RuntimeError("the loop over the stream was left before its end"))\n',
+        "",
+        "tests/weights/test_streams.py::"
+        "test_a_loop_that_is_left_is_an_error_on_all_others_and_the_next_version_replaces_it",
     ),
     Mutant(
         "agreement/runner.py",

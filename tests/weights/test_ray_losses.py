@@ -1,6 +1,7 @@
 """Ray actors that are lost, silent or late: who is named, what survivors keep, and how groups go on."""
 
 import os
+import signal
 
 import launching
 import pytest
@@ -192,6 +193,49 @@ def next_version(group, version):
     found = ray.get(begun(group, publishes, version + 1.0), timeout=within(60))
     assert found == [(version + 1, [version + 1.0], version + 1)] * 3
     return version + 1
+
+
+# --- engines that load the weights themselves
+
+
+def engages(actor, rank):
+    """Enrol as the trainer, as an engine that streams, or as one with a copy; returns the version."""
+    group = easydist.ray.group("engines")
+    if not hasattr(actor, "engine"):
+        actor.loaded, trained = {}, {str(i): torch.ones(1 << 18) for i in range(8)}
+        publisher = easydist.weights.WeightPublisher(trained, group=group, bucket_bytes=1 << 20) if rank == 0 else None
+        actor.engine = publisher or easydist.weights.WeightReceiver(group=group)
+    return actor.engine.regroup(group, load=actor.loaded.update if rank == 1 else None)
+
+
+def updates(actor, rank, dies=False):
+    """The next version, or the error; what this actor has loaded, and its version."""
+
+    def load(entries):
+        for name, tensor in entries:
+            if dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            actor.loaded[name] = tensor
+
+    engine = actor.engine
+    found = outcome([engine.publish if rank == 0 else engine.receive, lambda: load(engine.stream())][rank == 1])
+    return found, engine.version, len(actor.loaded)
+
+
+def test_an_engine_that_dies_while_it_loads_is_replaced(actors):
+    (mortal,) = members(1)
+    group = [actors[0], mortal, actors[1]]
+    for one, version in ((mortal, 0), (actors[2], 1)):
+        group[1] = one
+        easydist.ray.create_group(group, "engines", timeout=within(60))
+        assert ray.get(begun(group, engages), timeout=within(60)) == [version] * 3
+        found = ray.get(begun(group, updates), timeout=within(60))
+        assert [row[1] for row in found] == [version + 1] * 3
+        assert found[1] == (None, version + 1, 8)
+        if one is mortal:
+            for (kind, text), has, _ in taken(begun(group, updates, True), [0, 2]):
+                assert (kind, has) == ("PeerLostError", 1)
+                assert "rank 1 is lost" in text
 
 
 # --- actors of another job
