@@ -41,16 +41,26 @@ def evaluate():
     return out.getvalue()
 
 
-@pytest.mark.slow
-def test_ray_weight_sync():
+def on_ray(example):
+    """Run an example with a Ray of its own, and return its output."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install easydist[ray]")
     folder = tempfile.mkdtemp(prefix="ray")  # short, because the paths of sockets must be
     private = {"RAY_ADDRESS": "local", "RAY_TMPDIR": folder, "RAY_worker_niceness": "0"}
     try:
-        out, _ = python(ROOT / "examples" / "ray_weight_sync.py", seconds=120, **private)
+        out, _ = python(ROOT / "examples" / example, seconds=120, **private)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    lines = out.splitlines()
+    return out
+
+
+@pytest.mark.slow
+def test_ray_engine():
+    assert on_ray("ray_engine.py") in (ROOT / "docs" / "weights.md").read_text()
+
+
+@pytest.mark.slow
+def test_ray_weight_sync():
+    lines = on_ray("ray_weight_sync.py").splitlines()
     rewards = [float(line.rsplit(maxsplit=1)[1]) for line in lines if "reward" in line]
     assert rewards[0] < -10 < -0.5 < rewards[-1]
     assert [line.partition(";")[0] for line in lines if "reward" not in line] == ["worker 1 was lost"]

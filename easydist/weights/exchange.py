@@ -189,12 +189,12 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
     def _accept(self, comms: Communicators, encoded: bytes) -> tuple[Manifest, Set[str] | None]:
         """Let every rank accept or refuse the entries, and report its shards; all raise if one refuses.
 
-        Returns:
-            The entries, and the keys of those that move.
-
         Args:
             comms: The group.
             encoded: The header, and the notes.
+
+        Returns:
+            The entries, and the keys of those that move.
         """
         found: list[Manifest] = []
 

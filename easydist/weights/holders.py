@@ -208,8 +208,9 @@ class Publish(BroadcastWeights):
     def begin(self, manifest: Manifest, only: Set[str] | None) -> None:
         """Tell the member which entries arrive."""
         if self._target is not None:
-            names = {name for name, key in manifest.names.items() if only is None or key is None or key in only}
-            self._holder.begin(None if only is None else names, self._streams)
+            entries = manifest.names.items()
+            names = None if only is None else {name for name, key in entries if key is None or key in only}
+            self._holder.begin(names, self._streams)
 
     def values(self, comms: Communicators, agreed: Agreement) -> Iterator[tuple[str, Any]]:
         """Move the weights, and make sure that all members have all of them."""

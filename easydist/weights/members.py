@@ -156,9 +156,15 @@ class _Versions(Verb[dict[int, dict[str, Any]]]):
 
     def __init__(self, holder: Holder, src: Any) -> None:
         self._src = src
-        mine = {"receives": holder.receives, "version": holder.newest, "pending": holder.pending}
-        mine["streams"] = holder.streams
-        self._mine = encoded({**mine, "is_sharded": holder.receives and holder.is_sharded()})
+        self._mine = encoded(
+            {
+                "receives": holder.receives,
+                "version": holder.newest,
+                "pending": holder.pending,
+                "streams": holder.streams,
+                "is_sharded": holder.receives and holder.is_sharded(),
+            }
+        )
 
     def prepare(self, comms: Communicators) -> Call:
         checked_ranks(comms, "src", [] if self._src is None else self._src)

@@ -44,7 +44,7 @@ class WeightPublisher(Member):
         >>> import torch
         >>> from easydist import weights
         >>> publisher = weights.WeightPublisher(torch.nn.Linear(2, 1))
-        >>> publisher.publish(), publisher.publish(10), publisher.publish()
+        >>> publisher.publish(), publisher.publish(10), publisher.publish(changed=["bias"])
         (1, 10, 11)
     """
 

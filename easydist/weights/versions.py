@@ -36,7 +36,7 @@ class WeightReceiver(Member):
         group_src: The same as ``src``, for any group.
 
     Attributes:
-        version: The version that is here; 0 if there is none yet.
+        version: The version that is here; 0 if there is none yet, or none after a loop over ``stream`` that failed.
         state: The weights of that version: the argument, or a dict whose tensors keep their values until the second
             version after it arrives; None before the first, and after ``stream``.
         arrived: The version that ``arrive`` has received and ``commit`` will take into use; None if there is none.
@@ -134,8 +134,8 @@ class WeightReceiver(Member):
         returns, once all members have all of it: at the end of the loop ``version`` is its number.
 
         This is for an engine that loads the weights itself and has no room for a second copy, and for a receiver
-        without a model. Other members may call ``receive``. An entry comes once it is complete, and the receiver drops
-        it when the loop goes on. Tied entries come under each of their names.
+        without a model. Other members may call ``receive``. An entry comes once it is complete, with the dtype that
+        travels, and the receiver drops it when the loop goes on. Tied entries come under each of their names.
 
         If the loop ends early, by ``break`` or an exception, all other members raise a ``RemoteError``, as soon as the
         iterator is dropped: ``contextlib.closing`` does that at once. The engine may then have parts of two versions,
@@ -210,11 +210,7 @@ class WeightReceiver(Member):
             TypeError: It does.
         """
         if not self._swaps:
-            raise TypeError("stream() takes a receiver without a model, whose engine loads the entries itself")
-
-    def has(self, version: int, streams: bool) -> bool:
-        """True if this rank's entries of a version may be kept for the next one."""
-        return 0 < version == self.version and streams == self.streams
+            raise TypeError("stream() and load= are for a receiver without a model: they hand over what it would load")
 
     def begin(self, names: Set[str] | None, streams: bool) -> None:
         """Take note that a version begins to arrive: all entries, or these."""
