@@ -149,6 +149,7 @@ VERBS = {
         {"x": x, "y": ones(3)} if env.rank else {}, 1, dtype=torch.float16
     ),
     "published": lambda env, x: _published(env, x),
+    "streamed": lambda env, x: _published(env, x, streams=True),
     "resharding": lambda env, x: _resharded(env, {"x": x}),
 }
 entries("", VERBS, lambda name, env, leaf, twin: VERBS[name](env, leaf))
@@ -180,11 +181,13 @@ def _collected(env, **columns):
     return collector.compute()
 
 
-def _published(env, x):
+def _published(env, x, streams=False):
     if env.rank == 0:
         sender = weights.WeightPublisher({"x": x})
         return sender.publish()
     receiver = weights.WeightReceiver()
+    if streams:
+        return dict(receiver.stream())
     receiver.receive()
     return receiver.weights()
 

@@ -25,7 +25,7 @@ PASS = {*LOCAL, "pad", "state dict into", "gathered parameters", "coordinator se
 """Entries that have no need of the data of some kinds of leaves, or find it: they may return it."""
 
 TAKEN = {
-    "sharded": {"state dict", "state dict as half", "published", "resharding", "resharding into"},
+    "sharded": {"state dict", "state dict as half", "published", "streamed", "resharding", "resharding into"},
     "recorded": {*ENTRIES},  # it has its values, which move right wherever nobody asks
 }
 """Entries that take leaves of some kinds."""
