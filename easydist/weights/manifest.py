@@ -60,12 +60,12 @@ class Manifest:
             ValueError: The sources do not hold all of an entry.
         """
         if any(shards.values()) or only is not None:
-            return schedule(self._items(shards, only), self.about["bucket"])
+            return schedule(self._items(shards, only), self.about["bucket"], in_order=True)
         return self._unsharded
 
     @functools.cached_property
     def _unsharded(self) -> list[Packet]:
-        return schedule(self._items({}, None), self.about["bucket"])
+        return schedule(self._items({}, None), self.about["bucket"], in_order=True)
 
     def _items(self, shards: Shards, only: Container[str] | None) -> Iterator[ScheduledEntry]:
         sources = self.about["sources"]

@@ -1,9 +1,9 @@
 """The packets of a transfer: their schedule, and those under way.
 
-The schedule is computed on every rank from the header alone, with the same result. The blocks of an entry travel alone
-if any of them is large, so that it needs no packing, in pieces of a fraction of the bucket. Others of the same source
-and device type share a packet of at most that size. When one is full, those of the other sources go, too, so that few
-entries lack a part at any moment: a rank that hands over complete entries holds no others.
+The schedule is computed on every rank from the header alone, with the same result. Large blocks travel alone, so that
+they need no packing, in pieces of a fraction of the bucket. Small ones of the same source and device type share a
+packet of at most that size. A rank that hands over complete entries holds those that lack a part, so in a broadcast
+few of them do at any moment.
 """
 
 from __future__ import annotations
@@ -68,12 +68,14 @@ class ScheduledEntry(NamedTuple):
     blocks: Sequence[tuple[int, Block]]
 
 
-def schedule(items: Iterable[ScheduledEntry], bucket_nbytes: int) -> list[Packet]:
+def schedule(items: Iterable[ScheduledEntry], bucket_nbytes: int, in_order: bool = False) -> list[Packet]:
     """Return the packets, in the order in which all ranks exchange them.
 
     Args:
         items: The entries, by decreasing item size.
         bucket_nbytes: The most bytes under way; a packet has at most a quarter of them.
+        in_order: True if the parts of an entry have to arrive at about the same time. Then a block travels alone if any
+            block of its entry is large, and when a packet is full, the others that wait for parts go, too.
 
     Example:
         >>> from easydist.weights.blocks import whole
@@ -90,24 +92,17 @@ def schedule(items: Iterable[ScheduledEntry], bucket_nbytes: int) -> list[Packet
         largest = max((block.numel for _, block in item.blocks), default=0) * item.dtype.itemsize
         for root, part in _parts(entry, item, limit):
             key = root, item.kind
-            if largest >= min(LARGE, limit):
+            if (largest if in_order else part.nbytes) >= min(LARGE, limit):
                 packets.append(Packet(*key, (part,), part.nbytes))
                 continue
-            if sizes[key] + part.nbytes > limit or total + part.nbytes > bucket_nbytes:
-                packets.extend(_packed(waiting, sizes))
+            if sizes[key] + part.nbytes > limit or (in_order and total + part.nbytes > bucket_nbytes):
+                full = [*waiting] if in_order else [key]
+                packets += [Packet(*one, tuple(waiting.pop(one)), sizes.pop(one)) for one in full]
                 total = 0
             waiting.setdefault(key, []).append(part)
             sizes[key] += part.nbytes
             total += part.nbytes
-    return packets + _packed(waiting, sizes)
-
-
-def _packed(waiting: dict[tuple[int, str], list[BlockPart]], sizes: Counter[tuple[int, str]]) -> list[Packet]:
-    """Return the parts that wait as packets, and let none wait."""
-    packets = [Packet(*key, tuple(parts), sizes[key]) for key, parts in waiting.items()]
-    waiting.clear()
-    sizes.clear()
-    return packets
+    return packets + [Packet(*key, tuple(parts), sizes[key]) for key, parts in waiting.items()]
 
 
 def _parts(entry: int, item: ScheduledEntry, limit: int) -> Iterator[tuple[int, BlockPart]]:

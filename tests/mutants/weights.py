@@ -125,9 +125,16 @@ MUTANTS = [
     Mutant(
         "weights/schedule.py",
         "schedule",
-        "if largest >= min(LARGE, limit):",
-        "if part.nbytes >= min(LARGE, limit):",
+        "(largest if in_order else part.nbytes)",
+        "part.nbytes",
         "tests/weights/test_streams.py::test_a_stream_never_holds_a_copy",
+    ),
+    Mutant(
+        "weights/schedule.py",
+        "schedule",
+        "full = [*waiting] if in_order else [key]",
+        "full = [key]",
+        "tests/weights/test_blocks.py::test_in_order_few_entries_lack_a_part",
     ),
     Mutant(
         "weights/streaming.py",

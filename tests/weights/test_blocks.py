@@ -98,14 +98,14 @@ ITEMS = st.lists(
 )
 
 
-@given(ITEMS, st.integers(12, 18), st.booleans())
-def test_a_schedule_moves_every_byte_once_in_bounded_messages(sizes, bits, halves):
+@given(ITEMS, st.integers(12, 18), st.booleans(), st.booleans())
+def test_a_schedule_moves_every_byte_once_in_bounded_messages(sizes, bits, halves, in_order):
     """``halves``: two ranks hold one half of each entry."""
     items = []
     for dtype, n in sorted(sizes, key=lambda pair: -pair[0].itemsize):
         parts = [(0, Block((0,), (n // 2,))), (1, Block((n // 2,), (n - n // 2,)))] if halves else [(0, whole((n,)))]
         items.append(ScheduledEntry(dtype, "cpu", parts))
-    messages = schedule(items, 1 << bits)
+    messages = schedule(items, 1 << bits, in_order)
     limit = (1 << bits) // SHARES
     assert all(0 < message.nbytes <= limit for message in messages)
     moved = [[] for _ in items]
@@ -128,6 +128,18 @@ def test_a_schedule_moves_every_byte_once_in_bounded_messages(sizes, bits, halve
 def test_a_large_tensor_travels_alone_and_a_small_one_beside_others():
     items = [ScheduledEntry(torch.uint8, "cpu", [(0, whole((n,)))]) for n in (LARGE, LARGE - 1, 1)]
     assert [[part.entry for part in one.parts] for one in schedule(items, 64 << 20)] == [[0], [1, 2]]
+
+
+def test_in_order_few_entries_lack_a_part():
+    """The second source has a hundredth of each entry, so its packets are full a hundred times less often."""
+    blocks = [(0, Block((0,), (1000,))), (1, Block((1000,), (10,)))]
+    items = [ScheduledEntry(torch.uint8, "cpu", blocks) for _ in range(1000)]
+    begun, most = set(), 0
+    for packet in schedule(items, 40_000, in_order=True):
+        begun ^= {part.entry for part in packet.parts}  # those of which one of two parts has come
+        most = max(most, len(begun))
+    assert most == 10
+    assert not begun
 
 
 def test_thousands_of_small_tensors_are_one_message():
