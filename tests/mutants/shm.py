@@ -29,8 +29,7 @@ MUTANTS = [
         "RingWriter._lowest",
         "return min(",
         "return max(",
-        "tests/queue/test_queue.py::test_all_readers_get_all_objects_in_order "
-        "tests/queue/test_queue_ends.py::test_slow_readers_make_the_writer_wait",
+        "tests/queue/test_queue_groups.py::test_ring_of_random_pieces",
     ),
     Mutant(
         "shm/streams.py",

@@ -22,7 +22,7 @@ MUTANTS = [
         "_in_group",
         "for rank in map(members.index, ranks) if rank != first",
         "for rank in ranks if rank != first",
-        "tests/weights/test_state_dicts.py::test_sharded_sources_are_never_whole",
+        "tests/weights/test_state_dicts.py::test_a_mesh_in_a_group_that_begins_at_another_rank",
     ),
     Mutant(
         "weights/source.py",

@@ -71,6 +71,7 @@ def test_shards_are_those_of_chunk(layout):
                 want = chunks[at] if at < len(chunks) else want.narrow(placement.dim, 0, 0)
         block = shard(shape, mesh, place, placements)
         assert block.of(tensor).equal(want)
+        assert all(first <= length for first, length in zip(block.start, shape, strict=True))
         held[block] = place
     full = [block for block in held if block.numel]
     assert is_covered(shape, full) or not math.prod(shape)

@@ -229,6 +229,9 @@ def test_layouts_that_do_not_fit_are_refused_everywhere(rank):
         {"w": w},
         {f"{i:x}": w for i in range(12)},
     )
+    held = {0: {"w": w}, 2: {"w": w.bfloat16()}}.get(rank)
+    with pytest.raises(DisagreementError, match=r"w  is bfloat16 \(4,\), rank 0 holds float32 \(4,\)"):
+        Resharding(held, {"w": w} if rank == 1 else None)
     half = LocalShard(w[:2], (0,), (4,))
     refused(DisagreementError, r"blocks of ranks \[0\] do not make up a tensor of shape \(4,\)", {"w": half}, {"w": w})
     refused(RemoteError, "not a dense tensor", {"w": w.to_sparse()}, {"w": w})

@@ -8,6 +8,7 @@ import sys
 import pytest
 import resident
 import torch
+import torch.distributed as dist
 from counting import recorded
 from groups import BACKENDS, check_works, made
 from torch import nn
@@ -191,6 +192,20 @@ def test_sharded_sources_are_never_whole(rank):
                 "c": want["0.bias"],
             }
             assert weights.broadcast_state_dict(placed, [2, 0, 1, 3])["c"] is want["0.bias"]
+
+
+@pytest.mark.slow
+@distributed(world_size=4)
+def test_a_mesh_in_a_group_that_begins_at_another_rank(rank):
+    """The ranks of a mesh are those of the world; in the group they have other numbers."""
+    from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
+
+    group, mesh = dist.new_group([1, 2, 3]), DeviceMesh("cpu", [1, 2])
+    whole = torch.arange(6.0)
+    if rank:
+        state = {"w": distribute_tensor(whole, mesh, [Shard(0)])} if rank < 3 else {}
+        got = weights.broadcast_state_dict(state, group=group, group_src=0)
+        assert rank < 3 or got["w"].equal(whole)
 
 
 @pytest.mark.slow
