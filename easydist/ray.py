@@ -1,5 +1,6 @@
-"""easydist between Ray actors. It needs the extra ``ray``, which is imported when a group is made."""
+"""easydist on Ray: groups of actors, and ranks. It needs the extra ``ray``, which is imported when they are made."""
 
+from easydist.cluster.ranks import Ranks
 from easydist.weights.ray import (
     create_group,
     destroy_group,
@@ -10,6 +11,7 @@ from easydist.weights.ray import (
 )
 
 __all__ = [
+    "Ranks",
     "create_group",
     "destroy_group",
     "group",

@@ -12,7 +12,7 @@ from launching import within
 
 import easydist
 
-HEAD, SECOND = "127.0.0.2", "127.0.0.3"
+HEAD, SECOND, MORTAL = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 """The addresses of the nodes on this machine's loopback. Ray replaces 127.0.0.1 by another address."""
 
 MARKS = [
@@ -42,7 +42,12 @@ def private_cluster():
         cluster = Cluster()
         cluster.node = node
         try:
-            cluster.add_node(node_ip_address=HEAD, num_cpus=4, resources={"first": 100}, **node)
+            quick = {
+                "health_check_period_ms": 1000,
+                "health_check_failure_threshold": 2,
+            }  # so that a killed node is found dead within some seconds
+            own = {"num_cpus": 4, "resources": {"first": 100, "rank": 4}, "_system_config": quick}
+            cluster.add_node(node_ip_address=HEAD, **own, **node)
             ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False, _node_ip_address=HEAD)
             yield cluster
         finally:

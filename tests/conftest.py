@@ -5,6 +5,7 @@ import signal
 import statistics
 
 import pytest
+from actors import private_cluster
 from hypothesis import HealthCheck, settings
 from launching import crashes, examples, within
 
@@ -32,6 +33,13 @@ unmarked = []
 
 recovered = []
 """Seconds from the deaths of ranks until all others had recovered, in storms."""
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """One Ray for all tests of this process."""
+    with private_cluster() as made:
+        yield made
 
 
 def pytest_collection_modifyitems(items):

@@ -67,6 +67,13 @@ def test_ray_weight_sync():
 
 
 @pytest.mark.slow
+def test_ray_ranks():
+    lines = [line for line in on_ray("ray_ranks.py").splitlines() if "raylet" not in line]
+    assert "\n".join(lines) in (ROOT / "docs" / "clusters.md").read_text()
+    assert len(lines) == 3
+
+
+@pytest.mark.slow
 def test_survivors_finish_the_evaluation():
     path = ROOT / "examples" / "survivors.py"
     out, err = forked("-m", "easydist", "run", "--survivors", "-n", "3", path, PYTHON_EXEC=fork())

@@ -306,10 +306,12 @@ class Monitor(GroupStatus):
 
     def recovers(self) -> None:
         """Leave the group for good, in order to recover it: ranks that wait in it hear of that, and come, too."""
+        self.leave_for_good(self._own(texts.recovers(self.rank)))
+
+    def leave_for_good(self, error: EasydistError) -> None:
+        """Leave the group for good: ranks that wait for this one raise the error."""
         if self.broken is None or not self.broken.is_final:
-            self.broken = None
-            error = self._own(texts.recovers(self.rank))
-            error.is_final = True
+            self.broken, error.is_final = None, True
             self.give_up(error)
 
     def _own(self, text: str) -> RemoteError:

@@ -171,7 +171,7 @@ def founding(
         use(group)
         return group
 
-    reach = functools.partial(_store_of_group, world)
+    reach = functools.partial(store_of_group, world)
     where = f"{world.address}:{world.port}"
     return Founding(world.rank, world.size, limit.total_seconds(), where, not has_agent(), reach, make)
 
@@ -205,11 +205,22 @@ def leave_groups_of_parents() -> None:
     torch_groups.forget_all()
 
 
-def _store_of_group(world: World, seconds: float, check: Callable[[], None]) -> Store:
+def store_of_group(world: World, seconds: float, check: Callable[[], None]) -> Store:
+    """Return the store of the next default group of a world, within a number of seconds.
+
+    Args:
+        world: The world.
+        seconds: The time limit.
+        check: As for ``reached``.
+
+    Raises:
+        RuntimeError: No process serves it, or it has not answered in time.
+    """
     if (store := _stores.get(world)) is None:
         if world.rank == 0 and not has_agent():
             store = served(world.address, world.port, _WAIT)
         else:
             store = reached(world.address, world.port, seconds, check, _WAIT)
         _stores[world] = store
-    return PrefixStore(f"easydist/{len(_made)}", store)  # a second group must not see keys of the first
+    # A second group must not see keys of the first; ranks of a new world may have made groups in others.
+    return PrefixStore(f"easydist/{_made.count(world)}", store)

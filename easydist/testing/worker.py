@@ -111,7 +111,7 @@ def _outcome(task: WorkerCall) -> Any:
         store = FileStore(task.store, task.world_size)
         within(limit.total_seconds(), lambda: dist.init_process_group("gloo", store=store, timeout=limit, **place))
     except Exception as error:  # after a failed group this process's count of groups differs from its peers'
-        return Failure(_portable(error), _trace(error), fatal=True)
+        return Failure(_portable(error), trace(error, __file__), fatal=True)
     try:
         with warnings.catch_warnings():
             _apply(task.filters)
@@ -120,7 +120,7 @@ def _outcome(task: WorkerCall) -> Any:
         pickle.dumps(value)
         return value
     except BaseException as error:
-        return Failure(_portable(error), _trace(error))
+        return Failure(_portable(error), trace(error, __file__))
 
 
 def _apply(filters: list[tuple[Any, ...]]) -> None:
@@ -160,10 +160,15 @@ def _portable(error: BaseException) -> Exception:
     return copy if isinstance(copy, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def _trace(error: BaseException) -> str:
-    """Return the traceback; for a bare assertion, with the values of the local variables."""
+def trace(error: BaseException, caller: str) -> str:
+    """Return the traceback; for a bare assertion, with the values of the local variables.
+
+    Args:
+        error: The exception.
+        caller: The file that has called the function. The traceback begins below it.
+    """
     bare = isinstance(error, AssertionError) and not str(error)
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+    while frames is not None and frames.tb_frame.f_code.co_filename == caller:
         frames = frames.tb_next
     return "".join(traceback.TracebackException(type(error), error, frames, capture_locals=bare).format())

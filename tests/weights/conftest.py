@@ -1,13 +1,6 @@
 import pytest
-from actors import members, private_cluster
+from actors import members
 from launching import within
-
-
-@pytest.fixture(scope="session")
-def cluster():
-    """One Ray for all tests of this process."""
-    with private_cluster() as made:
-        yield made
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,78 @@
+"""The driver's connection to a Ray cluster, and the environment in which it starts ranks there."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+_CANNOT_SHIP = (
+    "Ranks: this version of Ray ({}) cannot send easydist to the nodes. Install it there and pass ship=False, or call "
+    'ray.init(runtime_env={{"py_modules": [easydist]}}) first'
+)
+
+
+def connect(address: str | None) -> bool:
+    """Connect to a cluster; start one on this machine if there is none.
+
+    Args:
+        address: As in ``ray.init``.
+
+    Returns:
+        True if this process was not connected before, so that the caller ends what this has begun.
+
+    Raises:
+        ImportError: Ray is not installed.
+        ConnectionError: There is no cluster at this address.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError("easydist.ray.Ranks needs ray: pip install 'easydist[ray]'") from error
+    if ray.is_initialized():
+        return False
+    ray.init(address=address, logging_level=logging.WARNING)
+    return True
+
+
+def disconnect() -> None:
+    """Disconnect from the cluster, and end it if ``connect`` has started it."""
+    import ray
+
+    ray.shutdown()
+
+
+def environment(runtime_env: dict[str, Any] | None, ship: bool | None) -> dict[str, Any]:
+    """Return the runtime environment of the ranks, with local folders replaced by uploaded copies.
+
+    Args:
+        runtime_env: The user's.
+        ship: True to send this process's easydist along; None to do so unless all nodes are this machine.
+    """
+    env = dict(runtime_env or {})
+    if not _is_here() if ship is None else ship:
+        env["py_modules"] = [*env.get("py_modules", ()), str(Path(__file__).parents[1])]
+    return _uploaded(env) if {"py_modules", "working_dir"} & env.keys() else env
+
+
+def _is_here() -> bool:
+    import ray
+
+    return all(node["NodeManagerHostname"] == socket.gethostname() for node in ray.nodes() if node["Alive"])
+
+
+def _uploaded(env: dict[str, Any]) -> dict[str, Any]:
+    """Upload local folders, which Ray itself does only in ``ray.init``."""
+    import ray
+
+    try:
+        from ray._private.runtime_env.py_modules import upload_py_modules_if_needed
+        from ray._private.runtime_env.working_dir import upload_working_dir_if_needed
+    except ImportError as error:
+        raise RuntimeError(_CANNOT_SHIP.format(ray.__version__)) from error
+    with tempfile.TemporaryDirectory(prefix="easydist-") as folder:
+        for upload in (upload_py_modules_if_needed, upload_working_dir_if_needed):
+            env = upload(env, include_gitignore=True, scratch_dir=folder)
+    return env

@@ -1,0 +1,34 @@
+"""The facts about a rank's process, which it tells the driver before it loads torch."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from typing import NamedTuple
+
+
+class Facts(NamedTuple):
+    """A rank's process.
+
+    Attributes:
+        pid: Its process id.
+        host: The name of its host.
+        node: The identifier of its node of the cluster.
+        address: The address of that node.
+        versions: The versions that have to be equal on all nodes, by name.
+    """
+
+    pid: int
+    host: str
+    node: str
+    address: str
+    versions: dict[str, str]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of this process that the ranks and the driver must share."""
+    try:
+        torch = metadata.version("torch").partition("+")[0]  # nodes with and without GPUs have different builds
+    except metadata.PackageNotFoundError:
+        torch = "none"
+    return {"Python": ".".join(platform.python_version_tuple()[:2]), "torch": torch}

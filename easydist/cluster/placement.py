@@ -1,0 +1,67 @@
+"""The resources of the ranks: one bundle of a placement group each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from easydist.errors import CollectiveTimeout
+
+STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+
+
+class Placement:
+    """A placement group in which each rank has a bundle. Ranks of one node follow one another.
+
+    Args:
+        size: The number of ranks.
+        resources: The resources of a rank.
+        strategy: One of ``STRATEGIES``.
+        seconds: The time limit.
+
+    Raises:
+        CollectiveTimeout: The resources were not free in time.
+    """
+
+    def __init__(self, size: int, resources: Mapping[str, float], strategy: str, seconds: float) -> None:
+        from ray.util.placement_group import placement_group, placement_group_table
+
+        self._size, self._resources, self._strategy = size, dict(resources), strategy
+        self._group = placement_group([self._resources] * size, strategy=strategy)
+        try:
+            if not self._group.wait(math.ceil(seconds)):  # it would cut off the fraction
+                raise self.too_little(seconds)
+            nodes = placement_group_table(self._group)["bundles_to_node_id"]
+        except BaseException:
+            self.remove()
+            raise
+        found = list(dict.fromkeys(nodes[bundle] for bundle in range(size)))
+        self._bundles = sorted(range(size), key=lambda bundle: found.index(nodes[bundle]))
+
+    def options(self, rank: int) -> dict[str, Any]:
+        """Return the options of the actor of a rank. If its node has died, Ray moves its bundle to another one."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        other = dict(self._resources)
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundles[rank])
+        known = {"num_cpus": other.pop("CPU", 0), "num_gpus": other.pop("GPU", 0), "memory": other.pop("memory", None)}
+        return {**known, "resources": other, "scheduling_strategy": place}
+
+    def too_little(self, seconds: float) -> CollectiveTimeout:
+        """Return the error for ranks that got no resources in time."""
+        import ray
+
+        free, every = ray.available_resources(), ray.cluster_resources()
+        rows = [f"  {name}: {free.get(name, 0):g} of {every.get(name, 0):g} free" for name in self._resources]
+        asked = ", ".join(f"{name} {amount:g}" for name, amount in self._resources.items())
+        nodes = sum(node["Alive"] for node in ray.nodes())
+        head = f"Ranks: {self._size} ranks with {asked} each ({self._strategy}) were not started within {seconds:.3g} s"
+        advice = "Ask for less, end what uses the rest, or give the cluster more time to grow (timeout=)."
+        return CollectiveTimeout("\n".join([head, f"  {nodes} nodes are alive", *rows, advice]))
+
+    def remove(self) -> None:
+        """Give the resources back, which ends the actors that use them."""
+        from ray.util.placement_group import remove_placement_group
+
+        remove_placement_group(self._group)

@@ -1,0 +1,344 @@
+"""Ranks on the nodes of a Ray cluster, which a driver starts and calls functions on."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from easydist.agreement.calling import seconds
+from easydist.cluster import failures
+from easydist.cluster.connection import connect, disconnect, environment
+from easydist.cluster.facts import Facts
+from easydist.cluster.placement import STRATEGIES, Placement
+from easydist.cluster.signals import interrupt
+from easydist.cluster.worker import RankActor
+from easydist.cluster.world import Outcome, tell_of_loss, variables
+from easydist.errors import PeerLostError
+from easydist.typing import Timeout
+
+_STOPS_WITHIN = 4.0
+"""Seconds within which ranks must stop after Ctrl-C."""
+
+
+class Ranks:
+    """Ranks on a Ray cluster: one actor each, in one world.
+
+    In each of them ``ProcessState``, ``init_process_group`` and all verbs work as under torchrun: the variables
+    ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``NODE_RANK``, ``MASTER_ADDR`` and the like are set, and ranks of one node
+    follow one another. Actors keep the modules that they have imported, with their variables, between calls.
+
+    Args:
+        size: The number of ranks.
+        resources: The resources of each rank, as in a bundle of Ray's placement groups; None is one CPU.
+        strategy: The placement group's: ``"PACK"``, ``"SPREAD"``, ``"STRICT_PACK"`` or ``"STRICT_SPREAD"``.
+        runtime_env: Ray's runtime environment for the ranks; local folders are uploaded.
+        address: The cluster, as in ``ray.init``; not used if Ray is connected already. None: the one that Ray finds, or
+            a new one on this machine, which ends with the ranks.
+        ship: True to send the driver's easydist to the nodes; None to do so unless all of them are this machine.
+        timeout: How long to wait for resources and for the start of the actors.
+
+    Attributes:
+        size: The number of ranks.
+
+    Raises:
+        ValueError: ``size``, ``resources`` or ``strategy`` cannot be met by any cluster.
+        CollectiveTimeout: The resources were not free in time; the text says what is. Nothing is left behind.
+        RuntimeError: A node has another version of Python or torch.
+        PeerLostError: A rank ended while it started.
+        ImportError: Ray is not installed.
+
+    Example:
+        >>> import easydist.ray
+        >>> easydist.ray.Ranks(0)
+        Traceback (most recent call last):
+        ValueError: Ranks: size=0 is less than 1
+
+    Cost: the start of the actors, some seconds; they import torch.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        resources: Mapping[str, float] | None = None,
+        strategy: str = "PACK",
+        runtime_env: dict[str, Any] | None = None,
+        address: str | None = None,
+        ship: bool | None = None,
+        timeout: Timeout = 300.0,
+    ) -> None:
+        asked = {"CPU": 1} if resources is None else resources
+        _demand_possible(size, asked, strategy)
+        self.size, self._limit, self._epoch, self._needs_meeting = size, seconds(timeout, "Ranks"), 0, True
+        self._actors = dict[int, Any]()
+        self._facts = dict[int, Facts]()
+        self._variables = dict[int, dict[str, str]]()
+        self._lost = dict[int, PeerLostError]()
+        self._busy = dict[Any, int]()
+        self._placement: Placement | None = None
+        self._has_connected = connect(address)
+        try:
+            deadline = time.monotonic() + self._limit
+            self._environment = environment(runtime_env, ship)
+            self._placement = Placement(size, asked, strategy, self._limit)
+            self._start(range(size), deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # Actors and worlds.
+
+    def _start(self, ranks: Sequence[int], deadline: float) -> None:
+        """Start the actors of ranks, and let all ranks enter a new world."""
+        self._needs_meeting = True
+        try:
+            self._facts |= self._started(ranks, deadline)
+        except BaseException as error:
+            for rank in {*ranks} & self._actors.keys():
+                self._end(self._actors[rank])
+                self._lost[rank] = PeerLostError(f"run: rank {rank} was not started: {error}")
+            raise
+        self._meet(deadline)
+
+    def _started(self, ranks: Sequence[int], deadline: float) -> dict[int, Facts]:
+        """Start the actors of ranks, and return their processes."""
+        found: dict[int, Facts] = {}
+        asked = {self._begin(rank): rank for rank in ranks}
+        for rank, answer in self._answers(asked, deadline):
+            if not isinstance(answer, Exception):
+                found[rank] = answer
+            elif failures.is_of_node(answer):  # which Ray did not know to be dead when it placed the actor
+                asked[self._begin(rank)] = rank
+            else:
+                raise PeerLostError(f"Ranks: rank {rank} did not start: {answer}")
+        if (error := failures.unequal_versions(found.values())) is not None:
+            raise error
+        return found
+
+    def _begin(self, rank: int) -> Any:
+        """Start the actor of a rank, and return the reference of its process."""
+        import ray
+
+        assert self._placement is not None
+        options = {"runtime_env": self._environment, "max_restarts": 0, **self._placement.options(rank)}
+        self._actors[rank] = ray.remote(RankActor).options(**options).remote(rank)
+        return self._actors[rank].facts.remote()
+
+    def _meet(self, deadline: float) -> None:
+        """Let all ranks enter a new world, whose store rank 0 serves."""
+        port = self._asked({0: self._actors[0].serve.remote()}, deadline)[0]
+        self._epoch += 1
+        self._variables = variables([self._facts[rank] for rank in range(self.size)], port, self._epoch)
+        entering = {rank: actor.enter.remote(self._variables[rank]) for rank, actor in self._actors.items()}
+        self._asked(entering, deadline)
+        self._needs_meeting = False
+
+    def _asked(self, asked: Mapping[int, Any], deadline: float) -> dict[int, Any]:
+        """Return the answers of ranks.
+
+        Raises:
+            PeerLostError: A rank has ended.
+            CollectiveTimeout: A rank has not been started in time.
+        """
+        found: dict[int, Any] = {}
+        for rank, answer in self._answers({ref: rank for rank, ref in asked.items()}, deadline):
+            if isinstance(answer, Exception):
+                raise self._lose(rank, answer)
+            found[rank] = answer
+        return found
+
+    def _answers(self, asked: dict[Any, int], deadline: float = float("inf")) -> Iterator[tuple[int, Any]]:
+        """Yield ranks with their answers, or with Ray's errors, as they come; remove them from those that are asked."""
+        import ray
+
+        while asked:
+            left = deadline - time.monotonic()
+            done, _ = ray.wait(list(asked), timeout=None if left == float("inf") else max(0.0, left))
+            if not done:
+                assert self._placement is not None
+                raise self._placement.too_little(self._limit)
+            rank, answer = asked.pop(done[0]), None
+            try:
+                answer = ray.get(done[0])
+            except ray.exceptions.RayError as error:
+                answer = error
+            yield rank, answer
+
+    def _lose(self, rank: int, error: Exception) -> PeerLostError:
+        """Record the loss of a rank, and tell the others."""
+        self._needs_meeting = True
+        loss = self._lost[rank] = failures.lost(rank, self._facts[rank], error)
+        if rank in self._variables:
+            tell_of_loss(self._variables[rank], loss)
+        return loss
+
+    # Running functions.
+
+    def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call ``fn(*args, **kwargs)`` on every rank.
+
+        Law: ``[fn(*args, **kwargs) on rank r for r in range(size)]``.
+
+        Ctrl-C interrupts the function on all ranks; they keep their variables.
+
+        Args:
+            fn: A function. It travels by cloudpickle: by its name if it is in a module, which the ranks must have.
+            *args: Its positional arguments.
+            **kwargs: Its keyword arguments.
+
+        Returns:
+            The results, by rank.
+
+        Raises:
+            TypeError: The function or its arguments cannot be pickled.
+            RemoteError: It raised on a rank. Ranks that waited for that one raised, too.
+            PeerLostError: The process or the node of a rank has ended, now or before. Ranks that waited for it raised,
+                too.
+            RuntimeError: Ranks are busy, because they did not react to Ctrl-C; or these ranks are closed.
+
+        Cost: one call of each actor. After a failure, the ranks also meet in a new world.
+        """
+        import ray
+
+        message = _packed(fn, args, kwargs)
+        self._demand_ready()
+        if self._needs_meeting:
+            self._meet(time.monotonic() + self._limit)
+        sent = ray.put(message)
+        self._busy = {actor.call.remote(sent): rank for rank, actor in self._actors.items()}
+        try:
+            answers = {rank: self._outcome(rank, answer) for rank, answer in self._answers(self._busy)}
+        except BaseException:
+            self._interrupt()
+            raise
+        return self._results(answers)
+
+    def _outcome(self, rank: int, answer: Any) -> Outcome | PeerLostError:
+        import ray
+
+        if isinstance(answer, ray.exceptions.RayTaskError):  # it did not come to the function
+            return Outcome(b"", str(answer.cause), str(answer))
+        return self._lose(rank, answer) if isinstance(answer, Exception) else answer
+
+    def _results(self, answers: Mapping[int, Outcome | PeerLostError]) -> list[Any]:
+        from ray import cloudpickle
+
+        lost = {rank: one for rank, one in answers.items() if isinstance(one, PeerLostError)}
+        outcomes = {rank: one for rank, one in answers.items() if isinstance(one, Outcome)}
+        failed = {rank: one for rank, one in outcomes.items() if one.raised}
+        self._needs_meeting = bool(lost or failed)
+        if lost:
+            raise failures.all_lost(lost, failed)
+        if failed:
+            raise failures.raised(failed, [self._facts[rank] for rank in range(self.size)])
+        return [cloudpickle.loads(outcomes[rank].value) for rank in range(self.size)]
+
+    def _demand_ready(self) -> None:
+        """Check that all ranks can run a function.
+
+        Raises:
+            PeerLostError: Some are lost.
+            RuntimeError: Some are busy, or these ranks are closed.
+        """
+        if self._placement is None:
+            raise RuntimeError("these ranks are closed; make others: easydist.ray.Ranks(...)")
+        if self._lost:
+            raise failures.all_lost(self._lost, {})
+        if busy := self._still_busy():
+            raise RuntimeError(f"{failures.named(busy)} still run code that ignores Ctrl-C: ranks.restart({busy})")
+
+    def _still_busy(self, within: float = 0.0) -> list[int]:
+        """Return the ranks that have not ended an interrupted function, even after some seconds."""
+        import ray
+
+        if self._busy:
+            for ref in ray.wait(list(self._busy), num_returns=len(self._busy), timeout=within)[0]:
+                del self._busy[ref]
+        return sorted(self._busy.values())
+
+    def _interrupt(self) -> None:
+        """Interrupt the function on the ranks that run it."""
+        self._needs_meeting = True
+        interrupt([self._facts[rank] for rank in self._busy.values()])
+        self._still_busy(_STOPS_WITHIN)
+
+    def restart(self, ranks: Collection[int] | None = None) -> None:
+        """Replace ranks by new actors, on another node if theirs has died. The others keep their variables.
+
+        All ranks enter a new world: groups made in the old one have ended.
+
+        Args:
+            ranks: The ranks to replace; None: all.
+
+        Raises:
+            ValueError: There is no such rank.
+            RuntimeError: These ranks are closed, or others are lost or busy.
+            CollectiveTimeout: There are no resources for them; they stay lost.
+            PeerLostError: A rank ended while it started.
+        """
+        again = sorted(range(self.size) if ranks is None else {*ranks})
+        if unknown := [rank for rank in again if not 0 <= rank < self.size]:
+            raise ValueError(f"restart: there is no {failures.named(unknown)}: there are {self.size} ranks")
+        if self._placement is None:
+            self._demand_ready()
+        if away := sorted({*self._lost, *self._still_busy()} - {*again}):
+            advice = f"ranks.restart({sorted({*again, *away})})"
+            raise RuntimeError(
+                f"restart: {failures.named(away)} could not join the others, being lost or busy: {advice}"
+            )
+        for rank in again:
+            self._end(self._actors[rank])
+            self._lost.pop(rank, None)
+            self._facts.pop(rank, None)
+        self._busy.clear()
+        self._start(again, time.monotonic() + self._limit)
+
+    def _end(self, actor: Any) -> None:
+        import ray
+
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(actor)
+
+    def close(self) -> None:
+        """End the ranks, give their resources back, and leave the cluster; one that was started for them ends."""
+        import ray
+
+        actors, self._actors = self._actors, {}
+        placement, self._placement = self._placement, None
+        has_connected, self._has_connected = self._has_connected, False
+        if not ray.is_initialized():
+            return
+        for actor in actors.values():
+            self._end(actor)
+        if placement is not None:
+            placement.remove()
+        if has_connected:
+            disconnect()
+
+
+def _demand_possible(size: int, resources: Mapping[str, float], strategy: str) -> None:
+    if size < 1:
+        raise ValueError(f"Ranks: size={size} is less than 1")
+    if strategy not in STRATEGIES:
+        raise ValueError(f"Ranks: strategy={strategy!r} is none of {', '.join(STRATEGIES)}")
+    if not resources or min(resources.values()) < 0 or not any(resources.values()):
+        raise ValueError(f"Ranks: resources={dict(resources)} name no amount of anything; one CPU is {{'CPU': 1}}")
+
+
+def _packed(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    from ray import cloudpickle
+
+    try:
+        message: bytes = cloudpickle.dumps((fn, args, kwargs))
+    except Exception as error:  # a class of the user's may raise anything
+        name = getattr(fn, "__name__", repr(fn))
+        raise TypeError(f"run: {name} or its arguments cannot be sent to the ranks: {error}") from error
+    return message

@@ -1,0 +1,64 @@
+"""The actor of one rank. It loads torch only after the driver has compared the versions."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from typing import Any
+
+from easydist.cluster.facts import Facts, versions
+
+_SECONDS = 1800.0
+"""The limit of torch's own waits in the store; torch's default."""
+
+
+class RankActor:
+    """The actor of a rank.
+
+    Args:
+        rank: The rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._stores: list[Any] = []
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray starts its processes with it blocked
+
+    def __repr__(self) -> str:
+        return f"rank {self._rank}"  # Ray begins each line of its output with it
+
+    def facts(self) -> Facts:
+        """Return the facts about this process."""
+        import ray
+
+        context = ray.get_runtime_context()
+        return Facts(
+            os.getpid(), socket.gethostname(), context.get_node_id(), ray.util.get_node_ip_address(), versions()
+        )
+
+    def serve(self) -> int:
+        """Serve the store of the next world, and return its port."""
+        import ray
+
+        from easydist.liveness.timed_store import served
+
+        store = served(ray.util.get_node_ip_address(), 0, _SECONDS)
+        self._stores = [*self._stores[-1:], store]  # the ranks are still in the world of the last one
+        port: int = store.port
+        return port
+
+    def enter(self, variables: dict[str, str]) -> None:
+        """Enter the world that these variables describe, and leave the one before."""
+        import ray
+
+        from easydist.cluster.world import enter
+
+        enter(variables, ray.util.get_node_ip_address())
+
+    def call(self, message: bytes) -> Any:
+        """Call a function; return an ``Outcome``."""
+        from easydist.cluster.world import outcome
+
+        return outcome(message)

@@ -1,0 +1,254 @@
+"""easydist.ray.Ranks on real Ray actors: the world of the ranks, their failures and losses, and what stays behind."""
+
+import builtins
+import contextlib
+import os
+import signal
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from actors import HEAD, MARKS, MORTAL, travels
+from launching import within
+
+import easydist
+from easydist import CollectiveTimeout, PeerLostError, RemoteError
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install easydist[ray]")
+pytestmark = MARKS
+travels(__name__)
+
+
+@contextlib.contextmanager
+def started(size, **options):
+    """Start ranks, each with one unit of the nodes' resource ``rank``."""
+    with easydist.ray.Ranks(size, **{"resources": {"rank": 1}, "timeout": within(60), **options}) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def shared(cluster):
+    with started(3) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def ranks(shared):
+    """Three ranks of one node, of which each keeps its own number; lost ones are replaced afterwards."""
+    shared.run(keeps)
+    yield shared
+    if shared._lost:
+        shared.restart(list(shared._lost))
+
+
+def rank():
+    return easydist.ProcessState().process_index
+
+
+def keeps():
+    builtins.kept = rank()
+
+
+def kept():
+    return getattr(builtins, "kept", None), os.getpid()
+
+
+def gathered():
+    return easydist.gather(torch.tensor([rank()])).tolist()
+
+
+# --- worlds
+
+
+def place():
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    state = easydist.ProcessState()
+    own = easydist.gather(torch.tensor([state.process_index])).tolist()
+    groups = state.num_processes, state.local_process_index, state.local_world_size, state.node_rank, state.num_nodes
+    return own, groups, os.environ["MASTER_ADDR"], ray.util.get_node_ip_address()
+
+
+def never_comes(absent, begun):
+    """One rank tells that it has begun, and does not come to the call of the others."""
+    if rank() == absent:
+        begun.write_text("")
+        threading.Event().wait()
+    gathered()
+
+
+@contextlib.contextmanager
+def when(begun, act):
+    """Act once a rank has opened the pipe ``begun``, during the block."""
+    os.mkfifo(begun)
+    thread = threading.Thread(target=lambda: (begun.read_text(), act()))
+    thread.start()
+    yield
+    thread.join(within(10))
+
+
+def test_a_world_of_two_nodes_outlives_one_of_them(cluster, tmp_path):
+    node = cluster.add_node(
+        node_ip_address=MORTAL, resources={"rank": 1}, env_vars={"EASYDIST_HOST_ID": "mortal"}, **cluster.node
+    )
+    with started(3, strategy="SPREAD") as ranks:
+        found = ranks.run(place)
+        by_node = {home: [groups for _, groups, _, other in found if other == home] for home in (HEAD, MORTAL)}
+        assert [own for own, *_ in found] == [[0, 1, 2]] * 3
+        assert {master for _, _, master, _ in found} == {found[0][3]}
+        assert (len(by_node[HEAD]), len(by_node[MORTAL])) == (2, 1)
+        for there in by_node.values():
+            assert [groups[:3] for groups in there] == [(3, local, len(there)) for local in range(len(there))]
+        assert [groups[3:] for _, groups, *_ in found] in ([(0, 2), (0, 2), (1, 2)], [(0, 2), (1, 2), (1, 2)])
+        ranks.run(keeps)
+        mortal = [address for *_, address in found].index(MORTAL)
+        text = rf"^run: rank {mortal} is lost: process \d+ on .* \({MORTAL}\): its node "
+        dies = when(tmp_path / "begun", lambda: cluster.remove_node(node, allow_graceful=False))
+        with dies, pytest.raises(PeerLostError, match=text) as caught:
+            ranks.run(never_comes, mortal, tmp_path / "begun")
+        assert caught.value.rank == mortal
+        assert f"ranks.restart([{mortal}]) replaces" in str(caught.value)
+        ranks.restart([mortal])  # on the other node
+        assert [value for value, _ in ranks.run(kept)] == [None if r == mortal else r for r in range(3)]
+        assert [(own, address) for own, *_, address in ranks.run(place)] == [([0, 1, 2], HEAD)] * 3
+
+
+# --- failures and losses
+
+
+def fails(first_call):
+    if not first_call:
+        gathered()
+    if rank() == 1:
+        raise LookupError("no such sample")
+    gathered()
+
+
+def fails_beside_torch():
+    assert easydist.ProcessState().process_group is dist.group.WORLD
+    if rank() == 1:
+        raise LookupError("no such sample")
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("how", ["first call", "later call", "torch"])
+def test_a_failure_is_raised_once_and_the_others_hear(ranks, how):
+    before = ranks.run(kept)
+    with pytest.raises(RemoteError, match=r"^run: rank 1 of 3 raised LookupError: no such sample\n") as caught:
+        ranks.run(fails_beside_torch) if how == "torch" else ranks.run(fails, how == "first call")
+    assert caught.value.rank == 1
+    assert isinstance(caught.value.__cause__, LookupError)
+    text = str(caught.value)
+    assert f"on rank 1, process {before[1][1]} on " in text
+    assert 'raise LookupError("no such sample")\nLookupError: no such sample\n' in text
+    if how != "torch":
+        assert "  ranks 0, 2 raised RemoteError: run: rank 1 failed while others waited for it\n" in text
+    assert ranks.run(kept) == before
+    assert ranks.run(gathered) == [[0, 1, 2]] * 3
+
+
+def ends(first_call):
+    if not first_call:
+        gathered()
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    gathered()
+
+
+@pytest.mark.parametrize("first_call", [True, False])
+def test_a_killed_rank_is_named_and_replaced(ranks, first_call):
+    before = ranks.run(kept)
+    with pytest.raises(
+        PeerLostError, match=r"^run: rank 1 is lost: process \d+ on .* was killed, or crashed\n"
+    ) as caught:
+        ranks.run(ends, first_call)
+    assert (caught.value.rank, caught.value.pid) == (1, before[1][1])
+    assert "\n  ranks 0, 2 raised PeerLostError: " in str(caught.value)
+    with pytest.raises(PeerLostError, match=r"^run: rank 1 is lost"):
+        ranks.run(kept)
+    with pytest.raises(RuntimeError, match=r"^restart: rank 1 could not join .*: ranks.restart\(\[1, 2\]\)$"):
+        ranks.restart([2])
+    ranks.restart([1])
+    after = ranks.run(kept)
+    assert (after[0], after[2], after[1][0]) == (before[0], before[2], None)
+    assert ranks.run(gathered) == [[0, 1, 2]] * 3
+
+
+def exits():
+    raise SystemExit(3)
+
+
+def test_what_cannot_be_run_or_returned_is_an_error(ranks):
+    with pytest.raises(TypeError, match=r"^run: kept or its arguments cannot be sent to the ranks: "):
+        ranks.run(kept, threading.Lock())
+    with pytest.raises(RemoteError, match=r"^run: ranks 0–2 of 3 raised TypeError: cannot pickle"):
+        ranks.run(threading.Lock)
+    with pytest.raises(RemoteError, match=r"^run: ranks 0–2 of 3 raised SystemExit: 3\n"):
+        ranks.run(exits)
+    with pytest.raises(ValueError, match=r"^restart: there is no rank 3: there are 3 ranks$"):
+        ranks.restart([0, 3])
+    assert ranks.run(gathered) == [[0, 1, 2]] * 3
+
+
+def test_ctrl_c_interrupts_all_ranks(ranks, tmp_path):
+    before = ranks.run(kept)
+    with when(tmp_path / "begun", lambda: os.kill(os.getpid(), signal.SIGINT)), pytest.raises(KeyboardInterrupt):
+        ranks.run(never_comes, 2, tmp_path / "begun")
+    assert ranks.run(kept) == before
+    assert ranks.run(gathered) == [[0, 1, 2]] * 3
+
+
+# --- the start
+
+
+def alive():
+    """Return the placement groups that have not been removed, and the actors, of this driver."""
+    groups = ray.util.placement_group_table().values()
+    return [group["placement_group_id"] for group in groups if group["state"] != "REMOVED"]
+
+
+def test_too_few_resources_are_told_and_nothing_stays(shared):
+    before = alive()
+    with pytest.raises(
+        CollectiveTimeout, match=r"^Ranks: 9 ranks with rank 1 each \(PACK\) were not started within"
+    ) as caught:
+        easydist.ray.Ranks(9, resources={"rank": 1}, timeout=0.2)
+    assert "\n  rank: 1 of 4 free\n" in str(caught.value)
+    assert alive() == before
+    assert ray.available_resources()["rank"] == 1
+
+
+def places():
+    """Return the folders in which Python finds an easydist; the driver's own comes first on its own machine."""
+    return [path for path in sys.path if os.path.exists(os.path.join(path, "easydist", "cluster", "worker.py"))]
+
+
+def test_easydist_is_sent_to_the_nodes(shared):
+    with started(1, ship=True) as ranks:
+        assert any("py_modules" in path for path in ranks.run(places)[0])
+
+
+def test_another_version_of_torch_is_an_error(shared, tmp_path):
+    (tmp_path / "torch-1.0.dist-info").mkdir()
+    (tmp_path / "torch-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0\n")
+    path = os.pathsep.join([str(tmp_path), os.path.dirname(os.path.dirname(easydist.__file__))])
+    before = alive()
+    with pytest.raises(RuntimeError, match=rf"^Ranks: nodes have other versions .*\n  {HEAD}: Python .*, torch 1.0\n"):
+        easydist.ray.Ranks(1, resources={"rank": 1}, runtime_env={"env_vars": {"PYTHONPATH": path}})
+    assert alive() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"size": 0}, "size=0 is less than 1"),
+        ({"size": 1, "strategy": "RANDOM"}, "strategy='RANDOM' is none of PACK, SPREAD,"),
+        ({"size": 1, "resources": {}}, "name no amount of anything"),
+        ({"size": 1, "resources": {"CPU": -1}}, "name no amount of anything"),
+    ],
+)
+def test_impossible_ranks_are_refused_before_ray_starts(options, text):
+    with pytest.raises(ValueError, match=text):
+        easydist.ray.Ranks(**options)

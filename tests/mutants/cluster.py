@@ -1,0 +1,50 @@
+"""Faults of ``easydist/cluster``."""
+
+from mutants.planting import Mutant
+
+RANKS = "tests/cluster/test_ranks.py::"
+
+MUTANTS = [
+    Mutant(
+        "cluster/world.py",
+        "variables",
+        "nodes[:rank].count(node)",
+        "nodes[:rank].count(nodes[0])",
+        "easydist/cluster/world.py",
+    ),
+    Mutant(
+        "state/groups.py",
+        "store_of_group",
+        "{_made.count(world)}",
+        "{len(_made)}",
+        RANKS + "test_a_killed_rank_is_named_and_replaced",
+    ),
+    Mutant(
+        "cluster/failures.py",
+        "raised",
+        "(own or [*failed])[0]",
+        "[*failed][0]",
+        RANKS + "test_a_failure_is_raised_once_and_the_others_hear",
+    ),
+    Mutant(
+        "cluster/placement.py",
+        "Placement.__init__",
+        "            self.remove()\n",
+        "",
+        RANKS + "test_too_few_resources_are_told_and_nothing_stays",
+    ),
+    Mutant(
+        "cluster/ranks.py",
+        "Ranks._lose",
+        "if rank in self._variables:",
+        "if not self._variables:",
+        RANKS + "test_a_killed_rank_is_named_and_replaced",
+    ),
+    Mutant(
+        "cluster/ranks.py",
+        "Ranks._started",
+        "failures.is_of_node(answer)",
+        "False",
+        RANKS + "test_a_world_of_two_nodes_outlives_one_of_them",
+    ),
+]
