@@ -146,10 +146,16 @@ class Ranks:
 
         Raises:
             PeerLostError: A rank has ended.
+            RuntimeError: A rank has failed to enter the world.
             CollectiveTimeout: A rank has not been started in time.
         """
+        import ray
+
         found: dict[int, Any] = {}
         for rank, answer in self._answers({ref: rank for rank, ref in asked.items()}, deadline):
+            if isinstance(answer, ray.exceptions.RayTaskError):
+                text = f"Ranks: rank {rank} at {self._facts[rank].address} could not enter the world: {answer.cause}"
+                raise RuntimeError(f"{text}\nOpen the ports between the nodes (docs/clusters.md).") from answer
             if isinstance(answer, Exception):
                 raise self._lose(rank, answer)
             found[rank] = answer

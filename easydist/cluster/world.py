@@ -22,8 +22,11 @@ from easydist.state.environment import launched
 from easydist.state.groups import store_of_group
 from easydist.testing.worker import trace
 
-_SECONDS = 1.0
+_ANSWERS = 1.0
 """Seconds within which the store of a world answers the driver."""
+
+_CONNECTS = 30.0
+"""The same for the ranks, which may be many."""
 
 
 class Outcome(NamedTuple):
@@ -85,11 +88,15 @@ def enter(variables: dict[str, str], address: str) -> None:
     Args:
         variables: torchrun's variables for this rank.
         address: The address at which other nodes reach this one.
+
+    Raises:
+        RuntimeError: The store of the world cannot be reached.
     """
     _leave()
     os.environ.update(variables)
     if (name := _interface(address)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    store_of_group(launched(), _CONNECTS, nothing)  # now, so that its end is noticed in the first call, too
 
 
 def _leave() -> None:
@@ -158,5 +165,5 @@ def tell_of_loss(variables: dict[str, str], error: PeerLostError) -> None:
     if world.rank == 0:
         return  # it has served the store
     with contextlib.suppress(RuntimeError):
-        store = PrefixStore("easydist", store_of_group(world, _SECONDS, nothing))
-        Monitor(world.rank, world.size, _SECONDS, TimedStore(store), "default").leave_for_good(error)
+        store = PrefixStore("easydist", store_of_group(world, _ANSWERS, nothing))
+        Monitor(world.rank, world.size, _ANSWERS, TimedStore(store), "default").leave_for_good(error)

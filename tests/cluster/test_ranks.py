@@ -118,6 +118,16 @@ def test_a_world_of_two_nodes_outlives_one_of_them(cluster, tmp_path):
 # --- failures and losses
 
 
+def exits():
+    raise SystemExit(3)
+
+
+def anew(ranks):
+    """Let the next call of the ranks be the first one in a world."""
+    with pytest.raises(RemoteError, match=r"^run: ranks 0–2 of 3 raised SystemExit: 3\n"):
+        ranks.run(exits)
+
+
 def fails(first_call):
     if not first_call:
         gathered()
@@ -135,6 +145,7 @@ def fails_beside_torch():
 
 @pytest.mark.parametrize("how", ["first call", "later call", "torch"])
 def test_a_failure_is_raised_once_and_the_others_hear(ranks, how):
+    anew(ranks)
     before = ranks.run(kept)
     with pytest.raises(RemoteError, match=r"^run: rank 1 of 3 raised LookupError: no such sample\n") as caught:
         ranks.run(fails_beside_torch) if how == "torch" else ranks.run(fails, how == "first call")
@@ -149,35 +160,34 @@ def test_a_failure_is_raised_once_and_the_others_hear(ranks, how):
     assert ranks.run(gathered) == [[0, 1, 2]] * 3
 
 
-def ends(first_call):
+def ends(victim, first_call):
     if not first_call:
         gathered()
-    if rank() == 1:
+    if rank() == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     gathered()
 
 
-@pytest.mark.parametrize("first_call", [True, False])
-def test_a_killed_rank_is_named_and_replaced(ranks, first_call):
+@pytest.mark.parametrize(("victim", "first_call"), [(1, True), (1, False), (0, True)])
+def test_a_killed_rank_is_named_and_replaced(ranks, victim, first_call):
+    others = [one for one in range(3) if one != victim]
+    anew(ranks)
     before = ranks.run(kept)
-    with pytest.raises(
-        PeerLostError, match=r"^run: rank 1 is lost: process \d+ on .* was killed, or crashed\n"
-    ) as caught:
-        ranks.run(ends, first_call)
-    assert (caught.value.rank, caught.value.pid) == (1, before[1][1])
-    assert "\n  ranks 0, 2 raised PeerLostError: " in str(caught.value)
-    with pytest.raises(PeerLostError, match=r"^run: rank 1 is lost"):
+    text = rf"^run: rank {victim} is lost: process \d+ on .* was killed, or crashed\n  ranks? .* raised PeerLostError: "
+    with pytest.raises(PeerLostError, match=text) as caught:
+        ranks.run(ends, victim, first_call)
+    assert (caught.value.rank, caught.value.pid) == (victim, before[victim][1])
+    with pytest.raises(PeerLostError, match=rf"^run: rank {victim} is lost"):
         ranks.run(kept)
-    with pytest.raises(RuntimeError, match=r"^restart: rank 1 could not join .*: ranks.restart\(\[1, 2\]\)$"):
+    with pytest.raises(
+        RuntimeError, match=rf"^restart: rank {victim} could not join .*: ranks.restart\(\[{victim}, 2\]\)$"
+    ):
         ranks.restart([2])
-    ranks.restart([1])
+    ranks.restart([victim])
     after = ranks.run(kept)
-    assert (after[0], after[2], after[1][0]) == (before[0], before[2], None)
+    assert [after[one] for one in others] == [before[one] for one in others]
+    assert after[victim][0] is None
     assert ranks.run(gathered) == [[0, 1, 2]] * 3
-
-
-def exits():
-    raise SystemExit(3)
 
 
 def test_what_cannot_be_run_or_returned_is_an_error(ranks):
@@ -185,8 +195,6 @@ def test_what_cannot_be_run_or_returned_is_an_error(ranks):
         ranks.run(kept, threading.Lock())
     with pytest.raises(RemoteError, match=r"^run: ranks 0–2 of 3 raised TypeError: cannot pickle"):
         ranks.run(threading.Lock)
-    with pytest.raises(RemoteError, match=r"^run: ranks 0–2 of 3 raised SystemExit: 3\n"):
-        ranks.run(exits)
     with pytest.raises(ValueError, match=r"^restart: there is no rank 3: there are 3 ranks$"):
         ranks.restart([0, 3])
     assert ranks.run(gathered) == [[0, 1, 2]] * 3
