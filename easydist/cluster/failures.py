@@ -50,10 +50,11 @@ def raised(failed: Mapping[int, Outcome], facts: Sequence[Facts]) -> RemoteError
     ]
     error = RemoteError("\n".join(lines))
     error.rank = first
-    with contextlib.suppress(Exception):  # its class may exist on the ranks only
+    if outcome.error:
         from ray import cloudpickle
 
-        error.__cause__ = cloudpickle.loads(outcome.error)
+        with contextlib.suppress(Exception):  # its class may exist on the ranks only
+            error.__cause__ = cloudpickle.loads(outcome.error)
     return error
 
 

@@ -18,6 +18,9 @@ from easydist.cluster.world import Outcome, tell_of_loss, variables
 from easydist.errors import PeerLostError
 from easydist.typing import Timeout
 
+_LOOKS_EVERY = 1.0
+"""Seconds after which ranks that have returned look whether others wait for them."""
+
 _STOPS_WITHIN = 4.0
 """Seconds within which ranks must stop after Ctrl-C."""
 
@@ -112,7 +115,7 @@ class Ranks:
         """Start the actors of ranks, and return their processes."""
         found: dict[int, Facts] = {}
         asked = {self._begin(rank): rank for rank in ranks}
-        for rank, answer in self._answers(asked, deadline):
+        for rank, answer in self._answers(asked, self._give_up, deadline):
             if not isinstance(answer, Exception):
                 found[rank] = answer
             elif failures.is_of_node(answer):  # which Ray did not know to be dead when it placed the actor
@@ -152,7 +155,7 @@ class Ranks:
         import ray
 
         found: dict[int, Any] = {}
-        for rank, answer in self._answers({ref: rank for rank, ref in asked.items()}, deadline):
+        for rank, answer in self._answers({ref: rank for rank, ref in asked.items()}, self._give_up, deadline):
             if isinstance(answer, ray.exceptions.RayTaskError):
                 text = f"Ranks: rank {rank} at {self._facts[rank].address} could not enter the world: {answer.cause}"
                 raise RuntimeError(f"{text}\nOpen the ports between the nodes (docs/clusters.md).") from answer
@@ -161,22 +164,34 @@ class Ranks:
             found[rank] = answer
         return found
 
-    def _answers(self, asked: dict[Any, int], deadline: float = float("inf")) -> Iterator[tuple[int, Any]]:
-        """Yield ranks with their answers, or with Ray's errors, as they come; remove them from those that are asked."""
+    def _answers(
+        self, asked: dict[Any, int], late: Callable[[], object], deadline: float = 0.0
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield ranks with their answers, or with Ray's errors, as they come; remove them from those that are asked.
+
+        Args:
+            asked: The ranks, by the references of the answers.
+            late: Called if no answer has come before the deadline, and then every second.
+            deadline: The time, on the clock of ``time.monotonic``.
+        """
         import ray
 
         while asked:
-            left = deadline - time.monotonic()
-            done, _ = ray.wait(list(asked), timeout=None if left == float("inf") else max(0.0, left))
+            done, _ = ray.wait(list(asked), timeout=max(_LOOKS_EVERY, deadline - time.monotonic()))
             if not done:
-                assert self._placement is not None
-                raise self._placement.too_little(self._limit)
+                late()
+                continue
             rank, answer = asked.pop(done[0]), None
             try:
                 answer = ray.get(done[0])
             except ray.exceptions.RayError as error:
                 answer = error
             yield rank, answer
+
+    def _give_up(self) -> None:
+        """Raise the error for ranks that are not started in time."""
+        assert self._placement is not None
+        raise self._placement.too_little(self._limit)
 
     def _lose(self, rank: int, error: Exception) -> PeerLostError:
         """Record the loss of a rank, and tell the others."""
@@ -205,7 +220,8 @@ class Ranks:
 
         Raises:
             TypeError: The function or its arguments cannot be pickled.
-            RemoteError: It raised on a rank. Ranks that waited for that one raised, too.
+            RemoteError: It raised on a rank. Ranks that waited for that one raised, too. Or ranks waited in a call for
+                one that had returned.
             PeerLostError: The process or the node of a rank has ended, now or before. Ranks that waited for it raised,
                 too.
             RuntimeError: Ranks are busy, because they did not react to Ctrl-C; or these ranks are closed.
@@ -220,8 +236,10 @@ class Ranks:
             self._meet(time.monotonic() + self._limit)
         sent = ray.put(message)
         self._busy = {actor.call.remote(sent): rank for rank, actor in self._actors.items()}
+        answers: dict[int, Outcome | PeerLostError] = {}
         try:
-            answers = {rank: self._outcome(rank, answer) for rank, answer in self._answers(self._busy)}
+            for rank, answer in self._answers(self._busy, lambda: self._look(answers)):
+                answers[rank] = self._outcome(rank, answer)
         except BaseException:
             self._interrupt()
             raise
@@ -233,6 +251,12 @@ class Ranks:
         if isinstance(answer, ray.exceptions.RayTaskError):  # it did not come to the function
             return Outcome(b"", str(answer.cause), str(answer))
         return self._lose(rank, answer) if isinstance(answer, Exception) else answer
+
+    def _look(self, answers: Mapping[int, Outcome | PeerLostError]) -> None:
+        """Let ranks that have returned see whether others wait for them in vain."""
+        for rank, one in answers.items():
+            if isinstance(one, Outcome) and not one.raised:
+                self._actors[rank].part_if_awaited.remote()
 
     def _results(self, answers: Mapping[int, Outcome | PeerLostError]) -> list[Any]:
         from ray import cloudpickle

@@ -62,3 +62,9 @@ class RankActor:
         from easydist.cluster.world import outcome
 
         return outcome(message)
+
+    def part_if_awaited(self) -> None:
+        """Do as ``world.part_if_awaited``."""
+        from easydist.cluster.world import part_if_awaited
+
+        part_if_awaited()

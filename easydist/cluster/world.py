@@ -14,6 +14,7 @@ from torch.distributed import PrefixStore
 from easydist.base import torch_groups
 from easydist.cluster.facts import Facts
 from easydist.errors import PeerLostError, RemoteError
+from easydist.groups.communicators import Communicators
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.status import nothing
 from easydist.liveness.timed_store import TimedStore
@@ -141,17 +142,27 @@ def outcome(message: bytes) -> Outcome:
 def _give_up(raised: str) -> None:
     """Leave the world, so that ranks that wait for this one do not wait in vain."""
     with contextlib.suppress(Exception):  # only the error of the function counts
-        comms = ProcessState().communicators()
-        if comms.size > 1:
-            comms.appear()
-            error = RemoteError(
-                f"run: rank {comms.rank} failed while others waited for it\n  rank {comms.rank}: {raised}"
-            )
-            error.rank = comms.rank
-            comms.monitor.leave_for_good(error)
-            comms.monitor.disconnect()  # which ends waits in torch's own collectives, too
+        _part(ProcessState().communicators(), "failed", f"\n  {raised}")
     with contextlib.suppress(Exception):
         _leave()  # for ranks that wait in smaller groups
+
+
+def part_if_awaited() -> None:
+    """Leave the world if others are in a call that this rank, which has returned from the function, does not make."""
+    comms = ProcessState().communicators()
+    comms.appear()
+    if comms.monitor.is_behind():
+        _part(comms, "returned from the function", "")
+
+
+def _part(comms: Communicators, what: str, why: str) -> None:
+    if comms.size == 1:
+        return
+    comms.appear()
+    error = RemoteError(f"run: rank {comms.rank} {what} while others waited for it{why}")
+    error.rank = comms.rank
+    comms.monitor.leave_for_good(error)
+    comms.monitor.disconnect()  # which ends waits in torch's own collectives, too
 
 
 def tell_of_loss(variables: dict[str, str], error: PeerLostError) -> None:

@@ -139,6 +139,10 @@ class GroupStatus(GroupProtocol):
     def _number_of(self, peer: Peer) -> int | None:
         return peer.number() if peer.is_visible else self._seen(peer)[0]
 
+    def is_behind(self) -> bool:
+        """True if another rank has begun a call of all ranks that this one has not begun."""
+        return any((self._number_of(peer) or 0) > self.number for peer in self.peers.values())
+
     def _seen(self, peer: Peer) -> tuple[int | None, str]:
         """Return the published state of a rank on another host: the number of its last call, and its place."""
         if (text := self._read(key := f"seen/{peer.rank}", peer.rank)) is None:

@@ -160,6 +160,25 @@ def test_a_failure_is_raised_once_and_the_others_hear(ranks, how):
     assert ranks.run(gathered) == [[0, 1, 2]] * 3
 
 
+def returns(first_call):
+    if not first_call:
+        gathered()
+    return "early" if rank() == 1 else gathered()
+
+
+@pytest.mark.parametrize("first_call", [True, False])
+def test_ranks_do_not_wait_for_one_that_has_returned(ranks, first_call):
+    anew(ranks)
+    text = (
+        r"^run: ranks 0, 2 of 3 raised RemoteError: run: rank 1 returned from the function while others waited for it\n"
+    )
+    with pytest.raises(RemoteError, match=text):
+        ranks.run(returns, first_call)
+    assert ranks.run(gathered) == [[0, 1, 2]] * 3
+    ray.get([actor.part_if_awaited.remote() for actor in ranks._actors.values()])  # nobody waits
+    assert ranks.run(gathered) == [[0, 1, 2]] * 3
+
+
 def ends(victim, first_call):
     if not first_call:
         gathered()

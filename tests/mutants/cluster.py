@@ -24,7 +24,7 @@ MUTANTS = [
         "raised",
         "(own or [*failed])[0]",
         "[*failed][0]",
-        RANKS + "test_a_failure_is_raised_once_and_the_others_hear",
+        "tests/cluster/test_failures.py",
     ),
     Mutant(
         "cluster/placement.py",
@@ -39,6 +39,13 @@ MUTANTS = [
         "if rank in self._variables:",
         "if not self._variables:",
         RANKS + "test_a_killed_rank_is_named_and_replaced",
+    ),
+    Mutant(
+        "cluster/world.py",
+        "part_if_awaited",
+        "comms.monitor.is_behind()",
+        "comms.size > 1",
+        RANKS + "test_ranks_do_not_wait_for_one_that_has_returned",
     ),
     Mutant(
         "cluster/ranks.py",
