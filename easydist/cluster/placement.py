@@ -58,7 +58,7 @@ class Placement:
         nodes = sum(node["Alive"] for node in ray.nodes())
         head = f"Ranks: {self._size} ranks with {asked} each ({self._strategy}) were not started within {seconds:.3g} s"
         advice = "Ask for less, end what uses the rest, or give the cluster more time to grow (timeout=)."
-        return CollectiveTimeout("\n".join([head, f"  {nodes} nodes are alive", *rows, advice]))
+        return CollectiveTimeout("\n".join([head, f"  nodes: {nodes} alive", *rows, advice]))
 
     def remove(self) -> None:
         """Give the resources back, which ends the actors that use them."""

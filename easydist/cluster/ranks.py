@@ -283,7 +283,7 @@ class Ranks:
         if self._lost:
             raise failures.all_lost(self._lost, {})
         if busy := self._still_busy():
-            raise RuntimeError(f"{failures.named(busy)} still run code that ignores Ctrl-C: ranks.restart({busy})")
+            raise RuntimeError(f"run: code on {failures.named(busy)} ignores Ctrl-C: wait, or ranks.restart({busy})")
 
     def _still_busy(self, within: float = 0.0) -> list[int]:
         """Return the ranks that have not ended an interrupted function, even after some seconds."""
