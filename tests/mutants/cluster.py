@@ -47,11 +47,4 @@ MUTANTS = [
         "comms.size > 1",
         RANKS + "test_ranks_do_not_wait_for_one_that_has_returned",
     ),
-    Mutant(
-        "cluster/ranks.py",
-        "Ranks._started",
-        "failures.is_of_node(answer)",
-        "False",
-        RANKS + "test_a_world_of_two_nodes_outlives_one_of_them",
-    ),
 ]
