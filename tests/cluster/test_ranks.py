@@ -228,25 +228,21 @@ def test_ctrl_c_interrupts_all_ranks(ranks, tmp_path):
 
 
 def ignores(begun):
-    begun.write_text("")
-    while True:
-        with contextlib.suppress(KeyboardInterrupt):
-            threading.Event().wait()
+    if rank() == 2:
+        begun.write_text("")
+        while True:
+            with contextlib.suppress(KeyboardInterrupt):
+                threading.Event().wait()
 
 
-def test_a_rank_that_ignores_ctrl_c_is_named_and_replaced(shared, tmp_path, monkeypatch):
+def test_a_rank_that_ignores_ctrl_c_is_named_and_replaced(ranks, tmp_path, monkeypatch):
     monkeypatch.setattr("easydist.cluster.ranks._STOPS_WITHIN", 0.1)
-    with started(1) as ranks:
-        with when(tmp_path / "begun", lambda: os.kill(os.getpid(), signal.SIGINT)), pytest.raises(KeyboardInterrupt):
-            ranks.run(ignores, tmp_path / "begun")
-        with pytest.raises(
-            RuntimeError, match=r"^run: code on rank 0 ignores Ctrl-C: wait, or ranks.restart\(\[0\]\)$"
-        ):
-            ranks.run(gathered)
-        ranks.restart([0])
-        assert ranks.run(gathered) == [[0]]
-    with pytest.raises(RuntimeError, match=r"^these ranks are closed"):
+    with when(tmp_path / "begun", lambda: os.kill(os.getpid(), signal.SIGINT)), pytest.raises(KeyboardInterrupt):
+        ranks.run(ignores, tmp_path / "begun")
+    with pytest.raises(RuntimeError, match=r"^run: code on rank 2 ignores Ctrl-C: wait, or ranks.restart\(\[2\]\)$"):
         ranks.run(gathered)
+    ranks.restart([2])
+    assert ranks.run(gathered) == [[0, 1, 2]] * 3
 
 
 # --- the start
@@ -277,6 +273,8 @@ def places():
 def test_easydist_is_sent_to_the_nodes(shared):
     with started(1, ship=True) as ranks:
         assert any("py_modules" in path for path in ranks.run(places)[0])
+    with pytest.raises(RuntimeError, match=r"^these ranks are closed"):
+        ranks.run(places)
 
 
 def test_another_version_of_torch_is_an_error(shared, tmp_path):
