@@ -16,6 +16,7 @@ import numpy as np
 
 from easydist.agreement.notes import Notes, listeners
 from easydist.base.torch_private import backward_id
+from easydist.base.wording import counted
 from easydist.groups.communicators import Communicators
 from easydist.typing import Timeout
 
@@ -91,10 +92,12 @@ class calling:  # noqa: N801 - a context manager, read as a phrase
 
     def _other_rank(self, peer: int) -> int:
         """Return the peer as the integer that reports take, which are JSON."""
-        if not 0 <= index(peer) < self._comms.size or peer == self._comms.rank:
+        if not hasattr(peer, "__index__"):
+            raise TypeError(f"{self._operation}: {self._name}={peer!r} is not a rank: pass an integer")
+        if not 0 <= peer < self._comms.size or peer == self._comms.rank:
             raise ValueError(
-                f"{self._operation}: {self._name}={peer} is not another rank of the group: it has {self._comms.size}, "
-                f"this is rank {self._comms.rank}"
+                f"{self._operation}: {self._name}={peer} is not another rank of the group, which has "
+                f"{counted(self._comms.size)}; this is rank {self._comms.rank}"
             )
         return index(peer)
 

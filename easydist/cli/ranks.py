@@ -169,22 +169,6 @@ def awaited_by(told: PageEntry, known: Mapping[int, PageEntry]) -> list[int]:
     return [rank for rank in range(told.size) if rank not in known or known[rank].number < told.number]
 
 
-def numbers(ranks: Iterable[int]) -> str:
-    """Return ranks as text.
-
-    Example:
-        >>> numbers([3, 4, 5, 1])
-        '1, 3–5'
-    """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
-
-
 def as_json(groups: Iterable[list[Rank]]) -> list[dict[str, Any]]:
     """Return groups as values for JSON."""
     return [_group_as_json(ranks) for ranks in groups]

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from easydist.cli.ranks import Rank, Ranks, as_json as json_of, awaited, jobs, numbers, placed, stack_of
+from easydist.base.wording import numbers
+from easydist.cli.ranks import Rank, Ranks, as_json as json_of, awaited, jobs, placed, stack_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

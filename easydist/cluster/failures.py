@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from easydist.cli.ranks import numbers
+from easydist.base.wording import numbers
 from easydist.cluster.facts import Facts, versions
 from easydist.errors import PeerLostError, RemoteError
 from easydist.liveness import texts

@@ -128,7 +128,8 @@ class EncodedObject:
         try:
             pickler.dump(value if strings is None else strings)
         except (pickle.PicklingError, AttributeError, BufferError, TypeError) as error:
-            raise TypeError(f"{type(value).__name__} cannot be pickled: {error}") from error
+            remedy = "; pass a list of its values" if "'generator'" in str(error) else ""
+            raise TypeError(f"{type(value).__name__} cannot be pickled: {error}{remedy}") from error
         finally:
             del pickler  # because it holds views of views, see _direct
         length, sizes = sum(map(len, chunks)), [raw.nbytes for raw in self._buffers]

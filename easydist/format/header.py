@@ -256,7 +256,7 @@ def decode(buffer: Any, apart: bool = False) -> Header:
 
 def _length(view: memoryview) -> int:
     if len(view) < 8:
-        raise WireError(f"{len(view)} bytes are not a message: the length of its header alone takes 8")
+        raise WireError(f"{len(view)} bytes are too few: the length of a safetensors header alone takes 8")
     length = int.from_bytes(view[:8], "little")
     if length > len(view) - 8:
         raise WireError(f"the header should have {length} bytes, but there are {len(view) - 8}")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from easydist.base.wording import counted
 from easydist.data.arithmetic import split_bounds
 from easydist.metrics.collate import Collate
 from easydist.state import ProcessState
@@ -124,7 +125,7 @@ def _check(total: int, batch_size: int, rank: int, world_size: int) -> None:
             "least 1"
         )
     if not 0 <= rank < world_size:
-        raise ValueError(f"rank={rank} is not a rank of a world of {world_size}, counted from 0")
+        raise ValueError(f"rank={rank} is not a rank of the world, which has {counted(world_size)}")
 
 
 Batch = tuple[int, torch.Tensor, Any]

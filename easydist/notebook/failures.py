@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterable, Sequence, Sized
 from typing import TYPE_CHECKING
 
-from easydist.cli.ranks import numbers
+from easydist.base.wording import numbers
 from easydist.errors import PeerLostError, RemoteError
 
 if TYPE_CHECKING:

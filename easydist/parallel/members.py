@@ -18,6 +18,7 @@ from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb, run
 from easydist.base import torch_groups
+from easydist.base.wording import counted
 from easydist.groups.communicators import Communicators
 from easydist.groups.connecting import connect, registered_group
 from easydist.groups.known import SOLO, of_group, unregistered
@@ -87,7 +88,7 @@ def _check_lists(lists: Sequence[Sequence[int]], size: int) -> None:
     if unordered := [ranks for ranks in lists if list(ranks) != sorted(ranks)]:
         raise ValueError(f"group_ranks has {unordered[0]}; torch.distributed accepts ranks in ascending order only")
     if outside := sorted({rank for rank in every if not 0 <= rank < size}):
-        raise ValueError(f"group_ranks has rank {outside[0]}, but the world has {size} ranks, counted from 0")
+        raise ValueError(f"group_ranks has rank {outside[0]}, but the world has {counted(size)}")
     if twice := sorted({rank for rank in every if every.count(rank) > 1}):
         raise ValueError(f"group_ranks has rank {twice[0]} twice; each rank belongs to one group of a coordinator")
     if missing := sorted(set(range(size)) - set(every)):

@@ -160,9 +160,11 @@ def founding(
 
     Raises:
         RuntimeError: This process is a copy of a rank.
+        ValueError: This build of torch lacks the backend.
     """
     if forks.is_copy():
         raise RuntimeError(forks.NOT_A_RANK)
+    _demand_built(backend)
     limit = timeout or torch_groups.default_timeout(backend.partition(",")[0].rpartition(":")[2])
 
     def make(monitor: Monitor, store: Store, seconds: float) -> dist.ProcessGroup:
@@ -174,6 +176,15 @@ def founding(
     reach = functools.partial(store_of_group, world)
     where = f"{world.address}:{world.port}"
     return Founding(world.rank, world.size, limit.total_seconds(), where, not has_agent(), reach, make)
+
+
+def _demand_built(backend: str) -> None:
+    names = [name.rpartition(":")[2] for name in backend.split(",")]
+    if "nccl" in names and not dist.is_nccl_available():
+        raise ValueError(
+            f"backend={backend!r}: this build of torch ({torch.__version__}) has no NCCL; install torch for CUDA, or "
+            "leave backend= out, which means gloo on the CPU"
+        )
 
 
 def _made_in(monitor: Monitor, store: Store, seconds: float, world: World, backend: str) -> dist.ProcessGroup:

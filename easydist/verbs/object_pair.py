@@ -38,7 +38,7 @@ def send_object(
         >>> import easydist
         >>> easydist.send_object({"step": 3}, 1)
         Traceback (most recent call last):
-        ValueError: send_object: dst=1 is not another rank of the group: it has 1, this is rank 0
+        ValueError: send_object: dst=1 is not another rank of the group, which has 1 rank (0); this is rank 0
 
     Args:
         obj: Any value that can be pickled, without DTensors.
@@ -81,7 +81,7 @@ def recv_object(
         >>> import easydist
         >>> easydist.recv_object(0)
         Traceback (most recent call last):
-        ValueError: recv_object: src=0 is not another rank of the group: it has 1, this is rank 0
+        ValueError: recv_object: src=0 is not another rank of the group, which has 1 rank (0); this is rank 0
 
     Args:
         src: Another rank, inside the group. With a group of torch, it must be the same rank of the world.

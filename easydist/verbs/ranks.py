@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from easydist.base import torch_groups
 from easydist.base.arguments import UNSET, either
+from easydist.base.wording import counted
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.typing import Group
@@ -64,13 +65,17 @@ def check_rank(comms: Communicators, name: str, rank: Any) -> None:
         rank: The result of ``named_rank``.
 
     Raises:
-        TypeError: ``named_rank`` returned this error.
+        TypeError: ``named_rank`` returned this error, or it is not an integer.
         ValueError: ``named_rank`` returned this error, or the rank is not in the group.
     """
     if isinstance(rank, Exception):
         raise rank
-    if rank is not None and not 0 <= rank < comms.size:
-        raise ValueError(f"{name}={rank} is not a rank of the group: it has {comms.size}, counted from 0")
+    if rank is None:
+        return
+    if not hasattr(rank, "__index__"):
+        raise TypeError(f"{name}={rank!r} is not a rank: pass an integer")
+    if not 0 <= rank < comms.size:
+        raise ValueError(f"{name}={rank} is not a rank of the group, which has {counted(comms.size)}")
 
 
 def checked_ranks(comms: Communicators, name: str, ranks: Any) -> list[int]:

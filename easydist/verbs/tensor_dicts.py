@@ -49,7 +49,7 @@ def send_tensor_dict(
         >>> import torch, easydist
         >>> easydist.send_tensor_dict({"x": torch.ones(2)}, 1)
         Traceback (most recent call last):
-        ValueError: send_tensor_dict: dst=1 is not another rank of the group: it has 1, this is rank 0
+        ValueError: send_tensor_dict: dst=1 is not another rank of the group, which has 1 rank (0); this is rank 0
 
     Args:
         tensor_dict: Any such tree, not only a dict.
@@ -122,7 +122,7 @@ def recv_tensor_dict(
         >>> import easydist
         >>> easydist.recv_tensor_dict(0)
         Traceback (most recent call last):
-        ValueError: recv_tensor_dict: src=0 is not another rank of the group: it has 1, this is rank 0
+        ValueError: recv_tensor_dict: src=0 is not another rank of the group, which has 1 rank (0); this is rank 0
 
     Cost: as ``send_tensor_dict``; with ``into`` large tensors arrive in their targets without a copy.
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from easydist.agreement.calling import seconds
+from easydist.base.wording import counted
 from easydist.errors import CollectiveTimeout, PeerLostError
 from easydist.liveness.stored import decoded
 from easydist.liveness.timed_store import TimedStore, reached, served
@@ -72,12 +73,12 @@ def init_group(
         >>> import easydist.ray
         >>> easydist.ray.init_group(world_size=2, rank=2)
         Traceback (most recent call last):
-        ValueError: init_group: rank=2 is not one of 2 ranks, counted from 0
+        ValueError: init_group: rank=2 is not a rank of the group, which has 2 ranks (0–1)
 
     Source: ``ray.util.collective.init_collective_group``.
     """
     if not 0 <= rank < world_size:
-        raise ValueError(f"init_group: rank={rank} is not one of {world_size} ranks, counted from 0")
+        raise ValueError(f"init_group: rank={rank} is not a rank of the group, which has {counted(world_size)}")
     limit = seconds(timeout, "init_group")
     participant = Participant(rank, world_size, _own_address())
     _enter(participant, group_name, _key(group_name, generation), limit, limit, lambda: time.sleep(_POLL))

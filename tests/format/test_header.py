@@ -162,8 +162,8 @@ def test_what_no_message_can_hold_is_refused_when_it_is_written(values, metadata
 
 GOOD = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
 WRONG = {
-    "nothing": (b"", "0 bytes are not a message"),
-    "short": (b"\0" * 7, "7 bytes are not a message"),
+    "nothing": (b"", "0 bytes are too few"),
+    "short": (b"\0" * 7, "7 bytes are too few"),
     "no header": (b"\0" * 8, "does not begin with '{'"),
     "longer than the buffer": (struct.pack("<Q", 3) + b"{}", "should have 3 bytes, but there are 2"),
     "huge": (struct.pack("<Q", 2**63) + b"{}", "should have 9223372036854775808 bytes, but there are 2"),

@@ -84,7 +84,7 @@ def test_in_a_world_of_one_it_is_a_plain_batch_sampler():
         ({"batch_size": 0}, "total=5, batch_size=0, world_size=2: total is at least 0"),
         ({"total": -1}, "total=-1"),
         ({"world_size": 0}, "world_size=0"),
-        ({"rank": 2}, "rank=2 is not a rank of a world of 2, counted from 0"),
+        ({"rank": 2}, r"rank=2 is not a rank of the world, which has 2 ranks \(0–1\)"),
     ],
 )
 def test_what_makes_no_sense_is_refused(wrong, text):

@@ -45,4 +45,7 @@ def test_a_rank_that_dies_while_a_coordinator_is_made_is_named_by_all(case):
 
 def test_a_rank_that_does_not_exist_is_refused_in_a_launched_world():
     for rank, row in survivors("shm/dies/2")[0].items():
-        assert row["refusal"] == f"send_object: dst=9 is not another rank of the group: it has 3, this is rank {rank}"
+        assert (
+            row["refusal"]
+            == f"send_object: dst=9 is not another rank of the group, which has 3 ranks (0–2); this is rank {rank}"
+        )

@@ -70,7 +70,7 @@ def test_one_rank_has_nobody_to_send_to(rank):
         }
         for name, call in calls.items():
             assert text_of(call).startswith(f"ValueError: {name}: "), name
-            assert "is not another rank of the group: it has 1, this is rank 0" in text_of(call)
+            assert "is not another rank of the group, which has 1 rank (0); this is rank 0" in text_of(call)
 
 
 @distributed(world_size=2)

@@ -191,7 +191,7 @@ def test_a_parameter_that_cannot_trade_places_is_an_error_for_all_and_none_does(
 @distributed(world_size=2)
 def test_misuse_is_an_error_for_all_before_anything_happens(rank, world_size):
     net = sharded(world_size)
-    with pytest.raises(ValueError, match="modifier_rank=17 is not a rank: there are 2"):
+    with pytest.raises(ValueError, match="modifier_rank=17 is not a rank of the group, which has 2"):
         easydist.GatheredParameters(net, 17).__enter__()
     with pytest.raises(
         RemoteError, match="rank 1: TypeError: GatheredParameters takes parameters and modules, got int"

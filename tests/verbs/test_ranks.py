@@ -124,8 +124,12 @@ def test_a_rank_that_could_be_two_members_is_refused_on_all_ranks(rank, verb, ki
         "member 2 of the group\n  as a member of the group, counted from 0: there are only 3\n"
         f"Pass {other}=2 for rank 3 of the world."
     )
-    assert f"{one}=7 is not a rank of the group: it has 3" in texts(group, lambda: call(rank, passed, {one: 7}))
-    assert f"{other}=3 is not a rank of the group: it has 3" in texts(group, lambda: call(rank, passed, {other: 3}))
+    assert f"{one}=7 is not a rank of the group, which has 3 ranks (0–2)" in texts(
+        group, lambda: call(rank, passed, {one: 7})
+    )
+    assert f"{other}=3 is not a rank of the group, which has 3 ranks (0–2)" in texts(
+        group, lambda: call(rank, passed, {other: 3})
+    )
     assert f"{one}= and {other}= are the same argument; pass one of them" in texts(
         group, lambda: call(rank, passed, {one: 1, other: 1})
     )

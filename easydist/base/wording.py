@@ -1,0 +1,31 @@
+"""Ranks in texts for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def counted(size: int) -> str:
+    """Return a number of ranks, and the ranks.
+
+    Example:
+        >>> counted(1), counted(4)
+        ('1 rank (0)', '4 ranks (0–3)')
+    """
+    return "1 rank (0)" if size == 1 else f"{size} ranks (0–{size - 1})"
+
+
+def numbers(ranks: Iterable[int]) -> str:
+    """Return ranks as text.
+
+    Example:
+        >>> numbers([3, 4, 5, 1])
+        '1, 3–5'
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
