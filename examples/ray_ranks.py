@@ -41,7 +41,7 @@ def show(results: list[tuple[int, float]]) -> None:
 def main() -> None:
     """Evaluate, lose a rank, replace it, and evaluate again."""
     folder = {"working_dir": str(Path(__file__).parent)}
-    with easydist.ray.Ranks(4, resources={"CPU": 0.5}, runtime_env=folder) as ranks:
+    with easydist.ray.Ranks(4, runtime_env=folder) as ranks:
         show(ranks.run(evaluated))
         try:
             ranks.run(evaluated, killed=2)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
+import os
 import socket
 import tempfile
 from pathlib import Path
@@ -14,11 +17,12 @@ _CANNOT_SHIP = (
 )
 
 
-def connect(address: str | None) -> bool:
+def connect(address: str | None, cpus: float) -> bool:
     """Connect to a cluster; start one on this machine if there is none.
 
     Args:
         address: As in ``ray.init``.
+        cpus: The CPUs that a cluster on this machine must count, as ranks may share its cores.
 
     Returns:
         True if this process was not connected before, so that the caller ends what this has begun.
@@ -33,7 +37,11 @@ def connect(address: str | None) -> bool:
         raise ImportError("easydist.ray.Ranks needs ray: pip install 'easydist[ray]'") from error
     if ray.is_initialized():
         return False
-    ray.init(address=address, logging_level=logging.WARNING)
+    if (address or os.environ.get("RAY_ADDRESS") or "local") == "local":
+        with contextlib.suppress(ValueError):  # there is a cluster, which counts its CPUs itself
+            ray.init(address, num_cpus=max(os.cpu_count() or 1, math.ceil(cpus)), logging_level=logging.WARNING)
+            return True
+    ray.init(address, logging_level=logging.WARNING)
     return True
 
 

@@ -38,7 +38,7 @@ class Ranks:
         strategy: The placement group's: ``"PACK"``, ``"SPREAD"``, ``"STRICT_PACK"`` or ``"STRICT_SPREAD"``.
         runtime_env: Ray's runtime environment for the ranks; local folders are uploaded.
         address: The cluster, as in ``ray.init``; not used if Ray is connected already. None: the one that Ray finds, or
-            a new one on this machine, which ends with the ranks.
+            a new one on this machine, which ends with the ranks. There, they may be more than the cores.
         ship: True to send the driver's easydist to the nodes; None to do so unless all of them are this machine.
         timeout: How long to wait for resources and for the start of the actors.
 
@@ -81,7 +81,7 @@ class Ranks:
         self._lost = dict[int, PeerLostError]()
         self._busy = dict[Any, int]()
         self._placement: Placement | None = None
-        self._has_connected = connect(address)
+        self._has_connected = connect(address, size * asked.get("CPU", 0))
         try:
             deadline = time.monotonic() + self._limit
             self._environment = environment(runtime_env, ship)

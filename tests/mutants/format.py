@@ -4,6 +4,13 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "format/codec.py",
+        "EncodedObject.check",
+        "for code in _NAMING)",
+        "for code in _NAMING[1:])",
+        "tests/format/test_allowlist.py",
+    ),
+    Mutant(
         "format/allowlist.py",
         "allow_globals",
         "_allowed.update([_checked(entry) for entry in entries])",

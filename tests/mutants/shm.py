@@ -26,6 +26,13 @@ MUTANTS = [
     ),
     Mutant(
         "shm/ring.py",
+        "RingReader._take",
+        "if nbytes == total <= _SMALL:",
+        "if nbytes <= _SMALL:",
+        "tests/queue/test_queue_groups.py::test_ring_of_random_pieces",
+    ),
+    Mutant(
+        "shm/ring.py",
         "RingWriter._lowest",
         "return min(",
         "return max(",
