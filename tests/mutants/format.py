@@ -8,7 +8,7 @@ MUTANTS = [
         "EncodedObject.check",
         "for code in _NAMING)",
         "for code in _NAMING[1:])",
-        "tests/format/test_allowlist.py",
+        "tests/queue/test_queue.py::test_what_is_not_allow_listed_is_refused_by_both_ends",
     ),
     Mutant(
         "format/allowlist.py",
