@@ -129,8 +129,8 @@ if set_mode is None or unset_mode is None:  # no mode may be ended that cannot b
 modes_disabled = found("torch.utils._python_dispatch._disable_current_modes", contextlib.nullcontext)
 """The context outside of all modes. Without it: they see the copies of ``easydist_shm``, too."""
 
-FakeProcessGroup = found("torch._C._distributed_c10d.FakeProcessGroup", None)
-"""A backend in C++ that moves nothing. Without it: modes do not see the operations of ``easydist_shm``."""
+idle_backend = found("torch._C._distributed_c10d.FakeProcessGroup._create_internal", None)
+"""Makes a backend in C++ that moves nothing. Without it: modes do not see the operations of ``easydist_shm``."""
 
 is_profiled = found("torch.autograd._profiler_enabled", lambda: False)
 """True while a profiler is on. Without it: profilers do not see these operations."""

@@ -35,7 +35,7 @@ def shown_to_modes(cls: C) -> C:
 def _shown(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch_private.mode_depth() and torch_private.FakeProcessGroup is not None:
+        if torch_private.mode_depth() and torch_private.idle_backend is not None:
             modes.demand_data(name)
             seen = _fitting(*args) if name == "allgather" and not kwargs else args
             getattr(_idle_group(self.rank(), self.size()), name)(*seen, **kwargs)
@@ -57,8 +57,8 @@ def _fitting(outputs: Sequence[Any], inputs: Any, *rest: Any) -> tuple[Any, ...]
 def _idle_group(rank: int, size: int) -> dist.ProcessGroup:
     """Return a group in C++ whose operations move nothing."""
     group = dist.ProcessGroup(dist.HashStore(), rank, size)
-    backend = torch_private.FakeProcessGroup._create_internal(rank, size)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+    kind = dist.ProcessGroup.BackendType.CUSTOM
+    group._register_backend(torch.device("cpu"), kind, torch_private.idle_backend(rank, size))
     return group
 
 

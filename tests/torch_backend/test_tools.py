@@ -15,11 +15,14 @@ def operations(rank, size, group):
     """Yield calls of ``torch.distributed`` by name, with the tensors that they fill."""
     mine, every = torch.full((4,), float(rank)), [torch.empty(4) for _ in range(size)]
     flat, part = torch.empty(4 * size), torch.empty(4)
+    # The names in torch 2.12 and older come second.
+    gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     yield "all_reduce", lambda: dist.all_reduce(mine, group=group), [mine]
     yield "broadcast", lambda: dist.broadcast(mine, 0, group=group), [mine]
     yield "all_gather", lambda: dist.all_gather(every, mine, group=group), every
-    yield "all_gather_single", lambda: dist.all_gather_single(flat, mine, group=group), [flat]
-    yield "reduce_scatter_single", lambda: dist.reduce_scatter_single(part, flat.clone(), group=group), [part]
+    yield "all_gather_single", lambda: gather_single(flat, mine, group=group), [flat]
+    yield "reduce_scatter_single", lambda: scatter_single(part, flat.clone(), group=group), [part]
     yield "all_to_all_single", lambda: dist.all_to_all_single(part, mine, group=group), [part]
     yield "all_to_all", lambda: dist.all_to_all(every, [mine] * size, group=group), every
     total = mine.clone()
