@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 
@@ -53,7 +54,10 @@ class Kernel:
     """A notebook's kernel."""
 
     def __init__(self):
-        self.manager = KernelManager(kernel_name="python3", transport="ipc")  # a port might be taken in between
+        # A port might be taken in between, and so might a path in the working directory, which is the default.
+        self._folder = tempfile.TemporaryDirectory(prefix="kernel-")  # short, because the paths of sockets must be
+        path = os.path.join(self._folder.name, "ipc")
+        self.manager = KernelManager(kernel_name="python3", transport="ipc", ip=path)
         env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[:1]]), "OMP_NUM_THREADS": "1"}
         env.pop("PYTEST_CURRENT_TEST", None)  # ipykernel would not capture what programs write
         self.manager.start_kernel(env=env)
@@ -112,6 +116,7 @@ class Kernel:
     def close(self):
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
+        self._folder.cleanup()
 
 
 def until(condition, seconds=20):

@@ -2,7 +2,7 @@
 
 from mutants.planting import Mutant
 
-RANKS = "tests/cluster/test_ranks.py::"
+RANKS = "tests/cluster/test_ray_ranks.py::"
 
 MUTANTS = [
     Mutant(

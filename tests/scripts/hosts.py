@@ -35,6 +35,9 @@ from easydist.queue import MessageQueue
 ADDRESSES = "10.77.0.1", "10.77.0.2"
 PER_HOST = 2
 UNREACHABLE_AFTER = within(3)
+NOTICED_AT = 17_000
+"""The port at which a rank hears that another one of its host has noticed something; each host has ports of its own."""
+
 NUMEL = 1 << 21
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -189,6 +192,7 @@ def queue(link, victim, rank):
     """Take a host from the network while its readers wait for the other host's queue, and then the writer for them."""
     made = MessageQueue.create_from_process_group(None, max_chunk_bytes=1 << 20, max_chunks=4, writer_rank=0)
     made.broadcast_object("first" if rank == 0 else None)
+    listener = socket.create_server(("127.0.0.1", NOTICED_AT)) if rank == victim else None
     easydist.wait_for_everyone()
     if rank == victim:
         switch(link, "down")
@@ -196,8 +200,11 @@ def queue(link, victim, rank):
     with pytest.raises((PeerLostError, EOFError)) as caught:
         endlessly(use)
     made.close()
-    if rank == victim:
-        switch(link, "up")
+    if listener is not None:  # with the link, the writer's farewell comes to a reader that has not noticed yet
+        with listener, listener.accept()[0]:
+            switch(link, "up")
+    elif rank > victim:
+        socket.create_connection(("127.0.0.1", NOTICED_AT)).close()
     return {"text": f"{caught.typename}: {caught.value}"}
 
 
