@@ -66,7 +66,7 @@ MUTANTS = [
         "WriterEnd.put",
         "self._seen or self._departure()",
         "self._seen",
-        "tests/queue/test_queue_ends.py::test_a_reader_closes",
+        "tests/queue/test_queue_ends.py::test_no_message_is_sent_once_a_reader_has_closed",
     ),
     Mutant(
         "queue/writer.py",

@@ -127,6 +127,14 @@ def test_a_reader_closes(pair):
     reader.close()
 
 
+def test_no_message_is_sent_once_a_reader_has_closed(pair):
+    writer, reader = pair()
+    writer.enqueue(1)
+    reader.close()
+    with pytest.raises(BrokenPipeError, match="reader 0 has closed its end"):
+        writer.enqueue(2) if pair.is_local else fill(writer)  # TCP tells the writer a moment later
+
+
 @pytest.mark.slow
 def test_an_end_that_is_forgotten_is_closed():
     writer = MessageQueue(1, 1)
