@@ -22,6 +22,10 @@ MISTAKES = {
         lambda: easydist.send_tensor_dict(DATA, dst="0"),
         TypeError("send_tensor_dict: dst='0' is not a rank: pass an integer"),
     ),
+    "a modifier as text": (
+        lambda: easydist.GatheredParameters([], modifier_rank="0").__enter__(),
+        TypeError("modifier_rank='0' is not a rank: pass an integer"),
+    ),
     "a rank that is not there": (
         lambda: easydist.broadcast(DATA, from_process=1),
         ValueError("from_process=1 is not a rank of the group, which has 1 rank (0)"),

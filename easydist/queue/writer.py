@@ -58,7 +58,6 @@ class WriterEnd(End):
         self._peers: dict[int, Peer] = {}
         self._senders: dict[int, Sender] = {}
         self._ring, self._listener = self._make_ring(), None
-        self._piece = self._ring.shape.piece if self._ring else 0
         self._n_remote = n_reader - (len(self._local_ranks) if self._ring else 0)
         self._progress: SimpleQueue[None] = SimpleQueue()  # an interrupt inside an Event would leave it locked forever
         self._start = -1
@@ -125,8 +124,8 @@ class WriterEnd(End):
         return all(not n or (n < self._max_chunks and b + nbytes <= self._capacity) for n, b in unsent)
 
     def _write(self, ring: RingWriter, message: codec.EncodedObject, until: float | None) -> None:
-        at, parts = 0, message.parts()
-        for piece in [parts] if message.nbytes <= self._piece else _cut(parts, self._piece):
+        at, parts, most = 0, message.parts(), ring.shape.piece
+        for piece in [parts] if message.nbytes <= most else _cut(parts, most):
             nbytes = sum(map(len, piece))
             start = ring.place(nbytes, grow=False)
             if start < 0:
@@ -229,8 +228,8 @@ class WriterEnd(End):
 
     def _departure(self) -> Exception | None:
         """Return the error for a reader that is known to have left; None if there is none."""
-        for i in self._ring.left() if self._ring is not None else ():
-            return _left(self._local_ranks[i])
+        if self._ring is not None and (left := self._ring.left()):
+            return _left(self._local_ranks[left[0]])
         for rank, sender in self._senders.items():
             sender.look()
             if sender.has_left:

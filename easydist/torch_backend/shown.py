@@ -1,4 +1,4 @@
-"""What torch's tools see of a group: the operator that they would see with gloo, and events with its name.
+"""The view that torch's tools have of a group: the operators that they would see with gloo, and events.
 
 torch calls a group that is written in Python past the dispatcher, so a mode such as ``CommDebugMode`` would see
 nothing. While a mode is on, a group in C++ that moves nothing gets every call, too: its calls pass the dispatcher.

@@ -16,12 +16,12 @@ from easydist.agreement.call import Call
 from easydist.agreement.frames import Agreement
 from easydist.agreement.runner import Verb, meet, reported, run
 from easydist.base.arguments import UNSET, either, hiding
-from easydist.base.wording import counted
 from easydist.data.backing import absence
 from easydist.groups.communicators import Communicators
 from easydist.state import communicators
 from easydist.typing import Group, Timeout
 from easydist.verbs.broadcast import broadcast
+from easydist.verbs.ranks import check_rank
 from easydist.verbs.sharded import (
     check_resharded,
     fsdp_aside,
@@ -167,10 +167,7 @@ class _Opening(Verb[_Sorted]):
         modifier_rank = self._modifier_rank
         if self._is_open:
             raise RuntimeError("GatheredParameters: the body of this instance has not ended yet; make another instance")
-        if modifier_rank is not None and not 0 <= modifier_rank < comms.size:
-            raise ValueError(
-                f"modifier_rank={modifier_rank} is not a rank of the group, which has {counted(comms.size)}"
-            )
+        check_rank(comms, "modifier_rank", modifier_rank)
         self._sorted = modules, parameters = _sort(self._params)
         check_resharded(parameters)
         return Call({"modifier_rank": modifier_rank, "modules": len(modules), "parameters": len(parameters)})

@@ -122,7 +122,7 @@ def exits():
     raise SystemExit(3)
 
 
-def anew(ranks):
+def in_new_world(ranks):
     """Let the next call of the ranks be the first one in a world."""
     with pytest.raises(RemoteError, match=r"^run: ranks 0–2 of 3 raised SystemExit: 3\n"):
         ranks.run(exits)
@@ -145,7 +145,7 @@ def fails_beside_torch():
 
 @pytest.mark.parametrize("how", ["first call", "later call", "torch"])
 def test_a_failure_is_raised_once_and_the_others_hear(ranks, how):
-    anew(ranks)
+    in_new_world(ranks)
     before = ranks.run(kept)
     with pytest.raises(RemoteError, match=r"^run: rank 1 of 3 raised LookupError: no such sample\n") as caught:
         ranks.run(fails_beside_torch) if how == "torch" else ranks.run(fails, how == "first call")
@@ -168,7 +168,7 @@ def returns(first_call):
 
 @pytest.mark.parametrize("first_call", [True, False])
 def test_ranks_do_not_wait_for_one_that_has_returned(ranks, first_call):
-    anew(ranks)
+    in_new_world(ranks)
     text = (
         r"^run: ranks 0, 2 of 3 raised RemoteError: run: rank 1 returned from the function while others waited for it\n"
     )
@@ -190,7 +190,7 @@ def ends(victim, first_call):
 @pytest.mark.parametrize(("victim", "first_call"), [(1, True), (1, False), (0, True)])
 def test_a_killed_rank_is_named_and_replaced(ranks, victim, first_call):
     others = [one for one in range(3) if one != victim]
-    anew(ranks)
+    in_new_world(ranks)
     before = ranks.run(kept)
     text = rf"^run: rank {victim} is lost: process \d+ on .* was killed, or crashed\n  ranks? .* raised PeerLostError: "
     with pytest.raises(PeerLostError, match=text) as caught:
