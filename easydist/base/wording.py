@@ -1,7 +1,8 @@
-"""Ranks in texts for people."""
+"""Ranks and errors in texts for people."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable
 
 
@@ -29,3 +30,17 @@ def numbers(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+
+
+def trace(error: BaseException, caller: str) -> str:
+    """Return the traceback; for a bare assertion, with the values of the local variables.
+
+    Args:
+        error: The exception.
+        caller: The file that has called the function. The traceback begins below it.
+    """
+    bare = isinstance(error, AssertionError) and not str(error)
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == caller:
+        frames = frames.tb_next
+    return "".join(traceback.TracebackException(type(error), error, frames, capture_locals=bare).format())

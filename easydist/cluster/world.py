@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from easydist.base import torch_groups
+from easydist.base.wording import trace
 from easydist.cluster.facts import Facts
 from easydist.errors import PeerLostError, RemoteError
 from easydist.groups.communicators import Communicators
@@ -21,7 +22,6 @@ from easydist.liveness.timed_store import TimedStore
 from easydist.state import ProcessState
 from easydist.state.environment import launched
 from easydist.state.groups import store_of_group
-from easydist.testing.worker import trace
 
 _ANSWERS = 1.0
 """Seconds within which the store of a world answers the driver."""

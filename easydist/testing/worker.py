@@ -10,7 +10,6 @@ import os
 import pickle
 import signal
 import sys
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore
 
 from easydist.base import torch_groups
+from easydist.base.wording import trace
 from easydist.liveness.limited import within
 from easydist.state import ProcessState
 
@@ -158,17 +158,3 @@ def _portable(error: BaseException) -> Exception:
     except Exception:  # a class of the test's own may raise anything
         copy = None
     return copy if isinstance(copy, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def trace(error: BaseException, caller: str) -> str:
-    """Return the traceback; for a bare assertion, with the values of the local variables.
-
-    Args:
-        error: The exception.
-        caller: The file that has called the function. The traceback begins below it.
-    """
-    bare = isinstance(error, AssertionError) and not str(error)
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == caller:
-        frames = frames.tb_next
-    return "".join(traceback.TracebackException(type(error), error, frames, capture_locals=bare).format())

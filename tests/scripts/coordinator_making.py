@@ -7,6 +7,7 @@ survivors recover and make coordinators of their new world; in "dies" the rank i
 """
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -67,9 +68,10 @@ def dies(rank, victim):
         return {"type": type(error).__name__, "text": str(error)}
 
 
-def work(case, rank):
+def work(case, rank, met):
     easydist.ProcessState(timeout=LIMIT)
     easydist.gather(rank)
+    met.wait()  # else a slow rank could hear of the death in the gather
     _, act, victim = case.split("/")
     row = {"case": case, "rank": rank, "refusal": refusal()}
     row |= {"lost": lost, "dies": dies}[act](rank, int(victim))
@@ -79,7 +81,8 @@ def work(case, rank):
 def launch(case):
     """Fork the ranks and wait for them."""
     is_shared = case.startswith("shm")
-    pids = forked(SIZE, lambda rank: work(case, rank), is_short=True, EASYDIST_SHM=int(is_shared))
+    met = multiprocessing.get_context("fork").Barrier(SIZE)
+    pids = forked(SIZE, lambda rank: work(case, rank, met), is_short=True, EASYDIST_SHM=int(is_shared))
     os.write(1, (json.dumps({"case": case, "statuses": statuses(pids)}) + "\n").encode())
 
 
