@@ -41,26 +41,20 @@ def evaluate():
     return out.getvalue()
 
 
-def on_ray(example):
-    """Run an example with a Ray of its own, and return its output."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install easydist[ray]")
-    folder = tempfile.mkdtemp(prefix="ray")  # short, because the paths of sockets must be
-    private = {"RAY_ADDRESS": "local", "RAY_TMPDIR": folder, "RAY_worker_niceness": "0"}
-    try:
-        out, _ = python(ROOT / "examples" / example, seconds=120, **private)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def on_ray(example, address, **environment):
+    """Run an example on a cluster of Ray, and return its output."""
+    out, _ = python(ROOT / "examples" / example, seconds=120, RAY_ADDRESS=address, **environment)
     return out
 
 
 @pytest.mark.slow
-def test_ray_engine():
-    assert on_ray("ray_engine.py") in (ROOT / "docs" / "weights.md").read_text()
+def test_ray_engine(cluster):
+    assert on_ray("ray_engine.py", cluster.address) in (ROOT / "docs" / "weights.md").read_text()
 
 
 @pytest.mark.slow
-def test_ray_weight_sync():
-    lines = on_ray("ray_weight_sync.py").splitlines()
+def test_ray_weight_sync(cluster):
+    lines = on_ray("ray_weight_sync.py", cluster.address).splitlines()
     rewards = [float(line.rsplit(maxsplit=1)[1]) for line in lines if "reward" in line]
     assert rewards[0] < -10 < -0.5 < rewards[-1]
     assert [line.partition(";")[0] for line in lines if "reward" not in line] == ["worker 1 was lost"]
@@ -68,7 +62,10 @@ def test_ray_weight_sync():
 
 @pytest.mark.slow
 def test_ray_ranks():
-    lines = [line for line in on_ray("ray_ranks.py").splitlines() if "raylet" not in line]
+    pytest.importorskip("ray", reason="Ray is not installed: pip install easydist[ray]")
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:  # a Ray of its own
+        out = on_ray("ray_ranks.py", "local", RAY_TMPDIR=folder, RAY_worker_niceness="0")
+    lines = [line for line in out.splitlines() if "raylet" not in line]
     assert "\n".join(lines) in (ROOT / "docs" / "clusters.md").read_text()
     assert len(lines) == 3
 
