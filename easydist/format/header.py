@@ -67,6 +67,7 @@ _NAMES = {
 _TORCH: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in _NAMES.items() if hasattr(torch, name)}
 _CODES = {dtype: code for code, dtype in _TORCH.items()}
 _PARTS = {torch.complex128: "F64"}
+_INTEGERS = frozenset([int])  # without bool
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 120
@@ -349,7 +350,9 @@ def _described(value: Any, note: str | None) -> tuple[torch.dtype, tuple[int, ..
 
 
 def _is_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
+    if not isinstance(value, list) or not _INTEGERS.issuperset(map(type, value)):
+        return False
+    return not value or (min(value) >= 0 and max(value) < 2**63)
 
 
 def _torch_side(code: str, dtype: torch.dtype, shape: list[int], note: str | None) -> tuple[torch.dtype, list[int]]:
