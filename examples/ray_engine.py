@@ -4,7 +4,7 @@ The ranks of the first one load a version from an iterator, as vLLM and SGLang d
 and holds no copy. The second one goes on answering while a version arrives beside its model. One tensor-parallel rank
 ends and is replaced.
 
-pip install "easydist[ray]"
+pip install '.[ray]'
 python examples/ray_engine.py
 """
 

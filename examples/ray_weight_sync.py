@@ -3,7 +3,7 @@
 A trainer learns to steer a point to the origin, by evolution strategies: it publishes its policy, workers try noisy
 copies of it and report their rewards, and the trainer moves towards those with high rewards.
 
-pip install "easydist[ray]"
+pip install '.[ray]'
 python examples/ray_weight_sync.py
 """
 

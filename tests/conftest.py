@@ -38,7 +38,7 @@ recovered = []
 @pytest.fixture(scope="session")
 def cluster():
     """One Ray for all tests of this process."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install easydist[ray]")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     with private_cluster() as made:
         yield made
 

@@ -62,7 +62,7 @@ def test_ray_weight_sync(cluster):
 
 @pytest.mark.slow
 def test_ray_ranks():
-    pytest.importorskip("ray", reason="Ray is not installed: pip install easydist[ray]")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:  # a Ray of its own
         out = on_ray("ray_ranks.py", "local", RAY_TMPDIR=folder, RAY_worker_niceness="0")
     lines = [line for line in out.splitlines() if "raylet" not in line]

@@ -40,6 +40,15 @@ def test_a_wheel_has_types_and_licence(tmp_path):
     assert "Classifier: Typing :: Typed" in metadata
 
 
+def test_nobody_is_told_to_install_another_package_of_this_name():
+    """The package index has an ``easydist`` of other people: this one is installed from a checkout or a wheel."""
+    folders = ["easydist", "docs", "examples", "tests", "benchmarks"]
+    paths = [path for name in folders for path in (ROOT / name).rglob("*") if path.suffix in (".py", ".md", ".ipynb")]
+    lines = [line for path in [*paths, *ROOT.glob("*.md")] for line in path.read_text().splitlines()]
+    told = [line for line in lines if re.search(r"pip install .*\beasydist\b", line)]
+    assert [line for line in told if "in the checkout of easydist" not in line] == []
+
+
 def test_every_requirement_is_used():
     required = re.findall(r"^[\w-]+", SETUP["options"]["install_requires"], re.MULTILINE)
     code = "\n".join(path.read_text() for path in (ROOT / "easydist").rglob("*.py"))

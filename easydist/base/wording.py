@@ -1,4 +1,4 @@
-"""Ranks and errors in texts for people."""
+"""Ranks, packages and errors in texts for people."""
 
 from __future__ import annotations
 
@@ -30,6 +30,16 @@ def numbers(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+
+
+def needs(part: str, package: str, extra: str) -> str:
+    """Return which package a part of easydist lacks, and how to install it with the extra that names it.
+
+    Example:
+        >>> needs("easydist.ray.Ranks", "ray", "ray")
+        "easydist.ray.Ranks needs ray: run pip install '.[ray]' in the checkout of easydist"
+    """
+    return f"{part} needs {package}: run pip install '.[{extra}]' in the checkout of easydist"
 
 
 def trace(error: BaseException, caller: str) -> str:

@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from easydist.base.wording import needs
+
 _CANNOT_SHIP = (
     "Ranks: this version of Ray ({}) cannot send easydist to the nodes. Install it there and pass ship=False, or call "
     'ray.init(runtime_env={{"py_modules": [easydist]}}) first'
@@ -34,7 +36,7 @@ def connect(address: str | None, cpus: float) -> bool:
     try:
         import ray
     except ImportError as error:
-        raise ImportError("easydist.ray.Ranks needs ray: pip install 'easydist[ray]'") from error
+        raise ImportError(needs("easydist.ray.Ranks", "ray", "ray")) from error
     if ray.is_initialized():
         return False
     if (address or os.environ.get("RAY_ADDRESS") or "local") == "local":

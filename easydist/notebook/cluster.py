@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from easydist.base.wording import needs
 from easydist.notebook.failures import RankLostError, fitting, named
 from easydist.notebook.output import Notebook, Output, Sink
 
@@ -31,8 +32,6 @@ _GIVES_UP_WITHIN = 2.0
 
 _LONGEST_FOLDER = 70
 """The longest path of the folder in bytes. The paths of the sockets in it can have 107."""
-
-_NEEDS = "easydist.notebook needs {}: pip install 'easydist[notebook]'"
 
 
 class Cluster:
@@ -384,7 +383,7 @@ def _demand_extra() -> Any:
         import jupyter_client  # noqa: F401
         import zmq
     except ImportError as error:
-        raise ImportError(_NEEDS.format(error.name)) from error
+        raise ImportError(needs("easydist.notebook", str(error.name), "notebook")) from error
     return zmq
 
 

@@ -16,7 +16,7 @@ from launching import within
 import easydist
 from easydist import CollectiveTimeout, PeerLostError, RemoteError
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install easydist[ray]")
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 pytestmark = MARKS
 travels(__name__)
 

@@ -179,4 +179,4 @@ def test_a_missing_package_is_named(tmp_path):
         sys.executable, "-c", code, env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     )
     ((out, err),) = finished(process)
-    assert out == "easydist.notebook needs ipykernel: pip install 'easydist[notebook]'\n", err
+    assert out == "easydist.notebook needs ipykernel: run pip install '.[notebook]' in the checkout of easydist\n", err

@@ -10,7 +10,7 @@ from launching import examples, within
 
 import easydist
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install easydist[ray]")
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 pytestmark = MARKS
 travels(__name__)
 

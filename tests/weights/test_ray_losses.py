@@ -12,7 +12,7 @@ from launching import within
 import easydist
 from easydist import CollectiveTimeout, PeerLostError
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install easydist[ray]")
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 pytestmark = MARKS
 travels(__name__)
 
