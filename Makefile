@@ -47,10 +47,12 @@ coverage: $(VENV)/.test ## run the tests and list the lines they miss
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
-lint: $(VENV)/.lint ## formatting, lint, docstrings, types; changes nothing
+lint: $(VENV)/.lint ## formatting, lint, docstrings, types, spelling, prose; changes nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/codespell easydist docs tests examples benchmarks *.md Makefile setup.cfg
+	$(BIN)/proselint check docs *.md
 
 format: $(VENV)/.lint ## format the code and fix what ruff can fix
 	$(BIN)/ruff check --fix .

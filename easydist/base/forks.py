@@ -45,7 +45,7 @@ def is_copy() -> bool:
 
 
 def keep(groups: Iterable[Any]) -> None:
-    """Record groups of a parent, and keep them for ever: their destructors wait for threads that a child lacks."""
+    """Record groups of a parent, and keep them forever: their destructors wait for threads that a child lacks."""
     for group in groups:
         groups_of_parents.append(group)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

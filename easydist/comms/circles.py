@@ -112,5 +112,5 @@ class Splits:
 
 def _text(known: Mapping[int, Mapping[str, Any]], circle: Sequence[int]) -> str:
     rows = [f"  rank {rank}: split({known[rank]['ranks']}, {known[rank]['name']!r})" for rank in circle]
-    head = "split: ranks wait for one another for ever, since their lists differ"
+    head = "split: ranks wait for one another forever, since their lists differ"
     return "\n".join([head, *rows, "Every member has to pass the same list, in the same order.", UNMADE])

@@ -105,7 +105,7 @@ class GlooGroup(_Base):  # type: ignore[misc]
     FSDP2 asks for that with a divide factor. Every operation goes through Python, which lets go of the interpreter
     while gloo takes the operation. Functional collectives, which call a group from C++, do not: a thread of gloo that
     ends an operation may need the interpreter, with the lock that gloo needs to take the next one, and both would wait
-    for ever.
+    forever.
 
     Args:
         store: The group's store.

@@ -35,7 +35,7 @@ CALLABLES: dict[Any, _Types] = {
     datetime.timedelta: (int,),
     datetime.timezone: (datetime.timedelta, str),
     decimal.Decimal: (str,),
-    fractions.Fraction: (int,),  # not str: "1e999999999" would take for ever
+    fractions.Fraction: (int,),  # not str: "1e999999999" would take forever
     uuid.UUID: (str,),
     pathlib.PurePosixPath: (str,),
     pathlib.PureWindowsPath: (str,),

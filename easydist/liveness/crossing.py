@@ -1,7 +1,7 @@
 """Ranks that wait for one another in different calls: a message between two of them is awaited, and never comes.
 
 A rank in a call of two waits until its partner has begun to send, or to receive, a message. A rank begins no message
-while it is in another call. So if the partner is in a call of all ranks, which needs this rank, both wait for ever; and
+while it is in another call. So if the partner is in a call of all ranks, which needs this rank, both wait forever; and
 so do ranks that wait for one another in a circle of calls of two. Each two ranks number their messages, so there is no
 doubt, however long a message is on its way: the partner knows whether it has begun that one.
 """

@@ -1,6 +1,6 @@
 """Calls with a time limit into C++ code that waits for a store: it blocks as long as the store's process is stopped.
 
-torch's own limits do not hold there: ``get`` and the constructor of a ``TCPStore`` wait for an answer for ever. So each
+torch's own limits do not hold there: ``get`` and the constructor of a ``TCPStore`` wait for an answer forever. So each
 such call is made in a thread, for which the caller waits.
 """
 

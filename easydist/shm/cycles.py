@@ -2,7 +2,7 @@
 
 A rank waits for all that its operation needs: a step or data of some ranks, or room in the pipe to one. If only one
 thread makes its calls, and waits, then it begins nothing else until that wait ends. So ranks that wait for one another
-in a circle, each for something that the next one has not begun, wait for ever. No comparison of calls finds that:
+in a circle, each for something that the next one has not begun, wait forever. No comparison of calls finds that:
 messages are not numbered among the collectives.
 
 Each such rank shows its wait to the others, and looks around about every 50 ms. A circle counts once each of its ranks
@@ -128,7 +128,7 @@ class Cycles:
             call: The operation for which it waits.
 
         Returns:
-            The operations of the ranks that wait for one another for ever, this one among them; None if none do.
+            The operations of the ranks that wait for one another forever, this one among them; None if none do.
         """
         self._show(flags, call)
         ranks = circle_of(self._rank, self._slots.size, self._needs)

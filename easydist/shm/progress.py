@@ -187,7 +187,7 @@ class Helper:
             move_all()
             if stays:
                 self._stay(self.begun)
-        except Exception:  # without this thread, other ranks might wait for this one for ever
+        except Exception:  # without this thread, other ranks might wait for this one forever
             _log.exception("easydist: an operation under way could not be moved")
         finally:
             self._at = None

@@ -346,7 +346,7 @@ class Streams:
         return bool(self.excludes()) or is_alone(self._thread)
 
     def _find_cycle(self, operation: Operation) -> None:
-        """Make sure that this rank and others do not wait for one another for ever.
+        """Make sure that this rank and others do not wait for one another forever.
 
         Raises:
             DisagreementError: They do.

@@ -176,7 +176,7 @@ def text(dispute: Dispute, end: str) -> str:
     rows = [f"  rank {rank}: {text_of(call)}" for rank, call in enumerate(dispute.calls)]
     if dispute.mismatch is not None:
         rows.append(_row(dispute.mismatch, max(call.code for call in dispute.calls)))
-    what = "ranks wait for one another for ever" if is_circle else "the ranks made different calls"
+    what = "ranks wait for one another forever" if is_circle else "the ranks made different calls"
     return "\n".join([f"{' and '.join(names)}: {what}", *rows, _MEET if is_circle else _SAME, end])
 
 

@@ -58,7 +58,7 @@ def test_ranks_in_a_circle_raise_before_the_limit(case, is_async, rank, world_si
     comm, (run, name, numel) = made(), CASES[case]
     for _ in range(2):
         text = demand_one_error(lambda: run(comm, name, numel, is_async), comm)
-        assert "ranks wait for one another for ever\n" in text
+        assert "ranks wait for one another forever\n" in text
         assert f"  rank 0: {name}({numel} elements of float32, {'dst=1' if name == 'send' else 'src='}" in text
         assert text.endswith("The communicator 'main' has dropped what was under way, and goes on with the next call.")
 
@@ -71,7 +71,7 @@ def test_over_gloo(case, is_async, rank, world_size):
     run, name, numel = CASES[case]
     comm = made(backend="gloo")
     text = demand_one_error(lambda: run(comm, name, numel, is_async), comm, goes_on=False)
-    assert "ranks wait for one another for ever\n" in text
+    assert "ranks wait for one another forever\n" in text
     assert f"  rank 0: {name}({numel} elements of float32, {'dst=1' if name == 'send' else 'src='}" in text
     assert text.endswith("The communicator 'main' is broken. recover() makes a new one of the ranks that are left.")
 
@@ -84,7 +84,7 @@ def test_over_a_wrapped_group(rank, world_size):
         comm = wrap(group)
         begin(comm, "all_reduce")
     text = demand_one_error(lambda: one_apart(comm, "recv"), comm, goes_on=False)
-    assert "recv and all_reduce: ranks wait for one another for ever\n  rank 0: recv(4 elements" in text
+    assert "recv and all_reduce: ranks wait for one another forever\n  rank 0: recv(4 elements" in text
     again = wrap(dist.new_group(backend="gloo", timeout=timedelta(seconds=within(60))))
     text = demand_one_error(lambda: begin(again, "all_reduce", numel=4 + rank), again, goes_on=False)
     assert "all_reduce: the ranks made different calls" in text
@@ -96,7 +96,7 @@ def test_a_rank_outside_of_the_circle_is_told_in_its_next_operation(rank, world_
     comm = made()
     text = demand_one_error(lambda: comm.recv(torch.zeros(2), 1 - rank, False) if rank < 2 else hear(comm), comm)
     assert text == (
-        "recv: ranks wait for one another for ever\n"
+        "recv: ranks wait for one another forever\n"
         "  rank 0: recv(2 elements of float32, src=1)\n"
         "  rank 1: recv(2 elements of float32, src=0)\n"
         + "".join(f"  rank {other}: takes no part in it\n" for other in range(2, world_size))
@@ -217,7 +217,7 @@ def test_splits_with_other_lists(backend, rank, world_size):
         with pytest.raises(CommDisagreement) as caught:
             comm.split(mine.get(rank, everyone), "part")
         assert str(caught.value) == (
-            "split: ranks wait for one another for ever, since their lists differ\n"
+            "split: ranks wait for one another forever, since their lists differ\n"
             f"  rank 0: split({mine[0]}, 'part')\n"
             f"  rank 1: split({mine[1]}, 'part')\n"
             "Every member has to pass the same list, in the same order.\n"

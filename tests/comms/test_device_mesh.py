@@ -86,7 +86,7 @@ def test_fsdp_with_a_divide_factor(backend, rank, world_size):
 
 @distributed(world_size=2)
 def test_all_operations_of_a_gloo_group_go_through_python(rank):
-    """A functional collective does not let go of the interpreter while gloo takes it, and could then wait for ever."""
+    """A functional collective does not let go of the interpreter while gloo takes it, and could then wait forever."""
     mesh = init_device_mesh((new_comm("gloo", CPU, "through"),), ("dp",))
     group = mesh.get_group()
     others = {

@@ -31,7 +31,7 @@ FAULTS = {
     "a rank in no list hits a bare assertion": (GROUPS, "test_lists_that_do_not_fit_are_refused"),
     "all_gather_group on one side only: uninitialised memory": (PAIRS, "test_two_that_mean_different_things"),
     "a second wait() of a handle hangs": (HANDLES, "test_handles_are_waited_for_twice"),
-    "dropped sends keep their payload for ever": (HANDLES, "test_a_hundred_dropped_handles_keep_nothing"),
+    "dropped sends keep their payload forever": (HANDLES, "test_a_hundred_dropped_handles_keep_nothing"),
     "changes after enqueue arrive": (QUEUE, "test_changes_after_enqueue_do_not_arrive"),
     "a timeout during a large message shifts the stream": (ENDS, "test_time_is_over_in_the_middle_of_a_message"),
     "readers over TCP have no flow control": (ENDS, "test_slow_readers_make_the_writer_wait"),

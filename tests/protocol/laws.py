@@ -353,7 +353,7 @@ class Laws:
         alive = [rank for rank in ranks if rank.process.is_alive]
         for rank in alive:
             if not rank.process.is_done:
-                self.fail(f"rank {rank.rank} waits for ever in call {self.group.places[rank.rank]}")
+                self.fail(f"rank {rank.rank} waits forever in call {self.group.places[rank.rank]}")
         here = [rank.rank for rank in alive if rank.rank not in self.leavers]
         for rank in here:
             self._check_causes(rank)

@@ -96,7 +96,7 @@ class Agreement:
         self.size, self.machine, self.stagger = len(comes), machine, stagger
         self.ranks = [Rank(time) for time in comes]
         self.written = [Register()] * self.size
-        self.is_fair = stagger == Membership.stagger  # otherwise ranks may begin ballots for ever
+        self.is_fair = stagger == Membership.stagger  # otherwise ranks may begin ballots forever
         self.now, self.stamp, self.ended, self.faults = 0.0, 0, frozenset(), 0
         self.decided, self.ballots, self.accepted, self.connected = {}, {}, {}, {}
         self.deadline, self.last_fault, self.has_stops = float("inf"), 0.0, False
