@@ -62,7 +62,7 @@ def predict(model: nn.Module, indices: torch.Tensor, images: torch.Tensor, label
 
 
 def summarize(outputs: dict[str, object]) -> str:
-    """Return the accuracy, a line per class, and the mistake of which the classifier was surest."""
+    """Return the accuracy, a line per class, and the classifier's most confident mistake."""
     predictions, labels = outputs["logits"].argmax(-1), outputs["labels"]
     right = predictions == labels
     confidence, ids = outputs["confidence"], outputs["ids"]
@@ -70,11 +70,11 @@ def summarize(outputs: dict[str, object]) -> str:
     accuracy = right.double().mean().item()
     lines = [f"accuracy {accuracy:.17g} of {len(labels)} images", "class  images  recall  precision"]
     for digit in range(10):
-        is_digit, said = labels == digit, predictions == digit
-        recall, precision = right[is_digit].double().mean().item(), right[said].double().mean().item()
+        is_digit, is_predicted = labels == digit, predictions == digit
+        recall, precision = right[is_digit].double().mean().item(), right[is_predicted].double().mean().item()
         lines.append(f"{digit:5d}  {int(is_digit.sum()):6d}  {recall:.4f}  {precision:9.4f}")
     mistake = f"{int(predictions[worst])} for {int(labels[worst])}, margin {confidence.margin[worst].item():.17g}"
-    return "\n".join([*lines, f"surest mistake: {ids[worst]}: {mistake}"])
+    return "\n".join([*lines, f"most confident mistake: {ids[worst]}: {mistake}"])
 
 
 def main() -> None:

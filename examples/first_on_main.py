@@ -23,7 +23,7 @@ state.print(easydist.gather_object([text]))
 try:
     with state.main_process_first():
         if state.is_main_process:
-            raise FileNotFoundError("no data set here")
+            raise FileNotFoundError("no dataset here")
 except (FileNotFoundError, easydist.RemoteError) as error:
     outcome = f"rank {state.process_index}: {type(error).__name__}: {error}"
 state.print("\n".join(easydist.gather_object([outcome])))

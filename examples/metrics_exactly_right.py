@@ -27,23 +27,27 @@ class Numbers(NamedTuple):
 
 
 def data() -> TensorDataset:
-    """Return 101 samples: a classifier's answer for each, and the truth. One in five is positive."""
+    """Return 101 samples: a classifier's prediction for each, and the label. One in five is positive."""
     random = torch.Generator().manual_seed(11)
-    truth = torch.rand(101, generator=random) < 0.2
+    labels = torch.rand(101, generator=random) < 0.2
     is_wrong = torch.rand(101, generator=random) < 0.15
-    return TensorDataset(truth ^ is_wrong, truth)
+    return TensorDataset(labels ^ is_wrong, labels)
 
 
-def numbers_of(said: torch.Tensor, truth: torch.Tensor) -> Numbers:
+def numbers_of(predictions: torch.Tensor, labels: torch.Tensor) -> Numbers:
     """Return accuracy, and F1 of the positive class, of whole columns."""
-    hits, positives = int((said & truth).sum()), int(said.sum()) + int(truth.sum())
-    return Numbers(len(said), int((said == truth).sum()) / len(said), 2 * hits / positives if positives else 0.0)
+    hits, positives = int((predictions & labels).sum()), int(predictions.sum()) + int(labels.sum())
+    return Numbers(
+        len(predictions),
+        int((predictions == labels).sum()) / len(predictions),
+        2 * hits / positives if positives else 0.0,
+    )
 
 
 def joined(batches: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> Numbers:
     """Return the numbers of all rows of all batches."""
-    said, truth = zip(*batches, strict=True)
-    return numbers_of(torch.cat(said), torch.cat(truth))
+    predictions, labels = zip(*batches, strict=True)
+    return numbers_of(torch.cat(predictions), torch.cat(labels))
 
 
 # --- wrong, each in its own way
@@ -95,11 +99,19 @@ def loaded_once() -> Numbers:
 def summed() -> Numbers:
     """Sum the components of the numbers. Nothing else travels, once for the whole loop."""
     sums = metrics.Sums()
-    for said, truth in metrics.distributed_loader(data(), BATCH_SIZE):
-        sums.update(samples=len(said), right=said == truth, hits=said & truth, said=said, truth=truth)
+    for predictions, labels in metrics.distributed_loader(data(), BATCH_SIZE):
+        sums.update(
+            samples=len(predictions),
+            right=predictions == labels,
+            hits=predictions & labels,
+            predictions=predictions,
+            labels=labels,
+        )
     total = sums.compute()
     return Numbers(
-        total["samples"], total["right"] / total["samples"], 2 * total["hits"] / (total["said"] + total["truth"])
+        total["samples"],
+        total["right"] / total["samples"],
+        2 * total["hits"] / (total["predictions"] + total["labels"]),
     )
 
 

@@ -22,4 +22,4 @@ easydist.scatter_object_list(share, [f"part {r}" for r in range(world_size)] if 
 state.print("lists are concatenated:", lists)
 state.print("anything else is one item per rank:", dicts)
 state.print("everybody has:", easydist.gather_object([config[0]]))
-state.print("dealt out:", easydist.gather_object(share))
+state.print("scattered:", easydist.gather_object(share))

@@ -25,7 +25,7 @@ class Collate:
 
     Args:
         collate_fn: A function that makes a batch of a list of samples; None means torch's ``default_collate``.
-        dataset: The data set. Its first sample is read if a batch has no rows.
+        dataset: The dataset. Its first sample is read if a batch has no rows.
 
     Raises:
         TypeError: A batch without rows is needed, and the batch holds an object whose rows cannot be determined.

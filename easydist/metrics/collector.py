@@ -91,7 +91,7 @@ class MetricCollector:
         """Add rows, which are copied to the CPU, with all objects in them.
 
         Args:
-            indices: The index of each row in the data set: a tensor, an array or a list of integers.
+            indices: The index of each row in the dataset: a tensor, an array or a list of integers.
             **columns: Tensors, arrays and lists with one row or item per sample, or trees of these; the same columns in
                 every update. Items of lists are any objects that can be pickled. Arrays of text may differ in width
                 between updates, and those of dates in their unit.

@@ -50,7 +50,7 @@ def gather_for_metrics(
     """Collect every rank's samples in the sampler's order, without those that a sampler repeated.
 
     Law: over the calls of an epoch, which have the rows of one batch after another, or of several together, each column
-    is the one that one process gets from the same data set; with ``indices`` it is sorted by them. Holds at W = 1, too.
+    is the one that one process gets from the same dataset; with ``indices`` it is sorted by them. Holds at W = 1, too.
     The rows are counted by loader, pass and sequence: the n-th calls between two steps of the loader form a sequence.
 
     Example:
@@ -71,9 +71,9 @@ def gather_for_metrics(
             one that accelerate has prepared, or ``distributed_loader``. None means accelerate's loader that is being
             iterated, and then the rows must be one batch of it; else the only one that has ended, and then they must
             be all of its rows, or the last of them.
-        total: The number of samples, for a loader whose data set has no length. Without any loader the ranks must have
+        total: The number of samples, for a loader whose dataset has no length. Without any loader the ranks must have
             that many rows in all, which are kept in rank order. With ``indices``, each of ``range(total)`` must come.
-        indices: The index of each row of this rank in the data set, from 0. No loader is needed. If an index comes
+        indices: The index of each row of this rank in the dataset, from 0. No loader is needed. If an index comes
             twice, the first row is kept.
         ragged: Lists with tensors have one item per sample, too, and tensors of several dimensions become lists of one
             tensor per sample, so any dimension may differ between ranks.
@@ -308,7 +308,7 @@ def _warn_of_weights(lot: Lot, size: int, path: str) -> None:
     if sharding.rest not in (None, sharding.block * size):
         text = (
             f"gather_for_metrics: {path or 'the data'} is one value per rank, and the last batches have repeated "
-            "or fewer samples, so its mean is not the mean of the data set; gather one value per sample, or use "
+            "or fewer samples, so its mean is not the mean of the dataset; gather one value per sample, or use "
             "easydist.metrics.WeightedMean"
         )
         warnings.warn(text, UserWarning, stacklevel=5)

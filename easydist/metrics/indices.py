@@ -47,7 +47,7 @@ def as_indices(indices: Any, operation: str, total: int | None = None) -> torch.
         wrong = found[(found < 0) | (found >= total)] if total is not None else found[found < 0]
         subject = f"index {int(wrong[0])} is" if len(wrong) == 1 else f"indices {_listed(wrong)} are"
         samples = "" if total is None else f" of {total} samples"
-        raise ValueError(f"{operation}: {subject} out of range for a data set{samples}")
+        raise ValueError(f"{operation}: {subject} out of range for a dataset{samples}")
     return found
 
 

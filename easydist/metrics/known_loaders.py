@@ -28,7 +28,7 @@ def lot_of_last(rank: int, size: int, total: int | None = None) -> Lot:
     Args:
         rank: This rank in the group.
         size: The number of participating ranks.
-        total: The number of samples, for a data set without a length.
+        total: The number of samples, for a dataset without a length.
 
     Raises:
         ValueError: As for ``lot_of``.
@@ -59,7 +59,7 @@ def lot_of(loader: Any, rank: int, size: int, total: int | None = None) -> Lot:
         loader: The loader, which accelerate may have prepared.
         rank: This rank in the group.
         size: The number of participating ranks.
-        total: The number of samples, for a data set without a length.
+        total: The number of samples, for a dataset without a length.
 
     Raises:
         ValueError: The distribution is unknown, or the loader is for another rank or number of ranks.
@@ -195,7 +195,7 @@ def _evened(left: int | None, block: int, size: int, drop_last: bool, fills: boo
 
 
 def _sharded(loader: Any, shard: Any, rank: int, size: int, total: int | None) -> Lot:
-    """Handle loaders whose ranks read their own batches, to which a sampler or data set adds repeated samples."""
+    """Handle loaders whose ranks read their own batches, to which a sampler or dataset adds repeated samples."""
     known = _classes("accelerate.data_loader", "BatchSamplerShard", "IterableDatasetShard")
     known += _classes("transformers.trainer_pt_utils", "IterableDatasetShard")
     _check_class(shard, known)
@@ -208,7 +208,7 @@ def _sharded(loader: Any, shard: Any, rank: int, size: int, total: int | None) -
     left = _left(loader, steps, total, shard.batch_size)
     if left is None and is_even and not shard.drop_last:
         raise ValueError(
-            "the loader's data set has no length, and samples may be repeated at its end; pass total=, the number of "
+            "the loader's dataset has no length, and samples may be repeated at its end; pass total=, the number of "
             "samples, or indices="
         )
     sharding = (
@@ -241,7 +241,7 @@ def _left(loader: Any, steps: LoaderSteps, total: int | None, batch_size: int) -
 
 
 def _source(loader: Any) -> Any:
-    """Return the sampler or data set whose length is the number of samples before any is repeated."""
+    """Return the sampler or dataset whose length is the number of samples before any is repeated."""
     if isinstance(loader.dataset, IterableDataset):
         return _unsharded(loader.dataset)
     samplers = [part for part in _samplers(loader) if _inner(part) is None and not hasattr(part, "batch_size")]
@@ -249,7 +249,7 @@ def _source(loader: Any) -> Any:
 
 
 def _unsharded(data: Any) -> Any:
-    """Return the user's data set if accelerate or transformers shards it."""
+    """Return the user's dataset if accelerate or transformers shards it."""
     return data.dataset if hasattr(data, "process_index") else data
 
 

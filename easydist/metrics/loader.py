@@ -27,7 +27,7 @@ _OURS = frozenset({"batch_sampler", "sampler"})
 
 _DIFFERENT_STREAMS = (
     "This rank's stream has ended. Every rank must read the same samples in the same order, and keeps its share of "
-    "them. Do not split the data set by rank (split_dataset_by_node, get_rank). To read different samples on each "
+    "them. Do not split the dataset by rank (split_dataset_by_node, get_rank). To read different samples on each "
     "rank, use a DataLoader and collect with MetricCollector."
 )
 
@@ -45,10 +45,10 @@ def distributed_loader(
     group: Group = None,
     **options: Any,
 ) -> DistributedLoader:
-    """Create a loader that distributes a data set over the ranks, without repeating a sample.
+    """Create a loader that distributes a dataset over the ranks, without repeating a sample.
 
     Law: the batches of step s, joined in rank order, are ``order[s * W * B : (s + 1) * W * B]``, where ``order`` is the
-    data set, shuffled if requested. Each sample is in exactly one batch of one rank. All ranks have the same number of
+    dataset, shuffled if requested. Each sample is in exactly one batch of one rank. All ranks have the same number of
     batches, so collectives in the loop match. Only the last batch may be shorter, down to no rows, with the same
     dtypes, trailing shapes and keys (see ``Collate``). Holds at W = 1, too.
 
@@ -56,18 +56,18 @@ def distributed_loader(
         dataset: The same on all ranks. One with a length is indexed. An ``IterableDataset`` is read whole by every
             rank, which keeps its share; all must read the same samples in the same order.
         batch_size: B, the samples of one batch of one rank.
-        shuffle: Draw another order in each epoch, as ``DistributedSampler`` does; not for an iterable data set.
+        shuffle: Draw another order in each epoch, as ``DistributedSampler`` does; not for an iterable dataset.
         seed: The seed of the order.
         drop_last: Skip the last step if it has fewer than W * B samples.
-        with_indices: Yield ``(indices, batch)``: int64 positions in the data set, or in the stream.
+        with_indices: Yield ``(indices, batch)``: int64 positions in the dataset, or in the stream.
         collate_fn: A function that makes a batch of a list of samples; None means torch's ``default_collate``.
         group: The participating ranks.
         **options: Options of ``torch.utils.data.DataLoader``: ``num_workers``, ``pin_memory``, ….
 
     Raises:
-        DisagreementError: The length of the data set or an argument differs between ranks; or, at the end of an epoch,
+        DisagreementError: The length of the dataset or an argument differs between ranks; or, at the end of an epoch,
             the lengths of the ranks' streams differ.
-        ValueError: ``batch_size`` is below 1, or an iterable data set is to be shuffled, or read by several workers or
+        ValueError: ``batch_size`` is below 1, or an iterable dataset is to be shuffled, or read by several workers or
             by one that persists.
         TypeError: ``sampler`` or ``batch_sampler`` is given, or ``DataLoader`` does not have an option.
         RemoteError: One of these happened on another rank.
@@ -78,7 +78,7 @@ def distributed_loader(
         >>> [batch.tolist() for batch in loader]
         [[0, 1], [2, 3], [4]]
 
-    Cost: one header exchange, one more at the beginning of each epoch, and for an iterable data set another one at the
+    Cost: one header exchange, one more at the beginning of each epoch, and for an iterable dataset another one at the
     end of each epoch. None in between.
 
     Source: ``torch.utils.data.DataLoader`` and ``DistributedSampler``.
@@ -105,9 +105,9 @@ class DistributedLoader:
     After an epoch was read to its end, the next one follows, in another order if the loader shuffles.
 
     Attributes:
-        dataset: The data set.
+        dataset: The dataset.
         batch_size: The samples of one batch of one rank.
-        total: The number of samples of an epoch over all ranks; None if the data set has no length.
+        total: The number of samples of an epoch over all ranks; None if the dataset has no length.
     """
 
     def __init__(self, dataset: Any, source: Source, with_indices: bool, group: Group) -> None:
@@ -128,7 +128,7 @@ class DistributedLoader:
 
     def __len__(self) -> int:
         if self.total is None:
-            raise TypeError("the data set of this loader has no length")
+            raise TypeError("the dataset of this loader has no length")
         size = self.batch_size * self._source.parameters.world_size
         return self.total // size if self._source.parameters.drop_last else -(-self.total // size)
 
@@ -138,7 +138,7 @@ class DistributedLoader:
         An epoch that is being read goes on, and ``state_dict`` describes that one until the next begins.
 
         Args:
-            epoch: Its number, which determines the order together with the seed. An iterable data set gets it through
+            epoch: Its number, which determines the order together with the seed. An iterable dataset gets it through
                 its own ``set_epoch``, if it has one.
         """
         if index(epoch) != self._next.epoch:
@@ -198,7 +198,7 @@ class DistributedLoader:
         if state["order"] != self._source.order:
             raise ValueError(
                 f"load_state_dict: the state belongs to a loader with {state['order']}, but this one has "
-                f"{self._source.order}; make it with the same data set, shuffle and seed"
+                f"{self._source.order}; make it with the same dataset, shuffle and seed"
             )
         self._next = self._here = _Cursor(state["epoch"], state["position"])
 
@@ -219,7 +219,7 @@ def progress(loader: Iterable[T], desc: str | None = None, *, total: int | None 
         loader: A ``DistributedLoader``, whose samples are counted exactly; or any other one, each of whose batches is
             assumed to have as many samples on the other ranks as on this one.
         desc: The text before the bar; the number of ranks is added.
-        total: The number of samples of all ranks; None uses that of the loader or its data set. Without one the bar has
+        total: The number of samples of all ranks; None uses that of the loader or its dataset. Without one the bar has
             no end.
         **options: Options of ``tqdm``, such as ``leave``.
 

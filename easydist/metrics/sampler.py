@@ -1,6 +1,6 @@
 """The samples of each rank: every sample exactly once, in the same number of batches on all ranks.
 
-torch's ``DataLoader`` reads the batches, from an indexed data set or from a stream.
+torch's ``DataLoader`` reads the batches, from an indexed dataset or from a stream.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Parameters(NamedTuple):
 
 
 class Indexed:
-    """The batches of an indexed data set."""
+    """The batches of an indexed dataset."""
 
     def __init__(self, dataset: Any, parameters: Parameters, collate: Collate, options: dict[str, Any]) -> None:
         self.parameters, self.total = parameters, len(dataset)
@@ -163,7 +163,7 @@ class Indexed:
 
 
 class _Numbered(Dataset[Any]):
-    """A data set that returns samples together with their numbers."""
+    """A dataset that returns samples together with their numbers."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -179,7 +179,7 @@ def _collate_numbered(collate: Collate, rows: tuple[list[int], list[Any]]) -> tu
 
 
 class Streamed:
-    """The batches of a data set that can only be read from its beginning."""
+    """The batches of a dataset that can only be read from its beginning."""
 
     def __init__(self, dataset: Any, parameters: Parameters, collate: Collate, options: dict[str, Any]) -> None:
         _check_stream(parameters, options)
@@ -209,10 +209,10 @@ def _check_stream(parameters: Parameters, options: dict[str, Any]) -> None:
     if parameters.batch_size < 1:
         raise ValueError(f"batch_size={parameters.batch_size}: a batch holds at least one sample")
     if parameters.shuffle:
-        raise ValueError("shuffle=True: an iterable data set has its own order; shuffle inside it")
+        raise ValueError("shuffle=True: an iterable dataset has its own order; shuffle inside it")
     if options.get("num_workers", 0) > 1 or options.get("persistent_workers"):
         raise ValueError(
-            "an iterable data set has one order, so one worker reads it, from the beginning in every epoch: pass "
+            "an iterable dataset has one order, so one worker reads it, from the beginning in every epoch: pass "
             "num_workers=0 or 1, and no persistent_workers"
         )
 
@@ -257,16 +257,16 @@ Attributes:
 def source_of(
     dataset: Any, parameters: Parameters, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]
 ) -> Source:
-    """Return this rank's batches. A data set that can only be read from its beginning is a stream.
+    """Return this rank's batches. A dataset that can only be read from its beginning is a stream.
 
     Args:
-        dataset: The data set.
+        dataset: The dataset.
         parameters: The parameters of the distribution.
         collate_fn: As for ``distributed_loader``.
         options: Those of ``DataLoader``.
 
     Raises:
-        ValueError: ``parameters`` or ``options`` do not fit the data set.
+        ValueError: ``parameters`` or ``options`` do not fit the dataset.
     """
     is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
     kind = Streamed if is_stream else Indexed

@@ -107,11 +107,13 @@ class ProcessState(metaclass=WithAdvice):
         existing = default_group()
         if existing is not None and not (name == "backend" and dist.get_backend() == value) and name != "cpu":
             raise ValueError(
-                f"ProcessState({name}={value!r}) comes too late: the process group exists already"
-                f" (backend {dist.get_backend()!r}); give it before the first exchange"
+                f"ProcessState({name}={value!r}) must come before the first call: the process group exists already "
+                f"(backend {dist.get_backend()!r})"
             )
         if name == "cpu" and self._device is not None and self._device.type != "cpu":
-            raise ValueError(f"ProcessState(cpu=True) comes too late: the state is on {self._device} already")
+            raise ValueError(
+                f"ProcessState(cpu=True) must come before the first use: the state is on {self._device} already"
+            )
         self._options[name], self._first_call = value, None
 
     def _adopt(self) -> World:

@@ -175,7 +175,7 @@ def test_keys_that_a_program_has_are_no_fault():
         {**dict.fromkeys(range(-5000, 5000), 0), 0.5: 1, None: 2, 2**61: 3, 2**1000: 4},
         {decimal.Decimal(i) / 7 for i in range(2000)} | {fractions.Fraction(i, 7) for i in range(2000)},
         {uuid.UUID(int=i << 64) for i in range(2000)} | {pathlib.PurePosixPath(f"/data/{i}") for i in range(2000)},
-        [pathlib.PurePosixPath(f"/home/user/some/data set/with/many/parts/{i:09}.parquet") for i in range(5000)],
+        [pathlib.PurePosixPath(f"/home/user/some/dataset/with/many/parts/{i:09}.parquet") for i in range(5000)],
         [np.zeros(1, "i4,f8,u1,U3")[0] for _ in range(500)],
         [fractions.Fraction(2**4000 + i, 3**2000) for i in range(100)],
     ]

@@ -40,7 +40,7 @@ def accelerate_state(rank, world_size):
 
 
 def prepared(dataset, batch_size, *, order=None, shuffle=None, drop_last=False, **options):
-    """A loader that a real Accelerator has prepared; ``order`` is that of the samples of a data set with a length."""
+    """A loader that a real Accelerator has prepared; ``order`` is that of the samples of a dataset with a length."""
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration
 

@@ -113,7 +113,7 @@ def test_missing_doubled_and_impossible_indices_are_named(rank, world_size):
                 gather_for_metrics(torch.ones(rows + 1), indices=mine, total=total, **options)
         wrong = [0, 1] if rank else [0, last]
         with pytest.raises(
-            (ValueError, RemoteError), match=rf"index {last} is out of range for a data set of {last} samples"
+            (ValueError, RemoteError), match=rf"index {last} is out of range for a dataset of {last} samples"
         ):
             gather_for_metrics(torch.ones(2), indices=wrong, total=last, **options)
         with pytest.raises((ValueError, RemoteError), match="gather_for_metrics: indices -1, -2 are out of range"):

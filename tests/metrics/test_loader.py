@@ -1,4 +1,4 @@
-"""distributed_loader: the batches of a step, joined in rank order, are the next samples of the data set."""
+"""distributed_loader: the batches of a step, joined in rank order, are the next samples of the dataset."""
 
 import contextlib
 import multiprocessing
@@ -184,7 +184,7 @@ def test_a_state_that_one_rank_has_not_loaded_is_not_lost(rank):
 @distributed(world_size=2)
 def test_a_state_of_another_order_is_refused(rank):
     loader = distributed_loader(Rows(10), 2)
-    with pytest.raises(ValueError, match=r"'total': 11.*'total': 10.*same data set, shuffle and seed"):
+    with pytest.raises(ValueError, match=r"'total': 11.*'total': 10.*same dataset, shuffle and seed"):
         loader.load_state_dict(distributed_loader(Rows(11), 2).state_dict())
     assert loader.epoch == 0
 
@@ -251,7 +251,7 @@ def test_a_stream_is_told_the_epoch(rank):
     list(loader)
     list(loader)
     assert stream.told == [0, 1]
-    with pytest.raises(TypeError, match="the data set of this loader has no length"):
+    with pytest.raises(TypeError, match="the dataset of this loader has no length"):
         len(loader)
 
 
@@ -277,7 +277,7 @@ def test_what_one_rank_asks_wrongly_is_an_error_on_all(rank, options, error, tex
     ("options", "text"),
     [
         ({"batch_size": 0}, "batch_size=0: a batch holds at least one"),
-        ({"shuffle": True}, "an iterable data set has its own order"),
+        ({"shuffle": True}, "an iterable dataset has its own order"),
         ({"num_workers": 2}, "one worker reads it"),
         ({"num_workers": 1, "persistent_workers": True}, "no persistent_workers"),
     ],

@@ -188,7 +188,7 @@ def test_destroying_a_subgroup_leaves_the_default_group(rank):
 
 @distributed(world_size=1)
 def test_an_option_that_comes_too_late_is_an_error():
-    late = r"comes too late: the process group exists already \(backend 'gloo'\); give it before the first exchange"
+    late = r"must come before the first call: the process group exists already \(backend 'gloo'\)"
     with pytest.raises(ValueError, match=rf"ProcessState\(backend='nccl'\) {late}"):
         ProcessState(backend="nccl")
     with pytest.raises(ValueError, match=rf"ProcessState\(timeout=5\) {late}"):
@@ -202,7 +202,9 @@ def test_cpu_comes_too_late_on_another_device():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_TORCH_DEVICE", "meta")
         assert ProcessState().device == torch.device("meta")
-        with pytest.raises(ValueError, match=r"ProcessState\(cpu=True\) comes too late: the state is on meta already"):
+        with pytest.raises(
+            ValueError, match=r"ProcessState\(cpu=True\) must come before the first use: the state is on meta already"
+        ):
             ProcessState(cpu=True)
 
 
