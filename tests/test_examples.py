@@ -16,11 +16,11 @@ from launching import ROOT, fork, forked, python
 from easydist.testing import default_pool
 
 
-def on_ranks(count, example):
+def on_ranks(count, example, *arguments):
     """Run an example with torchrun, and return its output."""
     options = ("--standalone", "--nproc-per-node", count)
-    out, _ = forked("-m", "torch.distributed.run", *options, ROOT / "examples" / example, PYTHON_EXEC=fork())
-    return out
+    command = ("-m", "torch.distributed.run", *options, ROOT / "examples" / example, *arguments)
+    return forked(*command, PYTHON_EXEC=fork())[0]
 
 
 @pytest.mark.slow
@@ -86,6 +86,18 @@ def test_a_contrastive_loss_has_the_gradients_of_one_process():
         out = on_ranks(count, "contrastive_loss.py")
         assert out in page
         assert out.endswith("equal to one process: True\n")
+
+
+@pytest.mark.slow
+def test_training_goes_on_from_a_checkpoint_on_another_number_of_ranks(tmp_path):
+    page = (ROOT / "docs" / "tutorial_training.md").read_text()
+    first, _ = forked(ROOT / "examples" / "train.py", tmp_path, 2)
+    assert first in page
+    resumed = on_ranks(2, "train.py", tmp_path, 3)
+    assert resumed in page
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    assert forked(ROOT / "examples" / "train.py", whole, 3)[0] == first + resumed
 
 
 @pytest.mark.slow
