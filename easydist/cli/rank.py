@@ -69,7 +69,8 @@ def _watch(pipe: int, rank: int) -> None:
     is_there = True
     while is_there:
         is_there = os.getppid() == rank  # asked before the pipe: the rank may have been killed with the launcher
-        if select.select([pipe], [], [], _ALIVE if is_there else 0)[0]:
+        # Its pipe may end a moment after that: the launcher's threads do not end at once.
+        if select.select([pipe], [], [], _ALIVE)[0]:
             os.killpg(0, signal.SIGKILL)
     os._exit(0)
 
