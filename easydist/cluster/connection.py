@@ -62,12 +62,13 @@ def environment(runtime_env: dict[str, Any] | None, ship: bool | None) -> dict[s
         ship: True to send this process's easydist along; None to do so unless all nodes are this machine.
     """
     env = dict(runtime_env or {})
-    if not _is_here() if ship is None else ship:
+    if not is_here() if ship is None else ship:
         env["py_modules"] = [*env.get("py_modules", ()), str(Path(__file__).parents[1])]
     return _uploaded(env) if {"py_modules", "working_dir"} & env.keys() else env
 
 
-def _is_here() -> bool:
+def is_here() -> bool:
+    """True if all nodes are this machine."""
     import ray
 
     return all(node["NodeManagerHostname"] == socket.gethostname() for node in ray.nodes() if node["Alive"])

@@ -1,4 +1,4 @@
-"""The resources of the ranks: one bundle of a placement group each."""
+"""The resources of the ranks, in the bundles of a placement group."""
 
 from __future__ import annotations
 
@@ -12,39 +12,47 @@ STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
 class Placement:
-    """A placement group in which each rank has a bundle. Ranks of one node follow one another.
+    """A placement group with a bundle for each rank, or for each node. Ranks of one node follow one another.
 
     Args:
         size: The number of ranks.
         resources: The resources of a rank.
         strategy: One of ``STRATEGIES``.
         seconds: The time limit.
+        nodes: The number of nodes, with equally many ranks; None leaves it to the strategy.
 
     Raises:
         CollectiveTimeout: The resources were not free in time.
     """
 
-    def __init__(self, size: int, resources: Mapping[str, float], strategy: str, seconds: float) -> None:
+    def __init__(
+        self, size: int, resources: Mapping[str, float], strategy: str, seconds: float, nodes: int | None = None
+    ) -> None:
         from ray.util.placement_group import placement_group, placement_group_table
 
-        self._size, self._resources, self._strategy = size, dict(resources), strategy
-        self._group = placement_group([self._resources] * size, strategy=strategy)
+        self._size, self._resources = size, dict(resources)
+        count, strategy = (size, strategy) if nodes is None else (nodes, "STRICT_SPREAD")
+        self._where = strategy if nodes is None else f"{size // nodes} on each of {nodes} nodes"
+        self._each = size // count
+        bundle = {name: amount * self._each for name, amount in resources.items()}
+        self._group = placement_group([bundle] * count, strategy=strategy)
         try:
             if not self._group.wait(math.ceil(seconds)):  # it would cut off the fraction
                 raise self.too_little(seconds)
-            nodes = placement_group_table(self._group)["bundles_to_node_id"]
+            places = placement_group_table(self._group)["bundles_to_node_id"]
         except BaseException:
             self.remove()
             raise
-        found = list(dict.fromkeys(nodes[bundle] for bundle in range(size)))
-        self._bundles = sorted(range(size), key=lambda bundle: found.index(nodes[bundle]))
+        found = list(dict.fromkeys(places[bundle] for bundle in range(count)))
+        self._bundles = sorted(range(count), key=lambda bundle: found.index(places[bundle]))
 
     def options(self, rank: int) -> dict[str, Any]:
         """Return the options of the actor of a rank. If its node has died, Ray moves its bundle to another one."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         other = dict(self._resources)
-        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundles[rank])
+        bundle = self._bundles[rank // self._each]
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         known = {"num_cpus": other.pop("CPU", 0), "num_gpus": other.pop("GPU", 0), "memory": other.pop("memory", None)}
         return {**known, "resources": other, "scheduling_strategy": place}
 
@@ -56,7 +64,7 @@ class Placement:
         rows = [f"  {name}: {free.get(name, 0):g} of {every.get(name, 0):g} free" for name in self._resources]
         asked = ", ".join(f"{name} {amount:g}" for name, amount in self._resources.items())
         nodes = sum(node["Alive"] for node in ray.nodes())
-        head = f"Ranks: {self._size} ranks with {asked} each ({self._strategy}) were not started within {seconds:.3g} s"
+        head = f"Ranks: {self._size} ranks with {asked} each ({self._where}) were not started within {seconds:.3g} s"
         advice = "Ask for less, end what uses the rest, or give the cluster more time to grow (timeout=)."
         return CollectiveTimeout("\n".join([head, f"  nodes: {nodes} alive", *rows, advice]))
 

@@ -36,6 +36,7 @@ class Ranks:
         size: The number of ranks.
         resources: The resources of each rank, as in a bundle of Ray's placement groups; None is one CPU.
         strategy: The placement group's: ``"PACK"``, ``"SPREAD"``, ``"STRICT_PACK"`` or ``"STRICT_SPREAD"``.
+        nodes: The number of nodes, with equally many ranks on each; None leaves it to ``strategy``.
         runtime_env: Ray's runtime environment for the ranks; local folders are uploaded.
         address: The cluster, as in ``ray.init``; not used if Ray is connected already. None: the one that Ray finds, or
             a new one on this machine, which ends with the ranks. There, they may be more than the cores.
@@ -46,7 +47,7 @@ class Ranks:
         size: The number of ranks.
 
     Raises:
-        ValueError: ``size``, ``resources`` or ``strategy`` cannot be met by any cluster.
+        ValueError: ``size``, ``resources``, ``strategy`` or ``nodes`` cannot be met by any cluster.
         CollectiveTimeout: The resources were not free in time; the text says what is. Nothing is left behind.
         RuntimeError: A node has another version of Python or torch.
         PeerLostError: A rank ended while it started.
@@ -67,13 +68,14 @@ class Ranks:
         *,
         resources: Mapping[str, float] | None = None,
         strategy: str = "PACK",
+        nodes: int | None = None,
         runtime_env: dict[str, Any] | None = None,
         address: str | None = None,
         ship: bool | None = None,
         timeout: Timeout = 300.0,
     ) -> None:
         asked = {"CPU": 1} if resources is None else resources
-        _demand_possible(size, asked, strategy)
+        _demand_possible(size, asked, strategy, size if nodes is None else nodes)
         self.size, self._limit, self._epoch, self._needs_meeting = size, seconds(timeout, "Ranks"), 0, True
         self._actors = dict[int, Any]()
         self._facts = dict[int, Facts]()
@@ -85,7 +87,7 @@ class Ranks:
         try:
             deadline = time.monotonic() + self._limit
             self._environment = environment(runtime_env, ship)
-            self._placement = Placement(size, asked, strategy, self._limit)
+            self._placement = Placement(size, asked, strategy, self._limit, nodes)
             self._start(range(size), deadline)
         except BaseException:
             self.close()
@@ -354,11 +356,13 @@ class Ranks:
             disconnect()
 
 
-def _demand_possible(size: int, resources: Mapping[str, float], strategy: str) -> None:
+def _demand_possible(size: int, resources: Mapping[str, float], strategy: str, nodes: int) -> None:
     if size < 1:
         raise ValueError(f"Ranks: size={size} is less than 1")
     if strategy not in STRATEGIES:
         raise ValueError(f"Ranks: strategy={strategy!r} is none of {', '.join(STRATEGIES)}")
+    if nodes < 1 or size % nodes:
+        raise ValueError(f"Ranks: {size} ranks cannot be {size / max(nodes, 1):g} on each of nodes={nodes}")
     if not resources or min(resources.values()) < 0 or not any(resources.values()):
         raise ValueError(f"Ranks: resources={dict(resources)} name no amount of anything; one CPU is {{'CPU': 1}}")
 

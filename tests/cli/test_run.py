@@ -300,8 +300,9 @@ def test_ctrl_c_leaves_no_orphan(tmp_path):
     assert not [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
 
 
-def test_wrong_options_give_a_suggestion():
-    said = CliRunner().invoke(main, ["run", "--nodes", "2", "x.py"])
+@pytest.mark.parametrize("option", ["--nnods", "--nodes"])
+def test_wrong_options_give_a_suggestion(option):
+    said = CliRunner().invoke(main, ["run", option, "2", "x.py"])
     assert said.exit_code == 2
     assert "--nnodes" in said.output
 

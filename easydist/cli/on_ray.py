@@ -1,0 +1,92 @@
+"""A script on the ranks of a Ray cluster."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from typing import Any
+
+import click
+
+from easydist.cluster import output, script
+from easydist.cluster.connection import connect, disconnect, is_here
+from easydist.cluster.ranks import Ranks
+from easydist.errors import EasydistError, PeerLostError, RemoteError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options for a cluster."""
+    parser.add_argument("--on", choices=["ray"])
+    parser.add_argument("--nodes", type=int)
+    parser.add_argument("--cpus-per-rank", type=float)
+    parser.add_argument("--gpus-per-rank", type=float)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Check that the options go together.
+
+    Raises:
+        click.UsageError: They do not.
+    """
+    if args.on is None:
+        if (args.nodes, args.cpus_per_rank, args.gpus_per_rank) != (None, None, None):
+            raise click.UsageError("--nodes, --cpus-per-rank and --gpus-per-rank need --on ray; did you mean --nnodes?")
+    elif args.survivors:
+        raise click.UsageError("--survivors does not go with --on ray: there, a lost rank ends the command")
+    elif not args.nproc_per_node.isdigit():
+        raise click.UsageError(f"--on ray takes a number of ranks, got -n {args.nproc_per_node}")
+
+
+def launch(args: argparse.Namespace) -> int:
+    """Run a script on ranks of a Ray cluster, and return when all have ended.
+
+    Args:
+        args: The parsed arguments.
+
+    Returns:
+        0, the exit status of the rank that failed first, or 130 after Ctrl-C.
+
+    Raises:
+        click.UsageError: The script is not one of Python.
+    """
+    if args.no_python:
+        raise click.UsageError("--on ray runs a Python script, or a module (-m)")
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        click.echo("easydist run: ended by SIGINT", err=True)
+        return 128 + signal.SIGINT
+    except (RemoteError, PeerLostError) as error:
+        *lines, _ = str(error).splitlines()  # the last one is for a driver that goes on
+        click.echo("\n".join(lines), err=True)
+        return _status(error)
+    except (EasydistError, ConnectionError, ImportError, RuntimeError, ValueError) as error:
+        click.echo(f"easydist run: {error}", err=True)
+        return 1
+
+
+def _run(args: argparse.Namespace) -> int:
+    size, cpus = int(args.nproc_per_node), 1.0 if args.cpus_per_rank is None else args.cpus_per_rank
+    has_connected = connect(None, size * cpus)
+    try:
+        folder = os.getcwd()
+        own = {name: value for name, value in os.environ.items() if name.startswith("EASYDIST_")}
+        env: dict[str, Any] = {"env_vars": own} | ({} if (here := is_here()) else {"working_dir": folder})
+        resources = {"CPU": cpus, "GPU": args.gpus_per_rank}
+        asked = {name: amount for name, amount in resources.items() if amount}
+        with Ranks(size, resources=asked, nodes=args.nodes, runtime_env=env) as ranks, output.printed() as sink:
+            name = args.training_script if args.module else os.path.relpath(args.training_script)
+            ranks.run(script.main, sink, folder if here else "", args.module, name, args.training_script_args)
+    finally:
+        if has_connected:
+            disconnect()
+    return 0
+
+
+def _status(error: RemoteError | PeerLostError) -> int:
+    """Return the exit status of the rank that failed first."""
+    if isinstance(error, PeerLostError):
+        return 1 if error.exit_status is None else error.exit_status % 256
+    code = error.__cause__.code if isinstance(error.__cause__, SystemExit) else 1
+    return code % 256 if isinstance(code, int) else 1

@@ -1,0 +1,122 @@
+"""The output of ranks on its way to the driver: whole lines, by way of an actor."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+Piece: TypeAlias = tuple[int, str]
+"""A file descriptor, 1 or 2, and lines."""
+
+_READ = 1 << 16
+"""The most bytes of one piece."""
+
+_ARRIVES_WITHIN = 2.0
+"""Seconds within which the last lines arrive; what children write after the end of their rank is dropped."""
+
+
+@contextlib.contextmanager
+def printed() -> Iterator[Any]:
+    """Yield the sink of the ranks' output, and print what arrives there, until the end of the block."""
+    import ray
+
+    sink = ray.remote(num_cpus=0)(_sink()).remote()
+    thread = threading.Thread(target=_print, args=(sink,), name="easydist-output", daemon=True)
+    thread.start()
+    try:
+        yield sink
+    finally:
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(sink.put.remote(None), timeout=_ARRIVES_WITHIN)
+            thread.join(_ARRIVES_WITHIN)
+        ray.kill(sink)
+
+
+def _sink() -> type[Any]:
+    """Return a class that travels by its code, because a node may have no easydist outside of the ranks."""
+
+    class Sink:
+        def __init__(self) -> None:
+            import asyncio
+
+            # Once it is full, ranks wait for the driver, as they would for a full pipe.
+            self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue(100)
+
+        async def put(self, piece: Piece | None) -> None:
+            await self._pieces.put(piece)
+
+        async def take(self) -> Piece | None:
+            return await self._pieces.get()
+
+    return Sink
+
+
+def _print(sink: Any) -> None:
+    import ray
+
+    with contextlib.suppress(ray.exceptions.RayError):
+        while (piece := ray.get(sink.take.remote())) is not None:
+            stream = sys.stdout if piece[0] == 1 else sys.stderr
+            stream.write(piece[1])
+            stream.flush()
+
+
+@contextlib.contextmanager
+def sent(sink: Any, rank: int) -> Iterator[None]:
+    """Send to the sink what this process and its children write during the block; each line begins with the rank."""
+    threads = [threading.Thread(target=_send, args=(_captured(number), number, sink, rank)) for number in (1, 2)]
+    for thread in threads:
+        thread.daemon = True
+        thread.start()
+    streams = sys.stdout, sys.stderr
+    with open(1, "w", buffering=1, closefd=False) as sys.stdout, open(2, "w", buffering=1, closefd=False) as sys.stderr:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            sys.stdout, sys.stderr = streams
+            _release()
+            for thread in threads:
+                thread.join(_ARRIVES_WITHIN)
+
+
+_kept: dict[int, int] = {}
+"""Copies of the captured file descriptors, by number."""
+
+
+def _captured(number: int) -> int:
+    """Replace a file descriptor by the end of a pipe, and return the other end."""
+    _kept[number] = os.dup(number)
+    reader, writer = os.pipe()
+    os.dup2(writer, number)
+    os.close(writer)
+    return reader
+
+
+def _release() -> None:
+    while _kept:
+        number, copy = _kept.popitem()
+        os.dup2(copy, number)
+        os.close(copy)
+
+
+def _send(reader: int, number: int, sink: Any, rank: int) -> None:
+    import ray
+
+    rest = b""
+    with open(reader, "rb", buffering=0) as pipe, contextlib.suppress(ray.exceptions.RayError):
+        while chunk := pipe.read(_READ):
+            *lines, rest = (rest + chunk).split(b"\n")
+            if lines:
+                ray.get(sink.put.remote((number, _text(lines, rank))))
+        if rest:
+            ray.get(sink.put.remote((number, _text([rest], rank))))
+
+
+def _text(lines: list[bytes], rank: int) -> str:
+    return "".join([f"[rank {rank}] {line.decode(errors='replace')}\n" for line in lines])

@@ -1,0 +1,107 @@
+"""``easydist run --on ray``: a script on the ranks of a real Ray cluster."""
+
+import os
+import re
+import signal
+
+import launching
+import psutil
+import pytest
+from actors import MARKS, SECOND
+
+pytestmark = MARKS
+
+SAYS = """
+import os, sys
+import easydist
+from beside import NAME
+state = easydist.ProcessState()
+ranks = easydist.gather_object([state.process_index])
+print(NAME, sys.argv[1:], ranks, os.environ["NODE_RANK"], __name__)
+os.system("echo a child")
+print("a warning", file=sys.stderr)
+"""
+RAISES = """
+import easydist
+if easydist.ProcessState().process_index == 1:
+    raise ValueError("a bad batch")
+easydist.wait_for_everyone()
+"""
+EXITS = "import os, sys\nsys.exit(3 * int(os.environ['RANK']))"
+KILLED = "import os, easydist\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\neasydist.wait_for_everyone()"
+WAITS = "import os, time\nprint('pid', os.getpid())\ntime.sleep(1000)"
+
+
+def script(folder, text):
+    (folder / "beside.py").write_text("NAME = 'beside'")
+    (folder / "script.py").write_text(text)
+
+
+def command(*options):
+    return [launching.fork(), "-m", "easydist", "run", "--on", "ray", "-n", *options]
+
+
+def environment(cluster):
+    return os.environ | launching.OWN | {"RAY_ADDRESS": cluster.address}
+
+
+def run(cluster, folder, *options, status=0):
+    """Return the output and the errors of the command, in the folder of the script."""
+    process = launching.start(*command(*options), env=environment(cluster), cwd=folder)
+    ((out, err),) = launching.finished(process, seconds=90)
+    assert process.returncode == status, err
+    return out, err
+
+
+def test_ranks_of_two_nodes_run_a_script_and_show_its_output(cluster, tmp_path):
+    node = cluster.add_node(node_ip_address=SECOND, num_cpus=2, env_vars={"EASYDIST_HOST_ID": "second"}, **cluster.node)
+    script(tmp_path, SAYS)
+    out, err = run(cluster, tmp_path, 4, "--nodes", 2, "script.py", "--lr", 0.1)
+    cluster.remove_node(node)
+    said = [f"[rank {r}] beside ['--lr', '0.1'] [0, 1, 2, 3] {r // 2} __main__" for r in range(4)]
+    assert sorted(out.splitlines()) == sorted([*said, *(f"[rank {rank}] a child" for rank in range(4))])
+    assert {f"[rank {rank}] a warning" for rank in range(4)} <= {*err.splitlines()}
+
+
+def test_a_module_may_fail_on_one_rank(cluster, tmp_path):
+    script(tmp_path, RAISES)
+    out, err = run(cluster, tmp_path, 2, "-m", "script", status=1)
+    assert out == ""
+    assert re.search(
+        r"^run: rank 1 of 2 raised ValueError: a bad batch\n  rank 0 raised RemoteError", err, re.MULTILINE
+    )
+    assert 'script.py", line 4, in <module>' in err
+    assert "variables" not in err
+
+
+@pytest.mark.parametrize(("text", "status"), [(EXITS, 3), (KILLED, 1)])
+def test_the_status_is_that_of_the_rank_that_failed(cluster, tmp_path, text, status):
+    script(tmp_path, text)
+    _, err = run(cluster, tmp_path, 2, "script.py", status=status)
+    assert ("run: rank 1 is lost: process " in err) == (text == KILLED)
+
+
+def test_ctrl_c_ends_all_ranks(cluster, tmp_path):
+    script(tmp_path, WAITS)
+    process = launching.start(*command(2, "script.py"), env=environment(cluster), cwd=tmp_path)
+    pids = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
+    process.send_signal(signal.SIGINT)
+    ((_, err),) = launching.finished(process)
+    assert process.returncode == 130, err
+    assert "easydist run: ended by SIGINT\n" in err
+    psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], launching.within(10))
+    assert not any(map(psutil.pid_exists, pids))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["gpu", "script.py"], "--on ray takes a number of ranks, got -n gpu"),
+        (["2", "--survivors", "script.py"], "--survivors does not go with --on ray"),
+        (["3", "--nodes", "2", "script.py"], "3 ranks cannot be 1.5 on each of nodes=2"),
+    ],
+)
+def test_what_cannot_be_is_refused(cluster, tmp_path, options, text):
+    script(tmp_path, SAYS)
+    _, err = run(cluster, tmp_path, *options, status=2 if "3" not in options else 1)
+    assert text in err
