@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any, TextIO, TypeAlias
 
 Piece: TypeAlias = tuple[int, str]
 """A file descriptor, 1 or 2, and lines."""
@@ -61,8 +61,9 @@ def _print(sink: Any) -> None:
     with contextlib.suppress(ray.exceptions.RayError):
         while (piece := ray.get(sink.take.remote())) is not None:
             stream = sys.stdout if piece[0] == 1 else sys.stderr
-            stream.write(piece[1])
-            stream.flush()
+            with contextlib.suppress(OSError):  # nobody reads it any more; the ranks must not wait for that
+                stream.write(piece[1])
+                stream.flush()
 
 
 @contextlib.contextmanager
@@ -73,7 +74,7 @@ def sent(sink: Any, rank: int) -> Iterator[None]:
         thread.daemon = True
         thread.start()
     streams = sys.stdout, sys.stderr
-    with open(1, "w", buffering=1, closefd=False) as sys.stdout, open(2, "w", buffering=1, closefd=False) as sys.stderr:
+    with _text_to(1) as sys.stdout, _text_to(2) as sys.stderr:
         try:
             yield
         finally:
@@ -83,6 +84,10 @@ def sent(sink: Any, rank: int) -> Iterator[None]:
             _release()
             for thread in threads:
                 thread.join(_ARRIVES_WITHIN)
+
+
+def _text_to(number: int) -> TextIO:
+    return open(number, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
 
 
 _kept: dict[int, int] = {}
