@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from easydist import settings
 from easydist.cluster import output, script
 from easydist.cluster.connection import connect, disconnect, is_here
 from easydist.cluster.ranks import Ranks
@@ -71,7 +72,7 @@ def _run(args: argparse.Namespace) -> int:
     has_connected = connect(None, size * cpus)
     try:
         folder = os.getcwd()
-        own = {name: value for name, value in os.environ.items() if name.startswith("EASYDIST_")}
+        own = {name: os.environ[name] for name in settings.SETTINGS if name in os.environ}
         env: dict[str, Any] = {"env_vars": own} | ({} if (here := is_here()) else {"working_dir": folder})
         resources = {"CPU": cpus, "GPU": args.gpus_per_rank}
         asked = {name: amount for name, amount in resources.items() if amount}

@@ -10,6 +10,7 @@ dies, and nothing else tells the others, which wait for it.
 import collections
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -65,6 +66,7 @@ class Ranks:
         self.case = case
         self.size, self.backend, self.scenario = int(case.split("/")[0]), *case.split("/")[1:]
         self.done, self.began = os.pipe(), os.pipe()
+        self.all_have_begun = multiprocessing.get_context("fork").Barrier(self.size)
         self.last = self.size - 1
 
     def tell(self, pipe: tuple[int, int], times: int = 1) -> None:
@@ -73,13 +75,6 @@ class Ranks:
     def wait(self, pipe: tuple[int, int], times: int = 1) -> None:
         for _ in range(times):
             os.read(pipe[0], 1)
-
-    def let_all_begin(self, rank: int) -> None:
-        """Wait on the last rank until no other is in the first call any more."""
-        if rank == self.last:
-            self.wait(self.began, self.last)
-        else:
-            self.tell(self.began)
 
     def spoil(self, rank: int) -> None:
         """Misbehave on one rank after all have met."""
@@ -398,8 +393,7 @@ def work(ranks: Ranks, rank: int) -> None:
     row: dict[str, object] = {"case": ranks.case, "rank": rank, "type": None, "text": "", "members": None}
     ranks.met = ranks.heard = ""
     ranks.begin(rank)
-    if ranks.scenario in ALONE:
-        ranks.let_all_begin(rank)
+    ranks.all_have_begun.wait()  # else a slow rank could hear of what comes next in its first call
     ranks.meet(rank)
     if ranks.scenario == "connect_stops":
         ranks.stop_before_connecting(rank)
