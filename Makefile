@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 STRESS ?= 20000
-JOBS ?= 4
+JOBS ?= 3
 BIN := $(VENV)/bin
 # Files side by side, since most tests wait for other processes; in their order, so that the long ones don't come last.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
@@ -14,7 +14,7 @@ ranks = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo quick test stress torch-tests mutants coverage lint format docs captures bench matrix clean
+.PHONY: help demo quick test stress torch-tests mutants coverage lint format docs captures bench release matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +71,9 @@ bench: $(VENV)/.bench ## compare with the peers, ratios in one run
 	$(BIN)/python benchmarks/message_queue.py
 	$(BIN)/python benchmarks/coordinator.py
 	$(BIN)/python benchmarks/metrics.py
+
+release: $(VENV)/.release ## build wheel and sdist, and try both in empty environments; publishes nothing
+	BIN=$(BIN) .ci/release
 
 matrix: ## test the oldest and the newest torch, and other Pythons; gigabytes
 	.ci/matrix
