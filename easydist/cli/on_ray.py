@@ -71,9 +71,9 @@ def _run(args: argparse.Namespace) -> int:
     size, cpus = int(args.nproc_per_node), 1.0 if args.cpus_per_rank is None else args.cpus_per_rank
     has_connected = connect(None, size * cpus)
     try:
-        folder = os.getcwd()
+        folder, here = os.getcwd(), is_here()
         own = {name: os.environ[name] for name in settings.SETTINGS if name in os.environ}
-        env: dict[str, Any] = {"env_vars": own} | ({} if (here := is_here()) else {"working_dir": folder})
+        env: dict[str, Any] = {"env_vars": own} | ({} if here else {"working_dir": folder})
         resources = {"CPU": cpus, "GPU": args.gpus_per_rank}
         asked = {name: amount for name, amount in resources.items() if amount}
         with Ranks(size, resources=asked, nodes=args.nodes, runtime_env=env) as ranks, output.printed() as sink:

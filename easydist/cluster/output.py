@@ -69,9 +69,11 @@ def _print(sink: Any) -> None:
 @contextlib.contextmanager
 def sent(sink: Any, rank: int) -> Iterator[None]:
     """Send to the sink what this process and its children write during the block; each line begins with the rank."""
-    threads = [threading.Thread(target=_send, args=(_captured(number), number, sink, rank)) for number in (1, 2)]
+    kept = {number: os.dup(number) for number in (1, 2)}
+    threads = [
+        threading.Thread(target=_send, args=(_pipe_at(number), number, sink, rank), daemon=True) for number in kept
+    ]
     for thread in threads:
-        thread.daemon = True
         thread.start()
     streams = sys.stdout, sys.stderr
     with _text_to(1) as sys.stdout, _text_to(2) as sys.stderr:
@@ -81,7 +83,9 @@ def sent(sink: Any, rank: int) -> Iterator[None]:
             sys.stdout.flush()
             sys.stderr.flush()
             sys.stdout, sys.stderr = streams
-            _release()
+            for number, copy in kept.items():
+                os.dup2(copy, number)
+                os.close(copy)
             for thread in threads:
                 thread.join(_ARRIVES_WITHIN)
 
@@ -90,24 +94,12 @@ def _text_to(number: int) -> TextIO:
     return open(number, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
 
 
-_kept: dict[int, int] = {}
-"""Copies of the captured file descriptors, by number."""
-
-
-def _captured(number: int) -> int:
+def _pipe_at(number: int) -> int:
     """Replace a file descriptor by the end of a pipe, and return the other end."""
-    _kept[number] = os.dup(number)
     reader, writer = os.pipe()
     os.dup2(writer, number)
     os.close(writer)
     return reader
-
-
-def _release() -> None:
-    while _kept:
-        number, copy = _kept.popitem()
-        os.dup2(copy, number)
-        os.close(copy)
 
 
 def _send(reader: int, number: int, sink: Any, rank: int) -> None:
