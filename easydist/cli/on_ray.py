@@ -35,6 +35,8 @@ def check(args: argparse.Namespace) -> None:
             raise click.UsageError("--nodes, --cpus-per-rank and --gpus-per-rank need --on ray; did you mean --nnodes?")
     elif args.survivors:
         raise click.UsageError("--survivors does not go with --on ray: there, a lost rank ends the command")
+    elif args.nnodes not in ("1", "1:1"):
+        raise click.UsageError("--on ray takes --nodes instead of --nnodes")
     elif not args.nproc_per_node.isdigit():
         raise click.UsageError(f"--on ray takes a number of ranks, got -n {args.nproc_per_node}")
 

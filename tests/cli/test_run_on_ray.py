@@ -97,6 +97,7 @@ def test_ctrl_c_ends_all_ranks(cluster, tmp_path):
     ("options", "text"),
     [
         (["gpu", "script.py"], "--on ray takes a number of ranks, got -n gpu"),
+        (["4", "--nnodes", "2", "script.py"], "--on ray takes --nodes instead of --nnodes"),
         (["2", "--survivors", "script.py"], "--survivors does not go with --on ray"),
         (["3", "--nodes", "2", "script.py"], "3 ranks cannot be 1.5 on each of nodes=2"),
     ],
