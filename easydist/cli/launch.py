@@ -138,7 +138,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     if unknown:
         known = [name for action in parser._actions for name in action.option_strings]
         raise click.NoSuchOption(unknown[0], possibilities=difflib.get_close_matches(unknown[0], known))
-    on_ray.check(args)
+    on_ray.check(args, parser)
     if not args.module and not args.no_python:
         args.no_python = _has_own_interpreter(args.training_script)
     if args.no_python and os.path.isfile(args.training_script):

@@ -97,12 +97,15 @@ def test_ctrl_c_ends_all_ranks(cluster, tmp_path):
     ("options", "text"),
     [
         (["gpu", "script.py"], "--on ray takes a number of ranks, got -n gpu"),
-        (["4", "--nnodes", "2", "script.py"], "--on ray takes --nodes instead of --nnodes"),
-        (["2", "--survivors", "script.py"], "--survivors does not go with --on ray"),
+        (["4", "--nnodes", "2", "script.py"], "--on ray does not take --nnodes; use --nodes"),
+        (["2", "--survivors", "script.py"], "--on ray does not take --survivors: a lost rank ends the command"),
+        (["2", "--max-restarts", "3", "script.py"], "--on ray does not take --max-restarts"),
+        (["2", "--standalone", "script.py"], "--on ray does not take --standalone"),
+        (["2", "--log-dir", "logs", "script.py"], "--on ray does not take --log-dir"),
         (["3", "--nodes", "2", "script.py"], "3 ranks cannot be 1.5 on each of nodes=2"),
     ],
 )
 def test_what_cannot_be_is_refused(cluster, tmp_path, options, text):
     script(tmp_path, SAYS)
-    _, err = run(cluster, tmp_path, *options, status=2 if "3" not in options else 1)
+    _, err = run(cluster, tmp_path, *options, status=2 if "--nodes" not in options else 1)
     assert text in err
