@@ -15,7 +15,6 @@ from easydist.cluster.connection import connect, disconnect, is_here
 from easydist.cluster.ranks import Ranks
 from easydist.errors import EasydistError, PeerLostError, RemoteError
 
-
 _TAKES = {"on", "nodes", "cpus_per_rank", "gpus_per_rank", "nproc_per_node", "job_key", "module", "no_python"}
 _TAKES |= {"training_script", "training_script_args"}
 _INSTEAD = {"nnodes": "; use --nodes", "survivors": ": a lost rank ends the command there"}
@@ -83,7 +82,7 @@ def _run(args: argparse.Namespace) -> int:
     has_connected = connect(None, size * cpus)
     try:
         folder, here = os.getcwd(), is_here()
-        own = {name: os.environ[name] for name in settings.SETTINGS if name in os.environ}
+        own = {name: os.environ[name] for name in settings.SETTINGS if name in os.environ and name != settings.JOB_KEY}
         env: dict[str, Any] = {"env_vars": own} | ({} if here else {"working_dir": folder})
         resources = {"CPU": cpus, "GPU": args.gpus_per_rank}
         asked = {name: amount for name, amount in resources.items() if amount}

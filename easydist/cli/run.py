@@ -39,8 +39,8 @@ def run(arguments: tuple[str, ...]) -> None:
     traceback of the first one is printed at the end. With --survivors a rank that fails does not end the others, which
     continue with easydist.recover(). With --job-key the ranks sign what they write to the store; FILE is made if there
     is none, and every host needs it. With --on ray the ranks run on a Ray cluster, which gets the working directory: -n
-    of them, on --nodes nodes, with --cpus-per-rank and --gpus-per-rank; torchrun's own options are refused there. Ctrl-C ends everything that was started; a
-    second one does not wait for it.
+    of them, on --nodes nodes, with --cpus-per-rank and --gpus-per-rank; torchrun's own options are refused there.
+    Ctrl-C ends everything that was started; a second one does not wait for it.
     """
     from easydist.cli.launch import launch, leave
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from easydist import settings
 from easydist.agreement.calling import seconds
 from easydist.cluster import failures
 from easydist.cluster.connection import connect, disconnect, environment
@@ -142,7 +144,10 @@ class Ranks:
         port = self._asked({0: self._actors[0].serve.remote()}, deadline)[0]
         self._epoch += 1
         self._variables = variables([self._facts[rank] for rank in range(self.size)], port, self._epoch)
-        entering = {rank: actor.enter.remote(self._variables[rank]) for rank, actor in self._actors.items()}
+        # Not in the runtime environment, which Ray writes to its dashboard and logs.
+        key = os.environ.get(settings.JOB_KEY)
+        own = {} if key is None else {settings.JOB_KEY: key}
+        entering = {rank: actor.enter.remote(self._variables[rank] | own) for rank, actor in self._actors.items()}
         self._asked(entering, deadline)
         self._needs_meeting = False
 

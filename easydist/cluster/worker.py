@@ -50,7 +50,7 @@ class RankActor:
         return port
 
     def enter(self, variables: dict[str, str]) -> None:
-        """Enter the world that these variables describe, and leave the one before."""
+        """Enter the world that these variables describe, and leave the one before; they may hold the job's key."""
         import ray
 
         from easydist.cluster.world import enter

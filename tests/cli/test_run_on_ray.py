@@ -45,9 +45,9 @@ def environment(cluster):
     return os.environ | launching.OWN | {"RAY_ADDRESS": cluster.address}
 
 
-def run(cluster, folder, *options, status=0):
+def run(cluster, folder, *options, status=0, **variables):
     """Return the output and the errors of the command, in the folder of the script."""
-    process = launching.start(*command(*options), env=environment(cluster), cwd=folder)
+    process = launching.start(*command(*options), env=environment(cluster) | variables, cwd=folder)
     ((out, err),) = launching.finished(process, seconds=90)
     assert process.returncode == status, err
     return out, err
@@ -91,6 +91,15 @@ def test_ctrl_c_ends_all_ranks(cluster, tmp_path):
     assert "easydist run: ended by SIGINT\n" in err
     psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], launching.within(10))
     assert not any(map(psutil.pid_exists, pids))
+
+
+def test_ranks_get_the_settings_of_the_shell_and_ray_shows_no_key(cluster, tmp_path):
+    text = "import os, ray\ntold = ray.get_runtime_context().runtime_env['env_vars']\n"
+    script(tmp_path, text + "print(told, os.environ['EASYDIST_JOB_KEY'] == 'k' * 40)")
+    out, _ = run(cluster, tmp_path, 1, "script.py", EASYDIST_JOB_KEY="k" * 40, EASYDIST_WARN_AFTER="20")
+    assert "'EASYDIST_WARN_AFTER': '20'" in out
+    assert out.rstrip().endswith("True")
+    assert "k" * 40 not in out
 
 
 @pytest.mark.parametrize(

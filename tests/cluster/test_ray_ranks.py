@@ -209,6 +209,22 @@ def test_a_killed_rank_is_named_and_replaced(ranks, victim, first_call):
     assert ranks.run(gathered) == [[0, 1, 2]] * 3
 
 
+KEY = "a-key-of-the-job-which-nobody-else-knows"
+
+
+def knows_the_key():
+    told = str(ray.get_runtime_context().runtime_env)
+    return os.environ[easydist.settings.JOB_KEY] == KEY, KEY in told, easydist.gather_object([rank()])
+
+
+def test_ranks_get_the_drivers_job_key_and_ray_shows_it_nowhere(shared, monkeypatch):
+    monkeypatch.setenv(easydist.settings.JOB_KEY, KEY)
+    with started(2, resources={"rank": 0.5}) as ranks:
+        assert ranks.run(knows_the_key) == [(True, False, [0, 1])] * 2
+        ranks.restart([1])
+        assert ranks.run(knows_the_key) == [(True, False, [0, 1])] * 2
+
+
 def test_what_cannot_be_run_or_returned_is_an_error(ranks):
     with pytest.raises(TypeError, match=r"^run: kept or its arguments cannot be sent to the ranks: "):
         ranks.run(kept, threading.Lock())
