@@ -82,12 +82,14 @@ def _run(args: argparse.Namespace) -> int:
     has_connected = connect(None, size * cpus)
     try:
         folder, here = os.getcwd(), is_here()
+        name = args.training_script if args.module else os.path.relpath(args.training_script)
+        if not here and not args.module and name.startswith(os.pardir + os.sep):
+            raise ValueError(f"{name} is not in the working directory {folder}, which the nodes get")
         own = {name: os.environ[name] for name in settings.SETTINGS if name in os.environ and name != settings.JOB_KEY}
         env: dict[str, Any] = {"env_vars": own} | ({} if here else {"working_dir": folder})
         resources = {"CPU": cpus, "GPU": args.gpus_per_rank}
         asked = {name: amount for name, amount in resources.items() if amount}
         with Ranks(size, resources=asked, nodes=args.nodes, runtime_env=env) as ranks, output.printed() as sink:
-            name = args.training_script if args.module else os.path.relpath(args.training_script)
             ranks.run(script.main, sink, folder if here else "", args.module, name, args.training_script_args)
     finally:
         if has_connected:

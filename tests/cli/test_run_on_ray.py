@@ -8,6 +8,10 @@ import launching
 import psutil
 import pytest
 from actors import MARKS, SECOND
+from click.testing import CliRunner
+
+from easydist.cli import on_ray
+from easydist.cli.main import main
 
 pytestmark = MARKS
 
@@ -91,6 +95,16 @@ def test_ctrl_c_ends_all_ranks(cluster, tmp_path):
     assert "easydist run: ended by SIGINT\n" in err
     psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], launching.within(10))
     assert not any(map(psutil.pid_exists, pids))
+
+
+def test_a_script_that_the_nodes_do_not_get_is_refused(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(on_ray, "is_here", lambda: False)
+    script(tmp_path, SAYS)
+    (inner := tmp_path / "inner").mkdir()
+    monkeypatch.chdir(inner)
+    done = CliRunner().invoke(main, ["run", "--on", "ray", "-n", "1", "../script.py"])
+    assert done.exit_code == 1
+    assert f"../script.py is not in the working directory {inner}, which the nodes get" in done.output
 
 
 def test_ranks_get_the_settings_of_the_shell_and_ray_shows_no_key(cluster, tmp_path):
