@@ -6,6 +6,7 @@ import shutil
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import pytest
 from launching import within
@@ -54,6 +55,12 @@ def private_cluster():
             ray.shutdown()
             cluster.shutdown()
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def logs(cluster):
+    """Return all that Ray and its processes have written to their logs."""
+    files = Path(cluster.node["temp_dir"]).glob("session_*/logs/**/*")
+    return "".join(file.read_text(errors="replace") for file in files if file.is_file())
 
 
 class PatientClock:

@@ -144,7 +144,7 @@ class Ranks:
         port = self._asked({0: self._actors[0].serve.remote()}, deadline)[0]
         self._epoch += 1
         self._variables = variables([self._facts[rank] for rank in range(self.size)], port, self._epoch)
-        # Not in the runtime environment, which Ray writes to its dashboard and logs.
+        # Not in the runtime environment, which Ray writes to its logs.
         key = os.environ.get(settings.JOB_KEY)
         own = {} if key is None else {settings.JOB_KEY: key}
         entering = {rank: actor.enter.remote(self._variables[rank] | own) for rank, actor in self._actors.items()}

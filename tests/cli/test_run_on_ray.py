@@ -7,7 +7,7 @@ import signal
 import launching
 import psutil
 import pytest
-from actors import MARKS, SECOND
+from actors import MARKS, SECOND, logs
 from click.testing import CliRunner
 
 from easydist.cli import on_ray
@@ -107,13 +107,13 @@ def test_a_script_that_the_nodes_do_not_get_is_refused(cluster, tmp_path, monkey
     assert f"../script.py is not in the working directory {inner}, which the nodes get" in done.output
 
 
-def test_ranks_get_the_settings_of_the_shell_and_ray_shows_no_key(cluster, tmp_path):
-    text = "import os, ray\ntold = ray.get_runtime_context().runtime_env['env_vars']\n"
-    script(tmp_path, text + "print(told, os.environ['EASYDIST_JOB_KEY'] == 'k' * 40)")
-    out, _ = run(cluster, tmp_path, 1, "script.py", EASYDIST_JOB_KEY="k" * 40, EASYDIST_WARN_AFTER="20")
-    assert "'EASYDIST_WARN_AFTER': '20'" in out
-    assert out.rstrip().endswith("True")
-    assert "k" * 40 not in out
+def test_ranks_get_the_settings_of_the_shell_and_ray_logs_no_key(cluster, tmp_path):
+    text = "from easydist import settings\nprint(settings.read(settings.JOB_KEY), settings.read('EASYDIST_WARN_AFTER'))"
+    script(tmp_path, text)
+    out, _ = run(cluster, tmp_path, 1, "script.py", EASYDIST_JOB_KEY="k" * 40, EASYDIST_WARN_AFTER="20.125")
+    assert out.rstrip().endswith("k" * 40 + " 20.125")
+    assert "20.125" in (logged := logs(cluster))
+    assert "k" * 40 not in logged
 
 
 @pytest.mark.parametrize(

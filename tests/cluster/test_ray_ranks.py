@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from actors import HEAD, MARKS, MORTAL, travels
+from actors import HEAD, MARKS, MORTAL, logs, travels
 from launching import within
 
 import easydist
@@ -213,16 +213,16 @@ KEY = "a-key-of-the-job-which-nobody-else-knows"
 
 
 def knows_the_key():
-    told = str(ray.get_runtime_context().runtime_env)
-    return os.environ[easydist.settings.JOB_KEY] == KEY, KEY in told, easydist.gather_object([rank()])
+    return easydist.settings.read(easydist.settings.JOB_KEY) == KEY, easydist.gather_object([rank()])
 
 
-def test_ranks_get_the_drivers_job_key_and_ray_shows_it_nowhere(shared, monkeypatch):
+def test_ranks_get_the_drivers_job_key_and_ray_does_not_log_it(shared, cluster, monkeypatch):
     monkeypatch.setenv(easydist.settings.JOB_KEY, KEY)
     with started(2, resources={"rank": 0.5}) as ranks:
-        assert ranks.run(knows_the_key) == [(True, False, [0, 1])] * 2
+        assert ranks.run(knows_the_key) == [(True, [0, 1])] * 2
         ranks.restart([1])
-        assert ranks.run(knows_the_key) == [(True, False, [0, 1])] * 2
+        assert ranks.run(knows_the_key) == [(True, [0, 1])] * 2
+    assert KEY not in logs(cluster)
 
 
 def test_what_cannot_be_run_or_returned_is_an_error(ranks):
