@@ -14,7 +14,7 @@ ranks = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo quick test stress torch-tests mutants coverage lint format docs captures bench release matrix clean
+.PHONY: help demo quick test gpu stress torch-tests mutants coverage lint format docs captures bench release matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,10 @@ quick: $(VENV)/.test ## run the tests that are not marked slow
 
 test: $(VENV)/.test ## run the tests; ARGS="-k gather -x" goes to pytest
 	$(PYTEST) $(ARGS)
+
+gpu: $(VENV)/.test ## run the tests that need a GPU, which may be one for all ranks, and compare with accelerate
+	$(BIN)/python -m pytest tests/gpu $(ARGS)
+	$(BIN)/python benchmarks/gpu.py
 
 stress: $(VENV)/.test ## many more random calls, messages and trees; STRESS=100000 calls
 	EASYDIST_STRESS=$(STRESS) $(PYTEST) -m stress $(ARGS)

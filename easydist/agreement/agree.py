@@ -17,6 +17,7 @@ from easydist.agreement.disagreement import calls_text, fault_text, trees_text
 from easydist.agreement.frames import ABSENT, FAULT, WELL, Agreement, CallHeader, Headers
 from easydist.agreement.notes import listeners, note_data
 from easydist.agreement.reports import NOTHING, encoded, exchange_json, exchange_reports
+from easydist.data.leaves import Leaves
 from easydist.errors import DisagreementError, RemoteError
 from easydist.groups.communicators import Communicators
 
@@ -49,6 +50,7 @@ def agree(comms: Communicators, operation: str, prepare: Callable[[], Call], che
         return alone(prepare)
     try:
         call = _noted(prepare())
+        call.devices = _devices(comms, call.leaves)
         sizes = call.sizes()
         mine = frames.header_of(operation, call)
     # Not an interrupt: the others hear of that from the monitor, when the call ends.
@@ -58,6 +60,17 @@ def agree(comms: Communicators, operation: str, prepare: Callable[[], Call], che
     if not headers.are_alike():
         _compare(comms, operation, call, headers, check)
     return Agreement(call, headers, comms.frames)
+
+
+def _devices(comms: Communicators, leaves: Leaves | None) -> tuple[str, ...]:
+    """Return the type of the devices between which each leaf travels; nothing if all travel between CPUs.
+
+    A rank whose leaf is on another one would wait for a message of another library.
+    """
+    if leaves is None or leaves.is_cpu:
+        return ()
+    kinds = tuple([comms.data(tensor.device).get_device().type for tensor in leaves.tensors])
+    return kinds if {*kinds} != {"cpu"} else ()
 
 
 def judged(comms: Communicators, operation: str, judge: Callable[[], Any]) -> dict[int, Any]:

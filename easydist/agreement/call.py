@@ -31,6 +31,7 @@ class Call:
         text: The same as bytes, in place of ``payload``; at most ``frames.room``, so that it goes with the header.
         absent: True if this rank has no data of its own and takes the others'.
         aliases: The leaves that share memory, if that must not differ between ranks.
+        devices: For each leaf the type of the devices between which it travels; empty if all travel between CPUs.
         advice: The advice if shapes differ; ``{dim}`` stands for the first dimension in which they differ.
         numbers: 64-bit numbers for the other ranks, equally many on each unless the first is the count of the others;
             they travel with the header.
@@ -45,6 +46,7 @@ class Call:
     absent: bool = False
     aliases: list[int] | None = None
     advice: str = SAME
+    devices: tuple[str, ...] = ()
     numbers: tuple[int, ...] = ()
 
     @property
@@ -62,23 +64,29 @@ class Call:
         if self.leaves is None:
             return []
         plain = [(path, shortened(text), None) for path, text in self.leaves.plain]
-        return [*self.leaves.layout.types(dim), *plain]
+        leaves = self.leaves.layout.types(dim)
+        if self.devices:
+            leaves = [(p, f"{d} on {there}", s) for (p, d, s), there in zip(leaves, self.devices, strict=True)]
+        return [*leaves, *plain]
 
     def structure(self) -> int:
         """Return the fingerprint of the properties that have to be equal on all ranks."""
         if self.leaves is None:
             return 0
-        layout, plain = self.leaves.layout, self.leaves.plain
-        structure = layout.fingerprint if self.dim is None else layout.free(self.dim)[1]
-        return fingerprint((structure, plain)) if plain else structure
+        layout = self.leaves.layout
+        return self._whole(layout.fingerprint if self.dim is None else layout.free(self.dim)[1])
 
     def variations(self) -> int:
         """Return the fingerprint of the properties that may differ: sizes, and shared objects or memory."""
         if self.leaves is None:
             return 0
-        layout, plain, ties = self.leaves.layout, self.leaves.plain, self.leaves.ties
-        sizes = fingerprint((layout.fingerprint, plain)) if plain else layout.fingerprint
+        sizes, ties = self._whole(self.leaves.layout.fingerprint), self.leaves.ties
         return sizes if ties is None and self.aliases is None else fingerprint((sizes, ties, self.aliases))
+
+    def _whole(self, layout: int) -> int:
+        """Return the fingerprint of the tree, given that of its layout."""
+        plain = self.tree.plain
+        return fingerprint((layout, plain, self.devices)) if plain or self.devices else layout
 
     def sizes(self) -> bytes:
         """Return the size of each leaf along the free dimension, as 64-bit numbers."""

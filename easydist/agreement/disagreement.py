@@ -11,6 +11,9 @@ PLAIN = (
     "Text, None and other plain values beside tensors are not sent, so they must be equal on all ranks. Gather "
     "those that differ with gather_object (gather_for_metrics in an evaluation loop), or leave them out."
 )
+DEVICES = (
+    "Move them to the same type of device on every rank: between GPUs, another library moves them than between CPUs."
+)
 Row = tuple[str, str, str]
 """A leaf that does not fit where it arrives: its path, its description on the source, and the local one."""
 
@@ -74,8 +77,7 @@ def trees_text(every: list[dict[str, Any]]) -> str:
     head = f"{first['operation']}: ranks disagree on {len(differing)} of {len(paths)} leaves"
     if any(row and row[1] is None for path in differing for row in (rows.get(path) for rows in fixed_rows.values())):
         return "\n".join([head, *lines, _sites_of(every), PLAIN])
-    dim = _differing_dim([rows.get(differing[0]) for rows in fixed_rows.values()])
-    return "\n".join([head, *lines, _sites_of(every), SAME if dim is None else first["advice"].format(dim=dim)])
+    return "\n".join([head, *lines, _sites_of(every), _advice([*fixed_rows.values()], differing, first["advice"])])
 
 
 def misfit_lines(src: int, misfits: Mapping[int, Sequence[Row]], receiver: str = "rank") -> list[str]:
@@ -148,6 +150,19 @@ def _leaf_text(row: list[Any] | None) -> str:
     if row is None:
         return "missing"
     return row[0] if row[1] is None else f"{row[0]} {tuple(row[1])}"
+
+
+def _advice(ranks: Sequence[Mapping[str, list[Any]]], differing: Sequence[str], about_dim: str) -> str:
+    """Return what to do about leaves that differ between ranks."""
+    if all(len({_off_device(rows.get(path)) for rows in ranks}) == 1 for path in differing):
+        return DEVICES
+    dim = _differing_dim([rows.get(differing[0]) for rows in ranks])
+    return SAME if dim is None else about_dim.format(dim=dim)
+
+
+def _off_device(row: list[Any] | None) -> str:
+    """Return the text of a leaf without its device."""
+    return _leaf_text(row and [row[0].partition(" on ")[0], row[1]])
 
 
 def _differing_dim(rows: list[list[Any] | None]) -> int | None:

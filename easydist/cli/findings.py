@@ -78,7 +78,8 @@ def _devices() -> Finding:
     import torch
 
     count = torch.cuda.device_count()
-    return Finding("devices", "ok", f"{os.cpu_count()} cores, {count} GPUs" if count else f"{os.cpu_count()} cores")
+    gpus = f", {count} {'GPU' if count == 1 else 'GPUs'}" if count else ""
+    return Finding("devices", "ok", f"{os.cpu_count()} cores{gpus}")
 
 
 def _memory() -> Finding:

@@ -12,8 +12,9 @@ from easydist.comms.window import RegisteredWindow, SignalCmpOp, TorchCommWindow
 from easydist.groups.communicators import Communicators
 from easydist.groups.known import SOLO, of_comm, of_group
 from easydist.transport.backend import Backend
-from easydist.transport.backends.c10d import Gloo, Native, over
+from easydist.transport.backends.c10d import Gloo
 from easydist.transport.backends.hierarchical import Hierarchical
+from easydist.transport.backends.native import Native, over
 from easydist.transport.backends.shm import Shm
 from easydist.transport.backends.solo import Solo
 from easydist.transport.reduce_op import RedOpType, ReduceOp, combine

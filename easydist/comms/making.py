@@ -23,7 +23,7 @@ from easydist.liveness.peer import Peer
 from easydist.liveness.status import nothing
 from easydist.shm.streams import Guard
 from easydist.transport.backend import Backend
-from easydist.transport.backends.c10d import Native
+from easydist.transport.backends.native import Native
 from easydist.transport.backends.solo import Solo
 
 

@@ -25,7 +25,7 @@ from easydist.liveness.limited import NoAnswerError
 from easydist.liveness.timed_store import reached, served
 from easydist.state.environment import World, has_agent, launched
 from easydist.torch_backend.rendezvous import NAME
-from easydist.transport.backends.c10d import over
+from easydist.transport.backends.native import over
 from easydist.transport.checked import checked_timeout
 
 

@@ -187,7 +187,7 @@ class Operations:
         work.reporting(self._failed, name, limit, () if staging is None else staging.outputs)
         if self._statuses is not None:
             self._statuses.add(work)
-        return work.in_background() if self._is_on_cpu else work
+        return work.in_background() if self._is_on_cpu else work.on(self._backend.device)
 
     def _unusable(self, name: str) -> RuntimeError:
         if self.is_final:

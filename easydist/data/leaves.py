@@ -18,7 +18,7 @@ from easydist.data.aliasing import aliases, are_disjoint, overlap, overlaps_itse
 from easydist.data.arithmetic import fingerprint
 from easydist.data.backing import backed, is_backed, starts
 from easydist.data.kinds import Kind, kind_of
-from easydist.data.packing import Packed, Packing, dtype_name, sort_key
+from easydist.data.packing import Packed, Packing, copy_each, dtype_name, sort_key
 from easydist.data.plain import described
 from easydist.typing import Tree
 
@@ -383,7 +383,7 @@ class Leaves:
                 targets.append(tensor)
                 sources.append(view)
         if targets:
-            foreach_copy(targets, sources)
+            (foreach_copy if self.is_cpu else copy_each)(targets, sources)
         return self._rebuild(done, tied)
 
 

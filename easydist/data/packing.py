@@ -127,6 +127,17 @@ def is_copyable(dtype: torch.dtype) -> bool:
     return not (dtype.itemsize == 1 and dtype.is_floating_point)
 
 
+def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its target, on an accelerator in one launch for all that are alike."""
+    alike: dict[tuple[object, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        key = target.dtype, target.device, source.device, target.is_contiguous() and source.is_contiguous()
+        for one, some in zip((target, source), alike.setdefault(key, ([], [])), strict=True):
+            some.append(one)
+    for pair in alike.values():
+        foreach_copy(*pair)
+
+
 def copy_to(address: int, tensors: Sequence[torch.Tensor]) -> None:
     """Copy tensors on the CPU to memory, one after another: faster than ``pack`` for small ones.
 
@@ -360,6 +371,10 @@ def separate(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> Sequence[to
     if not is_copyable(flat.dtype):
         return [piece.view(flat.dtype) for piece in separate(flat.view(BITS[1]), shapes)]
     sizes, is_uniform = _sizes_of(tuple(map(tuple, shapes)))
+    if not flat.is_cpu:  # the functions below make a launch for each
+        pieces = [flat.new_empty(tuple(shape)) for shape in shapes]
+        copy_each([piece.view(-1) for piece in pieces], flat.split_with_sizes(sizes))
+        return pieces
     if is_uniform:
         return cast(Sequence[torch.Tensor], _unbind_copy(flat.view(len(shapes), *shapes[0])))
     return [piece.resize_(tuple(shape)) for piece, shape in zip(_split_copy(flat, sizes), shapes, strict=True)]

@@ -36,8 +36,9 @@ from easydist.liveness.timed_store import TimedStore
 from easydist.liveness.watchdog import signals_wake_watchdog, watchdog
 from easydist.shm.mailbox import Mailbox
 from easydist.transport.backend import Backend
-from easydist.transport.backends.c10d import Gloo, over
+from easydist.transport.backends.c10d import Gloo
 from easydist.transport.backends.hierarchical import Hierarchical
+from easydist.transport.backends.native import over
 from easydist.transport.backends.shm import Shm
 from easydist.transport.backends.solo import Solo
 from easydist.transport.comm import Collectives

@@ -15,7 +15,7 @@ from easydist.base.torch_groups import is_known
 from easydist.groups.communicators import Communicators
 from easydist.groups.recovering import ALREADY_RECOVERED
 from easydist.liveness.timed_store import TimedStore
-from easydist.transport.backends.c10d import over
+from easydist.transport.backends.native import over
 from easydist.transport.backends.solo import Solo
 from easydist.transport.comm import Collectives
 

@@ -248,8 +248,10 @@ class Pair:
     def accept(self, message: Message, data: Buffers) -> Transfer:
         """Tell the sender that the message is accepted, and begin to receive its data."""
         channel, is_asked = self._channel, message.status == ASKED
-        parts = [channel.move("recv", buffer, device, is_asked) for device, buffer in data]
+        parts = [channel.move("recv", buffer, device, is_asked) for device, buffer in data if buffer.is_cpu]
         channel.answer(message, None)
+        # The first message of a pair over NCCL blocks until both ranks have posted it: the sender waits for the answer.
+        parts += [channel.move("recv", buffer, device, is_asked) for device, buffer in data if not buffer.is_cpu]
         return self._transfer(parts, is_promised=not is_asked)
 
     def reject(self, message: Message, error: Exception) -> NoReturn:

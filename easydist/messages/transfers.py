@@ -102,6 +102,8 @@ class Transfer:
         self._comms, self._operation, self._peer = comms, operation, peer
         self._is_large = any(part.is_large for part in parts)
         self._work, self._answer = TorchWork(_in_order([*parts])) if parts else COMPLETED, answer
+        for device in [part.memory.device for part in parts if not part.memory.is_cpu][:1]:
+            self._work.on(device)
         self._phase = comms.monitor.phase
         self._error: BaseException | None = None
         self._is_done = False
@@ -179,6 +181,8 @@ class Transfer:
         aside = (is_given or self._is_large) and not work.has_ended
         try:
             wait_watched(monitor, self._peer, work.wait, monitor.raise_if_broken if aside else None)
+            if aside:
+                work.wait()  # on this thread's stream of an accelerator
         except BaseException:
             if aside:
                 monitor.disconnect()  # otherwise the thread would go on waiting

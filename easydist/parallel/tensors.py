@@ -251,8 +251,8 @@ class Tensors(Members):
         """Provide a stream on which ``torch.cuda.graph`` can record ``all_reduce`` of this group.
 
         On an accelerator: ``with group.graph_capture() as context, torch.cuda.graph(graph, stream=context.stream): …``.
-        Call ``all_reduce`` once before, so that the connections are created outside of the graph. The stream first
-        waits for the current one.
+        Call ``all_reduce`` once before, so that the connections are created outside of the graph, and ``graph.reset()``
+        before ``destroy``, which waits for the graphs. The stream first waits for the current one.
 
         Args:
             graph_capture_context: A context with a stream; None creates one.

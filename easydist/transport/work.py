@@ -70,6 +70,8 @@ class TorchWork:
     _parts: Iterator[Begun] = iter(())
     _keep: Sequence[torch.Tensor] = ()
     _timeout: timedelta | None = None
+    _device: torch.device | None = None
+    _event: torch.Event | None = None
     _outputs: Sequence[torch.Tensor] = ()
     _results: Sequence[weakref.ref[torch.Tensor]] = ()
 
@@ -102,6 +104,11 @@ class TorchWork:
     def within(self, timeout: timedelta | None) -> TorchWork:
         """Set the time limit for each message, and return this work; None or zero means the communicator's own."""
         self._timeout = timeout or None
+        return self
+
+    def on(self, device: torch.device) -> TorchWork:
+        """Return this work, which runs on an accelerator: every ``wait`` makes the current stream wait for it."""
+        self._device = device
         return self
 
     def reporting(self, failed: Failed, name: str, limit: timedelta, outputs: Sequence[torch.Tensor] = ()) -> TorchWork:
@@ -147,6 +154,8 @@ class TorchWork:
                 if isinstance(self._error, DisagreementError):
                     self._error.is_told = True
                 raise self._error
+        if self._event is not None:
+            self._event.wait()
 
     @property
     def parts(self) -> Sequence[Begun]:
@@ -157,8 +166,8 @@ class TorchWork:
         """Block the CPU until the operation has completed; on a GPU, too."""
         self.wait()
         outputs = [tensor for result in self._results if (tensor := result()) is not None]
-        for device in {tensor.device for tensor in outputs if tensor.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+        for device in {tensor.device for tensor in outputs if not tensor.is_cpu}:
+            torch.accelerator.current_stream(device).synchronize()
 
     @property
     def has_ended(self) -> bool:
@@ -202,14 +211,24 @@ class TorchWork:
         """Run the operation, unless another thread is doing that; ``wait`` raises its errors later."""
         if self._lock.acquire(blocking=False):
             try:
-                with contextlib.suppress(BaseException if waits else Exception):  # a caller may poll in the main thread
-                    self._finish(waits)
+                # A caller may poll in the main thread. Another one uses a stream of its own: what the caller begins
+                # meanwhile must not wait for this operation, which may need it.
+                with contextlib.suppress(BaseException if waits else Exception), self._stream(waits):
+                    self._finish(waits, is_aside=waits)
             finally:
                 self._lock.release()
         self._tell_futures()
 
-    def _finish(self, waits: bool = True) -> None:
-        """Run the operation to its end, or until it would have to wait; the caller holds the lock."""
+    def _stream(self, is_aside: bool) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._device is None or not is_aside else torch.Stream(self._device)
+
+    def _finish(self, waits: bool = True, is_aside: bool = False) -> None:
+        """Run the operation to its end, or until it would have to wait; the caller holds the lock.
+
+        Args:
+            waits: True to wait.
+            is_aside: True if a thread calls this for others: it also waits for the accelerator.
+        """
         if self._is_done or self._error is not None:
             return
         try:
@@ -226,8 +245,17 @@ class TorchWork:
                 raise
         else:
             self.returning(self._outputs)
+            self._mark(is_aside)
         self._keep = self._outputs = ()
         self._is_done = self._error is None  # last, because it is read without the lock
+
+    def _mark(self, is_aside: bool) -> None:
+        """Record where the current stream is, for the streams that wait later."""
+        if self._device is not None:
+            self._event = torch.Event(self._device)
+            self._event.record()
+            if is_aside:
+                self._event.synchronize()  # the values of a future are there, and memory may be freed
 
     def advance(self, waits: bool, timeout: timedelta | None) -> bool:
         """Wait for the parts, or only run those that have completed; return True if none is left.

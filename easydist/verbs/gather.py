@@ -259,6 +259,8 @@ class Gather(TreeVerb):
         leaves = agreed.call.tree
         if results is None:
             results = from_payloads(agreed, leaves, shapes, leaves.layout.free(self._dim)[0])
+            if not leaves.is_cpu:  # all are empty
+                results = [one.to(leaf.device) for one, leaf in zip(results, leaves.tensors, strict=True)]
         if self.gradient is not None:
             adjoint = _adjoint(self.gradient, comms.rank, shapes, leaves.layout.free(self._dim)[0])
             by_index = {i: results[i] for i in leaves.travelling(agreed.uniform)}

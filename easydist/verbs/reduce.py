@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from operator import index
+from operator import attrgetter, index
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
@@ -303,10 +305,15 @@ def _begin(
 def _flat(leaves: Leaves, dtype: torch.dtype, members: Sequence[int]) -> torch.Tensor:
     """Concatenate leaves into a new flat tensor."""
     tensors = [leaves.tensors[i] for i in members]
-    if {leaves.layout.dtypes[i] for i in members} != {dtype}:
-        tensors = [tensor.to(dtype) for tensor in tensors]
     flat = memory.empty([sum(map(torch.Tensor.numel, tensors))], dtype, tensors[0].device)
-    packing.pack(tensors, out=packing.as_bytes(flat))
+    if {leaves.layout.dtypes[i] for i in members} == {dtype}:
+        packing.pack(tensors, out=packing.as_bytes(flat))
+        return flat
+    start = 0
+    for own, alike in itertools.groupby(tensors, key=attrgetter("dtype")):
+        values = packing.pack([*alike], flat.device).view(own)  # converted together
+        flat[start : start + len(values)].copy_(values)
+        start += len(values)
     return flat
 
 
@@ -319,12 +326,14 @@ def _results(
     if leaves.is_cpu and has_gradient(total.dtype) and {dtypes[i] for i in members} == {total.dtype}:
         return dict(zip(members, packing.separate(total, shapes), strict=True))
     kinds = [(leaves.tensors[i].device, _dtype_of(leaves, i, reduction, scale)) for i in members]
-    if kinds.count(kinds[0]) == len(kinds):
-        return dict(zip(members, packing.separate(total.to(*kinds[0]), shapes), strict=True))
-    found: dict[int, torch.Tensor] = {}
-    for kind in set(kinds):
-        pieces = packing.separate(total.to(*kind), shapes)
-        found |= {i: piece for i, piece, own in zip(members, pieces, kinds, strict=True) if own == kind}
+    found, first, start = dict[int, torch.Tensor](), 0, 0
+    for kind, alike in itertools.groupby(kinds):
+        last = first + sum(1 for _ in alike)
+        stop = start + sum(map(math.prod, shapes[first:last]))
+        # A single piece would share the memory of the total with the others.
+        part = total[start:stop].to(*kind, copy=last - first == 1 < len(members))
+        found |= dict(zip(members[first:last], packing.separate(part, shapes[first:last]), strict=True))
+        first, start = last, stop
     return found
 
 

@@ -5,9 +5,9 @@ from mutants.planting import Mutant
 MUTANTS = [
     Mutant(
         "agreement/call.py",
-        "Call.structure",
-        "return fingerprint((structure, plain)) if plain else structure",
-        "return structure",
+        "Call._whole",
+        "return fingerprint((layout, plain, self.devices)) if plain or self.devices else layout",
+        "return layout",
         "tests/agreement/test_mismatch_matrix.py -k gather",
     ),
     Mutant(

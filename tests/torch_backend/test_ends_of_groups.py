@@ -19,7 +19,7 @@ from easydist.process_group import NAME
 from easydist.shm.segment import Segment
 from easydist.testing import distributed
 from easydist.torch_backend.group import SharedMemoryGroup
-from easydist.transport.backends.c10d import over
+from easydist.transport.backends.native import over
 from easydist.transport.backends.solo import Solo
 
 

@@ -3,7 +3,7 @@
 ``Gloo`` builds every collective from messages between pairs of ranks, all posted at once: a message takes any size and
 needs no staging copy, and on four ranks and two cores a collective takes a third of the time of gloo's own ring (which
 takes 2 (W - 1) rounds). In a reduction every rank reduces one chunk of all ranks' data in rank order, so that all ranks
-get the same bits in every run. ``Native`` (nccl, xccl, mpi, …) uses the group's own collectives.
+get the same bits in every run.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from easydist.liveness.monitor import Monitor
 from easydist.transport.backend import Addressed, Backend, set_to
 from easydist.transport.backends.waits import FOREVER, LOST, NOBODYS_TAG, TAG, MessageWork
 from easydist.transport.described import DTYPE_CODES, MESSAGE, OWN, Described
-from easydist.transport.reduce_op import RedOpType, ReduceOp, combine, combine_into
+from easydist.transport.reduce_op import ReduceOp, combine, combine_into
 from easydist.transport.work import ENDED, Pending, TorchWork
-from easydist.typing import Device
 
-_SEND_TAG = TAG + 1
+SEND_TAG = TAG + 1
 """The tag that separates ``send`` and ``recv`` from the messages of collectives."""
 
 _TAGS = 4
@@ -56,26 +55,7 @@ _LARGE, _LARGE_AFAR = 1 << 18, 1 << 15
 its own host, but for another host only some 50 KB until that has answered. To wait in a thread takes 50 µs longer."""
 
 
-def over(group: dist.ProcessGroup, device: Device = "cpu") -> Backend | None:
-    """Return the backend for tensors on ``device`` in ``group``, or None if the group cannot move them.
-
-    Args:
-        group: A process group that this process belongs to.
-        device: A device or its type.
-    """
-    device = torch.device(device)
-    try:
-        name = group._get_backend(device).name()
-    except RuntimeError:  # "No backend type associated with device type …"
-        return None
-    if name == "gloo":
-        return Gloo(group, device, name) if device.type == "cpu" else None
-    if name == "easydist_shm":  # it has no tags: our messages would mix with the caller's
-        return None
-    return Native(group, device, name)
-
-
-class _Pairwise(Backend):
+class Pairwise(Backend):
     """The common part of both backends: collectives made of messages between pairs."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, name: str) -> None:
@@ -113,13 +93,6 @@ class _Pairwise(Backend):
             output.copy_(inputs[root])
             return TorchWork(self._exchange(self._others(inputs), []), keep=inputs)
         return TorchWork(self._exchange([], [(output, root)] if output.numel() else []), keep=[output])
-
-    # Without _exchange: for a batch, nccl makes all ranks of the group connect, not just the two that take part.
-    def send(self, tensor: torch.Tensor, dst: int) -> Pending:
-        return self._group.send([tensor], dst, _SEND_TAG) if tensor.numel() else ENDED
-
-    def recv(self, tensor: torch.Tensor, src: int) -> Pending:
-        return self._group.recv([tensor], src, _SEND_TAG) if tensor.numel() else ENDED
 
 
 def _nowhere(rank: int) -> bool:
@@ -167,7 +140,7 @@ class Posted:
 _FACTOR, _PRIME = 1_000_003, 536_870_909
 
 
-class Gloo(_Pairwise):
+class Gloo(Pairwise):
     """The backend for tensors on the CPU over a gloo group.
 
     Attributes:
@@ -325,7 +298,7 @@ class Gloo(_Pairwise):
 
     def _tag_of(self, name: str, tensor: torch.Tensor, peer: int) -> int | Posted:
         if (call := self._described()) is None:
-            return self._tag(_SEND_TAG)
+            return self._tag(SEND_TAG)
         self._messages[way := (name, peer)] += 1
         sends, recvs = ([(tensor, peer)], []) if name == "send" else ([], [(tensor, peer)])
         batch = None if call is MESSAGE else call
@@ -376,73 +349,6 @@ class Gloo(_Pairwise):
         return self._swap([tokens[-1]] * self.size, tokens[:-1])
 
 
-_NATIVE_OPS = {
-    RedOpType.SUM: dist.ReduceOp.SUM,
-    RedOpType.PRODUCT: dist.ReduceOp.PRODUCT,
-    RedOpType.MIN: dist.ReduceOp.MIN,
-    RedOpType.MAX: dist.ReduceOp.MAX,
-}
-_NATIVE_DTYPES = frozenset(
-    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
-)
-
-
-class Native(_Pairwise):
-    """The backend for tensors on the device of a group with good collectives of its own."""
-
-    def _exchange(self, sends: Sequence[Addressed], recvs: Sequence[Addressed]) -> Sequence[Pending]:
-        """Do the same as ``dist.batch_isend_irecv``, which does not support groups that torch does not know by name."""
-        posts = [(self._group.recv, *recv) for recv in recvs] + [(self._group.send, *send) for send in sends]
-        if not posts:
-            return []
-        if not self._group._get_backend(self.device).supports_coalescing:
-            return [post([tensor], peer, 0) for post, tensor, peer in posts]
-        device = posts[0][1].device
-        self._group._start_coalescing(device)
-        try:
-            for post, tensor, peer in posts:
-                post([tensor], peer, 0)
-        finally:
-            work = self._group._end_coalescing(device)
-        return [work]
-
-    def batch(self, sends: Sequence[Addressed], recvs: Sequence[Addressed]) -> TorchWork:
-        keep = [tensor for tensor, _ in (*sends, *recvs)]
-        full = [[one for one in way if one[0].numel()] for way in (sends, recvs)]
-        return TorchWork(self._exchange(*full), keep=keep)
-
-    def all_gather_single(self, output: torch.Tensor, data: torch.Tensor) -> TorchWork:
-        return TorchWork([self._group._allgather_base(output, data)], keep=[output, data])
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> TorchWork:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
-        return TorchWork([self._group.broadcast([tensor], options)], keep=[tensor])
-
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
-        native = _NATIVE_OPS.get(op.type)
-        if op.type is RedOpType.AVG and self.name == "nccl" and tensor.is_floating_point():
-            native = dist.ReduceOp.AVG  # NCCL divides before it adds up
-        if tensor.dtype not in _NATIVE_DTYPES or native is None:
-            return self._gather_and_reduce(tensor, op)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(native)
-        return TorchWork([self._group.allreduce([tensor], options)], keep=[tensor])
-
-    def _gather_and_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> TorchWork:
-        """Reduce any dtype, also one that the group's library cannot add; this moves W times the bytes."""
-        parts = tensor.new_empty(self.size, tensor.numel())
-
-        def reduce_here() -> Sequence[Pending]:
-            combine_into(tensor, op, parts.unbind())
-            return ()
-
-        return self.all_gather_single(_bits(parts.view(-1)), _bits(tensor)).followed_by(reduce_here)
-
-    def barrier(self) -> TorchWork:
-        return self.all_reduce(torch.zeros(1, dtype=torch.int32, device=self.device), ReduceOp.SUM)
-
-
 @functools.cache
 def _branch(rank: int, size: int, root: int) -> tuple[int | None, list[int]]:
     """Return the rank from which a rank gets a broadcast, and those to which it passes it on, along a binomial tree.
@@ -453,7 +359,3 @@ def _branch(rank: int, size: int, root: int) -> tuple[int | None, list[int]]:
     bits = [1 << k for k in range(size.bit_length()) if not place or 1 << k < place & -place]
     children = [(place + bit + root) % size for bit in reversed(bits) if place + bit < size]
     return ((place & (place - 1)) + root) % size if place else None, children
-
-
-def _bits(flat: torch.Tensor) -> torch.Tensor:
-    return flat.view(torch.uint8)

@@ -1,0 +1,158 @@
+"""Messages and weights on a GPU: tensor dicts between two ranks, handles, state dicts, versions, files."""
+
+import pytest
+import torch
+from gpus import MIXED, NEEDED, busy, on_groups, own_stream, to_cpu, use
+from torch import nn
+from trees import assert_same
+
+import easydist
+from easydist import is_torch_tensor as is_tensor, tree
+from easydist.parallel import GroupCoordinator
+from easydist.testing import distributed
+from easydist.weights import WeightPublisher, WeightReceiver, broadcast_state_dict
+
+pytestmark = NEEDED
+
+GROUPS = [("gloo", 2), (MIXED, 2), ("nccl", 2)]
+
+
+def weights():
+    """Return leaves on both devices that travel alone, packed and not at all."""
+    return {
+        "large": torch.arange(1 << 18, device="cuda").view(512, 512).t(),
+        "small": [torch.tensor([0.5, -0.0], device="cuda", dtype=torch.bfloat16), torch.ones(2)],
+        "empty": torch.empty(0, 2, device="cuda"),
+        "number": 3,
+    }
+
+
+def check_weights(got):
+    assert (got["large"].is_cuda, got["small"][0].is_cuda, got["small"][1].is_cuda) == (True, True, False)
+    assert torch.equal(got["large"], weights()["large"])
+    assert [part.tolist() for part in got["small"]] == [[0.5, -0.0], [1, 1]]
+    assert (got["empty"].shape, got["empty"].device.type, got["number"]) == ((0, 2), "cuda", 3)
+
+
+def check_tensor_dicts(rank, backend):
+    use(backend)
+    check_weights(easydist.broadcast_tensor_dict(weights() if rank == 0 else None))
+    on_the_cpu = tree.map(lambda leaf: torch.zeros_like(leaf, device="cpu") if is_tensor(leaf) else 0, weights())
+    if rank == 0:
+        easydist.send_tensor_dict(weights(), 1)
+        easydist.send_tensor_dict(weights(), 1)
+        easydist.send_object({"x": torch.ones(2, device="cuda")}, 1)
+    else:
+        check_weights(easydist.recv_tensor_dict(0))
+        got = easydist.recv_tensor_dict(0, into=on_the_cpu)
+        assert torch.equal(got["large"], weights()["large"].cpu())
+        assert easydist.recv_object(0)["x"].tolist() == [1, 1]
+
+
+@on_groups(*GROUPS)
+def test_tensor_dicts_arrive_on_the_device_of_their_type(ranks, backend, world_size):
+    ranks.run(check_tensor_dicts, world_size, backend=backend)
+
+
+def check_handles(rank, backend):
+    """Handles on streams of their own: waited for, polled, and dropped, with the memory of the data used again."""
+    use(MIXED)
+    group = GroupCoordinator([[0, 1]], 0, backend, True)
+    for turn in ("waited", "polled", "dropped", "last"):
+        with own_stream():
+            data = {"x": torch.full((1 << 18,), -1.0, device="cuda"), "y": torch.full((3,), -1.0, device="cuda")}
+            torch.cuda.synchronize()
+            busy()
+            for leaf in data.values():
+                leaf.fill_(len(turn))
+            if rank == 0:
+                (handle,) = group.isend_tensor_dict(data, 1)
+                del data
+                torch.full((1 << 19,), -7.0, device="cuda")
+                if turn != "dropped":
+                    handle.wait()
+            else:
+                got, handles, after = group.irecv_tensor_dict(0)
+                while turn == "polled" and not all(handle.is_completed() for handle in handles):
+                    pass
+                for handle in handles:
+                    handle.wait()
+                for step in after:
+                    step()
+                assert [got["x"][-1].item(), got["y"][0].item()] == [len(turn)] * 2, turn
+    group.destroy()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_handles_on_streams(ranks, backend):
+    ranks.run(check_handles, 2, backend=backend)
+
+
+def state():
+    """Return tensors on both devices, large and small, with several strides."""
+    return {
+        "large": torch.arange(1 << 18, device="cuda").view(512, 512),
+        "strided": torch.arange(1 << 18, device="cuda").view(512, 512).t(),
+        **{str(i): torch.full((5,), float(i), device="cuda") for i in range(9)},
+        "here": torch.arange(7.0),
+    }
+
+
+def check_state(rank, backend):
+    """Check new tensors on their own type of device, on the CPU and pinned, and existing ones on either device."""
+    use(backend)
+    wanted = {name: value.cpu() for name, value in state().items()}
+    new = broadcast_state_dict(state() if rank == 0 else None, verify=True)
+    assert {name: value.is_cuda for name, value in new.items()} == {name: name != "here" for name in wanted}
+    pinned = broadcast_state_dict(state() if rank == 0 else None, offload_to_cpu=True, pin_memory=True)
+    assert rank == 0 or all(value.is_pinned() for value in pinned.values())
+    there = broadcast_state_dict(state() if rank == 0 else {name: torch.zeros_like(v) for name, v in wanted.items()})
+    back = broadcast_state_dict(wanted if rank == 0 else {n: torch.zeros_like(v).cuda() for n, v in wanted.items()})
+    for got in (new, pinned, there, back):
+        assert all(torch.equal(got[name].cpu(), value) for name, value in wanted.items())
+
+
+@on_groups(*GROUPS)
+def test_state_dicts(ranks, backend, world_size):
+    ranks.run(check_state, world_size, backend=backend)
+
+
+def net(fill, device):
+    made = nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40), nn.Linear(40, 3, bias=False)).to(device)
+    with torch.no_grad():
+        for value in made.state_dict().values():
+            value.fill_(fill)
+    return made
+
+
+def check_versions(rank, backend):
+    """A trainer on the GPU, and receivers on the GPU and on the CPU."""
+    use(backend)
+    trained = net(1, "cuda")
+    member = WeightReceiver(net(0, "cuda" if rank == 1 else "cpu")) if rank else WeightPublisher(trained)
+    for version in (1, 2, 3):
+        with own_stream(), torch.no_grad():
+            torch.cuda.synchronize()
+            busy()
+            for value in trained.state_dict().values():
+                value.fill_(version)
+            got = member.publish() if rank == 0 else member.receive()
+        assert got == version
+        if rank:
+            assert_same(to_cpu(dict(member.state.state_dict())), to_cpu(dict(net(version, "cpu").state_dict())))
+
+
+@on_groups(("gloo", 3), (MIXED, 3))
+def test_versions(ranks, backend, world_size):
+    ranks.run(check_versions, world_size, backend=backend)
+
+
+@distributed(world_size=2)
+def test_files(rank, tmp_path):
+    use(MIXED)
+    path = tmp_path / "state.safetensors"
+    if rank == 0:
+        easydist.save(weights(), path)
+    easydist.wait_for_everyone()
+    loaded = easydist.load(path)
+    assert torch.equal(loaded["large"].cpu(), weights()["large"].cpu())
