@@ -75,9 +75,30 @@ OWN_THREADS = "easydist-"
 """The beginning of the names of easydist's own threads."""
 
 
+_SERVICES = (
+    "IPython.core.history",
+    "ipykernel.control",
+    "ipykernel.heartbeat",
+    "ipykernel.iostream",
+    "multiprocessing.queues",
+    "tensorboard.",
+    "torch.utils.data.",
+    "tqdm.",
+    "wandb.",
+)
+"""The modules of threads that serve a library, as a progress bar's monitor does, and begin no operations."""
+
+
 def is_alone(mine: int | None) -> bool:
-    """True if all threads of this process but one are easydist's own."""
-    return all(thread.ident == mine or thread.name.startswith(OWN_THREADS) for thread in threading.enumerate())
+    """True if no thread of this process but one may begin operations."""
+    return all(thread.ident == mine or _is_service(thread) for thread in threading.enumerate())
+
+
+def _is_service(thread: threading.Thread) -> bool:
+    if thread.name.startswith(OWN_THREADS):
+        return True
+    runs = type(thread) if type(thread).__module__ != "threading" else getattr(thread, "_target", None)
+    return str(getattr(runs, "__module__", "")).startswith(_SERVICES)
 
 
 def move_all() -> bool:

@@ -1,5 +1,7 @@
 """Ranks that wait for one another in messages and collectives of one communicator, so that none can go on."""
 
+import io
+import multiprocessing
 import os
 import random
 import threading
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 from differing import begin, demand_one_error, error_of
 from launching import examples, within
+from tqdm import tqdm
 
 from easydist.comms import CommDisagreement, ReduceOp, new_comm, wrap
 from easydist.errors import DisagreementError
@@ -156,6 +159,21 @@ def test_ranks_that_wait_in_one_call_for_a_late_one(backend, rank, world_size):
         late(2.5)
     begin(comm, "all_reduce")
     begin(comm, "all_to_all")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@distributed(world_size=2, timeout=within(60))
+def test_threads_of_progress_bars_and_loaders_break_no_circle(backend, rank, world_size):
+    """They begin no operations, unlike any other thread, as in the next test."""
+    comm, queue = made(backend=backend), multiprocessing.Queue()
+    bar = tqdm(total=1, disable=None, file=io.StringIO())
+    queue.put("starts the thread that feeds the pipe")
+    assert {"TMonitor", "Thread"} <= {type(thread).__name__ for thread in threading.enumerate()}
+    text = demand_one_error(lambda: ring(comm, "recv", is_async=True), comm, goes_on=backend == "shm")
+    assert "ranks wait for one another forever\n" in text
+    bar.close()
+    queue.close()
 
 
 @pytest.mark.slow

@@ -55,6 +55,11 @@ class Native(Pairwise):
 
     _share_a_gpu = False
 
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, name: str) -> None:
+        if device.type != "cpu" and ":" not in str(device):  # other threads have another current device
+            device = torch.device(device.type, torch.accelerator.current_device_index())
+        super().__init__(group, device, name)
+
     def _started(self, begin: Callable[..., dist.Work], *args: object) -> dist.Work:
         """Begin an operation of the group; its first one connects the ranks."""
         if self._share_a_gpu:  # NCCL would find another reason now
