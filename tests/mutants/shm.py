@@ -4,6 +4,13 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "shm/progress.py",
+        "_is_service",
+        'return str(getattr(runs, "__module__", "")).startswith(_SERVICES)',
+        "return True",
+        "tests/comms/test_cycles.py -k thread_that_may_send_later",
+    ),
+    Mutant(
         "shm/steps.py",
         "Steps.own_slot",
         "self._read_in[half] >= self._reached_by_all",
