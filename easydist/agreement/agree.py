@@ -50,7 +50,8 @@ def agree(comms: Communicators, operation: str, prepare: Callable[[], Call], che
         return alone(prepare)
     try:
         call = _noted(prepare())
-        call.devices = _devices(comms, call.leaves)
+        if call.leaves is not None and not call.leaves.is_cpu:
+            call.devices = _devices(comms, call.leaves)
         sizes = call.sizes()
         mine = frames.header_of(operation, call)
     # Not an interrupt: the others hear of that from the monitor, when the call ends.
@@ -62,13 +63,11 @@ def agree(comms: Communicators, operation: str, prepare: Callable[[], Call], che
     return Agreement(call, headers, comms.frames)
 
 
-def _devices(comms: Communicators, leaves: Leaves | None) -> tuple[str, ...]:
+def _devices(comms: Communicators, leaves: Leaves) -> tuple[str, ...]:
     """Return the type of the devices between which each leaf travels; nothing if all travel between CPUs.
 
     A rank whose leaf is on another one would wait for a message of another library.
     """
-    if leaves is None or leaves.is_cpu:
-        return ()
     kinds = tuple([comms.data(tensor.device).get_device().type for tensor in leaves.tensors])
     return kinds if {*kinds} != {"cpu"} else ()
 

@@ -74,19 +74,21 @@ class Call:
         if self.leaves is None:
             return 0
         layout = self.leaves.layout
-        return self._whole(layout.fingerprint if self.dim is None else layout.free(self.dim)[1])
+        structure = layout.fingerprint if self.dim is None else layout.free(self.dim)[1]
+        return self._whole(structure) if self.leaves.plain or self.devices else structure
 
     def variations(self) -> int:
         """Return the fingerprint of the properties that may differ: sizes, and shared objects or memory."""
         if self.leaves is None:
             return 0
-        sizes, ties = self._whole(self.leaves.layout.fingerprint), self.leaves.ties
+        sizes, ties = self.leaves.layout.fingerprint, self.leaves.ties
+        if self.leaves.plain or self.devices:
+            sizes = self._whole(sizes)
         return sizes if ties is None and self.aliases is None else fingerprint((sizes, ties, self.aliases))
 
     def _whole(self, layout: int) -> int:
-        """Return the fingerprint of the tree, given that of its layout."""
-        plain = self.tree.plain
-        return fingerprint((layout, plain, self.devices)) if plain or self.devices else layout
+        """Return the fingerprint of layout, plain values and devices."""
+        return fingerprint((layout, self.tree.plain, self.devices))
 
     def sizes(self) -> bytes:
         """Return the size of each leaf along the free dimension, as 64-bit numbers."""

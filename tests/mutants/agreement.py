@@ -6,7 +6,7 @@ MUTANTS = [
     Mutant(
         "agreement/call.py",
         "Call._whole",
-        "return fingerprint((layout, plain, self.devices)) if plain or self.devices else layout",
+        "return fingerprint((layout, self.tree.plain, self.devices))",
         "return layout",
         "tests/agreement/test_mismatch_matrix.py -k gather",
     ),
