@@ -81,6 +81,7 @@ _SERVICES = (
     "ipykernel.heartbeat",
     "ipykernel.iostream",
     "multiprocessing.queues",
+    "ray._private.",
     "tensorboard.",
     "torch.utils.data.",
     "tqdm.",
@@ -95,7 +96,7 @@ def is_alone(mine: int | None) -> bool:
 
 
 def _is_service(thread: threading.Thread) -> bool:
-    if thread.name.startswith(OWN_THREADS):
+    if thread.name.startswith((OWN_THREADS, "fsspecIO")):  # the latter runs the event loop of fsspec
         return True
     runs = type(thread) if type(thread).__module__ != "threading" else getattr(thread, "_target", None)
     return str(getattr(runs, "__module__", "")).startswith(_SERVICES)

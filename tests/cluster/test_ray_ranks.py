@@ -15,6 +15,7 @@ from launching import within
 
 import easydist
 from easydist import CollectiveTimeout, PeerLostError, RemoteError
+from easydist.shm import progress
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 pytestmark = MARKS
@@ -55,6 +56,12 @@ def kept():
     return getattr(builtins, "kept", None), os.getpid()
 
 
+def threads():
+    """Return the threads that might begin an operation beside this one."""
+    others = [thread for thread in threading.enumerate() if thread.ident != threading.get_ident()]
+    return [thread.name for thread in others if not progress._is_service(thread)]
+
+
 def gathered():
     return easydist.gather(torch.tensor([rank()])).tolist()
 
@@ -69,6 +76,11 @@ def place():
     own = easydist.gather(torch.tensor([state.process_index])).tolist()
     groups = state.num_processes, state.local_process_index, state.local_world_size, state.node_rank, state.num_nodes
     return own, groups, os.environ["MASTER_ADDR"], ray.util.get_node_ip_address()
+
+
+def test_rays_own_threads_begin_no_operations(ranks):
+    """Otherwise ranks that wait for one another in a circle would not be told so."""
+    assert ranks.run(threads) == [[]] * 3
 
 
 def never_comes(absent, begun):

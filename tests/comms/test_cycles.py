@@ -8,6 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+import fsspec.asyn
 import pytest
 import torch
 import torch.distributed as dist
@@ -169,7 +170,9 @@ def test_threads_of_progress_bars_and_loaders_break_no_circle(backend, rank, wor
     comm, queue = made(backend=backend), multiprocessing.Queue()
     bar = tqdm(total=1, disable=None, file=io.StringIO())
     queue.put("starts the thread that feeds the pipe")
-    assert {"TMonitor", "Thread"} <= {type(thread).__name__ for thread in threading.enumerate()}
+    fsspec.asyn.get_loop()
+    assert {"QueueFeederThread", "fsspecIO"} <= {thread.name for thread in threading.enumerate()}
+    assert "TMonitor" in {type(thread).__name__ for thread in threading.enumerate()}
     text = demand_one_error(lambda: ring(comm, "recv", is_async=True), comm, goes_on=backend == "shm")
     assert "ranks wait for one another forever\n" in text
     bar.close()
