@@ -129,7 +129,7 @@ class DistributedLoader:
     def __len__(self) -> int:
         if self.total is None:
             raise TypeError("the dataset of this loader has no length")
-        size = self.batch_size * self._source.parameters.world_size
+        size = self.batch_size * self._dealt().world_size
         return self.total // size if self._source.parameters.drop_last else -(-self.total // size)
 
     def set_epoch(self, epoch: int) -> None:
@@ -147,7 +147,9 @@ class DistributedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         epoch, start = self._next.epoch, self._next.position
-        self._meet("begin_epoch", epoch=epoch, position=start, total=self.total)
+        dealt = self._dealt()
+        same = {name: getattr(dealt, name) for name in ("batch_size", "shuffle", "seed", "drop_last")}
+        self._meet("begin_epoch", epoch=epoch, position=start, total=self.total, **same)
         here = self._here = _Cursor(epoch, start)
         self._next = _Cursor(epoch, 0)
         self._reading.append(here)
@@ -163,6 +165,13 @@ class DistributedLoader:
         finally:
             self._reading = [place for place in self._reading if place is not here]
             self._here = self._reading[-1] if self._reading else self._here
+
+    def _dealt(self) -> Parameters:
+        """Distribute the samples among the ranks that are there now; the loader may be older than their group."""
+        comms = communicators(self._group)
+        if (comms.rank, comms.size) != self._source.parameters[:2]:
+            self._source.among(comms.rank, comms.size)
+        return self._source.parameters
 
     def _meet_at_end(self, here: _Cursor) -> None:
         """Make sure that all ranks' streams were equally long. Their samples are not compared."""

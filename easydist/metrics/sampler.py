@@ -37,8 +37,8 @@ class DistributedBatchSampler(Sampler[list[int]]):
         shuffle: Draw another order in each epoch.
         seed: The seed of the order, the same on all ranks.
         drop_last: Skip the last step if it has fewer than W * B samples.
-        rank: The rank of this process; None means that of ``ProcessState``.
-        world_size: W, the number of processes; None means that of ``ProcessState``.
+        rank: The rank of this process; None means that of ``ProcessState``, also of a group that is made later.
+        world_size: W, the number of processes; None likewise.
 
     Attributes:
         epoch: The epoch, set by ``set_epoch``.
@@ -71,10 +71,23 @@ class DistributedBatchSampler(Sampler[list[int]]):
     ) -> None:
         self.total, self.batch_size, self.seed = index(total), index(batch_size), index(seed)
         self.shuffle, self.drop_last = shuffle, drop_last
-        self.world_size = ProcessState().num_processes if world_size is None else world_size
-        self.rank = ProcessState().process_index if rank is None else rank
+        self._rank, self._world_size = rank, world_size
         self.epoch = self.start = 0
         _check(self.total, self.batch_size, self.rank, self.world_size)
+
+    @property
+    def rank(self) -> int:
+        """The rank that gets the batches."""
+        return ProcessState().process_index if self._rank is None else self._rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks among which the samples are distributed."""
+        return ProcessState().num_processes if self._world_size is None else self._world_size
+
+    def among(self, rank: int, world_size: int) -> None:
+        """Distribute the samples of the next epoch among other ranks."""
+        self._rank, self._world_size = rank, world_size
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of an epoch, the same on all ranks. A different epoch starts at its first sample."""
@@ -88,8 +101,9 @@ class DistributedBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         order = self._order()
-        for begin, end in _steps(self.total, self.batch_size * self.world_size, self.start, self.drop_last):
-            first, last = [begin + bound for bound in split_bounds(end - begin, self.world_size, self.rank)]
+        rank, world_size = self.rank, self.world_size
+        for begin, end in _steps(self.total, self.batch_size * world_size, self.start, self.drop_last):
+            first, last = [begin + bound for bound in split_bounds(end - begin, world_size, rank)]
             yield [*range(first, last)] if order is None else order[first:last].tolist()
 
     def _order(self) -> torch.Tensor | None:
@@ -153,6 +167,11 @@ class Indexed:
         finish = functools.partial(_collate_numbered, collate)
         self._loader = DataLoader(_Numbered(dataset), batch_sampler=self._sampler, collate_fn=finish, **options)
 
+    def among(self, rank: int, world_size: int) -> None:
+        """Distribute the samples of the next epoch among other ranks."""
+        self.parameters = self.parameters._replace(rank=rank, world_size=world_size)
+        self._sampler.among(rank, world_size)
+
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
         """Read an epoch, starting at its sample ``start``."""
         sampler = self._sampler
@@ -188,6 +207,10 @@ class Streamed:
         self._shares = _Shares(dataset, parameters)
         finish = functools.partial(_collate_share, collate)
         self._loader = DataLoader(self._shares, batch_size=None, collate_fn=finish, **options)
+
+    def among(self, rank: int, world_size: int) -> None:
+        """Distribute the samples of the next epoch among other ranks."""
+        self.parameters = self._shares.parameters = self.parameters._replace(rank=rank, world_size=world_size)
 
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
         """Read an epoch, starting at its sample ``start``."""
@@ -225,10 +248,10 @@ class _Shares(IterableDataset[_Share]):
     """This rank's share of every step of a stream."""
 
     def __init__(self, dataset: Any, parameters: Parameters) -> None:
-        self.dataset, self.start, self._parameters = dataset, 0, parameters
+        self.dataset, self.start, self.parameters = dataset, 0, parameters
 
     def __iter__(self) -> Iterator[_Share]:
-        rank, world_size, batch_size, *_, drop_last = self._parameters
+        rank, world_size, batch_size, *_, drop_last = self.parameters
         stream, begin = islice(self.dataset, self.start, None), self.start
         while rows := list(islice(stream, batch_size * world_size)):
             end = begin + len(rows)

@@ -7,13 +7,14 @@ from itertools import chain
 import launching
 import pytest
 import torch
+import torch.distributed as dist
 from counting import exchanges
 from hypothesis import given, settings, strategies as st
 from torch.utils.data import ChainDataset, Dataset, IterableDataset
 
 import easydist
 from easydist import DisagreementError, RemoteError
-from easydist.metrics import distributed_loader
+from easydist.metrics import DistributedBatchSampler, distributed_loader
 from easydist.testing import distributed
 
 FORKED = {"multiprocessing_context": "fork"}  # a worker that imports torch anew takes seconds
@@ -385,3 +386,23 @@ def test_choosing_the_next_epoch_while_reading_one_loses_no_sample(rank, world_s
     assert got == order_of(10, True, 0)
     assert [i for batch in loader for i in easydist.gather(batch).tolist()] == order_of(10, True, 7)
     assert loader.epoch == 8
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@distributed(world_size=2)
+def test_a_loader_that_is_older_than_the_group_splits_among_its_ranks(is_stream, rank):
+    """Lightning, for one, makes the group in ``fit``, after the loaders."""
+    store = dist.PrefixStore("later", dist.group.WORLD.get_group_store())
+    dist.barrier()
+    dist.destroy_process_group()
+    easydist.ProcessState._reset_state()
+    loader = distributed_loader(Stream(7) if is_stream else Rows(7), 2, with_indices=True)
+    sampler, unlike = DistributedBatchSampler(7, 2), distributed_loader(Rows(7), 2, seed=rank)
+    assert (sampler.world_size, len(sampler), [len(batch) for batch in sampler]) == (1, 4, [2, 2, 2, 1])
+    assert is_stream or len(loader) == 4
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    assert is_stream or len(loader) == 2
+    assert collected(loader) == [[0, 1, 2, 3], [4, 5, 6]]
+    assert (sampler.rank, len(sampler), [*sampler]) == (rank, 2, [[[0, 1], [4, 5]], [[2, 3], [6]]][rank])
+    with pytest.raises(easydist.DisagreementError, match="seed=1"):
+        next(iter(unlike))
