@@ -80,6 +80,27 @@ def test_torchrun_on_the_cpu_means_the_launched_world(size, tmp_path):
     assert "Warning" not in text
 
 
+FAILS_ONCE = """
+import os, torch, easydist
+from easydist.comms import ReduceOp, new_comm
+state, count = easydist.ProcessState(), os.environ["TORCHELASTIC_RESTART_COUNT"]
+total = torch.ones(1)
+comm = new_comm("gloo", torch.device("cpu"), "again")
+comm.all_reduce(total, ReduceOp.SUM, False)
+if (count, state.process_index) == ("0", 1):
+    os._exit(3)
+print(count, easydist.gather_object(count), total.item(), flush=True)
+comm.finalize()
+"""
+
+
+def test_ranks_that_torchrun_restarts_meet_again(tmp_path):
+    """The store of the agent outlives them, with all that the ranks before wrote to it."""
+    (tmp_path / "fails_once.py").write_text(FAILS_ONCE)
+    text = torchrun(2, "--max-restarts=1", tmp_path / "fails_once.py")
+    assert text.count("1 ['1', '1'] 2.0") == 2, text
+
+
 def test_two_agents_of_torchrun_are_two_hosts(tmp_path):
     options = ("--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={launching.free_port()}")
     command = (launching.fork(), "-m", "torch.distributed.run", *options)
