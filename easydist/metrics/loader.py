@@ -50,7 +50,8 @@ def distributed_loader(
     Law: the batches of step s, joined in rank order, are ``order[s * W * B : (s + 1) * W * B]``, where ``order`` is the
     dataset, shuffled if requested. Each sample is in exactly one batch of one rank. All ranks have the same number of
     batches, so collectives in the loop match. Only the last batch may be shorter, down to no rows, with the same
-    dtypes, trailing shapes and keys (see ``Collate``). Holds at W = 1, too.
+    dtypes, trailing shapes and keys (see ``Collate``). Holds at W = 1, too. The ranks are those of the group when the
+    epoch begins: the loader may be made before the group, and survive a lost rank.
 
     Args:
         dataset: The same on all ranks. One with a length is indexed. An ``IterableDataset`` is read whole by every
