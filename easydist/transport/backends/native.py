@@ -46,8 +46,8 @@ def over(group: dist.ProcessGroup, device: Device = "cpu") -> Backend | None:
 
 _ONE_GPU = (
     "NCCL needs a GPU for each rank, and tensors of two ranks are on the same one. Move them to ProcessState().device, "
-    'and start at most as many ranks as there are GPUs; or use ProcessState(backend="gloo"), and tensors on GPUs travel '
-    "through the CPU."
+    'and start at most as many ranks as there are GPUs; or use ProcessState(backend="gloo"), and tensors on GPUs '
+    "travel through the CPU."
 )
 
 
