@@ -4,6 +4,20 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "metrics/loader.py",
+        "DistributedLoader._dealt",
+        "if (comms.rank, comms.size) != self._source.parameters[:2]:",
+        "if False:",
+        "tests/metrics/test_loader.py -k older_than_the_group",
+    ),
+    Mutant(
+        "metrics/sampler.py",
+        "DistributedBatchSampler.world_size",
+        "return ProcessState().num_processes if self._world_size is None else self._world_size",
+        "return self._world_size or 1",
+        "tests/metrics/test_loader.py -k older_than_the_group",
+    ),
+    Mutant(
         "metrics/store.py",
         "Store.rows",
         "_as_slice(torch.argsort(torch.argsort(numbers, stable=True)))",

@@ -4,6 +4,13 @@ from mutants.planting import Mutant
 
 MUTANTS = [
     Mutant(
+        "state/environment.py",
+        "generation",
+        "os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)",
+        "0",
+        "tests/state/test_launchers.py -k restarts_meet",
+    ),
+    Mutant(
         "state/recovering.py",
         "_connected",
         ".met(attempt.left, attempt.check)",
