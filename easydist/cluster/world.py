@@ -176,5 +176,5 @@ def tell_of_loss(variables: dict[str, str], error: PeerLostError) -> None:
     if world.rank == 0:
         return  # it has served the store
     with contextlib.suppress(RuntimeError):
-        store = PrefixStore("easydist", store_of_group(world, _ANSWERS, nothing))
+        store = PrefixStore("easydist", store_of_group(world, _ANSWERS, nothing, variables))
         Monitor(world.rank, world.size, _ANSWERS, TimedStore(store), "default").leave_for_good(error)

@@ -83,12 +83,12 @@ def has_agent() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def generation() -> str:
+def generation(env: Mapping[str, str] = os.environ) -> str:
     """Return what tells the ranks that a launcher starts from those that it has started before.
 
     After a failure torchrun restarts them, and serves the same store; it also does so when the world has grown.
     """
-    return f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{os.environ.get('WORLD_SIZE', '')}"
+    return f"{env.get('TORCHELASTIC_RESTART_COUNT', 0)}/{env.get('WORLD_SIZE', '')}"
 
 
 def launched(env: Mapping[str, str] = os.environ, has_group: bool = False) -> World:

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -216,13 +216,16 @@ def leave_groups_of_parents() -> None:
     torch_groups.forget_all()
 
 
-def store_of_group(world: World, seconds: float, check: Callable[[], None]) -> Store:
+def store_of_group(
+    world: World, seconds: float, check: Callable[[], None], env: Mapping[str, str] = os.environ
+) -> Store:
     """Return the store of the next default group of a world, within a number of seconds.
 
     Args:
         world: The world.
         seconds: The time limit.
         check: As for ``reached``.
+        env: The variables of the launcher for a rank of this world.
 
     Raises:
         RuntimeError: No process serves it, or it has not answered in time.
@@ -234,4 +237,4 @@ def store_of_group(world: World, seconds: float, check: Callable[[], None]) -> S
             store = reached(world.address, world.port, seconds, check, _WAIT)
         _stores[world] = store
     # A second group must not see keys of the first; ranks of a new world may have made groups in others.
-    return PrefixStore(f"easydist/{generation()}/{_made.count(world)}", store)
+    return PrefixStore(f"easydist/{generation(env)}/{_made.count(world)}", store)

@@ -6,7 +6,7 @@ MUTANTS = [
     Mutant(
         "state/environment.py",
         "generation",
-        "os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)",
+        "env.get('TORCHELASTIC_RESTART_COUNT', 0)",
         "0",
         "tests/state/test_launchers.py -k restarts_meet",
     ),
