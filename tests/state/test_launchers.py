@@ -80,7 +80,7 @@ def test_torchrun_on_the_cpu_means_the_launched_world(size, tmp_path):
     assert "Warning" not in text
 
 
-FAILS_ONCE = """
+FAILS_ONCE = r"""
 import os, torch, easydist
 from easydist.comms import ReduceOp, new_comm
 state, count = easydist.ProcessState(), os.environ["TORCHELASTIC_RESTART_COUNT"]
