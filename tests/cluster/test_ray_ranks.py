@@ -78,11 +78,6 @@ def place():
     return own, groups, os.environ["MASTER_ADDR"], ray.util.get_node_ip_address()
 
 
-def test_rays_own_threads_begin_no_operations(ranks):
-    """Otherwise ranks that wait for one another in a circle would not be told so."""
-    assert ranks.run(threads) == [[]] * 3
-
-
 def never_comes(absent, begun):
     """One rank tells that it has begun, and does not come to the call of the others."""
     if rank() == absent:
@@ -128,6 +123,11 @@ def test_a_world_of_two_nodes_outlives_one_of_them(cluster, tmp_path):
 
 
 # --- failures and losses
+
+
+def test_rays_own_threads_begin_no_operations(ranks):
+    """Otherwise ranks that wait for one another in a circle would not be told so."""
+    assert ranks.run(threads) == [[]] * 3
 
 
 def exits():
