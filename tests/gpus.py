@@ -19,7 +19,7 @@ NEEDED = [
 ]
 
 MIXED = "cpu:gloo,cuda:nccl"
-"""What ``ProcessState`` plans on a machine with a GPU."""
+"""The backend that ``ProcessState`` plans on a machine with a GPU."""
 
 SHARING = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 

@@ -23,7 +23,7 @@ from easydist.comms.options import CommOptions, Milliseconds, checked_hints, lim
 from easydist.liveness import texts
 from easydist.liveness.limited import NoAnswerError
 from easydist.liveness.timed_store import reached, served
-from easydist.state.environment import World, generation, has_agent, launched
+from easydist.state.environment import World, has_agent, launched, restart_key
 from easydist.torch_backend.rendezvous import NAME
 from easydist.transport.backends.native import over
 from easydist.transport.checked import checked_timeout
@@ -213,7 +213,7 @@ def default_store(rank: int, timeout: timedelta, what: str) -> Store:
         store = _connected(os.getpid(), address, int(port), not rank, timeout)
     except (NoAnswerError, DistError) as error:
         raise _unreached(what, rank, f"{address}:{port}", timeout) from error
-    return PrefixStore(f"easydist/comms/{generation()}", store)
+    return PrefixStore(f"easydist/comms/{restart_key()}", store)
 
 
 def _unreached(what: str, rank: int, where: str, timeout: timedelta) -> CommTimeout:

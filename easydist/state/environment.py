@@ -83,7 +83,7 @@ def has_agent() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def generation(env: Mapping[str, str] = os.environ) -> str:
+def restart_key(env: Mapping[str, str] = os.environ) -> str:
     """Return what tells the ranks that a launcher starts from those that it has started before.
 
     After a failure torchrun restarts them, and serves the same store; it also does so when the world has grown.

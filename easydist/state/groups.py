@@ -22,7 +22,7 @@ from easydist.groups.founding import Founding
 from easydist.groups.known import let_go, of_comm, of_group
 from easydist.liveness.monitor import Monitor
 from easydist.liveness.timed_store import reached, served
-from easydist.state.environment import World, generation, has_agent, launched
+from easydist.state.environment import World, has_agent, launched, restart_key
 from easydist.transport.comm import Collectives
 from easydist.typing import Group
 
@@ -237,4 +237,4 @@ def store_of_group(
             store = reached(world.address, world.port, seconds, check, _WAIT)
         _stores[world] = store
     # A second group must not see keys of the first; ranks of a new world may have made groups in others.
-    return PrefixStore(f"easydist/{generation(env)}/{_made.count(world)}", store)
+    return PrefixStore(f"easydist/{restart_key(env)}/{_made.count(world)}", store)

@@ -5,7 +5,7 @@ from mutants.planting import Mutant
 MUTANTS = [
     Mutant(
         "state/environment.py",
-        "generation",
+        "restart_key",
         "env.get('TORCHELASTIC_RESTART_COUNT', 0)",
         "0",
         "tests/state/test_launchers.py -k restarts_meet",
