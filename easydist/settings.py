@@ -80,6 +80,9 @@ _NUMBER = "a positive number"
 
 SETTINGS = {
     "EASYDIST_CHECK": Setting(_switch, _WORDS, True, True, "compare the calls of all ranks"),
+    "EASYDIST_CUDA_IPC": Setting(
+        _switch, _WORDS, True, False, "move weights between processes that share a GPU on the GPU itself"
+    ),
     "EASYDIST_HOST_ID": Setting(str, "a text", "", "", "ranks share memory only if this text is equal"),
     JOB_KEY: Setting(
         _secret,

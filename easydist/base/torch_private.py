@@ -72,6 +72,21 @@ foreach_copy = found("torch._foreach_copy_", _copy_each)
 foreach_clone = found("torch._foreach_clone", lambda tensors: [tensor.clone() for tensor in tensors])
 """Clones many tensors in one call. Without it: one by one."""
 
+
+def _no_handle(*fields: Any) -> None:
+    raise NotImplementedError(f"this torch ({torch.__version__}) cannot share memory of a GPU")
+
+
+cuda_handle = found("torch.UntypedStorage._share_cuda_", _no_handle)
+"""Returns the handle by which other processes map memory of a GPU. Without it: weights on GPUs travel through the CPU,
+unless NCCL moves them."""
+
+release_cuda_handle = found("torch.UntypedStorage._release_ipc_counter_cuda", _no_handle)
+"""Counts one process less that has to map the memory before it may be freed. Without it: the same."""
+
+cuda_storage = found("torch.UntypedStorage._new_shared_cuda", _no_handle)
+"""Maps the memory behind a handle on a device. Without it: the same."""
+
 TensorGuards = found("torch._C._dynamo.guards.TensorGuards", _NoGuard)
 """Recognises tensors of the same kind. Without it: every call looks at each tensor, 0.25 µs more for each."""
 

@@ -20,12 +20,14 @@ from easydist.data.packing import dtype_name
 from easydist.errors import DisagreementError, WireError
 from easydist.format import header
 from easydist.groups.communicators import Communicators
+from easydist.transport.comm import Collectives
 from easydist.verbs.buckets import carriers
 from easydist.verbs.ranks import checked_ranks
 from easydist.weights.digests import Digests, damaged
 from easydist.weights.manifest import Manifest, manifest as read
 from easydist.weights.receivers import described
 from easydist.weights.schedule import Packet, UnderWay, progress
+from easydist.weights.shared_buffers import SharedBuffers, opened
 from easydist.weights.source import Source, mesh_ranks, named, state_of
 from easydist.weights.target import Target, Wanted, disagreement
 
@@ -252,7 +254,12 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
 
         Cost: one broadcast for each packet.
         """
-        carried = carriers(comms, [(packet.kind, packet.nbytes) for packet in packets])
+        carried: dict[str, Collectives | SharedBuffers] = {}
+        carried |= carriers(comms, [(packet.kind, packet.nbytes) for packet in packets])
+        buffers = None
+        if "cuda" in carried and carried["cuda"].get_device().type == "cpu":
+            buffers = opened(comms, self.operation, packets, under_way.room, receives=self._target is not None)
+            carried |= {} if buffers is None else {"cuda": buffers}
         for packet in packets:
             comm = carried[packet.kind]
             under_way.admit(packet)
@@ -260,6 +267,8 @@ class BroadcastWeights(StreamingVerb[Any, tuple[str, Any]]):
             under_way.add(packet, buffer, comm.broadcast(buffer, packet.root, async_op=True))
             yield
         under_way.finish()
+        if buffers is not None:
+            buffers.close()
         yield
 
     def _buffer(self, packet: Packet, rank: int, there: torch.device) -> torch.Tensor:

@@ -61,7 +61,7 @@ def ray_broadcast_tensor_dict(
             has one.
         group_name: The name given to ``init_group``, ``create_group`` or ``ray.util.collective``.
         backend: Accepted for compatibility. The group uses its own transport: shared memory inside a node, gloo between
-            nodes. Tensors on GPUs travel through the CPU.
+            nodes. Tensors on GPUs travel through the CPU, or on the GPU if all actors share it.
         offload_to_cpu: Put new tensors on the CPU.
         pin_memory: Put new tensors on the CPU in pinned memory, if there is a GPU.
         verify: Compare a digest of every tensor afterwards; the source decides.

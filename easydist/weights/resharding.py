@@ -14,7 +14,6 @@ from easydist.agreement.frames import Agreement
 from easydist.agreement.reports import encoded, exchange_reports
 from easydist.agreement.runner import Verb, run
 from easydist.base.torch_private import is_zerotensor
-from easydist.data import packing
 from easydist.data.backing import backed, is_backed
 from easydist.data.leaves import as_tensor, unwritable
 from easydist.data.packing import dtype_name, sort_key
@@ -26,7 +25,7 @@ from easydist.weights.blocks import Block, BlockTransfer, block_transfers
 from easydist.weights.exchange import BUCKET_NBYTES
 from easydist.weights.receivers import entries_of
 from easydist.weights.schedule import Packet, ScheduledEntry, UnderWay, schedule
-from easydist.weights.source import local
+from easydist.weights.source import local, packed
 from easydist.weights.spans import Destinations, Span, span_at, span_of
 
 __all__ = ["LocalShard", "Resharding"]
@@ -279,17 +278,20 @@ class _Moving(Verb[None]):
                 continue
             under_way.admit(packet)
             if src == dst:
-                take(packet, self._load(packet))
+                take(packet, self._load(packet, None))
                 continue
-            buffer = self._load(packet) if comms.rank == src else self._destinations.buffer(packet, _CPU)
+            buffer = self._load(packet, _CPU) if comms.rank == src else self._destinations.buffer(packet, _CPU)
             work = cpu.send(buffer, dst, async_op=True) if comms.rank == src else cpu.recv(buffer, src, async_op=True)
             under_way.add(packet, buffer, work)
         under_way.finish()
+        self._destinations.synchronize()
 
-    def _load(self, packet: Packet) -> torch.Tensor:
+    def _load(self, packet: Packet, there: torch.device | None) -> torch.Tensor:
+        """Return the bytes of a packet on a device; None is the one that holds them."""
         pieces = [(part.block, self._held[part.entry]) for part in packet.parts]
         held = [block.within(span.box).of(span.tensor) for block, span in pieces if span is not None]
-        return packing.pack([*map(backed, held)])  # conjugate and negative views as their values
+        values = [*map(backed, held)]  # conjugate and negative views as their values
+        return packed(values, values[0].device if there is None else there)
 
     def result(self, comms: Communicators, agreed: Agreement, arrived: None) -> None:
         written = [span.tensor for spans in self._destinations.spans for span in spans]

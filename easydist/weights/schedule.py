@@ -119,21 +119,24 @@ class UnderWay:
     Args:
         bucket_nbytes: The most bytes under way.
         take: A function to call with each packet and its buffer when it has ended.
+
+    Attributes:
+        room: The bytes that may still begin.
     """
 
     def __init__(self, bucket_nbytes: int, take: Callable[[Packet, torch.Tensor], None]) -> None:
-        self._room, self._take = bucket_nbytes, take
+        self.room, self._take = bucket_nbytes, take
         self._begun: deque[tuple[Packet, torch.Tensor, TorchWork]] = deque()
 
     def admit(self, packet: Packet) -> None:
         """Wait for the first packets until there is room for another one."""
-        while self._begun and (packet.nbytes > self._room or len(self._begun) == _DEPTH):
+        while self._begun and (packet.nbytes > self.room or len(self._begun) == _DEPTH):
             self._end()
 
     def add(self, packet: Packet, buffer: torch.Tensor, work: TorchWork) -> None:
         """Add a packet that has begun."""
         self._begun.append((packet, buffer, work))
-        self._room -= packet.nbytes
+        self.room -= packet.nbytes
 
     def finish(self) -> None:
         """Wait for all packets."""
@@ -144,7 +147,7 @@ class UnderWay:
         packet, buffer, work = self._begun.popleft()
         work.wait()
         self._take(packet, buffer)
-        self._room += packet.nbytes
+        self.room += packet.nbytes
 
 
 Advance = Callable[[int], None]

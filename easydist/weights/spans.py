@@ -15,6 +15,8 @@ from easydist.weights.blocks import Block, common, whole
 from easydist.weights.schedule import BlockPart, Packet
 from easydist.weights.source import box_of, local
 
+_CPU = torch.device("cpu")
+
 
 class Span(NamedTuple):
     """A tensor of this rank, and the block of an entry that it holds.
@@ -75,7 +77,7 @@ class Destinations:
 
     Args:
         dtypes: The dtype of each entry on the wire.
-        is_pinned: True if new memory is pinned, so that copies from a GPU into it need not block the next packet.
+        is_pinned: True if new memory is pinned, so that copies from a GPU into it do not block the next packet.
 
     Attributes:
         spans: The spans into which each entry is written.
@@ -93,10 +95,20 @@ class Destinations:
             for span in self.spans[part.entry]:
                 if (direct := span.direct(part, self._dtypes[part.entry], there)) is not None:
                     return direct
-        return memory.empty([packet.nbytes], torch.uint8, there)
+        return new((packet.nbytes,), torch.uint8, there, pin=self._accelerator(packet) is not None)
+
+    def _accelerator(self, packet: Packet) -> torch.device | None:
+        """Return the accelerator on which all of a packet belongs; None if there is none."""
+        if not torch.accelerator.is_available():
+            return None
+        first, *more = {span.tensor.device for part in packet.parts for span in self.spans[part.entry]} or {_CPU}
+        return None if more or first.type == "cpu" else first
 
     def take(self, packet: Packet, buffer: torch.Tensor) -> None:
         """Write a packet that did not arrive where it belongs."""
+        if buffer.is_cpu and (device := self._accelerator(packet)) is not None:  # in one copy, and cast there
+            buffer = buffer.to(device, non_blocking=True)
+            self._behind.add(device)
         start, at = 0, buffer.data_ptr() if buffer.is_cpu else 0
         targets, values = [], []
         for part in packet.parts:
@@ -113,12 +125,12 @@ class Destinations:
                     targets.append(pair[0])
                     values.append(pair[1])
             start += part.nbytes
-        if targets:  # copies from a GPU into pinned memory do not block the next packet
+        if targets:
             is_behind = self._is_pinned and not buffer.is_cpu
             foreach_copy(targets, values, non_blocking=is_behind)
             self._behind |= {buffer.device} if is_behind else set()
 
     def synchronize(self) -> None:
-        """Wait for the copies from GPUs that may still run."""
+        """Wait for the copies from or to GPUs that may still run."""
         for device in self._behind:
-            torch.accelerator.synchronize(device)
+            torch.accelerator.current_stream(device).synchronize()

@@ -2,15 +2,18 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from gpus import MIXED, NEEDED, busy, on_groups, own_stream, to_cpu, use
 from torch import nn
+from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 from trees import assert_same
 
 import easydist
-from easydist import is_torch_tensor as is_tensor, tree
+from easydist import RemoteError, is_torch_tensor as is_tensor, tree
 from easydist.parallel import GroupCoordinator
 from easydist.testing import distributed
-from easydist.weights import WeightPublisher, WeightReceiver, broadcast_state_dict
+from easydist.weights import LocalShard, Resharding, WeightPublisher, WeightReceiver, broadcast_state_dict
+from easydist.weights.shared_buffers import SharedBuffers
 
 pytestmark = NEEDED
 
@@ -115,6 +118,102 @@ def check_state(rank, backend):
 @on_groups(*GROUPS)
 def test_state_dicts(ranks, backend, world_size):
     ranks.run(check_state, world_size, backend=backend)
+
+
+def many(fill, device="cuda"):
+    """Return tensors that do not fit into one half of the sources' buffers, of several dtypes, and one on the CPU."""
+    made = {str(i): torch.full((1 << 18,), float(fill + i), device=device) for i in range(12)}
+    made |= {f"small.{i}": torch.full((3, i), fill + i, device=device, dtype=torch.bfloat16) for i in range(50)}
+    return made | {"strided": torch.arange(1 << 20, device=device).view(1024, 1024).t(), "here": torch.arange(7.0)}
+
+
+def check_on_the_gpu(rank, world_size, way):
+    """Ranks that share a GPU move weights on it, whatever the receivers' devices, and else through pinned memory."""
+    turns, inner = [], SharedBuffers.deliver
+    before = torch.cuda.memory_allocated()
+    settings = {"EASYDIST_CUDA_IPC": "0"} if way == "off" and rank == world_size - 1 else {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SharedBuffers, "deliver", lambda self: turns.append(self.turn) or inner(self))
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        for turn in range(3):
+            with own_stream():
+                torch.cuda.synchronize()
+                busy()
+                device = "cpu" if rank == world_size - 1 and turn == 2 else "cuda"
+                mine = many(turn) if rank == 0 else None if turn == 0 else many(-1, device)
+                dtype = torch.float64 if turn == 1 else None
+                got = broadcast_state_dict(mine, bucket_bytes=4 << 20, verify=turn == 2, dtype=dtype)
+            assert_same(to_cpu(dict(got)), many(turn, "cpu"))
+    assert len(turns) == 0 if way == "off" else len(turns) > 20
+    del got, mine
+    dist.barrier()
+    torch.cuda.ipc_collect()
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("way", ["on", "off"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_weights_stay_on_the_gpu(ranks, world_size, way):
+    ranks.run(check_on_the_gpu, world_size, way=way)
+
+
+def check_all_sources(rank):
+    """Two sources hold the halves of each tensor; a third rank gets the whole."""
+    whole = {str(i): torch.arange(1 << 18, device="cuda").view(512, 512) + i for i in range(9)}
+    mesh = DeviceMesh("cuda", [0, 1])
+    halves = {name: distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None) for name, value in whole.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        turns, inner = [], SharedBuffers.deliver
+        patch.setattr(SharedBuffers, "deliver", lambda self: turns.append(self.turn) or inner(self))
+        got = broadcast_state_dict(None if rank == 2 else halves, src=[0, 1])
+    assert turns
+    if rank == 2:
+        assert_same(to_cpu(dict(got)), to_cpu(whole))
+
+
+def test_all_sources_share_their_buffers(ranks):
+    ranks.run(check_all_sources, 3)
+
+
+def check_streams(rank):
+    """Engines that load the entries themselves; one stops in the middle, and the group works on."""
+    if rank == 0:
+        publisher = WeightPublisher(many(1))
+        assert publisher.publish() == 1
+        with pytest.raises(RemoteError):
+            publisher.publish()
+        assert publisher.publish() == 2
+        return
+    receiver = WeightReceiver()
+    assert_same(to_cpu(dict(sorted(receiver.stream()))), dict(sorted(many(1, "cpu").items())))
+    if rank == 1:
+        for _ in receiver.stream():
+            break
+    else:
+        with pytest.raises(RemoteError):
+            receiver.receive()
+    assert_same(to_cpu(dict(sorted(receiver.stream()))), dict(sorted(many(1, "cpu").items())))
+
+
+def test_streams_stay_on_the_gpu(ranks):
+    ranks.run(check_streams, 3)
+
+
+def check_resharding(rank):
+    """From two ranks on a GPU to one on the CPU and one on a GPU, through pinned memory."""
+    whole = {"w": torch.arange(1 << 18, device="cuda").view(512, 512), "b": torch.arange(9.0, device="cuda")}
+    held = {name: LocalShard(value[: len(value) // 2], (0,) * value.ndim, value.shape) for name, value in whole.items()}
+    if rank:
+        parts = {name: (value[len(value) // 2 :], len(value) // 2) for name, value in whole.items()}
+        held = {name: LocalShard(part, (at, 0)[: part.ndim], whole[name].shape) for name, (part, at) in parts.items()}
+    wanted = {name: torch.zeros_like(value, device="cuda" if rank else "cpu") for name, value in whole.items()}
+    Resharding(held, wanted).run()
+    assert_same(to_cpu(wanted), to_cpu(whole))
+
+
+def test_resharding(ranks):
+    ranks.run(check_resharding, 2)
 
 
 def net(fill, device):

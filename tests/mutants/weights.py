@@ -25,6 +25,20 @@ MUTANTS = [
         "tests/weights/test_state_dicts.py::test_a_mesh_in_a_group_that_begins_at_another_rank",
     ),
     Mutant(
+        "weights/shared_buffers.py",
+        "SharedBuffers.broadcast",
+        "(root, self._filled[root], buffer)",
+        "(root, 0, buffer)",
+        "tests/weights/test_shared_buffers.py::test_random_packets_arrive_in_their_order",
+    ),
+    Mutant(
+        "weights/shared_buffers.py",
+        "opened",
+        "if judged(comms, operation, lambda: receives and not _map(buffers, offers)):",
+        "if receives and not _map(buffers, offers):",
+        "tests/weights/test_shared_buffers.py::test_ranks_that_cannot_share_agree_on_it",
+    ),
+    Mutant(
         "weights/source.py",
         "Source.__init__",
         "(like, tuple(given), dtype, json.dumps(about))",
@@ -76,7 +90,7 @@ MUTANTS = [
     Mutant(
         "weights/schedule.py",
         "UnderWay.add",
-        "        self._room -= packet.nbytes\n",
+        "        self.room -= packet.nbytes\n",
         "",
         "tests/weights/test_state_dicts.py::test_memory_is_bounded_by_the_bucket",
     ),
