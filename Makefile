@@ -14,7 +14,7 @@ ranks = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo quick test gpu stress torch-tests mutants coverage lint format docs captures bench release matrix clean
+.PHONY: help demo quick test gpu slurm stress torch-tests mutants coverage lint format docs captures bench release matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ test: $(VENV)/.test ## run the tests; ARGS="-k gather -x" goes to pytest
 gpu: $(VENV)/.test ## run the tests that need a GPU, which may be one for all ranks, and compare with accelerate
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
 	$(BIN)/python benchmarks/gpu.py
+
+slurm: $(VENV)/.test ## run the tests on a SLURM cluster of this machine, as root: apt-get install slurm-wlm munge
+	$(BIN)/python -m pytest tests/slurm $(ARGS)
 
 stress: $(VENV)/.test ## many more random calls, messages and trees; STRESS=100000 calls
 	EASYDIST_STRESS=$(STRESS) $(PYTEST) -m stress $(ARGS)

@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from easydist import settings
-from easydist.cli import job_key, on_ray, rank, rendezvous, survivor
+from easydist.cli import job_key, on_cluster, on_ray, on_slurm, rank, rendezvous, survivor
 from easydist.cli.failures import report
 from easydist.cli.home import PIPE, home
 
@@ -55,7 +55,7 @@ def launch(arguments: Sequence[str]) -> int:
         os.environ[settings.JOB_KEY] = job_key.read(args.job_key)
     _check_settings()
     if args.on is not None:
-        return on_ray.launch(args)
+        return on_ray.launch(args) if args.on == "ray" else on_slurm.launch(args, _command(args))
     with home() as folder:
         args.log_dir = args.log_dir or os.path.join(folder, "logs")
         if args.survivors:
@@ -128,7 +128,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("-n", dest="nproc_per_node")
     parser.add_argument("--survivors", action="store_true")
     parser.add_argument("--job-key")
-    on_ray.add_arguments(parser)
+    on_cluster.add_arguments(parser)
     parser.error = _fail  # type: ignore[method-assign]
     if "PET_NPROC_PER_NODE" not in os.environ:
         parser.set_defaults(nproc_per_node=str(torch.cuda.device_count() or 2))
@@ -138,7 +138,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     if unknown:
         known = [name for action in parser._actions for name in action.option_strings]
         raise click.NoSuchOption(unknown[0], possibilities=difflib.get_close_matches(unknown[0], known))
-    on_ray.check(args, parser)
+    on_cluster.check(args, parser)
     if not args.module and not args.no_python:
         args.no_python = _has_own_interpreter(args.training_script)
     if args.no_python and os.path.isfile(args.training_script):
@@ -155,7 +155,8 @@ def _check_settings() -> None:
 
 
 def _fail(message: str) -> NoReturn:
-    raise click.UsageError(message)
+    hint = ': write --slurm="--time=60"' if message.startswith("argument --slurm:") else ""
+    raise click.UsageError(message + hint)
 
 
 def _is_alone(args: argparse.Namespace) -> bool:

@@ -15,39 +15,6 @@ from easydist.cluster.connection import connect, disconnect, is_here
 from easydist.cluster.ranks import Ranks
 from easydist.errors import EasydistError, PeerLostError, RemoteError
 
-_TAKES = {"on", "nodes", "cpus_per_rank", "gpus_per_rank", "nproc_per_node", "job_key", "module", "no_python"}
-_TAKES |= {"training_script", "training_script_args"}
-_INSTEAD = {"nnodes": "; use --nodes", "survivors": ": a lost rank ends the command there"}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options for a cluster."""
-    parser.add_argument("--on", choices=["ray"])
-    parser.add_argument("--nodes", type=int)
-    parser.add_argument("--cpus-per-rank", type=float)
-    parser.add_argument("--gpus-per-rank", type=float)
-
-
-def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Check that the options go together.
-
-    Args:
-        args: The parsed arguments.
-        parser: Their parser: an option that a cluster does not take must have its default.
-
-    Raises:
-        click.UsageError: They do not.
-    """
-    if args.on is None:
-        if (args.nodes, args.cpus_per_rank, args.gpus_per_rank) != (None, None, None):
-            raise click.UsageError("--nodes, --cpus-per-rank and --gpus-per-rank need --on ray; did you mean --nnodes?")
-        return
-    for name, value in vars(args).items():
-        if name not in _TAKES and value != parser.get_default(name):
-            raise click.UsageError(f"--on ray does not take --{name.replace('_', '-')}{_INSTEAD.get(name, '')}")
-    if not args.nproc_per_node.isdigit():
-        raise click.UsageError(f"--on ray takes a number of ranks, got -n {args.nproc_per_node}")
-
 
 def launch(args: argparse.Namespace) -> int:
     """Run a script on ranks of a Ray cluster, and return when all have ended.

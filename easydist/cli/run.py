@@ -12,6 +12,7 @@ Example:
   easydist run -n 2 -- ./train --lr 0.1     everything after -- or the script goes to it
   easydist run --nnodes 2 --rdzv-endpoint node1:29400 --rdzv-backend c10d train.py
   easydist run --on ray -n 16 --nodes 2 --gpus-per-rank 1 train.py
+  easydist run --on slurm -n 16 -N 2 --slurm="--partition=gpu --time=60" train.py
 """
 
 
@@ -21,7 +22,7 @@ def _files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[
 
 @click.command(
     epilog=_EXAMPLE,
-    options_metavar="[-n N] [-m] [--survivors] [--job-key FILE] [--on ray] [TORCHRUN OPTIONS]",
+    options_metavar="[-n N] [-m] [--survivors] [--job-key FILE] [--on ray|slurm] [TORCHRUN OPTIONS]",
     context_settings={
         "ignore_unknown_options": True,
         "allow_interspersed_args": False,
@@ -39,7 +40,9 @@ def run(arguments: tuple[str, ...]) -> None:
     traceback of the first one is printed at the end. With --survivors a rank that fails does not end the others, which
     continue with easydist.recover(). With --job-key the ranks sign what they write to the store; FILE is made if there
     is none, and every host needs it. With --on ray the ranks run on a Ray cluster, which gets the working directory: -n
-    of them, on --nodes nodes, with --cpus-per-rank and --gpus-per-rank; torchrun's own options are refused there.
+    of them, on --nodes nodes, with --cpus-per-rank and --gpus-per-rank; torchrun's own options are refused there. With
+    --on slurm they are the tasks of one srun, in the job of this shell or in one of its own; --slurm has further
+    options for it, and --dry-run prints a script for sbatch instead.
     Ctrl-C ends everything that was started; a second one does not wait for it.
     """
     from easydist.cli.launch import launch, leave

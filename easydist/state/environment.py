@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from easydist.settings import NO, YES
 
@@ -78,6 +79,16 @@ _ACCELERATE_ALONE = (
 )
 
 
+_EXPORTED = (
+    "RANK={} was exported before srun, which has given it to all {} tasks: easydist takes the ranks of srun, here {}. "
+    "Do not export RANK, LOCAL_RANK and WORLD_SIZE, or set them in each task: srun bash -c 'RANK=$SLURM_PROCID …'"
+)
+_ARBITRARY = (
+    "srun has placed the tasks in an order of your own (--distribution=arbitrary), so rank 0 need not be on the first "
+    "host: export MASTER_ADDR with the name of its host"
+)
+
+
 def has_agent() -> bool:
     """True if the launcher serves the store in which the ranks meet, as torchrun's agent does; else rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -110,9 +121,10 @@ def launched(env: Mapping[str, str] = os.environ, has_group: bool = False) -> Wo
         'none'
 
     Raises:
-        ValueError: A variable is not a number, or the rank is outside the world.
+        ValueError: A variable is not a number, the rank is outside the world, or nothing tells where rank 0 is.
     """
-    if _has(env, "RANK", "WORLD_SIZE"):
+    is_described = _has(env, "RANK", "WORLD_SIZE")
+    if is_described and not _is_of_another_task(env):
         return _world(env, "torchrun", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "127.0.0.1", 29500)
     in_step = _has(env, "SLURM_STEP_ID", *_SLURM[:2])
     for names in _MPI:
@@ -120,7 +132,12 @@ def launched(env: Mapping[str, str] = os.environ, has_group: bool = False) -> Wo
             address = "127.0.0.1" if has_group else None  # the ranks of a group have met already
             return _world(env, "mpi", names, address, _port(env, _MPI_JOB))
     if in_step:
+        if is_described and not has_group:
+            about = env["RANK"], env["SLURM_STEP_NUM_TASKS"], env["SLURM_PROCID"]
+            warnings.warn(_EXPORTED.format(*about), RuntimeWarning, stacklevel=2)
         address = first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or "127.0.0.1")
+        if not (has_group or env.get("MASTER_ADDR")) and _is_in_own_order(env):
+            raise ValueError(_ARBITRARY)
         return _world(env, "slurm", _SLURM, address, _port(env, ("SLURM_JOB_ID", "SLURM_STEP_ID")))
     # accelerate launch sets these variables only if it was asked for more than one process.
     for_several = _has(env, "ACCELERATE_USE_CPU", "MASTER_ADDR", "MASTER_PORT")
@@ -164,10 +181,27 @@ def _world(
     local_rank = _int(env, names[2], rank)
     tells = bool(env.get(names[3]))
     local_size = _tasks_here(env, names[3]) if launcher == "slurm" and tells else _int(env, names[3], size)
-    address = env.get("MASTER_ADDR") or address or _only_host(launcher, size, local_size)
+    address = env.get("MASTER_ADDR") or address or _only_host(env, launcher, size, local_size)
     port = _int(env, "MASTER_PORT", 0) or port or _port_without_a_job(size == local_size)
     node = _node(env, _NODES.get(launcher, ()), alone=size == 1 or (tells and local_size == size))
     return World(launcher, rank, size, local_rank, local_size, address, port, tells or size == 1, *node)
+
+
+def _is_of_another_task(env: Mapping[str, str]) -> bool:
+    """True if this task of a step has got the rank that was exported before all of them began."""
+    if not _has(env, "SLURM_STEP_ID", *_SLURM[:2]) or env["WORLD_SIZE"] == "1" or env["RANK"] == env["SLURM_PROCID"]:
+        return False
+    try:
+        began = Path("/proc/self/environ").read_bytes().split(b"\0")
+        is_task = Path(f"/proc/{os.getppid()}/comm").read_text().strip() == "slurmstepd"
+    except OSError:
+        return False
+    return is_task and f"RANK={env['RANK']}".encode() in began
+
+
+def _is_in_own_order(env: Mapping[str, str]) -> bool:
+    """True if the first host of a step need not have its first task."""
+    return env.get("SLURM_DISTRIBUTION") == "arbitrary" and env.get("SLURM_STEP_NUM_NODES", "1") != "1"
 
 
 def _node(env: Mapping[str, str], names: tuple[str, ...], alone: bool) -> tuple[int | None, int | None]:
@@ -199,8 +233,11 @@ def _tasks_here(env: Mapping[str, str], name: str) -> int:
     return counts[node]
 
 
-def _only_host(launcher: str, size: int, local_size: int) -> str:
+def _only_host(env: Mapping[str, str], launcher: str, size: int, local_size: int) -> str:
+    """Return the host of rank 0 for ranks of MPI: this one, or the first of a SLURM job."""
     if size != local_size:
+        if nodes := env.get("SLURM_JOB_NODELIST"):
+            return first_host(nodes)
         raise ValueError(
             f"{size} ranks were launched by {launcher} on several hosts, but MASTER_ADDR is not set: export it with "
             "the host name of rank 0 (mpirun -x MASTER_ADDR=… with Open MPI, -genv MASTER_ADDR … with Intel MPI, MPICH)"

@@ -125,10 +125,11 @@ def test_ranks_get_the_settings_of_the_shell_and_ray_logs_no_key(cluster, tmp_pa
         (["2", "--max-restarts", "3", "script.py"], "--on ray does not take --max-restarts"),
         (["2", "--standalone", "script.py"], "--on ray does not take --standalone"),
         (["2", "--log-dir", "logs", "script.py"], "--on ray does not take --log-dir"),
-        (["3", "--nodes", "2", "script.py"], "3 ranks cannot be 1.5 on each of nodes=2"),
+        (["3", "--nodes", "2", "script.py"], "3 ranks cannot be equally many on each of 2 nodes"),
+        (["3", "--dry-run", "script.py"], "--on ray does not take --dry-run"),
     ],
 )
 def test_what_cannot_be_is_refused(cluster, tmp_path, options, text):
     script(tmp_path, SAYS)
-    _, err = run(cluster, tmp_path, *options, status=2 if "--nodes" not in options else 1)
+    _, err = run(cluster, tmp_path, *options, status=2)
     assert text in err

@@ -18,6 +18,20 @@ MUTANTS = [
         "tests/cli/test_run_ends.py::test_only_folders_of_ended_launchers_are_removed",
     ),
     Mutant(
+        "cli/on_cluster.py",
+        "check",
+        "_TAKES | _ALSO[args.on]",
+        "{*_TAKES, *_OWN, 'survivors'}",
+        "tests/cli/test_run_on_ray.py -k refused",
+    ),
+    Mutant(
+        "cli/on_slurm.py",
+        "_failure",
+        "span[-1] - span[0] + 1 for span",
+        "1 for span",
+        "--doctest-modules easydist/cli/on_slurm.py",
+    ),
+    Mutant(
         "cli/ranks.py",
         "awaited_by",
         " and peer.peer == told.rank",

@@ -5,6 +5,13 @@ from mutants.planting import Mutant
 MUTANTS = [
     Mutant(
         "state/environment.py",
+        "_is_in_own_order",
+        ' == "arbitrary"',
+        ' == "arbitrary" and False',
+        "tests/state/test_environment.py -k order_of_ones_own",
+    ),
+    Mutant(
+        "state/environment.py",
         "restart_key",
         "env.get('TORCHELASTIC_RESTART_COUNT', 0)",
         "0",

@@ -129,6 +129,16 @@ def test_slurm_inside_a_step():
     assert launched({**SLURM, "SLURM_JOB_ID": "43"}).port != world.port
 
 
+def test_slurm_with_an_order_of_ones_own_needs_master_addr():
+    """Rank 0 may be on any host then."""
+    env = {**SLURM, "SLURM_DISTRIBUTION": "arbitrary", "SLURM_STEP_NUM_NODES": "2"}
+    with pytest.raises(ValueError, match=r"order of your own.*export MASTER_ADDR"):
+        launched(env)
+    assert launched({**env, "MASTER_ADDR": "gpu004"}).address == "gpu004"
+    assert launched({**env, "SLURM_STEP_NUM_NODES": "1"}).address == "gpu003"
+    assert launched(env, has_group=True).size == 8
+
+
 def test_slurm_outside_a_step_is_a_world_of_one():
     assert launched(without(SLURM, "SLURM_STEP_ID")) == World()
 
@@ -179,6 +189,7 @@ def test_mpi_on_several_hosts_needs_master_addr(name):
     )
     with pytest.raises(ValueError, match="^" + re.escape(text)):
         launched({**env, local_size: "2"})
+    assert launched({**env, local_size: "2", "SLURM_JOB_NODELIST": "gpu[07-09]"}).address == "gpu07"
     world = launched({**env, local_size: "2", "MASTER_ADDR": "node0"})
     assert world.address == "node0"
     if name != "Open MPI":  # they name no job, and each host has a parent of its own
