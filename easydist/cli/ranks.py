@@ -10,7 +10,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from easydist.liveness import stacks
@@ -38,6 +38,7 @@ class Rank:
         memory: Resident bytes.
         status: The state of the process, as psutil names it: ``"running"``, ``"sleeping"``, ``"stopped"``, …
         seconds: The time since it entered its call, or left the last one.
+        host: The address of its host; empty if that is this one.
     """
 
     entry: PageEntry
@@ -48,6 +49,16 @@ class Rank:
     memory: int
     status: str
     seconds: float
+    host: str = ""
+
+    def at(self, host: str) -> Rank:
+        """Return the same rank, as another host sees it."""
+        return replace(self, host=host)
+
+    @property
+    def process(self) -> tuple[str, int]:
+        """A key of its process."""
+        return self.host, self.pid
 
     @property
     def group(self) -> tuple[str, str, int]:
@@ -74,12 +85,15 @@ class Ranks:
 
     def look(self) -> list[list[Rank]]:
         """Return the ranks of each group, in ascending order. CPU percentages are those since the previous look."""
-        found = self._found()
-        groups: defaultdict[tuple[str, str, int], list[Rank]] = defaultdict(list)
-        for rank in found:
-            groups[rank.group].append(rank)
-        rows = [sorted(ranks, key=lambda rank: rank.entry.rank) for _, ranks in sorted(groups.items())]
+        rows = grouped(self._found())
         return rows if self._job is None else self._of_job(rows)
+
+    def stack(self, rank: Rank) -> str:
+        """Return the stacks of a rank's threads, or the reason why there are none."""
+        return stack_of(rank.pid)
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to end."""
 
     def _of_job(self, groups: list[list[Rank]]) -> list[list[Rank]]:
         """Return the groups of the selected processes, and those that share ranks with them."""
@@ -117,6 +131,14 @@ class Ranks:
         return False
 
 
+def grouped(found: Iterable[Rank]) -> list[list[Rank]]:
+    """Return the ranks of each group, in ascending order."""
+    groups: defaultdict[tuple[str, str, int], list[Rank]] = defaultdict(list)
+    for rank in found:
+        groups[rank.group].append(rank)
+    return [sorted(ranks, key=lambda rank: rank.entry.rank) for _, ranks in sorted(groups.items())]
+
+
 def _ranks_of(process: psutil.Process) -> list[Rank]:
     if (page := PeerPage.find(process.pid)) is None:
         return []
@@ -133,9 +155,9 @@ def _ranks_of(process: psutil.Process) -> list[Rank]:
 
 def jobs(groups: Iterable[list[Rank]]) -> list[list[list[Rank]]]:
     """Return the groups of each job: those that share processes with each other."""
-    found: list[tuple[set[int], list[list[Rank]]]] = []
+    found: list[tuple[set[tuple[str, int]], list[list[Rank]]]] = []
     for ranks in groups:
-        pids = {rank.pid for rank in ranks}
+        pids = {rank.process for rank in ranks}
         same = [job for job in found if job[0] & pids]
         found = [job for job in found if job not in same]
         found.append((pids.union(*(job[0] for job in same)), [*(group for job in same for group in job[1]), ranks]))
@@ -186,6 +208,7 @@ def _rank_as_json(rank: Rank, waits_for: list[int]) -> dict[str, Any]:
     return {
         "rank": told.rank,
         "pid": rank.pid,
+        **({"host": rank.host} if rank.host else {}),
         "parent": rank.parent,
         "command": rank.command,
         "cpu": rank.cpu,

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from easydist.base.wording import numbers
-from easydist.cli.ranks import Rank, Ranks, as_json as json_of, awaited, jobs, placed, stack_of
+from easydist.cli.ranks import Rank, Ranks, as_json as json_of, awaited, jobs, placed
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
+
+    from easydist.cli.nodes import ClusterRanks
 
 _EXAMPLE = """\b
 Example:
@@ -22,6 +24,7 @@ Example:
   easydist top 4711             the job of a rank or of a launcher
   easydist top train.py         the jobs with this text in their command line
   easydist top --once --stack   once, with the Python stacks of ranks that are late
+  easydist top --on ray         the ranks on all nodes of a Ray cluster
 """
 _NOBODY = "None of your processes on this host is a rank that easydist knows. A rank appears with its first call."
 _MEASURED = 0.2
@@ -38,29 +41,44 @@ _PATIENCE = 1.0
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and exit.")
 @click.option("--stack", is_flag=True, help="Add the Python stacks of the ranks that are late.")
+@click.option("--on", type=click.Choice(["ray"]), help="Show the ranks on all nodes of a Ray cluster.")
 @click.option("--interval", type=click.FloatRange(0.1), default=1.0, show_default=True, help="Seconds between updates.")
-def top(job: str | None, once: bool, as_json: bool, stack: bool, interval: float) -> None:
+def top(job: str | None, once: bool, as_json: bool, stack: bool, on: str | None, interval: float) -> None:
     """Show the state of the ranks on this host.
 
     You see their current calls, how long these take, and the ranks for which they wait. The table is made from the
     status that each process publishes in memory, so it also works on a job that hangs. A job that hangs comes first.
     PID is a rank's process or a launcher's; JOB is a part of the ranks' command line, such as a script's name. Only
-    your own processes are shown.
+    your own processes are shown. With --on ray an actor on each node looks for them.
     """
-    ranks = Ranks(int(job) if job is not None and job.isdecimal() else job)
-    if once or as_json or not sys.stdout.isatty():
-        _show_once(ranks, as_json, stack)
-    else:
-        _show_live(ranks, interval, stack)
+    ranks = _on_ray(job) if on else Ranks(int(job) if job is not None and job.isdecimal() else job)
+    try:
+        if once or as_json or not sys.stdout.isatty():
+            _show_once(ranks, as_json, stack)
+        else:
+            _show_live(ranks, interval, stack)
+    finally:
+        ranks.close()
 
 
-def _show_once(ranks: Ranks, as_json: bool, stack: bool) -> None:
+def _on_ray(job: str | None) -> ClusterRanks:
+    from easydist.cli.nodes import ClusterRanks
+
+    if job is not None and job.isdecimal():
+        raise click.UsageError("--on ray takes a part of the command line, not a PID, which is that of one host")
+    try:
+        return ClusterRanks(job)
+    except (ConnectionError, ImportError) as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _show_once(ranks: Ranks | ClusterRanks, as_json: bool, stack: bool) -> None:
     from rich.console import Console
 
     ranks.look()
     time.sleep(_MEASURED)
     groups = ranks.look()
-    stacks = _stacks(groups) if stack else {}
+    stacks = _stacks(ranks, groups) if stack else {}
     if as_json:
         found: dict[str, Any] = {"groups": json_of(groups)}
         click.echo(json.dumps(found | {"stacks": stacks} if stack else found, indent=2))
@@ -68,20 +86,20 @@ def _show_once(ranks: Ranks, as_json: bool, stack: bool) -> None:
         Console(width=None if sys.stdout.isatty() else 160).print(screen(groups, stacks))
 
 
-def _show_live(ranks: Ranks, interval: float, stack: bool) -> None:
+def _show_live(ranks: Ranks | ClusterRanks, interval: float, stack: bool) -> None:
     from rich.live import Live
 
     with Live(screen=True, auto_refresh=False) as live:
         try:
             while True:
                 groups = ranks.look()
-                live.update(screen(groups, _stacks(groups) if stack else {}), refresh=True)
+                live.update(screen(groups, _stacks(ranks, groups) if stack else {}), refresh=True)
                 time.sleep(interval)
         except KeyboardInterrupt:
             return
 
 
-def screen(groups: list[list[Rank]], stacks: dict[int, str]) -> RenderableType:
+def screen(groups: list[list[Rank]], stacks: dict[str, str]) -> RenderableType:
     """Return the display: for each job its groups, and stacks below.
 
     The job whose ranks have waited longest for one that is late comes first. A group without a call in progress takes
@@ -89,7 +107,7 @@ def screen(groups: list[list[Rank]], stacks: dict[int, str]) -> RenderableType:
 
     Args:
         groups: The ranks of each group.
-        stacks: The stacks by pid.
+        stacks: The stacks by process.
     """
     from rich.console import Group
     from rich.text import Text
@@ -98,7 +116,7 @@ def screen(groups: list[list[Rank]], stacks: dict[int, str]) -> RenderableType:
         return Text(_NOBODY)
     found = sorted(jobs(groups), key=_hung_for, reverse=True)
     shown = [part for job in found for part in _job(job, is_alone=len(found) == 1)]
-    return Group(*shown, *(Text(f"pid {pid}\n{text}") for pid, text in stacks.items()))
+    return Group(*shown, *(Text(f"pid {process}\n{text}") for process, text in stacks.items()))
 
 
 def _hung_for(job: list[list[Rank]]) -> float:
@@ -139,14 +157,17 @@ def _table(ranks: list[Rank]) -> Table:
 
     waits, late = awaited(ranks), {rank.entry.rank for rank in late_ranks(ranks)}
     table = Table(title=escape(_title(ranks[0])), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("rank", "pid", "CPU %", "memory", "call"):
+    has_hosts = any(rank.host for rank in ranks)
+    for name in ("rank", *["host"] * has_hosts, "pid", "CPU %", "memory", "call"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("operation", "at", "waits for"):
         table.add_column(name, overflow="fold")
     table.add_column("for", justify="right", no_wrap=True)
     for rank in ranks:
         number = rank.entry.rank
-        table.add_row(*map(escape, _cells(rank, waits[number])), style="bold red" if number in late else None)
+        first, *cells = _cells(rank, waits[number])
+        cells = [first, *[rank.host] * has_hosts, *cells]
+        table.add_row(*map(escape, cells), style="bold red" if number in late else None)
     return table
 
 
@@ -188,5 +209,6 @@ def _time(seconds: float) -> str:
     return f"{seconds:.1f} s" if minutes < 2 else f"{minutes:.1f} min" if hours < 2 else f"{hours:.1f} h"
 
 
-def _stacks(groups: list[list[Rank]]) -> dict[int, str]:
-    return {rank.pid: stack_of(rank.pid) for ranks in groups for rank in late_ranks(ranks)}
+def _stacks(ranks: Ranks | ClusterRanks, groups: list[list[Rank]]) -> dict[str, str]:
+    late = [rank for group in groups for rank in late_ranks(group)]
+    return {f"{rank.pid} on {rank.host}" if rank.host else str(rank.pid): ranks.stack(rank) for rank in late}

@@ -18,6 +18,13 @@ MUTANTS = [
         "tests/cli/test_run_ends.py::test_only_folders_of_ended_launchers_are_removed",
     ),
     Mutant(
+        "cli/nodes.py",
+        "_Observer.look",
+        "rank.at(self._address)",
+        "rank",
+        "tests/cli/test_top_on_ray.py -k one_table",
+    ),
+    Mutant(
         "cli/on_cluster.py",
         "check",
         "_TAKES | _ALSO[args.on]",

@@ -1,0 +1,76 @@
+"""``easydist top --on ray``: the ranks of a real Ray cluster in one table."""
+
+import json
+import os
+import threading
+import time
+
+import launching
+import pytest
+from actors import HEAD, MARKS, travels
+from click.testing import CliRunner
+from test_top import rank_of
+
+import easydist
+from easydist.cli.main import main
+from easydist.cli.ranks import grouped
+from easydist.cli.top import screen
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
+pytestmark = MARKS
+travels(__name__)
+
+
+def gathers_late(release):
+    easydist.wait_for_everyone()
+    while easydist.ProcessState().process_index == 1 and not os.path.exists(release):
+        time.sleep(0.02)
+    easydist.wait_for_everyone()
+
+
+def top(cluster, *options):
+    command = [launching.fork(), "-m", "easydist", "top", "--on", "ray", *options]
+    process = launching.start(*command, env=os.environ | launching.OWN | {"RAY_ADDRESS": cluster.address})
+    ((out, err),) = launching.finished(process)
+    assert process.returncode == 0, err
+    return out
+
+
+def test_the_ranks_of_a_cluster_are_in_one_table(cluster, tmp_path):
+    release = str(tmp_path / "release")
+    with easydist.ray.Ranks(2, resources={"rank": 1}, timeout=launching.within(60)) as ranks:
+        waits = threading.Thread(target=ranks.run, args=(gathers_late, release))
+        waits.start()
+        until = time.monotonic() + launching.within(30)
+        while True:
+            found = json.loads(top(cluster, "--json", "--stack"))
+            mine = [group for group in found["groups"] if group["size"] == 2 and group["ranks"][0]["waits_for"] == [1]]
+            if mine and mine[0]["ranks"][0]["seconds"] > 1:
+                break
+            assert time.monotonic() < until, found
+        assert [(rank["host"], rank["is_in_call"]) for rank in mine[0]["ranks"]] == [(HEAD, True), (HEAD, False)]
+        assert f"{mine[0]['ranks'][1]['pid']} on {HEAD}" in found["stacks"]
+        table = top(cluster, "--once")
+        assert f"{HEAD}  " in table
+        assert str(mine[0]["ranks"][0]["pid"]) in table
+        open(release, "w").close()
+        waits.join()
+    assert "0 groups" in top(cluster, "--json", "no such command").replace('"groups": []', "0 groups")
+
+
+def test_ranks_of_several_hosts_are_one_group(capsys):
+    from rich.console import Console
+
+    groups = grouped([rank_of(1, last=0, in_call=False).at("10.0.0.2"), rank_of(0).at("10.0.0.1")])
+    assert [[rank.host for rank in group] for group in groups] == [["10.0.0.1", "10.0.0.2"]]
+    Console(width=160).print(screen(groups, {"101 on 10.0.0.2": "stack of it"}))
+    said = capsys.readouterr().out
+    first = next(line for line in said.splitlines() if " 100 " in line)
+    assert first.split()[:4] == ["0", "10.0.0.1", "100", "0"]
+    assert "pid 101 on 10.0.0.2\nstack of it" in said
+
+
+def test_a_pid_is_that_of_one_host():
+    done = CliRunner().invoke(main, ["top", "--on", "ray", "4711"])
+    assert done.exit_code == 2
+    assert "--on ray takes a part of the command line, not a PID" in done.output
