@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -58,6 +58,7 @@ def layouts(draw):
 
 
 @settings(max_examples=40)
+@example(((5,), (4,), [Shard(0)]))  # the last shard is empty
 @given(layouts())
 def test_shards_are_those_of_chunk(layout):
     shape, mesh, placements = layout
